@@ -1,0 +1,57 @@
+# Everything a clone needs is made on demand: `make demo` on a fresh machine builds .venv, fetches the small model and runs it.
+# A stamp file says which set of packages .venv holds; it is made again when pyproject.toml or constraints.txt changes.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+JOBS   ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+help:
+	@echo "make demo    build the environment if needed, then run the demo with the embedded model"
+	@echo "make test    run the tests (JOBS=$(JOBS) processes, one thread each)"
+	@echo "make lint    ruff check, ruff format --check, pyrefly"
+	@echo "make bench   run the scripts in bench/"
+	@echo "make clean   remove caches and $(VENV)"
+	@echo "PYTHON=python3.12 make ... picks another interpreter (3.11 or newer)"
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "hybridkv needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true)." ; \
+	  echo "Name another one: PYTHON=python3.12 make $(MAKECMDGOALS)" ; exit 1 ; }
+	@echo "== making $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.stamp-run: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "== installing hybridkv and what it runs on (about 1 GB with the CPU build of torch, more with CUDA; a minute or more)"
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "== installing hybridkv with its test and lint tools (about 1.4 GB with the CPU build of torch; a minute or more)"
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $(VENV)/.stamp-run $@
+
+demo: $(VENV)/.stamp-run
+	@$(BIN)/hybridkv demo
+
+# The model is fetched before the workers start, so that they never fetch it at the same time.
+test: $(VENV)/.stamp-dev
+	@$(BIN)/python -m hybridkv.embedded
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+lint: $(VENV)/.stamp-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+
+bench: $(VENV)/.stamp-run
+	@set -e; for script in bench/*.py; do \
+	  [ -e "$$script" ] || { echo "bench/ holds no script"; exit 1; }; \
+	  echo "== $$script"; $(BIN)/python "$$script"; done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,107 @@
+"""LayerHandle: all that a layer sees of the cache in one step. It allocates no pages and decides nothing.
+
+A step's tokens lie one request after the other. Requests with one new token come first (`singles`); they run together in
+the decode forms of the ops. The others are prompt chunks.
+
+    tokens   [ a | b | c | d d d d d | e e e ]      starts = [0, 1, 2, 3, 8, 11], singles = 3
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybridkv.kernels.append import append
+from hybridkv.kernels.attention_decode import attention_decode
+from hybridkv.kernels.attention_prefill import attention_prefill
+from hybridkv.kernels.gdn import causal_conv, causal_conv_step, gated_delta, gated_delta_step
+
+
+@dataclass(frozen=True)
+class StreamView:
+    """One StreamSchema's part of a step."""
+
+    table: Tensor  # [B, streams, N] page ids, -1 past the end
+    lengths: np.ndarray  # [B, streams] entries held once this step's are appended
+    entry_index: Tensor | None  # [streams, T] flat place of each new entry; None where an entry is more than one token
+
+
+@dataclass(frozen=True)
+class ForwardStep:
+    """What one forward pass may touch: made by KVCacheManager.prepare_forward, which has reserved every page in it."""
+
+    slots: list[int]  # [B] state rows
+    starts: list[int]  # [B + 1] where each request's tokens begin
+    singles: int  # how many requests have one token; they come first
+    streams: dict[str, StreamView]
+
+    def single_rows(self, state: Tensor) -> Tensor:
+        """State [slots, ...] -> rows of the one-token requests; a view where the slots are consecutive, else a copy."""
+        rows = self.slots[: self.singles]
+        if rows == list(range(rows[0], rows[0] + len(rows))):
+            return state[rows[0] : rows[0] + len(rows)]
+        return state[rows]
+
+    def store_single_rows(self, state: Tensor, rows: Tensor) -> None:
+        """Bring a copy that `single_rows` made back; nothing to do for a view."""
+        if rows.untyped_storage().data_ptr() != state.untyped_storage().data_ptr():
+            state[self.slots[: self.singles]] = rows
+
+
+class LayerHandle:
+    """A layer's pages and state rows, and the step's ops on them."""
+
+    def __init__(self, step: ForwardStep, view: StreamView | None, rows: slice, paged: dict[str, Tensor], state: dict[str, Tensor]) -> None:  # fmt: skip
+        self.step, self.view, self.rows, self.paged, self.state = step, view, rows, paged, state
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """Store this step's keys and values [T, G, D]."""
+        assert self.view is not None and self.view.entry_index is not None
+        append(self.paged["k"], self.paged["v"], k, v, self.view.entry_index[self.rows])
+
+    def attend(self, q: Tensor, scale: float) -> Tensor:
+        """Causal attention of q [T, H, D] over what is stored, this step's tokens included."""
+        assert self.view is not None
+        n, pages = self.step.singles, (self.paged["k"], self.paged["v"])
+        table, lengths = self.view.table[:, self.rows], self.view.lengths[:, self.rows]
+        parts = []
+        if n:
+            parts.append(attention_decode(q[:n], *pages, table[:n], lengths[:n], scale))
+        if n < len(self.step.slots):
+            starts = [s - n for s in self.step.starts[n:]]
+            parts.append(attention_prefill(q[n:], *pages, table[n:], lengths[n:], starts, scale))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def convolve(self, x: Tensor, weight: Tensor) -> Tensor:
+        """silu(causal convolution) of x [T, C] f32, each request continuing from its own tail."""
+        n, tails = self.step.singles, self.state["conv"]
+        parts = []
+        if n:
+            rows = self.step.single_rows(tails)
+            parts.append(causal_conv_step(x[:n], weight, rows))
+            self.step.store_single_rows(tails, rows)
+        parts += [causal_conv(x[a:b], weight, tails[slot]) for slot, a, b in self._chunks()]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def delta_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        """Gated delta rule over q, k [T, H, K], v [T, H, V], g, beta [T, H], each request on its own state -> [T, H, V]."""
+        n, states = self.step.singles, self.state["recurrent"]
+        parts = []
+        if n:
+            rows = self.step.single_rows(states)
+            parts.append(gated_delta_step(q[:n], k[:n], v[:n], g[:n], beta[:n], rows))
+            self.step.store_single_rows(states, rows)
+        parts += [gated_delta(*(x[a:b] for x in (q, k, v, g, beta)), states[slot]) for slot, a, b in self._chunks()]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _chunks(self) -> list[tuple[int, int, int]]:
+        """(slot, begin, end) of each prompt chunk."""
+        step = self.step
+        return [
+            (slot, a, b)
+            for slot, a, b in zip(step.slots, step.starts, step.starts[1:], strict=False)
+            if a >= step.singles
+        ]

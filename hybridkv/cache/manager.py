@@ -1,0 +1,280 @@
+"""KVCacheManager: who holds which pages and slots.
+
+    admit_request -> ( prepare_forward -> acquire -> ... -> commit )* -> release_request
+
+Pages are reserved in one place, `prepare_forward`, for all requests and pools of a step or for none of them. It names the
+target and subtracts what is there, so a step that is retried, after a failure or an OutOfPages, takes nothing twice. Tables
+change there; positions and lengths move only in `commit`, once the step has run.
+
+Ownership of one stream's pages (64 entries a page, length 150):
+
+    entries   0 .. 63   64 .. 127   128 .. 149 | 150 .. 191
+    pages    [   7   ] [    3    ] [         12            ]
+              full: may be shared after a fork   the open page: written next, so it is copied first if another
+              and is never written again         request holds it too
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from hybridkv.cache.allocator import PageAllocator
+from hybridkv.cache.handle import ForwardStep, LayerHandle, StreamView
+from hybridkv.cache.pools import PagedPool
+from hybridkv.cache.schema import CacheSchema, StreamSchema
+from hybridkv.cache.state import StatePool
+from hybridkv.errors import HybridKVError, RequestError
+
+Plan = Sequence[tuple[Hashable, int]]  # (request, new tokens)
+
+
+class StreamTable:
+    """Pages and lengths of one StreamSchema's streams, for all slots."""
+
+    def __init__(self, schema: StreamSchema, pages: int, slots: int, max_tokens: int, device: torch.device) -> None:
+        if pages < schema.streams:
+            raise HybridKVError(
+                f"pool '{schema.name}' of {pages} pages cannot hold one page for each of its {schema.streams} streams; "
+                "give more memory or lower page_size"
+            )
+        self.schema = schema
+        self.pool = PagedPool(schema, pages, device)
+        self.allocator = PageAllocator(pages, schema.name)
+        self.pages = np.full((slots, schema.streams, schema.pages_per_stream(max_tokens)), -1, np.int32)
+        self.held = np.zeros((slots, schema.streams), np.int64)  # pages
+        self.lengths = np.zeros((slots, schema.streams), np.int64)  # entries
+
+    def grow(self, slot: int, position: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """Per stream: pages to add, and whether the open page must be copied first."""
+        new = self.schema.entries(position + tokens) - self.schema.entries(position)
+        P, lengths = self.schema.entries_per_page, self.lengths[slot]
+        add = np.maximum(-(-(lengths + new) // P) - self.held[slot], 0)
+        if new == 0:
+            return add, np.zeros(len(lengths), bool)
+        open_page = np.take_along_axis(self.pages[slot], np.minimum(lengths // P, self.pages.shape[2] - 1)[:, None], 1)[:, 0]
+        return add, (lengths % P > 0) & (self.allocator.refs[open_page] > 1)
+
+    def take(self, slot: int, add: np.ndarray, copy: np.ndarray) -> None:
+        """Carry out what `grow` asked for."""
+        if copy.any():
+            streams = np.flatnonzero(copy)
+            at = self.lengths[slot, streams] // self.schema.entries_per_page
+            old, new = self.pages[slot, streams, at], self.allocator.acquire(len(streams))
+            self.pool.copy_pages(*(torch.from_numpy(x.astype(np.int64)) for x in (old, new)))
+            self.pages[slot, streams, at] = new
+            self.allocator.release(old)
+        for step in range(int(add.max(initial=0))):  # page by page over the streams: neighbours in time are neighbours in memory
+            streams = np.flatnonzero(add > step)
+            self.pages[slot, streams, self.held[slot, streams]] = self.allocator.acquire(len(streams))
+            self.held[slot, streams] += 1
+
+    def drop(self, slot: int, keep: int = 0) -> None:
+        """Give back all pages of a slot but the first `keep` of each stream."""
+        rows = self.pages[slot, :, keep:]
+        self.allocator.release(rows[rows >= 0])
+        rows[:] = -1
+        self.held[slot] = np.minimum(self.held[slot], keep)
+
+    def view(self, slots: np.ndarray, counts: np.ndarray, positions: np.ndarray, device: torch.device) -> StreamView:
+        s, P = self.schema, self.schema.entries_per_page
+        new = (positions + counts) // s.tokens_per_entry - positions // s.tokens_per_entry
+        before = self.lengths[slots]  # [B, S]
+        after = before + new[:, None]
+        width = int(-(-after.max(initial=1) // P))
+        index = None
+        if s.tokens_per_entry == 1:
+            owner = np.repeat(np.arange(len(slots)), counts)  # [T]
+            inside = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+            entry = before[owner] + inside[:, None]  # [T, S]
+            page = self.pages[slots[owner][:, None], np.arange(s.streams), entry // P].astype(np.int64)
+            index = torch.from_numpy(np.ascontiguousarray((page * P + entry % P).T)).to(device)
+        return StreamView(torch.from_numpy(self.pages[slots, :, :width]).to(device), after, index)
+
+
+class KVCacheManager:
+    """Pools, state and bookkeeping of all resident requests."""
+
+    def __init__(
+        self,
+        schema: CacheSchema,
+        pages: Mapping[str, int],  # of each stream schema's pool
+        slots: int,  # requests resident at the same time
+        max_tokens: int,  # longest request
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.schema, self.slots, self.max_tokens, self.device = schema, slots, max_tokens, torch.device(device)
+        self.tables = {
+            s.name: StreamTable(s, pages[s.name], slots, max_tokens, self.device) for s in schema.streams
+        }
+        self.state = StatePool(schema.states, slots, self.device)
+        self.positions = np.zeros(slots, np.int64)
+        self.slot_of: dict[Hashable, int] = {}
+        self._free_slots = list(range(slots - 1, -1, -1))
+
+    # ---- requests
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free_slots)
+
+    def admit_request(self, request: Hashable) -> int:
+        """A slot with fresh state at position 0. Takes no pages."""
+        slot = self._take_slot(request)
+        self.state.reset(slot)
+        return slot
+
+    def fork_request(self, source: Hashable, request: Hashable) -> int:
+        """A second request with the same past: pages shared, state copied. Either may go on; neither sees the other's writes."""
+        origin = self._slot(source)
+        slot = self._take_slot(request)
+        for table in self.tables.values():
+            rows = table.pages[origin]
+            table.allocator.share(rows[rows >= 0])
+            for array in (table.pages, table.held, table.lengths):
+                array[slot] = array[origin]
+        self.positions[slot] = self.positions[origin]
+        self.state.copy(origin, slot)
+        return slot
+
+    def release_request(self, request: Hashable) -> None:
+        """Everything the request held goes back."""
+        slot = self._slot(request)
+        del self.slot_of[request]
+        for table in self.tables.values():
+            table.drop(slot)
+            table.lengths[slot] = 0
+        self.positions[slot] = 0
+        self._free_slots.append(slot)
+
+    def truncate_request(self, request: Hashable, position: int) -> None:
+        """Forget all tokens from `position` on. Refused where the past cannot be brought back."""
+        slot = self._slot(request)
+        if not 0 <= position <= self.positions[slot]:
+            raise RequestError(f"cannot truncate to {position}: the request is at position {self.positions[slot]}")
+        if self.schema.states and position != self.positions[slot]:
+            raise RequestError("recurrent state cannot be rewound; release the request and compute it again")
+        for table in self.tables.values():
+            entries = table.schema.entries(position)
+            if (table.lengths[slot] != table.schema.entries(int(self.positions[slot]))).any():
+                raise RequestError(f"stream '{table.schema.name}' was compacted; its past entries no longer exist")
+            table.drop(slot, -(-entries // table.schema.entries_per_page))
+            table.lengths[slot] = entries
+        self.positions[slot] = position
+
+    # ---- one step
+
+    def prepare_forward(self, plan: Plan) -> ForwardStep:
+        """Reserve every page that the step writes, for all requests in all pools or, with OutOfPages, for none."""
+        slots = [self._slot(request) for request, _ in plan]
+        counts = [tokens for _, tokens in plan]
+        if len(set(slots)) != len(slots) or not plan or min(counts) < 1:
+            raise ValueError(f"a step needs different requests with at least one new token each: {list(plan)}")
+        singles = counts.count(1)
+        if counts[:singles] != [1] * singles:
+            raise ValueError("requests with one token come first in a step")
+        for slot, tokens in zip(slots, counts, strict=True):
+            if self.positions[slot] + tokens > self.max_tokens:
+                raise RequestError(
+                    f"{self.positions[slot]} + {tokens} tokens do not fit a context of {self.max_tokens} tokens"
+                )
+        jobs = [
+            (table, slot, *table.grow(slot, int(self.positions[slot]), tokens))
+            for table in self.tables.values()
+            for slot, tokens in zip(slots, counts, strict=True)
+        ]
+        for table in self.tables.values():
+            table.allocator.require(sum(int(add.sum() + copy.sum()) for t, _, add, copy in jobs if t is table))
+        for table, slot, add, copy in jobs:
+            if add.any() or copy.any():
+                # two forks may both have asked for a copy of one page: the second no longer needs it
+                table.take(slot, add, copy & self._still_shared(table, slot, copy))
+        at, n = np.array(slots), np.array(counts)
+        views = {name: t.view(at, n, self.positions[at], self.device) for name, t in self.tables.items()}
+        return ForwardStep(slots, [0, *np.cumsum(n).tolist()], singles, views)
+
+    @staticmethod
+    def _still_shared(table: StreamTable, slot: int, copy: np.ndarray) -> np.ndarray:
+        shared = np.zeros(len(copy), bool)
+        streams = np.flatnonzero(copy)
+        pages = table.pages[slot, streams, table.lengths[slot, streams] // table.schema.entries_per_page]
+        shared[streams] = table.allocator.refs[pages] > 1
+        return shared
+
+    def acquire(self, step: ForwardStep) -> dict[int, LayerHandle]:
+        """A handle for every layer that stores anything. Allocates nothing."""
+        handles = {}
+        for table in self.tables.values():
+            for layer in table.schema.layers:
+                lane, rows = table.schema.place(layer)
+                view = step.streams[table.schema.name]
+                handles[layer] = LayerHandle(step, view, rows, table.pool.lane(lane), self.state.layer(layer))
+        for layer in {layer for s in self.schema.states for layer in s.layers} - handles.keys():
+            handles[layer] = LayerHandle(step, None, slice(0), {}, self.state.layer(layer))
+        return handles
+
+    def commit(self, plan: Plan) -> None:
+        """The step has run: its tokens are now part of the past."""
+        for request, tokens in plan:
+            slot = self._slot(request)
+            for table in self.tables.values():
+                s, position = table.schema, int(self.positions[slot])
+                table.lengths[slot] += s.entries(position + tokens) - s.entries(position)
+            self.positions[slot] += tokens
+
+    # ---- facts
+
+    def position(self, request: Hashable) -> int:
+        return int(self.positions[self._slot(request)])
+
+    def lengths(self, request: Hashable) -> dict[str, np.ndarray]:
+        """Entries that each stream of the request holds."""
+        return {name: t.lengths[self._slot(request)].copy() for name, t in self.tables.items()}
+
+    def held_pages(self, request: Hashable) -> dict[str, int]:
+        return {name: int(t.held[self._slot(request)].sum()) for name, t in self.tables.items()}
+
+    def held_bytes(self, request: Hashable) -> int:
+        """Page bytes of the request, shared pages counted in full."""
+        return sum(n * self.tables[name].schema.page_bytes for name, n in self.held_pages(request).items())
+
+    def pages_short(self, tokens: int) -> bool:
+        """Whether the free pages are too few for `tokens` new tokens of a fresh request."""
+        return any(t.schema.pages(tokens) > t.allocator.free for t in self.tables.values())
+
+    def memory_bytes(self) -> int:
+        """Bytes that pools and state occupy."""
+        return sum(t.pool.nbytes for t in self.tables.values()) + self.state.nbytes
+
+    def check_integrity(self) -> None:
+        """Every page is free or owned exactly as often as tables name it; free slots are empty."""
+        for table in self.tables.values():
+            table.allocator.check()
+            named = table.pages[table.pages >= 0]
+            if not np.array_equal(np.bincount(named, minlength=table.allocator.total), table.allocator.refs):
+                raise AssertionError(f"pool '{table.schema.name}': page tables and reference counts disagree")
+            if not np.array_equal((table.pages >= 0).sum(2), table.held):
+                raise AssertionError(f"pool '{table.schema.name}': held page counts disagree with the table")
+            if (table.held * table.schema.entries_per_page < table.lengths).any():
+                raise AssertionError(f"pool '{table.schema.name}': a stream is longer than its pages")
+            if table.held[self._free_slots].any() or table.lengths[self._free_slots].any():
+                raise AssertionError(f"pool '{table.schema.name}': a free slot holds pages")
+        if sorted([*self._free_slots, *self.slot_of.values()]) != list(range(self.slots)):
+            raise AssertionError(f"slots are lost or owned twice: {self._free_slots} free, {self.slot_of} owned")
+
+    # ---- inside
+
+    def _take_slot(self, request: Hashable) -> int:
+        if request in self.slot_of:
+            raise RequestError(f"request {request!r} is resident already")
+        if not self._free_slots:
+            raise HybridKVError(f"all {self.slots} request slots are taken; raise max_requests or wait")
+        slot = self.slot_of[request] = self._free_slots.pop()
+        return slot
+
+    def _slot(self, request: Hashable) -> int:
+        if request not in self.slot_of:
+            raise RequestError(f"request {request!r} is not resident; it was released or never admitted")
+        return self.slot_of[request]

@@ -1,0 +1,30 @@
+"""PagedPool: the bytes of all pages of one StreamSchema. Which page belongs to whom is the manager's business."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridkv.cache.schema import StreamSchema
+
+
+class PagedPool:
+    """One tensor [lanes, pages, entries_per_page, *shape] for each paged spec."""
+
+    def __init__(self, schema: StreamSchema, pages: int, device: torch.device) -> None:
+        self.schema, self.pages = schema, pages
+        lead = (schema.lanes, pages, schema.entries_per_page)
+        self.tensors = {t.name: torch.empty(lead + t.shape, dtype=t.dtype, device=device) for t in schema.tensors}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors.values())
+
+    def lane(self, lane: int) -> dict[str, Tensor]:
+        """Views [pages, entries, *shape] of one lane."""
+        return {name: t[lane] for name, t in self.tensors.items()}
+
+    def copy_pages(self, source: Tensor, target: Tensor) -> None:
+        """Copy whole pages, all lanes and tensors, byte for byte. The two sets of ids do not overlap."""
+        for t in self.tensors.values():
+            t[:, target] = t[:, source]

@@ -1,0 +1,140 @@
+"""What a model stores, declared as data. Pools, state, planner and tests loop over this table; nothing else knows sizes.
+
+Two kinds of memory
+-------------------
+*Paged* memory grows with tokens. It is made of **entries** (one per token in full attention, one per 4 or 128 tokens in
+a compressed layer), and a **page** holds a fixed number of them. A **stream** is what has one length and one row of page
+ids. A full-attention layer has one stream for each KV head, so that heads and layers may keep different numbers of
+tokens, and every page they give up is free for others:
+
+    layer 0  head 0   [ 7][ 3][12]          length 150 of 192
+             head 1   [ 8][ 4]              length  97 of 128   (64 entries a page)
+    layer 1  head 0   [ 9][ 5][13]          ...
+
+Layers whose entry counts are the same function of position may share one stream; they are its **lanes**, and a page then
+holds the entries of all of them. A `StreamSchema` declares a set of streams that are alike and draw on one pool:
+
+    pool tensor = [lanes, pages, entries_per_page, *shape]      one per TensorSpec
+
+*State* has a fixed size for each request (convolution tails, recurrent state, rings): `StateSchema`, one row a slot:
+
+    state tensor = [layers, slots, *shape]                      one per TensorSpec, `init` is what a fresh row holds
+
+Position is not slot
+--------------------
+`position` is the absolute number of tokens a request has seen: it drives RoPE and compression phase. `length` is how many
+entries a stream holds. Without eviction length = position // tokens_per_entry. Only eviction moves them apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of an entry (paged) or of a slot (state)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    init: float = 0.0  # what a fresh state row holds; pages are never read before they are written
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StreamSchema:
+    """A set of alike streams that share one page pool."""
+
+    name: str
+    layers: tuple[int, ...]  # the model layers served
+    tensors: tuple[TensorSpec, ...]  # per entry
+    entries_per_page: int
+    heads: int = 1  # streams that each layer (or, if shared, the whole set) has
+    shared: bool = False  # True: the layers are lanes of the same streams
+    tokens_per_entry: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.layers or min(self.entries_per_page, self.heads, self.tokens_per_entry) < 1 or not self.tensors:
+            raise ValueError(f"stream schema '{self.name}' needs layers, tensors and positive sizes: {self}")
+
+    @property
+    def streams(self) -> int:
+        return self.heads if self.shared else self.heads * len(self.layers)
+
+    @property
+    def lanes(self) -> int:
+        return len(self.layers) if self.shared else 1
+
+    @property
+    def page_bytes(self) -> int:
+        return self.lanes * self.entries_per_page * sum(t.nbytes for t in self.tensors)
+
+    def entries(self, tokens: int) -> int:
+        """Entries that exist once `tokens` tokens were seen and nothing was evicted."""
+        return tokens // self.tokens_per_entry
+
+    def pages_per_stream(self, tokens: int) -> int:
+        return ceil_div(self.entries(tokens), self.entries_per_page)
+
+    def pages(self, tokens: int) -> int:
+        """Pages that a request of this length holds over all streams."""
+        return self.streams * self.pages_per_stream(tokens)
+
+    def place(self, layer: int) -> tuple[int, slice]:
+        """(lane, stream rows) of a model layer."""
+        i = self.layers.index(layer)
+        return (i, slice(0, self.heads)) if self.shared else (0, slice(i * self.heads, (i + 1) * self.heads))
+
+
+@dataclass(frozen=True)
+class StateSchema:
+    """Fixed-size memory of a request in some layers."""
+
+    name: str
+    layers: tuple[int, ...]
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def slot_bytes(self) -> int:
+        return len(self.layers) * sum(t.nbytes for t in self.tensors)
+
+
+@dataclass(frozen=True)
+class CacheSchema:
+    """All that a model stores for a request."""
+
+    streams: tuple[StreamSchema, ...] = ()
+    states: tuple[StateSchema, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [s.name for s in (*self.streams, *self.states)]
+        if len(set(names)) != len(names):
+            raise ValueError(f"schema names must differ: {names}")
+
+    @property
+    def slot_bytes(self) -> int:
+        """State bytes of one request, whatever its length."""
+        return sum(s.slot_bytes for s in self.states)
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Bytes of the pages that one request of this length holds."""
+        return sum(s.pages(tokens) * s.page_bytes for s in self.streams)
+
+    def pool_pages(self, requests: int, tokens: int) -> dict[str, int]:
+        """Pages of each pool so that this many requests of this length fit."""
+        return {s.name: requests * s.pages(tokens) for s in self.streams}
+
+    def bytes(self, pages: dict[str, int], slots: int) -> int:
+        """What pools of these sizes and this many slots allocate."""
+        return sum(pages[s.name] * s.page_bytes for s in self.streams) + slots * self.slot_bytes

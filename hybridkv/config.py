@@ -1,0 +1,121 @@
+"""What a user can set, with every default in one place. Frozen: what was resolved at the start stays so."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+
+import torch
+
+from hybridkv.errors import HybridKVError, RequestError
+
+KV_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+MODEL_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# A prefill chunk is a whole number of these: the chunked delta rule gives the same bits however a prompt is cut at multiples of 64.
+CHUNK_QUANTUM = 64
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """How the KV cache is stored."""
+
+    kv_dtype: str = "auto"  # f32 | bf16; auto: the model's own dtype
+    page_size: int = 64  # tokens a page holds
+
+    def __post_init__(self) -> None:
+        if self.kv_dtype != "auto" and self.kv_dtype not in KV_DTYPES:
+            raise HybridKVError(f"kv_dtype {self.kv_dtype!r} is not supported; choose auto, {', '.join(KV_DTYPES)}")
+        if not isinstance(self.page_size, int) or not 1 <= self.page_size <= 1 << 16:
+            raise HybridKVError(f"page_size must be a whole number from 1 to 65536, not {self.page_size!r}")
+
+    def storage_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
+        return model_dtype if self.kv_dtype == "auto" else KV_DTYPES[self.kv_dtype]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How much may run at once."""
+
+    max_requests: int = 8  # requests resident at the same time
+    max_context: int | None = None  # longest request in tokens; None: the model's own limit, or what the memory holds
+    memory: int | str | None = None  # bytes for weights and cache together, or "12GiB"; None: what fits
+    step_tokens: int = 512  # tokens one step computes at the most: all decoding requests, then prompt chunks
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.max_requests, int) or not 1 <= self.max_requests <= 4096:
+            raise HybridKVError(f"max_requests must be from 1 to 4096, not {self.max_requests!r}")
+        if self.max_context is not None and (not isinstance(self.max_context, int) or self.max_context < 1):
+            raise HybridKVError(f"max_context must be a positive number of tokens, not {self.max_context!r}")
+        if self.step_tokens < CHUNK_QUANTUM or self.step_tokens % CHUNK_QUANTUM:
+            raise HybridKVError(f"step_tokens must be a positive multiple of {CHUNK_QUANTUM}, not {self.step_tokens!r}")
+        parse_bytes(self.memory)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        return parse_bytes(self.memory)
+
+
+def parse_bytes(size: int | str | None) -> int | None:
+    """12884901888, "12GiB", "12 GB", "800MiB" -> bytes. None stays None."""
+    if size is None or (isinstance(size, int) and not isinstance(size, bool) and size > 0):
+        return size
+    units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+    units |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
+    if match is None or match[2].lower() not in units or not float(match[1]) > 0:
+        raise HybridKVError(f"{size!r} is not a size in bytes; write for example 12GiB or 800MiB")
+    return int(float(match[1]) * units[match[2].lower()])
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request's tokens are chosen and when it ends. temperature 0 is greedy."""
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0  # 0: all tokens
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = field(default=())  # text that ends the answer and is cut from it; a string or several
+    stop_token_ids: tuple[int, ...] = field(default=())
+    logprobs: int | None = None  # how many alternatives to report per token; 0: the chosen token's alone
+    ignore_eos: bool = False
+
+    MAX_STOPS = 16
+    MAX_STOP_LENGTH = 1024
+    MAX_LOGPROBS = 100
+
+    def __post_init__(self) -> None:
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stops)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        self._check("max_tokens", self.max_tokens, int, 1, 2**31)
+        self._check("temperature", self.temperature, float, 0.0, 1e4)
+        self._check("top_k", self.top_k, int, 0, 2**31)
+        self._check("top_p", self.top_p, float, 0.0, 1.0)
+        self._check("min_p", self.min_p, float, 0.0, 1.0)
+        self._check("repetition_penalty", self.repetition_penalty, float, 1e-3, 1e3)
+        if self.top_p == 0.0:
+            raise RequestError("top_p must be above 0 (1 keeps all tokens)")
+        if self.seed is not None:
+            self._check("seed", self.seed, int, 0, 2**63 - 1)
+        if self.logprobs is not None:
+            self._check("logprobs", self.logprobs, int, 0, self.MAX_LOGPROBS)
+        if len(stops) > self.MAX_STOPS or any(
+            not isinstance(s, str) or not 0 < len(s) <= self.MAX_STOP_LENGTH for s in stops
+        ):
+            raise RequestError(f"stop takes at most {self.MAX_STOPS} texts of 1 to {self.MAX_STOP_LENGTH} characters")
+        if len(self.stop_token_ids) > 1024:
+            raise RequestError(f"stop_token_ids takes at most 1024 ids, {len(self.stop_token_ids)} were given")
+        for token in self.stop_token_ids:
+            self._check("stop_token_ids", token, int, 0, 2**31)
+
+    @staticmethod
+    def _check(name: str, value: object, kind: type, low: float, high: float) -> None:
+        good = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
+        if not good or not math.isfinite(value) or not low <= value <= high:  # type: ignore[arg-type,operator]
+            what = "a whole number" if kind is int else "a number"
+            raise RequestError(f"{name} must be {what} from {low:g} to {high:g}, not {value!r}")

@@ -1,0 +1,60 @@
+"""Conversation: turns of a chat on one cache. A turn computes only what the cache does not hold yet.
+
+The new prompt is the whole conversation rendered by the model's chat template. Where that text begins with what was computed
+before (the last prompt and the answer to it), only the rest is tokenised and run. Where it does not, because a template rewrites
+earlier turns, the engine reuses as much as it can and computes the rest again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hybridkv.config import SamplingParams
+from hybridkv.llm import LLM, Completion
+from hybridkv.request import Request
+
+
+class Conversation:
+    def __init__(self, llm: LLM, system: str | None = None, params: SamplingParams | None = None) -> None:
+        self.llm, self.params = llm, params or SamplingParams(max_tokens=512)
+        self.messages = [{"role": "system", "content": system}] if system else []
+        self.last: Completion | None = None
+        self._request: Request | None = None  # the last turn's, whose cache is held
+        self._prompt = ""  # the text that the last turn's prompt was made from
+
+    def send(self, text: str) -> Iterator[str]:
+        """The answer's text piece by piece. Closing the iterator early keeps what was said so far as the answer."""
+        self.messages.append({"role": "user", "content": text})
+        try:
+            prompt = self.llm.render(self.messages)
+            request = self.llm.engine.add(self._tokens(prompt), self.params, hold=True, after=self._request)
+        except Exception:
+            self.messages.pop()  # the turn did not happen
+            raise
+        self._request, self._prompt = request, prompt
+        try:
+            while not request.finished:
+                for update in self.llm.engine.step():
+                    if update.request is request and update.text:
+                        yield update.text
+        finally:
+            self.llm.engine.stop(request)
+            self.messages.append({"role": "assistant", "content": request.text.text})
+        self.last = self.llm.completion(request)
+
+    def close(self) -> None:
+        """Give the cache back."""
+        if self._request is not None:
+            self.llm.engine.abort(self._request)
+            self._request = None
+
+    def _tokens(self, prompt: str) -> list[int]:
+        tokenizer = self.llm.tokenizer
+        assert tokenizer is not None  # a chat template comes with a tokenizer
+        bos = False if tokenizer.bos_text and prompt.startswith(tokenizer.bos_text) else None  # templates often write it
+        request = self._request
+        if request is None or not prompt.startswith(self._prompt + request.text.text):
+            return tokenizer.encode(prompt, bos=bos)
+        # tokens of the last prompt and answer, without the token that ended it: the template writes that itself
+        said = request.tokens[: -1 if request.tokens[-1] in self.llm.engine.eos_ids else None]
+        return said + tokenizer.encode(prompt[len(self._prompt + request.text.text) :], bos=False)

@@ -1,0 +1,230 @@
+"""Engine: requests in, tokens out, several at a time. It knows token ids and text pieces; prompts are tokenised by its callers."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridkv.cache import KVCacheManager
+from hybridkv.config import SamplingParams
+from hybridkv.engine.runner import Runner, StepInputs
+from hybridkv.engine.sampler import sample
+from hybridkv.engine.scheduler import Batch, Scheduler
+from hybridkv.errors import RequestError
+from hybridkv.models.layers import Decoder
+from hybridkv.request import Request
+from hybridkv.text.stream import TextStream
+from hybridkv.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a step gave one request."""
+
+    request: Request
+    token: int | None
+    text: str
+
+
+class Engine:
+    def __init__(
+        self,
+        model: Decoder,
+        manager: KVCacheManager,
+        tokenizer: Tokenizer | None = None,
+        step_tokens: int = 512,
+        eos_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self.manager, self.tokenizer, self.eos_ids = manager, tokenizer, eos_ids
+        self.vocab = model.config.vocab
+        self.runner = Runner(model, manager)
+        self.scheduler = Scheduler(manager, step_tokens)
+        self._numbers = itertools.count()
+
+    # ---- requests
+
+    def add(
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams | None = None,
+        hold: bool = False,  # keep the cache when finished
+        after: Request | None = None,  # a held request whose cache is to be continued, as far as its tokens agree
+    ) -> Request:
+        params = params or SamplingParams()
+        tokens = self.check_tokens(tokens)
+        if len(tokens) >= self.manager.max_tokens:
+            raise RequestError(
+                f"the prompt has {len(tokens)} tokens, the context holds {self.manager.max_tokens} and needs room for an "
+                "answer; shorten the prompt or raise max_context or memory"
+            )
+        generator = torch.Generator(device=self.manager.device)
+        generator.seed() if params.seed is None else generator.manual_seed(params.seed)
+        number = next(self._numbers)
+        text = TextStream(self.tokenizer, params.stop)
+        request = Request(number, number, tokens, len(tokens), params, text, generator, hold)
+        if after is not None and self._take_over(request, after):
+            self.scheduler.adopt(request)
+        else:
+            self.scheduler.add(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        """Stop a request in whatever state it is; all it holds is released. A finished one loses its held cache."""
+        if request.finished:
+            self.scheduler.release_held(request)
+            return
+        request.hold, request.finish_reason = False, "abort"
+        self._finish(request)
+
+    def stop(self, request: Request) -> None:
+        """End a running answer where it is; a cache to be held stays held."""
+        if not request.finished:
+            request.finish_reason = "abort"
+            self._finish(request)
+
+    def check_tokens(self, tokens: Sequence[int]) -> list[int]:
+        tokens = list(tokens)
+        if not tokens:
+            raise RequestError("the prompt has no tokens; give at least one")
+        for token in tokens:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab:
+                raise RequestError(f"token id {token!r} is outside the vocabulary of {self.vocab}")
+        return tokens
+
+    # ---- running
+
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.idle
+
+    def step(self) -> list[Update]:
+        """One forward pass over all that can run."""
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return []
+        logits = self._forward(batch)
+        self.manager.commit(batch.plan)
+        updates = self._extend([batch.requests[i] for i in batch.sampled], logits)
+        self._finish_done(updates)
+        return updates
+
+    def _forward(self, batch: Batch) -> Tensor:
+        try:
+            return self.runner.forward(self._inputs(batch))
+        except BaseException as problem:
+            # state may be half advanced: these requests cannot go on, all others can
+            for request in batch.requests:
+                request.finish_reason, request.error = "error", f"the forward pass failed: {problem!r}"
+                self.scheduler.finish(request)
+            raise
+
+    def _inputs(self, batch: Batch) -> StepInputs:
+        now = time.perf_counter()
+        for request in batch.requests:
+            request.started_at = request.started_at or now
+        parts = [r.tokens[b : b + n] for r, b, n in zip(batch.requests, batch.begins, batch.counts, strict=True)]
+        return self.runner.inputs(parts, batch.begins, [batch.step.starts[i + 1] - 1 for i in batch.sampled], batch.step)
+
+    def _extend(self, requests: list[Request], logits: Tensor) -> list[Update]:
+        """Give each request its next token."""
+        if not requests:
+            return []
+        broken = logits.amax(-1).isnan().tolist() if len(requests) else []
+        now = time.perf_counter()
+        updates = []
+        for request, token, bad in zip(requests, sample(logits, requests), broken, strict=True):
+            if bad:
+                request.finish_reason, request.error = "error", "the model gave NaN logits; its weights or inputs are broken"
+                updates.append(Update(request, None, ""))
+                continue
+            request.first_token_at = request.first_token_at or now
+            request.last_token_at = now
+            request.tokens.append(token)
+            ends = token in request.params.stop_token_ids or (token in self.eos_ids and not request.params.ignore_eos)
+            text = "" if ends else request.text.push(token)
+            if ends or request.text.stopped is not None:
+                request.finish_reason = "stop"
+            elif len(request.generated) >= request.params.max_tokens or len(request.tokens) >= self.manager.max_tokens:
+                request.finish_reason = "length"
+            updates.append(Update(request, token, text))
+        return updates
+
+    def _finish_done(self, updates: list[Update]) -> None:
+        for i, update in enumerate(updates):
+            if update.request.finish_reason is not None:
+                updates[i] = Update(update.request, update.token, update.text + update.request.text.finish())
+                self._finish(update.request)
+        if self.idle:
+            self.manager.check_integrity()
+
+    def _finish(self, request: Request) -> None:
+        request.stats = self._stats(request)
+        self.scheduler.finish(request)
+
+    def _stats(self, request: Request) -> dict[str, float]:
+        """What the request took, in the words of the public interface."""
+        stats: dict[str, float] = {"preemptions": request.preemptions}
+        if request.key in self.manager.slot_of:
+            position = self.manager.position(request.key)
+            lengths = [n for row in self.manager.lengths(request.key).values() for n in row.tolist()]
+            stats |= {
+                "kept_tokens": sum(lengths) / max(len(lengths), 1),
+                "kv_bytes_full": self.manager.schema.kv_bytes(position),
+                "kv_bytes_kept": self.manager.held_bytes(request.key),
+                "state_bytes": self.manager.schema.slot_bytes,
+            }
+        if request.first_token_at and request.last_token_at and request.started_at:
+            seconds = request.first_token_at - request.started_at
+            rest = request.last_token_at - request.first_token_at
+            stats |= {
+                "wait_s": request.started_at - request.added_at,
+                "prefill_s": seconds,
+                "prefill_tok_s": request.prompt_tokens / seconds,
+                "decode_s": rest,
+                "decode_tok_s": (len(request.generated) - 1) / rest if rest > 0 else 0.0,
+            }
+        return stats
+
+    def _take_over(self, request: Request, held: Request) -> bool:
+        """Continue a held cache if what it holds is a beginning of the new request's tokens."""
+        if held not in self.scheduler.held:
+            return False
+        position = self.manager.position(held.key)
+        pairs = zip(held.tokens[:position], request.tokens[:-1], strict=False)
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if same < position and (same == 0 or self.manager.schema.states):
+            self.scheduler.release_held(held)  # recurrent state cannot be rewound
+            return False
+        self.manager.truncate_request(held.key, same)
+        self.scheduler.held.remove(held)
+        request.key = held.key
+        return True
+
+    # ---- teacher forcing
+
+    def score(self, tokens: Sequence[int], prefill: int | None = None, chunk: int | None = None) -> Tensor:
+        """Logits [T, vocab] f32 after each token: the first `prefill` in chunks, the rest one decode step each."""
+        tokens = self.check_tokens(tokens)
+        prefill = len(tokens) if prefill is None else prefill
+        chunk = prefill if chunk is None else chunk
+        if not 0 <= prefill <= len(tokens) or (prefill and chunk < 1):
+            raise RequestError(f"prefill must be from 0 to {len(tokens)} and chunk positive, not {prefill} and {chunk}")
+        if len(tokens) > self.manager.max_tokens:
+            raise RequestError(f"{len(tokens)} tokens do not fit a context of {self.manager.max_tokens}")
+        cuts = [*range(0, prefill, chunk or 1), *range(prefill, len(tokens)), len(tokens)]
+        key = ("score", next(self._numbers))
+        self.manager.admit_request(key)
+        try:
+            parts = []
+            for a, b in itertools.pairwise(cuts):
+                step = self.manager.prepare_forward([(key, b - a)])
+                parts.append(self.runner.forward(self.runner.inputs([tokens[a:b]], [a], range(b - a), step)))
+                self.manager.commit([(key, b - a)])
+            return torch.cat(parts)
+        finally:
+            self.manager.release_request(key)

@@ -1,0 +1,159 @@
+"""Scheduler: which requests run in the next step, and how many tokens of each.
+
+Every running request that has one pending token decodes. The rest of the step's token budget goes to prompt chunks, oldest
+request first, then to requests that wait, in order of arrival, as long as their pages are free. When pages run out, caches
+held for a next turn go first, then the youngest running request is preempted: its pages are released and it waits at the
+front to be computed again. The oldest request is never preempted, so work always ends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from hybridkv.cache import ForwardStep, KVCacheManager
+from hybridkv.config import CHUNK_QUANTUM
+from hybridkv.errors import OutOfPages
+from hybridkv.request import Request, Status
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step: requests with one token first. `step` has every page reserved."""
+
+    requests: list[Request]
+    counts: list[int]
+    begins: list[int]  # position of each request's first token in the step
+    step: ForwardStep
+
+    @property
+    def plan(self) -> list[tuple[object, int]]:
+        return [(r.key, n) for r, n in zip(self.requests, self.counts, strict=True)]
+
+    @property
+    def sampled(self) -> list[int]:
+        """Indices of requests whose last known token is in this step: they get a new one."""
+        ends = [b + n for b, n in zip(self.begins, self.counts, strict=True)]
+        return [i for i, r in enumerate(self.requests) if ends[i] == len(r.tokens)]
+
+
+class Scheduler:
+    def __init__(self, manager: KVCacheManager, step_tokens: int) -> None:
+        self.manager, self.step_tokens = manager, step_tokens
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.held: list[Request] = []  # finished, cache kept; longest unused first
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def adopt(self, request: Request) -> None:
+        """A request that takes over a held cache is resident already."""
+        request.status = Status.RUNNING
+        self.running.append(request)
+
+    def schedule(self) -> Batch | None:
+        while True:
+            self._admit()
+            plan = self._plan()
+            if not plan:
+                return None
+            begins = [self.manager.position(r.key) for r, _ in plan]
+            try:
+                step = self.manager.prepare_forward([(r.key, n) for r, n in plan])
+            except OutOfPages:
+                if not self._make_room():
+                    raise
+                continue
+            return Batch([r for r, _ in plan], [n for _, n in plan], begins, step)
+
+    def pending(self, request: Request) -> int:
+        return len(request.tokens) - self.manager.position(request.key)
+
+    def _plan(self) -> list[tuple[Request, int]]:
+        pending = {r: self.pending(r) for r in self.running}
+        plan = [(r, 1) for r, n in pending.items() if n == 1]
+        budget = self.step_tokens - len(plan)
+        for request, n in pending.items():
+            if n > 1:
+                chunk = self._chunk(self.manager.position(request.key), n, budget)
+                if chunk:
+                    plan.append((request, chunk))
+                    budget -= chunk
+        plan.sort(key=lambda item: item[1] > 1)  # stable: one-token chunks of prompts join the decoding requests
+        return plan
+
+    @staticmethod
+    def _chunk(position: int, pending: int, budget: int) -> int:
+        """As much of a prompt as the budget allows; a cut falls on a multiple of the quantum."""
+        if pending <= budget:
+            return pending
+        return max(0, (position + budget) // CHUNK_QUANTUM * CHUNK_QUANTUM - position)
+
+    def _admit(self) -> None:
+        """Move waiting requests in while a slot and the pages for all their known tokens, and one more, are free."""
+        while self.waiting:
+            if not self.manager.free_slots and not self._drop_held():
+                return
+            claimed = [len(r.tokens) + 1 for r in self.running]
+            while self._short(self.waiting[0], claimed):
+                if not self._drop_held():
+                    return
+            request = self.waiting.popleft()
+            self.manager.admit_request(request.key)
+            request.status = Status.RUNNING
+            self.running.append(request)
+
+    def _short(self, request: Request, claimed: list[int]) -> bool:
+        """Whether pages are too few for the request beside what running requests still need for their known tokens."""
+        for name, table in self.manager.tables.items():
+            need = table.schema.pages(len(request.tokens) + 1)
+            for other, tokens in zip(self.running, claimed, strict=True):
+                need += max(0, table.schema.pages(tokens) - self.manager.held_pages(other.key)[name])
+            if need > table.allocator.free:
+                return True
+        return False
+
+    def _make_room(self) -> bool:
+        """Free the pages of whoever can best spare them. False: only the oldest request is left."""
+        if self._drop_held():
+            return True
+        if len(self.running) < 2:
+            return False
+        self.preempt(max(self.running, key=lambda r: r.order))
+        return True
+
+    def _drop_held(self) -> bool:
+        if not self.held:
+            return False
+        self.manager.release_request(self.held.pop(0).key)
+        return True
+
+    def preempt(self, request: Request) -> None:
+        """Release the cache; the tokens stay, and are computed again later."""
+        self.running.remove(request)
+        self.manager.release_request(request.key)
+        request.status = Status.WAITING
+        request.preemptions += 1
+        self.waiting.appendleft(request)
+
+    def finish(self, request: Request) -> None:
+        """Take the request out of whatever queue it is in. Its cache is released, or held if it asked for that."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        if request in self.running:
+            self.running.remove(request)
+            if request.hold and request.finish_reason != "error":
+                self.held.append(request)
+            else:
+                self.manager.release_request(request.key)
+        request.status = Status.FINISHED
+
+    def release_held(self, request: Request) -> None:
+        if request in self.held:
+            self.held.remove(request)
+            self.manager.release_request(request.key)

@@ -1,0 +1,67 @@
+"""attention_prefill: causal attention of each request's new tokens over all that its streams hold.
+
+The new keys are already in the pages (append runs first), so query i of n new tokens sees entries 0 .. length - n + i:
+the history without a mask, a tile at a time, then the new tokens themselves under a causal mask. Query heads that share a
+KV head are a batch dimension over which K and V are expanded without a copy.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybridkv.kernels.attention_tile import KEY_TILE, TileSum, read_pages, tile_attention, tile_attention_ref
+
+
+def attention_prefill(
+    q: Tensor,  # [T, H, D] the requests' queries, one request after the other
+    k_pool: Tensor,  # [N, P, D]
+    v_pool: Tensor,  # [N, P, D]
+    table: Tensor,  # [B, G, N] page ids, -1 past the end
+    lengths: np.ndarray,  # [B, G] entries held, the new ones included
+    starts: list[int],  # [B + 1] where each request's queries begin
+    scale: float,
+    key_tile: int = KEY_TILE,
+) -> Tensor:
+    out = torch.empty_like(q)
+    for b, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        n, G = end - begin, table.shape[1]
+        heads = q[begin:end].view(n, G, -1, q.shape[-1]).permute(2, 1, 0, 3)  # [H/G, G, n, D]
+        # streams of equal length run together; after eviction by head they differ and run one by one
+        same = bool((lengths[b] == lengths[b, 0]).all())
+        for g in [slice(0, G)] if same else [slice(i, i + 1) for i in range(G)]:
+            rows = _one_request(heads[:, g], k_pool, v_pool, table[b, g], int(lengths[b, g][0]), scale, key_tile)
+            out[begin:end].view(n, G, -1, q.shape[-1])[:, g] = rows.permute(2, 1, 0, 3)
+    return out
+
+
+def _one_request(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, length: int, scale: float, key_tile: int
+) -> Tensor:
+    """q [H/G, G, n, D] over streams table [G, N] of one length -> [H/G, G, n, D]."""
+    history = length - q.shape[2]
+    bounds = [*range(0, history, key_tile), history, length] if history else [0, length]
+    total = TileSum()
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        k = read_pages(k_pool, table, start, stop).expand(q.shape[0], -1, -1, -1)
+        v = read_pages(v_pool, table, start, stop).expand(q.shape[0], -1, -1, -1)
+        total.add(*tile_attention(q, k, v, scale, causal=start == history))
+    return total.result(q.dtype)
+
+
+def attention_prefill_ref(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, lengths: np.ndarray, starts: list[int], scale: float
+) -> Tensor:
+    """The definition, one query at a time. For tests."""
+    out = torch.empty_like(q)
+    G = table.shape[1]
+    for b, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        for i in range(begin, end):
+            for g in range(G):
+                seen = int(lengths[b, g]) - (end - 1 - i)
+                k = read_pages(k_pool, table[b, g : g + 1], 0, seen)[None]
+                v = read_pages(v_pool, table[b, g : g + 1], 0, seen)[None]
+                heads = q[i].view(G, -1, q.shape[-1])[g][None, None]  # [1, 1, H/G, D]
+                out[i].view(G, -1, q.shape[-1])[g] = tile_attention_ref(heads, k, v, scale)[0][0, 0]
+    return out

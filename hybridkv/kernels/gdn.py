@@ -1,0 +1,95 @@
+"""Gated DeltaNet: the causal convolution in front of it and the gated delta rule, as a recurrence and in chunks.
+
+For each value head, with state S [K, V], decay g <= 0, strength beta, unit key k and scaled unit query q:
+
+    S <- exp(g) S;   u = beta (v - S^T k);   S <- S + k u^T;   o = S^T q
+
+Over a chunk of 64 tokens with G_i = g_1 + .. + g_i the recurrence becomes a few matrix products: the corrected values U and the
+keys' reach W into the incoming state solve one unit lower-triangular system,
+
+    A_ij = beta_i (k_i . k_j) exp(G_i - G_j)  for j < i,    (I + A) [U | W] = diag(beta) [V | exp(G) K]
+    V' = U - W S;   O = (q exp(G)) S + tril(q k^T exp(G_i - G_j)) V';   S <- exp(G_64) S + (k exp(G_64 - G))^T V'
+
+A last chunk is padded with zeros (g = 0, beta = 0), which leaves S as it is. All arithmetic is f32. State is changed in place.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64
+
+
+def causal_conv_ref(x: Tensor, weight: Tensor, tail: Tensor) -> Tensor:
+    """silu of the depthwise causal convolution of x [T, C] with weight [C, taps]; the last tap meets the newest token.
+
+    `tail` [taps - 1, C] f32 holds the inputs before x, oldest first, and is left holding those before the next call.
+    """
+    taps, T = weight.shape[1], len(x)
+    rows = torch.cat((tail, x.float()))  # [taps - 1 + T, C]
+    out = sum(rows[i : i + T] * weight[:, i].float() for i in range(taps))
+    tail.copy_(rows[T:])
+    return F.silu(out)
+
+
+causal_conv = causal_conv_ref
+
+
+def causal_conv_step_ref(x: Tensor, weight: Tensor, tails: Tensor) -> Tensor:
+    """One token of each of B requests: x [B, C], tails [B, taps - 1, C]."""
+    rows = torch.cat((tails, x.float().unsqueeze(1)), 1)  # [B, taps, C]
+    tails.copy_(rows[:, 1:])
+    return F.silu((rows * weight.float().t()).sum(1))
+
+
+causal_conv_step = causal_conv_step_ref
+
+
+def gated_delta_ref(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """The recurrence over T tokens of one request. q, k [T, H, K], v [T, H, V], g, beta [T, H], state [H, K, V] -> [T, H, V]."""
+    out = torch.empty_like(v)
+    for t in range(len(v)):
+        out[t] = gated_delta_step_ref(q[t, None], k[t, None], v[t, None], g[t, None], beta[t, None], state[None])[0]
+    return out
+
+
+def gated_delta_step_ref(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor) -> Tensor:
+    """One token of each of B requests. q, k [B, H, K], v [B, H, V], g, beta [B, H], states [B, H, K, V] -> [B, H, V]."""
+    states.mul_(g.exp()[..., None, None])
+    u = beta.unsqueeze(-1) * (v - (k.unsqueeze(-2) @ states).squeeze(-2))
+    states.add_(k.unsqueeze(-1) * u.unsqueeze(-2))
+    return (q.unsqueeze(-2) @ states).squeeze(-2)
+
+
+gated_delta_step = gated_delta_step_ref
+
+
+def gated_delta_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """The same as gated_delta_ref, 64 tokens at a time."""
+    T = len(v)
+    pad = -T % CHUNK
+    q, k, v, g, beta = (
+        F.pad(x, (0, 0) * (x.ndim - 1) + (0, pad)).transpose(0, 1).unflatten(1, (-1, CHUNK)) for x in (q, k, v, g, beta)
+    )  # [H, chunks, 64, ...]
+    decay = g.cumsum(-1)  # G
+    below = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).tril()
+    reach = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(~below, -torch.inf).exp()  # exp(G_i - G_j), j <= i
+    A = (beta.unsqueeze(-1) * (k @ k.transpose(-1, -2)) * reach).tril(-1)
+    right = beta.unsqueeze(-1) * torch.cat((v, k * decay.exp().unsqueeze(-1)), -1)
+    solved = torch.linalg.solve_triangular(A, right, upper=False, unitriangular=True)
+    U, W = solved.split((v.shape[-1], k.shape[-1]), -1)
+    within = (q @ k.transpose(-1, -2)) * reach
+    q_in = q * decay.exp().unsqueeze(-1)
+    k_out = k * (decay[..., -1:] - decay).exp().unsqueeze(-1)
+    fade = decay[..., -1].exp()  # [H, chunks]
+    out = torch.empty_like(v)
+    for c in range(v.shape[1]):
+        fresh = U[:, c] - W[:, c] @ state
+        out[:, c] = q_in[:, c] @ state + within[:, c] @ fresh
+        state.mul_(fade[:, c, None, None]).add_(k_out[:, c].transpose(-1, -2) @ fresh)
+    return out.flatten(1, 2)[:, :T].transpose(0, 1)
+
+
+gated_delta = gated_delta_chunks

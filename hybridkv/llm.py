@@ -1,0 +1,203 @@
+"""LLM: the offline face. Opens a model, sizes the cache, and runs prompts through the engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybridkv.cache import KVCacheManager
+from hybridkv.config import MODEL_DTYPES, CacheConfig, EngineConfig, SamplingParams
+from hybridkv.embedded import Progress
+from hybridkv.engine.engine import Engine
+from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.models import cache_schema, load_model
+from hybridkv.models.config import ModelConfig
+from hybridkv.models.source import locate_model
+from hybridkv.models.weights import Checkpoint, open_checkpoint
+from hybridkv.planner import CachePlan, human, plan_cache, weight_bytes
+from hybridkv.request import Request, TokenLogprobs
+from hybridkv.text.chat import ChatTemplate
+from hybridkv.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+HEADROOM = 0.9  # of the free memory is used when no limit was given
+
+
+@dataclass(frozen=True)
+class Completion:
+    """An answer. `stats`: kept_tokens, kv_bytes_full, kv_bytes_kept, prefill_s, prefill_tok_s, decode_tok_s, ..."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    prompt_tokens: int
+    stats: dict[str, float]
+    logprobs: list[TokenLogprobs] | None = None
+
+
+class LLM:
+    def __init__(
+        self,
+        model: str | Path | None = None,  # None: the embedded model; a folder; a .gguf file; a hub id
+        device: str = "auto",
+        dtype: str = "auto",  # float32 | bfloat16
+        cache: CacheConfig | None = None,
+        max_requests: int = EngineConfig.max_requests,
+        max_context: int | None = EngineConfig.max_context,
+        memory: int | str | None = EngineConfig.memory,
+        step_tokens: int = EngineConfig.step_tokens,
+        fetch_progress: Progress | None = None,  # (bytes done, all bytes) while the embedded model is fetched
+        load_progress: Progress | None = None,  # (tensors done, all tensors) while weights are read
+    ) -> None:
+        limits = EngineConfig(max_requests, max_context, memory, step_tokens)
+        self.cache_config = cache or CacheConfig()
+        self.device, self.dtype = resolve_device(device), resolve_dtype(dtype, resolve_device(device))
+        with open_checkpoint(locate_model(model, fetch_progress)) as checkpoint:
+            self.path, self.config = checkpoint.path, ModelConfig.from_dict(checkpoint.config)
+            self.set_aside = dict(checkpoint.set_aside)
+            self.tokenizer = load_tokenizer(checkpoint, self.config)
+            self.plan = self._plan(checkpoint, limits)
+            self.model = load_model(self.config, checkpoint, self.device, self.dtype, load_progress)
+        plan = self.plan
+        self.manager = KVCacheManager(plan.schema, plan.pages, plan.slots, plan.max_tokens, self.device)
+        eos = self.tokenizer.eos_ids if self.tokenizer and self.tokenizer.eos_ids else frozenset(self.config.eos_ids)
+        self.engine = Engine(self.model, self.manager, self.tokenizer, limits.step_tokens, eos)
+        template = self.tokenizer.chat_template if self.tokenizer else None
+        self.chat_template = (
+            ChatTemplate(template, bos=self.tokenizer.bos_text, eos=self.tokenizer.eos_text)
+            if self.tokenizer and template
+            else None
+        )
+
+    def _plan(self, checkpoint: Checkpoint, limits: EngineConfig) -> CachePlan:
+        """Decide all sizes before any weight is read."""
+        schema = cache_schema(self.config, self.cache_config.storage_dtype(self.dtype), self.cache_config.page_size)
+        weights = weight_bytes(checkpoint, self.dtype)
+        memory = limits.memory_bytes or int(free_memory(self.device) * HEADROOM)
+        if weights >= memory:
+            given = "the limit" if limits.memory_bytes else "free memory"
+            raise HybridKVError(
+                f"the weights take {human(weights)} in {str(self.dtype).removeprefix('torch.')}, {given} is {human(memory)}; "
+                "use dtype='bfloat16', a smaller model, or more memory"
+            )
+        context = limits.max_context or self.config.max_positions
+        if context > self.config.max_positions:
+            raise HybridKVError(f"max_context {context} exceeds the model's own limit of {self.config.max_positions} tokens")
+        return plan_cache(schema, limits.max_requests, context, memory - weights, limits.max_context is None)
+
+    # ---- answers
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Answers in the order of the prompts, computed together. A prompt is text or a list of token ids."""
+        listed = _as_list(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(listed)
+        if len(each) != len(listed):
+            raise RequestError(f"{len(listed)} prompts were given with {len(each)} sampling parameters")
+        ids = [self.encode(prompt) for prompt in listed]
+        requests: list[Request] = []
+        try:
+            for tokens, param in zip(ids, each, strict=True):
+                requests.append(self.engine.add(tokens, param))
+            while not self.engine.idle:
+                self.engine.step()
+        finally:
+            for request in requests:
+                if not request.finished:
+                    self.engine.abort(request)
+        return [self.completion(request) for request in requests]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+        """The answer's text piece by piece. Leaving the loop early stops the request."""
+        request = self.engine.add(self.encode(prompt), params)
+        try:
+            while not request.finished:
+                for update in self.engine.step():
+                    if update.request is request and update.text:
+                        yield update.text
+            self.completion(request)
+        finally:
+            self.engine.abort(request)
+
+    def logits(self, token_ids: Sequence[int], prefill: int | None = None, chunk: int | None = None) -> Tensor:
+        """[T, vocab] f32, teacher-forced through the real path: `prefill` tokens in chunks of `chunk`, then one by one."""
+        return self.engine.score(token_ids, prefill, chunk)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise RequestError(f"{self.path.name} has no tokenizer; give token ids instead of text")
+        return self.tokenizer.encode(prompt)
+
+    def render(self, messages: list[dict[str, str]]) -> str:
+        """A conversation in the model's own chat format, ready for an answer."""
+        if self.chat_template is None:
+            raise RequestError(f"{self.path.name} has no chat template; give plain text")
+        return self.chat_template.render(messages)
+
+    @staticmethod
+    def completion(request: Request) -> Completion:
+        if request.error is not None:
+            raise HybridKVError(request.error)
+        return Completion(
+            text=request.text.text,
+            token_ids=request.generated,
+            finish_reason=request.finish_reason or "abort",
+            prompt_tokens=request.prompt_tokens,
+            stats=request.stats,
+            logprobs=request.logprobs if request.params.logprobs is not None else None,
+        )
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def load_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> Tokenizer | None:
+    if checkpoint.kind == "gguf":
+        return Tokenizer.from_gguf(checkpoint.metadata)
+    return Tokenizer.from_folder(checkpoint.path)
+
+
+def resolve_device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise HybridKVError(f"device {device!r} is unknown; use auto, cpu or cuda") from None
+    if found.type not in ("cpu", "cuda"):
+        raise HybridKVError(f"device {device!r} is not supported; use auto, cpu or cuda")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise HybridKVError("device 'cuda' was asked for, but torch sees no GPU; use device='cpu'")
+    return found
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """auto: bfloat16 where the hardware multiplies it, float32 elsewhere."""
+    if dtype == "auto":
+        fast = device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return torch.bfloat16 if fast else torch.float32
+    if dtype not in MODEL_DTYPES:
+        raise HybridKVError(f"dtype {dtype!r} is not supported; choose auto, {', '.join(MODEL_DTYPES)}")
+    return MODEL_DTYPES[dtype]
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be taken."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

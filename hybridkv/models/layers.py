@@ -1,0 +1,115 @@
+"""The decoder that all models share, and the parts that most of them use.
+
+A layer is `h += mixer(norm(h)); h += feed_forward(norm(h))`. Models differ in their mixers (full attention, gated attention,
+Gated DeltaNet) and feed-forward parts, which llama.py and qwen3_5.py define.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridkv.cache import LayerHandle, StreamSchema, TensorSpec
+from hybridkv.kernels.norm import rms_norm
+from hybridkv.kernels.rope import rope_angles
+from hybridkv.models.config import ModelConfig
+
+Angles = tuple[Tensor, Tensor]  # cos, sin [T, 1, R]
+
+
+class Mixer(Protocol):
+    def __call__(self, x: Tensor, angles: Angles, handle: LayerHandle) -> Tensor: ...
+
+
+class FeedForward(Protocol):
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Norm:
+    weight: Tensor  # [hidden] f32
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+@dataclass(frozen=True)
+class GatedMlp:
+    """down(silu(gate x) * up x)."""
+
+    gate_up: Tensor  # [2 I, hidden]
+    down: Tensor  # [hidden, I]
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = F.linear(x, self.gate_up, self.gate_up_bias).chunk(2, -1)
+        return F.linear(F.silu(gate).mul_(up), self.down, self.down_bias)
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    mixer_norm: Norm
+    mixer: Mixer
+    feed_norm: Norm
+    feed: FeedForward
+
+    def __call__(self, h: Tensor, angles: Angles, handle: LayerHandle) -> Tensor:
+        h = h + self.mixer(self.mixer_norm(h), angles, handle)
+        return h + self.feed(self.feed_norm(h))
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Token ids to logits, through the cache."""
+
+    config: ModelConfig
+    embedding: Tensor  # [vocab, hidden]
+    layers: tuple[DecoderLayer, ...]
+    norm: Norm
+    head: Tensor  # [vocab, hidden]; the embedding itself when tied
+    inv_freq: Tensor  # [R] f32
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Tensor,  # [T] int64
+        positions: Tensor,  # [T] int64 absolute
+        handles: Mapping[int, LayerHandle],
+        rows: Tensor,  # [S] which tokens' logits are wanted
+    ) -> Tensor:  # [S, vocab] f32
+        h = F.embedding(tokens, self.embedding)
+        angles = rope_angles(positions, self.inv_freq)
+        for i, layer in enumerate(self.layers):
+            h = layer(h, angles, handles[i])
+        return F.linear(self.norm(h[rows]), self.head).float()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights, each counted once."""
+        seen: dict[int, int] = {}
+        _collect(self, seen)
+        return sum(seen.values())
+
+
+def _collect(part: object, seen: dict[int, int]) -> None:
+    if isinstance(part, Tensor):
+        seen[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
+    elif isinstance(part, tuple):
+        for item in part:
+            _collect(item, seen)
+    elif hasattr(part, "__dataclass_fields__"):
+        for item in vars(part).values():
+            _collect(item, seen)
+
+
+def attention_streams(config: ModelConfig, kv_dtype: torch.dtype, page_size: int) -> StreamSchema:
+    """Full attention: one stream for each layer and KV head, a key and a value an entry."""
+    entry = tuple(TensorSpec(name, (config.head_dim,), kv_dtype) for name in ("k", "v"))
+    return StreamSchema("attention", config.attention_layers, entry, page_size, heads=config.kv_heads)

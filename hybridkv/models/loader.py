@@ -1,0 +1,67 @@
+"""Loader: takes tensors out of a checkpoint one by one, checks their shape, and puts them where the model runs.
+
+Projections that read the same input are joined along their rows in one buffer, filled part by part, so the peak stays near
+the size of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hybridkv.errors import ModelFileError
+from hybridkv.models.weights import Checkpoint
+
+Progress = Callable[[int, int], None]  # (tensors done, tensors in all)
+
+
+class Loader:
+    def __init__(
+        self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, progress: Progress | None = None
+    ) -> None:
+        self.checkpoint, self.device, self.dtype, self.progress = checkpoint, device, dtype, progress
+        self.used: set[str] = set()
+        self.total = len(checkpoint.names())
+
+    def has(self, name: str) -> bool:
+        return name in self.checkpoint
+
+    def raw(self, name: str, *shape: int) -> Tensor:
+        """The tensor as stored, on the CPU."""
+        if name not in self.checkpoint:
+            raise ModelFileError(f"tensor {name} is missing from {self.checkpoint.path.name}")
+        found = tuple(self.checkpoint.shape(name))
+        if found != shape:
+            raise ModelFileError(f"tensor {name} has shape {list(found)}, the config asks for {list(shape)}")
+        self.used.add(name)
+        if self.progress is not None:
+            self.progress(len(self.used), self.total)
+        return self.checkpoint.read(name)
+
+    def weight(self, name: str, *shape: int) -> Tensor:
+        """A matrix in the model's dtype."""
+        return self.place(self.raw(name, *shape))
+
+    def place(self, tensor: Tensor) -> Tensor:
+        return tensor.to(device=self.device, dtype=self.dtype).contiguous()
+
+    def vector(self, name: str, *shape: int, plus: float = 0.0) -> Tensor:
+        """Norm weights and the like: f32 whatever the model's dtype."""
+        return (self.raw(name, *shape).float() + plus).to(self.device)
+
+    def joined(self, inputs: int, *parts: tuple[str, int]) -> Tensor:
+        """Matrices (name, rows) [rows, inputs] one below the other."""
+        out = torch.empty(sum(rows for _, rows in parts), inputs, dtype=self.dtype, device=self.device)
+        at = 0
+        for name, rows in parts:
+            out[at : at + rows] = self.raw(name, rows, inputs)
+            at += rows
+        return out
+
+    def finish(self) -> None:
+        """Every tensor must have found its place: one that is left over means a model that is not what its config says."""
+        left = sorted(set(self.checkpoint.names()) - self.used)
+        if left:
+            raise ModelFileError(f"{len(left)} tensors have no place in this model, for example {left[0]}")

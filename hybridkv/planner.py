@@ -1,0 +1,79 @@
+"""Planner: the cache schema turned into bytes. Pure functions, so what fits is known before any memory is taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hybridkv.cache import CacheSchema
+from hybridkv.errors import HybridKVError
+from hybridkv.models.weights import Checkpoint
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """Sizes of all pools: what KVCacheManager is built from, and exactly what it then allocates."""
+
+    schema: CacheSchema
+    pages: dict[str, int]
+    slots: int
+    max_tokens: int  # longest request
+
+    @property
+    def pool_bytes(self) -> dict[str, int]:
+        return {s.name: self.pages[s.name] * s.page_bytes for s in self.schema.streams}
+
+    @property
+    def state_bytes(self) -> int:
+        return self.slots * self.schema.slot_bytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.schema.bytes(self.pages, self.slots)
+
+
+def human(size: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """Bytes of all weights once they are in memory in the model's dtype."""
+    return sum(torch.Size(checkpoint.shape(name)).numel() for name in checkpoint.names()) * dtype.itemsize
+
+
+def longest_request(schema: CacheSchema, room: int, limit: int) -> int:
+    """Most tokens, up to `limit`, whose pages fit in `room` bytes."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if schema.kv_bytes(middle) <= room else (low, middle - 1)
+    return low
+
+
+def plan_cache(
+    schema: CacheSchema,
+    requests: int,
+    context: int,  # tokens of the longest request
+    room: int | None,  # bytes for pools and state; None: as much as it takes
+    shrink_context: bool = False,  # whether a shorter longest request is acceptable
+) -> CachePlan:
+    """Pools for `requests` requests of `context` tokens, or as many pages as there is room for, but at least one such request."""
+    full = schema.pool_pages(requests, context)
+    if room is None or schema.bytes(full, requests) <= room:
+        return CachePlan(schema, full, requests, context)
+    pages_room = room - requests * schema.slot_bytes
+    tokens = longest_request(schema, max(pages_room, 0), requests * context)
+    if tokens < context and not shrink_context or tokens < 1 or pages_room < 0:
+        need = requests * schema.slot_bytes + schema.kv_bytes(context)
+        raise HybridKVError(
+            f"{human(need)} are needed for {requests} requests' state ({human(requests * schema.slot_bytes)}) and one context "
+            f"of {context} tokens ({human(schema.kv_bytes(context))}), but {human(max(room, 0))} are left for the cache; give "
+            f"more memory, lower max_context (at most {max(tokens, 0)} tokens fit) or max_requests, or use kv_dtype='bf16'"
+        )
+    return CachePlan(schema, schema.pool_pages(1, tokens), requests, min(context, tokens))

@@ -1,0 +1,196 @@
+"""Chat templates: a list of messages becomes the text the model was trained on.
+
+A template comes with the model file, so it is somebody else's program. jinja's immutable sandbox keeps it away from
+Python, but not from the processor and the memory: two nested loops over `range(99999)` run for hours, `'x' * 10**10`
+asks for 10 GB, and a list that holds itself twice, forty times over, cannot even be compared in a lifetime. Checks
+inside our process can count loop turns and output, yet not stop one long operation of the interpreter. So a template
+is rendered in a small process of its own (`template_worker.py`: jinja2 and nothing of ours; no open files, bounded
+memory), which is started at the first rendering, kept for the next ones (a rendering costs a fraction of a
+millisecond then), and killed when its time is up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+from hybridkv.errors import HybridKVError, ModelFileError, RequestError
+
+MAX_SOURCE = 1 << 20  # characters of a template
+MAX_OUTPUT = 4 << 20  # characters of a rendered chat
+MAX_INPUT = 32 << 20  # bytes of the messages, as JSON
+MAX_MEMORY = 1 << 30  # bytes of address space of the worker
+MAX_ANSWER = 13 * MAX_OUTPUT  # bytes; JSON writes a character in at most six, or twelve beyond U+FFFF
+START_SECONDS = 60.0  # for Python and jinja2 to start
+SECONDS = 5.0  # for compiling, and for each rendering
+
+_RESERVED = frozenset(
+    {"messages", "add_generation_prompt", "bos_token", "eos_token"}
+    | {"raise_exception", "strftime_now", "namespace", "dict", "range"}
+)
+_START = threading.Lock()
+
+
+class ChatTemplate:
+    """Renders chats with one template; safe to use from several threads, one rendering at a time."""
+
+    def __init__(self, source: str, *, bos: str | None, eos: str | None, seconds: float = SECONDS) -> None:
+        if not isinstance(source, str) or len(source) > MAX_SOURCE:
+            size = f"has {len(source)} characters" if isinstance(source, str) else f"is a {type(source).__name__}"
+            raise ModelFileError(f"the chat template {size}; at most {MAX_SOURCE} characters are read")
+        self.source = source
+        self._tokens = {k: v for k, v in {"bos_token": bos, "eos_token": eos}.items() if v is not None}
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._worker: _Worker | None = None
+
+    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **extra: Any) -> str:
+        """`extra` are further variables of the template: tools, documents, enable_thinking, ..."""
+        if not isinstance(messages, (list, tuple)) or not all(isinstance(m, dict) for m in messages):
+            raise RequestError("messages must be a list of objects such as {'role': 'user', 'content': 'Hello'}")
+        if taken := sorted(_RESERVED & extra.keys()):
+            raise RequestError(f"chat template variables cannot be set by a request: {', '.join(taken)}")
+        variables = {"tools": None, "documents": None, **extra, **self._tokens}
+        variables |= {"messages": messages, "add_generation_prompt": bool(add_generation_prompt)}
+        try:
+            data = json.dumps(variables).encode()
+        except (TypeError, ValueError, RecursionError) as e:
+            raise RequestError(f"messages and template variables must be plain JSON values: {e}") from None
+        if len(data) > MAX_INPUT:
+            raise RequestError(
+                f"the messages have {len(data)} bytes; at most {MAX_INPUT} can be put through a chat template"
+            )
+        with self._lock:
+            try:
+                return self._running().ask(data, self._seconds)
+            except _Failed as e:
+                if self._worker is not None and not self._worker.alive():
+                    self._worker = None
+                raise _in_words(e.kind, e.message, self._seconds) from None
+
+    def close(self) -> None:
+        """Ends the worker; a later rendering starts a new one."""
+        with self._lock:
+            if self._worker is not None:
+                self._worker.end()
+            self._worker = None
+
+    def _running(self) -> _Worker:
+        if self._worker is None or self._worker.owner != os.getpid() or not self._worker.alive():
+            self._worker = None
+            worker = _Worker()
+            settings = {"source": self.source, "seconds": self._seconds, "memory": MAX_MEMORY, "output": MAX_OUTPUT}
+            try:
+                worker.ask(json.dumps(settings).encode(), self._seconds)
+            except _Failed:
+                worker.end()
+                raise
+            self._worker = worker
+        return self._worker
+
+
+class _Failed(Exception):
+    def __init__(self, kind: str, message: str = "") -> None:
+        self.kind, self.message = kind, message
+
+
+def _in_words(kind: str, message: str, seconds: float) -> HybridKVError:
+    if kind == "syntax":
+        return ModelFileError(f"the model's chat template is not valid: {message}")
+    if kind == "security":
+        return ModelFileError(f"the model's chat template does what templates may not: {message}")
+    if kind == "refused":
+        return RequestError(f"the model's chat template refuses these messages: {message}")
+    if kind == "start":
+        return ModelFileError(f"the process that renders chat templates did not start: {message}")
+    limits = {
+        "time": f"takes longer than {seconds:g} seconds",
+        "output": f"gives more than {MAX_OUTPUT} characters",
+        "memory": f"needs more than {MAX_MEMORY >> 20} MiB of memory",
+        "recursion": "nests too deeply",
+        "died": "broke the process it was rendered in",
+    }
+    return RequestError(f"the model's chat template {limits.get(kind, 'failed on these messages: ' + message)}")
+
+
+class _Worker:
+    """One running `template_worker.py`."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        script = Path(__file__).with_name("template_worker.py")
+        command = [sys.executable, "-P", "-X", "utf8", str(script)]
+        try:
+            with _START:
+                pipe = subprocess.PIPE
+                self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        except OSError as e:
+            raise _Failed("start", str(e)) from None
+        self.end = weakref.finalize(self, _end, self._process, self.owner)
+        try:
+            self._ask(None, START_SECONDS)
+        except _Failed:
+            raise _Failed(
+                "start", f"'{' '.join(command)}' ended or gave no sign of life; is jinja2 installed for it?"
+            ) from None
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, data: bytes, seconds: float) -> str:
+        return self._ask(struct.pack("<I", len(data)) + data, seconds)
+
+    def _ask(self, frame: bytes | None, seconds: float) -> str:
+        late = threading.Event()
+
+        def stop() -> None:
+            late.set()
+            self._process.kill()
+
+        timer = threading.Timer(seconds, stop)
+        timer.daemon = True
+        timer.start()
+        try:
+            answer = self._exchange(frame)
+        finally:
+            timer.cancel()
+        if answer is None:
+            self.end()
+            raise _Failed("time" if late.is_set() else "died")
+        if "error" in answer:
+            raise _Failed(answer["error"], answer["message"])
+        return answer["text"]
+
+    def _exchange(self, frame: bytes | None) -> dict[str, str] | None:
+        """None when the worker is gone."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        try:
+            if frame is not None:
+                stdin.write(frame)
+                stdin.flush()
+            head = stdout.read(4)
+            size = struct.unpack("<I", head)[0] if len(head) == 4 else 0
+            body = stdout.read(size) if size <= MAX_ANSWER else b""
+        except OSError:
+            return None
+        return json.loads(body) if size and len(body) == size else None
+
+
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    if os.getpid() != owner:  # a fork of the program that started it
+        return
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()

@@ -1,0 +1,207 @@
+"""Text to token ids and back, for a Hugging Face folder (tokenizer.json) and for the metadata of a GGUF file.
+
+Encoding is done by the `tokenizers` library. Decoding is done here where it can be: the decoders of the models we run
+(byte level, and SentencePiece with byte fallback) only join bytes, so a token is a byte string, a text is the joined
+bytes, and a stream of tokens can be turned into text piece by piece with the very same result (`stream.py`). Any
+other decoder in a tokenizer.json is left to the library.
+
+Control tokens (`<|im_end|>`) are found in text only with `special=True`: chat templates need that; the words of a
+user must not be able to end their own turn, so they are encoded with `special=False`. Chat templates are rendered in
+`chat.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from hybridkv.errors import HybridKVError, ModelFileError, RequestError
+
+MAX_TOKENS = 1 << 24  # tokens in a vocabulary; the largest in use have 262 144
+MAX_TOKEN_CHARS = 1 << 14  # in one token
+
+
+class Tokenizer:
+    """`encode` and `decode` for one model, and what the files say about its special tokens."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        plain: Callable[[], Backend],  # makes the twin that does not see control tokens in text
+        *,
+        before: Sequence[int] = (),  # what encode puts in front of a text
+        after: Sequence[int] = (),
+        bos_id: int | None = None,
+        eos_ids: Sequence[int] = (),
+        eos_id: int | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        self._backend = backend
+        self._make_plain = plain
+        self._before, self._after = list(before), list(after)
+        self.bos_id = bos_id
+        self.eos_ids = frozenset(eos_ids)
+        self.chat_template = chat_template
+        vocab = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values()) + 1
+        self.bos_text = None if bos_id is None else backend.id_to_token(bos_id)
+        self.eos_text = None if eos_id is None else backend.id_to_token(eos_id)
+        added = backend.get_added_tokens_decoder()
+        self._added = {i: token.content for i, token in added.items()}
+        self._special = frozenset(i for i, token in added.items() if token.special)
+        self._pieces: dict[int, bytes] = {}  # token id -> its bytes, filled as tokens are met
+        self._join, self.strips_space = _joining_decoder(backend)
+
+    @property
+    def add_bos(self) -> bool:
+        return self.bos_id is not None and self.bos_id in self._before
+
+    @staticmethod
+    def from_folder(path: str | Path) -> Tokenizer | None:
+        """None when the folder has no tokenizer.json."""
+        from hybridkv.text.tokenizer_folder import read_folder
+
+        return read_folder(Path(path))
+
+    @staticmethod
+    def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer | None:
+        """None when the file says that it has no tokenizer."""
+        from hybridkv.text.tokenizer_gguf import read_metadata
+
+        return read_metadata(metadata)
+
+    @cached_property
+    def _plain(self) -> Backend:
+        return self._make_plain()
+
+    def encode(self, text: str, *, bos: bool | None = None, special: bool = True) -> list[int]:
+        """Token ids. `bos`: None as the model wants it, True with it if there is one, False the text alone (templates
+        write their own). `special=False`: the text of control tokens stays plain text."""
+        if not isinstance(text, str):
+            raise RequestError(f"a prompt must be a string, got {type(text).__name__}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise RequestError(f"the text is not valid Unicode: {e.reason} at character {e.start}") from None
+        with guarded("the text cannot be tokenized", RequestError):
+            ids = (self._backend if special else self._plain).encode(text, add_special_tokens=False).ids
+        if not special and not self._control.isdisjoint(ids):
+            forged = self.token_text(next(i for i in ids if i in self._control))
+            raise RequestError(
+                f"the text spells the control token {forged!r} in a way this tokenizer cannot keep apart"
+            )
+        if bos is False:
+            return ids
+        before = self._before
+        if bos and not self.add_bos and self.bos_id is not None:
+            before = [self.bos_id]
+        return before + ids + self._after
+
+    @cached_property
+    def _control(self) -> frozenset[int]:
+        """Special tokens that no plain text may give; a model may have its unknown token for what it cannot spell."""
+        unknown = getattr(self._backend.model, "unk_token", None)
+        return self._special - {self._backend.token_to_id(unknown) if unknown else None}
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Ids outside the vocabulary (padding rows of a model) have no text."""
+        if self._join is None:
+            known = [i for i in ids if 0 <= i < self.vocab_size]
+            with guarded("the tokens cannot be turned into text", RequestError):
+                return self._backend.decode(known, skip_special_tokens=skip_special)
+        raw = b"".join(self.piece(i, skip_special) for i in ids)
+        text = raw.decode("utf-8", "replace")
+        return text[1:] if self.strips_space and text.startswith(" ") else text
+
+    @property
+    def joins_bytes(self) -> bool:
+        """Whether a text is the joined bytes of its tokens (`piece`), less one leading space if `strips_space`."""
+        return self._join is not None
+
+    def piece(self, id: int, skip_special: bool = True) -> bytes:
+        """The bytes of one token, where `joins_bytes`."""
+        if skip_special and id in self._special:
+            return b""
+        if id not in self._pieces:
+            assert self._join is not None
+            token = self._backend.id_to_token(id) if 0 <= id < self.vocab_size else None
+            raw = b"" if token is None else self._added[id].encode() if id in self._added else self._join(token)
+            self._pieces[id] = raw
+        return self._pieces[id]
+
+    def token_text(self, id: int) -> str:
+        """One token on its own, control tokens included; bytes that are no character show as U+FFFD."""
+        if self._join is None:
+            return self.decode([id], skip_special=False)
+        return self.piece(id, skip_special=False).decode("utf-8", "replace")
+
+
+@contextmanager
+def guarded(what: str, error: type[HybridKVError]) -> Iterator[None]:
+    """The library reports bad data by plain Exceptions and by panics, which derive from BaseException alone."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, HybridKVError):
+        raise
+    except BaseException as e:
+        raise error(f"{what}: {str(e)[:500]}") from None
+
+
+def check_vocabulary(vocab: Mapping[str, int], size: int, where: str) -> None:
+    if not vocab:
+        raise ModelFileError(f"{where}: the vocabulary is empty")
+    if size > MAX_TOKENS:
+        raise ModelFileError(f"{where}: the vocabulary goes up to id {size - 1}; at most {MAX_TOKENS} tokens are read")
+    longest = max(vocab, key=len)
+    if len(longest) > MAX_TOKEN_CHARS:
+        raise ModelFileError(
+            f"{where}: token {vocab[longest]} has {len(longest)} characters; at most {MAX_TOKEN_CHARS} are read"
+        )
+
+
+# Decoding: token text -> bytes
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's: printable bytes stand for themselves, the others for the characters from U+0100 on."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [b for b in range(256) if b not in shown]
+    return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
+
+
+_ALPHABET = _byte_alphabet()
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level(token: str) -> bytes:
+    try:
+        return bytes(_ALPHABET[c] for c in token)
+    except KeyError:
+        return token.encode()
+
+
+def _sentencepiece(token: str) -> bytes:
+    byte = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
+
+
+def _joining_decoder(backend: Backend) -> tuple[Callable[[str], bytes] | None, bool]:
+    """(token -> bytes, whether one leading space goes), or (None, False) for a decoder that does more than join."""
+    if backend.decoder is None:
+        return None, False
+    state = json.loads(backend.decoder.__getstate__())
+    parts = state["decoders"] if state["type"] == "Sequence" else [state]
+    if [p["type"] for p in parts] == ["ByteLevel"]:
+        return _byte_level, False
+    replace = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    if parts[:3] == [replace, {"type": "ByteFallback"}, {"type": "Fuse"}] and parts[3:] in ([], [strip]):
+        return _sentencepiece, len(parts) == 4
+    return None, False

@@ -1,0 +1,132 @@
+"""The tokenizer of a Hugging Face folder: tokenizer.json, and what the files beside it say about special tokens.
+
+Read: tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json, chat_template.jinja and
+chat_template.json.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from hybridkv.errors import ModelFileError
+from hybridkv.text.tokenizer import Tokenizer, check_vocabulary, guarded
+
+MAX_JSON_BYTES = 1 << 28  # tokenizer.json of a 262 144 token vocabulary has 33 MB
+
+
+def read_folder(folder: Path) -> Tokenizer | None:
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return None
+    _check_size(file)
+    with guarded(f"{file} cannot be read as a tokenizer", ModelFileError):
+        source = file.read_text(encoding="utf-8")
+        backend = Backend.from_str(source)
+        backend.no_truncation()
+        backend.no_padding()
+        vocab = backend.get_vocab(with_added_tokens=True)
+    check_vocabulary(vocab, max(vocab.values(), default=-1) + 1, str(file))
+
+    settings = _read_json(folder / "tokenizer_config.json")
+    special = _read_json(folder / "special_tokens_map.json") | settings
+    model = _read_json(folder / "config.json")
+    text_model = model.get("text_config")
+    generation = _read_json(folder / "generation_config.json")
+
+    def named(key: str) -> int | None:
+        value = special.get(key)
+        value = value.get("content") if isinstance(value, dict) else value
+        return vocab.get(value) if isinstance(value, str) else None
+
+    declared: list[int] = []
+    for source_of_ids in (generation, model, text_model if isinstance(text_model, dict) else {}):
+        declared += _ids(source_of_ids.get("eos_token_id"), f"{folder}: eos_token_id")
+    eos_id = named("eos_token")
+    if eos_id is None and declared:
+        eos_id = declared[0]
+
+    with guarded(f"{file} cannot encode text", ModelFileError):
+        inner = backend.encode("a", add_special_tokens=False).ids
+        whole = backend.encode("a", add_special_tokens=True).ids
+    before, after = _around(inner, whole)
+    bos_id = named("bos_token")
+    if bos_id is None and before and "bos_token" not in special:
+        bos_id = before[0]
+    if isinstance(settings.get("add_bos_token"), bool):
+        before = [bos_id] if settings["add_bos_token"] and bos_id is not None else []
+    if isinstance(settings.get("add_eos_token"), bool):
+        after = [eos_id] if settings["add_eos_token"] and eos_id is not None else []
+
+    def plain() -> Backend:
+        twin = Backend.from_str(backend.to_str())
+        twin.encode_special_tokens = True
+        return twin
+
+    eos_ids = {*declared, *([] if eos_id is None else [eos_id])}
+    return Tokenizer(
+        backend,
+        plain,
+        before=before,
+        after=after,
+        bos_id=bos_id,
+        eos_ids=sorted(eos_ids),
+        eos_id=eos_id,
+        chat_template=_folder_template(folder, settings),
+    )
+
+
+def _around(inner: list[int], whole: list[int]) -> tuple[list[int], list[int]]:
+    """What a post-processor puts before and after a text."""
+    for start in range(len(whole) - len(inner) + 1):
+        if whole[start : start + len(inner)] == inner:
+            return whole[:start], whole[start + len(inner) :]
+    return [], []
+
+
+def _folder_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        _check_size(file)
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            raise ModelFileError(f"{file} cannot be read: {e}") from None
+    for source in (_read_json(folder / "chat_template.json"), settings):
+        template = source.get("chat_template")
+        if isinstance(template, list):  # [{"name": "default", "template": "..."}, ...]
+            named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+            template = named.get("default")
+        if isinstance(template, str):
+            return template
+    return None
+
+
+def _check_size(file: Path) -> None:
+    size = file.stat().st_size
+    if size > MAX_JSON_BYTES:
+        raise ModelFileError(f"{file} has {size} bytes; at most {MAX_JSON_BYTES} are read")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    _check_size(file)
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as e:
+        raise ModelFileError(f"{file} is not readable JSON: {e}") from None
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{file} must hold a JSON object, it holds a {type(value).__name__}")
+    return value
+
+
+def _ids(value: Any, what: str) -> list[int]:
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    for v in values:
+        if not isinstance(v, int) or isinstance(v, bool) or v < 0:
+            raise ModelFileError(f"{what} must be a token id or a list of them, got {str(v)[:100]!r}")
+    return values

@@ -1,0 +1,83 @@
+"""What every test gets: one thread, a fixed seed, poisoned fresh memory; and the tiny models, built once per process.
+
+Poison: torch's deterministic mode fills uninitialised memory (`empty`, `empty_like`, `new_empty`, `empty_strided`) with
+NaN, or with the largest value for integers. An output that some path never writes is then seen at once
+(`test_poison.py`). `warn_only` keeps operations without a deterministic form usable.
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported; several test processes share the cores
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("USE_HUB_KERNELS", "0")
+
+import random
+import zlib
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+import tiny
+
+if TYPE_CHECKING:
+    from hybridkv import LLM
+
+torch.set_num_threads(1)
+settings.register_profile("fixed", derandomize=True, deadline=None, print_blob=True)
+settings.load_profile("fixed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+def poison_fresh_memory() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.fixture(scope="session", autouse=True)
+def poison_before_session_fixtures() -> None:
+    poison_fresh_memory()
+
+
+@pytest.fixture(autouse=True)
+def fixed_surroundings(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A seed of the test's own, so that order and selection change nothing; poison on, whatever the last test did."""
+    seed = zlib.crc32(request.node.nodeid.encode())
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    poison_fresh_memory()
+    yield
+
+
+@pytest.fixture(scope="session")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tiny.Oracle]:
+    """`oracle(kind)`: a tiny model, its folder, token ids and the logits transformers gives for them."""
+    return cache(lambda kind: tiny.Oracle(kind, tmp_path_factory.mktemp(kind)))
+
+
+@pytest.fixture(scope="session")
+def open_llm() -> Callable[..., "LLM"]:
+    """`open_llm(path, dtype="float32", kv_dtype="f32")`: an LLM on the CPU, kept for the session."""
+
+    @cache
+    def build(path: Path, dtype: str = "float32", kv_dtype: str = "f32", **more: Any) -> "LLM":
+        from hybridkv import LLM, CacheConfig
+
+        more = {"max_requests": 2, "max_context": 512, **more}
+        return LLM(model=str(path), device="cpu", dtype=dtype, cache=CacheConfig(kv_dtype=kv_dtype), **more)
+
+    return build
