@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from hybridkv.config import SamplingParams
 from hybridkv.llm import LLM, Completion
 from hybridkv.request import Request
+from hybridkv.text.prompt import encode_pieces, render_pieces
 
 
 class Conversation:
@@ -26,12 +27,13 @@ class Conversation:
         """The answer's text piece by piece. Closing the iterator early keeps what was said so far as the answer."""
         self.messages.append({"role": "user", "content": text})
         try:
-            prompt = self.llm.render(self.messages)
-            request = self.llm.engine.add(self._tokens(prompt), self.params, hold=True, after=self._request)
+            tokenizer, template = self.llm.chat_parts()
+            pieces = render_pieces(template, tokenizer, self.messages)
+            request = self.llm.engine.add(self._tokens(pieces), self.params, hold=True, after=self._request)
         except Exception:
             self.messages.pop()  # the turn did not happen
             raise
-        self._request, self._prompt = request, prompt
+        self._request, self._prompt = request, "".join(text for text, _ in pieces)
         try:
             while not request.finished:
                 for update in self.llm.engine.step():
@@ -48,13 +50,14 @@ class Conversation:
             self.llm.engine.abort(self._request)
             self._request = None
 
-    def _tokens(self, prompt: str) -> list[int]:
-        tokenizer = self.llm.tokenizer
-        assert tokenizer is not None  # a chat template comes with a tokenizer
-        bos = False if tokenizer.bos_text and prompt.startswith(tokenizer.bos_text) else None  # templates often write it
-        request = self._request
-        if request is None or not prompt.startswith(self._prompt + request.text.text):
-            return tokenizer.encode(prompt, bos=bos)
-        # tokens of the last prompt and answer, without the token that ended it: the template writes that itself
-        said = request.tokens[: -1 if request.tokens[-1] in self.llm.engine.eos_ids else None]
-        return said + tokenizer.encode(prompt[len(self._prompt + request.text.text) :], bos=False)
+    def _tokens(self, pieces: list[tuple[str, bool]]) -> list[int]:
+        """Tokens of the whole conversation; those of the last turn are taken over as they were computed."""
+        request, prompt, tokenizer = self._request, pieces[0][0], self.llm.chat_parts()[0]
+        if request is None or len(pieces) > 1 or request.text.stopped is not None:  # stopped: its tokens say more than its text
+            return encode_pieces(tokenizer, pieces)
+        done = self._prompt + request.text.text
+        if not prompt.startswith(done):
+            return encode_pieces(tokenizer, pieces)
+        # without the token that ended the answer: the template writes that itself
+        said = request.tokens[:-1] if request.finish_reason == "stop" else request.tokens
+        return said + tokenizer.encode(prompt[len(done) :], bos=False)

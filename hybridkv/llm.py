@@ -15,6 +15,7 @@ from hybridkv.config import MODEL_DTYPES, CacheConfig, EngineConfig, SamplingPar
 from hybridkv.embedded import Progress
 from hybridkv.engine.engine import Engine
 from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.kernels.linear import fast_bf16
 from hybridkv.models import cache_schema, load_model
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.source import locate_model
@@ -22,6 +23,7 @@ from hybridkv.models.weights import Checkpoint, open_checkpoint
 from hybridkv.planner import CachePlan, human, plan_cache, weight_bytes
 from hybridkv.request import Request, TokenLogprobs
 from hybridkv.text.chat import ChatTemplate
+from hybridkv.text.prompt import encode_pieces, render_pieces
 from hybridkv.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -138,9 +140,17 @@ class LLM:
 
     def render(self, messages: list[dict[str, str]]) -> str:
         """A conversation in the model's own chat format, ready for an answer."""
-        if self.chat_template is None:
-            raise RequestError(f"{self.path.name} has no chat template; give plain text")
-        return self.chat_template.render(messages)
+        return self.chat_parts()[1].render(messages)
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation, ready for an answer. Control tokens spelled inside a message stay plain text."""
+        tokenizer, template = self.chat_parts()
+        return encode_pieces(tokenizer, render_pieces(template, tokenizer, messages))
+
+    def chat_parts(self) -> tuple[Tokenizer, ChatTemplate]:
+        if self.tokenizer is None or self.chat_template is None:
+            raise RequestError(f"{self.path.name} has no chat template; give plain text or token ids")
+        return self.tokenizer, self.chat_template
 
     @staticmethod
     def completion(request: Request) -> Completion:
@@ -185,7 +195,7 @@ def resolve_device(device: str) -> torch.device:
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """auto: bfloat16 where the hardware multiplies it, float32 elsewhere."""
     if dtype == "auto":
-        fast = device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        fast = device.type == "cuda" or fast_bf16()
         return torch.bfloat16 if fast else torch.float32
     if dtype not in MODEL_DTYPES:
         raise HybridKVError(f"dtype {dtype!r} is not supported; choose auto, {', '.join(MODEL_DTYPES)}")

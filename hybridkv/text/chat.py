@@ -27,7 +27,7 @@ from hybridkv.errors import HybridKVError, ModelFileError, RequestError
 MAX_SOURCE = 1 << 20  # characters of a template
 MAX_OUTPUT = 4 << 20  # characters of a rendered chat
 MAX_INPUT = 32 << 20  # bytes of the messages, as JSON
-MAX_MEMORY = 1 << 30  # bytes of address space of the worker
+MAX_MEMORY = 1 << 29  # bytes of address space of the worker
 MAX_ANSWER = 13 * MAX_OUTPUT  # bytes; JSON writes a character in at most six, or twelve beyond U+FFFF
 START_SECONDS = 60.0  # for Python and jinja2 to start
 SECONDS = 5.0  # for compiling, and for each rendering

@@ -1,8 +1,7 @@
 """How the text is cut before byte-level BPE, by the name that a GGUF file gives it in `tokenizer.ggml.pre`.
 
-A GGUF file carries the vocabulary and the merges but only a name for the cutting rule, so the rules are listed here:
-the patterns are those of the models' own tokenizer.json files. A name that is not in the table is refused, because a
-wrong rule gives other token ids without any other sign.
+A GGUF file carries the vocabulary and the merges but only a name for the cutting rule, so the rules are listed here.
+A name that is not in the table is refused, because a wrong rule gives other token ids without any other sign.
 """
 
 from __future__ import annotations
@@ -20,19 +19,6 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 _LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _TAIL
 _QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _TAIL
 _QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _TAIL
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _TAIL
-)
-_GPT4O = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _TAIL
-)
-_DEEPSEEK3 = (
-    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+"
-    r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + _TAIL
-)
 
 
 @dataclass(frozen=True)
@@ -55,35 +41,23 @@ class Rule:
 _gpt2 = Rule((_GPT2,))
 _digits = Rule((r"\p{N}", _GPT2))  # every digit alone, then as GPT-2
 _llama3 = Rule((_LLAMA3,), ignore_merges=True, add_bos=True)
-_gpt4o = Rule((_GPT4O,))
 
 RULES: dict[str, Rule] = {
-    # llama.cpp's own rule for files that name none; no model was trained with it
-    "default": Rule((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
     "gpt-2": _gpt2,
-    "phi-2": _gpt2,
-    "mpt": _gpt2,
-    "olmo": _gpt2,
     "smollm": _digits,
-    "starcoder": _digits,
-    "refact": _digits,
     "llama-bpe": _llama3,
     "llama3": _llama3,
     "llama-v3": _llama3,
     "qwen2": Rule((_QWEN2,), nfc=True),
     "qwen35": Rule((_QWEN35,), nfc=True),
-    "tekken": Rule((_TEKKEN,), ignore_merges=True, add_bos=True),
-    "gpt-4o": _gpt4o,
-    "llama4": _gpt4o,
-    "deepseek-v3": Rule((r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", _DEEPSEEK3)),
 }
 
 
-def rule_for(name: str) -> Rule:
-    if name not in RULES:
+def rule_for(name: str | None) -> Rule:
+    if name is None or name not in RULES:
         known = ", ".join(sorted(RULES))
         raise UnsupportedModel(
-            f"the GGUF file's tokenizer.ggml.pre is {name[:100]!r}; how such text is cut is known for: {known}. "
+            f"the GGUF file's tokenizer.ggml.pre is {str(name)[:100]!r}; how such text is cut is known for: {known}. "
             "Use the model as a Hugging Face folder with its tokenizer.json, or give token ids instead of text."
         )
     return RULES[name]

@@ -1,5 +1,4 @@
-"""The process in which chat templates are rendered; started by `chat.py`, which says why. Needs the standard library and
-jinja2.
+"""The process in which chat templates are rendered; started by `chat.py`, which says why. Needs jinja2 alone.
 
 Frames on stdin and stdout: u32 length (little endian), JSON. The first frame in is {"source", "seconds", "memory",
 "output"}; every further one is the variables of one rendering. Each is answered by {"text"} or {"error": kind,
@@ -17,6 +16,7 @@ from datetime import datetime
 from typing import Any, BinaryIO, cast
 
 import jinja2
+import jinja2.debug  # otherwise imported at the first error, when no file can be opened
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
@@ -64,7 +64,11 @@ class OutputTooLong(Exception):
 
 def environment() -> ImmutableSandboxedEnvironment:
     env = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols], cache_size=0
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, jinja2.ext.loopcontrols],
+        cache_size=0,
+        optimized=False,  # constants such as 'x' * 10**8 are not worked out while compiling
     )
     env.filters["tojson"] = to_json
     names: dict[str, Any] = {"raise_exception": raise_exception, "strftime_now": strftime_now, "dict": make_dict}
@@ -128,7 +132,7 @@ def main() -> None:
     settings = read_frame(stdin)
     if settings is None:
         return
-    strftime_now("%c")  # reads the time zone before files are out of reach
+    environment().from_string("{{ strftime_now('%c') }}").render()  # reads the time zone before files are out of reach
     limit(resource.RLIMIT_AS, settings["memory"])
     limit(resource.RLIMIT_FSIZE, 0)
     limit(resource.RLIMIT_NOFILE, 3)  # no file and no socket can be opened

@@ -104,6 +104,10 @@ class Tokenizer:
             before = [self.bos_id]
         return before + ids + self._after
 
+    def spells_control(self, text: str) -> bool:
+        """Whether the text holds the spelling of a control token, which plain `encode` would take for the real thing."""
+        return not self._control.isdisjoint(self.encode(text, bos=False))
+
     @cached_property
     def _control(self) -> frozenset[int]:
         """Special tokens that no plain text may give; a model may have its unknown token for what it cannot spell."""

@@ -5,7 +5,6 @@ Every list, id and merge is checked before the library sees it. The rules that c
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +18,7 @@ from hybridkv.text.tokenizer import Tokenizer, check_vocabulary, guarded
 MAX_PIECE_CHARS = 256  # in one SentencePiece token, of which every cut in two is tried; 16 is SentencePiece's own limit
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
 
-# Control tokens that end a turn or a text, whatever ids the file declares: from llama.cpp's list.
+# Control tokens that end a turn or a text, whatever ids the file declares.
 END_OF_TURN = frozenset(
     {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
     | {"<end_of_turn>", "</s>", "<EOT>", "<eos>", "<｜end▁of▁sentence｜>"}
@@ -93,11 +92,7 @@ def _byte_bpe(
     metadata: Mapping[str, Any], vocab: dict[str, int], types: list[int], unknown: int | None
 ) -> tuple[Build, bool]:
     name = metadata.get("tokenizer.ggml.pre")
-    if name is None:
-        warnings.warn(
-            "the GGUF file names no tokenizer.ggml.pre; text is cut by llama.cpp's default rule", stacklevel=4
-        )
-    rule = rule_for("default" if name is None else str(name))
+    rule = rule_for(None if name is None else str(name))
     merges: list[tuple[str, str]] = []
     for line in _strings(metadata, "merges"):
         left, _, right = line.partition(" ")
@@ -126,7 +121,7 @@ def _sentencepiece_bpe(
 ) -> tuple[Build, bool]:
     """SentencePiece has scores where BPE has merges: the pair whose joined token scores best is merged first. Every way
     to cut a token in two becomes a merge, best score first, among equal ones in the order of Hugging Face's converter.
-    (SentencePiece takes the leftmost of equal ones; only runs of one repeated string can tell the difference.)"""
+    (SentencePiece takes the leftmost of equal ones, so runs such as "aaaaa" may be divided otherwise.)"""
     scores = _numbers(metadata, "scores", len(vocab))
     tokens = list(vocab)
     ordinary = {token for token, i in vocab.items() if types[i] == NORMAL}
@@ -189,8 +184,9 @@ def _gguf_types(metadata: Mapping[str, Any], count: int, declared: set[int]) -> 
 
 def _gguf_id(metadata: Mapping[str, Any], name: str, count: int) -> int | None:
     key = f"tokenizer.ggml.{name}_token_id"
-    value = metadata.get(key)
-    value = value.item() if hasattr(value, "item") else value
+    value: Any = metadata.get(key)
+    if hasattr(value, "item"):  # a numpy number
+        value = value.item()
     if value is None or value in (-1, 2**32 - 1):  # both are written for "none"
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < count:
