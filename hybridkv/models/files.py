@@ -9,6 +9,7 @@ import json
 import math
 import os
 import stat
+from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -89,8 +90,7 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
     def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
             raise ModelFileError(f"{where}: the key {twice[:80]!r} stands there twice")
         return found
 

@@ -10,6 +10,7 @@ import torch
 
 import tiny
 from hybridkv.cache import handle
+from hybridkv.kernels.attention_tile import KEY_TILE
 from numerics import logit_gap, rel_rms
 
 LENGTHS = (1, 3, 63, 64, 65, 127, 128, 129, 300)  # around the edges of 64-token chunks and pages
@@ -57,6 +58,18 @@ def test_one_token_at_a_time_agrees_with_transformers(kind: str, oracle: Callabl
     tiny_model = oracle(kind)
     got = open_llm(tiny_model.folder).logits(tiny_model.ids[:130], prefill=1)
     check(f"{kind}, 130 steps", tiny_model, got)
+
+
+@pytest.mark.parametrize("prefill", (KEY_TILE + 120, KEY_TILE - 8))
+@pytest.mark.parametrize("kind", ("llama", "qwen3_5"))
+def test_contexts_longer_than_a_key_tile_agree_with_transformers(
+    kind: str, prefill: int, oracle: Callable, open_llm: Callable
+) -> None:
+    """Attention reads the keys a tile at a time; the last chunk, or the last steps, see more than one."""
+    tiny_model, ids = oracle(kind), tiny.token_ids(KEY_TILE + 120)
+    llm = open_llm(tiny_model.folder, max_requests=1, max_context=len(ids))
+    gap = logit_gap(tiny.reference_logits(tiny_model.model, ids), llm.logits(ids, prefill=prefill, chunk=350))
+    assert gap <= tiny_model.bound, f"{gap:.2e}"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,17 +1,17 @@
 """The embedded model, real weights: our runtime and transformers agree on a passage and on five answers.
 
 transformers gets the weights from our own reader, in float32, so that this compares the runtimes. That the reader is
-right is what a sane perplexity shows: with query rows left permuted, for one, it is several times higher.
+right is what the perplexity itself shows, since it was also found without our reader.
 """
 
 import math
 
 import pytest
 import torch
-from hybridkv.embedded import embedded_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hybridkv import LLM, CacheConfig, SamplingParams
+from hybridkv.embedded import embedded_model
 from hybridkv.models.weights import open_checkpoint
 
 PASSAGE = """
@@ -38,6 +38,10 @@ not crack. When the last clamp was tight they stood back, and neither of them sa
 Outside, the tide had turned, and the boats that were already in the water began to swing slowly on their ropes \
 until they all pointed the other way.
 """
+
+# of the passage, with the gguf package's own reader, a tokenizer built by hand and transformers; 184 when the rows of
+# q and k are left as the file has them
+PERPLEXITY = 33.445
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -83,7 +87,7 @@ def test_perplexity_of_a_passage_agrees_with_transformers(llm: LLM, reference: L
     assert len(ids) > 350
     theirs = perplexity(reference_logits(reference, ids, len(ids)), ids)
     ours = perplexity(llm.logits(ids, prefill=len(ids) - 8, chunk=100), ids)
-    assert theirs < 25, f"the weights are not read right: perplexity {theirs:.1f}"
+    assert abs(theirs / PERPLEXITY - 1) < 1e-3, f"weights or tokens are not read right: perplexity {theirs:.2f}"
     assert abs(ours / theirs - 1) < 0.01, f"ours {ours:.4f}, transformers {theirs:.4f}"
 
 
