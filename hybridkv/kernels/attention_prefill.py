@@ -1,8 +1,8 @@
 """attention_prefill: causal attention of each request's new tokens over all that its streams hold.
 
-The new keys are already in the pages (append runs first), so query i of n new tokens sees entries 0 .. length - n + i:
-the history without a mask, a tile at a time, then the new tokens themselves under a causal mask. Query heads that share a
-KV head are a batch dimension over which K and V are expanded without a copy.
+The new keys are already in the pages (append runs first), so query i of n new tokens sees entries 0 .. length - n + i.
+Queries run in blocks of 128, each over the keys it can see and no more, a tile of keys at a time; only the last tile needs a
+mask. Query heads that share a KV head are a batch dimension over which K and V are expanded without a copy.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from hybridkv.kernels.attention_tile import KEY_TILE, TileSum, read_pages, tile_attention, tile_attention_ref
+
+
+QUERY_BLOCK = 128  # queries that run over the same keys
 
 
 def attention_prefill(
@@ -31,22 +34,26 @@ def attention_prefill(
         # streams of equal length run together; after eviction by head they differ and run one by one
         same = bool((lengths[b] == lengths[b, 0]).all())
         for g in [slice(0, G)] if same else [slice(i, i + 1) for i in range(G)]:
-            rows = _one_request(heads[:, g], k_pool, v_pool, table[b, g], int(lengths[b, g][0]), scale, key_tile)
-            out[begin:end].view(n, G, -1, q.shape[-1])[:, g] = rows.permute(2, 1, 0, 3)
+            for first in range(0, n, QUERY_BLOCK):
+                last = min(first + QUERY_BLOCK, n)
+                seen = int(lengths[b, g][0]) - n + last
+                rows = _block(heads[:, g, first:last], k_pool, v_pool, table[b, g], seen, scale, key_tile)
+                out[begin + first : begin + last].view(last - first, G, -1, q.shape[-1])[:, g] = rows.permute(2, 1, 0, 3)
     return out
 
 
-def _one_request(
+def _block(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, length: int, scale: float, key_tile: int
 ) -> Tensor:
-    """q [H/G, G, n, D] over streams table [G, N] of one length -> [H/G, G, n, D]."""
+    """q [H/G, G, n, D], the last n of `length` tokens, over streams table [G, N] -> [H/G, G, n, D]."""
     history = length - q.shape[2]
-    bounds = [*range(0, history, key_tile), history, length] if history else [0, length]
+    starts = range(0, history + 1, key_tile)  # so that the last tile holds all of the diagonal
     total = TileSum()
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start in starts:
+        stop = length if start == starts[-1] else start + key_tile
         k = read_pages(k_pool, table, start, stop).expand(q.shape[0], -1, -1, -1)
         v = read_pages(v_pool, table, start, stop).expand(q.shape[0], -1, -1, -1)
-        total.add(*tile_attention(q, k, v, scale, causal=start == history))
+        total.add(*tile_attention(q, k, v, scale, diagonal=history - start if stop == length else None))
     return total.result(q.dtype)
 
 

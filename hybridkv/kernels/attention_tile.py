@@ -24,20 +24,24 @@ def read_pages(pool: Tensor, table: Tensor, start: int, stop: int) -> Tensor:
     return entries[..., start - first * P : stop - first * P, :]
 
 
+def causal_mask(M: int, L: int, diagonal: int, like: Tensor) -> Tensor:
+    """[M, L] to be added to scores: 0 where query i sees key j <= diagonal + i, else -inf."""
+    return torch.full((M, L), -torch.inf, dtype=like.dtype, device=like.device).triu_(diagonal + 1)
+
+
 def tile_attention_ref(
     q: Tensor,  # [B, H, M, D]
     k: Tensor,  # [B, H, L, D]
     v: Tensor,  # [B, H, L, D]
     scale: float,
-    causal: bool = False,  # query i sees keys 0..i
+    diagonal: int | None = None,  # query i sees keys 0 .. diagonal + i; None: all keys
     visible: Tensor | None = None,  # [B, H, 1, L] bool
 ) -> tuple[Tensor, Tensor]:
     """(output [B, H, M, D], log-sum-exp [B, H, M]), arithmetic in f32 at least. A row that sees nothing gives (0, -inf)."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(wide) @ k.to(wide).transpose(-1, -2) * scale
-    if causal:
-        above = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(above, -torch.inf)
+    if diagonal is not None:
+        scores = scores + causal_mask(q.shape[-2], k.shape[-2], diagonal, scores)
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
         v = v.masked_fill(~visible.transpose(-1, -2), 0)
@@ -47,17 +51,18 @@ def tile_attention_ref(
 
 
 def tile_attention_cpu(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False, visible: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: int | None = None, visible: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The same through torch's blocked CPU kernel: no score matrix, f32 sums."""
-    mask = None
+    mask = None if diagonal is None else causal_mask(q.shape[-2], k.shape[-2], diagonal, q)
     if visible is not None:
         hidden = ~visible.transpose(-1, -2)
         k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)  # what is hidden may be NaN
+        assert mask is None
         mask = torch.zeros(visible.shape, dtype=q.dtype).masked_fill(~visible, -torch.inf)
         mask = mask.expand(*q.shape[:-1], k.shape[-2])
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+        q, k, v, 0.0, False, attn_mask=mask, scale=scale
     )
     if visible is not None:
         blind = ~visible.any(-1).expand(lse.shape)
@@ -66,11 +71,11 @@ def tile_attention_cpu(
 
 
 def tile_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False, visible: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: int | None = None, visible: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(q.dtype, k.dtype)
     form = tile_attention_cpu if q.device.type == "cpu" else tile_attention_ref
-    out, lse = form(q.to(dtype), k.to(dtype), v.to(dtype), scale, causal, visible)
+    out, lse = form(q.to(dtype), k.to(dtype), v.to(dtype), scale, diagonal, visible)
     return out.to(q.dtype), lse
 
 

@@ -73,16 +73,18 @@ def gated_delta_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
     q, k, v, g, beta = (
         F.pad(x, (0, 0) * (x.ndim - 1) + (0, pad)).transpose(0, 1).unflatten(1, (-1, CHUNK)) for x in (q, k, v, g, beta)
     )  # [H, chunks, 64, ...]
-    decay = g.cumsum(-1)  # G
+    decay = g.double().cumsum(-1)  # G; in f32 one strong decay would cost all later differences their digits
     below = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).tril()
-    reach = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(~below, -torch.inf).exp()  # exp(G_i - G_j), j <= i
+    reach = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).float()  # G_i - G_j
+    reach = reach.masked_fill(~below, -torch.inf).exp()  # exp(G_i - G_j), j <= i
+    to_end, decay = (decay[..., -1:] - decay).float(), decay.float()
     A = (beta.unsqueeze(-1) * (k @ k.transpose(-1, -2)) * reach).tril(-1)
     right = beta.unsqueeze(-1) * torch.cat((v, k * decay.exp().unsqueeze(-1)), -1)
     solved = torch.linalg.solve_triangular(A, right, upper=False, unitriangular=True)
     U, W = solved.split((v.shape[-1], k.shape[-1]), -1)
     within = (q @ k.transpose(-1, -2)) * reach
     q_in = q * decay.exp().unsqueeze(-1)
-    k_out = k * (decay[..., -1:] - decay).exp().unsqueeze(-1)
+    k_out = k * to_end.exp().unsqueeze(-1)
     fade = decay[..., -1].exp()  # [H, chunks]
     out = torch.empty_like(v)
     for c in range(v.shape[1]):

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridkv.cache import LayerHandle, StreamSchema, TensorSpec
+from hybridkv.kernels.linear import Linear
 from hybridkv.kernels.norm import rms_norm
 from hybridkv.kernels.rope import rope_angles
 from hybridkv.models.config import ModelConfig
@@ -43,14 +44,12 @@ class Norm:
 class GatedMlp:
     """down(silu(gate x) * up x)."""
 
-    gate_up: Tensor  # [2 I, hidden]
-    down: Tensor  # [hidden, I]
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
+    gate_up: Linear  # [2 I, hidden]
+    down: Linear  # [hidden, I]
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate, up = F.linear(x, self.gate_up, self.gate_up_bias).chunk(2, -1)
-        return F.linear(F.silu(gate).mul_(up), self.down, self.down_bias)
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(F.silu(gate).mul_(up))
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Decoder:
     embedding: Tensor  # [vocab, hidden]
     layers: tuple[DecoderLayer, ...]
     norm: Norm
-    head: Tensor  # [vocab, hidden]; the embedding itself when tied
+    head: Linear  # [vocab, hidden]; the embedding itself when tied
     inv_freq: Tensor  # [R] f32
 
     @torch.inference_mode()
@@ -88,7 +87,7 @@ class Decoder:
         angles = rope_angles(positions, self.inv_freq)
         for i, layer in enumerate(self.layers):
             h = layer(h, angles, handles[i])
-        return F.linear(self.norm(h[rows]), self.head).float()
+        return self.head(self.norm(h[rows])).float()
 
     @property
     def nbytes(self) -> int:
@@ -99,7 +98,11 @@ class Decoder:
 
 
 def _collect(part: object, seen: dict[int, int]) -> None:
-    if isinstance(part, Tensor):
+    if isinstance(part, Linear) and part.packed:
+        seen[id(part)] = part.nbytes
+    elif isinstance(part, Linear):
+        _collect(part.weight, seen)
+    elif isinstance(part, Tensor):
         seen[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
     elif isinstance(part, tuple):
         for item in part:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hybridkv.cache import CacheSchema, LayerHandle
+from hybridkv.kernels.linear import Linear
 from hybridkv.kernels.rope import rope
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.layers import Angles, Decoder, DecoderLayer, GatedMlp, Norm, attention_streams
@@ -22,18 +22,16 @@ def cache_schema(config: ModelConfig, kv_dtype: torch.dtype, page_size: int) -> 
 @dataclass(frozen=True)
 class Attention:
     config: ModelConfig
-    qkv: Tensor  # [(H + 2 G) D, hidden]
-    out: Tensor  # [hidden, H D]
-    qkv_bias: Tensor | None = None
-    out_bias: Tensor | None = None
+    qkv: Linear  # [(H + 2 G) D, hidden]
+    out: Linear  # [hidden, H D]
 
     def __call__(self, x: Tensor, angles: Angles, handle: LayerHandle) -> Tensor:
         c = self.config
-        heads = F.linear(x, self.qkv, self.qkv_bias).view(len(x), c.heads + 2 * c.kv_heads, c.head_dim)
+        heads = self.qkv(x).view(len(x), c.heads + 2 * c.kv_heads, c.head_dim)
         turned = rope(heads[:, : c.heads + c.kv_heads], *angles)  # queries and keys alike
         handle.append(turned[:, c.heads :], heads[:, c.heads + c.kv_heads :])
         mixed = handle.attend(turned[:, : c.heads], c.head_dim**-0.5)
-        return F.linear(mixed.reshape(len(x), -1), self.out, self.out_bias)
+        return self.out(mixed.reshape(len(x), -1))
 
 
 def load(config: ModelConfig, loader: Loader) -> Decoder:
@@ -47,34 +45,24 @@ def assemble(config: ModelConfig, loader: Loader, layers: tuple[DecoderLayer, ..
     tied = config.tied or not loader.has("lm_head.weight")
     if tied and loader.has("lm_head.weight"):
         loader.used.add("lm_head.weight")  # some writers store the tied matrix twice
-    head = embedding if tied else loader.weight("lm_head.weight", config.vocab, config.hidden)
+    head = Linear(embedding) if tied else loader.linear(config.hidden, ("lm_head", config.vocab))
     norm = Norm(loader.vector("model.norm.weight", config.hidden, plus=norm_plus), config.eps)
     inv_freq = torch.tensor(config.inv_freq, dtype=torch.float32, device=loader.device)
     return Decoder(config, embedding, layers, norm, head, inv_freq)
 
 
 def gated_mlp(loader: Loader, name: str, hidden: int, intermediate: int) -> GatedMlp:
-    gate_up = loader.joined(hidden, (f"{name}.gate_proj.weight", intermediate), (f"{name}.up_proj.weight", intermediate))
-    down = loader.weight(f"{name}.down_proj.weight", hidden, intermediate)
-    if not loader.has(f"{name}.gate_proj.bias"):
-        return GatedMlp(gate_up, down)
-    biases = [loader.raw(f"{name}.{part}_proj.bias", intermediate) for part in ("gate", "up")]
-    return GatedMlp(gate_up, down, loader.place(torch.cat(biases)), loader.weight(f"{name}.down_proj.bias", hidden))
+    gate_up = loader.linear(hidden, (f"{name}.gate_proj", intermediate), (f"{name}.up_proj", intermediate))
+    return GatedMlp(gate_up, loader.linear(intermediate, (f"{name}.down_proj", hidden)))
 
 
 def _layer(config: ModelConfig, loader: Loader, name: str) -> DecoderLayer:
     c, attn = config, f"{name}.self_attn"
-    rows = {"q": c.heads * c.head_dim, "k": c.kv_heads * c.head_dim, "v": c.kv_heads * c.head_dim}
-    qkv = loader.joined(c.hidden, *((f"{attn}.{p}_proj.weight", n) for p, n in rows.items()))
-    out = loader.weight(f"{attn}.o_proj.weight", c.hidden, c.heads * c.head_dim)
-    qkv_bias = out_bias = None
-    if loader.has(f"{attn}.q_proj.bias"):
-        qkv_bias = loader.place(torch.cat([loader.raw(f"{attn}.{p}_proj.bias", n) for p, n in rows.items()]))
-    if loader.has(f"{attn}.o_proj.bias"):
-        out_bias = loader.weight(f"{attn}.o_proj.bias", c.hidden)
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    qkv = loader.linear(c.hidden, (f"{attn}.q_proj", q), (f"{attn}.k_proj", kv), (f"{attn}.v_proj", kv))
     return DecoderLayer(
         mixer_norm=Norm(loader.vector(f"{name}.input_layernorm.weight", c.hidden), c.eps),
-        mixer=Attention(c, qkv, out, qkv_bias, out_bias),
+        mixer=Attention(c, qkv, loader.linear(q, (f"{attn}.o_proj", c.hidden))),
         feed_norm=Norm(loader.vector(f"{name}.post_attention_layernorm.weight", c.hidden), c.eps),
         feed=gated_mlp(loader, f"{name}.mlp", c.hidden, c.intermediate),
     )

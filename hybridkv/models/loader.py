@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.errors import ModelFileError
+from hybridkv.kernels.linear import Linear
 from hybridkv.models.weights import Checkpoint
 
 Progress = Callable[[int, int], None]  # (tensors done, tensors in all)
@@ -41,8 +42,15 @@ class Loader:
         return self.checkpoint.read(name)
 
     def weight(self, name: str, *shape: int) -> Tensor:
-        """A matrix in the model's dtype."""
+        """A tensor in the model's dtype."""
         return self.place(self.raw(name, *shape))
+
+    def linear(self, inputs: int, *parts: tuple[str, int]) -> Linear:
+        """Projections (name, rows) of the same input, with their biases where the checkpoint has them, as one."""
+        weight = self.joined(inputs, *((f"{name}.weight", rows) for name, rows in parts))
+        if not self.has(f"{parts[0][0]}.bias"):
+            return Linear(weight)
+        return Linear(weight, self.place(torch.cat([self.raw(f"{name}.bias", rows) for name, rows in parts])))
 
     def place(self, tensor: Tensor) -> Tensor:
         return tensor.to(device=self.device, dtype=self.dtype).contiguous()

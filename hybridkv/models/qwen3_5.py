@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridkv.cache import CacheSchema, LayerHandle, StateSchema, TensorSpec
+from hybridkv.kernels.linear import Linear
 from hybridkv.kernels.norm import gated_rms_norm, l2_norm, rms_norm
 from hybridkv.kernels.rope import rope
 from hybridkv.models.config import GdnConfig, ModelConfig
@@ -40,14 +41,14 @@ class GatedAttention:
     """Full attention with normed queries and keys, partial rotation, and a sigmoid gate on the output."""
 
     config: ModelConfig
-    qkv: Tensor  # [(2 H + 2 G) D, hidden]: (query | gate) head by head, keys, values
-    out: Tensor  # [hidden, H D]
+    qkv: Linear  # [(2 H + 2 G) D, hidden]: (query | gate) head by head, keys, values
+    out: Linear  # [hidden, H D]
     q_norm: Norm
     k_norm: Norm
 
     def __call__(self, x: Tensor, angles: Angles, handle: LayerHandle) -> Tensor:
         c, T = self.config, len(x)
-        both, k, v = F.linear(x, self.qkv).split(
+        both, k, v = self.qkv(x).split(
             [2 * c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim], -1
         )
         q, gate = both.view(T, c.heads, 2 * c.head_dim).chunk(2, -1)
@@ -55,31 +56,31 @@ class GatedAttention:
         k = rope(self.k_norm(k.view(T, c.kv_heads, c.head_dim)), *angles)
         handle.append(k, v.view(T, c.kv_heads, c.head_dim))
         mixed = handle.attend(q, c.head_dim**-0.5) * gate.sigmoid()
-        return F.linear(mixed.reshape(T, -1), self.out)
+        return self.out(mixed.reshape(T, -1))
 
 
 @dataclass(frozen=True)
 class GatedDeltaNet:
     gdn: GdnConfig
     eps: float
-    inputs: Tensor  # [channels + Hv V + 2 Hv, hidden]: q | k | v, z, b, a
+    inputs: Linear  # [channels + Hv V + 2 Hv, hidden]: q | k | v, z, b, a
     conv: Tensor  # [channels, taps] f32
     decay: Tensor  # [Hv] f32, exp(A_log)
     dt_bias: Tensor  # [Hv] f32
     norm: Tensor  # [V] f32
-    out: Tensor  # [hidden, Hv V]
+    out: Linear  # [hidden, Hv V]
 
     def __call__(self, x: Tensor, angles: Angles, handle: LayerHandle) -> Tensor:
         d, T = self.gdn, len(x)
         keys, values = d.key_heads * d.key_dim, d.value_heads * d.value_dim
-        mixed, z, b, a = F.linear(x, self.inputs).split([d.channels, values, d.value_heads, d.value_heads], -1)
+        mixed, z, b, a = self.inputs(x).split([d.channels, values, d.value_heads, d.value_heads], -1)
         q, k, v = handle.convolve(mixed, self.conv).split([keys, keys, values], -1)
         group = d.value_heads // d.key_heads  # value heads that share a key head are neighbours
         q, k = (l2_norm(t.view(T, d.key_heads, d.key_dim)).repeat_interleave(group, 1) for t in (q, k))
         g = -self.decay * F.softplus(a.float() + self.dt_bias)
         o = handle.delta_rule(q * d.key_dim**-0.5, k, v.view(T, d.value_heads, d.value_dim), g, b.float().sigmoid())
         o = gated_rms_norm(o, z.view(T, d.value_heads, d.value_dim), self.norm, self.eps)
-        return F.linear(o.reshape(T, -1).to(x.dtype), self.out)
+        return self.out(o.reshape(T, -1).to(x.dtype))
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ class SparseMoe:
         for expert, n in enumerate(counts):
             if n:
                 part = slice(at, at + n)
-                done[part] = GatedMlp(self.gate_up[expert], self.down[expert])(pairs[part])
+                gate, up = F.linear(pairs[part], self.gate_up[expert]).chunk(2, -1)
+                done[part] = F.linear(F.silu(gate).mul_(up), self.down[expert])
                 at += n
         by_token = torch.empty_like(done)
         by_token[order] = done
@@ -137,11 +139,11 @@ def _norm(config: ModelConfig, loader: Loader, name: str, width: int) -> Norm:
 
 def _attention(config: ModelConfig, loader: Loader, name: str) -> GatedAttention:
     c, kv = config, config.kv_heads * config.head_dim
-    rows = ((f"{name}.q_proj.weight", 2 * c.heads * c.head_dim), (f"{name}.k_proj.weight", kv), (f"{name}.v_proj.weight", kv))
+    rows = ((f"{name}.q_proj", 2 * c.heads * c.head_dim), (f"{name}.k_proj", kv), (f"{name}.v_proj", kv))
     return GatedAttention(
         config=c,
-        qkv=loader.joined(c.hidden, *rows),
-        out=loader.weight(f"{name}.o_proj.weight", c.hidden, c.heads * c.head_dim),
+        qkv=loader.linear(c.hidden, *rows),
+        out=loader.linear(c.heads * c.head_dim, (f"{name}.o_proj", c.hidden)),
         q_norm=_norm(c, loader, f"{name}.q_norm.weight", c.head_dim),
         k_norm=_norm(c, loader, f"{name}.k_norm.weight", c.head_dim),
     )
@@ -150,16 +152,15 @@ def _attention(config: ModelConfig, loader: Loader, name: str) -> GatedAttention
 def _deltanet(config: ModelConfig, loader: Loader, name: str) -> GatedDeltaNet:
     d, hidden = config.gdn, config.hidden
     assert d is not None
-    values = d.value_heads * d.value_dim
     return GatedDeltaNet(
         gdn=d,
         eps=config.eps,
-        inputs=_input_rows(d, hidden, loader, name),
+        inputs=Linear(_input_rows(d, hidden, loader, name)),
         conv=loader.vector(f"{name}.conv1d.weight", d.channels, 1, d.taps).squeeze(1),
         decay=loader.vector(f"{name}.A_log", d.value_heads).exp(),
         dt_bias=loader.vector(f"{name}.dt_bias", d.value_heads),
         norm=loader.vector(f"{name}.norm.weight", d.value_dim),
-        out=loader.weight(f"{name}.out_proj.weight", hidden, values),
+        out=loader.linear(d.value_heads * d.value_dim, (f"{name}.out_proj", hidden)),
     )
 
 

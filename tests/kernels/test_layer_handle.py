@@ -1,0 +1,99 @@
+"""A step of several requests through LayerHandle: each gets what it would get alone, and nobody else's rows change."""
+
+import numpy as np
+import pytest
+import torch
+
+from hybridkv.cache.handle import ForwardStep, LayerHandle, StreamView
+from hybridkv.kernels.append import append
+from hybridkv.kernels.attention_decode import attention_decode
+from hybridkv.kernels.attention_prefill import attention_prefill
+from hybridkv.kernels.gdn import causal_conv, causal_conv_step, gated_delta, gated_delta_step
+from numerics import assert_close_rms, assert_same_bytes
+
+SLOTS = 8
+# slots of the step and tokens of each: steps alone in one run of rows, out of order, with gaps, beside chunks
+STEPS = (
+    ([2, 3, 4], [1, 1, 1]),
+    ([4, 3, 2], [1, 1, 1]),
+    ([0, 2, 7], [1, 1, 1]),
+    ([5], [1]),
+    ([1, 2, 6, 0], [1, 1, 70, 3]),
+    ([6, 1, 3, 0], [1, 1, 2, 129]),
+    ([7, 3], [5, 64]),
+)
+
+
+def step_of(slots: list[int], counts: list[int]) -> ForwardStep:
+    return ForwardStep(slots, [0, *np.cumsum(counts).tolist()], counts.count(1), {})
+
+
+@pytest.mark.parametrize(("slots", "counts"), STEPS)
+def test_convolution_tails_of_other_slots_stay_bit_for_bit(slots: list[int], counts: list[int]) -> None:
+    step, channels = step_of(slots, counts), 10
+    layers = torch.randn(2, SLOTS, 3, channels)  # this layer's rows are a view of the pool of all layers
+    before = layers.clone()
+    x, weight = torch.randn(sum(counts), channels), torch.randn(channels, 4)
+    out = LayerHandle(step, None, slice(0), {}, {"conv": layers[1]}).convolve(x, weight)
+    for slot, a, b in zip(slots, step.starts, step.starts[1:]):
+        tail = before[1, slot].clone()
+        alone = causal_conv(x[a:b], weight, tail) if b - a > 1 else causal_conv_step(x[a:b], weight, tail[None])
+        assert_close_rms(f"slot {slot}", alone, out[a:b], 1e-6)  # f32, batches may be summed otherwise
+        assert_same_bytes(tail, layers[1, slot])
+    others = [s for s in range(SLOTS) if s not in slots]
+    assert_same_bytes(before[1, others], layers[1, others])
+    assert_same_bytes(before[0], layers[0])
+
+
+@pytest.mark.parametrize(("slots", "counts"), STEPS)
+def test_recurrent_states_of_other_slots_stay_bit_for_bit(slots: list[int], counts: list[int]) -> None:
+    step, T, H, K, V = step_of(slots, counts), sum(counts), 3, 8, 6
+    layers = torch.randn(2, SLOTS, H, K, V)
+    before = layers.clone()
+    q, k = torch.randn(2, T, H, K) / 3
+    given = (q, k, torch.randn(T, H, V), -torch.rand(T, H), torch.rand(T, H))
+    out = LayerHandle(step, None, slice(0), {}, {"recurrent": layers[1]}).delta_rule(*given)
+    for slot, a, b in zip(slots, step.starts, step.starts[1:]):
+        state, part = before[1, slot].clone(), tuple(x[a:b] for x in given)
+        alone = gated_delta(*part, state) if b - a > 1 else gated_delta_step(*part, state[None])
+        assert_close_rms(f"slot {slot}", alone, out[a:b], 1e-6)
+        assert_close_rms(f"state of slot {slot}", state, layers[1, slot], 1e-6)
+        assert not torch.equal(before[1, slot], layers[1, slot])
+    others = [s for s in range(SLOTS) if s not in slots]
+    assert_same_bytes(before[1, others], layers[1, others])
+    assert_same_bytes(before[0], layers[0])
+
+
+@pytest.mark.parametrize("counts", ([1, 1, 1], [1, 1, 5, 9], [4, 7]))
+def test_a_layer_appends_to_and_attends_over_its_own_streams(counts: list[int]) -> None:
+    """Two layers of two heads share the pool; the handle of the second sees rows 2 and 3 of the tables."""
+    B, T, P, D, heads = len(counts), sum(counts), 4, 16, 2
+    after = np.array([[n + 3 * b + s for s in range(4)] for b, n in enumerate(counts)])
+    width = -(-int(after.max()) // P)
+    table = torch.randperm(B * 4 * width).view(B, 4, width).int()
+    owner = np.repeat(np.arange(B), counts)
+    inside = np.concatenate([np.arange(n) for n in counts])
+    index = torch.empty(4, T, dtype=torch.int64)
+    for s in range(4):
+        for t in range(T):
+            entry = int(after[owner[t], s]) - counts[owner[t]] + int(inside[t])
+            index[s, t] = int(table[owner[t], s, entry // P]) * P + entry % P
+    pools = {name: torch.randn(B * 4 * width, P, D) for name in ("k", "v")}
+    want = {name: pool.clone() for name, pool in pools.items()}
+    starts = [0, *np.cumsum(counts).tolist()]
+    step = ForwardStep(list(range(B)), starts, counts.count(1), {})
+    handle = LayerHandle(step, StreamView(table, after, index), slice(2, 4), pools, {})
+    k, v, q = torch.randn(T, heads, D), torch.randn(T, heads, D), torch.randn(T, 6, D)
+    handle.append(k, v)
+    append(want["k"], want["v"], k, v, index[2:])
+    for name in pools:
+        assert_same_bytes(want[name], pools[name])
+    out = handle.attend(q, 0.25)
+    for b, (begin, end) in enumerate(zip(starts, starts[1:])):
+        args = (want["k"], want["v"], table[b : b + 1, 2:], after[b : b + 1, 2:])
+        part = q[begin:end]
+        if counts[b] == 1:
+            alone = attention_decode(part, *args, 0.25)
+        else:
+            alone = attention_prefill(part, *args, [0, counts[b]], 0.25)
+        assert_close_rms(f"request {b}", alone, out[begin:end], 1e-6)
