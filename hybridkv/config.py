@@ -12,7 +12,8 @@ from hybridkv.errors import HybridKVError, RequestError
 
 KV_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 MODEL_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# A prefill chunk is a whole number of these: the chunked delta rule gives the same bits however a prompt is cut at multiples of 64.
+# A prefill chunk is a whole number of these: the chunked delta rule gives the same bits however a prompt is cut at
+# multiples of 64.
 CHUNK_QUANTUM = 64
 
 

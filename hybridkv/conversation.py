@@ -1,8 +1,8 @@
 """Conversation: turns of a chat on one cache. A turn computes only what the cache does not hold yet.
 
-The new prompt is the whole conversation rendered by the model's chat template. Where that text begins with what was computed
-before (the last prompt and the answer to it), only the rest is tokenised and run. Where it does not, because a template rewrites
-earlier turns, the engine reuses as much as it can and computes the rest again.
+The new prompt is the whole conversation rendered by the model's chat template. Where that text begins with what was
+computed before (the last prompt and the answer to it), only the rest is tokenised and run. Where it does not, because
+a template rewrites earlier turns, the engine reuses as much as it can and computes the rest again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class Conversation:
     def _tokens(self, pieces: list[tuple[str, bool]]) -> list[int]:
         """Tokens of the whole conversation; those of the last turn are taken over as they were computed."""
         request, prompt, tokenizer = self._request, pieces[0][0], self.llm.chat_parts()[0]
-        if request is None or len(pieces) > 1 or request.text.stopped is not None:  # stopped: its tokens say more than its text
+        if (
+            request is None or len(pieces) > 1 or request.text.stopped is not None
+        ):  # stopped: its tokens say more than its text
             return encode_pieces(tokenizer, pieces)
         done = self._prompt + request.text.text
         if not prompt.startswith(done):

@@ -2,7 +2,7 @@
 
 
 class HybridKVError(ValueError):
-    """Base of all errors that are the caller's to mend. The command line turns one into a single line and exit code 2."""
+    """Base of all errors that are the caller's to mend; on the command line, one line and exit code 2."""
 
 
 class ModelFileError(HybridKVError):

@@ -80,16 +80,22 @@ class LLM:
         """Decide all sizes before any weight is read."""
         schema = cache_schema(self.config, self.cache_config.storage_dtype(self.dtype), self.cache_config.page_size)
         weights = weight_bytes(checkpoint, self.dtype)
+        if self.device.type == "cpu" and "lm_head.weight" not in checkpoint:
+            weights += (
+                self.config.vocab * self.config.hidden * self.dtype.itemsize
+            )  # the tied head, packed (kernels/linear.py)
         memory = limits.memory_bytes or int(free_memory(self.device) * HEADROOM)
         if weights >= memory:
             given = "the limit" if limits.memory_bytes else "free memory"
             raise HybridKVError(
-                f"the weights take {human(weights)} in {str(self.dtype).removeprefix('torch.')}, {given} is {human(memory)}; "
-                "use dtype='bfloat16', a smaller model, or more memory"
+                f"the weights take {human(weights)} in {str(self.dtype).removeprefix('torch.')}, {given} is "
+                f"{human(memory)}; use dtype='bfloat16', a smaller model, or more memory"
             )
         context = limits.max_context or self.config.max_positions
         if context > self.config.max_positions:
-            raise HybridKVError(f"max_context {context} exceeds the model's own limit of {self.config.max_positions} tokens")
+            raise HybridKVError(
+                f"max_context {context} exceeds the model's own limit of {self.config.max_positions} tokens"
+            )
         return plan_cache(schema, limits.max_requests, context, memory - weights, limits.max_context is None)
 
     # ---- answers
@@ -128,7 +134,9 @@ class LLM:
             self.engine.abort(request)
 
     def logits(self, token_ids: Sequence[int], prefill: int | None = None, chunk: int | None = None) -> Tensor:
-        """[T, vocab] f32, teacher-forced through the real path: `prefill` tokens in chunks of `chunk`, then one by one."""
+        """[T, vocab] f32, teacher-forced through the real path: `prefill` tokens in chunks of `chunk`, then one by
+        one.
+        """
         return self.engine.score(token_ids, prefill, chunk)
 
     def encode(self, prompt: Prompt) -> list[int]:

@@ -63,7 +63,9 @@ def plan_cache(
     room: int | None,  # bytes for pools and state; None: as much as it takes
     shrink_context: bool = False,  # whether a shorter longest request is acceptable
 ) -> CachePlan:
-    """Pools for `requests` requests of `context` tokens, or as many pages as there is room for, but at least one such request."""
+    """Pools for `requests` requests of `context` tokens, or as many pages as there is room for, but at least one such
+    request.
+    """
     full = schema.pool_pages(requests, context)
     if room is None or schema.bytes(full, requests) <= room:
         return CachePlan(schema, full, requests, context)
@@ -72,8 +74,9 @@ def plan_cache(
     if tokens < context and not shrink_context or tokens < 1 or pages_room < 0:
         need = requests * schema.slot_bytes + schema.kv_bytes(context)
         raise HybridKVError(
-            f"{human(need)} are needed for {requests} requests' state ({human(requests * schema.slot_bytes)}) and one context "
-            f"of {context} tokens ({human(schema.kv_bytes(context))}), but {human(max(room, 0))} are left for the cache; give "
-            f"more memory, lower max_context (at most {max(tokens, 0)} tokens fit) or max_requests, or use kv_dtype='bf16'"
+            f"{human(need)} are needed for {requests} requests' state ({human(requests * schema.slot_bytes)}) and one "
+            f"context of {context} tokens ({human(schema.kv_bytes(context))}), but {human(max(room, 0))} are left for "
+            f"the cache; give more memory, lower max_context (at most {max(tokens, 0)} tokens fit) or max_requests, or use "
+            "kv_dtype='bf16'"
         )
     return CachePlan(schema, schema.pool_pages(1, tokens), requests, min(context, tokens))

@@ -1,4 +1,6 @@
-"""Request: one prompt on its way to an answer. What it holds in the cache is the manager's knowledge, not kept here twice."""
+"""Request: one prompt on its way to an answer. What it holds in the cache is the manager's knowledge, not kept here
+twice.
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ VOCAB, TOKENS = 97, 300
 
 LLAMA: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=96, intermediate_size=160, num_hidden_layers=3, num_attention_heads=6,
-    num_key_value_heads=2, head_dim=32, max_position_embeddings=512, rms_norm_eps=1e-5,
+    num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, rms_norm_eps=1e-5,
     rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
 # a short "original" context puts some of the frequencies into each of the three bands of the llama3 scaling
@@ -48,7 +48,7 @@ LLAMA3_ROPE = {
 QWEN: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=64, num_hidden_layers=8, num_attention_heads=6, num_key_value_heads=2, head_dim=32,
     linear_key_head_dim=16, linear_value_head_dim=32, linear_num_key_heads=2, linear_num_value_heads=6,
-    linear_conv_kernel_dim=4, max_position_embeddings=512, bos_token_id=None, eos_token_id=2,
+    linear_conv_kernel_dim=4, max_position_embeddings=4096, bos_token_id=None, eos_token_id=2,
 )  # fmt: skip
 QWEN_ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
 MROPE = {**QWEN_ROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 
 import numpy as np
 
@@ -36,6 +37,7 @@ class PageAllocator:
 
     def acquire(self, n: int) -> PageIds:
         """n pages with one owner each, or OutOfPages and nothing changed."""
+        n = index(n)
         if n < 0:
             raise ValueError(f"cannot acquire {n} pages")
         self.require(n)
@@ -76,4 +78,6 @@ class PageAllocator:
         if len(np.unique(on_stack)) != self._top or (self.refs[on_stack] != 0).any():
             raise AssertionError(f"free list of pool '{self.name}' is corrupt")
         if int((self.refs > 0).sum()) != self.held or (self.refs < 0).any():
-            raise AssertionError(f"pool '{self.name}': {int((self.refs > 0).sum())} pages have owners, {self.held} are held")
+            raise AssertionError(
+                f"pool '{self.name}': {int((self.refs > 0).sum())} pages have owners, {self.held} are held"
+            )

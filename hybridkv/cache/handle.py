@@ -1,7 +1,7 @@
 """LayerHandle: all that a layer sees of the cache in one step. It allocates no pages and decides nothing.
 
-A step's tokens lie one request after the other. Requests with one new token come first (`singles`); they run together in
-the decode forms of the ops. The others are prompt chunks.
+A step's tokens lie one request after the other. Requests with one new token come first (`singles`); they run together
+in the decode forms of the ops. The others are prompt chunks.
 
     tokens   [ a | b | c | d d d d d | e e e ]      starts = [0, 1, 2, 3, 8, 11], singles = 3
 """
@@ -54,7 +54,14 @@ class ForwardStep:
 class LayerHandle:
     """A layer's pages and state rows, and the step's ops on them."""
 
-    def __init__(self, step: ForwardStep, view: StreamView | None, rows: slice, paged: dict[str, Tensor], state: dict[str, Tensor]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        step: ForwardStep,
+        view: StreamView | None,  # None: the layer has no pages
+        rows: slice,  # its streams in the view
+        paged: dict[str, Tensor],  # [N, P, ...]
+        state: dict[str, Tensor],  # [slots, ...]
+    ) -> None:
         self.step, self.view, self.rows, self.paged, self.state = step, view, rows, paged, state
 
     def append(self, k: Tensor, v: Tensor) -> None:
@@ -87,14 +94,17 @@ class LayerHandle:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def delta_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """Gated delta rule over q, k [T, H, K], v [T, H, V], g, beta [T, H], each request on its own state -> [T, H, V]."""
+        """Gated delta rule over q, k [T, H, K], v [T, H, V], g, beta [T, H], each request on its own state -> [T, H,
+        V].
+        """
         n, states = self.step.singles, self.state["recurrent"]
         parts = []
         if n:
             rows = self.step.single_rows(states)
             parts.append(gated_delta_step(q[:n], k[:n], v[:n], g[:n], beta[:n], rows))
             self.step.store_single_rows(states, rows)
-        parts += [gated_delta(*(x[a:b] for x in (q, k, v, g, beta)), states[slot]) for slot, a, b in self._chunks()]
+        for slot, a, b in self._chunks():
+            parts.append(gated_delta(q[a:b], k[a:b], v[a:b], g[a:b], beta[a:b], states[slot]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _chunks(self) -> list[tuple[int, int, int]]:

@@ -2,9 +2,9 @@
 
     admit_request -> ( prepare_forward -> acquire -> ... -> commit )* -> release_request
 
-Pages are reserved in one place, `prepare_forward`, for all requests and pools of a step or for none of them. It names the
-target and subtracts what is there, so a step that is retried, after a failure or an OutOfPages, takes nothing twice. Tables
-change there; positions and lengths move only in `commit`, once the step has run.
+Pages are reserved in one place, `prepare_forward`, for all requests and pools of a step or for none of them. It names
+the target and subtracts what is there, so a step that is retried, after a failure or an OutOfPages, takes nothing
+twice. Tables change there; positions and lengths move only in `commit`, once the step has run.
 
 Ownership of one stream's pages (64 entries a page, length 150):
 
@@ -35,7 +35,7 @@ class StreamTable:
     """Pages and lengths of one StreamSchema's streams, for all slots."""
 
     def __init__(self, schema: StreamSchema, pages: int, slots: int, max_tokens: int, device: torch.device) -> None:
-        if pages < schema.streams:
+        if pages < schema.streams and schema.entries(max_tokens):  # no page is needed where no entry ever fills
             raise HybridKVError(
                 f"pool '{schema.name}' of {pages} pages cannot hold one page for each of its {schema.streams} streams; "
                 "give more memory or lower page_size"
@@ -52,10 +52,22 @@ class StreamTable:
         new = self.schema.entries(position + tokens) - self.schema.entries(position)
         P, lengths = self.schema.entries_per_page, self.lengths[slot]
         add = np.maximum(-(-(lengths + new) // P) - self.held[slot], 0)
-        if new == 0:
-            return add, np.zeros(len(lengths), bool)
-        open_page = np.take_along_axis(self.pages[slot], np.minimum(lengths // P, self.pages.shape[2] - 1)[:, None], 1)[:, 0]
-        return add, (lengths % P > 0) & (self.allocator.refs[open_page] > 1)
+        return add, self.shared(slot, lengths % P > 0) if new else np.zeros(len(lengths), bool)
+
+    def open_pages(self, slot: int, streams: np.ndarray) -> np.ndarray:
+        return self.pages[slot, streams, self.lengths[slot, streams] // self.schema.entries_per_page]
+
+    def shared(self, slot: int, among: np.ndarray) -> np.ndarray:
+        """Per stream: whether it is `among` those asked about and its open page has another owner."""
+        streams, answer = np.flatnonzero(among), np.zeros(len(among), bool)
+        answer[streams] = self.allocator.refs[self.open_pages(slot, streams)] > 1
+        return answer
+
+    def copies(self, asked: Sequence[tuple[int, np.ndarray]]) -> int:
+        """Pages that (slot, copy) pairs of one step take: the last owner of a page keeps it, the others copy."""
+        pages = [self.open_pages(slot, np.flatnonzero(copy)) for slot, copy in asked]
+        ids, times = np.unique(np.concatenate(pages), return_counts=True)
+        return int(np.minimum(times, self.allocator.refs[ids] - 1).sum())
 
     def take(self, slot: int, add: np.ndarray, copy: np.ndarray) -> None:
         """Carry out what `grow` asked for."""
@@ -63,13 +75,25 @@ class StreamTable:
             streams = np.flatnonzero(copy)
             at = self.lengths[slot, streams] // self.schema.entries_per_page
             old, new = self.pages[slot, streams, at], self.allocator.acquire(len(streams))
-            self.pool.copy_pages(*(torch.from_numpy(x.astype(np.int64)) for x in (old, new)))
+            try:
+                self.pool.copy_pages(*(torch.from_numpy(x.astype(np.int64)) for x in (old, new)))
+            except BaseException:  # no memory for the copy, or interrupted: the new pages are nobody's
+                self.allocator.release(new)
+                raise
             self.pages[slot, streams, at] = new
             self.allocator.release(old)
-        for step in range(int(add.max(initial=0))):  # page by page over the streams: neighbours in time are neighbours in memory
+        # page by page over the streams: neighbours in time are neighbours in memory
+        for step in range(int(add.max(initial=0))):
             streams = np.flatnonzero(add > step)
             self.pages[slot, streams, self.held[slot, streams]] = self.allocator.acquire(len(streams))
             self.held[slot, streams] += 1
+
+    def share(self, origin: int, slot: int) -> None:
+        """The pages in use belong to both slots. Pages reserved for a step that has not run stay the origin's alone."""
+        used = -(-self.lengths[origin] // self.schema.entries_per_page)
+        rows = np.where(np.arange(self.pages.shape[2]) < used[:, None], self.pages[origin], -1)
+        self.allocator.share(rows[rows >= 0])
+        self.pages[slot], self.held[slot], self.lengths[slot] = rows, used, self.lengths[origin]
 
     def drop(self, slot: int, keep: int = 0) -> None:
         """Give back all pages of a slot but the first `keep` of each stream."""
@@ -106,9 +130,7 @@ class KVCacheManager:
         device: torch.device | str = "cpu",
     ) -> None:
         self.schema, self.slots, self.max_tokens, self.device = schema, slots, max_tokens, torch.device(device)
-        self.tables = {
-            s.name: StreamTable(s, pages[s.name], slots, max_tokens, self.device) for s in schema.streams
-        }
+        self.tables = {s.name: StreamTable(s, pages[s.name], slots, max_tokens, self.device) for s in schema.streams}
         self.state = StatePool(schema.states, slots, self.device)
         self.positions = np.zeros(slots, np.int64)
         self.slot_of: dict[Hashable, int] = {}
@@ -127,14 +149,11 @@ class KVCacheManager:
         return slot
 
     def fork_request(self, source: Hashable, request: Hashable) -> int:
-        """A second request with the same past: pages shared, state copied. Either may go on; neither sees the other's writes."""
+        """A second request with the same past: pages shared, state copied. Neither sees what the other then writes."""
         origin = self._slot(source)
         slot = self._take_slot(request)
         for table in self.tables.values():
-            rows = table.pages[origin]
-            table.allocator.share(rows[rows >= 0])
-            for array in (table.pages, table.held, table.lengths):
-                array[slot] = array[origin]
+            table.share(origin, slot)
         self.positions[slot] = self.positions[origin]
         self.state.copy(origin, slot)
         return slot
@@ -157,9 +176,10 @@ class KVCacheManager:
         if self.schema.states and position != self.positions[slot]:
             raise RequestError("recurrent state cannot be rewound; release the request and compute it again")
         for table in self.tables.values():
-            entries = table.schema.entries(position)
             if (table.lengths[slot] != table.schema.entries(int(self.positions[slot]))).any():
                 raise RequestError(f"stream '{table.schema.name}' was compacted; its past entries no longer exist")
+        for table in self.tables.values():
+            entries = table.schema.entries(position)
             table.drop(slot, -(-entries // table.schema.entries_per_page))
             table.lengths[slot] = entries
         self.positions[slot] = position
@@ -186,22 +206,15 @@ class KVCacheManager:
             for slot, tokens in zip(slots, counts, strict=True)
         ]
         for table in self.tables.values():
-            table.allocator.require(sum(int(add.sum() + copy.sum()) for t, _, add, copy in jobs if t is table))
+            adds = sum(int(add.sum()) for t, _, add, _ in jobs if t is table)
+            table.allocator.require(adds + table.copies([(slot, copy) for t, slot, _, copy in jobs if t is table]))
         for table, slot, add, copy in jobs:
             if add.any() or copy.any():
                 # two forks may both have asked for a copy of one page: the second no longer needs it
-                table.take(slot, add, copy & self._still_shared(table, slot, copy))
+                table.take(slot, add, table.shared(slot, copy))
         at, n = np.array(slots), np.array(counts)
         views = {name: t.view(at, n, self.positions[at], self.device) for name, t in self.tables.items()}
         return ForwardStep(slots, [0, *np.cumsum(n).tolist()], singles, views)
-
-    @staticmethod
-    def _still_shared(table: StreamTable, slot: int, copy: np.ndarray) -> np.ndarray:
-        shared = np.zeros(len(copy), bool)
-        streams = np.flatnonzero(copy)
-        pages = table.pages[slot, streams, table.lengths[slot, streams] // table.schema.entries_per_page]
-        shared[streams] = table.allocator.refs[pages] > 1
-        return shared
 
     def acquire(self, step: ForwardStep) -> dict[int, LayerHandle]:
         """A handle for every layer that stores anything. Allocates nothing."""
@@ -217,8 +230,8 @@ class KVCacheManager:
 
     def commit(self, plan: Plan) -> None:
         """The step has run: its tokens are now part of the past."""
-        for request, tokens in plan:
-            slot = self._slot(request)
+        slots = [self._slot(request) for request, _ in plan]  # all are known, or nothing moves
+        for slot, (_, tokens) in zip(slots, plan, strict=True):
             for table in self.tables.values():
                 s, position = table.schema, int(self.positions[slot])
                 table.lengths[slot] += s.entries(position + tokens) - s.entries(position)

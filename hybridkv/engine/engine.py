@@ -1,4 +1,6 @@
-"""Engine: requests in, tokens out, several at a time. It knows token ids and text pieces; prompts are tokenised by its callers."""
+"""Engine: requests in, tokens out, several at a time. It knows token ids and text pieces; prompts are tokenised by its
+callers.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache import KVCacheManager
+from hybridkv.cache.manager import StreamTable
 from hybridkv.config import SamplingParams
 from hybridkv.engine.runner import Runner, StepInputs
 from hybridkv.engine.sampler import sample
@@ -44,6 +47,7 @@ class Engine:
         self.vocab = model.config.vocab
         self.runner = Runner(model, manager)
         self.scheduler = Scheduler(manager, step_tokens)
+        self.longest = min([manager.max_tokens, *(_pool_tokens(t) for t in manager.tables.values())])
         self._numbers = itertools.count()
 
     # ---- requests
@@ -57,9 +61,9 @@ class Engine:
     ) -> Request:
         params = params or SamplingParams()
         tokens = self.check_tokens(tokens)
-        if len(tokens) >= self.manager.max_tokens:
+        if len(tokens) >= self.longest:
             raise RequestError(
-                f"the prompt has {len(tokens)} tokens, the context holds {self.manager.max_tokens} and needs room for an "
+                f"the prompt has {len(tokens)} tokens, the context holds {self.longest} and needs room for an "
                 "answer; shorten the prompt or raise max_context or memory"
             )
         generator = torch.Generator(device=self.manager.device)
@@ -85,6 +89,7 @@ class Engine:
         """End a running answer where it is; a cache to be held stays held."""
         if not request.finished:
             request.finish_reason = "abort"
+            request.text.finish()
             self._finish(request)
 
     def check_tokens(self, tokens: Sequence[int]) -> list[int]:
@@ -107,28 +112,28 @@ class Engine:
         batch = self.scheduler.schedule()
         if batch is None:
             return []
-        logits = self._forward(batch)
-        self.manager.commit(batch.plan)
-        updates = self._extend([batch.requests[i] for i in batch.sampled], logits)
-        self._finish_done(updates)
-        return updates
-
-    def _forward(self, batch: Batch) -> Tensor:
         try:
-            return self.runner.forward(self._inputs(batch))
+            logits = self.runner.forward(self._inputs(batch))
+            self.manager.commit(batch.plan)
+            updates = self._extend([batch.requests[i] for i in batch.sampled], logits)
+            self._finish_done(updates)
         except BaseException as problem:
-            # state may be half advanced: these requests cannot go on, all others can
+            # state may be half advanced, tokens not yet given out: these requests cannot go on, all others can
             for request in batch.requests:
-                request.finish_reason, request.error = "error", f"the forward pass failed: {problem!r}"
-                self.scheduler.finish(request)
+                if not request.finished:
+                    request.finish_reason, request.error = "error", f"the step failed: {problem!r}"
+                    self.scheduler.finish(request)
             raise
+        return updates
 
     def _inputs(self, batch: Batch) -> StepInputs:
         now = time.perf_counter()
         for request in batch.requests:
             request.started_at = request.started_at or now
         parts = [r.tokens[b : b + n] for r, b, n in zip(batch.requests, batch.begins, batch.counts, strict=True)]
-        return self.runner.inputs(parts, batch.begins, [batch.step.starts[i + 1] - 1 for i in batch.sampled], batch.step)
+        return self.runner.inputs(
+            parts, batch.begins, [batch.step.starts[i + 1] - 1 for i in batch.sampled], batch.step
+        )
 
     def _extend(self, requests: list[Request], logits: Tensor) -> list[Update]:
         """Give each request its next token."""
@@ -139,7 +144,10 @@ class Engine:
         updates = []
         for request, token, bad in zip(requests, sample(logits, requests), broken, strict=True):
             if bad:
-                request.finish_reason, request.error = "error", "the model gave NaN logits; its weights or inputs are broken"
+                request.finish_reason, request.error = (
+                    "error",
+                    "the model gave NaN logits; its weights or inputs are broken",
+                )
                 updates.append(Update(request, None, ""))
                 continue
             request.first_token_at = request.first_token_at or now
@@ -149,7 +157,7 @@ class Engine:
             text = "" if ends else request.text.push(token)
             if ends or request.text.stopped is not None:
                 request.finish_reason = "stop"
-            elif len(request.generated) >= request.params.max_tokens or len(request.tokens) >= self.manager.max_tokens:
+            elif len(request.generated) >= request.params.max_tokens or len(request.tokens) >= self.longest:
                 request.finish_reason = "length"
             updates.append(Update(request, token, text))
         return updates
@@ -228,3 +236,10 @@ class Engine:
             return torch.cat(parts)
         finally:
             self.manager.release_request(key)
+
+
+def _pool_tokens(table: StreamTable) -> int:
+    """Tokens of the longest request that an empty pool holds."""
+    s = table.schema
+    entries = table.allocator.total // s.streams * s.entries_per_page
+    return (entries + 1) * s.tokens_per_entry - 1

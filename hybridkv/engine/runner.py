@@ -1,4 +1,4 @@
-"""Runner: a batch to tensors, and tensors through the model. The only place that turns token lists into device memory."""
+"""Runner: a batch to tensors, and tensors through the model. Here alone token lists become device memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Runner:
         positions = [p for begin, part in zip(begins, tokens, strict=True) for p in range(begin, begin + len(part))]
         flat = [t for part in tokens for t in part]
         to = self.manager.device
-        return StepInputs(*(torch.tensor(x, dtype=torch.int64, device=to) for x in (flat, positions, rows)), step)
+        ids, at, wanted = (torch.tensor(x, dtype=torch.int64, device=to) for x in (flat, positions, list(rows)))
+        return StepInputs(ids, at, wanted, step)
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Logits [S, vocab] f32. Pages and state of the step's requests are written."""

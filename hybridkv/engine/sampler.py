@@ -1,7 +1,7 @@
 """Sampler: logits to token ids. Greedy rows go together; a row that samples uses its request's own random generator.
 
-The order is: repetition penalty, temperature, top-k, top-p, min-p, then one draw (Gumbel noise over the whole vocabulary, so a
-request draws the same numbers whoever runs beside it).
+The order is: repetition penalty, temperature, top-k, top-p, min-p, then one draw (Gumbel noise over the whole
+vocabulary, so a request draws the same numbers whoever runs beside it).
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from hybridkv.config import SamplingParams
 from hybridkv.request import Request, TokenLogprobs
+
+MIN_TEMPERATURE = 1e-6  # smaller ones are 0 or overflow in f32, and are as good as greedy here
 
 
 def sample(logits: Tensor, requests: list[Request]) -> list[int]:
@@ -30,7 +32,8 @@ def _sample_row(logits: Tensor, request: Request) -> int:
     scores = penalise(logits, request.tokens, params.repetition_penalty)
     if params.temperature == 0:
         return int(scores.argmax())
-    scores = filter_scores(scores / params.temperature, params)
+    # below the best score, so that a temperature near 0 makes the others -inf, and not the best one inf
+    scores = filter_scores((scores - scores.max()) / max(params.temperature, MIN_TEMPERATURE), params)
     noise = torch.empty_like(scores).exponential_(generator=request.generator).clamp_(min=1e-20)
     return int((scores - noise.log()).argmax())
 

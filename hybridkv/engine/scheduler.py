@@ -1,9 +1,9 @@
 """Scheduler: which requests run in the next step, and how many tokens of each.
 
-Every running request that has one pending token decodes. The rest of the step's token budget goes to prompt chunks, oldest
-request first, then to requests that wait, in order of arrival, as long as their pages are free. When pages run out, caches
-held for a next turn go first, then the youngest running request is preempted: its pages are released and it waits at the
-front to be computed again. The oldest request is never preempted, so work always ends.
+Every running request that has one pending token decodes. The rest of the step's token budget goes to prompt chunks,
+oldest request first, then to requests that wait, in order of arrival, as long as their pages are free. When pages run
+out, caches held for a next turn go first, then the youngest running request is preempted: its pages are released and
+it waits at the front to be computed again. The oldest request is never preempted, so work always ends.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Scheduler:
     def _plan(self) -> list[tuple[Request, int]]:
         pending = {r: self.pending(r) for r in self.running}
         plan = [(r, 1) for r, n in pending.items() if n == 1]
-        budget = self.step_tokens - len(plan)
+        budget = max(self.step_tokens - len(plan), CHUNK_QUANTUM)  # decoding never keeps prompts from going on
         for request, n in pending.items():
             if n > 1:
                 chunk = self._chunk(self.manager.position(request.key), n, budget)

@@ -1,7 +1,7 @@
 """append: this step's keys and values into their pages.
 
-Every new entry has a flat index `page * P + offset`, worked out once a step for all layers. Storage rounding happens here
-(round to nearest even into the pool's dtype), so attention always reads what was stored.
+Every new entry has a flat index `page * P + offset`, worked out once a step for all layers. Storage rounding happens
+here (round to nearest even into the pool's dtype), so attention always reads what was stored.
 """
 
 from __future__ import annotations

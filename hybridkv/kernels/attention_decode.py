@@ -1,7 +1,7 @@
 """attention_decode: one query per request over its pages, split along the keys.
 
-All requests run together. A tile of keys is read for those requests that reach it; streams shorter than the tile's end are
-masked. The tile is the only copy made, so the workspace does not grow with the context.
+All requests run together. A tile of keys is read for those requests that reach it; streams shorter than the tile's end
+are masked. The tile is the only copy made, so the workspace does not grow with the context.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def attention_decode(
     k_pool: Tensor,  # [N, P, D]
     v_pool: Tensor,  # [N, P, D]
     table: Tensor,  # [B, G, N] page ids, -1 past the end
-    lengths: np.ndarray,  # [B, G] entries held, the new one included; on the host, so that no branch waits for the device
+    lengths: np.ndarray,  # [B, G] entries held, the new one included; on the host: no branch waits for the device
     scale: float,
     key_tile: int = KEY_TILE,
 ) -> Tensor:

@@ -1,8 +1,8 @@
 """attention_prefill: causal attention of each request's new tokens over all that its streams hold.
 
 The new keys are already in the pages (append runs first), so query i of n new tokens sees entries 0 .. length - n + i.
-Queries run in blocks of 128, each over the keys it can see and no more, a tile of keys at a time; only the last tile needs a
-mask. Query heads that share a KV head are a batch dimension over which K and V are expanded without a copy.
+Queries run in blocks of 128, each over the keys it can see and no more, a tile of keys at a time; only the last tile
+needs a mask. Query heads that share a KV head are a batch dimension over which K and V are expanded without a copy.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from hybridkv.kernels.attention_tile import KEY_TILE, TileSum, read_pages, tile_attention, tile_attention_ref
-
 
 QUERY_BLOCK = 128  # queries that run over the same keys
 
@@ -38,7 +37,9 @@ def attention_prefill(
                 last = min(first + QUERY_BLOCK, n)
                 seen = int(lengths[b, g][0]) - n + last
                 rows = _block(heads[:, g, first:last], k_pool, v_pool, table[b, g], seen, scale, key_tile)
-                out[begin + first : begin + last].view(last - first, G, -1, q.shape[-1])[:, g] = rows.permute(2, 1, 0, 3)
+                out[begin + first : begin + last].view(last - first, G, -1, q.shape[-1])[:, g] = rows.permute(
+                    2, 1, 0, 3
+                )
     return out
 
 

@@ -37,7 +37,9 @@ def tile_attention_ref(
     diagonal: int | None = None,  # query i sees keys 0 .. diagonal + i; None: all keys
     visible: Tensor | None = None,  # [B, H, 1, L] bool
 ) -> tuple[Tensor, Tensor]:
-    """(output [B, H, M, D], log-sum-exp [B, H, M]), arithmetic in f32 at least. A row that sees nothing gives (0, -inf)."""
+    """(output [B, H, M, D], log-sum-exp [B, H, M]), arithmetic in f32 at least. A row that sees nothing gives (0,
+    -inf).
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(wide) @ k.to(wide).transpose(-1, -2) * scale
     if diagonal is not None:

@@ -4,13 +4,14 @@ For each value head, with state S [K, V], decay g <= 0, strength beta, unit key 
 
     S <- exp(g) S;   u = beta (v - S^T k);   S <- S + k u^T;   o = S^T q
 
-Over a chunk of 64 tokens with G_i = g_1 + .. + g_i the recurrence becomes a few matrix products: the corrected values U and the
-keys' reach W into the incoming state solve one unit lower-triangular system,
+Over a chunk of 64 tokens with G_i = g_1 + .. + g_i the recurrence becomes a few matrix products: the corrected values
+U and the keys' reach W into the incoming state solve one unit lower-triangular system,
 
     A_ij = beta_i (k_i . k_j) exp(G_i - G_j)  for j < i,    (I + A) [U | W] = diag(beta) [V | exp(G) K]
     V' = U - W S;   O = (q exp(G)) S + tril(q k^T exp(G_i - G_j)) V';   S <- exp(G_64) S + (k exp(G_64 - G))^T V'
 
-A last chunk is padded with zeros (g = 0, beta = 0), which leaves S as it is. All arithmetic is f32. State is changed in place.
+A last chunk is padded with zeros (g = 0, beta = 0), which leaves S as it is. All arithmetic is f32. State is changed
+in place.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def causal_conv_ref(x: Tensor, weight: Tensor, tail: Tensor) -> Tensor:
     """
     taps, T = weight.shape[1], len(x)
     rows = torch.cat((tail, x.float()))  # [taps - 1 + T, C]
-    out = sum(rows[i : i + T] * weight[:, i].float() for i in range(taps))
+    out = rows[:T] * weight[:, 0].float()
+    for i in range(1, taps):
+        out.addcmul_(rows[i : i + T], weight[:, i].float())
     tail.copy_(rows[T:])
     return F.silu(out)
 
@@ -48,7 +51,9 @@ causal_conv_step = causal_conv_step_ref
 
 
 def gated_delta_ref(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    """The recurrence over T tokens of one request. q, k [T, H, K], v [T, H, V], g, beta [T, H], state [H, K, V] -> [T, H, V]."""
+    """The recurrence over T tokens of one request. q, k [T, H, K], v [T, H, V], g, beta [T, H], state [H, K, V] -> [T,
+    H, V].
+    """
     out = torch.empty_like(v)
     for t in range(len(v)):
         out[t] = gated_delta_step_ref(q[t, None], k[t, None], v[t, None], g[t, None], beta[t, None], state[None])[0]
@@ -56,7 +61,7 @@ def gated_delta_ref(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, st
 
 
 def gated_delta_step_ref(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor) -> Tensor:
-    """One token of each of B requests. q, k [B, H, K], v [B, H, V], g, beta [B, H], states [B, H, K, V] -> [B, H, V]."""
+    """One token of B requests. q, k [B, H, K], v [B, H, V], g, beta [B, H], states [B, H, K, V] -> [B, H, V]."""
     states.mul_(g.exp()[..., None, None])
     u = beta.unsqueeze(-1) * (v - (k.unsqueeze(-2) @ states).squeeze(-2))
     states.add_(k.unsqueeze(-1) * u.unsqueeze(-2))

@@ -1,7 +1,7 @@
 """linear: x W^T + b, with W kept in the layout that the device multiplies fastest.
 
-On a CPU the plain layout is re-ordered inside every call; oneDNN's own blocked layout, made once at load, halves the time of a
-one-row product (measured in docs/facts.md). Elsewhere W stays as it is.
+On a CPU the plain layout is re-ordered inside every call; oneDNN's own blocked layout, made once at load, halves the
+time of a one-row product (measured in docs/facts.md). Elsewhere W stays as it is.
 """
 
 from __future__ import annotations

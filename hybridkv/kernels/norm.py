@@ -8,7 +8,9 @@ from torch import Tensor
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight. `weight` is f32; models with zero-centred weights add their 1 when they load."""
+    """x / sqrt(mean(x^2) + eps) * weight. `weight` is f32; models with zero-centred weights add their 1 when they
+    load.
+    """
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 

@@ -87,11 +87,14 @@ def parse_config(raw: Raw) -> ModelConfig:
     model_type = raw.get("model_type")
     nested = raw.get("text_config")
     if isinstance(nested, Mapping):
-        raw = {**nested, "tie_word_embeddings": nested.get("tie_word_embeddings", raw.get("tie_word_embeddings", False))}
+        raw = {
+            **nested,
+            "tie_word_embeddings": nested.get("tie_word_embeddings", raw.get("tie_word_embeddings", False)),
+        }
     architecture = ARCHITECTURES.get(str(model_type))
     if architecture is None:
         raise UnsupportedModel(
-            f"model type {str(model_type)[:80]!r} is not supported; supported are {', '.join(sorted(set(ARCHITECTURES)))}"
+            f"model type {str(model_type)[:80]!r} is not supported; supported are {', '.join(sorted(ARCHITECTURES))}"
         )
     if raw.get("quantization_config") is not None:
         raise UnsupportedModel("the checkpoint is quantised (quantization_config); use its bf16 form or a GGUF file")
@@ -162,7 +165,9 @@ def _attention_layers(read: _Reader, layers: int) -> tuple[int, ...]:
         every = read.size("full_attention_interval", 4)
         return tuple(i for i in range(layers) if (i + 1) % every == 0)
     if not isinstance(types, list) or len(types) != layers or set(types) - {"full_attention", "linear_attention"}:
-        raise ModelFileError(f"config: layer_types must name full_attention or linear_attention for each of {layers} layers")
+        raise ModelFileError(
+            f"config: layer_types must name full_attention or linear_attention for each of {layers} layers"
+        )
     return tuple(i for i, kind in enumerate(types) if kind == "full_attention")
 
 
@@ -197,28 +202,36 @@ def _moe(read: _Reader, layers: int) -> MoeConfig:
 
 
 def _inv_freq(read: _Reader, head_dim: int, default_part: float) -> tuple[float, ...]:
-    """Rotation frequencies, scaling included. Accepts both spellings: rope_parameters, or rope_theta with rope_scaling."""
+    """Rotation frequencies, scaling included. Accepts both spellings: rope_parameters, or rope_theta with
+    rope_scaling.
+    """
     rope = read.raw.get("rope_parameters") or read.raw.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         raise ModelFileError("config: rope_parameters must be an object")
-    merged = _Reader({"rope_theta": read.raw.get("rope_theta"), "partial_rotary_factor": read.raw.get("partial_rotary_factor"), **rope})  # fmt: skip
+    merged = _Reader({key: read.raw.get(key) for key in ("rope_theta", "partial_rotary_factor")} | dict(rope))
     kind = str(rope.get("rope_type", rope.get("type", "default")))
     theta = merged.number("rope_theta", 10000.0)
     rotary = int(head_dim * merged.number("partial_rotary_factor", default_part))
     if rotary % 2 or not 2 <= rotary <= head_dim:
-        raise ModelFileError(f"config: {rotary} rotated channels of a head of {head_dim} is not an even number in range")
+        raise ModelFileError(
+            f"config: {rotary} rotated channels of a head of {head_dim} is not an even number in range"
+        )
     freq = 1.0 / theta ** (torch.arange(0, rotary, 2, dtype=torch.float32) / rotary)
     if kind == "linear":
         freq = freq / merged.number("factor")
     elif kind == "llama3":
         freq = _llama3(freq, merged)
     elif kind not in ("default", "mrope"):
-        raise UnsupportedModel(f"config: rope type {kind[:40]!r} is not supported; supported are default, linear, llama3")
+        raise UnsupportedModel(
+            f"config: rope type {kind[:40]!r} is not supported; supported are default, linear, llama3"
+        )
     factors = rope.get("freq_factors")
     if factors is not None:
         divisors = torch.tensor(factors, dtype=torch.float32)
         if divisors.shape != freq.shape or not bool((divisors.isfinite() & (divisors > 0)).all()):
-            raise ModelFileError(f"config: {len(freq)} positive rope frequency factors are needed, not {divisors.tolist()[:4]}")
+            raise ModelFileError(
+                f"config: {len(freq)} positive rope frequency factors are needed, not {divisors.tolist()[:4]}"
+            )
         freq = freq / divisors
     return tuple(freq.tolist())
 
@@ -228,6 +241,8 @@ def _llama3(freq: torch.Tensor, rope: _Reader) -> torch.Tensor:
     factor, low, high = rope.number("factor"), rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if high <= low:
         raise ModelFileError(f"config: high_freq_factor {high:g} must exceed low_freq_factor {low:g}")
-    turns = rope.number("original_max_position_embeddings") * freq / (2 * math.pi)  # rotations over the original context
+    turns = (
+        rope.number("original_max_position_embeddings") * freq / (2 * math.pi)
+    )  # rotations over the original context
     blend = ((turns - low) / (high - low)).clamp(0, 1)
     return freq * blend + freq / factor * (1 - blend)

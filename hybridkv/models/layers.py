@@ -1,7 +1,7 @@
 """The decoder that all models share, and the parts that most of them use.
 
-A layer is `h += mixer(norm(h)); h += feed_forward(norm(h))`. Models differ in their mixers (full attention, gated attention,
-Gated DeltaNet) and feed-forward parts, which llama.py and qwen3_5.py define.
+A layer is `h += mixer(norm(h)); h += feed_forward(norm(h))`. Models differ in their mixers (full attention, gated
+attention, Gated DeltaNet) and feed-forward parts, which llama.py and qwen3_5.py define.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Loader: takes tensors out of a checkpoint one by one, checks their shape, and puts them where the model runs.
 
-Projections that read the same input are joined along their rows in one buffer, filled part by part, so the peak stays near
-the size of the weights.
+Projections that read the same input are joined along their rows in one buffer, filled part by part, so the peak stays
+near the size of the weights.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class Loader:
         return out
 
     def finish(self) -> None:
-        """Every tensor must have found its place: one that is left over means a model that is not what its config says."""
+        """Every tensor must have found its place: one that is left over means a model that is not what its config
+        says.
+        """
         left = sorted(set(self.checkpoint.names()) - self.used)
         if left:
             raise ModelFileError(f"{len(left)} tensors have no place in this model, for example {left[0]}")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybridkv.cache import CacheSchema, LayerHandle, StateSchema, TensorSpec
 from hybridkv.kernels.linear import Linear
-from hybridkv.kernels.norm import gated_rms_norm, l2_norm, rms_norm
+from hybridkv.kernels.norm import gated_rms_norm, l2_norm
 from hybridkv.kernels.rope import rope
 from hybridkv.models.config import GdnConfig, ModelConfig
 from hybridkv.models.layers import Angles, Decoder, DecoderLayer, FeedForward, GatedMlp, Norm, attention_streams
@@ -48,9 +48,7 @@ class GatedAttention:
 
     def __call__(self, x: Tensor, angles: Angles, handle: LayerHandle) -> Tensor:
         c, T = self.config, len(x)
-        both, k, v = self.qkv(x).split(
-            [2 * c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim], -1
-        )
+        both, k, v = self.qkv(x).split([2 * c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim], -1)
         q, gate = both.view(T, c.heads, 2 * c.head_dim).chunk(2, -1)
         q = rope(self.q_norm(q), *angles)
         k = rope(self.k_norm(k.view(T, c.kv_heads, c.head_dim)), *angles)
@@ -127,7 +125,9 @@ def _layer(config: ModelConfig, loader: Loader, i: int) -> DecoderLayer:
     attention = i in config.attention_layers
     return DecoderLayer(
         mixer_norm=_norm(config, loader, f"{name}.input_layernorm.weight", config.hidden),
-        mixer=_attention(config, loader, f"{name}.self_attn") if attention else _deltanet(config, loader, f"{name}.linear_attn"),
+        mixer=_attention(config, loader, f"{name}.self_attn")
+        if attention
+        else _deltanet(config, loader, f"{name}.linear_attn"),
         feed_norm=_norm(config, loader, f"{name}.post_attention_layernorm.weight", config.hidden),
         feed=_feed_forward(config, loader, f"{name}.mlp", i),
     )

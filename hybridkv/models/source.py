@@ -1,4 +1,6 @@
-"""Where a model comes from: the embedded one, a folder, a .gguf file, or a hub id, which alone reaches for the network."""
+"""Where a model comes from: the embedded one, a folder, a .gguf file, or a hub id, which alone reaches for the
+network.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""From messages to token ids, so that what a person wrote cannot forge a turn: control tokens that the template writes are real,
-those that a message spells stay plain text."""
+"""From messages to token ids, so that what a person wrote cannot forge a turn.
+
+Control tokens that the template writes are real; those that a message spells stay plain text.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ def render_pieces(
 ) -> list[tuple[str, bool]]:
     """The prompt in pieces (text, whether control tokens in it are real).
 
-    Almost always one piece. A message that spells a control token is rendered under a random name that no one can guess, and
-    put back as a piece of its own.
+    Almost always one piece. A message that spells a control token is rendered under a random name that no one can
+    guess, and put back as a piece of its own.
     """
     names: dict[str, str] = {}
     shown = []
@@ -32,7 +34,9 @@ def render_pieces(
     for name, content in names.items():
         before, found, after = pieces[-1][0].partition(name)
         if not found or name in after:
-            raise RequestError("a message spells a control token, and the chat template does not repeat it once and unchanged")
+            raise RequestError(
+                "a message spells a control token, and the chat template does not repeat it once and unchanged"
+            )
         pieces[-1:] = [(before, True), (content, False), (after, True)]
     return pieces
 

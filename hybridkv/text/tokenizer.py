@@ -105,7 +105,7 @@ class Tokenizer:
         return before + ids + self._after
 
     def spells_control(self, text: str) -> bool:
-        """Whether the text holds the spelling of a control token, which plain `encode` would take for the real thing."""
+        """Whether the text spells a control token, which plain `encode` would take for the real thing."""
         return not self._control.isdisjoint(self.encode(text, bos=False))
 
     @cached_property

@@ -1,0 +1,180 @@
+"""The embedded model on a CPU: prefill and decode speed of hybridkv, of transformers' generate, and of llama.cpp if it
+is there.
+
+Same weights (dequantised by our reader), same dtype, same prompt, one process, taken in turns. A time is the wall
+clock of a whole `generate` call: prefill is a call for 1 token, decode is the difference to a call for 1 + n tokens.
+Before anything is timed, the greedy tokens of both are compared (in bfloat16 they may part at a near-tie; the number
+of equal ones is printed). llama.cpp (package xllamacpp, optional) runs the file's own Q4_1 blocks, which is a
+different and smaller format, and reports its own timings.
+
+Prints a table, and one JSON line last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from hybridkv import LLM, CacheConfig, SamplingParams
+from hybridkv.embedded import embedded_model
+from hybridkv.kernels.linear import fast_bf16
+from hybridkv.models.weights import open_checkpoint
+
+Generate = Callable[[list[int], int], list[int]]  # (prompt, new tokens) -> new tokens
+console = Console(stderr=True)
+
+
+def ours(dtype: str) -> Generate:
+    kv = {"float32": "f32", "bfloat16": "bf16"}[dtype]
+    llm = LLM(device="cpu", dtype=dtype, cache=CacheConfig(kv_dtype=kv))
+
+    def run(prompt: list[int], tokens: int) -> list[int]:
+        [out] = llm.generate([prompt], SamplingParams(max_tokens=tokens, ignore_eos=True))
+        return out.token_ids
+
+    return run
+
+
+def theirs(dtype: str) -> Generate:
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    with open_checkpoint(embedded_model()) as checkpoint:
+        model = LlamaForCausalLM(LlamaConfig(**{k: v for k, v in checkpoint.config.items() if k != "model_type"}))
+        model.load_state_dict({n: checkpoint.read(n).float() for n in checkpoint.names()}, strict=False)
+    model.tie_weights()
+    model = model.to(getattr(torch, dtype)).eval()
+
+    @torch.inference_mode()
+    def run(prompt: list[int], tokens: int) -> list[int]:
+        config = GenerationConfig(
+            max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0, eos_token_id=None
+        )
+        ids = torch.tensor([prompt])
+        return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[
+            0, len(prompt) :
+        ].tolist()
+
+    return run
+
+
+def llama_cpp(prompt: list[int], tokens: int, repeats: int, threads: int) -> dict[str, float]:
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = str(embedded_model())
+    params.n_ctx, params.n_parallel, params.warmup = 2048, 1, True
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    server = xllamacpp.Server(params)
+    body = {"prompt": prompt, "n_predict": tokens, "ignore_eos": True, "cache_prompt": False, "temperature": 0}
+    runs = [_timings(server.handle_completions(json.dumps(body))) for _ in range(repeats + 1)][1:]
+    return {
+        "prefill_tok_s": statistics.median(r["prompt_per_second"] for r in runs),
+        "decode_tok_s": statistics.median(r["predicted_per_second"] for r in runs),
+    }
+
+
+def _timings(answer: object) -> dict[str, float]:
+    parsed = json.loads(answer) if isinstance(answer, str | bytes) else answer
+    assert isinstance(parsed, dict) and "timings" in parsed, f"llama.cpp answered {str(parsed)[:200]}"
+    return parsed["timings"]
+
+
+def measure(
+    runs: dict[str, Generate], prompt: list[int], tokens: int, repeats: int, label: str
+) -> dict[str, dict[str, float]]:
+    """Medians of whole calls, the programs taking turns so that a busy moment hits all of them."""
+    short: dict[str, list[float]] = {name: [] for name in runs}
+    long: dict[str, list[float]] = {name: [] for name in runs}
+    for i in track(range(repeats + 1), description=label, console=console):
+        for name, run in runs.items():
+            for times, count in ((short[name], 1), (long[name], 1 + tokens)):
+                begin = time.perf_counter()
+                run(prompt, count)
+                if i:  # the first round warms up
+                    times.append(time.perf_counter() - begin)
+    rows = {}
+    for name in runs:
+        prefill, both = statistics.median(short[name]), statistics.median(long[name])
+        rows[name] = {"prefill_tok_s": len(prompt) / prefill, "decode_tok_s": tokens / (both - prefill)}
+    return rows
+
+
+def equal_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompt", type=int, default=512, help="prompt tokens")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens decoded after the first")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(100, 40000, (args.prompt,), generator=generator).tolist()
+    load = os.getloadavg()[0]
+    if load > 0.5 * (os.cpu_count() or 1):
+        console.print(
+            f"[yellow]the machine is busy (load {load:.1f}): threads that spin against others distort every figure"
+        )
+
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    agree: dict[str, int] = {}
+    for dtype in args.dtypes:
+        runs = {"hybridkv": ours(dtype), "transformers": theirs(dtype)}
+        answers = [run(prompt, 1 + args.tokens) for run in runs.values()]
+        agree[dtype] = equal_prefix(*answers)
+        if dtype == "float32" and agree[dtype] == 0:
+            raise SystemExit("float32: not even the first greedy token agrees with transformers; nothing is timed")
+        results[dtype] = measure(runs, prompt, args.tokens, args.repeats, dtype)
+    if importlib.util.find_spec("xllamacpp"):
+        results["Q4_1"] = {"llama.cpp": llama_cpp(prompt, args.tokens, args.repeats, args.threads)}
+
+    table = Table(title=f"SmolLM2-135M, {args.prompt} + {args.tokens} tokens, {args.threads} threads")
+    for column in ("weights", "engine", "prefill tok/s", "decode tok/s", "prefill ratio", "decode ratio"):
+        table.add_column(column, justify="left" if column in ("weights", "engine") else "right")
+    for dtype, rows in results.items():
+        base = rows.get("transformers")
+        for name, row in rows.items():
+            ratios = [f"{row[k] / base[k]:.2f}x" if base else "" for k in ("prefill_tok_s", "decode_tok_s")]
+            table.add_row(dtype, name, f"{row['prefill_tok_s']:.0f}", f"{row['decode_tok_s']:.1f}", *ratios)
+    Console().print(table)
+    Console().print(f"greedy tokens equal before the first difference, of {1 + args.tokens}: {agree}")
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    for package in ("transformers", "xllamacpp"):
+        if importlib.util.find_spec(package):
+            versions[package] = importlib.import_module(package).__version__
+    print(
+        json.dumps(
+            {
+                "bench": "cpu",
+                "date": datetime.date.today().isoformat(),
+                "machine": f"{platform.machine()}, {os.cpu_count()} cores, bf16 in hardware: {fast_bf16()}",
+                "load_before": round(load, 2),
+                "versions": versions,
+                "prompt": args.prompt,
+                "tokens": args.tokens,
+                "threads": args.threads,
+                "equal_tokens": agree,
+                "results": results,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,434 @@
+"""The cache under random use: a state machine for KVCacheManager, and a plain model that knows the right answer.
+
+Every token that is computed gets a number of its own. What is stored for it names that number, the stream and the
+position, so a page that two requests own by mistake, or a copy that was not made, shows as wrong bytes. The model keeps
+lists of page objects; the real page ids must map onto them one to one. Pages without owners are overwritten with poison
+after each rule.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hybridkv.cache import CacheSchema, ForwardStep, KVCacheManager, OutOfPages, StateSchema, StreamSchema, TensorSpec
+from hybridkv.errors import HybridKVError, RequestError
+
+SLOTS, MAX_TOKENS, POISON = 4, 26, -777
+KV = tuple(TensorSpec(name, (2,), torch.float32) for name in "kv")
+HEADS = StreamSchema("kv", (0, 2), KV, entries_per_page=4, heads=2)
+LANES = StreamSchema(
+    "compressed",
+    (1, 3, 4),
+    (TensorSpec("main", (2,), torch.float32), TensorSpec("index", (), torch.int64)),
+    entries_per_page=2,
+    shared=True,
+    tokens_per_entry=4,
+)
+INF = float("inf")
+TAIL = StateSchema("tail", (1, 5), (TensorSpec("z", (3,), torch.float32, -INF), TensorSpec("n", (), torch.int64)))
+
+PICKS = st.lists(st.tuples(st.integers(0, 3), st.one_of(st.just(1), st.integers(1, 9))), min_size=1, max_size=3)
+
+Page = list[int]  # the model's page: one number, how many own it. Its identity is what counts
+counts: Counter[str] = Counter()  # what really happened, over all runs; tests look at it
+
+
+class Sequence:
+    """The model of a request: its tokens, and the page objects of each stream."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.pages: dict[str, list[list[Page]]] = {s.name: [[] for _ in range(s.streams)] for s in (HEADS, LANES)}
+
+
+def snapshot(m: KVCacheManager) -> dict[str, bytes]:
+    """Everything a refused call must leave as it was."""
+    facts = {"positions": m.positions.tobytes(), "slots": repr((m.slot_of, m._free_slots)).encode()}
+    for name, t in m.tables.items():
+        arrays = {"pages": t.pages, "held": t.held, "lengths": t.lengths, "refs": t.allocator.refs}
+        arrays["free"] = t.allocator._stack[: t.allocator.free]
+        facts |= {f"{name}.{what}": array.tobytes() for what, array in arrays.items()}
+        for what, tensor in t.pool.tensors.items():
+            facts[f"{name}.{what}"] = tensor.numpy().tobytes()
+    for key, tensor in m.state.tensors.items():
+        facts[str(key)] = tensor.numpy().tobytes()
+    return facts
+
+
+class CacheMachine(RuleBasedStateMachine):
+    @initialize(
+        kv_pages=st.sampled_from((40, 29, 24, 18, 56, 8, 4)),
+        compressed_pages=st.sampled_from((6, 4, 12, 3, 1)),
+        stateful=st.booleans(),
+    )
+    def build(self, kv_pages: int, compressed_pages: int, stateful: bool) -> None:
+        self.schema = CacheSchema((HEADS, LANES), (TAIL,) if stateful else ())
+        self.sizes = {"kv": kv_pages, "compressed": compressed_pages}
+        self.m = KVCacheManager(self.schema, self.sizes, SLOTS, MAX_TOKENS)
+        self.live: dict[int, Sequence] = {}
+        self.gone: list[int] = []
+        self.names = self.numbers = self.turns = 0
+
+    def pick(self, i: int) -> int:
+        return list(self.live)[i % len(self.live)]
+
+    def some_live(self) -> bool:
+        return bool(self.live)
+
+    def slot_free(self) -> bool:
+        return len(self.live) < SLOTS
+
+    def can_fork(self) -> bool:
+        return 0 < len(self.live) < SLOTS
+
+    # ---- what requests do
+
+    @precondition(slot_free)
+    @rule(prompt=st.integers(0, 13))
+    def admit(self, prompt: int) -> None:
+        self.names += 1
+        self.start(self.names)
+        if prompt:
+            self.run([(self.names, prompt)], {self.names: [self.number() for _ in range(prompt)]})
+
+    def start(self, name: int) -> None:
+        slot = self.m.admit_request(name)
+        self.live[name] = Sequence()
+        for (_, tensor), t in self.m.state.tensors.items():
+            assert (t[:, slot] == (-INF if tensor == "z" else 0)).all(), "a fresh slot has its last owner's state"
+
+    @precondition(some_live)
+    @rule(picks=PICKS, ending=st.sampled_from(("commit", "retry", "abandon")))
+    def step(self, picks: list[tuple[int, int]], ending: str) -> None:
+        plan = sorted({self.pick(i): n for i, n in picks}.items(), key=lambda item: item[1] > 1)
+        fresh = {name: [self.number() for _ in range(n)] for name, n in plan}
+        self.run(plan, fresh, ending)
+
+    @precondition(some_live)
+    @rule(n=st.sampled_from((1, 1, 1, 2, 3, 4, 5, 8)))
+    def step_all(self, n: int) -> None:
+        """All at once: forks of one request then ask for copies of the same page in the same step."""
+        self.run([(name, n) for name in self.live], {name: [self.number() for _ in range(n)] for name in self.live})
+        longest = max(range(len(self.live)), key=lambda i: len(self.live[self.pick(i)].tokens))
+        if len(self.live[self.pick(longest)].tokens) + n > MAX_TOKENS:
+            self.release(longest)
+
+    def run(self, plan: list[tuple[int, int]], fresh: dict[int, list[int]], ending: str = "commit") -> bool:
+        """A whole step, whatever comes of it. True: it was committed."""
+        if any(len(self.live[name].tokens) + n > MAX_TOKENS for name, n in plan):
+            self.refused(RequestError, lambda: self.m.prepare_forward(plan), "too long")
+            return False
+        need = {s.name: self.needed(s, plan) for s in self.schema.streams}
+        if any(need[name] > t.allocator.free for name, t in self.m.tables.items()):
+            self.refused(OutOfPages, lambda: self.m.prepare_forward(plan), "out of pages")
+            self.refused(OutOfPages, lambda: self.m.prepare_forward(plan), "out of pages again")
+            return False
+        before = {name: t.allocator.held for name, t in self.m.tables.items()}
+        step = self.m.prepare_forward(plan)
+        for s in self.schema.streams:
+            self.grow(s, plan)
+            taken = self.m.tables[s.name].allocator.held - before[s.name]
+            assert taken == need[s.name], f"{taken} pages of '{s.name}' were taken, {need[s.name]} are needed"
+        if ending != "commit":
+            self.write(step, {name: [POISON] * n for name, n in plan})  # a pass that dies leaves garbage behind
+            counts[ending] += 1
+            if ending == "abandon":
+                return False
+            before_retry = snapshot(self.m)
+            again = self.m.prepare_forward(plan)
+            assert snapshot(self.m) == before_retry, "a retry took something twice"
+            for name, view in step.streams.items():
+                assert torch.equal(view.table, again.streams[name].table), "a retry sees other pages"
+                assert np.array_equal(view.lengths, again.streams[name].lengths)
+            step = again
+        self.write(step, fresh)
+        self.write_state(step, fresh)
+        self.m.commit(plan)
+        counts["steps"] += 1
+        counts["steps with several requests"] += len(plan) > 1
+        for row, (name, _) in enumerate(plan):
+            self.live[name].tokens += fresh[name]
+            assert self.m.position(name) == len(self.live[name].tokens)
+            for s in self.schema.streams:  # as the layers see it
+                view = step.streams[s.name]
+                self.read(s, name, view.table[row].numpy(), view.lengths[row])
+        return True
+
+    @precondition(can_fork)
+    @rule(i=st.integers(0, SLOTS - 1), picks=PICKS)
+    def fork(self, i: int, picks: list[tuple[int, int]]) -> None:
+        """Then, often at once, parent and child go different ways."""
+        source = self.pick(i)
+        self.names += 1
+        name = self.names
+        free = {s: t.allocator.free for s, t in self.m.tables.items()}
+        self.m.fork_request(source, name)
+        assert free == {s: t.allocator.free for s, t in self.m.tables.items()}, "a fork takes no pages"
+        child = self.live[name] = Sequence()
+        child.tokens = list(self.live[source].tokens)
+        for s in self.schema.streams:
+            used = -(-s.entries(len(child.tokens)) // s.entries_per_page)
+            child.pages[s.name] = [row[:used] for row in self.live[source].pages[s.name]]
+            for row in child.pages[s.name]:
+                for page in row:
+                    page[0] += 1
+        counts["forks"] += 1
+        if self.m.schema.states:
+            slots = [self.m.slot_of[source], self.m.slot_of[name]]
+            for t in self.m.state.tensors.values():
+                assert torch.equal(t[:, slots[0]], t[:, slots[1]])
+        if len(picks) > 1:
+            self.step(picks, "commit")
+        else:
+            self.step_all(1)
+
+    @precondition(some_live)
+    @rule(i=st.integers(0, SLOTS - 1))
+    def release(self, i: int) -> None:
+        name = self.pick(i)
+        self.end(name)
+        self.gone.append(name)
+        counts["releases"] += 1
+
+    def end(self, name: int) -> None:
+        slot = self.m.slot_of[name]
+        self.m.release_request(name)
+        self.forget(self.live.pop(name))
+        for t in self.m.tables.values():
+            assert (t.pages[slot] == -1).all() and not t.held[slot].any() and not t.lengths[slot].any()
+        assert self.m.positions[slot] == 0
+
+    @precondition(some_live)
+    @rule(i=st.integers(0, SLOTS - 1), cut=st.integers(0, MAX_TOKENS))
+    def preempt(self, i: int, cut: int) -> None:
+        """Released, admitted again, and its tokens computed again in two chunks, as far as the pages go."""
+        name = self.pick(i)
+        tokens = self.live[name].tokens
+        self.end(name)
+        self.start(name)
+        counts["preemptions"] += 1
+        for chunk in (tokens[:cut], tokens[cut:]):
+            if chunk and not self.run([(name, len(chunk))], {name: list(chunk)}):
+                return
+        counts["preemptions recomputed in full"] += bool(tokens)
+
+    @precondition(some_live)
+    @rule(i=st.integers(0, SLOTS - 1), back=st.integers(-1, 12))
+    def truncate(self, i: int, back: int) -> None:
+        name = self.pick(i)
+        request = self.live[name]
+        now = len(request.tokens)
+        position = now - back
+        if not 0 <= position <= now or (self.schema.states and position != now):
+            self.refused(RequestError, lambda: self.m.truncate_request(name, position), "truncation refused")
+            return
+        self.m.truncate_request(name, position)
+        counts["truncations"] += position < now
+        del request.tokens[position:]
+        for s in self.schema.streams:
+            keep = -(-s.entries(position) // s.entries_per_page)
+            for row in request.pages[s.name]:
+                for page in row[keep:]:
+                    page[0] -= 1
+                del row[keep:]
+
+    @rule(tokens=st.integers(0, 2))
+    def misuse(self, tokens: int) -> None:
+        """Requests that are not there, twice there, or ask for nothing. One time in four is enough."""
+        self.turns += 1
+        if self.turns % 4:
+            return self.step_all(1) if self.live else self.admit(5)
+        nobody = self.gone[-1] if self.gone else "nobody"
+        for call in (self.m.release_request, self.m.position, self.m.lengths, lambda r: self.m.commit([(r, 1)])):
+            self.refused(RequestError, lambda call=call: call(nobody), "unknown request")
+        self.refused(RequestError, lambda: self.m.fork_request(nobody, "child"), "unknown request")
+        self.refused(ValueError, lambda: self.m.prepare_forward([]), "empty step")
+        if self.live:
+            name = next(iter(self.live))
+            if len(self.live) == SLOTS:
+                self.refused(HybridKVError, lambda: self.m.admit_request("one more"), "slots are full")
+                self.refused(HybridKVError, lambda: self.m.fork_request(name, "one more"), "slots are full")
+            self.refused(RequestError, lambda: self.m.admit_request(name), "already resident")
+            self.refused(RequestError, lambda: self.m.fork_request(name, name), "already resident")
+            self.refused(RequestError, lambda: self.m.prepare_forward([(name, 1), (nobody, 1)]), "unknown request")
+            self.refused(RequestError, lambda: self.m.commit([(name, 1), (nobody, 1)]), "unknown request")
+            self.refused(ValueError, lambda: self.m.prepare_forward([(name, 1), (name, tokens)]), "twice in a step")
+            self.refused(ValueError, lambda: self.m.prepare_forward([(name, 0)]), "no tokens")
+
+    # ---- the model
+
+    def number(self) -> int:
+        self.numbers += 1
+        return self.numbers
+
+    def refused(self, error: type[Exception], call: Callable[[], Any], why: str) -> None:
+        before = snapshot(self.m)
+        with pytest.raises(error):
+            call()
+        after = snapshot(self.m)
+        assert not [key for key in before if before[key] != after[key]], f"changed by a refused call ({why})"
+        counts[why] += 1
+
+    def grown(self, s: StreamSchema, plan: list[tuple[int, int]], really: bool) -> tuple[int, int]:
+        """Pages to add and pages to copy, worked out stream by stream; with `really`, the model follows."""
+        lost: Counter[int] = Counter()  # owners that a page has lost to copies made earlier in this step
+        add = copies = 0
+        for name, n in plan:
+            request = self.live[name]
+            have, then = s.entries(len(request.tokens)), s.entries(len(request.tokens) + n)
+            for row in request.pages[s.name]:
+                at = have // s.entries_per_page
+                if then > have and have % s.entries_per_page and row[at][0] - lost[id(row[at])] > 1:
+                    copies += 1
+                    if really:
+                        row[at][0] -= 1
+                        row[at] = [1]
+                    else:
+                        lost[id(row[at])] += 1
+                missing = max(-(-then // s.entries_per_page) - len(row), 0)
+                add += missing
+                if really:
+                    row += [[1] for _ in range(missing)]
+        return add, copies
+
+    def needed(self, s: StreamSchema, plan: list[tuple[int, int]]) -> int:
+        return sum(self.grown(s, plan, really=False))
+
+    def grow(self, s: StreamSchema, plan: list[tuple[int, int]]) -> None:
+        _, copies = self.grown(s, plan, really=True)
+        counts["copies on write"] += copies
+
+    def forget(self, request: Sequence) -> None:
+        for rows in request.pages.values():
+            for row in rows:
+                for page in row:
+                    page[0] -= 1
+
+    # ---- bytes
+
+    def write(self, step: ForwardStep, fresh: dict[int, list[int]]) -> None:
+        """What the layers would do: keys and values through `append`, compressed entries through table and lengths."""
+        handles = self.m.acquire(step)
+        names = [name for slot in step.slots for name, s in self.m.slot_of.items() if s == slot]
+        number = torch.tensor([t for name in names for t in fresh[name]], dtype=torch.float32)
+        place = torch.tensor([self.m.position(name) + i for name in names for i in range(len(fresh[name]))]).float()
+        for layer in HEADS.layers:
+            first = HEADS.place(layer)[1].start
+            stream = torch.arange(first, first + HEADS.heads).float().expand(len(number), -1)  # [T, G]
+            number_g, place_g = (x[:, None].expand(-1, HEADS.heads) for x in (number, place))
+            handles[layer].append(torch.stack((number_g, stream), 2), torch.stack((place_g, -number_g), 2))
+        view = step.streams["compressed"]
+        assert view.entry_index is None
+        for row, name in enumerate(names):
+            history = self.live[name].tokens + fresh[name]
+            have = LANES.entries(len(self.live[name].tokens))
+            for entry in range(have, int(view.lengths[row, 0])):
+                page, at = int(view.table[row, 0, entry // 2]), entry % 2
+                for layer in LANES.layers:
+                    paged = handles[layer].paged
+                    paged["main"][page, at] = torch.tensor([float(history[4 * entry + 3]), float(layer)])
+                    paged["index"][page, at] = 1000 * history[4 * entry] + entry
+
+    def write_state(self, step: ForwardStep, fresh: dict[int, list[int]]) -> None:
+        """The tail holds the last three tokens, each layer its own way."""
+        if not self.schema.states:
+            return
+        handles = self.m.acquire(step)
+        for name in fresh:
+            slot, history = self.m.slot_of[name], self.live[name].tokens + fresh[name]
+            for layer in TAIL.layers:
+                state = handles[layer].state
+                for token in fresh[name][-3:]:
+                    state["z"][slot] = torch.cat((state["z"][slot, 1:], torch.tensor([float(token + layer)])))
+                state["n"][slot] = len(history)
+
+    def read(self, s: StreamSchema, name: int, table: np.ndarray, lengths: np.ndarray) -> None:
+        """Each entry of the request is its own: number, stream, position."""
+        tokens, P = self.live[name].tokens, s.entries_per_page
+        n = s.entries(len(tokens))
+        assert (lengths == n).all(), f"{name} has {len(tokens)} tokens, streams of '{s.name}' are {lengths} long"
+        entry = np.arange(n)
+        page = table[:, entry // P]  # [S, n]
+        assert (page >= 0).all(), "an entry in use has no page"
+        pool = self.m.tables[s.name].pool.tensors
+        got = {key: t.numpy()[:, page, entry % P] for key, t in pool.items()}  # [lanes, S, n, ...]
+        history = np.array(tokens, np.int64)
+        if s is HEADS:
+            stream = np.broadcast_to(np.arange(s.streams)[:, None], page.shape)
+            number, place = np.broadcast_to(history, page.shape), np.broadcast_to(entry, page.shape)
+            want = {"k": np.stack((number, stream), 2)[None], "v": np.stack((place, -number), 2)[None]}
+        else:
+            number = np.broadcast_to(history[3 : 4 * n : 4], (s.lanes, 1, n))
+            lane = np.broadcast_to(np.array(s.layers)[:, None, None], number.shape)
+            index = np.broadcast_to(1000 * history[0 : 4 * n : 4] + entry, number.shape)
+            want = {"main": np.stack((number, lane), 3), "index": index}
+        for key in want:
+            assert np.array_equal(got[key], want[key]), f"request {name} reads another's '{key}' in '{s.name}'"
+
+    # ---- after each rule
+
+    @invariant()
+    def pages_are_accounted_for(self) -> None:
+        self.m.check_integrity()
+        for s in self.schema.streams:
+            t = self.m.tables[s.name]
+            real: dict[int, int] = {}  # the model's page -> page id
+            owners: Counter[int] = Counter()
+            for name, request in self.live.items():
+                table = t.pages[self.m.slot_of[name]]
+                for row, pages in zip(table, request.pages[s.name]):
+                    assert (row[len(pages) :] == -1).all(), "table entries past the end are not -1"
+                    for i, page in zip(row.tolist(), pages):
+                        assert real.setdefault(id(page), i) == i, "a shared page is two pages"
+                        owners[i] += 1
+            assert len(set(real.values())) == len(real), "a page has two owners that do not share it"
+            assert [owners[i] for i in range(t.allocator.total)] == t.allocator.refs.tolist(), "owners are miscounted"
+            assert t.allocator.free + len(real) == t.allocator.total == self.sizes[s.name], "a page is lost"
+            assert t.allocator.held == len(real)
+
+    @invariant()
+    def everyone_reads_their_own_past(self) -> None:
+        for name, request in self.live.items():
+            slot = self.m.slot_of[name]
+            for s in self.schema.streams:
+                t = self.m.tables[s.name]
+                self.read(s, name, t.pages[slot], t.lengths[slot])
+            if self.schema.states:
+                for lane, layer in enumerate(TAIL.layers):
+                    last = [float(n + layer) for n in request.tokens[-3:]]
+                    z = self.m.state.tensors["tail", "z"][lane, slot].tolist()
+                    assert z == [-INF] * (3 - len(last)) + last, "recurrent state is another's"
+                    assert int(self.m.state.tensors["tail", "n"][lane, slot]) == len(request.tokens)
+
+    @invariant()
+    def free_slots_are_empty(self) -> None:
+        assert self.m.free_slots == SLOTS - len(self.live)
+        free = sorted(set(range(SLOTS)) - {self.m.slot_of[name] for name in self.live})
+        assert not self.m.positions[free].any()
+        for t in self.m.tables.values():
+            assert (t.pages[free] == -1).all() and not t.held[free].any() and not t.lengths[free].any()
+            # whoever gets one of these pages next must write before reading
+            unowned = torch.from_numpy(np.flatnonzero(t.allocator.refs == 0))
+            for tensor in t.pool.tensors.values():
+                tensor[:, unowned] = float("nan") if tensor.is_floating_point() else POISON
+
+    def teardown(self) -> None:
+        if not hasattr(self, "m"):
+            return
+        for name in list(self.live):
+            self.end(name)
+        self.m.check_integrity()
+        assert self.m.free_slots == SLOTS and not self.m.slot_of
+        for name, t in self.m.tables.items():
+            assert t.allocator.free == self.sizes[name] and t.allocator.held == 0
+            assert sorted(t.allocator._stack.tolist()) == list(range(self.sizes[name])), (
+                "the free list is not all pages"
+            )

@@ -1,0 +1,174 @@
+"""The state machine finds planted faults: each patch here is a mistake that a cache manager has been known to make."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from cache.machine import CacheMachine
+from hybridkv.cache import KVCacheManager, OutOfPages, PageAllocator, PagedPool, StatePool
+from hybridkv.cache.manager import StreamTable
+
+Patch = tuple[type, str, Callable[..., Any]]
+
+
+def release_forgets_a_page() -> Patch:
+    def drop(self: StreamTable, slot: int, keep: int = 0) -> None:
+        rows = self.pages[slot, :, keep:]
+        self.allocator.release(rows[rows >= 0][:-1])
+        rows[:] = -1
+        self.held[slot] = np.minimum(self.held[slot], keep)
+
+    return StreamTable, "drop", drop
+
+
+def release_leaves_the_row() -> Patch:
+    def drop(self: StreamTable, slot: int, keep: int = 0) -> None:
+        rows = self.pages[slot, :, keep:]
+        self.allocator.release(rows[rows >= 0])
+        self.held[slot] = np.minimum(self.held[slot], keep)
+
+    return StreamTable, "drop", drop
+
+
+def fork_counts_no_owner() -> Patch:
+    def share(self: StreamTable, origin: int, slot: int) -> None:
+        for array in (self.pages, self.held, self.lengths):
+            array[slot] = array[origin]
+
+    return StreamTable, "share", share
+
+
+def fork_shares_pages_reserved_for_later() -> Patch:
+    def share(self: StreamTable, origin: int, slot: int) -> None:
+        self.allocator.share(self.pages[origin][self.pages[origin] >= 0])
+        for array in (self.pages, self.held, self.lengths):
+            array[slot] = array[origin]
+
+    return StreamTable, "share", share
+
+
+def copy_on_write_is_skipped() -> Patch:
+    return StreamTable, "shared", lambda self, slot, among: np.zeros(len(among), bool)
+
+
+def copy_on_write_copies_no_bytes() -> Patch:
+    return PagedPool, "copy_pages", lambda self, source, target: None
+
+
+def copy_on_write_copies_the_first_lane_only() -> Patch:
+    def copy_pages(self: PagedPool, source: Any, target: Any) -> None:
+        for t in self.tensors.values():
+            t[:1, target] = t[:1, source]
+
+    return PagedPool, "copy_pages", copy_pages
+
+
+def pages_are_taken_before_all_pools_are_asked() -> Patch:
+    original = PageAllocator.acquire
+
+    def acquire(self: PageAllocator, n: int) -> np.ndarray:
+        if n > self.free:
+            raise OutOfPages(n, self.free, self.total, self.name)
+        return original(self, n)
+
+    return PageAllocator, "acquire", acquire
+
+
+def a_retry_takes_pages_again() -> Patch:
+    def grow(self: StreamTable, slot: int, position: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        P, lengths = self.schema.entries_per_page, self.lengths[slot]
+        new = self.schema.entries(position + tokens) - self.schema.entries(position)
+        add = -(-(lengths + new) // P) + -lengths // P
+        add = np.minimum(add, self.pages.shape[2] - self.held[slot])
+        return add, self.shared(slot, lengths % P > 0) if new else np.zeros(len(lengths), bool)
+
+    return StreamTable, "grow", grow
+
+
+def commit_forgets_a_table() -> Patch:
+    original = KVCacheManager.commit
+
+    def commit(self: KVCacheManager, plan: Any) -> None:
+        before = self.tables["compressed"].lengths.copy()
+        original(self, plan)
+        self.tables["compressed"].lengths[:] = before
+
+    return KVCacheManager, "commit", commit
+
+
+def commit_stops_half_way() -> Patch:
+    original = KVCacheManager.commit
+
+    def commit(self: KVCacheManager, plan: Any) -> None:
+        for item in plan:
+            original(self, [item])
+
+    return KVCacheManager, "commit", commit
+
+
+def a_page_is_given_out_twice() -> Patch:
+    original = PageAllocator.acquire
+
+    def acquire(self: PageAllocator, n: int) -> np.ndarray:
+        ids = original(self, n)
+        self._top += n > 1  # the last one stays on the stack
+        return ids
+
+    return PageAllocator, "acquire", acquire
+
+
+def truncation_rounds_down() -> Patch:
+    original = StreamTable.drop
+    return StreamTable, "drop", lambda self, slot, keep=0: original(self, slot, max(keep - 1, 0))
+
+
+def a_reused_slot_keeps_its_state() -> Patch:
+    return StatePool, "reset", lambda self, slot: None
+
+
+def a_fork_starts_with_fresh_state() -> Patch:
+    return StatePool, "copy", lambda self, source, target: self.reset(target)
+
+
+FAULTS = (
+    release_forgets_a_page,
+    release_leaves_the_row,
+    fork_counts_no_owner,
+    fork_shares_pages_reserved_for_later,
+    copy_on_write_is_skipped,
+    copy_on_write_copies_no_bytes,
+    copy_on_write_copies_the_first_lane_only,
+    pages_are_taken_before_all_pools_are_asked,
+    a_retry_takes_pages_again,
+    commit_forgets_a_table,
+    commit_stops_half_way,
+    a_page_is_given_out_twice,
+    truncation_rounds_down,
+    a_reused_slot_keeps_its_state,
+    a_fork_starts_with_fresh_state,
+)
+NOTICED = (AssertionError, ValueError, IndexError, pytest.fail.Exception)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
+def test_a_planted_fault_is_found(fault: Callable[[], Patch], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*fault())
+    if fault is pages_are_taken_before_all_pools_are_asked:
+        monkeypatch.setattr(PageAllocator, "require", lambda self, n: None)
+    with pytest.raises(NOTICED):
+        run_state_machine_as_test(
+            CacheMachine,
+            settings=settings(
+                max_examples=100,
+                stateful_step_count=50,
+                derandomize=True,
+                deadline=None,
+                database=None,
+                phases=[Phase.generate],
+                report_multiple_bugs=False,
+            ),
+        )

@@ -1,0 +1,59 @@
+"""Running an engine in tests: to the end, one request alone, and the look afterwards."""
+
+from collections.abc import Callable, Sequence
+
+import tiny
+from hybridkv.config import SamplingParams
+from hybridkv.engine.engine import Engine, Update
+from hybridkv.engine.runner import StepInputs
+from hybridkv.request import Request
+
+KINDS = ("llama", "qwen3_5")
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return tiny.token_ids(length, seed=100 + seed)
+
+
+def run(engine: Engine, each_step: Callable[[int], None] | None = None, steps: int = 5000) -> list[Update]:
+    """Step until idle. An engine that does not come to an end is a failure, not a hanging test."""
+    updates: list[Update] = []
+    for step in range(steps):
+        if engine.idle:
+            return updates
+        if each_step is not None:
+            each_step(step)
+        updates += engine.step()
+    raise AssertionError(f"not idle after {steps} steps: {engine.scheduler.waiting}, {engine.scheduler.running}")
+
+
+def alone(engine: Engine, tokens: Sequence[int], params: SamplingParams) -> Request:
+    """The request in an engine of its own."""
+    request = engine.add(tokens, params)
+    run(engine)
+    assert request.error is None
+    return request
+
+
+def assert_nothing_held(engine: Engine) -> None:
+    """Every page and slot is back."""
+    manager = engine.manager
+    manager.check_integrity()
+    assert engine.idle and not engine.scheduler.held
+    assert manager.free_slots == manager.slots and not manager.slot_of
+    assert {n: t.allocator.free for n, t in manager.tables.items()} == {
+        n: t.allocator.total for n, t in manager.tables.items()
+    }
+
+
+def count_tokens(engine: Engine) -> list[int]:
+    """How many tokens each forward pass runs; grows as the engine steps."""
+    counts: list[int] = []
+    forward = engine.runner.forward
+
+    def counted(inputs: StepInputs) -> object:
+        counts.append(len(inputs.tokens))
+        return forward(inputs)
+
+    engine.runner.forward = counted  # type: ignore[method-assign,assignment]
+    return counts

@@ -1,0 +1,224 @@
+"""The sampler against brute force in float64, transformers' processors, and the distribution it should draw from."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from hybridkv.config import SamplingParams
+from hybridkv.engine.sampler import filter_scores, penalise, sample
+from hybridkv.request import Request
+from hybridkv.text.stream import TextStream
+from numerics import assert_close_rms, assert_same_bytes
+
+
+def request(tokens: list[int] | None = None, **params: Any) -> Request:
+    made = SamplingParams(**params)
+    generator = torch.Generator().manual_seed(made.seed or 0)
+    return Request(0, 0, tokens or [0], 1, made, TextStream(None), generator)
+
+
+def kept(scores: Tensor) -> set[int]:
+    return set(scores.isfinite().nonzero().flatten().tolist())
+
+
+# ---- greedy
+
+
+def test_greedy_takes_the_largest_logit_of_each_row() -> None:
+    logits = torch.randn(5, 50)
+    assert sample(logits, [request() for _ in range(5)]) == [int(row.argmax()) for row in logits]
+
+
+def test_greedy_rows_beside_sampling_rows_stay_greedy() -> None:
+    logits = torch.randn(4, 50)
+    rows = [request(), request(temperature=5.0, seed=1), request(), request(temperature=5.0, seed=2)]
+    tokens = sample(logits, rows)
+    assert [tokens[0], tokens[2]] == [int(logits[0].argmax()), int(logits[2].argmax())]
+
+
+@pytest.mark.parametrize("temperature", (1e-4, 1e-10, 1e-40, 5e-324))
+@pytest.mark.parametrize("extra", ({}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 5}))
+def test_a_temperature_near_zero_is_greedy(temperature: float, extra: dict) -> None:
+    """Scores divided by such a temperature overflow; the best token must win all the same."""
+    logits = 10 * torch.randn(20, 50)
+    rows = [request(temperature=temperature, seed=i, **extra) for i in range(20)]
+    assert sample(logits, rows) == logits.argmax(-1).tolist()
+
+
+# ---- which tokens may be drawn
+
+
+@pytest.mark.parametrize("k", (0, 1, 2, 49, 50, 51, 10**6))
+def test_top_k_keeps_the_k_best(k: int) -> None:
+    scores = torch.randn(50)
+    best = sorted(range(50), key=lambda i: -float(scores[i]))[: k or 50]
+    assert kept(filter_scores(scores, SamplingParams(top_k=k))) == set(best)
+
+
+def test_top_k_keeps_ties_with_the_last_one() -> None:
+    scores = torch.tensor([1.0, 2.0, 2.0, 2.0, 0.0])
+    assert kept(filter_scores(scores, SamplingParams(top_k=2))) == {1, 2, 3}
+
+
+def brute_top_p(scores: Tensor, p: float) -> set[int]:
+    """The fewest best tokens whose probabilities add up to p."""
+    probs = scores.double().softmax(-1).tolist()
+    chosen, mass = set(), 0.0
+    for i in sorted(range(len(probs)), key=lambda i: -probs[i]):
+        chosen.add(i)
+        mass += probs[i]
+        if mass >= p:
+            break
+    return chosen
+
+
+@pytest.mark.parametrize("p", (1e-9, 0.05, 0.3, 0.7, 0.95, 0.999))
+def test_top_p_keeps_the_fewest_tokens_with_that_mass(p: float) -> None:
+    for _ in range(20):
+        scores = 2 * torch.randn(50)
+        assert kept(filter_scores(scores, SamplingParams(top_p=p))) == brute_top_p(scores, p)
+    assert kept(filter_scores(scores, SamplingParams(top_p=1.0))) == set(range(50))
+
+
+@pytest.mark.parametrize("p", (0.0, 0.01, 0.3, 1.0))
+def test_min_p_keeps_tokens_near_the_best(p: float) -> None:
+    for _ in range(20):
+        scores = torch.randn(50)
+        probs = scores.double().softmax(-1)
+        want = {i for i in range(50) if probs[i] >= p * probs.max()}
+        assert kept(filter_scores(scores, SamplingParams(min_p=p))) == want
+
+
+def test_filters_follow_each_other_on_what_is_left() -> None:
+    for _ in range(20):
+        scores = 2 * torch.randn(50)
+        best = torch.full((50,), -torch.inf)
+        top = scores.topk(10).indices
+        best[top] = scores[top]
+        narrow = brute_top_p(best, 0.8)
+        probs = best.double().softmax(-1)
+        want = {i for i in narrow if probs[i] >= 0.2 * probs.max()}
+        assert kept(filter_scores(scores, SamplingParams(top_k=10, top_p=0.8, min_p=0.2))) == want
+
+
+def test_filters_agree_with_transformers() -> None:
+    for _ in range(10):
+        scores = 2 * torch.randn(1, 97)
+        ids = torch.zeros(1, 1, dtype=torch.int64)
+        for params, theirs in (
+            (SamplingParams(top_k=7), TopKLogitsWarper(7)),
+            (SamplingParams(top_p=0.7), TopPLogitsWarper(0.7)),
+            (SamplingParams(min_p=0.1), MinPLogitsWarper(0.1)),
+        ):
+            assert_same_bytes(theirs(ids, scores.clone())[0], filter_scores(scores[0], params))
+
+
+@pytest.mark.parametrize("params", ({"top_k": 1}, {"top_p": 1e-12}, {"min_p": 1.0}))
+def test_the_best_token_always_stays(params: dict) -> None:
+    for scores in (torch.randn(50), torch.zeros(50).index_fill(0, torch.tensor([7]), 1e30)):
+        assert int(scores.argmax()) in kept(filter_scores(scores, SamplingParams(**params)))
+
+
+def test_only_kept_tokens_are_drawn() -> None:
+    logits = torch.randn(1, 20)
+    allowed = set(logits[0].topk(3).indices.tolist())
+    row = request(temperature=10.0, top_k=3, seed=5)
+    assert {sample(logits, [row])[0] for _ in range(300)} == allowed
+
+
+# ---- repetition penalty
+
+
+@pytest.mark.parametrize("penalty", (0.5, 1.0, 1.3, 10.0))
+def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
+    logits, seen = torch.randn(97), [3, 5, 5, 90, 3]
+    logits[5] = 0.0
+    theirs = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([seen]), logits[None].clone())[0]
+    before = logits.clone()
+    assert_same_bytes(theirs, penalise(logits, seen, penalty))
+    assert_same_bytes(before, logits)  # the logits themselves, which logprobs report, do not change
+
+
+def test_repetition_penalty_works_greedily_on_prompt_and_answer() -> None:
+    logits = torch.zeros(1, 10)
+    logits[0, 4], logits[0, 6] = 2.0, 1.5
+    assert sample(logits, [request([4, 1], repetition_penalty=2.0)]) == [6]
+    assert sample(logits, [request([0, 1], repetition_penalty=2.0)]) == [4]
+
+
+# ---- randomness
+
+
+def test_the_draws_follow_the_distribution() -> None:
+    """4000 draws; chi-square of 5 degrees of freedom exceeds 36 once in a million (the seed is fixed)."""
+    logits = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0, -2.0]])
+    row, n = request(temperature=0.7, seed=11), 4000
+    counts = [0] * 6
+    for _ in range(n):
+        counts[sample(logits, [row])[0]] += 1
+    want = (logits[0].double() / 0.7).softmax(-1).tolist()
+    assert sum((c - n * p) ** 2 / (n * p) for c, p in zip(counts, want)) < 36, counts
+    flat = logits[0].double().softmax(-1).tolist()  # guard: a forgotten temperature is seen
+    assert sum((c - n * p) ** 2 / (n * p) for c, p in zip(counts, flat)) > 100
+
+
+def test_a_seed_gives_the_same_tokens_whoever_runs_beside_it() -> None:
+    steps = torch.randn(30, 8, 40)
+
+    def tokens_of(place: int, others: int) -> list[int]:
+        rows = [request(temperature=1.0, seed=100 + i) for i in range(others + 1)]
+        rows[place] = request(temperature=1.0, top_p=0.9, seed=42)
+        out = []
+        for step in steps:
+            logits = step[: others + 1].clone()
+            logits[place] = step[0]
+            out.append(sample(logits, rows)[place])
+        return out
+
+    assert tokens_of(0, 0) == tokens_of(0, 7) == tokens_of(5, 7)
+    assert len(set(tokens_of(0, 0))) > 3
+
+
+def test_different_seeds_give_different_tokens() -> None:
+    logits = torch.zeros(1, 1000)
+    drawn = {sample(logits, [request(temperature=1.0, seed=s)])[0] for s in range(20)}
+    assert len(drawn) > 15
+
+
+# ---- logprobs
+
+
+def test_logprobs_are_those_of_the_model_itself_in_order() -> None:
+    logits = 3 * torch.randn(1, 50)
+    row = request(temperature=2.0, top_k=3, seed=1, logprobs=5, repetition_penalty=1.5)
+    token = sample(logits, [row])[0]
+    exact = logits[0].double().log_softmax(-1)
+    found = row.logprobs[0]
+    assert math.isclose(found.token, float(exact[token]), rel_tol=1e-5)
+    assert list(found.top) == logits[0].topk(5).indices.tolist()
+    values = list(found.top.values())
+    assert values == sorted(values, reverse=True)
+    assert_close_rms("top", exact[list(found.top)], torch.tensor(values), 1e-6)
+
+
+def test_all_logprobs_add_up_to_one_and_none_may_be_asked_for() -> None:
+    logits = torch.randn(1, 50)
+    row = request(logprobs=100)  # more than there are tokens
+    sample(logits, [row])
+    assert math.isclose(sum(map(math.exp, row.logprobs[0].top.values())), 1.0, rel_tol=1e-5)
+    row = request(logprobs=0)
+    token = sample(logits, [row])[0]
+    assert row.logprobs[0].top == {}
+    assert math.isclose(row.logprobs[0].token, float(logits[0].log_softmax(-1)[token]), rel_tol=1e-6)
+    row = request()
+    sample(logits, [row])
+    assert row.logprobs == []
