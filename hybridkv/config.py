@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, field
 
@@ -25,10 +24,10 @@ class CacheConfig:
     page_size: int = 64  # tokens a page holds
 
     def __post_init__(self) -> None:
-        if self.kv_dtype != "auto" and self.kv_dtype not in KV_DTYPES:
+        if self.kv_dtype not in ("auto", *KV_DTYPES):
             raise HybridKVError(f"kv_dtype {self.kv_dtype!r} is not supported; choose auto, {', '.join(KV_DTYPES)}")
-        if not isinstance(self.page_size, int) or not 1 <= self.page_size <= 1 << 16:
-            raise HybridKVError(f"page_size must be a whole number from 1 to 65536, not {self.page_size!r}")
+        if not is_whole(self.page_size) or not 1 <= self.page_size <= 1 << 16:
+            raise HybridKVError(f"page_size must be a whole number from 1 to 65536, not {shown(self.page_size)}")
 
     def storage_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         return model_dtype if self.kv_dtype == "auto" else KV_DTYPES[self.kv_dtype]
@@ -44,12 +43,15 @@ class EngineConfig:
     step_tokens: int = 512  # tokens one step computes at the most: all decoding requests, then prompt chunks
 
     def __post_init__(self) -> None:
-        if not isinstance(self.max_requests, int) or not 1 <= self.max_requests <= 4096:
-            raise HybridKVError(f"max_requests must be from 1 to 4096, not {self.max_requests!r}")
-        if self.max_context is not None and (not isinstance(self.max_context, int) or self.max_context < 1):
-            raise HybridKVError(f"max_context must be a positive number of tokens, not {self.max_context!r}")
-        if self.step_tokens < CHUNK_QUANTUM or self.step_tokens % CHUNK_QUANTUM:
-            raise HybridKVError(f"step_tokens must be a positive multiple of {CHUNK_QUANTUM}, not {self.step_tokens!r}")
+        if not is_whole(self.max_requests) or not 1 <= self.max_requests <= 4096:
+            raise HybridKVError(f"max_requests must be from 1 to 4096, not {shown(self.max_requests)}")
+        if self.max_context is not None and (not is_whole(self.max_context) or self.max_context < 1):
+            raise HybridKVError(f"max_context must be a positive number of tokens, not {shown(self.max_context)}")
+        steps = self.step_tokens
+        if not is_whole(steps) or not CHUNK_QUANTUM <= steps <= 1 << 20 or steps % CHUNK_QUANTUM:
+            raise HybridKVError(
+                f"step_tokens must be a multiple of {CHUNK_QUANTUM}, at most {1 << 20}, not {shown(steps)}"
+            )
         parse_bytes(self.memory)
 
     @property
@@ -57,16 +59,33 @@ class EngineConfig:
         return parse_bytes(self.memory)
 
 
+def is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def shown(value: object) -> str:
+    """A value for a message. Very long whole numbers cannot be written out at all."""
+    if isinstance(value, int) and abs(value) >= 1 << 128:
+        return "a huge number"
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def parse_bytes(size: int | str | None) -> int | None:
     """12884901888, "12GiB", "12 GB", "800MiB" -> bytes. None stays None."""
-    if size is None or (isinstance(size, int) and not isinstance(size, bool) and size > 0):
-        return size
+    if size is None:
+        return None
     units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
     units |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
-    if match is None or match[2].lower() not in units or not float(match[1]) > 0:
-        raise HybridKVError(f"{size!r} is not a size in bytes; write for example 12GiB or 800MiB")
-    return int(float(match[1]) * units[match[2].lower()])
+    match = (
+        re.fullmatch(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
+    )
+    found = size if is_whole(size) else 0
+    if match is not None and match[2].lower() in units:
+        found = int(float(match[1]) * units[match[2].lower()])
+    if not 1 <= found < 1 << 63:  # type: ignore[operator]
+        raise HybridKVError(f"memory must be a size in bytes such as 12GiB or 800MiB, not {shown(size)}")
+    return found  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -90,9 +109,9 @@ class SamplingParams:
     MAX_LOGPROBS = 100
 
     def __post_init__(self) -> None:
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stops = (self.stop,) if isinstance(self.stop, str) else self._listed("stop", self.stop)
         object.__setattr__(self, "stop", stops)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop_token_ids", self._listed("stop_token_ids", self.stop_token_ids))
         self._check("max_tokens", self.max_tokens, int, 1, 2**31)
         self._check("temperature", self.temperature, float, 0.0, 1e4)
         self._check("top_k", self.top_k, int, 0, 2**31)
@@ -113,10 +132,20 @@ class SamplingParams:
             raise RequestError(f"stop_token_ids takes at most 1024 ids, {len(self.stop_token_ids)} were given")
         for token in self.stop_token_ids:
             self._check("stop_token_ids", token, int, 0, 2**31)
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos must be True or False, not {shown(self.ignore_eos)}")
+
+    @staticmethod
+    def _listed(name: str, value: object) -> tuple:
+        if value is None:
+            return ()
+        if not isinstance(value, list | tuple | range | set | frozenset):
+            raise RequestError(f"{name} must be a list, not {shown(value)}")
+        return tuple(value)
 
     @staticmethod
     def _check(name: str, value: object, kind: type, low: float, high: float) -> None:
-        good = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
-        if not good or not math.isfinite(value) or not low <= value <= high:  # type: ignore[arg-type,operator]
+        good = is_whole(value) or (kind is float and isinstance(value, float))
+        if not good or not low <= value <= high:  # type: ignore[operator]  # NaN fails this too
             what = "a whole number" if kind is int else "a number"
-            raise RequestError(f"{name} must be {what} from {low:g} to {high:g}, not {value!r}")
+            raise RequestError(f"{name} must be {what} from {low:g} to {high:g}, not {shown(value)}")

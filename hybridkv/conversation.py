@@ -35,13 +35,14 @@ class Conversation:
             raise
         self._request, self._prompt = request, "".join(text for text, _ in pieces)
         try:
-            while not request.finished:
-                for update in self.llm.engine.step():
-                    if update.request is request and update.text:
-                        yield update.text
+            yield from self.llm.pieces(request)
         finally:
             self.llm.engine.stop(request)
-            self.messages.append({"role": "assistant", "content": request.text.text})
+            if request.error is None:
+                self.messages.append({"role": "assistant", "content": request.text.text})
+            else:
+                self.messages.pop()  # the turn did not happen, and its cache is gone
+                self._request = None
         self.last = self.llm.completion(request)
 
     def close(self) -> None:

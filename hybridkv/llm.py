@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,13 +125,22 @@ class LLM:
         """The answer's text piece by piece. Leaving the loop early stops the request."""
         request = self.engine.add(self.encode(prompt), params)
         try:
-            while not request.finished:
-                for update in self.engine.step():
-                    if update.request is request and update.text:
-                        yield update.text
+            yield from self.pieces(request)
             self.completion(request)
         finally:
             self.engine.abort(request)
+
+    def pieces(self, request: Request) -> Iterator[str]:
+        """Run until the request is finished, and give its text as it grows, whoever else makes the engine step."""
+        given = 0
+        while True:
+            text, finished = request.text.text, request.finished
+            if len(text) > given:
+                yield text[given:]
+                given = len(text)
+            if finished:
+                return
+            self.engine.step()
 
     def logits(self, token_ids: Sequence[int], prefill: int | None = None, chunk: int | None = None) -> Tensor:
         """[T, vocab] f32, teacher-forced through the real path: `prefill` tokens in chunks of `chunk`, then one by
@@ -141,6 +150,8 @@ class LLM:
 
     def encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
+            if isinstance(prompt, Mapping | bytes) or not isinstance(prompt, Iterable):
+                raise RequestError(f"a prompt must be text or a list of token ids, not {type(prompt).__name__}")
             return list(prompt)
         if self.tokenizer is None:
             raise RequestError(f"{self.path.name} has no tokenizer; give token ids instead of text")
@@ -175,7 +186,11 @@ class LLM:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+    if (
+        not isinstance(prompts, Sequence)
+        or isinstance(prompts, str | bytes)
+        or (prompts and isinstance(prompts[0], int))
+    ):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 import torch
+from torch import Tensor
 
 from hybridkv.cache import CacheSchema
 from hybridkv.errors import HybridKVError
+from hybridkv.models import FAMILIES
+from hybridkv.models.config import ModelConfig
+from hybridkv.models.loader import Loader
 from hybridkv.models.weights import Checkpoint
 
 
@@ -47,6 +53,50 @@ def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
     return sum(torch.Size(checkpoint.shape(name)).numel() for name in checkpoint.names()) * dtype.itemsize
 
 
+def model_bytes(raw: Mapping[str, object], dtype: torch.dtype, device: str) -> int:
+    """Bytes of all weights in memory, from a Hugging Face style config alone."""
+    config = ModelConfig.from_dict(raw)
+    loader = _CountingLoader(config, raw, dtype)
+    FAMILIES[config.architecture].load(config, loader)
+    packed_head = config.vocab * config.hidden * dtype.itemsize if config.tied and device == "cpu" else 0
+    return loader.nbytes + packed_head  # on a CPU a tied head is a second, packed copy (kernels/linear.py)
+
+
+class _CountingLoader(Loader):
+    """A loader without files. The model's own loading code asks it for every tensor, so nothing is listed twice."""
+
+    def __init__(self, config: ModelConfig, raw: Mapping[str, object], dtype: torch.dtype) -> None:
+        text = raw.get("text_config")
+        self.config, self.raw_config = config, text if isinstance(text, Mapping) else raw
+        self.device, self.dtype = torch.device("meta"), dtype
+        self.used: set[str] = set()
+        self.nbytes = 0
+
+    def has(self, name: str) -> bool:
+        if name.endswith(".bias"):
+            return bool(self.raw_config.get("attention_bias" if ".self_attn." in name else "mlp_bias"))
+        return name == "lm_head.weight" and not self.config.tied
+
+    def raw(self, name: str, *shape: int) -> Tensor:
+        self.nbytes += prod(shape) * self.dtype.itemsize
+        return torch.empty(shape, device="meta")
+
+    def vector(self, name: str, *shape: int, plus: float = 0.0) -> Tensor:
+        self.nbytes += prod(shape) * torch.float32.itemsize
+        return torch.empty(shape, device="meta")
+
+
+def longest_context(schema: CacheSchema, room: int, requests: int, limit: int) -> int:
+    """Most tokens, up to `limit`, that each of `requests` requests can have in `room` bytes."""
+    return longest_request(schema, room // requests - schema.slot_bytes, limit)
+
+
+def most_requests(schema: CacheSchema, room: int, context: int) -> int:
+    """How many requests of `context` tokens fit in `room` bytes."""
+    each = schema.kv_bytes(context) + schema.slot_bytes
+    return max(room, 0) // each if each else 0
+
+
 def longest_request(schema: CacheSchema, room: int, limit: int) -> int:
     """Most tokens, up to `limit`, whose pages fit in `room` bytes."""
     low, high = 0, limit
@@ -76,7 +126,7 @@ def plan_cache(
         raise HybridKVError(
             f"{human(need)} are needed for {requests} requests' state ({human(requests * schema.slot_bytes)}) and one "
             f"context of {context} tokens ({human(schema.kv_bytes(context))}), but {human(max(room, 0))} are left for "
-            f"the cache; give more memory, lower max_context (at most {max(tokens, 0)} tokens fit) or max_requests, or use "
-            "kv_dtype='bf16'"
+            f"the cache; give more memory, lower max_context (at most {max(tokens, 0)} tokens fit) or max_requests, or "
+            "use kv_dtype='bf16'"
         )
     return CachePlan(schema, schema.pool_pages(1, tokens), requests, min(context, tokens))

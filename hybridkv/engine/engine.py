@@ -220,7 +220,8 @@ class Engine:
         tokens = self.check_tokens(tokens)
         prefill = len(tokens) if prefill is None else prefill
         chunk = prefill if chunk is None else chunk
-        if not 0 <= prefill <= len(tokens) or (prefill and chunk < 1):
+        good = all(isinstance(n, int) and not isinstance(n, bool) for n in (prefill, chunk))
+        if not good or not 0 <= prefill <= len(tokens) or (prefill and chunk < 1):
             raise RequestError(f"prefill must be from 0 to {len(tokens)} and chunk positive, not {prefill} and {chunk}")
         if len(tokens) > self.manager.max_tokens:
             raise RequestError(f"{len(tokens)} tokens do not fit a context of {self.manager.max_tokens}")

@@ -1,11 +1,13 @@
 """attention_prefill: causal attention of each request's new tokens over all that its streams hold.
 
 The new keys are already in the pages (append runs first), so query i of n new tokens sees entries 0 .. length - n + i.
-Queries run in blocks of 128, each over the keys it can see and no more, a tile of keys at a time; only the last tile
-needs a mask. Query heads that share a KV head are a batch dimension over which K and V are expanded without a copy.
+Queries run in blocks of 256, each over the keys it can see and no more, a tile of keys at a time; only the last tile
+needs a mask. The query heads that share a KV head are more rows over the same keys, so K and V are never expanded.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from hybridkv.kernels.attention_tile import KEY_TILE, TileSum, read_pages, tile_attention, tile_attention_ref
 
-QUERY_BLOCK = 128  # queries that run over the same keys
+QUERY_BLOCK = 256  # queries that run over the same keys
 
 
 def attention_prefill(
@@ -27,35 +29,34 @@ def attention_prefill(
     key_tile: int = KEY_TILE,
 ) -> Tensor:
     out = torch.empty_like(q)
-    for b, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
-        n, G = end - begin, table.shape[1]
-        heads = q[begin:end].view(n, G, -1, q.shape[-1]).permute(2, 1, 0, 3)  # [H/G, G, n, D]
+    G, D = table.shape[1], q.shape[-1]
+    for b, (begin, end) in enumerate(pairwise(starts)):
         # streams of equal length run together; after eviction by head they differ and run one by one
         same = bool((lengths[b] == lengths[b, 0]).all())
         for g in [slice(0, G)] if same else [slice(i, i + 1) for i in range(G)]:
-            for first in range(0, n, QUERY_BLOCK):
-                last = min(first + QUERY_BLOCK, n)
-                seen = int(lengths[b, g][0]) - n + last
-                rows = _block(heads[:, g, first:last], k_pool, v_pool, table[b, g], seen, scale, key_tile)
-                out[begin + first : begin + last].view(last - first, G, -1, q.shape[-1])[:, g] = rows.permute(
-                    2, 1, 0, 3
-                )
+            for first in range(begin, end, QUERY_BLOCK):
+                last = min(first + QUERY_BLOCK, end)
+                seen = int(lengths[b, g][0]) - end + last
+                heads = q[first:last].view(last - first, G, -1, D)[:, g]
+                mixed = _block(heads, k_pool, v_pool, table[b, g], seen, scale, key_tile)
+                out[first:last].view(last - first, G, -1, D)[:, g] = mixed
     return out
 
 
 def _block(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, length: int, scale: float, key_tile: int
 ) -> Tensor:
-    """q [H/G, G, n, D], the last n of `length` tokens, over streams table [G, N] -> [H/G, G, n, D]."""
-    history = length - q.shape[2]
+    """q [n, G, H/G, D], the last n of `length` tokens, over streams table [G, N] -> [n, G, H/G, D]."""
+    n, G, folds, D = q.shape
+    rows = q.permute(1, 2, 0, 3).reshape(1, G, folds * n, D)
+    history = length - n
     starts = range(0, history + 1, key_tile)  # so that the last tile holds all of the diagonal
     total = TileSum()
     for start in starts:
         stop = length if start == starts[-1] else start + key_tile
-        k = read_pages(k_pool, table, start, stop).expand(q.shape[0], -1, -1, -1)
-        v = read_pages(v_pool, table, start, stop).expand(q.shape[0], -1, -1, -1)
-        total.add(*tile_attention(q, k, v, scale, diagonal=history - start if stop == length else None))
-    return total.result(q.dtype)
+        k, v = (read_pages(pool, table, start, stop).unsqueeze(0) for pool in (k_pool, v_pool))
+        total.add(*tile_attention(rows, k, v, scale, history - start if stop == length else None, folds=folds))
+    return total.result(q.dtype).view(G, folds, n, D).permute(2, 0, 1, 3)
 
 
 def attention_prefill_ref(
@@ -64,7 +65,7 @@ def attention_prefill_ref(
     """The definition, one query at a time. For tests."""
     out = torch.empty_like(q)
     G = table.shape[1]
-    for b, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for b, (begin, end) in enumerate(pairwise(starts)):
         for i in range(begin, end):
             for g in range(G):
                 seen = int(lengths[b, g]) - (end - 1 - i)

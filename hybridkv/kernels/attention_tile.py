@@ -24,9 +24,10 @@ def read_pages(pool: Tensor, table: Tensor, start: int, stop: int) -> Tensor:
     return entries[..., start - first * P : stop - first * P, :]
 
 
-def causal_mask(M: int, L: int, diagonal: int, like: Tensor) -> Tensor:
+def causal_mask(M: int, L: int, diagonal: int, folds: int, like: Tensor) -> Tensor:
     """[M, L] to be added to scores: 0 where query i sees key j <= diagonal + i, else -inf."""
-    return torch.full((M, L), -torch.inf, dtype=like.dtype, device=like.device).triu_(diagonal + 1)
+    mask = torch.full((M // folds, L), -torch.inf, dtype=like.dtype, device=like.device).triu_(diagonal + 1)
+    return mask.repeat(folds, 1)
 
 
 def tile_attention_ref(
@@ -36,6 +37,7 @@ def tile_attention_ref(
     scale: float,
     diagonal: int | None = None,  # query i sees keys 0 .. diagonal + i; None: all keys
     visible: Tensor | None = None,  # [B, H, 1, L] bool
+    folds: int = 1,  # the M rows are so many runs of the same queries (the query heads that share a KV head)
 ) -> tuple[Tensor, Tensor]:
     """(output [B, H, M, D], log-sum-exp [B, H, M]), arithmetic in f32 at least. A row that sees nothing gives (0,
     -inf).
@@ -43,7 +45,7 @@ def tile_attention_ref(
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(wide) @ k.to(wide).transpose(-1, -2) * scale
     if diagonal is not None:
-        scores = scores + causal_mask(q.shape[-2], k.shape[-2], diagonal, scores)
+        scores = scores + causal_mask(q.shape[-2], k.shape[-2], diagonal, folds, scores)
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
         v = v.masked_fill(~visible.transpose(-1, -2), 0)
@@ -53,10 +55,16 @@ def tile_attention_ref(
 
 
 def tile_attention_cpu(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: int | None = None, visible: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    diagonal: int | None = None,
+    visible: Tensor | None = None,
+    folds: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """The same through torch's blocked CPU kernel: no score matrix, f32 sums."""
-    mask = None if diagonal is None else causal_mask(q.shape[-2], k.shape[-2], diagonal, q)
+    mask = None if diagonal is None else causal_mask(q.shape[-2], k.shape[-2], diagonal, folds, q)
     if visible is not None:
         hidden = ~visible.transpose(-1, -2)
         k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)  # what is hidden may be NaN
@@ -73,11 +81,17 @@ def tile_attention_cpu(
 
 
 def tile_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: int | None = None, visible: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    diagonal: int | None = None,
+    visible: Tensor | None = None,
+    folds: int = 1,
 ) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(q.dtype, k.dtype)
     form = tile_attention_cpu if q.device.type == "cpu" else tile_attention_ref
-    out, lse = form(q.to(dtype), k.to(dtype), v.to(dtype), scale, diagonal, visible)
+    out, lse = form(q.to(dtype), k.to(dtype), v.to(dtype), scale, diagonal, visible, folds)
     return out.to(q.dtype), lse
 
 

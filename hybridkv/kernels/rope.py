@@ -21,14 +21,16 @@ def rope_ref(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> 
     """Rotate x [T, heads, D] by angles [T, 1, R]; arithmetic in f32, result in x's dtype."""
     R = cos.shape[-1]
     turned = x[..., : 2 * R].float()
-    if interleaved:
-        a, b = turned[..., 0::2], turned[..., 1::2]
-        mixed = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
-    else:
-        a, b = turned[..., :R], turned[..., R:]
-        mixed = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    mixed = torch.empty_like(turned)
+    (a, b), (to_a, to_b) = (_pairs(t, R, interleaved) for t in (turned, mixed))
+    torch.mul(a, cos, out=to_a).addcmul_(b, sin, value=-1)
+    torch.mul(b, cos, out=to_b).addcmul_(a, sin)
     mixed = mixed.to(x.dtype)
     return mixed if x.shape[-1] == 2 * R else torch.cat((mixed, x[..., 2 * R :]), -1)
+
+
+def _pairs(x: Tensor, R: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    return (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :R], x[..., R:])
 
 
 rope = rope_ref

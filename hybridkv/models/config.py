@@ -124,7 +124,7 @@ def parse_config(raw: Raw) -> ModelConfig:
         head_dim=head_dim,
         eps=read.number("rms_norm_eps", 1e-6),
         max_positions=max_positions,
-        tied=bool(raw.get("tie_word_embeddings", False)),
+        tied=read.flag("tie_word_embeddings", False),
         attention_layers=_attention_layers(read, layers) if hybrid else tuple(range(layers)),
         inv_freq=_inv_freq(read, head_dim, 0.25 if hybrid else 1.0),
         eos_ids=_ids(raw.get("eos_token_id")),
@@ -143,15 +143,27 @@ class _Reader:
         value = self.raw.get(key)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
-            raise ModelFileError(f"config: {key} must be a whole number from 1 to {limit}, not {str(value)[:40]!r}")
+            raise ModelFileError(f"config: {key} must be a whole number from 1 to {limit}, not {_shown(value)}")
         return value
 
     def number(self, key: str, default: float | None = None, low: float = 0.0) -> float:
         value = self.raw.get(key)
         value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= low:
-            raise ModelFileError(f"config: {key} must be a number above {low:g}, not {str(value)[:40]!r}")
-        return float(value)
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+        if not good or not low < value < 1e308:  # type: ignore[operator]  # NaN and infinity fail this too
+            raise ModelFileError(f"config: {key} must be a number above {low:g}, not {_shown(value)}")
+        return float(value)  # type: ignore[arg-type]
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.raw.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise ModelFileError(f"config: {key} must be true or false, not {_shown(value)}")
+        return default if value is None else value
+
+
+def _shown(value: object) -> str:
+    """A value for a message. Very long whole numbers cannot be written out at all."""
+    return repr(str(value)[:40]) if not isinstance(value, int) or abs(value) < 1 << 128 else "a huge number"
 
 
 def _ids(value: object) -> tuple[int, ...]:
@@ -164,7 +176,8 @@ def _attention_layers(read: _Reader, layers: int) -> tuple[int, ...]:
     if types is None:
         every = read.size("full_attention_interval", 4)
         return tuple(i for i in range(layers) if (i + 1) % every == 0)
-    if not isinstance(types, list) or len(types) != layers or set(types) - {"full_attention", "linear_attention"}:
+    kinds = ("full_attention", "linear_attention")
+    if not isinstance(types, list) or len(types) != layers or any(kind not in kinds for kind in types):
         raise ModelFileError(
             f"config: layer_types must name full_attention or linear_attention for each of {layers} layers"
         )
@@ -196,7 +209,7 @@ def _moe(read: _Reader, layers: int) -> MoeConfig:
         per_token=per_token,
         intermediate=read.size("moe_intermediate_size"),
         shared_intermediate=read.size("shared_expert_intermediate_size"),
-        renormalise=bool(read.raw.get("norm_topk_prob", True)),
+        renormalise=read.flag("norm_topk_prob", True),
         dense_layers=frozenset(dense),
     )
 
@@ -227,12 +240,14 @@ def _inv_freq(read: _Reader, head_dim: int, default_part: float) -> tuple[float,
         )
     factors = rope.get("freq_factors")
     if factors is not None:
-        divisors = torch.tensor(factors, dtype=torch.float32)
-        if divisors.shape != freq.shape or not bool((divisors.isfinite() & (divisors > 0)).all()):
-            raise ModelFileError(
-                f"config: {len(freq)} positive rope frequency factors are needed, not {divisors.tolist()[:4]}"
-            )
-        freq = freq / divisors
+        good = (
+            isinstance(factors, list) and len(factors) == len(freq) and all(isinstance(f, float | int) for f in factors)
+        )
+        if not good or not all(0 < f <= 1e30 for f in factors):  # type: ignore[union-attr]
+            raise ModelFileError(f"config: {len(freq)} positive rope freq_factors are needed, not {str(factors)[:40]}")
+        freq = freq / torch.tensor(factors, dtype=torch.float32)
+    if not bool((freq.isfinite() & (freq > 0)).all()):
+        raise ModelFileError(f"config: rope_theta {theta:g} and its scaling give rotation frequencies outside f32")
     return tuple(freq.tolist())
 
 

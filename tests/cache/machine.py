@@ -116,10 +116,9 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(n=st.sampled_from((1, 1, 1, 2, 3, 4, 5, 8)))
     def step_all(self, n: int) -> None:
         """All at once: forks of one request then ask for copies of the same page in the same step."""
-        self.run([(name, n) for name in self.live], {name: [self.number() for _ in range(n)] for name in self.live})
-        longest = max(range(len(self.live)), key=lambda i: len(self.live[self.pick(i)].tokens))
-        if len(self.live[self.pick(longest)].tokens) + n > MAX_TOKENS:
-            self.release(longest)
+        fresh = {name: [self.number() for _ in range(n)] for name in self.live}
+        if not self.run([(name, n) for name in self.live], fresh):  # too long, or no pages: make room
+            self.release(max(range(len(self.live)), key=lambda i: len(self.live[self.pick(i)].tokens)))
 
     def run(self, plan: list[tuple[int, int]], fresh: dict[int, list[int]], ending: str = "commit") -> bool:
         """A whole step, whatever comes of it. True: it was committed."""
@@ -163,10 +162,12 @@ class CacheMachine(RuleBasedStateMachine):
         return True
 
     @precondition(can_fork)
-    @rule(i=st.integers(0, SLOTS - 1), picks=PICKS)
-    def fork(self, i: int, picks: list[tuple[int, int]]) -> None:
-        """Then, often at once, parent and child go different ways."""
+    @rule(i=st.integers(0, SLOTS - 1), picks=PICKS, reserved=st.integers(0, 6))
+    def fork(self, i: int, picks: list[tuple[int, int]], reserved: int) -> None:
+        """Perhaps after a step of the parent that never ran. Then parent and child go different ways."""
         source = self.pick(i)
+        if reserved:
+            self.run([(source, reserved)], {}, "abandon")
         self.names += 1
         name = self.names
         free = {s: t.allocator.free for s, t in self.m.tables.items()}
@@ -188,7 +189,7 @@ class CacheMachine(RuleBasedStateMachine):
         if len(picks) > 1:
             self.step(picks, "commit")
         else:
-            self.step_all(1)
+            self.step_all(4 if reserved % 2 else 1)
 
     @precondition(some_live)
     @rule(i=st.integers(0, SLOTS - 1))
@@ -262,6 +263,8 @@ class CacheMachine(RuleBasedStateMachine):
             self.refused(RequestError, lambda: self.m.commit([(name, 1), (nobody, 1)]), "unknown request")
             self.refused(ValueError, lambda: self.m.prepare_forward([(name, 1), (name, tokens)]), "twice in a step")
             self.refused(ValueError, lambda: self.m.prepare_forward([(name, 0)]), "no tokens")
+            over = MAX_TOKENS + 1 - len(self.live[name].tokens)
+            self.refused(RequestError, lambda: self.m.prepare_forward([(name, over)]), "too long")
 
     # ---- the model
 

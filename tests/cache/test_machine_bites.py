@@ -163,7 +163,7 @@ def test_a_planted_fault_is_found(fault: Callable[[], Patch], monkeypatch: pytes
         run_state_machine_as_test(
             CacheMachine,
             settings=settings(
-                max_examples=100,
+                max_examples=200,
                 stateful_step_count=50,
                 derandomize=True,
                 deadline=None,

@@ -1,0 +1,56 @@
+"""Shapes of published models, in the words of a Hugging Face config.json, so that a plan needs no files.
+
+Only sizes that memory depends on are here, and nothing is loaded from them: a model that runs brings its own config.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_QWEN: dict[str, Any] = dict(
+    head_dim=256, full_attention_interval=4, linear_conv_kernel_dim=4, linear_key_head_dim=128,
+    linear_value_head_dim=128, linear_num_key_heads=16, max_position_embeddings=262144, rms_norm_eps=1e-6,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+)  # fmt: skip
+
+
+def _dense(hidden: int, layers: int, ffn: int, heads: int, kv_heads: int, values: int, tied: bool) -> dict[str, Any]:
+    return _QWEN | dict(
+        model_type="qwen3_5_text", vocab_size=248320, hidden_size=hidden, num_hidden_layers=layers,
+        intermediate_size=ffn, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        linear_num_value_heads=values, tie_word_embeddings=tied,
+    )  # fmt: skip
+
+
+def _moe(
+    hidden: int, layers: int, heads: int, values: int, expert: int, experts: int, chosen: int,
+    kind: str = "qwen3_5_moe_text", vocab: int = 248320,
+) -> dict[str, Any]:  # fmt: skip
+    return _QWEN | dict(
+        model_type=kind, vocab_size=vocab, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=2, linear_num_value_heads=values, num_experts=experts, num_experts_per_tok=chosen,
+        moe_intermediate_size=expert, shared_expert_intermediate_size=expert, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+KNOWN: dict[str, dict[str, Any]] = {
+    "SmolLM2-135M-Instruct": dict(
+        model_type="llama", vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+        num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=8192, rms_norm_eps=1e-5,
+        rope_theta=100000.0, tie_word_embeddings=True,
+    ),
+    "Qwen3.5-0.8B": _dense(1024, 24, 3584, 8, 2, 16, True),
+    "Qwen3.5-4B": _dense(2560, 32, 9216, 16, 4, 32, True),
+    "Qwen3.5-9B": _dense(4096, 32, 12288, 16, 4, 32, False),
+    "Qwen3.5-27B": _dense(5120, 64, 17408, 24, 4, 48, False),
+    "Qwen3.5-35B-A3B": _moe(2048, 40, 16, 32, 512, 256, 8),
+    "Qwen3.5-122B-A10B": _moe(3072, 48, 32, 64, 1024, 256, 8),
+    "Qwen3.5-397B-A17B": _moe(4096, 60, 32, 64, 1024, 512, 10),
+    "Qwen3-Next-80B-A3B": _moe(2048, 48, 16, 32, 512, 512, 10, "qwen3_next", 151936),
+}  # fmt: skip
+
+
+def known_config(name: str) -> tuple[str, dict[str, Any]] | None:
+    """(name, config) of a known model; case and an organisation's prefix do not matter."""
+    wanted = name.rsplit("/", 1)[-1].lower()
+    return next(((known, config) for known, config in KNOWN.items() if known.lower() == wanted), None)

@@ -1,0 +1,176 @@
+"""The plan: what it predicts is what gets allocated, byte for byte, and it needs no files to predict it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+from hybridkv.cache import CacheSchema, KVCacheManager, StateSchema, StreamSchema, TensorSpec
+from hybridkv.cli import main
+from hybridkv.models import cache_schema
+from hybridkv.models.config import ModelConfig
+from hybridkv.models.known import KNOWN, known_config
+from hybridkv.planner import longest_context, model_bytes, most_requests, plan_cache
+
+MIB = 1 << 20
+KV = {"f32": torch.float32, "bf16": torch.bfloat16}
+# name -> MiB of KV at 4096 tokens in f32, MiB of state (one decimal), billions of weights
+PUBLISHED = {
+    "SmolLM2-135M-Instruct": (180, 0.0, 0.13),
+    "Qwen3.5-0.8B": (96, 19.3, 0.75),
+    "Qwen3.5-4B": (256, 50.2, 4.2),
+    "Qwen3.5-9B": (256, 50.2, 9.0),
+    "Qwen3.5-27B": (512, 149.6, 26.9),
+    "Qwen3.5-35B-A3B": (160, 62.8, 34.7),
+    "Qwen3.5-122B-A10B": (192, 149.1, 122.1),
+    "Qwen3.5-397B-A17B": (240, 186.3, 396.3),
+    "Qwen3-Next-80B-A3B": (192, 75.4, 79.7),
+}
+
+
+def schema_of(name: str, kv_dtype: str = "f32", page_size: int = 64) -> CacheSchema:
+    return cache_schema(ModelConfig.from_dict(KNOWN[name]), KV[kv_dtype], page_size)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    with pytest.raises(SystemExit) as leaving:
+        main([str(a) for a in arguments])
+    out, err = capsys.readouterr()
+    assert leaving.value.code == 0, err
+    return out
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_models_have_their_published_sizes(name: str) -> None:
+    kv, state, weights = PUBLISHED[name]
+    assert schema_of(name).kv_bytes(4096) == kv * MIB
+    assert schema_of(name, "bf16").kv_bytes(4096) == kv * MIB // 2
+    assert round(schema_of(name).slot_bytes / MIB, 1) == state
+    digits = 2 if weights < 1 else 1
+    assert round(model_bytes(KNOWN[name], torch.bfloat16, "cuda") / 2e9, digits) == weights
+
+
+def test_the_table_of_the_27b_model_shows_what_it_should(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run(capsys, "plan", "--model", "Qwen3.5-27B", "--context", 4096, "--dtype", "bfloat16").splitlines()
+    rows = [" ".join(line.split()) for line in lines]
+    assert "attention pages 16 64 4096 4096 512.0 MiB 256.0 MiB" in rows
+    assert "gdn state 48 149.6 MiB 149.6 MiB" in rows
+
+
+@pytest.mark.parametrize("kv_dtype", KV)
+@pytest.mark.parametrize(("requests", "context"), [(1, 4096), (3, 1000)])
+def test_the_27b_plan_is_what_the_manager_allocates(kv_dtype: str, requests: int, context: int) -> None:
+    schema = schema_of("Qwen3.5-27B", kv_dtype)
+    plan = plan_cache(schema, requests, context, None)
+    manager = KVCacheManager(plan.schema, plan.pages, plan.slots, plan.max_tokens, "meta")
+    assert manager.memory_bytes() == plan.nbytes == requests * (schema.kv_bytes(context) + schema.slot_bytes)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("kv_dtype", KV)
+@pytest.mark.parametrize(("requests", "context"), [(1, 64), (2, 100), (5, 511)])
+def test_a_tiny_plan_is_what_gets_allocated(
+    kind: str, kv_dtype: str, requests: int, context: int, oracle: Callable[[str], tiny.Oracle], open_llm: Callable
+) -> None:
+    llm = open_llm(oracle(kind).folder, kv_dtype=kv_dtype, max_requests=requests, max_context=context)
+    raw = json.loads((oracle(kind).folder / "config.json").read_text())
+    plan = plan_cache(cache_schema(ModelConfig.from_dict(raw), KV[kv_dtype], 64), requests, context, None)
+    assert llm.manager.memory_bytes() == plan.nbytes
+    held = sum(t.nbytes for table in llm.manager.tables.values() for t in table.pool.tensors.values())
+    assert held == sum(plan.pool_bytes.values())
+    assert llm.manager.memory_bytes() - held == plan.state_bytes
+
+
+@pytest.mark.parametrize("kind", sorted(tiny.KINDS.keys() - {"llama_bias"}))
+def test_weights_counted_from_the_config_are_those_in_memory(
+    kind: str, oracle: Callable[[str], tiny.Oracle], open_llm: Callable
+) -> None:
+    raw = json.loads((oracle(kind).folder / "config.json").read_text())
+    model = open_llm(oracle(kind).folder).model
+    assert model_bytes(raw, torch.float32, "cpu") == model.nbytes - model.inv_freq.nbytes
+
+
+def test_biases_are_counted_where_the_config_has_them(oracle: Callable[[str], tiny.Oracle]) -> None:
+    raw = json.loads((oracle("llama_bias").folder / "config.json").read_text())
+    rows = raw["head_dim"] * (raw["num_attention_heads"] + 2 * raw["num_key_value_heads"]) + raw["hidden_size"]
+    without = model_bytes(raw | {"attention_bias": False}, torch.float32, "cpu")
+    assert model_bytes(raw, torch.float32, "cpu") - without == raw["num_hidden_layers"] * rows * 4
+
+
+def test_half_the_weights_in_bfloat16_but_norms_stay_whole() -> None:
+    one = model_bytes(KNOWN["SmolLM2-135M-Instruct"], torch.float32, "cuda")
+    half = model_bytes(KNOWN["SmolLM2-135M-Instruct"], torch.bfloat16, "cuda")
+    norms = (30 * 2 + 1) * 576
+    assert one == 134_515_008 * 4  # the number of parameters that the model's makers give
+    assert 2 * half == one + 4 * norms
+
+
+# ratios of 4 and 128 tokens an entry, layers that share a stream, and state: nothing that runs yet has all of them
+MIXED = CacheSchema(
+    streams=(
+        StreamSchema("full", (0, 5), (TensorSpec("k", (8,), torch.float32),), 16, heads=2),
+        StreamSchema("by4", (1, 3), (TensorSpec("kv", (24,), torch.uint8),), 8, shared=True, tokens_per_entry=4),
+        StreamSchema("by128", (2, 4), (TensorSpec("kv", (24,), torch.uint8),), 2, shared=True, tokens_per_entry=128),
+    ),
+    states=(StateSchema("ring", (1, 2), (TensorSpec("ring", (10, 3), torch.float32, init=-1.0),)),),
+)
+
+
+@pytest.mark.parametrize("room", [0, 1, 5_000, 12_345, 100_000, 1_000_000])
+@pytest.mark.parametrize("requests", [1, 3])
+def test_the_longest_context_fits_and_one_more_token_does_not(room: int, requests: int) -> None:
+    def need(tokens: int) -> int:
+        return MIXED.bytes(MIXED.pool_pages(requests, tokens), requests)
+
+    longest = longest_context(MIXED, room, requests, 3000)
+    by_hand = [tokens for tokens in range(1, 3001) if need(tokens) <= room]
+    assert longest == max(by_hand, default=0)
+
+
+@pytest.mark.parametrize("context", [1, 64, 700])
+def test_as_many_requests_as_fit_and_not_one_more(context: int) -> None:
+    room = 1_000_000
+    most = most_requests(MIXED, room, context)
+    assert MIXED.bytes(MIXED.pool_pages(most, context), most) <= room
+    assert MIXED.bytes(MIXED.pool_pages(most + 1, context), most + 1) > room
+    assert most_requests(MIXED, -1, context) == 0
+
+
+def test_a_mixed_schema_is_allocated_as_planned() -> None:
+    plan = plan_cache(MIXED, 3, 1000, None)
+    assert KVCacheManager(MIXED, plan.pages, plan.slots, plan.max_tokens).memory_bytes() == plan.nbytes
+
+
+def test_a_config_alone_gives_the_same_plan_as_the_whole_model(
+    oracle: Callable[[str], tiny.Oracle], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = oracle("qwen3_5").folder
+    alone = tmp_path / folder.name
+    alone.mkdir()
+    (alone / "config.json").write_bytes((folder / "config.json").read_bytes())
+    plans = [
+        run(capsys, "plan", "-m", path, "--context", 300, "--json") for path in (folder, alone, alone / "config.json")
+    ]
+    assert plans[0] == plans[1] == plans[2]
+
+
+def test_the_plan_says_what_fits_in_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("plan", "-m", "Qwen3.5-9B", "--context", 4096, "--dtype", "bfloat16", "--device", "cpu", "--json")
+    found = json.loads(run(capsys, *arguments, "--kv-dtype", "bf16", "--memory", "18GiB"))
+    [choice] = found["choices"]
+    each = choice["kv_bytes"] + choice["state_bytes"]
+    room = 18 * 2**30 - found["weights_bytes"]
+    assert choice["cache_bytes"] == each and choice["total_bytes"] == found["weights_bytes"] + each
+    assert choice["fits"] is True and choice["most_requests"] == room // each
+    just_short = choice["total_bytes"] - 1
+    [choice] = json.loads(run(capsys, *arguments, "--kv-dtype", "bf16", "--memory", just_short))["choices"]
+    assert choice["fits"] is False and choice["most_requests"] == 0
+    assert choice["longest_context"] == 4096 - 64  # one page of each stream less
+
+
+def test_a_known_name_may_have_an_owner_and_any_case() -> None:
+    assert known_config("Qwen/qwen3.5-27b") == ("Qwen3.5-27B", KNOWN["Qwen3.5-27B"])
+    assert known_config("Qwen3.5-28B") is None
