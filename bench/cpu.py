@@ -21,6 +21,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from importlib.resources import files
 
 import torch
 from rich.console import Console
@@ -31,6 +32,7 @@ from hybridkv import LLM, CacheConfig, SamplingParams
 from hybridkv.embedded import embedded_model
 from hybridkv.kernels.linear import fast_bf16
 from hybridkv.models.weights import open_checkpoint
+from hybridkv.text.tokenizer import Tokenizer
 
 Generate = Callable[[list[int], int], list[int]]  # (prompt, new tokens) -> new tokens
 console = Console(stderr=True)
@@ -111,6 +113,17 @@ def measure(
     return rows
 
 
+def document(tokens: int) -> list[int]:
+    """The first tokens of the demo's document: real text, so that the tokens which follow mean something."""
+    with open_checkpoint(embedded_model()) as checkpoint:
+        tokenizer = Tokenizer.from_gguf(checkpoint.metadata)
+    assert tokenizer is not None
+    ids = tokenizer.encode(files("hybridkv").joinpath("data", "petrel_log.txt").read_text(encoding="utf-8"))
+    if len(ids) < tokens:
+        raise SystemExit(f"the document has {len(ids)} tokens; --prompt {tokens} is too long")
+    return ids[:tokens]
+
+
 def equal_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
@@ -124,8 +137,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(100, 40000, (args.prompt,), generator=generator).tolist()
+    prompt = document(args.prompt)
     load = os.getloadavg()[0]
     if load > 0.5 * (os.cpu_count() or 1):
         console.print(

@@ -44,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # an answer may hold characters that the terminal's encoding lacks
+    if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
+        # threads that wait for each other sleep soon: on a busy machine spinning makes an answer 20 times slower
+        os.environ["GOMP_SPINCOUNT"] = "10000"
     try:
         code = app(arguments, prog_name="hybridkv", standalone_mode=False)
         sys.stdout.flush()

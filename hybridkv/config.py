@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-import torch
-
 from hybridkv.errors import HybridKVError, RequestError
 
-KV_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
-MODEL_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+KV_DTYPES = {"f32": "float32", "bf16": "bfloat16"}  # names here and in torch, which this file does not import
+MODEL_DTYPES = ("float32", "bfloat16")
 # A prefill chunk is a whole number of these: the chunked delta rule gives the same bits however a prompt is cut at
 # multiples of 64.
 CHUNK_QUANTUM = 64
@@ -29,9 +27,6 @@ class CacheConfig:
         if not is_whole(self.page_size) or not 1 <= self.page_size <= 1 << 16:
             raise HybridKVError(f"page_size must be a whole number from 1 to 65536, not {shown(self.page_size)}")
 
-    def storage_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        return model_dtype if self.kv_dtype == "auto" else KV_DTYPES[self.kv_dtype]
-
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -40,7 +35,7 @@ class EngineConfig:
     max_requests: int = 8  # requests resident at the same time
     max_context: int | None = None  # longest request in tokens; None: the model's own limit, or what the memory holds
     memory: int | str | None = None  # bytes for weights and cache together, or "12GiB"; None: what fits
-    step_tokens: int = 512  # tokens one step computes at the most: all decoding requests, then prompt chunks
+    step_tokens: int = 512  # tokens one step computes: all decoding requests, then prompt chunks (at least 64 tokens)
 
     def __post_init__(self) -> None:
         if not is_whole(self.max_requests) or not 1 <= self.max_requests <= 4096:

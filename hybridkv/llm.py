@@ -20,7 +20,7 @@ from hybridkv.models import cache_schema, load_model
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.source import locate_model
 from hybridkv.models.weights import Checkpoint, open_checkpoint
-from hybridkv.planner import CachePlan, human, plan_cache, weight_bytes
+from hybridkv.planner import CachePlan, human, model_bytes, plan_cache
 from hybridkv.request import Request, TokenLogprobs
 from hybridkv.text.chat import ChatTemplate
 from hybridkv.text.prompt import encode_pieces, render_pieces
@@ -58,9 +58,10 @@ class LLM:
     ) -> None:
         limits = EngineConfig(max_requests, max_context, memory, step_tokens)
         self.cache_config = cache or CacheConfig()
-        self.device, self.dtype = resolve_device(device), resolve_dtype(dtype, resolve_device(device))
+        self.device = resolve_device(device)
         with open_checkpoint(locate_model(model, fetch_progress)) as checkpoint:
             self.path, self.config = checkpoint.path, ModelConfig.from_dict(checkpoint.config)
+            self.dtype = resolve_dtype(dtype, self.device, checkpoint.config)
             self.set_aside = dict(checkpoint.set_aside)
             self.tokenizer = load_tokenizer(checkpoint, self.config)
             self.plan = self._plan(checkpoint, limits)
@@ -78,12 +79,8 @@ class LLM:
 
     def _plan(self, checkpoint: Checkpoint, limits: EngineConfig) -> CachePlan:
         """Decide all sizes before any weight is read."""
-        schema = cache_schema(self.config, self.cache_config.storage_dtype(self.dtype), self.cache_config.page_size)
-        weights = weight_bytes(checkpoint, self.dtype)
-        if self.device.type == "cpu" and "lm_head.weight" not in checkpoint:
-            weights += (
-                self.config.vocab * self.config.hidden * self.dtype.itemsize
-            )  # the tied head, packed (kernels/linear.py)
+        schema = cache_schema(self.config, self.cache_config, self.dtype)
+        weights = model_bytes(self.config, checkpoint.__contains__, self.dtype, self.device.type)
         memory = limits.memory_bytes or int(free_memory(self.device) * HEADROOM)
         if weights >= memory:
             given = "the limit" if limits.memory_bytes else "free memory"
@@ -125,22 +122,21 @@ class LLM:
         """The answer's text piece by piece. Leaving the loop early stops the request."""
         request = self.engine.add(self.encode(prompt), params)
         try:
-            yield from self.pieces(request)
+            yield from filter(None, self.pieces(request))
             self.completion(request)
         finally:
             self.engine.abort(request)
 
     def pieces(self, request: Request) -> Iterator[str]:
-        """Run until the request is finished, and give its text as it grows, whoever else makes the engine step."""
+        """Run until the request is finished, and give its text as it grows, a piece a step."""
         given = 0
-        while True:
-            text, finished = request.text.text, request.finished
-            if len(text) > given:
-                yield text[given:]
-                given = len(text)
-            if finished:
-                return
+        while not request.finished:
             self.engine.step()
+            text = request.text.text
+            yield text[given:]  # perhaps nothing: who reads along may want to stop while a long prompt is read
+            given = len(text)
+        if len(request.text.text) > given:  # another stream's steps finished it
+            yield request.text.text[given:]
 
     def logits(self, token_ids: Sequence[int], prefill: int | None = None, chunk: int | None = None) -> Tensor:
         """[T, vocab] f32, teacher-forced through the real path: `prefill` tokens in chunks of `chunk`, then one by
@@ -215,14 +211,14 @@ def resolve_device(device: str) -> torch.device:
     return found
 
 
-def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """auto: bfloat16 where the hardware multiplies it, float32 elsewhere."""
+def resolve_dtype(dtype: str, device: torch.device, config: Mapping[str, object]) -> torch.dtype:
+    """auto: bfloat16 on a GPU, and on a CPU that has it in hardware if the weights are stored so; else float32."""
     if dtype == "auto":
-        fast = device.type == "cuda" or fast_bf16()
-        return torch.bfloat16 if fast else torch.float32
+        stored = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+        return torch.bfloat16 if device.type == "cuda" or (stored == "bfloat16" and fast_bf16()) else torch.float32
     if dtype not in MODEL_DTYPES:
         raise HybridKVError(f"dtype {dtype!r} is not supported; choose auto, {', '.join(MODEL_DTYPES)}")
-    return MODEL_DTYPES[dtype]
+    return getattr(torch, dtype)
 
 
 def free_memory(device: torch.device) -> int:

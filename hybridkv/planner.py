@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -14,7 +14,6 @@ from hybridkv.errors import HybridKVError
 from hybridkv.models import FAMILIES
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.loader import Loader
-from hybridkv.models.weights import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -48,34 +47,36 @@ def human(size: float) -> str:
     return f"{size:.1f} TiB"
 
 
-def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """Bytes of all weights once they are in memory in the model's dtype."""
-    return sum(torch.Size(checkpoint.shape(name)).numel() for name in checkpoint.names()) * dtype.itemsize
-
-
-def model_bytes(raw: Mapping[str, object], dtype: torch.dtype, device: str) -> int:
-    """Bytes of all weights in memory, from a Hugging Face style config alone."""
-    config = ModelConfig.from_dict(raw)
-    loader = _CountingLoader(config, raw, dtype)
+def model_bytes(config: ModelConfig, has: Callable[[str], bool], dtype: torch.dtype, device: str) -> int:
+    """Bytes of all weights in memory. `has` answers whether the checkpoint holds a tensor that not every model has."""
+    loader = _CountingLoader(has, dtype)
     FAMILIES[config.architecture].load(config, loader)
-    packed_head = config.vocab * config.hidden * dtype.itemsize if config.tied and device == "cpu" else 0
-    return loader.nbytes + packed_head  # on a CPU a tied head is a second, packed copy (kernels/linear.py)
+    tied = config.tied or not has("lm_head.weight")
+    # on a CPU a tied head is a second, packed copy (kernels/linear.py)
+    return loader.nbytes + (config.vocab * config.hidden * dtype.itemsize if tied and device == "cpu" else 0)
+
+
+def planned_tensors(config: ModelConfig, raw: Mapping[str, object]) -> Callable[[str], bool]:
+    """Which of the tensors that not every model has a Hugging Face config promises, for files not here yet."""
+    text = raw.get("text_config")
+    found = text if isinstance(text, Mapping) else raw
+
+    def has(name: str) -> bool:
+        if name.endswith(".bias"):
+            return bool(found.get("attention_bias" if ".self_attn." in name else "mlp_bias"))
+        return name == "lm_head.weight" and not config.tied
+
+    return has
 
 
 class _CountingLoader(Loader):
     """A loader without files. The model's own loading code asks it for every tensor, so nothing is listed twice."""
 
-    def __init__(self, config: ModelConfig, raw: Mapping[str, object], dtype: torch.dtype) -> None:
-        text = raw.get("text_config")
-        self.config, self.raw_config = config, text if isinstance(text, Mapping) else raw
+    def __init__(self, has: Callable[[str], bool], dtype: torch.dtype) -> None:
+        self.has = has  # type: ignore[method-assign]
         self.device, self.dtype = torch.device("meta"), dtype
         self.used: set[str] = set()
         self.nbytes = 0
-
-    def has(self, name: str) -> bool:
-        if name.endswith(".bias"):
-            return bool(self.raw_config.get("attention_bias" if ".self_attn." in name else "mlp_bias"))
-        return name == "lm_head.weight" and not self.config.tied
 
     def raw(self, name: str, *shape: int) -> Tensor:
         self.nbytes += prod(shape) * self.dtype.itemsize

@@ -44,6 +44,7 @@ class Request:
     error: str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     preemptions: int = 0
+    cached_tokens: int = 0  # of the prompt, taken over from a held cache
     stats: dict[str, float] = field(default_factory=dict)
     added_at: float = field(default_factory=time.perf_counter)
     started_at: float | None = None

@@ -92,12 +92,6 @@ def test_a_bad_page_size_is_named(bad: Any) -> None:
         CacheConfig(page_size=bad)
 
 
-def test_the_storage_dtype_follows_the_model_unless_named() -> None:
-    assert CacheConfig().storage_dtype(torch.bfloat16) == torch.bfloat16
-    assert CacheConfig(kv_dtype="f32").storage_dtype(torch.bfloat16) == torch.float32
-    assert CacheConfig(kv_dtype="bf16").storage_dtype(torch.float32) == torch.bfloat16
-
-
 @pytest.mark.parametrize("field", ("max_requests", "max_context", "step_tokens"))
 def test_bad_engine_limits_are_named(field: str) -> None:
     extra = {"max_requests": (4097,), "max_context": (), "step_tokens": (1, 63, 65, 100, 64.0, 128.0)}[field]

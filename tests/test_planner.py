@@ -10,13 +10,14 @@ import torch
 import tiny
 from hybridkv.cache import CacheSchema, KVCacheManager, StateSchema, StreamSchema, TensorSpec
 from hybridkv.cli import main
+from hybridkv.config import CacheConfig
 from hybridkv.models import cache_schema
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.known import KNOWN, known_config
-from hybridkv.planner import longest_context, model_bytes, most_requests, plan_cache
+from hybridkv.planner import longest_context, model_bytes, most_requests, plan_cache, planned_tensors
 
 MIB = 1 << 20
-KV = {"f32": torch.float32, "bf16": torch.bfloat16}
+KV = ("f32", "bf16")
 # name -> MiB of KV at 4096 tokens in f32, MiB of state (one decimal), billions of weights
 PUBLISHED = {
     "SmolLM2-135M-Instruct": (180, 0.0, 0.13),
@@ -32,7 +33,12 @@ PUBLISHED = {
 
 
 def schema_of(name: str, kv_dtype: str = "f32", page_size: int = 64) -> CacheSchema:
-    return cache_schema(ModelConfig.from_dict(KNOWN[name]), KV[kv_dtype], page_size)
+    return cache_schema(ModelConfig.from_dict(KNOWN[name]), CacheConfig(kv_dtype, page_size), torch.float32)
+
+
+def weights_of(raw: dict, dtype: torch.dtype, device: str) -> int:
+    config = ModelConfig.from_dict(raw)
+    return model_bytes(config, planned_tensors(config, raw), dtype, device)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -50,7 +56,7 @@ def test_known_models_have_their_published_sizes(name: str) -> None:
     assert schema_of(name, "bf16").kv_bytes(4096) == kv * MIB // 2
     assert round(schema_of(name).slot_bytes / MIB, 1) == state
     digits = 2 if weights < 1 else 1
-    assert round(model_bytes(KNOWN[name], torch.bfloat16, "cuda") / 2e9, digits) == weights
+    assert round(weights_of(KNOWN[name], torch.bfloat16, "cuda") / 2e9, digits) == weights
 
 
 def test_the_table_of_the_27b_model_shows_what_it_should(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,32 +83,34 @@ def test_a_tiny_plan_is_what_gets_allocated(
 ) -> None:
     llm = open_llm(oracle(kind).folder, kv_dtype=kv_dtype, max_requests=requests, max_context=context)
     raw = json.loads((oracle(kind).folder / "config.json").read_text())
-    plan = plan_cache(cache_schema(ModelConfig.from_dict(raw), KV[kv_dtype], 64), requests, context, None)
+    plan = plan_cache(
+        cache_schema(ModelConfig.from_dict(raw), CacheConfig(kv_dtype, 64), torch.float32), requests, context, None
+    )
     assert llm.manager.memory_bytes() == plan.nbytes
     held = sum(t.nbytes for table in llm.manager.tables.values() for t in table.pool.tensors.values())
     assert held == sum(plan.pool_bytes.values())
     assert llm.manager.memory_bytes() - held == plan.state_bytes
 
 
-@pytest.mark.parametrize("kind", sorted(tiny.KINDS.keys() - {"llama_bias"}))
+@pytest.mark.parametrize("kind", sorted(tiny.KINDS))
 def test_weights_counted_from_the_config_are_those_in_memory(
     kind: str, oracle: Callable[[str], tiny.Oracle], open_llm: Callable
 ) -> None:
     raw = json.loads((oracle(kind).folder / "config.json").read_text())
     model = open_llm(oracle(kind).folder).model
-    assert model_bytes(raw, torch.float32, "cpu") == model.nbytes - model.inv_freq.nbytes
+    assert weights_of(raw, torch.float32, "cpu") == model.nbytes - model.inv_freq.nbytes
 
 
 def test_biases_are_counted_where_the_config_has_them(oracle: Callable[[str], tiny.Oracle]) -> None:
     raw = json.loads((oracle("llama_bias").folder / "config.json").read_text())
     rows = raw["head_dim"] * (raw["num_attention_heads"] + 2 * raw["num_key_value_heads"]) + raw["hidden_size"]
-    without = model_bytes(raw | {"attention_bias": False}, torch.float32, "cpu")
-    assert model_bytes(raw, torch.float32, "cpu") - without == raw["num_hidden_layers"] * rows * 4
+    without = weights_of(raw | {"attention_bias": False}, torch.float32, "cpu")
+    assert weights_of(raw, torch.float32, "cpu") - without == raw["num_hidden_layers"] * rows * 4
 
 
 def test_half_the_weights_in_bfloat16_but_norms_stay_whole() -> None:
-    one = model_bytes(KNOWN["SmolLM2-135M-Instruct"], torch.float32, "cuda")
-    half = model_bytes(KNOWN["SmolLM2-135M-Instruct"], torch.bfloat16, "cuda")
+    one = weights_of(KNOWN["SmolLM2-135M-Instruct"], torch.float32, "cuda")
+    half = weights_of(KNOWN["SmolLM2-135M-Instruct"], torch.bfloat16, "cuda")
     norms = (30 * 2 + 1) * 576
     assert one == 134_515_008 * 4  # the number of parameters that the model's makers give
     assert 2 * half == one + 4 * norms

@@ -38,7 +38,7 @@ def demo(model: ModelOptions) -> None:
 
     console = Console(highlight=False)
     if model.model is None and model.dtype == "auto":
-        model = replace(model, dtype="float32")  # the same answers on every machine
+        model = replace(model, dtype="float32")  # the same answers on every machine, with and without a GPU
     llm = model.open()
     dtype = str(llm.dtype).removeprefix("torch.")
     console.print(f"[bold]{llm.path.stem}[/bold] on {llm.device.type}, {dtype} weights: {human(llm.model.nbytes)}")
@@ -71,12 +71,9 @@ def _ask(
 
     console.print(f"[bold]{question}[/bold]")
     request = llm.engine.add(prompt, params, hold=True, after=before)
-    reused = llm.manager.position(request.key) if before is not None and request.key == before.key else 0
     for piece in pieces(llm, request):
         say(piece)
-    answer = llm.completion(request)
-    again = f"{reused} tokens were in the cache already, " if reused else ""
-    console.print(f"\n[dim]{again}{summary(answer, reused)[1:-1]}[/dim]\n")
+    console.print(f"\n[dim]{summary(llm.completion(request))[1:-1]}[/dim]\n")
     return request
 
 

@@ -75,10 +75,12 @@ def pieces(llm: LLM, request: Request) -> Iterator[str]:
             llm.engine.abort(request)
 
 
-def summary(answer: Completion, reused: int = 0) -> str:
-    """Speed and memory of one answer in a line. `reused`: prompt tokens that were in the cache already."""
-    stats, read = answer.stats, answer.prompt_tokens - reused
-    parts = [f"read {read} tokens" + _speed(read / stats["prefill_s"] if stats.get("prefill_s") else 0)]
+def summary(answer: Completion) -> str:
+    """Speed and memory of one answer in a line."""
+    stats = answer.stats
+    cached = int(stats.get("cached_tokens", 0))
+    parts = [f"{cached} tokens were in the cache already"] if cached else []
+    parts += [f"read {answer.prompt_tokens - cached} tokens" + _speed(stats.get("prefill_tok_s", 0))]
     parts += [f"wrote {len(answer.token_ids)} tokens" + _speed(stats.get("decode_tok_s", 0))]
     parts += [f"KV {human(stats['kv_bytes_kept'])}"] if "kv_bytes_kept" in stats else []
     parts += [f"state {human(stats['state_bytes'])}"] if stats.get("state_bytes") else []

@@ -10,31 +10,22 @@ Defaults are those of the dataclasses in `hybridkv/config.py`.
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from typer import Option
 
+from hybridkv.config import CacheConfig, EngineConfig, SamplingParams
+
 if TYPE_CHECKING:
-    from hybridkv.config import SamplingParams
     from hybridkv.llm import LLM
 
 
-def _defaults(name: str) -> dict[str, Any]:
-    """Field defaults of a dataclass in config.py, from its text: importing it imports torch, which takes seconds."""
-    tree = ast.parse((Path(__file__).parents[1] / "config.py").read_text(encoding="utf-8"))
-    [body] = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
-    plain = [f for f in body if isinstance(f, ast.AnnAssign) and isinstance(f.value, ast.Constant)]
-    return {f.target.id: ast.literal_eval(f.value) for f in plain if isinstance(f.target, ast.Name) and f.value}
-
-
-_CACHE, _ENGINE, _SAMPLING = _defaults("CacheConfig"), _defaults("EngineConfig"), _defaults("SamplingParams")
+_CACHE, _ENGINE, _SAMPLING = asdict(CacheConfig()), asdict(EngineConfig()), asdict(SamplingParams())
 _MODEL = "a Hugging Face folder, a .gguf file or a hub id; without it the embedded SmolLM2-135M-Instruct"
 
 
@@ -63,12 +54,11 @@ class ModelOptions:
     memory: Annotated[
         str | None,
         Option("--memory", metavar="SIZE", help="for weights and cache together, such as 12GiB; what is free"),
-    ] = _ENGINE["memory"]
+    ] = None
 
     def open(self, requests: int = 1) -> LLM:
         """Load the model, with a progress display on a terminal. `requests`: how many will run."""
         from hybridkv.commands.display import progress
-        from hybridkv.config import CacheConfig
         from hybridkv.llm import LLM
 
         with progress() as bars:
@@ -114,8 +104,6 @@ class SamplingOptions:
     ignore_eos: Annotated[bool, Option("--ignore-eos", help="go on past the model's own end")] = _SAMPLING["ignore_eos"]
 
     def params(self, logprobs: int | None = None) -> SamplingParams:
-        from hybridkv.config import SamplingParams
-
         return SamplingParams(**asdict(self) | {"stop": tuple(self.stop or ()), "logprobs": logprobs})
 
 

@@ -75,21 +75,21 @@ def make_report(options: ModelOptions, requests: int) -> Report:
     from hybridkv.llm import resolve_device, resolve_dtype
     from hybridkv.models import cache_schema
     from hybridkv.models.config import ModelConfig
-    from hybridkv.planner import longest_context, model_bytes, most_requests, plan_cache
+    from hybridkv.planner import longest_context, model_bytes, most_requests, plan_cache, planned_tensors
 
     limits = EngineConfig(requests, options.context, options.memory)
     cache = CacheConfig(kv_dtype=options.kv_dtype)
     device = resolve_device(options.device)
-    dtype = resolve_dtype(options.dtype, device)
     name, raw = read_config(options.model)
     config = ModelConfig.from_dict(raw)
-    weights = model_bytes(raw, dtype, device.type)
+    dtype = resolve_dtype(options.dtype, device, raw)
+    weights = model_bytes(config, planned_tensors(config, raw), dtype, device.type)
     context = limits.max_context or config.max_positions
     if context > config.max_positions:
         raise HybridKVError(f"max_context {context} exceeds the model's own limit of {config.max_positions} tokens")
     choices = []
     for kv_dtype in KV_DTYPES if cache.kv_dtype == "auto" else (cache.kv_dtype,):
-        schema = cache_schema(config, KV_DTYPES[kv_dtype], cache.page_size)
+        schema = cache_schema(config, replace(cache, kv_dtype=kv_dtype), dtype)
         pools = plan_cache(schema, requests, context, None)
         choice = Choice(kv_dtype, pools, weights + pools.nbytes)
         if limits.memory_bytes is not None:

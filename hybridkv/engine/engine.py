@@ -176,7 +176,7 @@ class Engine:
 
     def _stats(self, request: Request) -> dict[str, float]:
         """What the request took, in the words of the public interface."""
-        stats: dict[str, float] = {"preemptions": request.preemptions}
+        stats: dict[str, float] = {"preemptions": request.preemptions, "cached_tokens": request.cached_tokens}
         if request.key in self.manager.slot_of:
             position = self.manager.position(request.key)
             lengths = [n for row in self.manager.lengths(request.key).values() for n in row.tolist()]
@@ -192,7 +192,7 @@ class Engine:
             stats |= {
                 "wait_s": request.started_at - request.added_at,
                 "prefill_s": seconds,
-                "prefill_tok_s": request.prompt_tokens / seconds,
+                "prefill_tok_s": (request.prompt_tokens - request.cached_tokens) / seconds,
                 "decode_s": rest,
                 "decode_tok_s": (len(request.generated) - 1) / rest if rest > 0 else 0.0,
             }
@@ -210,7 +210,7 @@ class Engine:
             return False
         self.manager.truncate_request(held.key, same)
         self.scheduler.held.remove(held)
-        request.key = held.key
+        request.key, request.cached_tokens = held.key, same
         return True
 
     # ---- teacher forcing

@@ -17,7 +17,8 @@ class Linear:
     """A weight [rows, inputs] and an optional bias. The plain weight is not kept once it is packed."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.shape, self.nbytes, self.bias = tuple(weight.shape), weight.nbytes, bias
+        self.shape, self.bias = tuple(weight.shape), bias
+        self.nbytes = weight.nbytes + (0 if bias is None else bias.nbytes)
         self.packed = _can_pack(weight)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if self.packed else weight
 

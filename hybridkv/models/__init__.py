@@ -7,6 +7,7 @@ from types import ModuleType
 import torch
 
 from hybridkv.cache import CacheSchema
+from hybridkv.config import KV_DTYPES, CacheConfig
 from hybridkv.models import llama, qwen3_5
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.layers import Decoder
@@ -21,8 +22,10 @@ FAMILIES: dict[str, ModuleType] = {
 }
 
 
-def cache_schema(config: ModelConfig, kv_dtype: torch.dtype, page_size: int) -> CacheSchema:
-    return FAMILIES[config.architecture].cache_schema(config, kv_dtype, page_size)
+def cache_schema(config: ModelConfig, cache: CacheConfig, model_dtype: torch.dtype) -> CacheSchema:
+    """What a model stores for a request, in the precision asked for."""
+    kv_dtype = model_dtype if cache.kv_dtype == "auto" else getattr(torch, KV_DTYPES[cache.kv_dtype])
+    return FAMILIES[config.architecture].cache_schema(config, kv_dtype, cache.page_size)
 
 
 def load_model(

@@ -101,7 +101,7 @@ def _collect(part: object, seen: dict[int, int]) -> None:
     if isinstance(part, Linear) and part.packed:
         seen[id(part)] = part.nbytes
     elif isinstance(part, Linear):
-        _collect(part.weight, seen)
+        _collect((part.weight, part.bias), seen)
     elif isinstance(part, Tensor):
         seen[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
     elif isinstance(part, tuple):

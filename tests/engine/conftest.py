@@ -8,6 +8,7 @@ import torch
 
 from engine.ascii_tokenizer import write_tokenizer
 from hybridkv.cache import KVCacheManager
+from hybridkv.config import CacheConfig
 from hybridkv.engine.engine import Engine
 from hybridkv.models import cache_schema
 from hybridkv.text.tokenizer import Tokenizer
@@ -27,7 +28,7 @@ def engine_of(oracle: Callable, open_llm: Callable) -> Callable[..., Engine]:
         tokenizer: Tokenizer | None = None,
     ) -> Engine:
         llm = open_llm(oracle(kind).folder)
-        schema = cache_schema(llm.config, torch.float32, 16)
+        schema = cache_schema(llm.config, CacheConfig("f32", 16), torch.float32)
         manager = KVCacheManager(schema, schema.pool_pages(1, pool), slots, context)
         return Engine(llm.model, manager, tokenizer, step_tokens, eos)
 
