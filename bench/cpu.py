@@ -80,7 +80,7 @@ def llama_cpp(prompt: list[int], tokens: int, repeats: int, threads: int) -> dic
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     server = xllamacpp.Server(params)
     body = {"prompt": prompt, "n_predict": tokens, "ignore_eos": True, "cache_prompt": False, "temperature": 0}
-    runs = [_timings(server.handle_completions(json.dumps(body))) for _ in range(repeats + 1)][1:]
+    runs = [_timings(server.handle_completions(body)) for _ in range(repeats + 1)][1:]
     return {
         "prefill_tok_s": statistics.median(r["prompt_per_second"] for r in runs),
         "decode_tok_s": statistics.median(r["predicted_per_second"] for r in runs),
@@ -88,9 +88,8 @@ def llama_cpp(prompt: list[int], tokens: int, repeats: int, threads: int) -> dic
 
 
 def _timings(answer: object) -> dict[str, float]:
-    parsed = json.loads(answer) if isinstance(answer, str | bytes) else answer
-    assert isinstance(parsed, dict) and "timings" in parsed, f"llama.cpp answered {str(parsed)[:200]}"
-    return parsed["timings"]
+    assert isinstance(answer, dict) and "timings" in answer, f"llama.cpp answered {str(answer)[:200]}"
+    return answer["timings"]
 
 
 def measure(
@@ -156,7 +155,9 @@ def main() -> None:
     if importlib.util.find_spec("xllamacpp"):
         results["Q4_1"] = {"llama.cpp": llama_cpp(prompt, args.tokens, args.repeats, args.threads)}
 
-    table = Table(title=f"SmolLM2-135M, {args.prompt} + {args.tokens} tokens, {args.threads} threads")
+    table = Table(
+        title_justify="left", title=f"SmolLM2-135M, {args.prompt} + {args.tokens} tokens, {args.threads} threads"
+    )
     for column in ("weights", "engine", "prefill tok/s", "decode tok/s", "prefill ratio", "decode ratio"):
         table.add_column(column, justify="left" if column in ("weights", "engine") else "right")
     for dtype, rows in results.items():
@@ -164,8 +165,8 @@ def main() -> None:
         for name, row in rows.items():
             ratios = [f"{row[k] / base[k]:.2f}x" if base else "" for k in ("prefill_tok_s", "decode_tok_s")]
             table.add_row(dtype, name, f"{row['prefill_tok_s']:.0f}", f"{row['decode_tok_s']:.1f}", *ratios)
-    Console().print(table)
-    Console().print(f"greedy tokens equal before the first difference, of {1 + args.tokens}: {agree}")
+    Console(width=100).print(table)
+    print(f"greedy tokens equal before the first difference, of {1 + args.tokens}: {agree}")
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     for package in ("transformers", "xllamacpp"):
         if importlib.util.find_spec(package):
