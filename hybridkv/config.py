@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 
 from hybridkv.errors import HybridKVError, RequestError
 
-KV_DTYPES = {"f32": "float32", "bf16": "bfloat16"}  # names here and in torch, which this file does not import
+KV_DTYPES = {
+    "f32": "float32",
+    "bf16": "bfloat16",
+    "fp8": "float8_e4m3fn",
+}  # names here and in torch, which this file does not import
 MODEL_DTYPES = ("float32", "bfloat16")
 # A prefill chunk is a whole number of these: the chunked delta rule gives the same bits however a prompt is cut at
 # multiples of 64.
@@ -18,10 +22,31 @@ CHUNK_QUANTUM = 64
 class CacheConfig:
     """How the KV cache is stored."""
 
-    kv_dtype: str = "auto"  # f32 | bf16; auto: the model's own dtype
+    kv_dtype: str = "auto"  # f32 | bf16 | fp8 (E4M3, a scale for each token and head); auto: the model's own dtype
     page_size: int = 64  # tokens a page holds
+    budget: int | None = None  # tokens kept per stream on average once the prompt is read; None: all
+    window: int = 64  # how many of the last queries vote on what to keep
+    recent: int = 64  # tokens at the end that stay whatever their score; the budget includes them
+    policy: object = "snapkv"  # a name, or a hybridkv.eviction.Policy of your own
+    scope: str = "head"  # a list of survivors for each head, each layer, or one for all: head | layer | global
+    bounded: bool = False  # evict between prompt chunks too: no more than budget + one chunk is ever held
+    decode_every: int = 0  # evict again to the budget every so many generated tokens; 0: never
 
     def __post_init__(self) -> None:
+        if self.budget is not None and (not is_whole(self.budget) or self.budget < 1):
+            raise HybridKVError(f"budget must be a positive number of tokens, not {shown(self.budget)}; None keeps all")
+        for name, low in (("window", 1), ("recent", 0), ("decode_every", 0)):
+            if not is_whole(getattr(self, name)) or not low <= getattr(self, name) <= 1 << 20:
+                raise HybridKVError(f"{name} must be a whole number from {low}, not {shown(getattr(self, name))}")
+        if self.budget is not None and self.budget < self.recent:
+            raise HybridKVError(
+                f"budget {self.budget} is smaller than the {self.recent} recent tokens that always stay; raise budget "
+                "or lower recent"
+            )
+        if self.scope not in ("head", "layer", "global"):
+            raise HybridKVError(f"scope must be head, layer or global, not {shown(self.scope)}")
+        if self.budget is None and (self.bounded or self.decode_every):
+            raise HybridKVError("bounded and decode_every need a budget")
         if self.kv_dtype not in ("auto", *KV_DTYPES):
             raise HybridKVError(f"kv_dtype {self.kv_dtype!r} is not supported; choose auto, {', '.join(KV_DTYPES)}")
         if not is_whole(self.page_size) or not 1 <= self.page_size <= 1 << 16:

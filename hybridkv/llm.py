@@ -15,6 +15,7 @@ from hybridkv.config import MODEL_DTYPES, CacheConfig, EngineConfig, SamplingPar
 from hybridkv.embedded import Progress
 from hybridkv.engine.engine import Engine
 from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.eviction import Evictor
 from hybridkv.kernels.linear import fast_bf16
 from hybridkv.models import cache_schema, load_model
 from hybridkv.models.config import ModelConfig
@@ -69,7 +70,8 @@ class LLM:
         plan = self.plan
         self.manager = KVCacheManager(plan.schema, plan.pages, plan.slots, plan.max_tokens, self.device)
         eos = self.tokenizer.eos_ids if self.tokenizer and self.tokenizer.eos_ids else frozenset(self.config.eos_ids)
-        self.engine = Engine(self.model, self.manager, self.tokenizer, limits.step_tokens, eos)
+        evictor = Evictor.make(self.cache_config, self.manager, self.config.head_dim)
+        self.engine = Engine(self.model, self.manager, self.tokenizer, limits.step_tokens, eos, evictor)
         template = self.tokenizer.chat_template if self.tokenizer else None
         self.chat_template = (
             ChatTemplate(template, bos=self.tokenizer.bos_text, eos=self.tokenizer.eos_text)

@@ -9,6 +9,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 
+import numpy as np
 import torch
 
 from hybridkv.config import SamplingParams
@@ -43,6 +44,7 @@ class Request:
     finish_reason: str | None = None  # stop | length | abort | error
     error: str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    evictions: dict[int, list[list[np.ndarray]]] = field(default_factory=dict)  # position -> entries kept there
     preemptions: int = 0
     cached_tokens: int = 0  # of the prompt, taken over from a held cache
     stats: dict[str, float] = field(default_factory=dict)

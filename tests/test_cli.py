@@ -143,7 +143,7 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
         (["generate", "--prompts-file", "/"], "--prompts-file"),
         (["generate", "hi", "--raw", "--system", "be kind"], "--system"),
         (["generate", "hi", "-m", "no/such/model"], "no/such/model"),
-        (["generate", "hi", "--kv-dtype", "fp8"], "--kv-dtype"),
+        (["generate", "hi", "--kv-dtype", "fp4"], "--kv-dtype"),
         (["generate", "hi", "--dtype", "float64"], "float64"),
         (["generate", "hi", "--device", "abacus"], "abacus"),
         (["generate", "hi", "--memory", "lots"], "lots"),

@@ -80,7 +80,7 @@ def test_good_sampling_parameters_are_kept() -> None:
         SamplingParams().max_tokens = 5  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("bad", ("fp8", "", "F32", "float32", None, 32, True, ["f32"], torch.float32))
+@pytest.mark.parametrize("bad", ("fp4", "", "F32", "float32", None, 32, True, ["f32"], torch.float32))
 def test_an_unknown_kv_dtype_is_answered_with_the_known_ones(bad: Any) -> None:
     with pytest.raises(HybridKVError, match="kv_dtype.*auto, f32, bf16"):
         CacheConfig(kv_dtype=bad)

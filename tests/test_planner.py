@@ -62,8 +62,8 @@ def test_known_models_have_their_published_sizes(name: str) -> None:
 def test_the_table_of_the_27b_model_shows_what_it_should(capsys: pytest.CaptureFixture[str]) -> None:
     lines = run(capsys, "plan", "--model", "Qwen3.5-27B", "--context", 4096, "--dtype", "bfloat16").splitlines()
     rows = [" ".join(line.split()) for line in lines]
-    assert "attention pages 16 64 4096 4096 512.0 MiB 256.0 MiB" in rows
-    assert "gdn state 48 149.6 MiB 149.6 MiB" in rows
+    assert "attention pages 16 64 4096 4096 512.0 MiB 256.0 MiB 130.0 MiB" in rows
+    assert "gdn state 48 149.6 MiB 149.6 MiB 149.6 MiB" in rows
 
 
 @pytest.mark.parametrize("kv_dtype", KV)

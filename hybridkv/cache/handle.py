@@ -9,6 +9,7 @@ in the decode forms of the ops. The others are prompt chunks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from hybridkv.kernels.append import append
 from hybridkv.kernels.attention_decode import attention_decode
 from hybridkv.kernels.attention_prefill import attention_prefill
 from hybridkv.kernels.gdn import causal_conv, causal_conv_step, gated_delta, gated_delta_step
+from hybridkv.kernels.quant import Fp8Pages, Pages
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class StreamView:
     """One StreamSchema's part of a step."""
 
     table: Tensor  # [B, streams, N] page ids, -1 past the end
-    lengths: np.ndarray  # [B, streams] entries held once this step's are appended
+    lengths: np.ndarray  # [B, streams] entries held once this step's are appended, on the host
+    device_lengths: Tensor  # [B, streams] int64, the same where the kernels read it
     entry_index: Tensor | None  # [streams, T] flat place of each new entry; None where an entry is more than one token
 
 
@@ -34,6 +37,7 @@ class ForwardStep:
     """What one forward pass may touch: made by KVCacheManager.prepare_forward, which has reserved every page in it."""
 
     slots: list[int]  # [B] state rows
+    begins: list[int]  # [B] position of each request's first token
     starts: list[int]  # [B + 1] where each request's tokens begin
     singles: int  # how many requests have one token; they come first
     streams: dict[str, StreamView]
@@ -64,23 +68,43 @@ class LayerHandle:
     ) -> None:
         self.step, self.view, self.rows, self.paged, self.state = step, view, rows, paged, state
 
+    def pages(self, name: str) -> Pages:
+        """The layer's pool of keys ("k") or values ("v")."""
+        scale = self.paged.get(f"{name}_scale")
+        return self.paged[name] if scale is None else Fp8Pages(self.paged[name], scale)
+
     def append(self, k: Tensor, v: Tensor) -> None:
         """Store this step's keys and values [T, G, D]."""
         assert self.view is not None and self.view.entry_index is not None
-        append(self.paged["k"], self.paged["v"], k, v, self.view.entry_index[self.rows])
+        append(self.pages("k"), self.pages("v"), k, v, self.view.entry_index[self.rows])
 
     def attend(self, q: Tensor, scale: float) -> Tensor:
         """Causal attention of q [T, H, D] over what is stored, this step's tokens included."""
         assert self.view is not None
-        n, pages = self.step.singles, (self.paged["k"], self.paged["v"])
+        if "queries" in self.state:
+            self.capture(q)
+        n, pages = self.step.singles, (self.pages("k"), self.pages("v"))
         table, lengths = self.view.table[:, self.rows], self.view.lengths[:, self.rows]
+        on_device = self.view.device_lengths[:, self.rows]
         parts = []
         if n:
-            parts.append(attention_decode(q[:n], *pages, table[:n], lengths[:n], scale))
+            parts.append(attention_decode(q[:n], *pages, table[:n], lengths[:n], scale, on_device[:n]))
         if n < len(self.step.slots):
             starts = [s - n for s in self.step.starts[n:]]
-            parts.append(attention_prefill(q[n:], *pages, table[n:], lengths[n:], starts, scale))
+            parts.append(attention_prefill(q[n:], *pages, table[n:], lengths[n:], starts, scale, on_device[n:]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def capture(self, q: Tensor) -> None:
+        """Keep the last W queries of each request: the one of position p lies in row p mod W, whatever the chunks
+        were.
+        """
+        ring = self.state["queries"]  # [slots, W, H, D]
+        W, step = ring.shape[1], self.step
+        last = [range(max(a, b - W), b) for a, b in pairwise(step.starts)]
+        rows = [i for r in last for i in r]
+        at = [(step.begins[k] + i - step.starts[k]) % W for k, r in enumerate(last) for i in r]
+        slots = [step.slots[k] for k, r in enumerate(last) for _ in r]
+        ring[slots, at] = q[rows]
 
     def convolve(self, x: Tensor, weight: Tensor) -> Tensor:
         """silu(causal convolution) of x [T, C] f32, each request continuing from its own tail."""

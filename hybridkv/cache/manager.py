@@ -17,6 +17,7 @@ Ownership of one stream's pages (64 entries a page, length 150):
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -29,6 +30,14 @@ from hybridkv.cache.state import StatePool
 from hybridkv.errors import HybridKVError, RequestError
 
 Plan = Sequence[tuple[Hashable, int]]  # (request, new tokens)
+
+
+@dataclass(frozen=True)
+class Compaction:
+    """What a compacted request still holds of its past: entries of later tokens follow without gaps."""
+
+    position: int  # when it happened last
+    kept: dict[str, list[np.ndarray]]  # absolute positions of each stream's surviving entries
 
 
 class StreamTable:
@@ -95,6 +104,44 @@ class StreamTable:
         self.allocator.share(rows[rows >= 0])
         self.pages[slot], self.held[slot], self.lengths[slot] = rows, used, self.lengths[origin]
 
+    def flat(self, pages: np.ndarray, entries: np.ndarray) -> np.ndarray:
+        """Flat pool numbers of a stream's entries."""
+        P = self.schema.entries_per_page
+        return pages[entries // P].astype(np.int64) * P + entries % P
+
+    def compaction_pages(self, slot: int, keeps: Sequence[np.ndarray]) -> list[int]:
+        """Fresh pages that compacting each stream takes: none, unless a page it would write has another owner."""
+        need = []
+        for s, keep in enumerate(keeps):
+            n = -(-len(keep) // self.schema.entries_per_page)
+            shared = len(keep) < self.lengths[slot, s] and (self.allocator.refs[self.pages[slot, s, :n]] > 1).any()
+            need.append(n if shared else 0)
+        return need
+
+    def compact(self, slot: int, first: int, keeps: Sequence[np.ndarray], lane: int) -> None:
+        """Move the survivors of streams first, first + 1, ... to their front and give back the pages that empty."""
+        jobs, source, target = [], [], []
+        for s, keep in enumerate(keeps, start=first):
+            if len(keep) == self.lengths[slot, s]:
+                continue
+            row, n = self.pages[slot, s], -(-len(keep) // self.schema.entries_per_page)
+            pages = row[:n].copy()
+            if (self.allocator.refs[pages] > 1).any():
+                pages = self.allocator.acquire(n)
+            source.append(self.flat(row, keep))
+            target.append(self.flat(pages, np.arange(len(keep))))
+            jobs.append((s, pages, len(keep)))
+        if jobs:
+            device = next(iter(self.pool.tensors.values())).device
+            self.pool.move_entries(lane, *(torch.from_numpy(np.concatenate(x)).to(device) for x in (source, target)))
+        for s, pages, length in jobs:
+            row = self.pages[slot, s]
+            old = row[row >= 0]
+            self.allocator.release(old[~np.isin(old, pages)])
+            row[:] = -1
+            row[: len(pages)] = pages
+            self.held[slot, s], self.lengths[slot, s] = len(pages), length
+
     def drop(self, slot: int, keep: int = 0) -> None:
         """Give back all pages of a slot but the first `keep` of each stream."""
         rows = self.pages[slot, :, keep:]
@@ -115,7 +162,8 @@ class StreamTable:
             entry = before[owner] + inside[:, None]  # [T, S]
             page = self.pages[slots[owner][:, None], np.arange(s.streams), entry // P].astype(np.int64)
             index = torch.from_numpy(np.ascontiguousarray((page * P + entry % P).T)).to(device)
-        return StreamView(torch.from_numpy(self.pages[slots, :, :width]).to(device), after, index)
+        table = torch.from_numpy(self.pages[slots, :, :width]).to(device)
+        return StreamView(table, after, torch.from_numpy(after).to(device), index)
 
 
 class KVCacheManager:
@@ -133,6 +181,7 @@ class KVCacheManager:
         self.tables = {s.name: StreamTable(s, pages[s.name], slots, max_tokens, self.device) for s in schema.streams}
         self.state = StatePool(schema.states, slots, self.device)
         self.positions = np.zeros(slots, np.int64)
+        self.compactions: dict[int, Compaction] = {}  # of slots that were compacted
         self.slot_of: dict[Hashable, int] = {}
         self._free_slots = list(range(slots - 1, -1, -1))
 
@@ -155,6 +204,8 @@ class KVCacheManager:
         for table in self.tables.values():
             table.share(origin, slot)
         self.positions[slot] = self.positions[origin]
+        if origin in self.compactions:
+            self.compactions[slot] = self.compactions[origin]
         self.state.copy(origin, slot)
         return slot
 
@@ -166,6 +217,7 @@ class KVCacheManager:
             table.drop(slot)
             table.lengths[slot] = 0
         self.positions[slot] = 0
+        self.compactions.pop(slot, None)
         self._free_slots.append(slot)
 
     def truncate_request(self, request: Hashable, position: int) -> None:
@@ -175,14 +227,59 @@ class KVCacheManager:
             raise RequestError(f"cannot truncate to {position}: the request is at position {self.positions[slot]}")
         if self.schema.states and position != self.positions[slot]:
             raise RequestError("recurrent state cannot be rewound; release the request and compute it again")
-        for table in self.tables.values():
-            if (table.lengths[slot] != table.schema.entries(int(self.positions[slot]))).any():
-                raise RequestError(f"stream '{table.schema.name}' was compacted; its past entries no longer exist")
+        if position == self.positions[slot]:
+            return
+        if slot in self.compactions:
+            raise RequestError(
+                f"cannot truncate to {position}: entries were evicted at position {self.compactions[slot].position}; "
+                "release the request and compute it again"
+            )
         for table in self.tables.values():
             entries = table.schema.entries(position)
             table.drop(slot, -(-entries // table.schema.entries_per_page))
             table.lengths[slot] = entries
         self.positions[slot] = position
+
+    def compact_request(self, request: Hashable, keep: Mapping[int, Sequence[np.ndarray]]) -> int:
+        """Keep only the entries named for each layer's streams, in ascending order; returns how many pages went back.
+
+        The survivors do not change by a bit. All lists are checked before anything moves.
+        """
+        slot, before = self._slot(request), self.held_pages(request)
+        tables = [(t, *t.schema.place(layer), layer) for t in self.tables.values() for layer in t.schema.layers]
+        positions = {name: self.entry_positions(request, name) for name in self.tables}
+        for table, _, rows, layer in tables:
+            lists = keep.get(layer, ())
+            if table.schema.shared or len(lists) != table.schema.heads:
+                raise ValueError(
+                    f"layer {layer} needs a list of entries to keep for each of {table.schema.heads} streams"
+                )
+            for s, entries in zip(range(rows.start, rows.stop), lists, strict=True):
+                length = int(table.lengths[slot, s])
+                if not len(entries) or entries[0] < 0 or entries[-1] >= length or (np.diff(entries) <= 0).any():
+                    raise ValueError(
+                        f"layer {layer}: entries to keep must be ascending numbers, each once, from 0 to {length - 1}"
+                    )
+        for table in self.tables.values():
+            lists = [np.asarray(e) for layer in table.schema.layers for e in keep[layer]]
+            table.allocator.require(sum(table.compaction_pages(slot, lists)))
+        kept = {
+            name: [positions[name][s][e] for s, e in enumerate(e for layer in t.schema.layers for e in keep[layer])]
+            for name, t in self.tables.items()
+        }
+        for table, lane, rows, layer in tables:  # layer by layer: the workspace is one layer's survivors
+            table.compact(slot, rows.start, [np.asarray(e) for e in keep[layer]], lane)
+        self.compactions[slot] = Compaction(int(self.positions[slot]), kept)
+        return sum(before.values()) - sum(self.held_pages(request).values())
+
+    def entry_positions(self, request: Hashable, name: str) -> list[np.ndarray]:
+        """Absolute position of every entry of every stream of one schema (one token an entry)."""
+        slot = self._slot(request)
+        position, lengths = int(self.positions[slot]), self.tables[name].lengths[slot]
+        if slot not in self.compactions:
+            return [np.arange(n) for n in lengths]
+        past = self.compactions[slot]
+        return [np.concatenate((kept, np.arange(past.position, position))) for kept in past.kept[name]]
 
     # ---- one step
 
@@ -214,7 +311,7 @@ class KVCacheManager:
                 table.take(slot, add, table.shared(slot, copy))
         at, n = np.array(slots), np.array(counts)
         views = {name: t.view(at, n, self.positions[at], self.device) for name, t in self.tables.items()}
-        return ForwardStep(slots, [0, *np.cumsum(n).tolist()], singles, views)
+        return ForwardStep(slots, self.positions[at].tolist(), [0, *np.cumsum(n).tolist()], singles, views)
 
     def acquire(self, step: ForwardStep) -> dict[int, LayerHandle]:
         """A handle for every layer that stores anything. Allocates nothing."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache.schema import StreamSchema
+from hybridkv.kernels.compact import compact
 
 
 class PagedPool:
@@ -23,6 +24,11 @@ class PagedPool:
     def lane(self, lane: int) -> dict[str, Tensor]:
         """Views [pages, entries, *shape] of one lane."""
         return {name: t[lane] for name, t in self.tensors.items()}
+
+    def move_entries(self, lane: int, source: Tensor, target: Tensor) -> None:
+        """Entries (flat numbers page * entries_per_page + offset) to other places, byte for byte; overlap is fine."""
+        for t in self.tensors.values():
+            compact(t[lane], source, target)
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Copy whole pages, all lanes and tensors, byte for byte. The two sets of ids do not overlap."""

@@ -1,17 +1,18 @@
-"""What a model stores, declared as data. Pools, state, planner and tests loop over this table; nothing else knows
-sizes.
+"""What a model stores, declared as data. Pools, state, planner and tests loop over this table and know no other sizes.
 
-Two kinds of memory ------------------- *Paged* memory grows with tokens. It is made of **entries** (one per token in
-full attention, one per 4 or 128 tokens in a compressed layer), and a **page** holds a fixed number of them. A
-**stream** is what has one length and one row of page ids. A full-attention layer has one stream for each KV head, so
-that heads and layers may keep different numbers of tokens, and every page they give up is free for others:
+Two kinds of memory
+-------------------
+*Paged* memory grows with tokens. It is made of **entries** (one per token in full attention, one per 4 or 128 tokens in
+a compressed layer), and a **page** holds a fixed number of them. A **stream** is what has one length and one row of page
+ids. A full-attention layer has one stream for each KV head, so that heads and layers may keep different numbers of
+tokens, and every page they give up is free for others:
 
     layer 0  head 0   [ 7][ 3][12]          length 150 of 192
              head 1   [ 8][ 4]              length  97 of 128   (64 entries a page)
     layer 1  head 0   [ 9][ 5][13]          ...
 
 Layers whose entry counts are the same function of position may share one stream; they are its **lanes**, and a page
-then holds the entries of all of them. A `StreamSchema` declares a set of streams that are alike and draw on one pool:
+then holds the entries of all of them. A `StreamSchema` declares a set of alike streams that draw on one pool:
 
     pool tensor = [lanes, pages, entries_per_page, *shape]      one per TensorSpec
 
@@ -19,9 +20,10 @@ then holds the entries of all of them. A `StreamSchema` declares a set of stream
 
     state tensor = [layers, slots, *shape]                      one per TensorSpec, `init` is what a fresh row holds
 
-Position is not slot -------------------- `position` is the absolute number of tokens a request has seen: it drives
-RoPE and compression phase. `length` is how many entries a stream holds. Without eviction length = position //
-tokens_per_entry. Only eviction moves them apart.
+Position is not slot
+--------------------
+`position` is the absolute number of tokens a request has seen: it drives RoPE and compression phase. `length` is how
+many entries a stream holds. Without eviction length = position // tokens_per_entry. Only eviction moves them apart.
 """
 
 from __future__ import annotations

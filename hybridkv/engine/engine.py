@@ -19,6 +19,7 @@ from hybridkv.engine.runner import Runner, StepInputs
 from hybridkv.engine.sampler import sample
 from hybridkv.engine.scheduler import Batch, Scheduler
 from hybridkv.errors import RequestError
+from hybridkv.eviction import Evictor
 from hybridkv.models.layers import Decoder
 from hybridkv.request import Request
 from hybridkv.text.stream import TextStream
@@ -42,8 +43,9 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         step_tokens: int = 512,
         eos_ids: frozenset[int] = frozenset(),
+        evictor: Evictor | None = None,
     ) -> None:
-        self.manager, self.tokenizer, self.eos_ids = manager, tokenizer, eos_ids
+        self.manager, self.tokenizer, self.eos_ids, self.evictor = manager, tokenizer, eos_ids, evictor
         self.vocab = model.config.vocab
         self.runner = Runner(model, manager)
         self.scheduler = Scheduler(manager, step_tokens)
@@ -115,6 +117,7 @@ class Engine:
         try:
             logits = self.runner.forward(self._inputs(batch))
             self.manager.commit(batch.plan)
+            self._evict(batch)
             updates = self._extend([batch.requests[i] for i in batch.sampled], logits)
             self._finish_done(updates)
         except BaseException as problem:
@@ -125,6 +128,12 @@ class Engine:
                     self.scheduler.finish(request)
             raise
         return updates
+
+    def _evict(self, batch: Batch) -> None:
+        """Cut the caches that have grown past their budget. Logits of this step are computed already."""
+        for request in batch.requests if self.evictor else ():
+            if self.evictor and self.evictor.due(request, self.manager):
+                self.evictor.evict(request, self.manager)
 
     def _inputs(self, batch: Batch) -> StepInputs:
         now = time.perf_counter()

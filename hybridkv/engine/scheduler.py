@@ -80,7 +80,10 @@ class Scheduler:
         budget = max(self.step_tokens - len(plan), CHUNK_QUANTUM)  # decoding never keeps prompts from going on
         for request, n in pending.items():
             if n > 1:
-                chunk = self._chunk(self.manager.position(request.key), n, budget)
+                position = self.manager.position(request.key)
+                # a request that is computed again stops where entries were evicted the first time
+                stop = min((p - position for p in request.evictions if p > position), default=n)
+                chunk = self._chunk(position, min(n, stop), budget)
                 if chunk:
                     plan.append((request, chunk))
                     budget -= chunk

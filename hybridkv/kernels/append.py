@@ -8,16 +8,23 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from hybridkv.kernels.quant import Fp8Pages, Pages, fp8_encode
+
 
 def append_ref(
-    k_pool: Tensor,  # [N, P, D]
-    v_pool: Tensor,  # [N, P, D]
+    k_pool: Pages,  # [N, P, D]
+    v_pool: Pages,  # [N, P, D]
     k: Tensor,  # [T, G, D]
     v: Tensor,  # [T, G, D]
     entry_index: Tensor,  # [G, T] int64, all different
 ) -> None:
-    for pool, new in ((k_pool, k), (v_pool, v)):
-        pool.view(-1, pool.shape[-1])[entry_index] = new.transpose(0, 1).to(pool.dtype)
+    for pool, new in ((k_pool, k.transpose(0, 1)), (v_pool, v.transpose(0, 1))):  # [G, T, D]
+        if isinstance(pool, Fp8Pages):
+            codes, scale = fp8_encode(new)
+            pool.codes.view(-1, pool.codes.shape[-1])[entry_index] = codes
+            pool.scale.view(-1)[entry_index] = scale
+        else:
+            pool.view(-1, pool.shape[-1])[entry_index] = new.to(pool.dtype)
 
 
 append = append_ref

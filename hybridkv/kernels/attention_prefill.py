@@ -14,18 +14,20 @@ import torch
 from torch import Tensor
 
 from hybridkv.kernels.attention_tile import KEY_TILE, TileSum, read_pages, tile_attention, tile_attention_ref
+from hybridkv.kernels.quant import Pages
 
 QUERY_BLOCK = 256  # queries that run over the same keys
 
 
 def attention_prefill(
     q: Tensor,  # [T, H, D] the requests' queries, one request after the other
-    k_pool: Tensor,  # [N, P, D]
-    v_pool: Tensor,  # [N, P, D]
+    k_pool: Pages,  # [N, P, D]
+    v_pool: Pages,  # [N, P, D]
     table: Tensor,  # [B, G, N] page ids, -1 past the end
     lengths: np.ndarray,  # [B, G] entries held, the new ones included
     starts: list[int],  # [B + 1] where each request's queries begin
     scale: float,
+    device_lengths: Tensor | None = None,  # [B, G] the same lengths on q's device; this form branches on the host's
     key_tile: int = KEY_TILE,
 ) -> Tensor:
     out = torch.empty_like(q)
@@ -43,9 +45,7 @@ def attention_prefill(
     return out
 
 
-def _block(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, length: int, scale: float, key_tile: int
-) -> Tensor:
+def _block(q: Tensor, k_pool: Pages, v_pool: Pages, table: Tensor, length: int, scale: float, key_tile: int) -> Tensor:
     """q [n, G, H/G, D], the last n of `length` tokens, over streams table [G, N] -> [n, G, H/G, D]."""
     n, G, folds, D = q.shape
     rows = q.permute(1, 2, 0, 3).reshape(1, G, folds * n, D)
@@ -60,7 +60,7 @@ def _block(
 
 
 def attention_prefill_ref(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, lengths: np.ndarray, starts: list[int], scale: float
+    q: Tensor, k_pool: Pages, v_pool: Pages, table: Tensor, lengths: np.ndarray, starts: list[int], scale: float
 ) -> Tensor:
     """The definition, one query at a time. For tests."""
     out = torch.empty_like(q)

@@ -9,14 +9,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybridkv.kernels.quant import Fp8Pages, Pages, fp8_decode
+
 KEY_TILE = 2048  # keys read at once
 
 
-def read_pages(pool: Tensor, table: Tensor, start: int, stop: int) -> Tensor:
+def read_pages(pool: Pages, table: Tensor, start: int, stop: int) -> Tensor:
     """Entries [start, stop) of each stream of `table` [..., N], out of pool [N, P, D] -> [..., stop - start, D].
 
-    Table entries past a stream's pages are -1; what is read there must be masked by the caller.
+    FP8 entries come as f32. Table entries past a stream's pages are -1; what is read there must be masked by the
+    caller.
     """
+    if isinstance(pool, Fp8Pages):
+        scale = read_pages(pool.scale.unsqueeze(-1), table, start, stop).squeeze(-1)
+        return fp8_decode(read_pages(pool.codes, table, start, stop), scale)
     P, D = pool.shape[1:]
     first = start // P
     pages = table[..., first : -(-stop // P)].clamp(min=0)

@@ -113,6 +113,8 @@ def _collect(part: object, seen: dict[int, int]) -> None:
 
 
 def attention_streams(config: ModelConfig, kv_dtype: torch.dtype, page_size: int) -> StreamSchema:
-    """Full attention: one stream for each layer and KV head, a key and a value an entry."""
-    entry = tuple(TensorSpec(name, (config.head_dim,), kv_dtype) for name in ("k", "v"))
+    """Full attention: one stream for each layer and KV head, a key and a value an entry; in FP8 with a scale each."""
+    fp8 = kv_dtype == torch.float8_e4m3fn
+    entry = tuple(TensorSpec(name, (config.head_dim,), torch.uint8 if fp8 else kv_dtype) for name in ("k", "v"))
+    entry += tuple(TensorSpec(f"{name}_scale", (), torch.float32) for name in ("k", "v")) if fp8 else ()
     return StreamSchema("attention", config.attention_layers, entry, page_size, heads=config.kv_heads)

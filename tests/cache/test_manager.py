@@ -490,15 +490,6 @@ def test_recurrent_state_is_not_rewound_and_the_request_stays_usable() -> None:
     assert keys(m, "a") == [1.0] * 5 + [2.0] * 2
 
 
-@pytest.mark.parametrize("compacted", ["kv", "compressed"])
-def test_a_compacted_request_is_not_truncated_in_any_pool(compacted: str) -> None:
-    m = manager()
-    slot = m.admit_request("a")
-    write(m, [("a", 16)], 1.0)
-    m.tables[compacted].lengths[slot] = 1  # what eviction leaves: fewer entries than the position says
-    refused(m, RequestError, f"'{compacted}' was compacted", lambda: m.truncate_request("a", 8))
-
-
 # ---- the manager's own alarm
 
 

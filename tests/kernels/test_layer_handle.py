@@ -25,7 +25,7 @@ STEPS = (
 
 
 def step_of(slots: list[int], counts: list[int]) -> ForwardStep:
-    return ForwardStep(slots, [0, *np.cumsum(counts).tolist()], counts.count(1), {})
+    return ForwardStep(slots, [0] * len(slots), [0, *np.cumsum(counts).tolist()], counts.count(1), {})
 
 
 @pytest.mark.parametrize(("slots", "counts"), STEPS)
@@ -81,8 +81,8 @@ def test_a_layer_appends_to_and_attends_over_its_own_streams(counts: list[int]) 
     pools = {name: torch.randn(B * 4 * width, P, D) for name in ("k", "v")}
     want = {name: pool.clone() for name, pool in pools.items()}
     starts = [0, *np.cumsum(counts).tolist()]
-    step = ForwardStep(list(range(B)), starts, counts.count(1), {})
-    handle = LayerHandle(step, StreamView(table, after, index), slice(2, 4), pools, {})
+    step = ForwardStep(list(range(B)), [0] * B, starts, counts.count(1), {})
+    handle = LayerHandle(step, StreamView(table, after, torch.from_numpy(after), index), slice(2, 4), pools, {})
     k, v, q = torch.randn(T, heads, D), torch.randn(T, heads, D), torch.randn(T, 6, D)
     handle.append(k, v)
     append(want["k"], want["v"], k, v, index[2:])

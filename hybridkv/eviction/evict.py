@@ -1,0 +1,125 @@
+"""Evictor: when a request's cache is cut to its budget, and carrying it out.
+
+    after the last prompt chunk        if the prompt is longer than budget + window
+    after every chunk (bounded)        if a stream is longer than the budget
+    every n generated tokens           if a stream is longer than the budget
+
+A request remembers what was kept and when. If it is preempted and computed again, the same entries are dropped at the
+same positions, so it goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hybridkv.cache import KVCacheManager
+from hybridkv.config import CacheConfig
+from hybridkv.errors import HybridKVError
+from hybridkv.eviction.keep import Keep, choose
+from hybridkv.eviction.policies import POLICIES
+from hybridkv.eviction.policy import LayerCache, Policy
+from hybridkv.kernels.quant import Fp8Pages, Pages
+from hybridkv.request import Request
+
+STREAMS = "attention"
+
+
+@dataclass(frozen=True)
+class Evictor:
+    config: CacheConfig
+    policy: Policy
+    scale: float  # of attention scores
+
+    @staticmethod
+    def make(config: CacheConfig, manager: KVCacheManager, head_dim: int) -> Evictor | None:
+        """None where nothing is ever evicted."""
+        if config.budget is None:
+            return None
+        if STREAMS not in manager.tables:
+            raise HybridKVError(
+                "a budget was given, but the model has no full-attention layer: there is nothing to evict"
+            )
+        return Evictor(config, find_policy(config.policy), head_dim**-0.5)
+
+    def due(self, request: Request, manager: KVCacheManager) -> bool:
+        """Whether the request's cache is to be cut now, a step after which it stands at a new position."""
+        position, prompt = manager.position(request.key), request.prompt_tokens
+        if position in request.evictions:
+            return True
+        if request.evictions and position < max(request.evictions):
+            return False  # being computed again
+        budget = self.config.budget
+        assert budget is not None
+        longest = int(manager.lengths(request.key)[STREAMS].max())
+        if position < prompt:
+            return self.config.bounded and longest > budget
+        if position == prompt:
+            return longest > budget + (0 if self.config.bounded else self.config.window)
+        every = self.config.decode_every
+        return bool(every) and (position - prompt) % every == 0 and longest > budget
+
+    def evict(self, request: Request, manager: KVCacheManager) -> int:
+        """Score, choose, compact. Returns the pages that went back."""
+        position, layers = manager.position(request.key), manager.tables[STREAMS].schema.layers
+        if position not in request.evictions:
+            request.evictions[position] = self.choose(request, manager)
+        keep = request.evictions[position]
+        return manager.compact_request(request.key, dict(zip(layers, keep, strict=True)))
+
+    def choose(self, request: Request, manager: KVCacheManager) -> Keep:
+        """Survivors of every stream under the policy."""
+        c, table = self.config, manager.tables[STREAMS]
+        assert c.budget is not None
+        lengths = table.lengths[manager.slot_of[request.key]].reshape(len(table.schema.layers), -1)  # [layers, G]
+        scores = [self.policy.score(layer) for layer in self.layers(request, manager)]
+        budgets = self.policy.budgets(scores, lengths, c.budget, c.recent)
+        if budgets.shape != lengths.shape or budgets.sum() > c.budget * budgets.size or budgets.min() < 1:
+            raise HybridKVError(f"the policy's budgets must be positive and {c.budget} a stream on average at the most")
+        return choose(scores, lengths, budgets, c.recent, c.scope)
+
+    def layers(self, request: Request, manager: KVCacheManager) -> list[LayerCache]:
+        """What the policy sees of each attention layer."""
+        table, slot, device = manager.tables[STREAMS], manager.slot_of[request.key], manager.device
+        schema, position = table.schema, manager.position(request.key)
+        when = torch.arange(max(0, position - self.config.window), position, device=device)
+        by_stream = manager.entry_positions(request.key, STREAMS)
+        found = []
+        for i, layer in enumerate(schema.layers):
+            lane, rows = schema.place(layer)
+            lengths = table.lengths[slot, rows]
+            places = np.full((schema.heads, int(lengths.max())), -1, np.int64)
+            for g, at in enumerate(by_stream[rows]):
+                places[g, : len(at)] = at
+            pools = table.pool.lane(lane)
+            ring = manager.state.layer(layer)["queries"][slot]  # [W, H, D]
+            found.append(
+                LayerCache(
+                    layer=i,
+                    layers=len(schema.layers),
+                    queries=ring[when % len(ring)],
+                    query_positions=when,
+                    positions=torch.from_numpy(places).to(device),
+                    lengths=lengths,
+                    k_pool=_pages(pools, "k"),
+                    v_pool=_pages(pools, "v"),
+                    table=torch.from_numpy(table.pages[slot, rows]).to(device),
+                    scale=self.scale,
+                )
+            )
+        return found
+
+
+def find_policy(policy: object) -> Policy:
+    if isinstance(policy, Policy):
+        return policy
+    if not isinstance(policy, str) or policy not in POLICIES:
+        raise HybridKVError(f"policy {str(policy)[:80]!r} is unknown; choose {', '.join(POLICIES)}, or give a Policy")
+    return POLICIES[policy]()
+
+
+def _pages(pools: dict[str, torch.Tensor], name: str) -> Pages:
+    scale = pools.get(f"{name}_scale")
+    return pools[name] if scale is None else Fp8Pages(pools[name], scale)

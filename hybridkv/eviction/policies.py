@@ -1,0 +1,191 @@
+"""The policies. Each is a small dataclass whose fields are its settings; `POLICIES` lists them by name.
+
+Scores are comparable within a stream. Those of SnapKV, TOVA and expected attention are comparable across the heads of
+a layer too, which is what `Ada` needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridkv.errors import HybridKVError
+from hybridkv.eviction.keep import best
+from hybridkv.eviction.policy import LayerCache, Policy
+from hybridkv.kernels.score import window_scores
+
+
+@dataclass(frozen=True)
+class SnapKV(Policy):
+    """Attention that the last queries pay, summed over the window and over the query heads that share a KV head.
+
+    pooling smooths along the prompt, per query head, over entries older than the window: none | avg | max.
+    Li et al. 2024, https://arxiv.org/abs/2404.14469
+    """
+
+    pooling: str = "none"
+    kernel: int = 5
+
+    def __post_init__(self) -> None:
+        if self.pooling not in ("none", "avg", "max") or self.kernel < 1 or self.kernel % 2 == 0:
+            raise HybridKVError(
+                f"pooling must be none, avg or max with an odd kernel, not {self.pooling}, {self.kernel}"
+            )
+
+    def score(self, layer: LayerCache) -> Tensor:
+        scores = window_scores(
+            layer.queries, layer.query_positions, layer.k_pool, layer.table, layer.positions, layer.scale
+        )
+        G, W = len(layer.lengths), len(layer.queries)
+        by_head = scores.view(G, -1, scores.shape[-1])  # [G, H/G, L]
+        if self.pooling != "none":
+            pool = F.avg_pool1d if self.pooling == "avg" else F.max_pool1d
+            for g, n in enumerate(layer.lengths.tolist()):
+                if n > W:
+                    by_head[g, :, : n - W] = pool(by_head[g, :, : n - W], self.kernel, 1, self.kernel // 2)
+        return by_head.sum(1)
+
+
+@dataclass(frozen=True)
+class Tova(Policy):
+    """Attention of the very last query, the mean over the heads of the layer. Oren et al. 2024, arXiv 2401.06104."""
+
+    def score(self, layer: LayerCache) -> Tensor:
+        last = layer.query_positions.argmax()
+        scores = window_scores(
+            layer.queries[last][None],
+            layer.query_positions[last][None],
+            layer.k_pool,
+            layer.table,
+            layer.positions,
+            layer.scale,
+        )
+        return scores.mean(0, keepdim=True).expand(len(layer.lengths), -1)
+
+
+@dataclass(frozen=True)
+class ExpectedAttention(Policy):
+    """Attention expected of queries distributed as the captured ones are: exp(mu . k + k . Sigma k / 2), times |v|.
+
+    Mean and covariance are those of the window's queries, per query head. Devoto et al. 2025, arXiv 2510.00636 (there
+    the statistics are taken before rotation and averaged over future positions).
+    """
+
+    def score(self, layer: LayerCache) -> Tensor:
+        W, H, D = layer.queries.shape
+        G = len(layer.lengths)
+        q = layer.queries.float().view(W, G, H // G, D).permute(1, 2, 0, 3) * layer.scale  # [G, H/G, W, D]
+        mean = q.mean(2)  # [G, H/G, D]
+        off = q - mean.unsqueeze(2)
+        keys = layer.keys.unsqueeze(1)  # [G, 1, L, D]
+        spread = (off @ keys.transpose(-1, -2)).square().sum(2) / max(W - 1, 1)  # k . Sigma k, [G, H/G, L]
+        logits = (mean.unsqueeze(2) @ keys.transpose(-1, -2)).squeeze(2) + spread / 2
+        hidden = (layer.positions < 0).unsqueeze(1)
+        weights = logits.masked_fill(hidden, -torch.inf).softmax(-1).mean(1)  # [G, L]
+        return weights * layer.values.norm(dim=-1)
+
+
+@dataclass(frozen=True)
+class Knorm(Policy):
+    """Keys of small norm draw attention: minus the norm. Devoto et al. 2024, arXiv 2406.11430."""
+
+    def score(self, layer: LayerCache) -> Tensor:
+        return -layer.keys.norm(dim=-1)
+
+
+@dataclass(frozen=True)
+class KeyDiff(Policy):
+    """Keys unlike the others stay: minus the cosine to the mean key direction. Park et al. 2025, arXiv 2504.15364."""
+
+    def score(self, layer: LayerCache) -> Tensor:
+        unit = F.normalize(layer.keys, dim=-1)
+        counts = torch.from_numpy(layer.lengths).to(unit.device)[:, None, None]
+        anchor = F.normalize(unit.sum(1, keepdim=True) / counts, dim=-1)
+        return -(unit * anchor).sum(-1)
+
+
+@dataclass(frozen=True)
+class Streaming(Policy):
+    """The first `sinks` tokens and the most recent ones. Xiao et al. 2023, arXiv 2309.17453."""
+
+    sinks: int = 4
+
+    def score(self, layer: LayerCache) -> Tensor:
+        positions = layer.positions.float()
+        return torch.where(layer.positions < self.sinks, torch.inf, positions)
+
+
+@dataclass(frozen=True)
+class Random(Policy):
+    """The baseline: any entry as good as another, the same ones each time."""
+
+    seed: int = 0
+
+    def score(self, layer: LayerCache) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed * 1009 + layer.layer)
+        return torch.rand(layer.positions.shape, generator=generator).to(layer.positions.device)
+
+
+@dataclass(frozen=True)
+class Ada(Policy):
+    """Heads of a layer share one budget: the best entries of all of them stay. Feng et al. 2024, arXiv 2407.11550.
+
+    Every head keeps at least `floor` of its even share.
+    """
+
+    policy: Policy = field(default_factory=SnapKV)
+    floor: float = 0.2
+
+    def score(self, layer: LayerCache) -> Tensor:
+        return self.policy.score(layer)
+
+    def budgets(self, scores: list[Tensor], lengths: np.ndarray, budget: int, recent: int) -> np.ndarray:
+        even = self.policy.budgets(scores, lengths, budget, recent)
+        return np.stack([self._share(s, n, b, recent) for s, n, b in zip(scores, lengths, even, strict=True)])
+
+    def _share(self, scores: Tensor, lengths: np.ndarray, budgets: np.ndarray, recent: int) -> np.ndarray:
+        if (lengths <= budgets).all():
+            return budgets
+        fixed = np.minimum(np.minimum(recent, budgets), lengths)  # recent entries stay in every head
+        least = np.minimum(np.maximum(fixed, (budgets * self.floor).astype(np.int64)), lengths)
+        sure = [best(scores[g], int(n), int(least[g]), recent) for g, n in enumerate(lengths)]
+        open_scores = scores.clone()
+        for g, n in enumerate(lengths):
+            open_scores[g, torch.from_numpy(sure[g]).to(scores.device)] = -torch.inf
+            open_scores[g, int(n) :] = -torch.inf
+        room = int(np.minimum(budgets.sum(), lengths.sum()) - least.sum())
+        taken = open_scores.flatten().sort(descending=True, stable=True).indices[:room].cpu().numpy()
+        return least + np.bincount(taken // scores.shape[1], minlength=len(lengths))
+
+
+@dataclass(frozen=True)
+class Pyramid(Policy):
+    """Early layers keep more, late layers less, the mean is the budget. Cai et al. 2024, arXiv 2406.02069."""
+
+    policy: Policy = field(default_factory=SnapKV)
+    steepness: float = 20.0  # the last layer's share beyond the recent entries is the even one divided by this
+
+    def score(self, layer: LayerCache) -> Tensor:
+        return self.policy.score(layer)
+
+    def budgets(self, scores: list[Tensor], lengths: np.ndarray, budget: int, recent: int) -> np.ndarray:
+        fixed = min(recent, budget)
+        free = budget - fixed
+        low = free / self.steepness
+        share = np.linspace(2 * free - low, low, len(lengths)) if len(lengths) > 1 else np.array([float(free)])
+        return np.broadcast_to((fixed + share).astype(np.int64)[:, None], lengths.shape).copy()
+
+
+POLICIES: dict[str, type[Policy]] = {
+    "snapkv": SnapKV,
+    "tova": Tova,
+    "expected": ExpectedAttention,
+    "knorm": Knorm,
+    "keydiff": KeyDiff,
+    "streaming": Streaming,
+    "random": Random,
+}

@@ -1,0 +1,54 @@
+"""Policy: says how much each entry of a layer matters. Which survive is decided once, in `keep.py`, for all policies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from torch import Tensor
+
+from hybridkv.kernels.attention_tile import read_pages
+from hybridkv.kernels.quant import Pages
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """What a policy may look at: one attention layer of one request."""
+
+    layer: int  # counted among the attention layers
+    layers: int
+    queries: Tensor  # [W, H, D] the last queries, after norm and rotation
+    query_positions: Tensor  # [W]
+    positions: Tensor  # [G, L] absolute position of each entry; -1 past a stream's length
+    lengths: np.ndarray  # [G]
+    k_pool: Pages  # [N, P, D]
+    v_pool: Pages
+    table: Tensor  # [G, N]
+    scale: float
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """[G, L, D] f32, 0 past a stream's length."""
+        return self._read(self.k_pool)
+
+    @cached_property
+    def values(self) -> Tensor:
+        """[G, L, D] f32, 0 past a stream's length."""
+        return self._read(self.v_pool)
+
+    def _read(self, pool: Pages) -> Tensor:
+        entries = read_pages(pool, self.table, 0, self.positions.shape[1]).float()
+        return entries.masked_fill(self.positions.unsqueeze(-1) < 0, 0)
+
+
+class Policy:
+    """Scores entries; may also spread the budget unevenly over heads and layers."""
+
+    def score(self, layer: LayerCache) -> Tensor:
+        """[G, L] f32: the higher, the more the entry matters. What stands past a stream's length is not looked at."""
+        raise TypeError(f"{type(self).__name__} does not define score(layer)")
+
+    def budgets(self, scores: list[Tensor], lengths: np.ndarray, budget: int, recent: int) -> np.ndarray:
+        """[layers, G] entries each stream keeps, for lengths [layers, G]; in all no more than `budget` a stream."""
+        return np.full(lengths.shape, budget, np.int64)
