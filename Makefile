@@ -47,7 +47,7 @@ lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
 
-bench: $(VENV)/.stamp-run
+bench: $(VENV)/.stamp-dev
 	@set -e; for script in bench/*.py; do \
 	  [ -e "$$script" ] || { echo "bench/ holds no script"; exit 1; }; \
 	  echo "== $$script"; $(BIN)/python "$$script"; done

@@ -40,10 +40,10 @@ class Conversation:
             self.llm.engine.stop(request)
             if request.error is None:
                 self.messages.append({"role": "assistant", "content": request.text.text})
+                self.last = Completion.of(request)
             else:
                 self.messages.pop()  # the turn did not happen, and its cache is gone
                 self._request = None
-        self.last = self.llm.completion(request)
 
     def close(self) -> None:
         """Give the cache back."""
@@ -63,4 +63,4 @@ class Conversation:
             return encode_pieces(tokenizer, pieces)
         # without the token that ended the answer: the template writes that itself
         said = request.tokens[:-1] if request.finish_reason == "stop" else request.tokens
-        return said + tokenizer.encode(prompt[len(done) :], bos=False)
+        return said + tokenizer.encode(prompt[len(done) :], bos=False, after=said[-1])

@@ -113,21 +113,24 @@ def plan_cache(
     context: int,  # tokens of the longest request
     room: int | None,  # bytes for pools and state; None: as much as it takes
     shrink_context: bool = False,  # whether a shorter longest request is acceptable
+    held: int | None = None,  # tokens that a request holds at the most, where eviction bounds it; None: all of them
 ) -> CachePlan:
     """Pools for `requests` requests of `context` tokens, or as many pages as there is room for, but at least one such
     request.
     """
-    full = schema.pool_pages(requests, context)
+    held = context if held is None else min(held, context)
+    full = schema.pool_pages(requests, held)
     if room is None or schema.bytes(full, requests) <= room:
         return CachePlan(schema, full, requests, context)
     pages_room = room - requests * schema.slot_bytes
-    tokens = longest_request(schema, max(pages_room, 0), requests * context)
-    if tokens < context and not shrink_context or tokens < 1 or pages_room < 0:
-        need = requests * schema.slot_bytes + schema.kv_bytes(context)
+    tokens = longest_request(schema, max(pages_room, 0), requests * held)
+    bounded = held < context
+    if tokens < held and (bounded or not shrink_context) or tokens < 1 or pages_room < 0:
+        need = requests * schema.slot_bytes + schema.kv_bytes(held)
         raise HybridKVError(
             f"{human(need)} are needed for {requests} requests' state ({human(requests * schema.slot_bytes)}) and one "
-            f"context of {context} tokens ({human(schema.kv_bytes(context))}), but {human(max(room, 0))} are left for "
+            f"context of {held} tokens ({human(schema.kv_bytes(held))}), but {human(max(room, 0))} are left for "
             f"the cache; give more memory, lower max_context (at most {max(tokens, 0)} tokens fit) or max_requests, or "
             "use kv_dtype='bf16'"
         )
-    return CachePlan(schema, schema.pool_pages(1, tokens), requests, min(context, tokens))
+    return CachePlan(schema, schema.pool_pages(1, tokens), requests, context if bounded else min(context, tokens))

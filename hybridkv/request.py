@@ -45,6 +45,8 @@ class Request:
     error: str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     evictions: dict[int, list[list[np.ndarray]]] = field(default_factory=dict)  # position -> entries kept there
+    seen: torch.Tensor | None = None  # [vocab] bool, tokens so far, where a repetition penalty asks for it
+    counted: int = 0  # tokens that `seen` has
     preemptions: int = 0
     cached_tokens: int = 0  # of the prompt, taken over from a held cache
     stats: dict[str, float] = field(default_factory=dict)
@@ -56,6 +58,10 @@ class Request:
     @property
     def generated(self) -> list[int]:
         return self.tokens[self.prompt_tokens :]
+
+    @property
+    def answer_tokens(self) -> int:
+        return len(self.tokens) - self.prompt_tokens
 
     @property
     def finished(self) -> bool:

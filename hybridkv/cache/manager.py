@@ -58,7 +58,7 @@ class StreamTable:
 
     def grow(self, slot: int, position: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """Per stream: pages to add, and whether the open page must be copied first."""
-        new = self.schema.entries(position + tokens) - self.schema.entries(position)
+        new = self.schema.new_entries(position, tokens)
         P, lengths = self.schema.entries_per_page, self.lengths[slot]
         add = np.maximum(-(-(lengths + new) // P) - self.held[slot], 0)
         return add, self.shared(slot, lengths % P > 0) if new else np.zeros(len(lengths), bool)
@@ -133,7 +133,13 @@ class StreamTable:
             jobs.append((s, pages, len(keep)))
         if jobs:
             device = next(iter(self.pool.tensors.values())).device
-            self.pool.move_entries(lane, *(torch.from_numpy(np.concatenate(x)).to(device) for x in (source, target)))
+            moves = (torch.from_numpy(np.concatenate(x)).to(device) for x in (source, target))
+            try:
+                self.pool.move_entries(lane, *moves)
+            except BaseException:  # no memory for the copy, or interrupted: fresh pages are nobody's
+                for s, pages, _ in jobs:
+                    self.allocator.release(pages[~np.isin(pages, self.pages[slot, s])])
+                raise
         for s, pages, length in jobs:
             row = self.pages[slot, s]
             old = row[row >= 0]
@@ -151,7 +157,7 @@ class StreamTable:
 
     def view(self, slots: np.ndarray, counts: np.ndarray, positions: np.ndarray, device: torch.device) -> StreamView:
         s, P = self.schema, self.schema.entries_per_page
-        new = (positions + counts) // s.tokens_per_entry - positions // s.tokens_per_entry
+        new = (positions + counts) // s.tokens_per_entry - positions // s.tokens_per_entry  # [B]
         before = self.lengths[slots]  # [B, S]
         after = before + new[:, None]
         width = int(-(-after.max(initial=1) // P))
@@ -176,7 +182,9 @@ class KVCacheManager:
         slots: int,  # requests resident at the same time
         max_tokens: int,  # longest request
         device: torch.device | str = "cpu",
+        exact: bool = False,  # steps run in exact mode
     ) -> None:
+        self.exact = exact
         self.schema, self.slots, self.max_tokens, self.device = schema, slots, max_tokens, torch.device(device)
         self.tables = {s.name: StreamTable(s, pages[s.name], slots, max_tokens, self.device) for s in schema.streams}
         self.state = StatePool(schema.states, slots, self.device)
@@ -194,19 +202,27 @@ class KVCacheManager:
     def admit_request(self, request: Hashable) -> int:
         """A slot with fresh state at position 0. Takes no pages."""
         slot = self._take_slot(request)
-        self.state.reset(slot)
+        try:
+            self.state.reset(slot)
+        except BaseException:
+            self.release_request(request)
+            raise
         return slot
 
     def fork_request(self, source: Hashable, request: Hashable) -> int:
         """A second request with the same past: pages shared, state copied. Neither sees what the other then writes."""
         origin = self._slot(source)
         slot = self._take_slot(request)
-        for table in self.tables.values():
-            table.share(origin, slot)
-        self.positions[slot] = self.positions[origin]
-        if origin in self.compactions:
-            self.compactions[slot] = self.compactions[origin]
-        self.state.copy(origin, slot)
+        try:
+            for table in self.tables.values():
+                table.share(origin, slot)
+            self.positions[slot] = self.positions[origin]
+            if origin in self.compactions:
+                self.compactions[slot] = self.compactions[origin]
+            self.state.copy(origin, slot)
+        except BaseException:
+            self.release_request(request)
+            raise
         return slot
 
     def release_request(self, request: Hashable) -> None:
@@ -243,42 +259,56 @@ class KVCacheManager:
     def compact_request(self, request: Hashable, keep: Mapping[int, Sequence[np.ndarray]]) -> int:
         """Keep only the entries named for each layer's streams, in ascending order; returns how many pages went back.
 
-        The survivors do not change by a bit. All lists are checked before anything moves.
+        The survivors do not change by a bit. All lists are checked before anything moves. A table stays whole if none
+        of its layers is named.
         """
         slot, before = self._slot(request), self.held_pages(request)
-        tables = [(t, *t.schema.place(layer), layer) for t in self.tables.values() for layer in t.schema.layers]
-        positions = {name: self.entry_positions(request, name) for name in self.tables}
-        for table, _, rows, layer in tables:
-            lists = keep.get(layer, ())
-            if table.schema.shared or len(lists) != table.schema.heads:
-                raise ValueError(
-                    f"layer {layer} needs a list of entries to keep for each of {table.schema.heads} streams"
-                )
-            for s, entries in zip(range(rows.start, rows.stop), lists, strict=True):
-                length = int(table.lengths[slot, s])
-                if not len(entries) or entries[0] < 0 or entries[-1] >= length or (np.diff(entries) <= 0).any():
+        lists: dict[str, list[np.ndarray]] = {}  # of each table, one for each stream
+        for name, table in self.tables.items():
+            if keep.keys() & set(table.schema.layers):
+                lists[name] = self._checked(slot, table, keep)
+        tables = [(self.tables[name], kept) for name, kept in lists.items()]
+        if all(len(e) == n for t, kept in tables for e, n in zip(kept, t.lengths[slot], strict=True)):
+            return 0
+        for table, kept in tables:
+            table.allocator.require(sum(table.compaction_pages(slot, kept)))
+        earlier = self.compactions[slot].kept if slot in self.compactions else {}
+        where = {name: self.entry_positions(request, name) for name in (*earlier, *lists)}
+        for name, kept in lists.items():
+            where[name] = [at[e] for at, e in zip(where[name], kept, strict=True)]
+        for table, kept in tables:
+            for layer in table.schema.layers:  # layer by layer: the workspace is one layer's survivors
+                lane, rows = table.schema.place(layer)
+                table.compact(slot, rows.start, kept[rows], lane)
+        self.compactions[slot] = Compaction(int(self.positions[slot]), where)
+        return sum(before.values()) - sum(self.held_pages(request).values())
+
+    @staticmethod
+    def _checked(slot: int, table: StreamTable, keep: Mapping[int, Sequence[np.ndarray]]) -> list[np.ndarray]:
+        """The lists of all streams of a table, or ValueError."""
+        found: list[np.ndarray] = []
+        for layer in table.schema.layers:
+            lists, heads = keep.get(layer, ()), table.schema.heads
+            if table.schema.shared or table.schema.tokens_per_entry > 1 or len(lists) != heads:
+                raise ValueError(f"layer {layer} needs a list of entries to keep for each of {heads} streams")
+            for given in lists:
+                entries, length = np.asarray(given), int(table.lengths[slot, len(found)])
+                good = entries.ndim == 1 and entries.size > 0 and entries.dtype.kind in "iu"
+                entries = entries.astype(np.int64) if good else entries  # differences of unsigned numbers never fall
+                if not good or entries[0] < 0 or entries[-1] >= length or (np.diff(entries) <= 0).any():
                     raise ValueError(
                         f"layer {layer}: entries to keep must be ascending numbers, each once, from 0 to {length - 1}"
                     )
-        for table in self.tables.values():
-            lists = [np.asarray(e) for layer in table.schema.layers for e in keep[layer]]
-            table.allocator.require(sum(table.compaction_pages(slot, lists)))
-        kept = {
-            name: [positions[name][s][e] for s, e in enumerate(e for layer in t.schema.layers for e in keep[layer])]
-            for name, t in self.tables.items()
-        }
-        for table, lane, rows, layer in tables:  # layer by layer: the workspace is one layer's survivors
-            table.compact(slot, rows.start, [np.asarray(e) for e in keep[layer]], lane)
-        self.compactions[slot] = Compaction(int(self.positions[slot]), kept)
-        return sum(before.values()) - sum(self.held_pages(request).values())
+                found.append(entries)
+        return found
 
     def entry_positions(self, request: Hashable, name: str) -> list[np.ndarray]:
         """Absolute position of every entry of every stream of one schema (one token an entry)."""
         slot = self._slot(request)
         position, lengths = int(self.positions[slot]), self.tables[name].lengths[slot]
-        if slot not in self.compactions:
+        past = self.compactions.get(slot)
+        if past is None or name not in past.kept:
             return [np.arange(n) for n in lengths]
-        past = self.compactions[slot]
         return [np.concatenate((kept, np.arange(past.position, position))) for kept in past.kept[name]]
 
     # ---- one step
@@ -311,7 +341,7 @@ class KVCacheManager:
                 table.take(slot, add, table.shared(slot, copy))
         at, n = np.array(slots), np.array(counts)
         views = {name: t.view(at, n, self.positions[at], self.device) for name, t in self.tables.items()}
-        return ForwardStep(slots, self.positions[at].tolist(), [0, *np.cumsum(n).tolist()], singles, views)
+        return ForwardStep(slots, self.positions[at].tolist(), [0, *np.cumsum(n).tolist()], singles, views, self.exact)
 
     def acquire(self, step: ForwardStep) -> dict[int, LayerHandle]:
         """A handle for every layer that stores anything. Allocates nothing."""
@@ -330,8 +360,7 @@ class KVCacheManager:
         slots = [self._slot(request) for request, _ in plan]  # all are known, or nothing moves
         for slot, (_, tokens) in zip(slots, plan, strict=True):
             for table in self.tables.values():
-                s, position = table.schema, int(self.positions[slot])
-                table.lengths[slot] += s.entries(position + tokens) - s.entries(position)
+                table.lengths[slot] += table.schema.new_entries(int(self.positions[slot]), tokens)
             self.positions[slot] += tokens
 
     # ---- facts
@@ -350,13 +379,46 @@ class KVCacheManager:
         """Page bytes of the request, shared pages counted in full."""
         return sum(n * self.tables[name].schema.page_bytes for name, n in self.held_pages(request).items())
 
-    def pages_short(self, tokens: int) -> bool:
-        """Whether the free pages are too few for `tokens` new tokens of a fresh request."""
-        return any(t.schema.pages(tokens) > t.allocator.free for t in self.tables.values())
+    def pages_needed(self, request: Hashable | None, tokens: int) -> dict[str, int]:
+        """Pages to be taken so that `tokens` more tokens fit; None: for a request that is not resident yet."""
+        if request is None:
+            return {name: t.schema.pages(tokens) for name, t in self.tables.items()}
+        slot = self._slot(request)
+        position = int(self.positions[slot])
+        return {name: int(t.grow(slot, position, tokens)[0].sum()) for name, t in self.tables.items()}
+
+    def returnable_pages(self, request: Hashable) -> dict[str, int]:
+        """Pages that would be free if the request were released: those that no other request shares."""
+        rows = {name: t.pages[self._slot(request)] for name, t in self.tables.items()}
+        return {
+            name: int((t.allocator.refs[rows[name][rows[name] >= 0]] == 1).sum()) for name, t in self.tables.items()
+        }
+
+    def free_pages(self) -> dict[str, int]:
+        return {name: t.allocator.free for name, t in self.tables.items()}
+
+    def longest_stream(self, request: Hashable) -> int:
+        """Entries of the request's longest stream; 0 where nothing is paged."""
+        slot = self._slot(request)
+        return max((int(t.lengths[slot].max()) for t in self.tables.values()), default=0)
+
+    def tokens_alone(self) -> int:
+        """Tokens of the longest request that the empty pools hold, if nothing is evicted."""
+        found = [self.max_tokens]
+        for t in self.tables.values():
+            entries = t.allocator.total // t.schema.streams * t.schema.entries_per_page
+            found.append((entries + 1) * t.schema.tokens_per_entry - 1)
+        return min(found)
 
     def memory_bytes(self) -> int:
         """Bytes that pools and state occupy."""
         return sum(t.pool.nbytes for t in self.tables.values()) + self.state.nbytes
+
+    def check_counts(self) -> None:
+        """The cheap part of check_integrity: no page is lost or owned by nobody."""
+        for table in self.tables.values():
+            if int(table.allocator.refs.sum()) != int(table.held.sum()):
+                raise AssertionError(f"pool '{table.schema.name}': pages held and pages named in tables differ")
 
     def check_integrity(self) -> None:
         """Every page is free or owned exactly as often as tables name it; free slots are empty."""

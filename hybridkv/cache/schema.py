@@ -3,8 +3,8 @@
 Two kinds of memory
 -------------------
 *Paged* memory grows with tokens. It is made of **entries** (one per token in full attention, one per 4 or 128 tokens in
-a compressed layer), and a **page** holds a fixed number of them. A **stream** is what has one length and one row of page
-ids. A full-attention layer has one stream for each KV head, so that heads and layers may keep different numbers of
+a compressed layer), and a **page** holds a fixed number of them. A **stream** is what has one length and one row of
+page ids. A full-attention layer has one stream for each KV head, so heads and layers may keep different numbers of
 tokens, and every page they give up is free for others:
 
     layer 0  head 0   [ 7][ 3][12]          length 150 of 192
@@ -80,6 +80,10 @@ class StreamSchema:
     def page_bytes(self) -> int:
         return self.lanes * self.entries_per_page * sum(t.nbytes for t in self.tensors)
 
+    def new_entries(self, position: int, tokens: int) -> int:
+        """Entries that `tokens` more tokens bring to a request at `position`."""
+        return (position + tokens) // self.tokens_per_entry - position // self.tokens_per_entry
+
     def entries(self, tokens: int) -> int:
         """Entries that exist once `tokens` tokens were seen and nothing was evicted."""
         return tokens // self.tokens_per_entry
@@ -121,6 +125,11 @@ class CacheSchema:
         names = [s.name for s in (*self.streams, *self.states)]
         if len(set(names)) != len(names):
             raise ValueError(f"schema names must differ: {names}")
+        paged = [layer for s in self.streams for layer in s.layers]
+        state = [(layer, t.name) for s in self.states for layer in s.layers for t in s.tensors]
+        for found, what in ((paged, "layers in two stream schemas"), (state, "state tensors of one name in a layer")):
+            if len(set(found)) != len(found):
+                raise ValueError(f"{what}: {sorted({x for x in found if found.count(x) > 1}, key=str)}")
 
     @property
     def slot_bytes(self) -> int:

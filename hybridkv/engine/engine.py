@@ -6,19 +6,19 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from operator import index
 
 import torch
 from torch import Tensor
 
-from hybridkv.cache import KVCacheManager
-from hybridkv.cache.manager import StreamTable
+from hybridkv.cache import ForwardStep, KVCacheManager
 from hybridkv.config import SamplingParams
 from hybridkv.engine.runner import Runner, StepInputs
 from hybridkv.engine.sampler import sample
 from hybridkv.engine.scheduler import Batch, Scheduler
-from hybridkv.errors import RequestError
+from hybridkv.errors import OutOfPages, RequestError
 from hybridkv.eviction import Evictor
 from hybridkv.models.layers import Decoder
 from hybridkv.request import Request
@@ -48,8 +48,11 @@ class Engine:
         self.manager, self.tokenizer, self.eos_ids, self.evictor = manager, tokenizer, eos_ids, evictor
         self.vocab = model.config.vocab
         self.runner = Runner(model, manager)
-        self.scheduler = Scheduler(manager, step_tokens)
-        self.longest = min([manager.max_tokens, *(_pool_tokens(t) for t in manager.tables.values())])
+        bounded = evictor is not None and evictor.config.bounded
+        self.scheduler = Scheduler(
+            manager, step_tokens, evictor.most_held(step_tokens) if evictor and bounded else None
+        )
+        self.longest = manager.max_tokens if bounded else manager.tokens_alone()  # prompt and answer
         self._numbers = itertools.count()
 
     # ---- requests
@@ -62,22 +65,28 @@ class Engine:
         after: Request | None = None,  # a held request whose cache is to be continued, as far as its tokens agree
     ) -> Request:
         params = params or SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling parameters must be SamplingParams, not {type(params).__name__}")
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, which this model does not have; use stop_token_ids")
         tokens = self.check_tokens(tokens)
         if len(tokens) >= self.longest:
             raise RequestError(
                 f"the prompt has {len(tokens)} tokens, the context holds {self.longest} and needs room for an "
                 "answer; shorten the prompt or raise max_context or memory"
             )
-        generator = torch.Generator(device=self.manager.device)
-        generator.seed() if params.seed is None else generator.manual_seed(params.seed)
-        number = next(self._numbers)
-        text = TextStream(self.tokenizer, params.stop)
-        request = Request(number, number, tokens, len(tokens), params, text, generator, hold)
+        request = self._request(tokens, len(tokens), params, hold)
         if after is not None and self._take_over(request, after):
             self.scheduler.adopt(request)
         else:
             self.scheduler.add(request)
         return request
+
+    def _request(self, tokens: list[int], prompt: int, params: SamplingParams, hold: bool = False) -> Request:
+        generator = torch.Generator(device=self.manager.device)
+        generator.seed() if params.seed is None else generator.manual_seed(params.seed)
+        number = next(self._numbers)
+        return Request(number, number, tokens, prompt, params, TextStream(self.tokenizer, params.stop), generator, hold)
 
     def abort(self, request: Request) -> None:
         """Stop a request in whatever state it is; all it holds is released. A finished one loses its held cache."""
@@ -95,13 +104,17 @@ class Engine:
             self._finish(request)
 
     def check_tokens(self, tokens: Sequence[int]) -> list[int]:
-        tokens = list(tokens)
-        if not tokens:
+        """Plain ints, whatever kind of whole numbers they came as."""
+        try:
+            found = [index(t) if not isinstance(t, bool) else int("bool") for t in tokens]
+        except (TypeError, ValueError):
+            raise RequestError("a prompt must be text or whole numbers, the token ids") from None
+        if not found:
             raise RequestError("the prompt has no tokens; give at least one")
-        for token in tokens:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab:
-                raise RequestError(f"token id {token!r} is outside the vocabulary of {self.vocab}")
-        return tokens
+        for token in found:
+            if not 0 <= token < self.vocab:
+                raise RequestError(f"token id {token} is outside the vocabulary of {self.vocab}")
+        return found
 
     # ---- running
 
@@ -111,13 +124,16 @@ class Engine:
 
     def step(self) -> list[Update]:
         """One forward pass over all that can run."""
-        batch = self.scheduler.schedule()
+        try:
+            batch = self.scheduler.schedule()
+        except OutOfPages:  # one request is left, and it fills the pools alone: it ends with what it has
+            return self._end_full(self.scheduler.running[0])
         if batch is None:
             return []
         try:
             logits = self.runner.forward(self._inputs(batch))
             self.manager.commit(batch.plan)
-            self._evict(batch)
+            self._evict(batch.requests)
             updates = self._extend([batch.requests[i] for i in batch.sampled], logits)
             self._finish_done(updates)
         except BaseException as problem:
@@ -129,10 +145,16 @@ class Engine:
             raise
         return updates
 
-    def _evict(self, batch: Batch) -> None:
+    def _end_full(self, request: Request) -> list[Update]:
+        request.finish_reason = "length"
+        updates = [Update(request, None, "")]
+        self._finish_done(updates)
+        return updates
+
+    def _evict(self, requests: Sequence[Request]) -> None:
         """Cut the caches that have grown past their budget. Logits of this step are computed already."""
-        for request in batch.requests if self.evictor else ():
-            if self.evictor and self.evictor.due(request, self.manager):
+        for request in requests:
+            if self.evictor is not None and self.evictor.due(request, self.manager):
                 self.evictor.evict(request, self.manager)
 
     def _inputs(self, batch: Batch) -> StepInputs:
@@ -148,7 +170,7 @@ class Engine:
         """Give each request its next token."""
         if not requests:
             return []
-        broken = logits.amax(-1).isnan().tolist() if len(requests) else []
+        broken = logits.amax(-1).isnan().tolist()
         now = time.perf_counter()
         updates = []
         for request, token, bad in zip(requests, sample(logits, requests), broken, strict=True):
@@ -166,10 +188,14 @@ class Engine:
             text = "" if ends else request.text.push(token)
             if ends or request.text.stopped is not None:
                 request.finish_reason = "stop"
-            elif len(request.generated) >= request.params.max_tokens or len(request.tokens) >= self.longest:
+            elif request.answer_tokens >= request.params.max_tokens or len(request.tokens) >= self._limit(request):
                 request.finish_reason = "length"
             updates.append(Update(request, token, text))
         return updates
+
+    def _limit(self, request: Request) -> int:
+        """Tokens at which an answer ends: those of the context, or those the pools hold if nothing was evicted."""
+        return self.manager.max_tokens if request.evictions else self.longest
 
     def _finish_done(self, updates: list[Update]) -> None:
         for i, update in enumerate(updates):
@@ -177,7 +203,7 @@ class Engine:
                 updates[i] = Update(update.request, update.token, update.text + update.request.text.finish())
                 self._finish(update.request)
         if self.idle:
-            self.manager.check_integrity()
+            self.manager.check_counts()
 
     def _finish(self, request: Request) -> None:
         request.stats = self._stats(request)
@@ -203,7 +229,7 @@ class Engine:
                 "prefill_s": seconds,
                 "prefill_tok_s": (request.prompt_tokens - request.cached_tokens) / seconds,
                 "decode_s": rest,
-                "decode_tok_s": (len(request.generated) - 1) / rest if rest > 0 else 0.0,
+                "decode_tok_s": (request.answer_tokens - 1) / rest if rest > 0 else 0.0,
             }
         return stats
 
@@ -219,13 +245,15 @@ class Engine:
             return False
         self.manager.truncate_request(held.key, same)
         self.scheduler.held.remove(held)
-        request.key, request.cached_tokens = held.key, same
+        request.key, request.cached_tokens, request.evictions = held.key, same, dict(held.evictions)
         return True
 
     # ---- teacher forcing
 
     def score(self, tokens: Sequence[int], prefill: int | None = None, chunk: int | None = None) -> Tensor:
-        """Logits [T, vocab] f32 after each token: the first `prefill` in chunks, the rest one decode step each."""
+        """Logits [T, vocab] f32 after each token: the first `prefill` in chunks, the rest one decode step each. Eviction
+        applies as to a request whose prompt they are.
+        """
         tokens = self.check_tokens(tokens)
         prefill = len(tokens) if prefill is None else prefill
         chunk = prefill if chunk is None else chunk
@@ -235,21 +263,28 @@ class Engine:
         if len(tokens) > self.manager.max_tokens:
             raise RequestError(f"{len(tokens)} tokens do not fit a context of {self.manager.max_tokens}")
         cuts = [*range(0, prefill, chunk or 1), *range(prefill, len(tokens)), len(tokens)]
-        key = ("score", next(self._numbers))
+        request = self._request(tokens, prefill, SamplingParams())
+        key = request.key
+        if not self.manager.free_slots and self.scheduler.held:
+            self.scheduler.make_room()
         self.manager.admit_request(key)
         try:
             parts = []
             for a, b in itertools.pairwise(cuts):
-                step = self.manager.prepare_forward([(key, b - a)])
+                step = self._reserve(key, b - a)
                 parts.append(self.runner.forward(self.runner.inputs([tokens[a:b]], [a], range(b - a), step)))
                 self.manager.commit([(key, b - a)])
+                self._evict([request])
             return torch.cat(parts)
         finally:
             self.manager.release_request(key)
 
-
-def _pool_tokens(table: StreamTable) -> int:
-    """Tokens of the longest request that an empty pool holds."""
-    s = table.schema
-    entries = table.allocator.total // s.streams * s.entries_per_page
-    return (entries + 1) * s.tokens_per_entry - 1
+    def _reserve(self, key: Hashable, tokens: int) -> ForwardStep:
+        """Pages for one request, at the cost of caches that are only held."""
+        while True:
+            try:
+                return self.manager.prepare_forward([(key, tokens)])
+            except OutOfPages:
+                if not self.scheduler.held:
+                    raise
+                self.scheduler.make_room()

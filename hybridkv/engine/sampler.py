@@ -29,7 +29,7 @@ def sample(logits: Tensor, requests: list[Request]) -> list[int]:
 
 def _sample_row(logits: Tensor, request: Request) -> int:
     params = request.params
-    scores = penalise(logits, request.tokens, params.repetition_penalty)
+    scores = penalise(logits, request)
     if params.temperature == 0:
         return int(scores.argmax())
     # below the best score, so that a temperature near 0 makes the others -inf, and not the best one inf
@@ -38,20 +38,23 @@ def _sample_row(logits: Tensor, request: Request) -> int:
     return int((scores - noise.log()).argmax())
 
 
-def penalise(logits: Tensor, seen: list[int], penalty: float) -> Tensor:
+def penalise(logits: Tensor, request: Request) -> Tensor:
     """Tokens already seen become less likely: positive logits are divided by the penalty, negative ones multiplied."""
+    penalty = request.params.repetition_penalty
     if penalty == 1:
         return logits
-    ids = torch.tensor(sorted(set(seen)), device=logits.device)
-    scores = logits.clone()
-    scores[ids] = torch.where(logits[ids] > 0, logits[ids] / penalty, logits[ids] * penalty)
-    return scores
+    if request.seen is None:
+        request.seen = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+    request.seen[request.tokens[request.counted :]] = True
+    request.counted = len(request.tokens)
+    return torch.where(request.seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def filter_scores(scores: Tensor, params: SamplingParams) -> Tensor:
     """Scores [vocab] with all tokens outside top-k, top-p and min-p at -inf. The best token always stays."""
     if 0 < params.top_k < scores.shape[-1]:
-        scores = scores.masked_fill(scores < scores.topk(params.top_k).values[-1], -torch.inf)
+        best = scores.sort(descending=True, stable=True).indices[: params.top_k]  # of equal scores the lower ids
+        scores = torch.full_like(scores, -torch.inf).scatter(0, best, scores[best])
     if params.top_p < 1:
         ordered, ids = scores.sort(descending=True, stable=True)
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # mass of all better tokens

@@ -38,8 +38,9 @@ class Batch:
 
 
 class Scheduler:
-    def __init__(self, manager: KVCacheManager, step_tokens: int) -> None:
+    def __init__(self, manager: KVCacheManager, step_tokens: int, most_held: int | None = None) -> None:
         self.manager, self.step_tokens = manager, step_tokens
+        self.most_held = most_held  # tokens a stream holds at the most while a prompt is read; None: all of them
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.held: list[Request] = []  # finished, cache kept; longest unused first
@@ -66,10 +67,13 @@ class Scheduler:
             try:
                 step = self.manager.prepare_forward([(r.key, n) for r, n in plan])
             except OutOfPages:
-                if not self._make_room():
+                if not self.make_room():
                     raise
                 continue
             return Batch([r for r, _ in plan], [n for _, n in plan], begins, step)
+
+    def held_tokens(self, tokens: int) -> int:
+        return tokens if self.most_held is None else min(tokens, self.most_held)
 
     def pending(self, request: Request) -> int:
         return len(request.tokens) - self.manager.position(request.key)
@@ -87,7 +91,8 @@ class Scheduler:
                 if chunk:
                     plan.append((request, chunk))
                     budget -= chunk
-        plan.sort(key=lambda item: item[1] > 1)  # stable: one-token chunks of prompts join the decoding requests
+        # one-token chunks of prompts join the decoding requests; in order of slots their state rows are mostly a view
+        plan.sort(key=lambda item: (item[1] > 1, self.manager.slot_of[item[0].key] if item[1] == 1 else 0))
         return plan
 
     @staticmethod
@@ -100,40 +105,44 @@ class Scheduler:
     def _admit(self) -> None:
         """Move waiting requests in while a slot and the pages for all their known tokens, and one more, are free."""
         while self.waiting:
-            if not self.manager.free_slots and not self._drop_held():
+            request = self.waiting[0]
+            spare = self._spare(request)
+            if spare is None:
                 return
-            claimed = [len(r.tokens) + 1 for r in self.running]
-            while self._short(self.waiting[0], claimed):
-                if not self._drop_held():
-                    return
-            request = self.waiting.popleft()
+            for held in spare:
+                self.release_held(held)
             self.manager.admit_request(request.key)
             request.status = Status.RUNNING
             self.running.append(request)
+            self.waiting.popleft()
 
-    def _short(self, request: Request, claimed: list[int]) -> bool:
-        """Whether pages are too few for the request beside what running requests still need for their known tokens."""
-        for name, table in self.manager.tables.items():
-            need = table.schema.pages(len(request.tokens) + 1)
-            for other, tokens in zip(self.running, claimed, strict=True):
-                need += max(0, table.schema.pages(tokens) - self.manager.held_pages(other.key)[name])
-            if need > table.allocator.free:
-                return True
-        return False
+    def _spare(self, request: Request) -> list[Request] | None:
+        """Held caches to give up so that the request can enter, as few as will do; None if it must wait."""
+        free, slots = self.manager.free_pages(), self.manager.free_slots
+        need = self.manager.pages_needed(None, self.held_tokens(len(request.tokens) + 1))
+        for other in self.running:  # they still need pages for tokens that are known already
+            left = self.held_tokens(len(other.tokens) + 1) - self.manager.longest_stream(other.key)
+            for name, pages in self.manager.pages_needed(other.key, max(left, 0)).items():
+                need[name] += pages
+        given_up: list[Request] = []
+        for held in [*self.held, None]:
+            if slots and all(need[name] <= free[name] for name in need):
+                return given_up
+            if held is not None:
+                given_up.append(held)
+                slots += 1
+                for name, pages in self.manager.returnable_pages(held.key).items():
+                    free[name] += pages
+        return None
 
-    def _make_room(self) -> bool:
+    def make_room(self) -> bool:
         """Free the pages of whoever can best spare them. False: only the oldest request is left."""
-        if self._drop_held():
+        if self.held:
+            self.release_held(self.held[0])
             return True
         if len(self.running) < 2:
             return False
         self.preempt(max(self.running, key=lambda r: r.order))
-        return True
-
-    def _drop_held(self) -> bool:
-        if not self.held:
-            return False
-        self.manager.release_request(self.held.pop(0).key)
         return True
 
     def preempt(self, request: Request) -> None:
@@ -141,7 +150,7 @@ class Scheduler:
         self.running.remove(request)
         self.manager.release_request(request.key)
         request.status = Status.WAITING
-        request.preemptions += 1
+        request.preemptions, request.cached_tokens = request.preemptions + 1, 0
         self.waiting.appendleft(request)
 
     def finish(self, request: Request) -> None:

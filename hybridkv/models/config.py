@@ -81,6 +81,7 @@ ARCHITECTURES = {
 }
 LIMIT = 1 << 24  # no size in a config is larger than this
 MAX_LAYERS = 1024
+MAX_HEAD_DIM = 1 << 14
 
 
 def parse_config(raw: Raw) -> ModelConfig:
@@ -102,7 +103,7 @@ def parse_config(raw: Raw) -> ModelConfig:
     hidden, layers = read.size("hidden_size"), read.size("num_hidden_layers", limit=MAX_LAYERS)
     heads = read.size("num_attention_heads")
     kv_heads = read.size("num_key_value_heads", heads)
-    head_dim = read.size("head_dim", hidden // heads if heads <= hidden else None)
+    head_dim = read.size("head_dim", hidden // heads if heads <= hidden else None, limit=MAX_HEAD_DIM)
     if heads % kv_heads:
         raise ModelFileError(f"config: {heads} attention heads cannot share {kv_heads} KV heads evenly")
     for key in ("attention_bias", "mlp_bias"):
@@ -122,7 +123,7 @@ def parse_config(raw: Raw) -> ModelConfig:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        eps=read.number("rms_norm_eps", 1e-6),
+        eps=read.number("rms_norm_eps", 1e-6, high=1.0),
         max_positions=max_positions,
         tied=read.flag("tie_word_embeddings", False),
         attention_layers=_attention_layers(read, layers) if hybrid else tuple(range(layers)),
@@ -146,12 +147,13 @@ class _Reader:
             raise ModelFileError(f"config: {key} must be a whole number from 1 to {limit}, not {_shown(value)}")
         return value
 
-    def number(self, key: str, default: float | None = None, low: float = 0.0) -> float:
+    def number(self, key: str, default: float | None = None, low: float = 0.0, high: float = 1e308) -> float:
         value = self.raw.get(key)
         value = default if value is None else value
         good = isinstance(value, int | float) and not isinstance(value, bool)
-        if not good or not low < value < 1e308:  # type: ignore[operator]  # NaN and infinity fail this too
-            raise ModelFileError(f"config: {key} must be a number above {low:g}, not {_shown(value)}")
+        if not good or not low < value < high:  # type: ignore[operator]  # NaN and infinity fail this too
+            limits = f"above {low:g}" + (f" and below {high:g}" if high < 1e308 else "")
+            raise ModelFileError(f"config: {key} must be a number {limits}, not {_shown(value)}")
         return float(value)  # type: ignore[arg-type]
 
     def flag(self, key: str, default: bool) -> bool:
@@ -224,7 +226,10 @@ def _inv_freq(read: _Reader, head_dim: int, default_part: float) -> tuple[float,
     merged = _Reader({key: read.raw.get(key) for key in ("rope_theta", "partial_rotary_factor")} | dict(rope))
     kind = str(rope.get("rope_type", rope.get("type", "default")))
     theta = merged.number("rope_theta", 10000.0)
-    rotary = int(head_dim * merged.number("partial_rotary_factor", default_part))
+    part = merged.number("partial_rotary_factor", default_part)
+    if default_part == 1.0 and part != 1.0:
+        raise UnsupportedModel(f"config: llama with rotation of a part of the head ({part:g}) is not supported")
+    rotary = int(head_dim * part)
     if rotary % 2 or not 2 <= rotary <= head_dim:
         raise ModelFileError(
             f"config: {rotary} rotated channels of a head of {head_dim} is not an even number in range"

@@ -16,7 +16,7 @@ _QWEN: dict[str, Any] = dict(
 
 def _dense(hidden: int, layers: int, ffn: int, heads: int, kv_heads: int, values: int, tied: bool) -> dict[str, Any]:
     return _QWEN | dict(
-        model_type="qwen3_5_text", vocab_size=248320, hidden_size=hidden, num_hidden_layers=layers,
+        model_type="qwen3_5_text", dtype="bfloat16", vocab_size=248320, hidden_size=hidden, num_hidden_layers=layers,
         intermediate_size=ffn, num_attention_heads=heads, num_key_value_heads=kv_heads,
         linear_num_value_heads=values, tie_word_embeddings=tied,
     )  # fmt: skip
@@ -27,8 +27,8 @@ def _moe(
     kind: str = "qwen3_5_moe_text", vocab: int = 248320,
 ) -> dict[str, Any]:  # fmt: skip
     return _QWEN | dict(
-        model_type=kind, vocab_size=vocab, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=2, linear_num_value_heads=values, num_experts=experts, num_experts_per_tok=chosen,
+        model_type=kind, dtype="bfloat16", vocab_size=vocab, hidden_size=hidden, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=2, linear_num_value_heads=values, num_experts=experts, num_experts_per_tok=chosen,
         moe_intermediate_size=expert, shared_expert_intermediate_size=expert, tie_word_embeddings=False,
     )  # fmt: skip
 

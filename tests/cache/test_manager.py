@@ -228,11 +228,19 @@ def test_commit_of_an_unknown_request_moves_nobody() -> None:
     refused(m, RequestError, "'ghost' is not resident", lambda: m.commit([("a", 2), ("ghost", 1)]))
 
 
-def test_pages_short_is_exact() -> None:
-    m = manager(kv=8, compressed=4)
-    assert not m.pages_short(8) and m.pages_short(9)
-    m = manager(kv=64, compressed=1)
-    assert not m.pages_short(11) and m.pages_short(12)
+@pytest.mark.parametrize(("pools", "fits"), [({"kv": 8, "compressed": 4}, 8), ({"kv": 64, "compressed": 1}, 11)])
+def test_pages_needed_and_returnable_are_exact(pools: dict[str, int], fits: int) -> None:
+    m = manager(**pools)
+    assert m.tokens_alone() == fits
+    for tokens, enough in ((fits, True), (fits + 1, False)):
+        need, free = m.pages_needed(None, tokens), m.free_pages()
+        assert all(need[name] <= free[name] for name in need) == enough
+    m.admit_request("a")
+    need = m.pages_needed("a", fits)
+    write(m, [("a", fits)], 1.0)
+    assert need == m.held_pages("a") == m.returnable_pages("a")
+    m.fork_request("a", "b")
+    assert set(m.returnable_pages("a").values()) == {0}  # the fork still needs them
 
 
 # ---- admission and release

@@ -245,14 +245,16 @@ def test_growing_by_any_steps_reserves_what_the_end_needs(seed: int) -> None:
     schema = CacheSchema(
         tuple(
             StreamSchema(
-                f"r{ratio}p{per_page}", (0, 1), tiny, per_page, heads=heads, shared=shared, tokens_per_entry=ratio
+                f"r{ratio}p{per_page}",
+                (2 * i, 2 * i + 1),
+                tiny,
+                per_page,
+                heads=heads,
+                shared=shared,
+                tokens_per_entry=ratio,
             )
-            for ratio, per_page, heads, shared in (
-                (1, 4, 2, False),
-                (2, 3, 1, True),
-                (4, 32, 1, True),
-                (128, 1, 1, True),
-                (128, 3, 1, False),
+            for i, (ratio, per_page, heads, shared) in enumerate(
+                ((1, 4, 2, False), (2, 3, 1, True), (4, 32, 1, True), (128, 1, 1, True), (128, 3, 1, False))
             )
         )
     )
@@ -273,3 +275,11 @@ def test_growing_by_any_steps_reserves_what_the_end_needs(seed: int) -> None:
                 assert (m.lengths(0)[s.name] == entries).all()
         assert m.held_bytes(0) == schema.kv_bytes(position)
         m.check_integrity()
+
+
+def test_a_layer_belongs_to_one_set_of_streams_and_a_state_name_to_one_tensor() -> None:
+    entry = (TensorSpec("x", (1,), torch.float32),)
+    with pytest.raises(ValueError, match="two stream schemas"):
+        CacheSchema((StreamSchema("a", (0, 1), entry, 4), StreamSchema("b", (1, 2), entry, 4)))
+    with pytest.raises(ValueError, match="one name"):
+        CacheSchema(states=(StateSchema("a", (0,), entry), StateSchema("b", (0,), entry)))

@@ -64,9 +64,9 @@ def test_top_k_keeps_the_k_best(k: int) -> None:
     assert kept(filter_scores(scores, SamplingParams(top_k=k))) == set(best)
 
 
-def test_top_k_keeps_ties_with_the_last_one() -> None:
+def test_top_k_keeps_k_and_of_equal_scores_the_lower_ids() -> None:
     scores = torch.tensor([1.0, 2.0, 2.0, 2.0, 0.0])
-    assert kept(filter_scores(scores, SamplingParams(top_k=2))) == {1, 2, 3}
+    assert kept(filter_scores(scores, SamplingParams(top_k=2))) == {1, 2}
 
 
 def brute_top_p(scores: Tensor, p: float) -> set[int]:
@@ -144,7 +144,11 @@ def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
     logits[5] = 0.0
     theirs = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([seen]), logits[None].clone())[0]
     before = logits.clone()
-    assert_same_bytes(theirs, penalise(logits, seen, penalty))
+    row = request(repetition_penalty=penalty)
+    row.tokens[:] = seen[:2]
+    penalise(logits, row)  # what was seen so far is remembered
+    row.tokens[:] = seen
+    assert_same_bytes(theirs, penalise(logits, row))
     assert_same_bytes(before, logits)  # the logits themselves, which logprobs report, do not change
 
 
