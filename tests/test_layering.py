@@ -10,11 +10,11 @@ PACKAGE = Path(__file__).parents[1] / "hybridkv"
 
 # each may import itself and what stands before it; "" is hybridkv/__init__.py, the public face
 ORDER = (
-    "errors", "config", "text", "request", "kernels", "cache", "eviction", "embedded", "models", "planner", "engine",
-    "llm", "conversation", "", "server", "evals", "commands", "cli", "__main__",
+    "errors", "files", "config", "overrides", "text", "request", "kernels", "cache", "eviction", "embedded", "models",
+    "planner", "engine", "llm", "conversation", "", "server", "evals", "report", "commands", "cli", "__main__",
 )  # fmt: skip
 # these stand beside the cache, not on top of it
-LEAVES = {"text": {"errors"}, "embedded": {"errors", "config"}}
+LEAVES = {"text": {"errors", "files"}, "embedded": {"errors", "config"}}
 
 
 def place(module: str) -> str:

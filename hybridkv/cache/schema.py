@@ -125,11 +125,11 @@ class CacheSchema:
         names = [s.name for s in (*self.streams, *self.states)]
         if len(set(names)) != len(names):
             raise ValueError(f"schema names must differ: {names}")
-        paged = [layer for s in self.streams for layer in s.layers]
-        state = [(layer, t.name) for s in self.states for layer in s.layers for t in s.tensors]
+        paged = [str(layer) for s in self.streams for layer in s.layers]
+        state = [f"{layer}: {t.name}" for s in self.states for layer in s.layers for t in s.tensors]
         for found, what in ((paged, "layers in two stream schemas"), (state, "state tensors of one name in a layer")):
             if len(set(found)) != len(found):
-                raise ValueError(f"{what}: {sorted({x for x in found if found.count(x) > 1}, key=str)}")
+                raise ValueError(f"{what}: {sorted({x for x in found if found.count(x) > 1})}")
 
     @property
     def slot_bytes(self) -> int:

@@ -6,7 +6,8 @@ Every number comes from the cache schema that the model itself runs with, and fr
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+import re
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,9 +19,12 @@ from hybridkv.errors import HybridKVError, ModelFileError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from hybridkv.cache import CacheSchema
+    from hybridkv.config import CacheConfig
     from hybridkv.planner import CachePlan
 
 EMBEDDED = "SmolLM2-135M-Instruct"
+BUDGET = 2048  # where none is named
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,21 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class Buy:
+    """One KV dtype with one budget, for the context and the requests asked for. Bytes are those of all requests."""
+
+    kv_dtype: str
+    budget: int | None
+    bounded: bool
+    held_bytes: int  # pages once the prompts are read
+    peak_bytes: int  # pages while the last of the prompts is read: they are read one after the other
+    state_bytes: int
+    longest_context: int | None = None
+    most_requests: int | None = None
+    ffn_layers: int | None = None  # of the file's, in the bytes that the peak leaves free compared with f32, all kept
+
+
+@dataclass(frozen=True)
 class Report:
     model: str
     requests: int
@@ -45,6 +64,8 @@ class Report:
     weights: int
     memory: int | None
     choices: list[Choice]
+    buys: list[Buy]
+    ffn_layer_bytes: int | None = None  # the largest FFN layer as the file stores it
 
 
 @with_options
@@ -56,7 +77,8 @@ def plan(
     """Show the bytes of weights, KV cache and state for a model and a context.
 
     --model takes a folder with a config.json (weights are not needed), a .gguf file, or the name of a known model
-    such as Qwen3.5-27B. Without --kv-dtype both are shown.
+    such as Qwen3.5-27B. Without --kv-dtype all are shown. With --memory or --budget a second table shows what each
+    KV dtype and budget buys; without --budget it takes 2048 tokens.
     """
     from rich.console import Console
 
@@ -66,6 +88,8 @@ def plan(
         return
     console = Console(highlight=False)
     console.print(table(report))
+    if report.memory is not None or model.budget is not None:
+        console.print(buys_table(report))
     if report.memory is not None:
         console.print("What a step needs to compute comes on top; leave a few hundred MiB.", style="dim")
 
@@ -78,7 +102,8 @@ def make_report(options: ModelOptions, requests: int) -> Report:
     from hybridkv.planner import longest_context, model_bytes, most_requests, plan_cache, planned_tensors
 
     limits = EngineConfig(requests, options.context, options.memory)
-    cache = CacheConfig(kv_dtype=options.kv_dtype)
+    evicting = (options if options.budget is not None else replace(options, budget=BUDGET)).cache()
+    cache = CacheConfig(kv_dtype=evicting.kv_dtype)
     device = resolve_device(options.device)
     name, raw = read_config(options.model)
     config = ModelConfig.from_dict(raw)
@@ -98,13 +123,88 @@ def make_report(options: ModelOptions, requests: int) -> Report:
             most = most_requests(schema, room, context)
             choice = replace(choice, fits=pools.nbytes <= room, longest_context=longest, most_requests=most)
         choices.append(choice)
+    ffn = ffn_layer_bytes(options.model)
+    room = None if limits.memory_bytes is None else limits.memory_bytes - weights
+    whole = cache_schema(config, replace(cache, kv_dtype="f32"), dtype)
+    base = requests * (whole.kv_bytes(context) + whole.slot_bytes)
+    buys = []
+    for choice in choices:
+        for budget, bounded in cuts(evicting):
+            settings = replace(evicting, kv_dtype=choice.kv_dtype, budget=budget, bounded=bounded, decode_every=0)
+            schema = cache_schema(config, settings, dtype)
+            found = buy(schema, settings, limits.step_tokens, requests, context, room, config.max_positions)
+            if ffn:
+                found = replace(
+                    found, ffn_layers=min(max(base - found.peak_bytes - found.state_bytes, 0) // ffn, config.layers)
+                )
+            buys.append(found)
     short = str(dtype).removeprefix("torch.")
-    return Report(name, requests, context, short, config.layers, weights, limits.memory_bytes, choices)
+    return Report(name, requests, context, short, config.layers, weights, limits.memory_bytes, choices, buys, ffn)
+
+
+def cuts(cache: CacheConfig) -> list[tuple[int | None, bool]]:
+    """Budgets to compare: none, the one asked for, and that one while the prompt is read too."""
+    return (
+        [(None, False), (cache.budget, True)]
+        if cache.bounded
+        else [(None, False), (cache.budget, False), (cache.budget, True)]
+    )
+
+
+def kv_bytes(schema: CacheSchema, tokens: int, most: int | None) -> int:
+    """Page bytes of one request of `tokens` tokens whose attention streams hold `most` of them at the most."""
+    from hybridkv.eviction.evict import STREAMS
+
+    few = tokens if most is None else min(tokens, most)
+    return sum(s.pages(few if s.name == STREAMS else tokens) * s.page_bytes for s in schema.streams)
+
+
+def buy(
+    schema: CacheSchema, cache: CacheConfig, step: int, requests: int, context: int, room: int | None, limit: int
+) -> Buy:
+    """What a dtype and a budget cost for `requests` requests of `context` tokens, and what fits in `room` bytes."""
+
+    def held(tokens: int) -> int:
+        return kv_bytes(schema, tokens, cache.budget)
+
+    def peak(tokens: int) -> int:
+        return kv_bytes(schema, tokens, cache.budget + step if cache.bounded and cache.budget is not None else None)
+
+    def need(many: int, tokens: int) -> int:
+        return (many - 1) * held(tokens) + peak(tokens) + many * schema.slot_bytes
+
+    sizes = (requests * held(context), (requests - 1) * held(context) + peak(context), requests * schema.slot_bytes)
+    found = Buy(cache.kv_dtype, cache.budget, cache.bounded, *sizes)
+    if room is None:
+        return found
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if need(requests, middle) <= room else (low, middle - 1)
+    each = held(context) + schema.slot_bytes
+    most = max(room - peak(context) + held(context), 0) // each if each else 0
+    return replace(found, longest_context=low, most_requests=most)
+
+
+def ffn_layer_bytes(model: str | None) -> int | None:
+    """Bytes of the largest feed-forward layer of a GGUF file, as stored. None for anything else."""
+    from hybridkv.models.gguf_file import GgufFile
+
+    path = Path(model).expanduser() if model else Path()
+    if path.suffix != ".gguf" or not path.is_file():
+        return None
+    layers: dict[str, int] = {}
+    with GgufFile(path) as file:
+        for name, tensor in file.tensors.items():
+            match = re.fullmatch(r"blk\.(\d+)\.ffn_(?!norm).*", name)
+            if match:
+                layers[match[1]] = layers.get(match[1], 0) + tensor.nbytes
+    return max(layers.values(), default=None)
 
 
 def read_config(model: str | None) -> tuple[str, dict[str, Any]]:
     """(name, config) of a model that may not be there yet. Never reaches for the network."""
-    from hybridkv.models.files import read_json
+    from hybridkv.files import read_json
     from hybridkv.models.known import KNOWN, known_config
     from hybridkv.models.weights import open_checkpoint
 
@@ -138,7 +238,7 @@ def table(report: Report) -> Table:
         title=f"{report.model}, {report.context} tokens{many}",
         title_justify="left",
         box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        padding=(0, 1, 0, 0) if len(report.choices) < 3 else 0,  # 80 columns hold three dtypes
     )
     for heading in ("", "layers", "streams", "entries", "pages"):
         out.add_column(heading, justify="right" if heading else "left", no_wrap=not heading)
@@ -160,12 +260,44 @@ def table(report: Report) -> Table:
     if report.memory is not None:
         rows = (
             (f"fits in {human(report.memory)}", ["yes" if c.fits else "no" for c in report.choices]),
-            ("longest context each", [str(c.longest_context) for c in report.choices]),
+            ("longest context", [str(c.longest_context) for c in report.choices]),
             (f"requests of {report.context}", [str(c.most_requests) for c in report.choices]),
         )
         out.add_section()
         for label, cells in rows:
             out.add_row(label, "", "", "", "", *cells)
+    return out
+
+
+def buys_table(report: Report) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    from hybridkv.planner import human
+
+    title = "What a dtype and a budget buy" + (f" in {human(report.memory)}" if report.memory is not None else "")
+    out = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("KV", "kept a stream"):
+        out.add_column(heading, no_wrap=True)
+    headings = ["after reading", "while reading"]
+    headings += ["longest context", f"requests of {report.context}"] if report.memory is not None else []
+    headings += ["FFN layers"] if report.ffn_layer_bytes else []
+    for heading in headings:
+        out.add_column(heading, justify="right")
+    before = ""
+    for b in report.buys:
+        if before not in ("", b.kv_dtype):
+            out.add_section()
+        budget = "all" if b.budget is None else f"{b.budget}, bounded" if b.bounded else str(b.budget)
+        cells = [human(b.held_bytes), human(b.peak_bytes)]
+        cells += [str(b.longest_context), str(b.most_requests)] if report.memory is not None else []
+        cells += [f"+{b.ffn_layers}"] if report.ffn_layer_bytes else []
+        out.add_row("" if before == b.kv_dtype else b.kv_dtype, budget, *cells)
+        before = b.kv_dtype
+    if report.ffn_layer_bytes:
+        size = human(report.ffn_layer_bytes)
+        out.caption = f"FFN layers of {size}, as the file stores them, in what is saved against f32 with all kept"
+        out.caption_justify = "left"
     return out
 
 
@@ -177,6 +309,8 @@ def as_dict(report: Report) -> dict[str, Any]:
         "dtype": report.dtype,
         "weights_bytes": report.weights,
         "memory_bytes": report.memory,
+        "ffn_layer_bytes": report.ffn_layer_bytes,
+        "buys": [asdict(b) for b in report.buys],
         "choices": [
             {
                 "kv_dtype": choice.kv_dtype,

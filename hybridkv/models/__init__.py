@@ -40,8 +40,9 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     progress: Progress | None = None,
+    exact: bool = False,
 ) -> Decoder:
-    loader = Loader(checkpoint, device, dtype, progress)
+    loader = Loader(checkpoint, device, dtype, progress, exact)
     model: Decoder = FAMILIES[config.architecture].load(config, loader)
     loader.finish()
     return model

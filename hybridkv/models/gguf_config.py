@@ -31,11 +31,16 @@ def gguf_architecture(file: GgufFile) -> str:
     if arch not in MODEL_TYPES:
         raise UnsupportedModel(f"{where}: architecture {arch[:80]!r} is not supported; {', '.join(MODEL_TYPES)} are")
     if metadata.get("general.type", "model") != "model":
-        raise UnsupportedModel(f"{where}: is a GGUF of type {metadata['general.type']!r}, not a whole model")
+        raise UnsupportedModel(f"{where}: is a GGUF of type {shown(metadata['general.type'])}, not a whole model")
     if metadata.get("split.count", 1) not in (0, 1):
-        count = metadata["split.count"]
+        count = shown(metadata["split.count"])
         raise UnsupportedModel(f"{where}: is one of {count} split files; join them with llama-gguf-split --merge")
     return arch
+
+
+def shown(value: object) -> str:
+    """A value for a message: a key may hold a very long text or list."""
+    return repr(value[:80]) if isinstance(value, str) else f"{value!r}" if isinstance(value, int | float) else "a list"
 
 
 class _Keys:
@@ -55,7 +60,7 @@ class _Keys:
             raise ModelFileError(f"{self.where}: the key {full} is missing")
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_INT:
             raise ModelFileError(
-                f"{self.where}: {full} is {value!r}, expected a whole number from {least} to {MAX_INT}"
+                f"{self.where}: {full} is {shown(value)}, expected a whole number from {least} to {MAX_INT}"
             )
         return value
 
@@ -65,14 +70,14 @@ class _Keys:
         if value is None:
             raise ModelFileError(f"{self.where}: the key {full} is missing")
         if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
-            raise ModelFileError(f"{self.where}: {full} is {value!r}, expected a positive number")
+            raise ModelFileError(f"{self.where}: {full} is {shown(value)}, expected a positive number")
         return float(str(np.float32(value)))  # stored as float32: 1e-05 again, not 9.999999747378752e-06
 
     def neutral(self, key: str, *allowed: object) -> None:
         """Refuse a key that changes the mathematics unless it says what we compute anyway."""
         full = f"{self.arch}.{key}"
         if self.metadata.get(full, allowed[0]) not in allowed:
-            raise UnsupportedModel(f"{self.where}: {full} = {self.metadata[full]!r} is not supported")
+            raise UnsupportedModel(f"{self.where}: {full} = {shown(self.metadata[full])} is not supported")
 
     def token(self, name: str) -> int | None:
         value = self.metadata.get(f"tokenizer.ggml.{name}_token_id")
@@ -82,28 +87,19 @@ class _Keys:
 def _rope(keys: _Keys, head_dim: int) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base", 10000.0)}
     prefix = f"{keys.arch}.rope.scaling."
-    known = {"type", "factor", "original_context_length", "finetuned", "attn_factor", "yarn_attn_factor"}
-    known |= {"yarn_beta_fast", "yarn_beta_slow", "yarn_ext_factor"}
-    if unknown := [key for key in keys.metadata if key.startswith(prefix) and key.removeprefix(prefix) not in known]:
-        raise UnsupportedModel(f"{keys.where}: the RoPE scaling key {unknown[0]!r} is not supported")
+    known = {"type", "factor", "original_context_length", "finetuned"}
     kind = keys.metadata.get(prefix + "type", "none")
     factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))
     if kind == "none" and keys.arch + ".rope.scale_linear" in keys.metadata and factor != 1.0:
         kind = "linear"  # the older name of the same thing
+    if kind not in ("none", "linear"):
+        raise UnsupportedModel(
+            f"{keys.where}: RoPE scaling {shown(kind)} is not supported; none, linear and Llama 3's are"
+        )
+    if unknown := [key for key in keys.metadata if key.startswith(prefix) and key.removeprefix(prefix) not in known]:
+        raise UnsupportedModel(f"{keys.where}: the RoPE scaling key {unknown[0][:80]!r} is not supported")
     if kind == "linear":
         rope |= {"rope_type": "linear", "factor": factor}
-    elif kind == "yarn":
-        keys.neutral("rope.scaling.yarn_ext_factor", -1.0, 1.0)
-        context = keys.integer("rope.scaling.original_context_length", keys.integer("context_length"))
-        rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": context}
-        for name in ("beta_fast", "beta_slow"):
-            if f"{prefix}yarn_{name}" in keys.metadata:
-                rope[name] = keys.number(f"rope.scaling.yarn_{name}")
-        times = keys.number("rope.scaling.attn_factor", 1.0) * keys.number("rope.scaling.yarn_attn_factor", 1.0)
-        if times != 1.0:
-            rope["attention_factor"] = times * (0.1 * math.log(max(factor, 1.0)) + 1.0)
-    elif kind != "none":
-        raise UnsupportedModel(f"{keys.where}: RoPE scaling {kind!r} is not supported; none, linear and yarn are")
     width = keys.integer("rope.dimension_count", head_dim)
     if width > head_dim or width % 2:
         raise ModelFileError(
@@ -114,9 +110,6 @@ def _rope(keys: _Keys, head_dim: int) -> dict[str, Any]:
     if keys.arch != "llama":
         part = width / head_dim
         rope["partial_rotary_factor"] = part if int(head_dim * part) == width else math.nextafter(part, 2.0)
-    sections = keys.metadata.get(f"{keys.arch}.rope.dimension_sections")
-    if isinstance(sections, list) and all(type(size) is int for size in sections) and any(sections):
-        rope |= {"mrope_section": sections[:3], "mrope_interleaved": True}
     return rope
 
 
@@ -175,7 +168,6 @@ def gguf_config(file: GgufFile) -> tuple[dict[str, Any], int]:
         "hidden_act": "silu",
         "rope_parameters": _rope(keys, head_dim),
         "tie_word_embeddings": "output.weight" not in shapes,
-        "bos_token_id": keys.token("bos"),
         "eos_token_id": keys.token("eos"),
     }
     experts = keys.integer("expert_count", 0, least=0)
@@ -198,7 +190,6 @@ def gguf_config(file: GgufFile) -> tuple[dict[str, Any], int]:
             "linear_value_head_dim": inner // v_heads,
             "linear_num_key_heads": k_heads,
             "linear_num_value_heads": v_heads,
-            "attn_output_gate": True,
         }
     if arch in ("qwen35moe", "qwen3next"):
         keys.neutral("expert_gating_func", 1)

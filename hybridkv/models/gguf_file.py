@@ -15,6 +15,7 @@ import contextlib
 import math
 import mmap
 import struct
+from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,17 +26,20 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from hybridkv.errors import ModelFileError, UnsupportedModel
-from hybridkv.models.files import OpenFile
+from hybridkv.files import OpenFile
 
 HEADER_LIMIT = 128 << 20  # bytes; a vocabulary of 250 000 tokens with its merges needs about 10 MiB
 MAX_KEY = 65535  # bytes, by the GGUF specification
 MAX_NAME = 63  # bytes, as in llama.cpp
 MAX_ENTRIES = 100_000  # keys, and tensors; the largest models have a few thousand
+MAX_LIST = 4096  # numbers of one array that are made Python objects, of up to 40 bytes each: one for each layer
+MAX_LISTED = 1 << 20  # numbers of all such arrays
 MAX_DIMS = 4
 MAX_DIM = 2**31 - 1
 
 _STRING, _ARRAY, _BOOL, _UINT32 = 8, 9, 7, 4
 _SCALARS = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", 7: "u1", 10: "u8", 11: "i8", 12: "f8"}
+_CODES = {"u1": "B", "i1": "b", "u2": "H", "i2": "h", "u4": "I", "i4": "i", "u8": "Q", "i8": "q", "f4": "f", "f8": "d"}
 _TYPES = {number: np.dtype("<" + code) for number, code in _SCALARS.items()}
 _u32 = struct.Struct("<I").unpack_from
 _u64 = struct.Struct("<Q").unpack_from
@@ -111,7 +115,10 @@ class GgufFile:
         return out
 
     def dequantise(self, tensor: GgufTensor) -> torch.Tensor:
-        return self.rows(tensor, 0, tensor.n_rows).reshape(tensor.shape)
+        out = self.rows(tensor, 0, tensor.n_rows).reshape(tensor.shape)
+        if tensor.nbytes > 1 << 20 and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)  # pages that were read would count as ours until the file is closed
+        return out
 
     def close(self) -> None:
         if hasattr(self, "_map"):
@@ -131,6 +138,7 @@ class _Cursor:
 
     def __init__(self, data: mmap.mmap, size: int, where: str) -> None:
         self.data, self.end, self.pos, self.where = data, min(size, HEADER_LIMIT), 0, where
+        self.listed = 0  # numbers in lists
         self.limit = "the end of the file" if size <= HEADER_LIMIT else f"the header limit of {HEADER_LIMIT} bytes"
 
     def bad(self, fact: str) -> ModelFileError:
@@ -178,15 +186,19 @@ class _Cursor:
         self.pos = pos
         return out
 
-    def numbers(self, kind: int, count: int, what: str) -> list[Any]:
+    def numbers(self, kind: int, count: int, what: str) -> list[Any] | array[Any]:
+        """A list, or an array, which takes no more than the file, where there are very many (one for each token)."""
         dtype = _TYPES[kind]
         start = self.need(count * dtype.itemsize, what)
-        values = np.frombuffer(self.data, dtype=dtype, count=count, offset=start).tolist()
-        if kind != _BOOL:
-            return values
-        if any(value > 1 for value in values):
+        values = np.frombuffer(self.data, dtype=dtype, count=count, offset=start)
+        if kind == _BOOL and count and values.max() > 1:
             raise self.bad(f"{what} is a boolean that is neither 0 nor 1")
-        return [value == 1 for value in values]
+        if count > MAX_LIST:
+            return array(_CODES[_SCALARS[kind]], values.astype(dtype.newbyteorder("=")).tobytes())
+        self.listed += count
+        if self.listed > MAX_LISTED:
+            raise self.bad(f"{what} brings the numbers in short arrays above {MAX_LISTED}")
+        return values.astype(bool).tolist() if kind == _BOOL else values.tolist()
 
     def value(self, kind: int, key: str) -> Any:
         what = f"the value of key {key!r}"

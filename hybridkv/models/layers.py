@@ -16,8 +16,8 @@ from torch import Tensor
 
 from hybridkv.cache import LayerHandle, StreamSchema, TensorSpec
 from hybridkv.kernels.linear import Linear
-from hybridkv.kernels.norm import rms_norm
 from hybridkv.kernels.rope import rope_angles
+from hybridkv.kernels.rows import FAST, RowOps
 from hybridkv.models.config import ModelConfig
 
 Angles = tuple[Tensor, Tensor]  # cos, sin [T, 1, R]
@@ -35,9 +35,10 @@ class FeedForward(Protocol):
 class Norm:
     weight: Tensor  # [hidden] f32
     eps: float
+    ops: RowOps = FAST
 
     def __call__(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return self.ops.rms_norm(x, self.weight, self.eps)
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,11 @@ class GatedMlp:
 
     gate_up: Linear  # [2 I, hidden]
     down: Linear  # [hidden, I]
+    ops: RowOps = FAST
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(F.silu(gate).mul_(up))
+        return self.down(self.ops.silu(gate).mul_(up))
 
 
 @dataclass(frozen=True)

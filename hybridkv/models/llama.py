@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridkv.cache import CacheSchema, LayerHandle
 from hybridkv.kernels.linear import Linear
-from hybridkv.kernels.rope import rope
+from hybridkv.kernels.rows import RowOps
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.layers import Angles, Decoder, DecoderLayer, GatedMlp, Norm, attention_streams
 from hybridkv.models.loader import Loader
@@ -24,11 +24,12 @@ class Attention:
     config: ModelConfig
     qkv: Linear  # [(H + 2 G) D, hidden]
     out: Linear  # [hidden, H D]
+    ops: RowOps
 
     def __call__(self, x: Tensor, angles: Angles, handle: LayerHandle) -> Tensor:
         c = self.config
         heads = self.qkv(x).view(len(x), c.heads + 2 * c.kv_heads, c.head_dim)
-        turned = rope(heads[:, : c.heads + c.kv_heads], *angles)  # queries and keys alike
+        turned = self.ops.rope(heads[:, : c.heads + c.kv_heads], *angles)  # queries and keys alike
         handle.append(turned[:, c.heads :], heads[:, c.heads + c.kv_heads :])
         mixed = handle.attend(turned[:, : c.heads], c.head_dim**-0.5)
         return self.out(mixed.reshape(len(x), -1))
@@ -45,15 +46,15 @@ def assemble(config: ModelConfig, loader: Loader, layers: tuple[DecoderLayer, ..
     tied = config.tied or not loader.has("lm_head.weight")
     if tied and loader.has("lm_head.weight"):
         loader.used.add("lm_head.weight")  # some writers store the tied matrix twice
-    head = Linear(embedding) if tied else loader.linear(config.hidden, ("lm_head", config.vocab))
-    norm = Norm(loader.vector("model.norm.weight", config.hidden, plus=norm_plus), config.eps)
+    head = loader.make_linear(embedding) if tied else loader.linear(config.hidden, ("lm_head", config.vocab))
+    norm = Norm(loader.vector("model.norm.weight", config.hidden, plus=norm_plus), config.eps, loader.ops)
     inv_freq = torch.tensor(config.inv_freq, dtype=torch.float32, device=loader.device)
     return Decoder(config, embedding, layers, norm, head, inv_freq)
 
 
 def gated_mlp(loader: Loader, name: str, hidden: int, intermediate: int) -> GatedMlp:
     gate_up = loader.linear(hidden, (f"{name}.gate_proj", intermediate), (f"{name}.up_proj", intermediate))
-    return GatedMlp(gate_up, loader.linear(intermediate, (f"{name}.down_proj", hidden)))
+    return GatedMlp(gate_up, loader.linear(intermediate, (f"{name}.down_proj", hidden)), loader.ops)
 
 
 def _layer(config: ModelConfig, loader: Loader, name: str) -> DecoderLayer:
@@ -61,8 +62,8 @@ def _layer(config: ModelConfig, loader: Loader, name: str) -> DecoderLayer:
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     qkv = loader.linear(c.hidden, (f"{attn}.q_proj", q), (f"{attn}.k_proj", kv), (f"{attn}.v_proj", kv))
     return DecoderLayer(
-        mixer_norm=Norm(loader.vector(f"{name}.input_layernorm.weight", c.hidden), c.eps),
-        mixer=Attention(c, qkv, loader.linear(q, (f"{attn}.o_proj", c.hidden))),
-        feed_norm=Norm(loader.vector(f"{name}.post_attention_layernorm.weight", c.hidden), c.eps),
+        mixer_norm=Norm(loader.vector(f"{name}.input_layernorm.weight", c.hidden), c.eps, loader.ops),
+        mixer=Attention(c, qkv, loader.linear(q, (f"{attn}.o_proj", c.hidden)), loader.ops),
+        feed_norm=Norm(loader.vector(f"{name}.post_attention_layernorm.weight", c.hidden), c.eps, loader.ops),
         feed=gated_mlp(loader, f"{name}.mlp", c.hidden, c.intermediate),
     )

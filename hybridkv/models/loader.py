@@ -11,17 +11,31 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hybridkv.errors import ModelFileError
+from hybridkv.errors import HybridKVError, ModelFileError
+from hybridkv.kernels.backend import HAS_TRITON
 from hybridkv.kernels.linear import Linear
+from hybridkv.kernels.rows import EXACT, FAST, RowOps
 from hybridkv.models.weights import Checkpoint
 
 Progress = Callable[[int, int], None]  # (tensors done, tensors in all)
 
 
 class Loader:
+    ops: RowOps = FAST  # what the layers are to compute with
+
     def __init__(
-        self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, progress: Progress | None = None
+        self,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        dtype: torch.dtype,
+        progress: Progress | None = None,
+        exact: bool = False,
     ) -> None:
+        if exact and device.type == "cuda" and not HAS_TRITON:
+            raise HybridKVError(
+                "exact mode on a GPU runs on Triton, which is not installed; use exact=False or install it"
+            )
+        self.ops = EXACT if exact else FAST
         self.checkpoint, self.device, self.dtype, self.progress = checkpoint, device, dtype, progress
         self.used: set[str] = set()
         self.total = len(checkpoint.names())
@@ -49,8 +63,11 @@ class Loader:
         """Projections (name, rows) of the same input, with their biases where the checkpoint has them, as one."""
         weight = self.joined(inputs, *((f"{name}.weight", rows) for name, rows in parts))
         if not self.has(f"{parts[0][0]}.bias"):
-            return Linear(weight)
-        return Linear(weight, self.place(torch.cat([self.raw(f"{name}.bias", rows) for name, rows in parts])))
+            return self.make_linear(weight)
+        return self.make_linear(weight, self.place(torch.cat([self.raw(f"{name}.bias", rows) for name, rows in parts])))
+
+    def make_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return Linear(weight, bias, self.ops.exact)
 
     def place(self, tensor: Tensor) -> Tensor:
         return tensor.to(device=self.device, dtype=self.dtype).contiguous()

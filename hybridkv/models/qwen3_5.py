@@ -10,13 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hybridkv.cache import CacheSchema, LayerHandle, StateSchema, TensorSpec
 from hybridkv.kernels.linear import Linear
-from hybridkv.kernels.norm import gated_rms_norm, l2_norm
-from hybridkv.kernels.rope import rope
+from hybridkv.kernels.rows import RowOps
 from hybridkv.models.config import GdnConfig, ModelConfig
 from hybridkv.models.layers import Angles, Decoder, DecoderLayer, FeedForward, GatedMlp, Norm, attention_streams
 from hybridkv.models.llama import assemble, gated_mlp
@@ -45,15 +43,16 @@ class GatedAttention:
     out: Linear  # [hidden, H D]
     q_norm: Norm
     k_norm: Norm
+    ops: RowOps
 
     def __call__(self, x: Tensor, angles: Angles, handle: LayerHandle) -> Tensor:
         c, T = self.config, len(x)
         both, k, v = self.qkv(x).split([2 * c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim], -1)
         q, gate = both.view(T, c.heads, 2 * c.head_dim).chunk(2, -1)
-        q = rope(self.q_norm(q), *angles)
-        k = rope(self.k_norm(k.view(T, c.kv_heads, c.head_dim)), *angles)
+        q = self.ops.rope(self.q_norm(q), *angles)
+        k = self.ops.rope(self.k_norm(k.view(T, c.kv_heads, c.head_dim)), *angles)
         handle.append(k, v.view(T, c.kv_heads, c.head_dim))
-        mixed = handle.attend(q, c.head_dim**-0.5) * gate.sigmoid()
+        mixed = handle.attend(q, c.head_dim**-0.5) * self.ops.sigmoid(gate)
         return self.out(mixed.reshape(T, -1))
 
 
@@ -67,17 +66,18 @@ class GatedDeltaNet:
     dt_bias: Tensor  # [Hv] f32
     norm: Tensor  # [V] f32
     out: Linear  # [hidden, Hv V]
+    ops: RowOps
 
     def __call__(self, x: Tensor, angles: Angles, handle: LayerHandle) -> Tensor:
-        d, T = self.gdn, len(x)
+        d, ops, T = self.gdn, self.ops, len(x)
         keys, values = d.key_heads * d.key_dim, d.value_heads * d.value_dim
         mixed, z, b, a = self.inputs(x).split([d.channels, values, d.value_heads, d.value_heads], -1)
         q, k, v = handle.convolve(mixed, self.conv).split([keys, keys, values], -1)
         group = d.value_heads // d.key_heads  # value heads that share a key head are neighbours
-        q, k = (l2_norm(t.view(T, d.key_heads, d.key_dim)).repeat_interleave(group, 1) for t in (q, k))
-        g = -self.decay * F.softplus(a.float() + self.dt_bias)
-        o = handle.delta_rule(q * d.key_dim**-0.5, k, v.view(T, d.value_heads, d.value_dim), g, b.float().sigmoid())
-        o = gated_rms_norm(o, z.view(T, d.value_heads, d.value_dim), self.norm, self.eps)
+        q, k = (ops.l2_norm(t.view(T, d.key_heads, d.key_dim)).repeat_interleave(group, 1) for t in (q, k))
+        g = -self.decay * ops.softplus(a.float() + self.dt_bias)
+        o = handle.delta_rule(q * d.key_dim**-0.5, k, v.view(T, d.value_heads, d.value_dim), g, ops.sigmoid(b.float()))
+        o = ops.gated_rms_norm(o, z.view(T, d.value_heads, d.value_dim), self.norm, self.eps)
         return self.out(o.reshape(T, -1).to(x.dtype))
 
 
@@ -92,11 +92,13 @@ class SparseMoe:
     shared_gate: Tensor  # [1, hidden]
     per_token: int
     renormalise: bool
+    ops: RowOps
 
     def __call__(self, x: Tensor) -> Tensor:
-        weights, chosen = F.linear(x, self.router).float().softmax(-1).topk(self.per_token)  # [T, k]
+        ops = self.ops
+        weights, chosen = ops.best_experts(ops.linear(x, self.router), self.per_token)  # [T, k]
         if self.renormalise:
-            weights = weights / weights.sum(-1, keepdim=True)
+            weights = weights / ops.total(weights)
         # (token, choice) pairs sorted by expert: each expert runs once over its own tokens
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=len(self.router)).tolist()
@@ -106,13 +108,13 @@ class SparseMoe:
         for expert, n in enumerate(counts):
             if n:
                 part = slice(at, at + n)
-                gate, up = F.linear(pairs[part], self.gate_up[expert]).chunk(2, -1)
-                done[part] = F.linear(F.silu(gate).mul_(up), self.down[expert])
+                gate, up = ops.linear(pairs[part], self.gate_up[expert]).chunk(2, -1)
+                done[part] = ops.linear(ops.silu(gate).mul_(up), self.down[expert])
                 at += n
         by_token = torch.empty_like(done)
         by_token[order] = done
-        routed = (by_token.view(len(x), self.per_token, -1).float() * weights.unsqueeze(-1)).sum(1).to(x.dtype)
-        return routed + self.shared(x) * F.linear(x, self.shared_gate).sigmoid()
+        routed = ops.weighted_sum(by_token.view(len(x), self.per_token, -1), weights).to(x.dtype)
+        return routed + self.shared(x) * ops.sigmoid(ops.linear(x, self.shared_gate))
 
 
 def load(config: ModelConfig, loader: Loader) -> Decoder:
@@ -134,7 +136,7 @@ def _layer(config: ModelConfig, loader: Loader, i: int) -> DecoderLayer:
 
 
 def _norm(config: ModelConfig, loader: Loader, name: str, width: int) -> Norm:
-    return Norm(loader.vector(name, width, plus=1.0), config.eps)
+    return Norm(loader.vector(name, width, plus=1.0), config.eps, loader.ops)
 
 
 def _attention(config: ModelConfig, loader: Loader, name: str) -> GatedAttention:
@@ -146,6 +148,7 @@ def _attention(config: ModelConfig, loader: Loader, name: str) -> GatedAttention
         out=loader.linear(c.heads * c.head_dim, (f"{name}.o_proj", c.hidden)),
         q_norm=_norm(c, loader, f"{name}.q_norm.weight", c.head_dim),
         k_norm=_norm(c, loader, f"{name}.k_norm.weight", c.head_dim),
+        ops=loader.ops,
     )
 
 
@@ -155,12 +158,13 @@ def _deltanet(config: ModelConfig, loader: Loader, name: str) -> GatedDeltaNet:
     return GatedDeltaNet(
         gdn=d,
         eps=config.eps,
-        inputs=Linear(_input_rows(d, hidden, loader, name)),
+        inputs=loader.make_linear(_input_rows(d, hidden, loader, name)),
         conv=loader.vector(f"{name}.conv1d.weight", d.channels, 1, d.taps).squeeze(1),
         decay=loader.vector(f"{name}.A_log", d.value_heads).exp(),
         dt_bias=loader.vector(f"{name}.dt_bias", d.value_heads),
         norm=loader.vector(f"{name}.norm.weight", d.value_dim),
         out=loader.linear(d.value_heads * d.value_dim, (f"{name}.out_proj", hidden)),
+        ops=loader.ops,
     )
 
 
@@ -202,4 +206,5 @@ def _feed_forward(config: ModelConfig, loader: Loader, name: str, layer: int) ->
         shared_gate=loader.weight(f"{name}.shared_expert_gate.weight", 1, hidden),
         per_token=moe.per_token,
         renormalise=moe.renormalise,
+        ops=loader.ops,
     )

@@ -16,9 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hybridkv.errors import ModelFileError, UnsupportedModel
-from hybridkv.models.files import OpenFile, parse_json
+from hybridkv.files import OpenFile, parse_json
 
 HEADER_LIMIT = 100_000_000  # bytes, the library's own
+TOUCHED_LIMIT = 64 << 20  # bytes of a mapping that are read before it is made anew
 _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "I16": 16, "U16": 16, "F16": 16, "BF16": 16}
 _BITS |= {"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8}
 _BITS |= {"I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64}
@@ -37,6 +38,7 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._handle: Any = None
+        self._touched = 0  # bytes read since the file was mapped
         self._file = OpenFile(path)
         try:
             self.tensors = _read_header(self._file)
@@ -50,6 +52,9 @@ class SafetensorsFile:
         if stored.dtype not in DTYPES:
             raise UnsupportedModel(f"{str(self.path)!r}: tensor {name[:200]!r} is {stored.dtype}, which is not loaded")
         self._file.check_unchanged()
+        self._touched += stored.nbytes
+        if self._touched > TOUCHED_LIMIT:  # mapped pages count as ours until they are unmapped
+            self._handle, self._touched = None, stored.nbytes
         try:
             if self._handle is None:
                 self._handle = safe_open(self.path, framework="pt", device="cpu")

@@ -1,37 +1,52 @@
 """Where a model comes from: the embedded one, a folder, a .gguf file, or a hub id, which alone reaches for the
 network.
+
+A mistyped path must not reach for it. A name is a hub id only if it is `org/name` or `org/name/file.gguf`, could not
+be meant for a file, and nothing of it is here: neither the whole, nor a folder `org`.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 from hybridkv.embedded import Progress, embedded_model
 from hybridkv.errors import ModelFileError
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(/[\w.-]+\.gguf)?")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/\w[\w.-]*(/\w[\w.-]*\.gguf)?")
+FILES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")  # what no hub repository's name ends in
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
 def locate_model(model: str | Path | None, progress: Progress | None = None) -> Path:
     if model is None:
         return embedded_model(progress)
-    path = Path(model).expanduser()
-    if path.exists():
+    path = Path(os.path.expanduser(model))
+    if os.path.exists(path):
         return path
-    if isinstance(model, str) and HUB_ID.fullmatch(model) and not model.startswith(("./", "../", "~")):
+    if isinstance(model, str) and is_hub_id(model):
         return _download(model)
     raise ModelFileError(
-        f"there is no model at {str(model)!r}; give a Hugging Face folder, a .gguf file, or a hub id such as org/name"
+        f"there is no file or folder {str(model)[:500]!r}; give a Hugging Face folder, a .gguf file, or a hub id such "
+        "as org/name (where there is no local folder org)"
     )
 
 
+def is_hub_id(name: str) -> bool:
+    """Whether a name that is no local path stands for a model on the hub."""
+    parts = name.split("/")
+    if not HUB_ID.fullmatch(name) or os.path.lexists(parts[0]):
+        return False
+    return len(parts) == 3 or not name.lower().endswith(FILES)
+
+
 def _download(model: str) -> Path:
+    missing = f"there is no file or folder {model!r}"
     try:
         from huggingface_hub import hf_hub_download, snapshot_download
     except ImportError:
-        raise ModelFileError(f"{model!r} is not a local path, and hub ids need: pip install 'hybridkv[hub]'") from None
+        raise ModelFileError(f"{missing}; if it is meant as a hub id: pip install 'hybridkv[hub]'") from None
     try:
         if model.endswith(".gguf"):
             owner, name, file = model.split("/")
@@ -39,4 +54,4 @@ def _download(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=HUB_FILES))
     except (OSError, ValueError, RuntimeError) as problem:  # the hub client derives its errors from these
         reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
-        raise ModelFileError(f"no local path {model!r}, and the hub did not give it: {reason[:200]}") from None
+        raise ModelFileError(f"{missing}, and the hub gave no model of that name: {reason[:200]}") from None

@@ -8,7 +8,6 @@ ever run and pickle is never loaded. The meaning of a config is left to `config.
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.errors import ModelFileError, UnsupportedModel
-from hybridkv.models.files import read_json
+from hybridkv.files import read_json
 from hybridkv.models.gguf_file import KEPT, GgufFile
 from hybridkv.models.gguf_map import Recipe, map_gguf
 from hybridkv.models.safetensors_file import DTYPES, SafetensorsFile, StoredTensor
@@ -62,12 +61,10 @@ class Checkpoint:
         store: _Store,
         set_aside: dict[str, int],
         metadata: dict[str, Any],
-        allow_nonfinite: bool,
     ) -> None:
         self.path, self.kind, self.config = path, kind, config
         self.set_aside = set_aside  # why -> how many tensors were recognised and are not loaded
         self.metadata = metadata  # GGUF keys, for the tokenizer; empty for safetensors
-        self.allow_nonfinite = allow_nonfinite
         self._recipes, self._store = recipes, store
         self.nbytes = sum(store.nbytes(name) for name in {part for r in recipes.values() for part in r.parts})
 
@@ -110,10 +107,10 @@ class Checkpoint:
     def _check_finite(self, name: str, tensor: Tensor) -> None:
         if bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
             return
-        message = f"{str(self.path)!r}: tensor {name!r} holds NaN or infinity"
-        if not self.allow_nonfinite:
-            raise ModelFileError(f"{message}; the file is damaged, or open it with allow_nonfinite=True")
-        warnings.warn(message, stacklevel=3)
+        raise ModelFileError(
+            f"{str(self.path)!r}: tensor {name!r} holds NaN or infinity; the file is damaged or was badly converted: "
+            "download it again, or take another conversion of the model"
+        )
 
     def close(self) -> None:
         self._store.close()
@@ -125,16 +122,16 @@ class Checkpoint:
         self.close()
 
 
-def open_checkpoint(model: str | Path, *, allow_nonfinite: bool = False) -> Checkpoint:
+def open_checkpoint(model: str | Path) -> Checkpoint:
     """Open a folder of safetensors, a .gguf file, or a folder that holds one .gguf file and no config.json."""
     path = Path(model)
     try:
-        return _open(path, allow_nonfinite)
+        return _open(path)
     except OSError as error:  # a folder that may not be listed, and the like
         raise ModelFileError(f"{str(path)!r}: {error}") from None
 
 
-def _open(path: Path, allow_nonfinite: bool) -> Checkpoint:
+def _open(path: Path) -> Checkpoint:
     _refuse_pickle(path)
     if not path.exists():
         raise ModelFileError(f"{str(path)!r}: there is no such file or folder; give a model folder or a .gguf file")
@@ -145,7 +142,7 @@ def _open(path: Path, allow_nonfinite: bool) -> Checkpoint:
             raise ModelFileError(f"{str(path)!r} has no config.json, and {len(found)} .gguf files where one would do")
         is_folder, path = False, found[0]
     if is_folder:
-        return _open_folder(path, allow_nonfinite)
+        return _open_folder(path)
     if path.suffix.lower() != ".gguf":
         hint = "give the folder it is in" if path.suffix == ".safetensors" else "give a model folder or a .gguf file"
         raise ModelFileError(f"{str(path)!r} is not a model that can be opened; {hint}")
@@ -153,7 +150,7 @@ def _open(path: Path, allow_nonfinite: bool) -> Checkpoint:
     try:
         it = map_gguf(file)
         store = _GgufStore(file)
-        return Checkpoint(path, "gguf", it.config, it.recipes, store, it.set_aside, file.metadata, allow_nonfinite)
+        return Checkpoint(path, "gguf", it.config, it.recipes, store, it.set_aside, file.metadata)
     except BaseException:
         file.close()
         raise
@@ -226,7 +223,7 @@ class _SafetensorsStore:
             file.close()
 
 
-def _open_folder(folder: Path, allow_nonfinite: bool) -> Checkpoint:
+def _open_folder(folder: Path) -> Checkpoint:
     config = read_json(folder / "config.json")
     text = config.get("text_config")
     text = text if isinstance(text, dict) else {}
@@ -248,7 +245,7 @@ def _open_folder(folder: Path, allow_nonfinite: bool) -> Checkpoint:
                 )
         tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings")) is True
         recipes, set_aside = _canonical(folder, store, tied)
-        return Checkpoint(folder, "safetensors", config, recipes, store, set_aside, {}, allow_nonfinite)
+        return Checkpoint(folder, "safetensors", config, recipes, store, set_aside, {})
     except BaseException:
         for file in files:
             file.close()

@@ -6,7 +6,8 @@ asks for 10 GB, and a list that holds itself twice, forty times over, cannot eve
 inside our process can count loop turns and output, yet not stop one long operation of the interpreter. So a template
 is rendered in a small process of its own (`template_worker.py`: jinja2 and nothing of ours; no open files, bounded
 memory), which is started at the first rendering, kept for the next ones (a rendering costs a fraction of a
-millisecond then), and killed when its time is up.
+millisecond then), and killed when its time is up or when its answer is not waited for: the next rendering, perhaps of
+another conversation, must not find that answer in the pipe. Questions and answers are numbered for the same reason.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class ChatTemplate:
             settings = {"source": self.source, "seconds": self._seconds, "memory": MAX_MEMORY, "output": MAX_OUTPUT}
             try:
                 worker.ask(json.dumps(settings).encode(), self._seconds)
-            except _Failed:
+            except BaseException:
                 worker.end()
                 raise
             self._worker = worker
@@ -135,6 +136,7 @@ class _Worker:
         except OSError as e:
             raise _Failed("start", str(e)) from None
         self.end = weakref.finalize(self, _end, self._process, self.owner)
+        self._number = 0  # of the question that is being answered
         try:
             self._ask(None, START_SECONDS)
         except _Failed:
@@ -143,10 +145,11 @@ class _Worker:
             ) from None
 
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return self.end.alive and self._process.poll() is None
 
     def ask(self, data: bytes, seconds: float) -> str:
-        return self._ask(struct.pack("<I", len(data)) + data, seconds)
+        self._number = (self._number + 1) % 2**32
+        return self._ask(struct.pack("<II", len(data), self._number) + data, seconds)
 
     def _ask(self, frame: bytes | None, seconds: float) -> str:
         late = threading.Event()
@@ -157,9 +160,12 @@ class _Worker:
 
         timer = threading.Timer(seconds, stop)
         timer.daemon = True
-        timer.start()
         try:
+            timer.start()
             answer = self._exchange(frame)
+        except BaseException:  # KeyboardInterrupt, say: the answer may still come, and nobody waits for it
+            self.end()
+            raise
         finally:
             timer.cancel()
         if answer is None:
@@ -170,19 +176,21 @@ class _Worker:
         return answer["text"]
 
     def _exchange(self, frame: bytes | None) -> dict[str, str] | None:
-        """None when the worker is gone."""
+        """None when the worker is gone, or answers something else."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         try:
             if frame is not None:
                 stdin.write(frame)
                 stdin.flush()
-            head = stdout.read(4)
-            size = struct.unpack("<I", head)[0] if len(head) == 4 else 0
-            body = stdout.read(size) if size <= MAX_ANSWER else b""
-        except OSError:
+            head = stdout.read(8)
+            size, number = struct.unpack("<II", head) if len(head) == 8 else (0, None)
+            if not 0 < size <= MAX_ANSWER or number != self._number:
+                return None
+            body = stdout.read(size)
+            return json.loads(body) if len(body) == size else None
+        except (OSError, ValueError):
             return None
-        return json.loads(body) if size and len(body) == size else None
 
 
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:

@@ -1,16 +1,21 @@
 """From messages to token ids, so that what a person wrote cannot forge a turn.
 
-Control tokens that the template writes are real; those that a message spells stay plain text.
+Control tokens that the template writes are real; those that a message spells, anywhere in it, stay plain text.
 """
 
 from __future__ import annotations
 
+import re
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 from hybridkv.errors import RequestError
 from hybridkv.text.chat import ChatTemplate
 from hybridkv.text.tokenizer import Tokenizer
+
+NAME_DIGITS = 20  # random ones at either end of a name; digits stay as they are in capitals
+TRACE_DIGITS = 12  # of these, by which a name that was cut is known
 
 
 def render_pieces(
@@ -18,33 +23,57 @@ def render_pieces(
 ) -> list[tuple[str, bool]]:
     """The prompt in pieces (text, whether control tokens in it are real).
 
-    Almost always one piece. A message that spells a control token is rendered under a random name that no one can
-    guess, and put back as a piece of its own.
+    Almost always one piece. Where a message spells a control token, it is rendered with a random name that no one can
+    guess in that place, and what it stands for is put back as a piece of its own, as often as the template shows it.
     """
-    names: dict[str, str] = {}
-    shown = []
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, str) and tokenizer.spells_control(content):
-            name = secrets.token_hex(16)
-            names[name] = content
-            message = {**message, "content": name}
-        shown.append(message)
-    pieces = [(template.render(shown), True)]
-    for name, content in names.items():
-        before, found, after = pieces[-1][0].partition(name)
-        if not found or name in after:
-            raise RequestError(
-                "a message spells a control token, and the chat template does not repeat it once and unchanged"
-            )
-        pieces[-1:] = [(before, True), (content, False), (after, True)]
-    return pieces
+    begin, end = (f"{secrets.randbelow(10**NAME_DIGITS):0{NAME_DIGITS}}" for _ in range(2))
+    named: list[str] = []  # what the names stand for
+
+    def name(text: str) -> str:
+        named.append(text)
+        return f"{begin}{len(named) - 1:08}{end}"
+
+    text = template.render(_guarded(messages, tokenizer, name))
+    if not named:
+        return [(text, True)]
+    pieces = []
+    for i, part in enumerate(re.split(f"{begin}([0-9]{{8}}){end}", text)):
+        if i % 2:
+            pieces.append((named[int(part)], False))
+        elif begin[:TRACE_DIGITS] in part or end[-TRACE_DIGITS:] in part:
+            raise RequestError("a message spells a control token, and the chat template changes that text")
+        elif part:
+            pieces.append((part, True))
+    return pieces or [("", True)]
+
+
+def _guarded(value: Any, tokenizer: Tokenizer, name: Callable[[str], str]) -> Any:
+    """The value with names for control tokens in all its strings, keys too."""
+
+    def visit(value: Any) -> Any:
+        if isinstance(value, str):
+            parts, at = [], 0
+            for begin, end in tokenizer.control_spans(value):
+                parts += [value[at:begin], name(value[begin:end])]
+                at = end
+            shown = "".join([*parts, value[at:]])
+            # spelled otherwise, but the same for this tokenizer: the whole text is named
+            return name(value) if tokenizer.spells_control(shown) else shown
+        if isinstance(value, dict):
+            return {visit(key): visit(item) for key, item in value.items()}
+        return [visit(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    try:
+        return visit(value)
+    except RecursionError:
+        raise RequestError("messages must be plain JSON values, and these are nested too deeply") from None
 
 
 def encode_pieces(tokenizer: Tokenizer, pieces: list[tuple[str, bool]]) -> list[int]:
-    first = pieces[0][0]
-    wrote_bos = bool(tokenizer.bos_text) and first.startswith(str(tokenizer.bos_text))  # templates often do
+    first, real = pieces[0]
+    wrote_bos = real and bool(tokenizer.bos_text) and first.startswith(str(tokenizer.bos_text))  # templates often do
     ids = [] if wrote_bos or not tokenizer.add_bos or tokenizer.bos_id is None else [tokenizer.bos_id]
-    for text, real in pieces:
-        ids += tokenizer.encode(text, bos=False, special=real)
+    ids += tokenizer.encode(first, bos=False, special=real)
+    for text, real in pieces[1:]:
+        ids += tokenizer.encode(text, bos=False, special=real, after=ids[-1] if ids else None)
     return ids

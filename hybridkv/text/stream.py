@@ -114,16 +114,27 @@ class _JoinedBytes:
 
 
 class _Redecoded:
-    """For any other decoder: everything is decoded again at each token, and an unfinished end is held back."""
+    """For any other decoder: the last tokens are decoded again at each token, and an unfinished end is held back.
+
+    Tokens are forgotten when the text of those after them is not empty, ends the whole, and was given out: the
+    forgotten ones then change nothing of what is to come.
+    """
+
+    KEEP = 16  # tokens from which the next are decoded, at least
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._given = 0
+        self._given = 0  # characters of the text of _ids
+        self._full = 2 * self.KEEP  # tokens at which the older ones may go
 
     def push(self, token_id: int) -> str:
         self._ids.append(token_id)
-        return self._rest(self._tokenizer.decode(self._ids).rstrip("\ufffd"))
+        whole = self._tokenizer.decode(self._ids)
+        new = self._rest(whole.rstrip("\ufffd"))
+        if len(self._ids) >= self._full:
+            self._forget(whole)
+        return new
 
     def finish(self) -> str:
         return self._rest(self._tokenizer.decode(self._ids))
@@ -132,3 +143,11 @@ class _Redecoded:
         new = text[self._given :]
         self._given = max(self._given, len(text))
         return new
+
+    def _forget(self, whole: str) -> None:
+        last = self._ids[-self.KEEP :]
+        text = self._tokenizer.decode(last)
+        if text and whole.endswith(text) and self._given == len(whole):
+            self._ids, self._given, self._full = last, len(text), 2 * self.KEEP
+        else:
+            self._full += self.KEEP

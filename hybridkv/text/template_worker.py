@@ -1,8 +1,9 @@
 """The process in which chat templates are rendered; started by `chat.py`, which says why. Needs jinja2 alone.
 
-Frames on stdin and stdout: u32 length (little endian), JSON. The first frame in is {"source", "seconds", "memory",
-"output"}; every further one is the variables of one rendering. Each is answered by {"text"} or {"error": kind,
-"message"}. A frame {"text": ""} says at the start that the process is ready.
+Frames on stdin and stdout: u32 length, u32 number (little endian), JSON. The first frame in is {"source", "seconds",
+"memory", "output"}; every further one is the variables of one rendering. Each is answered by {"text"} or {"error":
+kind, "message"} under the number it came with, so that no answer can be taken for that to another question. A frame
+{"text": ""} with the number 0 says at the start that the process is ready.
 """
 
 from __future__ import annotations
@@ -107,16 +108,18 @@ def answer(work: Any) -> dict[str, str]:
     return {"error": kind, "message": message[:MAX_MESSAGE]}
 
 
-def read_frame(stream: BinaryIO) -> Any:
-    head = stream.read(4)
-    if len(head) < 4:
-        return None
-    return json.loads(stream.read(struct.unpack("<I", head)[0]))
+def read_frame(stream: BinaryIO) -> tuple[int, Any]:
+    """(number, value); the value is None when there is no more."""
+    head = stream.read(8)
+    if len(head) < 8:
+        return 0, None
+    size, number = struct.unpack("<II", head)
+    return number, json.loads(stream.read(size))
 
 
-def write_frame(stream: BinaryIO, value: Any) -> None:
+def write_frame(stream: BinaryIO, number: int, value: Any) -> None:
     data = json.dumps(value).encode()
-    stream.write(struct.pack("<I", len(data)) + data)
+    stream.write(struct.pack("<II", len(data), number) + data)
     stream.flush()
 
 
@@ -128,8 +131,8 @@ def limit(what: int, value: int) -> None:
 
 def main() -> None:
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
-    write_frame(stdout, {"text": ""})
-    settings = read_frame(stdin)
+    write_frame(stdout, 0, {"text": ""})
+    number, settings = read_frame(stdin)
     if settings is None:
         return
     environment().from_string("{{ strftime_now('%c') }}").render()  # reads the time zone before files are out of reach
@@ -152,10 +155,10 @@ def main() -> None:
         )  # if nobody is left to kill it
         current = template
         if current is None:
-            write_frame(stdout, answer(compile_template))
+            write_frame(stdout, number, answer(compile_template))
         else:
-            write_frame(stdout, answer(lambda t=current, v=variables: render(t, v, settings["output"])))
-        variables = read_frame(stdin)
+            write_frame(stdout, number, answer(lambda t=current, v=variables: render(t, v, settings["output"])))
+        number, variables = read_frame(stdin)
 
 
 if __name__ == "__main__":

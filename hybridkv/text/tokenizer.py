@@ -5,6 +5,9 @@ Encoding is done by the `tokenizers` library. Decoding is done here where it can
 bytes, and a stream of tokens can be turned into text piece by piece with the very same result (`stream.py`). Any
 other decoder in a tokenizer.json is left to the library.
 
+A SentencePiece tokenizer puts a space before a text. A text that goes on after other tokens (`encode(..., after=)`)
+must not get one in the middle, so it is encoded by a twin of the tokenizer that puts none.
+
 Control tokens (`<|im_end|>`) are found in text only with `special=True`: chat templates need that; the words of a
 user must not be able to end their own turn, so they are encoded with `special=False`. Chat templates are rendered in
 `chat.py`.
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -56,6 +60,8 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._added = {i: token.content for i, token in added.items()}
         self._special = frozenset(i for i, token in added.items() if token.special)
+        self._unspaced: dict[bool, Backend] = {}  # special -> the twin that puts no space before a text
+        self._spaces = _space_rule(backend)
         self._pieces: dict[int, bytes] = {}  # token id -> its bytes, filled as tokens are met
         self._join, self.strips_space = _joining_decoder(backend)
 
@@ -81,32 +87,73 @@ class Tokenizer:
     def _plain(self) -> Backend:
         return self._make_plain()
 
-    def encode(self, text: str, *, bos: bool | None = None, special: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, bos: bool | None = None, special: bool = True, after: int | None = None
+    ) -> list[int]:
         """Token ids. `bos`: None as the model wants it, True with it if there is one, False the text alone (templates
-        write their own). `special=False`: the text of control tokens stays plain text."""
+        write their own). `special=False`: the text of control tokens stays plain text. `after`: the token that the
+        text follows; it is then the middle of a text, encoded alone and without the space that begins one."""
         if not isinstance(text, str):
             raise RequestError(f"a prompt must be a string, got {type(text).__name__}")
         try:
             text.encode()
         except UnicodeEncodeError as e:
             raise RequestError(f"the text is not valid Unicode: {e.reason} at character {e.start}") from None
+        begins = after is None or self._spaces is None or (self._spaces == "each" and after in self._added)
         with guarded("the text cannot be tokenized", RequestError):
-            ids = (self._backend if special else self._plain).encode(text, add_special_tokens=False).ids
+            backend = self._backend if special else self._plain
+            ids = backend.encode(text, add_special_tokens=False).ids if begins else self._middle(backend, text, special)
         if not special and not self._control.isdisjoint(ids):
             forged = self.token_text(next(i for i in ids if i in self._control))
             raise RequestError(
                 f"the text spells the control token {forged!r} in a way this tokenizer cannot keep apart"
             )
-        if bos is False:
+        if bos is False or after is not None:
             return ids
         before = self._before
         if bos and not self.add_bos and self.bos_id is not None:
             before = [self.bos_id]
         return before + ids + self._after
 
+    def _middle(self, backend: Backend, text: str, special: bool) -> list[int]:
+        """Without a space before the text; from the first added token on as ever."""
+        if special not in self._unspaced:
+            self._unspaced[special] = _without_space(backend)
+        found = self._unspaced[special].encode(text, add_special_tokens=False)
+        stop = next((n for n, i in enumerate(found.ids) if i in self._added), None)
+        if stop is None:
+            return found.ids
+        return found.ids[:stop] + backend.encode(text[found.offsets[stop][0] :], add_special_tokens=False).ids
+
     def spells_control(self, text: str) -> bool:
         """Whether the text spells a control token, which plain `encode` would take for the real thing."""
         return not self._control.isdisjoint(self.encode(text, bos=False))
+
+    def control_spans(self, text: str) -> list[tuple[int, int]]:
+        """The parts of the text (begin, end) that spell a control token, and its end if it may begin one that
+        another text completes. Words are left alone in this: templates compare them ('user', 'text')."""
+        if not self._control_texts:
+            return []
+        spans = [m.span() for m in self._control_pattern.finditer(text)]
+        last = spans[-1][1] if spans else 0
+        if not text.isidentifier():
+            for begin in range(max(last, len(text) - self._longest_control), len(text)):
+                at = bisect_left(self._control_texts, text[begin:])
+                if at < len(self._control_texts) and self._control_texts[at].startswith(text[begin:]):
+                    return [*spans, (begin, len(text))]
+        return spans
+
+    @cached_property
+    def _control_texts(self) -> list[str]:
+        return sorted({self._added[i] for i in self._control if self._added[i]})
+
+    @cached_property
+    def _longest_control(self) -> int:
+        return max(map(len, self._control_texts), default=0)
+
+    @cached_property
+    def _control_pattern(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, sorted(self._control_texts, key=len, reverse=True))))
 
     @cached_property
     def _control(self) -> frozenset[int]:
@@ -168,6 +215,45 @@ def check_vocabulary(vocab: Mapping[str, int], size: int, where: str) -> None:
         raise ModelFileError(
             f"{where}: token {vocab[longest]} has {len(longest)} characters; at most {MAX_TOKEN_CHARS} are read"
         )
+
+
+# The space before a text
+
+
+def _parts(component: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
+    """A normalizer or pre-tokenizer, or the members of a Sequence of them."""
+    if component is None:
+        return []
+    return component[inner] if component["type"] == "Sequence" else [component]
+
+
+def _state(part: Any) -> dict[str, Any] | None:
+    return None if part is None else json.loads(part.__getstate__())
+
+
+def _space_rule(backend: Backend) -> str | None:
+    """Where the tokenizer puts a space: None nowhere, "first" at the beginning, "each" also after every added token."""
+    rules = {"each" for p in _parts(_state(backend.normalizer), "normalizers") if p["type"] == "Prepend"}
+    for part in _parts(_state(backend.pre_tokenizer), "pretokenizers"):
+        if part["type"] == "Metaspace" and part.get("prepend_scheme") != "never":
+            rules.add("first" if part.get("prepend_scheme") == "first" else "each")
+        if part["type"] == "ByteLevel" and part["add_prefix_space"]:
+            rules.add("each")
+    return min(rules, default=None)  # "each" if any does
+
+
+def _without_space(backend: Backend) -> Backend:
+    state = json.loads(backend.to_str())
+    normalizers = [p for p in _parts(state["normalizer"], "normalizers") if p["type"] != "Prepend"]
+    state["normalizer"] = {"type": "Sequence", "normalizers": normalizers} if normalizers else None
+    for part in _parts(state["pre_tokenizer"], "pretokenizers"):
+        if part["type"] == "Metaspace":
+            part["prepend_scheme"] = "never"
+        if part["type"] == "ByteLevel":
+            part["add_prefix_space"] = False
+    twin = Backend.from_str(json.dumps(state))
+    twin.encode_special_tokens = backend.encode_special_tokens
+    return twin
 
 
 # Decoding: token text -> bytes

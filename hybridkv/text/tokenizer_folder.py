@@ -6,26 +6,26 @@ chat_template.json.
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
 from hybridkv.errors import ModelFileError
+from hybridkv.files import JSON_LIMIT, read_bytes, read_json
 from hybridkv.text.tokenizer import Tokenizer, check_vocabulary, guarded
 
-MAX_JSON_BYTES = 1 << 28  # tokenizer.json of a 262 144 token vocabulary has 33 MB
+TOKENIZER_LIMIT = 1 << 28  # bytes; tokenizer.json of a 262 144 token vocabulary has 33 MB
 
 
 def read_folder(folder: Path) -> Tokenizer | None:
     file = folder / "tokenizer.json"
-    if not file.is_file():
+    if not os.path.lexists(file):
         return None
-    _check_size(file)
+    source = read_bytes(file, TOKENIZER_LIMIT)
     with guarded(f"{file} cannot be read as a tokenizer", ModelFileError):
-        source = file.read_text(encoding="utf-8")
-        backend = Backend.from_str(source)
+        backend = Backend.from_str(source.decode("utf-8"))
         backend.no_truncation()
         backend.no_padding()
         vocab = backend.get_vocab(with_added_tokens=True)
@@ -89,11 +89,10 @@ def _around(inner: list[int], whole: list[int]) -> tuple[list[int], list[int]]:
 
 def _folder_template(folder: Path, settings: dict[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
-    if file.is_file():
-        _check_size(file)
+    if os.path.lexists(file):
         try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as e:
+            return read_bytes(file, JSON_LIMIT).decode("utf-8")
+        except UnicodeDecodeError as e:
             raise ModelFileError(f"{file} cannot be read: {e}") from None
     for source in (_read_json(folder / "chat_template.json"), settings):
         template = source.get("chat_template")
@@ -105,23 +104,9 @@ def _folder_template(folder: Path, settings: dict[str, Any]) -> str | None:
     return None
 
 
-def _check_size(file: Path) -> None:
-    size = file.stat().st_size
-    if size > MAX_JSON_BYTES:
-        raise ModelFileError(f"{file} has {size} bytes; at most {MAX_JSON_BYTES} are read")
-
-
 def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    _check_size(file)
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
-        raise ModelFileError(f"{file} is not readable JSON: {e}") from None
-    if not isinstance(value, dict):
-        raise ModelFileError(f"{file} must hold a JSON object, it holds a {type(value).__name__}")
-    return value
+    """A file that need not be there."""
+    return read_json(file) if os.path.lexists(file) else {}
 
 
 def _ids(value: Any, what: str) -> list[int]:

@@ -166,12 +166,12 @@ def _strings(metadata: Mapping[str, Any], name: str) -> list[str]:
 
 def _numbers(metadata: Mapping[str, Any], name: str, count: int) -> list[float]:
     value = metadata.get(f"tokenizer.ggml.{name}")
-    if value is None or isinstance(value, (str, bytes, int, float)):
+    if value is None or isinstance(value, (str, bytes)) or not hasattr(value, "__len__"):
         raise ModelFileError(f"{_WHERE}: tokenizer.ggml.{name} must be a list of {count} numbers")
-    numbers = [v.item() if hasattr(v, "item") else v for v in value]
-    if len(numbers) != count or not all(isinstance(v, (int, float)) and v == v for v in numbers):
+    numbers = (value.tolist() if hasattr(value, "tolist") else list(value)) if len(value) == count else []
+    if len(value) != count or not all(isinstance(v, (int, float)) and v == v for v in numbers):
         raise ModelFileError(
-            f"{_WHERE}: tokenizer.ggml.{name} has {len(numbers)} entries for {count} tokens, or not all are numbers"
+            f"{_WHERE}: tokenizer.ggml.{name} has {len(value)} entries for {count} tokens, or not all are numbers"
         )
     return numbers
 

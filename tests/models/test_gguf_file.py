@@ -2,6 +2,7 @@
 
 import os
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +293,42 @@ def test_changed_bytes_never_do_more_than_raise(tmp_path: Path, changes: list[tu
 def test_the_header_has_a_limit_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_file, "HEADER_LIMIT", 100)
     refused(tmp_path, whole((GOOD_KEY, key("k", 9, u32(0) + u64(200) + bytes(200)))), "header limit of 100 bytes")
+
+
+ARRAYS = [(0, "u1", 200), (1, "i1", -100), (2, "u2", 60000), (3, "i2", -300), (4, "u4", 2**32 - 1), (5, "i4", -9)]
+ARRAYS += [(6, "f4", 0.5), (7, "u1", 1), (10, "u8", 2**64 - 1), (11, "i8", -(2**63)), (12, "f8", 0.1)]
+
+
+@pytest.mark.parametrize(("kind", "code", "value"), ARRAYS)
+def test_a_long_array_of_numbers_takes_no_more_than_in_the_file(
+    kind: int, code: str, value: float, tmp_path: Path
+) -> None:
+    values = np.full(300_000, value, dtype="<" + code)
+    path = save(tmp_path, whole((key("k", 9, u32(kind) + u64(len(values)) + values.tobytes()),)))
+    tracemalloc.start()
+    try:
+        with GgufFile(path) as file:
+            peak = tracemalloc.get_traced_memory()[1]
+            found = file.metadata["k"]
+    finally:
+        tracemalloc.stop()
+    assert peak < 3.5 * values.nbytes + 100_000  # the array, and copies while it is made
+    assert len(found) == 300_000 and found[0] == found[-1] == value and type(found[0]) in (int, float)
+    assert found != 1 and found not in ("text", 1.0), "it can be compared with anything"
+
+
+def test_short_arrays_are_lists_and_have_a_limit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = tuple(key(f"k{i}", 9, u32(1) + u64(100) + bytes([250]) * 100) for i in range(3))
+    with GgufFile(save(tmp_path, whole(keys))) as file:
+        assert file.metadata["k2"] == [-6] * 100 and type(file.metadata["k2"]) is list
+    monkeypatch.setattr(gguf_file, "MAX_LISTED", 299)
+    refused(tmp_path, whole(keys), "key 'k2' brings the numbers in short arrays above 299")
+
+
+@pytest.mark.parametrize("count", [3, 5000])
+def test_an_array_of_booleans_holds_0_and_1_only(count: int, tmp_path: Path) -> None:
+    bad = bytes(count - 1) + b"\2"
+    refused(tmp_path, whole((key("k", 9, u32(7) + u64(count) + bad),)), "boolean")
 
 
 def test_too_many_tensors_are_refused_before_they_are_read(tmp_path: Path) -> None:

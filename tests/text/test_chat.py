@@ -1,5 +1,8 @@
 """Chat templates: the same text as transformers, and no template can get out, run on, or fill the memory."""
 
+import json
+import signal
+import struct
 import threading
 from pathlib import Path
 from typing import Any
@@ -282,6 +285,68 @@ def test_a_template_works_again_after_it_was_stopped() -> None:
     assert template.render(message) == "ok"
     template.close()
     assert template.render(message) == "ok"
+    template.close()
+
+
+class Interrupted(BaseException):
+    pass
+
+
+SLOW = "{% for i in range(n or 0) %}{% for j in range(1000) %}{% endfor %}{% endfor %}{{ messages[0].content }}"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_interrupted_rendering_leaves_no_answer_for_the_next(first: bool) -> None:
+    """first: the worker is only being started when the interrupt comes, or soon after."""
+    template = ChatTemplate(SLOW, bos=None, eos=None, seconds=30)
+    if not first:
+        assert template.render([{"content": "before"}], n=1) == "before"
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for i, delay in enumerate((0.01, 0.1, 0.3)):
+            with pytest.raises(Interrupted):
+                signal.setitimer(signal.ITIMER_REAL, delay)
+                template.render([{"content": f"secret {i}"}], n=50_000)
+            for text in ("mine", "yours"):
+                assert template.render([{"content": text}]) == text
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        template.close()
+
+
+def test_an_interrupt_at_any_read_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate("{{ messages[0].content }}", bos=None, eos=None)
+    assert template.render([{"content": "one"}]) == "one"
+    worker = template._worker
+    assert worker is not None and worker.alive()
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chat.struct, "unpack", interrupted)  # after the first bytes of the answer
+        with pytest.raises(KeyboardInterrupt):
+            template.render([{"content": "two"}])
+    assert not worker.alive()
+    assert template.render([{"content": "three"}]) == "three"
+    template.close()
+
+
+def test_an_answer_to_another_question_is_never_given_out() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", bos=None, eos=None)
+    assert template.render([{"content": "one"}]) == "one"
+    worker = template._worker
+    assert worker is not None and worker._process.stdin is not None
+    data = json.dumps({"messages": [{"content": "secret"}]}).encode()
+    worker._process.stdin.write(struct.pack("<II", len(data), 7) + data)  # its answer will be first in the pipe
+    with pytest.raises(RequestError, match="broke the process"):
+        template.render([{"content": "two"}])
+    assert template.render([{"content": "three"}]) == "three"
     template.close()
 
 

@@ -135,16 +135,59 @@ def test_sentencepiece_with_byte_tokens(ids: list[int], stops: list[str]) -> Non
 SENTENCEPIECE = sentencepiece_tokenizer()
 
 
-@pytest.mark.parametrize("decoder", [None, decoders.WordPiece(), decoders.Metaspace(), decoders.BPEDecoder()])
-def test_other_decoders(tmp_path: Path, decoder: decoders.Decoder | None) -> None:
-    vocab = {t: i for i, t in enumerate(["<unk>", "▁a", "b", "##c", "d</w>", "e", "▁"])}
+OTHER: dict[str, decoders.Decoder | None] = {
+    "none": None,
+    "WordPiece": decoders.WordPiece(),
+    "Metaspace": decoders.Metaspace(),
+    "BPEDecoder": decoders.BPEDecoder(),
+    "CTC": decoders.CTC(pad_token="<unk>"),
+    "Strip": decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]),
+}
+
+
+def other_tokenizer(folder: Path, decoder: decoders.Decoder | None) -> Tokenizer:
+    vocab = {t: i for i, t in enumerate(["<unk>", "▁a", "b", "##c", "d</w>", "e", "▁", "<s>"])}
     backend = Backend(models.WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["<s>"])
     if decoder is not None:
         backend.decoder = decoder
-    backend.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer.from_folder(tmp_path)
+    backend.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer is not None and not tokenizer.joins_bytes
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_other_decoders(tmp_path: Path, name: str) -> None:
+    tokenizer = other_tokenizer(tmp_path, OTHER[name])
     for ids in ([1, 2, 3, 4, 5, 6, 1, 1], [2], [], [6, 2, 2, 5, 99]):
         check(tokenizer, ids, [])
         check(tokenizer, ids, ["b"])
+
+
+@pytest.mark.parametrize("name", OTHER)
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(runs=st.lists(st.tuples(st.integers(0, 8), st.integers(1, 40)), max_size=12), stop=st.sampled_from(["", "b e"]))
+def test_other_decoders_over_many_tokens(tmp_path: Path, name: str, runs: list[tuple[int, int]], stop: str) -> None:
+    tokenizer = other_tokenizer(tmp_path, OTHER[name])
+    check(tokenizer, [i for i, count in runs for _ in range(count)], [stop] if stop else [])
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_the_work_for_a_token_does_not_grow_with_the_text(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = other_tokenizer(tmp_path, OTHER[name])
+    decode, longest = tokenizer.decode, 0
+
+    def counted(ids: list[int], **options: bool) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return decode(ids, **options)
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
+    stream = TextStream(tokenizer)
+    for i in range(2000):
+        stream.push([1, 2, 5, 3][i % 4])
+    assert 0 < longest <= 64

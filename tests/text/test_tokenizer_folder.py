@@ -1,11 +1,14 @@
 """Tokenizers from Hugging Face folders, against transformers where it can read them too."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
@@ -152,8 +155,72 @@ def test_bad_end_ids_are_refused(tmp_path: Path, value: Any) -> None:
         load(folder(tmp_path, generation_config={"eos_token_id": value}))
 
 
+PREPEND = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+SPACES: dict[str, dict[str, Any]] = {
+    "legacy": {"normalizer": PREPEND},
+    "first": {"pre_tokenizer": pre_tokenizers.Metaspace(prepend_scheme="first")},
+    "always": {"pre_tokenizer": pre_tokenizers.Metaspace(prepend_scheme="always")},
+    "never": {"pre_tokenizer": pre_tokenizers.Metaspace(prepend_scheme="never")},
+    "bytes": {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=False)},
+    "bytes with a space": {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True)},
+    "among others": {
+        "normalizer": normalizers.Sequence([normalizers.NFC(), normalizers.Prepend("▁")]),
+        "pre_tokenizer": pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLevel(False)]),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", SPACES)
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(parts=st.lists(st.sampled_from(["a", "b ", " a", " ", "  ", "<e>", "<t>", "1"]), min_size=1, max_size=6))
+def test_a_text_in_parts_is_encoded_as_the_whole(tmp_path: Path, kind: str, parts: list[str]) -> None:
+    """Characters are the only tokens, so that cuts between them change nothing but the space before a text."""
+    letters = ["<unk>", *sorted({*pre_tokenizers.ByteLevel.alphabet(), "▁", " "})]
+    made = Backend(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[], unk_token="<unk>"))
+    for name, part in SPACES[kind].items():
+        setattr(made, name, part)
+    made.add_special_tokens([AddedToken("<e>", special=True, normalized=False)])
+    made.add_tokens([AddedToken("<t>", special=False, normalized=False)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load(tmp_path)
+    for special in (True, False):
+        ids = tokenizer.encode(parts[0], bos=False, special=special)
+        for part in parts[1:]:
+            ids += tokenizer.encode(part, special=special, after=ids[-1])
+        assert ids == tokenizer.encode("".join(parts), bos=False, special=special)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"model_max_length": NaN}', "NaN"),
+        (b'{"bos_token": "<bos>", "bos_token": "<eos>"}', "twice"),
+        (b'{"a": 1e999}', "too large"),
+        (b"[" * 100_000, "nested"),
+        (b'{"a": "' + b"x" * (16 << 20) + b'"}', "at most"),
+    ],
+)
+@pytest.mark.parametrize("name", ["tokenizer_config", "special_tokens_map", "generation_config", "chat_template"])
+def test_settings_are_read_as_strictly_as_a_models_config(
+    tmp_path: Path, name: str, content: bytes, words: str
+) -> None:
+    folder(tmp_path)
+    (tmp_path / f"{name}.json").write_bytes(content)
+    with pytest.raises(ModelFileError, match=words):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_tokenizer_files_that_are_no_files_are_refused(tmp_path: Path, name: str) -> None:
+    folder(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ModelFileError, match="a FIFO"):
+        load(tmp_path)
+
+
 def test_settings_that_are_no_json_object_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelFileError, match="JSON object"):
+    with pytest.raises(ModelFileError, match="expected an object"):
         load(folder(tmp_path, tokenizer_config=[1, 2]))
     (tmp_path / "tokenizer_config.json").write_bytes(b"\xff\xfe{")
     with pytest.raises(ModelFileError, match=r"tokenizer_config\.json"):

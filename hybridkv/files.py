@@ -1,6 +1,6 @@
 """Opening model files that nobody vouches for: regular files only, and JSON with every limit set before it is parsed.
 
-What the bytes mean is left to `gguf_file.py`, `safetensors_file.py` and `weights.py`.
+What the bytes mean is left to the readers of weights (`models/`) and of tokenizers (`text/`).
 """
 
 from __future__ import annotations
@@ -111,12 +111,15 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def read_json(path: Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
+def read_bytes(path: Path, limit: int) -> bytes:
     file = OpenFile(path)
     try:
         if file.size > limit:
             raise ModelFileError(f"{str(path)!r} has {file.size} bytes; at most {limit} are read")
-        data = file.read_at(0, file.size)
+        return file.read_at(0, file.size)
     finally:
         file.close()
-    return parse_json(data, repr(str(path)))
+
+
+def read_json(path: Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
+    return parse_json(read_bytes(path, limit), repr(str(path)))
