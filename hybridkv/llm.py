@@ -14,7 +14,7 @@ from hybridkv.cache import KVCacheManager
 from hybridkv.config import MODEL_DTYPES, CacheConfig, EngineConfig, SamplingParams
 from hybridkv.embedded import Progress
 from hybridkv.engine.engine import Engine
-from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.errors import HybridKVError, RequestError, UnsupportedModel
 from hybridkv.eviction import Evictor
 from hybridkv.kernels.linear import fast_bf16
 from hybridkv.models import cache_schema, load_model
@@ -41,6 +41,19 @@ class Completion:
     prompt_tokens: int
     stats: dict[str, float]
     logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None  # why, where finish_reason is "error"
+
+    @staticmethod
+    def of(request: Request) -> Completion:
+        return Completion(
+            text=request.text.text,
+            token_ids=request.generated,
+            finish_reason=request.finish_reason or "abort",
+            prompt_tokens=request.prompt_tokens,
+            stats=request.stats,
+            logprobs=request.logprobs if request.params.logprobs is not None else None,
+            error=request.error,
+        )
 
 
 class LLM:
@@ -49,6 +62,7 @@ class LLM:
         model: str | Path | None = None,  # None: the embedded model; a folder; a .gguf file; a hub id
         device: str = "auto",
         dtype: str = "auto",  # float32 | bfloat16
+        exact: bool = False,  # the same bits whatever the batch and the chunks
         cache: CacheConfig | None = None,
         max_requests: int = EngineConfig.max_requests,
         max_context: int | None = EngineConfig.max_context,
@@ -58,17 +72,19 @@ class LLM:
         load_progress: Progress | None = None,  # (tensors done, all tensors) while weights are read
     ) -> None:
         limits = EngineConfig(max_requests, max_context, memory, step_tokens)
+        if not isinstance(cache, CacheConfig | None) or not isinstance(model, str | Path | None):
+            raise HybridKVError("model must be a path or a name, and cache a CacheConfig")
         self.cache_config = cache or CacheConfig()
         self.device = resolve_device(device)
         with open_checkpoint(locate_model(model, fetch_progress)) as checkpoint:
             self.path, self.config = checkpoint.path, ModelConfig.from_dict(checkpoint.config)
             self.dtype = resolve_dtype(dtype, self.device, checkpoint.config)
             self.set_aside = dict(checkpoint.set_aside)
-            self.tokenizer = load_tokenizer(checkpoint, self.config)
+            self.tokenizer, self._no_tokenizer = load_tokenizer(checkpoint)
             self.plan = self._plan(checkpoint, limits)
-            self.model = load_model(self.config, checkpoint, self.device, self.dtype, load_progress)
+            self.model = load_model(self.config, checkpoint, self.device, self.dtype, load_progress, exact)
         plan = self.plan
-        self.manager = KVCacheManager(plan.schema, plan.pages, plan.slots, plan.max_tokens, self.device)
+        self.manager = KVCacheManager(plan.schema, plan.pages, plan.slots, plan.max_tokens, self.device, exact)
         eos = self.tokenizer.eos_ids if self.tokenizer and self.tokenizer.eos_ids else frozenset(self.config.eos_ids)
         evictor = Evictor.make(self.cache_config, self.manager, self.config.head_dim)
         self.engine = Engine(self.model, self.manager, self.tokenizer, limits.step_tokens, eos, evictor)
@@ -95,7 +111,10 @@ class LLM:
             raise HybridKVError(
                 f"max_context {context} exceeds the model's own limit of {self.config.max_positions} tokens"
             )
-        return plan_cache(schema, limits.max_requests, context, memory - weights, limits.max_context is None)
+        held = None
+        if self.cache_config.budget is not None and self.cache_config.bounded:
+            held = self.cache_config.budget + limits.step_tokens
+        return plan_cache(schema, limits.max_requests, context, memory - weights, limits.max_context is None, held)
 
     # ---- answers
 
@@ -118,7 +137,7 @@ class LLM:
             for request in requests:
                 if not request.finished:
                     self.engine.abort(request)
-        return [self.completion(request) for request in requests]
+        return [Completion.of(request) for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """The answer's text piece by piece. Leaving the loop early stops the request."""
@@ -152,7 +171,7 @@ class LLM:
                 raise RequestError(f"a prompt must be text or a list of token ids, not {type(prompt).__name__}")
             return list(prompt)
         if self.tokenizer is None:
-            raise RequestError(f"{self.path.name} has no tokenizer; give token ids instead of text")
+            raise RequestError(self._no_tokenizer)
         return self.tokenizer.encode(prompt)
 
     def render(self, messages: list[dict[str, str]]) -> str:
@@ -171,16 +190,10 @@ class LLM:
 
     @staticmethod
     def completion(request: Request) -> Completion:
+        """The answer of one request; its error is raised."""
         if request.error is not None:
             raise HybridKVError(request.error)
-        return Completion(
-            text=request.text.text,
-            token_ids=request.generated,
-            finish_reason=request.finish_reason or "abort",
-            prompt_tokens=request.prompt_tokens,
-            stats=request.stats,
-            logprobs=request.logprobs if request.params.logprobs is not None else None,
-        )
+        return Completion.of(request)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -193,10 +206,14 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def load_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> Tokenizer | None:
-    if checkpoint.kind == "gguf":
-        return Tokenizer.from_gguf(checkpoint.metadata)
-    return Tokenizer.from_folder(checkpoint.path)
+def load_tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer | None, str]:
+    """The tokenizer, or None and what to say when text arrives: a model without one still runs on token ids."""
+    try:
+        gguf = checkpoint.kind == "gguf"
+        found = Tokenizer.from_gguf(checkpoint.metadata) if gguf else Tokenizer.from_folder(checkpoint.path)
+    except UnsupportedModel as problem:
+        return None, str(problem)
+    return found, f"{checkpoint.path.name} has no tokenizer; give token ids instead of text"
 
 
 def resolve_device(device: str) -> torch.device:
@@ -204,7 +221,7 @@ def resolve_device(device: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found = torch.device(device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise HybridKVError(f"device {device!r} is unknown; use auto, cpu or cuda") from None
     if found.type not in ("cpu", "cuda"):
         raise HybridKVError(f"device {device!r} is not supported; use auto, cpu or cuda")
@@ -216,7 +233,9 @@ def resolve_device(device: str) -> torch.device:
 def resolve_dtype(dtype: str, device: torch.device, config: Mapping[str, object]) -> torch.dtype:
     """auto: bfloat16 on a GPU, and on a CPU that has it in hardware if the weights are stored so; else float32."""
     if dtype == "auto":
-        stored = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+        text = config.get("text_config")
+        found = [c.get(key) for c in (config, text) if isinstance(c, Mapping) for key in ("dtype", "torch_dtype")]
+        stored = str(next(filter(None, found), "")).removeprefix("torch.")
         return torch.bfloat16 if device.type == "cuda" or (stored == "bfloat16" and fast_bf16()) else torch.float32
     if dtype not in MODEL_DTYPES:
         raise HybridKVError(f"dtype {dtype!r} is not supported; choose auto, {', '.join(MODEL_DTYPES)}")
@@ -229,6 +248,11 @@ def free_memory(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    try:  # a container may have less than its host
+        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
+        return min(free, max(int(limit) - int(used), 0))
+    except (OSError, ValueError):
+        return free

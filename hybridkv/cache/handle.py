@@ -8,6 +8,7 @@ in the decode forms of the ops. The others are prompt chunks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,8 +18,16 @@ from torch import Tensor
 
 from hybridkv.kernels.append import append
 from hybridkv.kernels.attention_decode import attention_decode
+from hybridkv.kernels.attention_exact import attention_exact
 from hybridkv.kernels.attention_prefill import attention_prefill
-from hybridkv.kernels.gdn import causal_conv, causal_conv_step, gated_delta, gated_delta_step
+from hybridkv.kernels.gdn import (
+    causal_conv,
+    causal_conv_exact,
+    causal_conv_step,
+    gated_delta,
+    gated_delta_exact,
+    gated_delta_step,
+)
 from hybridkv.kernels.quant import Fp8Pages, Pages
 
 
@@ -41,6 +50,7 @@ class ForwardStep:
     starts: list[int]  # [B + 1] where each request's tokens begin
     singles: int  # how many requests have one token; they come first
     streams: dict[str, StreamView]
+    exact: bool = False  # results of a token are the same bits whatever else is in the step
 
     def single_rows(self, state: Tensor) -> Tensor:
         """State [slots, ...] -> rows of the one-token requests; a view where the slots are consecutive, else a copy."""
@@ -85,6 +95,8 @@ class LayerHandle:
             self.capture(q)
         n, pages = self.step.singles, (self.pages("k"), self.pages("v"))
         table, lengths = self.view.table[:, self.rows], self.view.lengths[:, self.rows]
+        if self.step.exact:
+            return attention_exact(q, *pages, table, lengths, self.step.starts, scale)
         on_device = self.view.device_lengths[:, self.rows]
         parts = []
         if n:
@@ -109,6 +121,8 @@ class LayerHandle:
     def convolve(self, x: Tensor, weight: Tensor) -> Tensor:
         """silu(causal convolution) of x [T, C] f32, each request continuing from its own tail."""
         n, tails = self.step.singles, self.state["conv"]
+        if self.step.exact:
+            return self._each(tails, lambda rows, part: causal_conv_exact(part(x), weight, rows))
         parts = []
         if n:
             rows = self.step.single_rows(tails)
@@ -122,6 +136,11 @@ class LayerHandle:
         V].
         """
         n, states = self.step.singles, self.state["recurrent"]
+        if self.step.exact:
+            return self._each(
+                states,
+                lambda rows, part: gated_delta_exact(part(q), part(k), part(v), part(g), part(beta), rows),
+            )
         parts = []
         if n:
             rows = self.step.single_rows(states)
@@ -129,6 +148,20 @@ class LayerHandle:
             self.step.store_single_rows(states, rows)
         for slot, a, b in self._chunks():
             parts.append(gated_delta(q[a:b], k[a:b], v[a:b], g[a:b], beta[a:b], states[slot]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _each(self, state: Tensor, run: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]) -> Tensor:
+        """`run(state rows [B, ...], part)` for the single tokens together and for each chunk, joined as [T, ...].
+
+        `part` cuts [T, ...] down to the tokens in question, [B, tokens, ...].
+        """
+        n, parts = self.step.singles, []
+        if n:
+            rows = self.step.single_rows(state)
+            parts.append(run(rows, lambda x: x[:n].unsqueeze(1)).squeeze(1))
+            self.step.store_single_rows(state, rows)
+        for slot, a, b in self._chunks():
+            parts.append(run(state[slot : slot + 1], lambda x, a=a, b=b: x[a:b].unsqueeze(0)).squeeze(0))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _chunks(self) -> list[tuple[int, int, int]]:

@@ -2,27 +2,99 @@
 
 On a CPU the plain layout is re-ordered inside every call; oneDNN's own blocked layout, made once at load, halves the
 time of a one-row product (measured in docs/facts.md). Elsewhere W stays as it is.
+
+The library picks its blocking, and so the order of its sums, by the number of rows. In exact mode it is therefore
+always called with 16 rows, of which the last call pads what is missing with zeros. On a GPU exact mode has a kernel of
+its own with tiles of one size for any number of rows: an element is one sum over the inputs in ascending order.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridkv.kernels.backend import tl, triton, use_triton
+
 linear_ref = F.linear
+EXACT_ROWS = 16
+
+
+def linear_exact(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, inputs]; a row's result does not depend on T or on the row's place."""
+    if use_triton(x):
+        return linear_triton(x, weight, bias)
+    return in_tiles(x, lambda rows: linear_ref(rows, weight, bias), weight.shape[0])
+
+
+def in_tiles(x: Tensor, product: Callable[[Tensor], Tensor], width: int) -> Tensor:
+    """`product` of x [T, inputs], 16 rows at a time -> [T, width]."""
+    T = len(x)
+    out = x.new_empty(T + -T % EXACT_ROWS, width)
+    x = F.pad(x, (0, 0, 0, -T % EXACT_ROWS))
+    for a in range(0, T, EXACT_ROWS):
+        out[a : a + EXACT_ROWS] = product(x[a : a + EXACT_ROWS])
+    return out[:T]
+
+
+@triton.jit(do_not_specialize=["T"])
+def linear_kernel(
+    x,  # [T, K]
+    w,  # [N, K]
+    bias,  # [N]
+    y,  # [T, N]
+    T,
+    N,
+    K,
+    BIAS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    o_n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    o_m = tl.program_id(1).to(tl.int64) * BM + tl.arange(0, BM)
+    b_y = tl.zeros([BM, BN], tl.float32)
+    for i_k in tl.range(0, K, BK):
+        o_k = i_k + tl.arange(0, BK)
+        b_x = tl.load(x + o_m[:, None] * K + o_k[None, :], mask=(o_m[:, None] < T) & (o_k[None, :] < K), other=0.0)
+        b_w = tl.load(w + o_n[None, :] * K + o_k[:, None], mask=(o_n[None, :] < N) & (o_k[:, None] < K), other=0.0)
+        b_y = tl.dot(b_x, b_w, b_y, input_precision="ieee")
+    if BIAS:
+        b_y += tl.load(bias + o_n, mask=o_n < N, other=0.0).to(tl.float32)[None, :]
+    m_y = (o_m[:, None] < T) & (o_n[None, :] < N)
+    tl.store(y + o_m[:, None] * N + o_n[None, :], b_y.to(y.dtype.element_ty), mask=m_y)
+
+
+def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    (T, K), N = x.shape, weight.shape[0]
+    y = torch.empty((T, N), dtype=x.dtype, device=x.device)
+    # one choice for each dtype: a tile's size decides which instruction multiplies it
+    BM, BN, BK = (32, 64, 32) if x.dtype == torch.float32 else (64, 64, 64)
+    if T:
+        linear_kernel[triton.cdiv(N, BN), triton.cdiv(T, BM)](
+            x.contiguous(), weight.contiguous(), y if bias is None else bias, y, T, N, K,
+            BIAS=bias is not None, BM=BM, BN=BN, BK=BK, num_warps=4, num_stages=3,
+        )  # fmt: skip
+    return y
 
 
 class Linear:
     """A weight [rows, inputs] and an optional bias. The plain weight is not kept once it is packed."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.shape, self.bias = tuple(weight.shape), bias
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, exact: bool = False) -> None:
+        self.shape, self.bias, self.exact = tuple(weight.shape), bias, exact
         self.nbytes = weight.nbytes + (0 if bias is None else bias.nbytes)
         self.packed = _can_pack(weight)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if self.packed else weight
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.exact and self.packed:
+            return in_tiles(x, self._product, self.shape[0])
+        return linear_exact(x, self.weight, self.bias) if self.exact else self._product(x)
+
+    def _product(self, x: Tensor) -> Tensor:
         if self.packed:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return linear_ref(x, self.weight, self.bias)

@@ -34,3 +34,11 @@ def _pairs(x: Tensor, R: int, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 rope = rope_ref
+
+
+def rope_exact(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Half-split pairs, one rounding an operation: nothing is left to how a product and a sum are fused."""
+    R = cos.shape[-1]
+    a, b = x[..., :R].float(), x[..., R : 2 * R].float()
+    turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+    return torch.cat((turned, x[..., 2 * R :]), -1)

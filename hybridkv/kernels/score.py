@@ -2,16 +2,41 @@
 
 For query head h and key j: sum over the window's queries w that see j of softmax_j(q_w . k_j * scale). Two passes over
 tiles of keys: the log-sum-exp of each query, then the weights. Every sum runs in one fixed order, so equal inputs give
-equal bits.
+equal bits. A query that sees no key adds nothing.
+
+The kernels: `score_lse` takes a block of keys for all query heads of a stream and leaves each query's log-sum-exp over
+the block; `score_combine` joins the blocks in ascending order; `score_weights` makes the products again (cheaper than
+storing them) and sums the weights over the window. No score matrix, no atomics. Blocks are counted in entries of a
+stream, so neither the pages' size nor their order changes a bit.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybridkv.kernels.attention_tile import KEY_TILE, read_pages
-from hybridkv.kernels.quant import Pages
+from hybridkv.kernels.backend import tl, triton, use_triton
+from hybridkv.kernels.quant import Fp8Pages, Pages
+
+
+class ScoreBlocks(NamedTuple):
+    """A launch configuration."""
+
+    keys: int
+    dims: int  # of a product at once
+    warps: int
+
+
+# bf16 queries on bf16 or FP8 keys: tensor cores, exact products, f32 sums. Everything else: f32 throughout.
+TENSOR_CORES = ScoreBlocks(64, 256, 4)
+PLAIN = ScoreBlocks(128, 32, 4)
+PLAIN_WIDE = ScoreBlocks(128, 32, 8)  # windows of more than 64: the sums of a tile would not fit 4 warps' registers
+CONFIGS = (TENSOR_CORES, PLAIN, PLAIN_WIDE)
+COMBINE_BLOCKS, COMBINE_ROWS = 64, 16
+LOG2_E = 1.4426950408889634
 
 
 def window_scores_ref(
@@ -24,6 +49,8 @@ def window_scores_ref(
     key_tile: int = KEY_TILE,
 ) -> Tensor:  # [H, L] f32, 0 past a stream's length
     (W, H, D), (G, L) = queries.shape, positions.shape
+    if not L:
+        return torch.zeros(H, 0, device=queries.device)
     rows = queries.float().view(W, G, H // G, D).permute(1, 2, 0, 3).reshape(G, -1, D)  # [G, H/G * W, D]
     when = query_positions.repeat(H // G).view(1, -1, 1)
 
@@ -38,8 +65,181 @@ def window_scores_ref(
     lse = torch.full(rows.shape[:2], -torch.inf, device=rows.device)
     for start in starts:
         lse = torch.logaddexp(lse, tile(start).logsumexp(-1))
+    lse = lse.masked_fill(lse.isneginf(), 0)  # a query that sees nothing: weights 0, not NaN
     parts = [(tile(start) - lse.unsqueeze(-1)).exp().view(G, H // G, W, -1).sum(2) for start in starts]
     return torch.cat(parts, -1).view(H, L)
 
 
-window_scores = window_scores_ref
+@triton.jit
+def load_keys(k_pool, o_row, m_row, o_d, D, DOT: tl.constexpr, FP8: tl.constexpr):
+    """Keys [BN, BK] in the type of the product; FP8 codes without their scale."""
+    b_k = tl.load(k_pool + o_row[:, None] * D + o_d, mask=m_row[:, None] & (o_d < D), other=0)
+    if FP8:
+        b_k = b_k.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    return b_k.to(DOT)
+
+
+@triton.jit
+def load_queries(q, i_h, o_w, W, o_d, D, stride_qw, stride_qh, DOT: tl.constexpr):
+    o_q = o_w[:, None] * stride_qw + i_h * stride_qh + o_d
+    return tl.load(q + o_q, mask=(o_w < W)[:, None] & (o_d < D), other=0.0).to(DOT)
+
+
+@triton.jit
+def head_scores(
+    q, k_pool, b_k, b_scale, i_h, o_w, o_row, m_row, b_at, b_when, W, D, stride_qw, stride_qh, scale,
+    BD: tl.constexpr, BK: tl.constexpr, DOT: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """Scores [BW, BN] of one query head in units of log 2; -inf where a query does not see a key."""
+    if BK == BD:
+        b_q = load_queries(q, i_h, o_w, W, tl.arange(0, BD), D, stride_qw, stride_qh, DOT)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    else:
+        b_s = tl.zeros([o_w.shape[0], o_row.shape[0]], tl.float32)
+        for d in range(0, BD, BK):
+            o_d = d + tl.arange(0, BK)
+            b_q = load_queries(q, i_h, o_w, W, o_d, D, stride_qw, stride_qh, DOT)
+            b_kd = load_keys(k_pool, o_row, m_row, o_d, D, DOT, FP8)
+            b_s = tl.dot(b_q, tl.trans(b_kd), b_s, input_precision="ieee")
+    b_s *= scale * b_scale[None, :] if FP8 else scale
+    m_s = m_row[None, :] & (b_at[None, :] <= b_when[:, None])
+    return tl.where(m_s, b_s, float("-inf"))
+
+
+@triton.jit
+def block_keys(
+    k_pool, k_scale, table, positions, i_n, i_g, L, D, stride_tg, stride_tn, stride_pg, stride_pl,
+    P: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, DOT: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """What every query head needs of a block of keys: entries, which there are, positions, values, scales."""
+    o_n = i_n * BN + tl.arange(0, BN)
+    b_at = tl.load(positions + i_g * stride_pg + o_n.to(tl.int64) * stride_pl, mask=o_n < L, other=-1).to(tl.int32)
+    m_row = b_at >= 0
+    b_page = tl.load(table + i_g * stride_tg + (o_n // P) * stride_tn, mask=m_row, other=0).to(tl.int64)
+    o_row = b_page * P + o_n % P
+    if BK == BD:
+        b_k = load_keys(k_pool, o_row, m_row, tl.arange(0, BD), D, DOT, FP8)
+    else:
+        b_k = 0.0  # read where it is used
+    if FP8:
+        b_scale = tl.load(k_scale + o_row, mask=m_row, other=0.0)
+    else:
+        b_scale = 1.0
+    return o_n, o_row, m_row, b_at, b_k, b_scale
+
+
+@triton.jit(do_not_specialize=["L", "W", "blocks"])
+def score_lse_kernel(
+    q, when, k_pool, k_scale, table, positions, out, L, W, D, blocks, scale,
+    stride_qw, stride_qh, stride_tg, stride_tn, stride_pg, stride_pl,
+    R: tl.constexpr, P: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr,
+    DOT: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """out [H, blocks, BW]: log2 of the sum of exp2 over each block."""
+    i_n, i_g = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    o_n, o_row, m_row, b_at, b_k, b_scale = block_keys(
+        k_pool, k_scale, table, positions, i_n, i_g, L, D, stride_tg, stride_tn, stride_pg, stride_pl,
+        P, BN, BD, BK, DOT, FP8,
+    )  # fmt: skip
+    o_w = tl.arange(0, BW)
+    b_when = tl.load(when + o_w, mask=o_w < W, other=-1).to(tl.int32)
+    for r in range(R):
+        i_h = i_g * R + r
+        b_s = head_scores(
+            q, k_pool, b_k, b_scale, i_h, o_w, o_row, m_row, b_at, b_when, W, D, stride_qw, stride_qh, scale,
+            BD, BK, DOT, FP8,
+        )  # fmt: skip
+        b_max = tl.max(b_s, 1)
+        b_base = tl.where(b_max == float("-inf"), 0.0, b_max)
+        b_sum = tl.sum(tl.exp2(b_s - b_base[:, None]), 1)
+        b_lse = b_base + tl.log2(tl.where(b_sum == 0, 1.0, b_sum))  # NaN stays NaN
+        b_lse = tl.where(b_sum == 0, float("-inf"), b_lse)
+        tl.store(out + (i_h * blocks + i_n) * BW + o_w, b_lse)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def score_combine_kernel(part, out, blocks, BW: tl.constexpr, BB: tl.constexpr, BR: tl.constexpr):
+    """part [H, blocks, BW] -> out [H, BW], blocks in ascending order; +inf for a query that sees nothing."""
+    i_h = tl.program_id(0).to(tl.int64)
+    o_w = tl.program_id(1) * BR + tl.arange(0, BR)
+    b_max = tl.full([BR], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BR], tl.float32)
+    for start in range(0, blocks, BB):
+        o_b = start + tl.arange(0, BB)
+        p_part = part + (i_h * blocks + o_b[:, None]) * BW + o_w
+        b_lse = tl.load(p_part, mask=o_b[:, None] < blocks, other=float("-inf"))
+        b_new = tl.maximum(b_max, tl.max(b_lse, 0))
+        b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_sum = b_sum * tl.exp2(b_max - b_base) + tl.sum(tl.exp2(b_lse - b_base[None, :]), 0)
+        b_max = b_new
+    b_lse = b_max + tl.log2(tl.where(b_sum == 0, 1.0, b_sum))
+    tl.store(out + i_h * BW + o_w, tl.where(b_sum == 0, float("inf"), b_lse))
+
+
+@triton.jit(do_not_specialize=["L", "W"])
+def score_weights_kernel(
+    q, when, k_pool, k_scale, table, positions, lse, out, L, W, D, scale,
+    stride_qw, stride_qh, stride_tg, stride_tn, stride_pg, stride_pl,
+    R: tl.constexpr, P: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr,
+    DOT: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    i_n, i_g = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    o_n, o_row, m_row, b_at, b_k, b_scale = block_keys(
+        k_pool, k_scale, table, positions, i_n, i_g, L, D, stride_tg, stride_tn, stride_pg, stride_pl,
+        P, BN, BD, BK, DOT, FP8,
+    )  # fmt: skip
+    o_w = tl.arange(0, BW)
+    b_when = tl.load(when + o_w, mask=o_w < W, other=-1).to(tl.int32)
+    for r in range(R):
+        i_h = i_g * R + r
+        b_s = head_scores(
+            q, k_pool, b_k, b_scale, i_h, o_w, o_row, m_row, b_at, b_when, W, D, stride_qw, stride_qh, scale,
+            BD, BK, DOT, FP8,
+        )  # fmt: skip
+        b_lse = tl.load(lse + i_h * BW + o_w)
+        b_weight = tl.sum(tl.exp2(b_s - b_lse[:, None]), 0)
+        tl.store(out + i_h * L + o_n, b_weight, mask=o_n < L)
+
+
+def window_scores_triton(
+    queries: Tensor,
+    query_positions: Tensor,
+    k_pool: Pages,
+    table: Tensor,
+    positions: Tensor,
+    scale: float,
+    config: ScoreBlocks | None = None,
+) -> Tensor:
+    (W, H, D), (G, L) = queries.shape, positions.shape
+    out = torch.empty(H, L, device=queries.device)
+    if not W or not L:
+        return out.zero_()
+    fp8 = isinstance(k_pool, Fp8Pages)
+    keys, k_scale = k_pool if isinstance(k_pool, Fp8Pages) else (k_pool, k_pool)
+    cores = queries.dtype == torch.bfloat16 and keys.dtype in (torch.bfloat16, torch.uint8)
+    padded = max(16, triton.next_power_of_2(W))
+    if config is None:
+        config = TENSOR_CORES if cores else PLAIN if padded <= 64 else PLAIN_WIDE
+    BD = max(16, triton.next_power_of_2(D))
+    blocks = triton.cdiv(L, config.keys)
+    part = torch.empty(H, blocks, padded, device=queries.device)
+    lse = torch.empty(H, padded, device=queries.device)
+    queries, query_positions = queries.contiguous(), query_positions.contiguous()
+    strides = (queries.stride(0), queries.stride(1), *table.stride(), *positions.stride())
+    shared = dict(
+        R=H // G, P=keys.shape[1], BW=padded, BN=config.keys, BD=BD, BK=min(config.dims, BD),
+        DOT=tl.bfloat16 if cores else tl.float32, FP8=fp8, num_warps=config.warps, num_stages=2,
+    )  # fmt: skip
+    read = (queries, query_positions, keys, k_scale, table, positions)
+    score_lse_kernel[(blocks, G)](*read, part, L, W, D, blocks, scale * LOG2_E, *strides, **shared)
+    score_combine_kernel[(H, padded // COMBINE_ROWS)](part, lse, blocks, BW=padded, BB=COMBINE_BLOCKS, BR=COMBINE_ROWS)
+    score_weights_kernel[(blocks, G)](*read, lse, out, L, W, D, scale * LOG2_E, *strides, **shared)
+    return out
+
+
+def window_scores(
+    queries: Tensor, query_positions: Tensor, k_pool: Pages, table: Tensor, positions: Tensor, scale: float
+) -> Tensor:
+    """Attention that queries [W, H, D] pay to the entries [G, L] of a request's streams -> [H, L] f32."""
+    form = window_scores_triton if use_triton(queries) else window_scores_ref
+    return form(queries, query_positions, k_pool, table, positions, scale)

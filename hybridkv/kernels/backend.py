@@ -1,0 +1,43 @@
+"""Where Triton runs: on CUDA tensors, if Triton is there. Everything else takes the plain-torch form.
+
+A kernel file writes `from hybridkv.kernels.backend import tl, triton` and can be imported without Triton: the stand-ins
+below make its decorators harmless, and `use_triton` then never picks a kernel.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    triton: Any  # kernels are a language of their own, which a Python type checker does not know
+    tl: Any
+    HAS_TRITON = True
+else:
+    try:
+        import triton
+        import triton.language as tl
+
+        HAS_TRITON = True
+    except ImportError:
+        HAS_TRITON = False
+
+        class _Absent:
+            """Takes the place of triton and triton.language in definitions that will never run."""
+
+            def __getattr__(self, name: str) -> Any:
+                return self
+
+            def __call__(self, *args: Any, **kwargs: Any) -> Any:
+                return args[0] if args and callable(args[0]) else self
+
+        triton = tl = _Absent()
+
+
+def use_triton(x: Tensor) -> bool:
+    """Whether an op on this tensor runs its Triton kernel."""
+    return HAS_TRITON and x.is_cuda
+
+
+__all__ = ["HAS_TRITON", "tl", "triton", "use_triton"]
