@@ -28,8 +28,9 @@ def _moe(
 ) -> dict[str, Any]:  # fmt: skip
     return _QWEN | dict(
         model_type=kind, dtype="bfloat16", vocab_size=vocab, hidden_size=hidden, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=2, linear_num_value_heads=values, num_experts=experts, num_experts_per_tok=chosen,
-        moe_intermediate_size=expert, shared_expert_intermediate_size=expert, tie_word_embeddings=False,
+        num_attention_heads=heads, num_key_value_heads=2, linear_num_value_heads=values, num_experts=experts,
+        num_experts_per_tok=chosen, moe_intermediate_size=expert, shared_expert_intermediate_size=expert,
+        tie_word_embeddings=False,
     )  # fmt: skip
 
 

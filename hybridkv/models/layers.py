@@ -61,9 +61,12 @@ class DecoderLayer:
     feed_norm: Norm
     feed: FeedForward
 
-    def __call__(self, h: Tensor, angles: Angles, handle: LayerHandle) -> Tensor:
+    def __call__(self, h: Tensor, angles: Angles, handle: LayerHandle, rows: Tensor | None = None) -> Tensor:
+        """`rows`: which tokens go on; all are stored."""
         h = h + self.mixer(self.mixer_norm(h), angles, handle)
-        return h + self.feed(self.feed_norm(h))
+        if rows is not None:
+            h = h[rows]
+        return h + self.feed(self.feed_norm(h)) if len(h) else h
 
 
 @dataclass(frozen=True)
@@ -87,9 +90,10 @@ class Decoder:
     ) -> Tensor:  # [S, vocab] f32
         h = F.embedding(tokens, self.embedding)
         angles = rope_angles(positions, self.inv_freq)
+        last = len(self.layers) - 1
         for i, layer in enumerate(self.layers):
-            h = layer(h, angles, handles[i])
-        return self.head(self.norm(h[rows])).float()
+            h = layer(h, angles, handles[i], rows if i == last else None)
+        return self.head(self.norm(h)).float()
 
     @property
     def nbytes(self) -> int:
