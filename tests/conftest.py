@@ -8,6 +8,9 @@ NaN, or with the largest value for integers. An output that some path never writ
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported; several test processes share the cores
+
+import triton_interpreter  # before anything that imports triton
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("USE_HUB_KERNELS", "0")
 
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from hybridkv import LLM
 
 torch.set_num_threads(1)
+triton_interpreter.install()
 settings.register_profile("fixed", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("fixed")
 

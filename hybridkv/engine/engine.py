@@ -18,7 +18,7 @@ from hybridkv.config import SamplingParams
 from hybridkv.engine.runner import Runner, StepInputs
 from hybridkv.engine.sampler import sample
 from hybridkv.engine.scheduler import Batch, Scheduler
-from hybridkv.errors import OutOfPages, RequestError
+from hybridkv.errors import HybridKVError, OutOfPages, RequestError
 from hybridkv.eviction import Evictor
 from hybridkv.models.layers import Decoder
 from hybridkv.request import Request
@@ -133,9 +133,10 @@ class Engine:
         try:
             logits = self.runner.forward(self._inputs(batch))
             self.manager.commit(batch.plan)
-            self._evict(batch.requests)
-            updates = self._extend([batch.requests[i] for i in batch.sampled], logits)
-            self._finish_done(updates)
+            failed = self._evict(batch.requests)
+            whole = [k for k, i in enumerate(batch.sampled) if batch.requests[i] not in failed]
+            updates = self._extend([batch.requests[batch.sampled[k]] for k in whole], logits[whole])
+            self._finish_done([*updates, *(Update(request, None, "") for request in failed)])
         except BaseException as problem:
             # state may be half advanced, tokens not yet given out: these requests cannot go on, all others can
             for request in batch.requests:
@@ -151,11 +152,17 @@ class Engine:
         self._finish_done(updates)
         return updates
 
-    def _evict(self, requests: Sequence[Request]) -> None:
-        """Cut the caches that have grown past their budget. Logits of this step are computed already."""
-        for request in requests:
-            if self.evictor is not None and self.evictor.due(request, self.manager):
-                self.evictor.evict(request, self.manager)
+    def _evict(self, requests: Sequence[Request]) -> list[Request]:
+        """Cut the caches that have grown past their budget. Returns requests whose scores are broken; others go on."""
+        failed = []
+        for request in requests if self.evictor is not None else ():
+            try:
+                if self.evictor is not None and self.evictor.due(request, self.manager):
+                    self.evictor.evict(request, self.manager)
+            except HybridKVError as problem:
+                request.finish_reason, request.error = "error", str(problem)
+                failed.append(request)
+        return failed
 
     def _inputs(self, batch: Batch) -> StepInputs:
         now = time.perf_counter()
@@ -251,8 +258,9 @@ class Engine:
     # ---- teacher forcing
 
     def score(self, tokens: Sequence[int], prefill: int | None = None, chunk: int | None = None) -> Tensor:
-        """Logits [T, vocab] f32 after each token: the first `prefill` in chunks, the rest one decode step each. Eviction
-        applies as to a request whose prompt they are.
+        """Logits [T, vocab] f32 after each token: the first `prefill` in chunks, the rest one decode step each.
+
+        Eviction applies as to a request whose prompt they are.
         """
         tokens = self.check_tokens(tokens)
         prefill = len(tokens) if prefill is None else prefill
@@ -274,7 +282,8 @@ class Engine:
                 step = self._reserve(key, b - a)
                 parts.append(self.runner.forward(self.runner.inputs([tokens[a:b]], [a], range(b - a), step)))
                 self.manager.commit([(key, b - a)])
-                self._evict([request])
+                if self._evict([request]):
+                    raise HybridKVError(str(request.error))
             return torch.cat(parts)
         finally:
             self.manager.release_request(key)

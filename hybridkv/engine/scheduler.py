@@ -121,7 +121,8 @@ class Scheduler:
         free, slots = self.manager.free_pages(), self.manager.free_slots
         need = self.manager.pages_needed(None, self.held_tokens(len(request.tokens) + 1))
         for other in self.running:  # they still need pages for tokens that are known already
-            left = self.held_tokens(len(other.tokens) + 1) - self.manager.longest_stream(other.key)
+            room = self.held_tokens(len(other.tokens) + 1) - self.manager.longest_stream(other.key)
+            left = min(room, self.pending(other) + 1)
             for name, pages in self.manager.pages_needed(other.key, max(left, 0)).items():
                 need[name] += pages
         given_up: list[Request] = []

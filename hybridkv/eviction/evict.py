@@ -1,8 +1,10 @@
 """Evictor: when a request's cache is cut to its budget, and carrying it out.
 
-    after the last prompt chunk        if the prompt is longer than budget + window
-    after every chunk (bounded)        if a stream is longer than the budget
-    every n generated tokens           if a stream is longer than the budget
+    after the last prompt chunk        if streams hold more than budget + window
+    after every chunk (bounded)        if streams hold more than the budget
+    every n generated tokens           if streams hold more than the budget
+
+Streams of one request may differ in length: what counts is their mean.
 
 A request remembers what was kept and when. If it is preempted and computed again, the same entries are dropped at the
 same positions, so it goes on as if nothing had happened.
@@ -44,6 +46,11 @@ class Evictor:
             )
         return Evictor(config, find_policy(config.policy), head_dim**-0.5)
 
+    def most_held(self, step_tokens: int) -> int:
+        """Tokens a stream holds at the most, on average, while a bounded prompt is read."""
+        assert self.config.budget is not None
+        return self.config.budget + step_tokens
+
     def due(self, request: Request, manager: KVCacheManager) -> bool:
         """Whether the request's cache is to be cut now, a step after which it stands at a new position."""
         position, prompt = manager.position(request.key), request.prompt_tokens
@@ -53,13 +60,13 @@ class Evictor:
             return False  # being computed again
         budget = self.config.budget
         assert budget is not None
-        longest = int(manager.lengths(request.key)[STREAMS].max())
+        held = float(manager.lengths(request.key)[STREAMS].mean())  # heads and layers may share a budget unevenly
         if position < prompt:
-            return self.config.bounded and longest > budget
+            return self.config.bounded and held > budget
         if position == prompt:
-            return longest > budget + (0 if self.config.bounded else self.config.window)
+            return held > budget + (0 if self.config.bounded else self.config.window)
         every = self.config.decode_every
-        return bool(every) and (position - prompt) % every == 0 and longest > budget
+        return bool(every) and (position - prompt) % every == 0 and held > budget
 
     def evict(self, request: Request, manager: KVCacheManager) -> int:
         """Score, choose, compact. Returns the pages that went back."""

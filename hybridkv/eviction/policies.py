@@ -151,7 +151,7 @@ class Ada(Policy):
         if (lengths <= budgets).all():
             return budgets
         fixed = np.minimum(np.minimum(recent, budgets), lengths)  # recent entries stay in every head
-        least = np.minimum(np.maximum(fixed, (budgets * self.floor).astype(np.int64)), lengths)
+        least = np.minimum(np.maximum(np.maximum(fixed, 1), (budgets * self.floor).astype(np.int64)), lengths)
         sure = [best(scores[g], int(n), int(least[g]), recent) for g, n in enumerate(lengths)]
         open_scores = scores.clone()
         for g, n in enumerate(lengths):
@@ -175,7 +175,7 @@ class Pyramid(Policy):
     def budgets(self, scores: list[Tensor], lengths: np.ndarray, budget: int, recent: int) -> np.ndarray:
         fixed = min(recent, budget)
         free = budget - fixed
-        low = free / self.steepness
+        low = max(free / self.steepness, min(free, 1))  # a stream keeps one entry at the least
         share = np.linspace(2 * free - low, low, len(lengths)) if len(lengths) > 1 else np.array([float(free)])
         return np.broadcast_to((fixed + share).astype(np.int64)[:, None], lengths.shape).copy()
 

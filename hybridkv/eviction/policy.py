@@ -1,4 +1,4 @@
-"""Policy: says how much each entry of a layer matters. Which survive is decided once, in `keep.py`, for all policies."""
+"""Policy: says how much each entry of a layer matters. Which survive is decided in `keep.py`, for all policies."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Every token that is computed gets a number of its own. What is stored for it names that number, the stream and the
 position, so a page that two requests own by mistake, or a copy that was not made, shows as wrong bytes. The model keeps
 lists of page objects; the real page ids must map onto them one to one. Pages without owners are overwritten with poison
-after each rule.
+after each rule. Compaction keeps any ascending choice of a stream's entries, so streams have lengths of their own.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hybridkv.cache import CacheSchema, ForwardStep, KVCacheManager, OutOfPages, StateSchema, StreamSchema, TensorSpec
+from hybridkv.cache.snapshot import restore_request, snapshot_request
 from hybridkv.errors import HybridKVError, RequestError
 
 SLOTS, MAX_TOKENS, POISON = 4, 26, -777
@@ -35,6 +36,8 @@ LANES = StreamSchema(
 INF = float("inf")
 TAIL = StateSchema("tail", (1, 5), (TensorSpec("z", (3,), torch.float32, -INF), TensorSpec("n", (), torch.int64)))
 
+CHOICES = st.one_of(st.integers(0, 2**MAX_TOKENS - 1), st.just(2**MAX_TOKENS - 1), st.sampled_from((0, 1, 0b1010101)))
+THEN = st.sampled_from(("stay", "fork", "copy", "move"))  # what a compacted request does next
 PICKS = st.lists(st.tuples(st.integers(0, 3), st.one_of(st.just(1), st.integers(1, 9))), min_size=1, max_size=3)
 
 Page = list[int]  # the model's page: one number, how many own it. Its identity is what counts
@@ -47,6 +50,11 @@ class Sequence:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.pages: dict[str, list[list[Page]]] = {s.name: [[] for _ in range(s.streams)] for s in (HEADS, LANES)}
+        self.kept: list[list[int]] = [[] for _ in range(HEADS.streams)]  # positions of the entries of each KV stream
+        self.compacted = False
+
+    def lengths(self, s: StreamSchema) -> list[int]:
+        return [len(row) for row in self.kept] if s is HEADS else [s.entries(len(self.tokens))] * s.streams
 
 
 def snapshot(m: KVCacheManager) -> dict[str, bytes]:
@@ -57,9 +65,10 @@ def snapshot(m: KVCacheManager) -> dict[str, bytes]:
         arrays["free"] = t.allocator._stack[: t.allocator.free]
         facts |= {f"{name}.{what}": array.tobytes() for what, array in arrays.items()}
         for what, tensor in t.pool.tensors.items():
-            facts[f"{name}.{what}"] = tensor.numpy().tobytes()
+            facts[f"{name}.{what}"] = tensor.view(torch.uint8).numpy().tobytes()
     for key, tensor in m.state.tensors.items():
-        facts[str(key)] = tensor.numpy().tobytes()
+        facts[str(key)] = tensor.view(torch.uint8).numpy().tobytes()
+    facts["compactions"] = repr(m.compactions).encode()
     return facts
 
 
@@ -154,6 +163,8 @@ class CacheMachine(RuleBasedStateMachine):
         counts["steps"] += 1
         counts["steps with several requests"] += len(plan) > 1
         for row, (name, _) in enumerate(plan):
+            for kept in self.live[name].kept:
+                kept += range(len(self.live[name].tokens), len(self.live[name].tokens) + len(fresh[name]))
             self.live[name].tokens += fresh[name]
             assert self.m.position(name) == len(self.live[name].tokens)
             for s in self.schema.streams:  # as the layers see it
@@ -168,16 +179,24 @@ class CacheMachine(RuleBasedStateMachine):
         source = self.pick(i)
         if reserved:
             self.run([(source, reserved)], {}, "abandon")
+        self.fork_of(source)
+        if len(picks) > 1:
+            self.step(picks, "commit")
+        else:
+            self.step_all(4 if reserved % 2 else 1)
+
+    def fork_of(self, source: int) -> None:
         self.names += 1
         name = self.names
         free = {s: t.allocator.free for s, t in self.m.tables.items()}
         self.m.fork_request(source, name)
         assert free == {s: t.allocator.free for s, t in self.m.tables.items()}, "a fork takes no pages"
         child = self.live[name] = Sequence()
-        child.tokens = list(self.live[source].tokens)
+        self.inherit(child, self.live[source])
+        counts["forks of compacted requests"] += child.compacted
         for s in self.schema.streams:
-            used = -(-s.entries(len(child.tokens)) // s.entries_per_page)
-            child.pages[s.name] = [row[:used] for row in self.live[source].pages[s.name]]
+            used = [-(-n // s.entries_per_page) for n in child.lengths(s)]
+            child.pages[s.name] = [row[:n] for row, n in zip(self.live[source].pages[s.name], used)]
             for row in child.pages[s.name]:
                 for page in row:
                     page[0] += 1
@@ -186,10 +205,87 @@ class CacheMachine(RuleBasedStateMachine):
             slots = [self.m.slot_of[source], self.m.slot_of[name]]
             for t in self.m.state.tensors.values():
                 assert torch.equal(t[:, slots[0]], t[:, slots[1]])
-        if len(picks) > 1:
-            self.step(picks, "commit")
-        else:
-            self.step_all(4 if reserved % 2 else 1)
+
+    @staticmethod
+    def inherit(child: Sequence, source: Sequence) -> None:
+        child.tokens, child.kept = list(source.tokens), [list(row) for row in source.kept]
+        child.compacted = source.compacted
+
+    @precondition(some_live)
+    @rule(i=st.integers(0, SLOTS - 1), choice=st.lists(CHOICES, min_size=4, max_size=4), fork=st.booleans(), then=THEN)
+    def compact(self, i: int, choice: list[int], fork: bool, then: str) -> None:
+        """Bit j of a stream's number says whether entry j stays; perhaps right after a fork, all pages shared."""
+        name = self.pick(i)
+        if fork and len(self.live) < SLOTS:
+            self.fork_of(name)
+        request = self.live[name]
+        if not request.tokens:
+            self.refused(ValueError, lambda: self.m.compact_request(name, {0: [[], []], 2: [[], []]}), "nothing kept")
+            return
+        keeps = [
+            [j for j in range(len(row)) if bits >> j & 1] or [len(row) - 1] for row, bits in zip(request.kept, choice)
+        ]
+        lists = [np.array(keep) for keep in keeps]
+        keep = {0: lists[:2], 2: lists[2:]}
+        wrong = {**keep, 2: [lists[2], np.append(lists[3], len(request.kept[3]))]}
+        self.refused(ValueError, lambda: self.m.compact_request(name, wrong), "entry past the end")
+        P, need, back = HEADS.entries_per_page, 0, 0
+        cuts = []
+        for row, pages, kept in zip(request.kept, request.pages["kv"], keeps):
+            n = -(-len(kept) // P)
+            shrinks = len(kept) < len(row)
+            fresh = shrinks and any(page[0] > 1 for page in pages[:n])
+            need += n if fresh else 0
+            back += len(pages) - n if shrinks else 0
+            cuts.append((shrinks, fresh, n))
+        if need > self.m.tables["kv"].allocator.free:
+            self.refused(OutOfPages, lambda: self.m.compact_request(name, keep), "no pages to compact into")
+            return
+        assert self.m.compact_request(name, keep) == back
+        for stream, (shrinks, fresh, n) in enumerate(cuts):
+            pages = request.pages["kv"][stream]
+            if shrinks:
+                for page in pages[0 if fresh else n :]:
+                    page[0] -= 1
+                pages[:] = [[1] for _ in range(n)] if fresh else pages[:n]
+                request.kept[stream] = [request.kept[stream][j] for j in keeps[stream]]
+        happened = any(shrinks for shrinks, _, _ in cuts)
+        request.compacted |= happened
+        counts["compactions"] += happened
+        counts["compactions of shared pages"] += need > 0
+        counts["compactions that give pages back"] += back > 0
+        if then == "fork" and len(self.live) < SLOTS:
+            self.fork_of(name)
+        elif then in ("copy", "move"):
+            self.bring_back(name, then == "move")
+
+    @precondition(some_live)
+    @rule(i=st.integers(0, SLOTS - 1), move=st.booleans())
+    def restore(self, i: int, move: bool) -> None:
+        """A snapshot brought back under another name, beside the request or in its place."""
+        self.bring_back(self.pick(i), move)
+
+    def bring_back(self, source: int, move: bool) -> None:
+        taken, old = snapshot_request(self.m, source), self.live[source]
+        if move:
+            self.end(source)
+        self.names += 1
+        name = self.names
+        if len(self.live) == SLOTS:
+            self.refused(HybridKVError, lambda: restore_request(self.m, taken, name), "slots are full")
+            return
+        need = {s.name: [-(-n // s.entries_per_page) for n in old.lengths(s)] for s in self.schema.streams}
+        if any(sum(need[s]) > t.allocator.free for s, t in self.m.tables.items()):
+            self.refused(OutOfPages, lambda: restore_request(self.m, taken, name), "no pages to restore into")
+            return
+        self.poison_free_pages()
+        restore_request(self.m, taken, name)
+        request = self.live[name] = Sequence()
+        self.inherit(request, old)
+        for s, rows in need.items():
+            request.pages[s] = [[[1] for _ in range(n)] for n in rows]
+        counts["restores"] += 1
+        counts["restores of compacted requests"] += old.compacted
 
     @precondition(some_live)
     @rule(i=st.integers(0, SLOTS - 1))
@@ -228,12 +324,16 @@ class CacheMachine(RuleBasedStateMachine):
         request = self.live[name]
         now = len(request.tokens)
         position = now - back
-        if not 0 <= position <= now or (self.schema.states and position != now):
+        if not 0 <= position <= now or ((self.schema.states or request.compacted) and position != now):
             self.refused(RequestError, lambda: self.m.truncate_request(name, position), "truncation refused")
             return
         self.m.truncate_request(name, position)
         counts["truncations"] += position < now
+        if position == now:
+            return
         del request.tokens[position:]
+        for kept in request.kept:
+            del kept[position:]
         for s in self.schema.streams:
             keep = -(-s.entries(position) // s.entries_per_page)
             for row in request.pages[s.name]:
@@ -286,9 +386,9 @@ class CacheMachine(RuleBasedStateMachine):
         add = copies = 0
         for name, n in plan:
             request = self.live[name]
-            have, then = s.entries(len(request.tokens)), s.entries(len(request.tokens) + n)
-            for row in request.pages[s.name]:
-                at = have // s.entries_per_page
+            new = s.entries(len(request.tokens) + n) - s.entries(len(request.tokens))
+            for row, have in zip(request.pages[s.name], request.lengths(s)):
+                at, then = have // s.entries_per_page, have + new
                 if then > have and have % s.entries_per_page and row[at][0] - lost[id(row[at])] > 1:
                     copies += 1
                     if really:
@@ -355,26 +455,30 @@ class CacheMachine(RuleBasedStateMachine):
 
     def read(self, s: StreamSchema, name: int, table: np.ndarray, lengths: np.ndarray) -> None:
         """Each entry of the request is its own: number, stream, position."""
-        tokens, P = self.live[name].tokens, s.entries_per_page
-        n = s.entries(len(tokens))
-        assert (lengths == n).all(), f"{name} has {len(tokens)} tokens, streams of '{s.name}' are {lengths} long"
-        entry = np.arange(n)
-        page = table[:, entry // P]  # [S, n]
-        assert (page >= 0).all(), "an entry in use has no page"
-        pool = self.m.tables[s.name].pool.tensors
-        got = {key: t.numpy()[:, page, entry % P] for key, t in pool.items()}  # [lanes, S, n, ...]
-        history = np.array(tokens, np.int64)
-        if s is HEADS:
-            stream = np.broadcast_to(np.arange(s.streams)[:, None], page.shape)
-            number, place = np.broadcast_to(history, page.shape), np.broadcast_to(entry, page.shape)
-            want = {"k": np.stack((number, stream), 2)[None], "v": np.stack((place, -number), 2)[None]}
-        else:
-            number = np.broadcast_to(history[3 : 4 * n : 4], (s.lanes, 1, n))
-            lane = np.broadcast_to(np.array(s.layers)[:, None, None], number.shape)
-            index = np.broadcast_to(1000 * history[0 : 4 * n : 4] + entry, number.shape)
-            want = {"main": np.stack((number, lane), 3), "index": index}
-        for key in want:
-            assert np.array_equal(got[key], want[key]), f"request {name} reads another's '{key}' in '{s.name}'"
+        request, P = self.live[name], s.entries_per_page
+        want_lengths = request.lengths(s)
+        assert lengths.tolist() == want_lengths, f"streams of '{s.name}' are {lengths} long, not {want_lengths}"
+        history = np.array(request.tokens, np.int64)
+        for stream, n in enumerate(want_lengths):
+            entry = np.arange(n)
+            page = table[stream, entry // P]  # [n]
+            assert (page >= 0).all(), "an entry in use has no page"
+            pool = self.m.tables[s.name].pool.tensors
+            got = {key: t.numpy()[:, page, entry % P] for key, t in pool.items()}  # [lanes, n, ...]
+            if s is HEADS:
+                place = np.array(request.kept[stream], np.int64)
+                number = history[place]
+                want = {
+                    "k": np.stack((number, np.full(n, stream)), 1)[None],
+                    "v": np.stack((place, -number), 1)[None],
+                }
+            else:
+                number = np.broadcast_to(history[3 : 4 * n : 4], (s.lanes, n))
+                lane = np.broadcast_to(np.array(s.layers)[:, None], number.shape)
+                index = np.broadcast_to(1000 * history[0 : 4 * n : 4] + entry, number.shape)
+                want = {"main": np.stack((number, lane), 2), "index": index}
+            for key in want:
+                assert np.array_equal(got[key], want[key]), f"request {name} reads another's '{key}' in '{s.name}'"
 
     # ---- after each rule
 
@@ -404,6 +508,8 @@ class CacheMachine(RuleBasedStateMachine):
             for s in self.schema.streams:
                 t = self.m.tables[s.name]
                 self.read(s, name, t.pages[slot], t.lengths[slot])
+            at = [p.tolist() for p in self.m.entry_positions(name, "kv")]
+            assert at == request.kept, "entries are not where the manager thinks they are"
             if self.schema.states:
                 for lane, layer in enumerate(TAIL.layers):
                     last = [float(n + layer) for n in request.tokens[-3:]]
@@ -416,9 +522,14 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.m.free_slots == SLOTS - len(self.live)
         free = sorted(set(range(SLOTS)) - {self.m.slot_of[name] for name in self.live})
         assert not self.m.positions[free].any()
+        assert not self.m.compactions.keys() & set(free), "a free slot has a past"
         for t in self.m.tables.values():
             assert (t.pages[free] == -1).all() and not t.held[free].any() and not t.lengths[free].any()
-            # whoever gets one of these pages next must write before reading
+        self.poison_free_pages()
+
+    def poison_free_pages(self) -> None:
+        """Whoever gets one of these pages next must write before reading."""
+        for t in self.m.tables.values():
             unowned = torch.from_numpy(np.flatnonzero(t.allocator.refs == 0))
             for tensor in t.pool.tensors.values():
                 tensor[:, unowned] = float("nan") if tensor.is_floating_point() else POISON

@@ -21,6 +21,14 @@ AT_LEAST = {
     "slots are full": 50,
     "too long": 20,
     "already resident": 100,
+    "compactions": 200,
+    "compactions of shared pages": 50,
+    "compactions that give pages back": 100,
+    "no pages to compact into": 5,
+    "forks of compacted requests": 20,
+    "restores": 100,
+    "restores of compacted requests": 30,
+    "no pages to restore into": 20,
 }
 
 

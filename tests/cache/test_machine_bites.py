@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
@@ -134,7 +135,87 @@ def a_fork_starts_with_fresh_state() -> Patch:
     return StatePool, "copy", lambda self, source, target: self.reset(target)
 
 
+def cut(self: StreamTable, slot: int, s: int, pages: np.ndarray, length: int, returned: np.ndarray) -> None:
+    """The last part of a compaction: the row, and what goes back."""
+    row = self.pages[slot, s]
+    self.allocator.release(returned)
+    row[:] = -1
+    row[: len(pages)] = pages
+    self.held[slot, s], self.lengths[slot, s] = len(pages), length
+
+
+def compaction_writes_into_shared_pages() -> Patch:
+    def compact(self: StreamTable, slot: int, first: int, keeps: Any, lane: int) -> None:
+        for s, keep in enumerate(keeps, start=first):
+            row, n = self.pages[slot, s].copy(), -(-len(keep) // self.schema.entries_per_page)
+            if len(keep) < self.lengths[slot, s]:
+                places = (self.flat(row, keep), self.flat(row, np.arange(len(keep))))
+                self.pool.move_entries(lane, *(torch.from_numpy(x) for x in places))
+                cut(self, slot, s, row[:n], len(keep), row[n:][row[n:] >= 0])
+
+    return StreamTable, "compact", compact
+
+
+def compaction_forgets_to_return_a_page() -> Patch:
+    original = StreamTable.compact
+
+    def compact(self: StreamTable, *args: Any) -> None:
+        release = self.allocator.release
+        self.allocator.release = lambda ids: release(ids[: max(len(ids) - 1, 0)])  # type: ignore[method-assign]
+        try:
+            original(self, *args)
+        finally:
+            self.allocator.release = release  # type: ignore[method-assign]
+
+    return StreamTable, "compact", compact
+
+
+def compaction_turns_the_order_round() -> Patch:
+    original = PagedPool.move_entries
+    return PagedPool, "move_entries", lambda self, lane, source, target: original(self, lane, source.flip(0), target)
+
+
+def compaction_moves_one_tensor_only() -> Patch:
+    def move_entries(self: PagedPool, lane: int, source: Any, target: Any) -> None:
+        flat = self.tensors["k"][lane].view(-1, 2)
+        flat[target] = flat[source]
+
+    return PagedPool, "move_entries", move_entries
+
+
+def compaction_copies_entry_by_entry_downwards() -> Patch:
+    def move_entries(self: PagedPool, lane: int, source: Any, target: Any) -> None:
+        for t in self.tensors.values():
+            flat = t[lane].view(-1, *t.shape[3:])
+            for a, b in reversed(list(zip(source.tolist(), target.tolist()))):
+                flat[b] = flat[a]
+
+    return PagedPool, "move_entries", move_entries
+
+
+def a_fork_forgets_what_was_evicted() -> Patch:
+    original = KVCacheManager.fork_request
+
+    def fork_request(self: KVCacheManager, source: Any, request: Any) -> int:
+        slot = original(self, source, request)
+        self.compactions.pop(slot, None)
+        return slot
+
+    return KVCacheManager, "fork_request", fork_request
+
+
+def a_restore_forgets_the_state() -> Patch:
+    return StatePool, "restore", lambda self, slot, snapshot: None
+
+
 FAULTS = (
+    compaction_writes_into_shared_pages,
+    compaction_forgets_to_return_a_page,
+    compaction_turns_the_order_round,
+    compaction_moves_one_tensor_only,
+    compaction_copies_entry_by_entry_downwards,
+    a_fork_forgets_what_was_evicted,
+    a_restore_forgets_the_state,
     release_forgets_a_page,
     release_leaves_the_row,
     fork_counts_no_owner,

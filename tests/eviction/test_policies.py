@@ -1,0 +1,195 @@
+"""Every policy against its definition written out in loops; budgets that add up; a policy of one's own."""
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import tiny
+from eviction.layer_cache import Dense, attention, make
+from hybridkv.eviction import POLICIES, Ada, Policy, Pyramid
+from hybridkv.eviction.keep import choose
+from hybridkv.eviction.policies import ExpectedAttention, KeyDiff, Knorm, Random, SnapKV, Streaming, Tova
+
+CASES = {
+    "equal lengths": dict(lengths=[40, 40]),
+    "lengths differ": dict(lengths=[33, 9, 50], position=70),
+    "shorter than the window": dict(lengths=[5, 5], window=64),
+    "one head": dict(lengths=[30], folds=1),
+}
+
+
+def tova(dense: Dense) -> list[Tensor]:
+    H = dense.cache.queries.shape[1]
+    rows = [attention(dense, -1, h) for h in range(H)]
+    folds = H // len(dense.keys)
+    width = max(dense.cache.lengths)
+    padded = [torch.cat((row, torch.zeros(width - len(row), dtype=row.dtype))) for row in rows]
+    mean = torch.stack(padded).mean(0)
+    return [mean[: len(rows[g * folds])] for g in range(len(dense.keys))]
+
+
+def expected(dense: Dense) -> list[Tensor]:
+    c, found = dense.cache, []
+    folds = c.queries.shape[1] // len(dense.keys)
+    for g, (k, v) in enumerate(zip(dense.keys, dense.values)):
+        total = torch.zeros(len(k), dtype=torch.float64)
+        for h in range(g * folds, (g + 1) * folds):
+            q = c.queries[:, h].double() * c.scale
+            mean = q.mean(0)
+            cov = torch.zeros(q.shape[1], q.shape[1], dtype=torch.float64) if len(q) < 2 else q.T.cov()
+            total += torch.stack([mean @ x + x @ cov @ x / 2 for x in k]).softmax(0) / folds
+        found.append(total * v.norm(dim=-1))
+    return found
+
+
+def keydiff(dense: Dense) -> list[Tensor]:
+    found = []
+    for k in dense.keys:
+        anchor = torch.stack([x / x.norm() for x in k]).mean(0)
+        found.append(torch.stack([-(x @ anchor) / x.norm() / anchor.norm() for x in k]))
+    return found
+
+
+ORACLES: dict[str, tuple[Policy, Callable[[Dense], list[Tensor]]]] = {
+    "tova": (Tova(), tova),
+    "expected": (ExpectedAttention(), expected),
+    "knorm": (Knorm(), lambda d: [-torch.stack([x.square().sum().sqrt() for x in k]) for k in d.keys]),
+    "keydiff": (KeyDiff(), keydiff),
+}
+
+
+@pytest.mark.parametrize("dtype", ("f32", "bf16", "fp8"))
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", ORACLES)
+def test_scores_equal_the_definition(name: str, case: str, dtype: str) -> None:
+    policy, oracle = ORACLES[name]
+    dense = make(**CASES[case], dtype=dtype)  # type: ignore[arg-type]
+    got = policy.score(dense.cache)
+    assert got.shape == dense.cache.positions.shape
+    for g, want in enumerate(oracle(dense)):
+        assert torch.allclose(got[g, : len(want)].double(), want, rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("case", CASES)
+def test_dirty_pages_past_the_end_do_not_reach_the_scores(name: str, case: str) -> None:
+    dense = make(**CASES[case])  # type: ignore[arg-type]  # unused places of its pages hold NaN
+    got = POLICIES[name]().score(dense.cache)
+    for g, n in enumerate(dense.cache.lengths):
+        assert not got[g, :n].isnan().any()
+
+
+@pytest.mark.parametrize("sinks", (0, 1, 4))
+@pytest.mark.parametrize("budget", (8, 12, 39))
+def test_streaming_keeps_sinks_and_the_latest(sinks: int, budget: int) -> None:
+    dense = make([40, 40])
+    keep = choose([Streaming(sinks).score(dense.cache)], np.full((1, 2), 40), np.full((1, 2), budget), 8, "head")
+    count = min(sinks, budget - 8)
+    assert keep[0][0].tolist() == [*range(count), *range(40 - budget + count, 40)] == keep[0][1].tolist()
+
+
+def test_streaming_goes_by_position_where_entries_were_dropped_before() -> None:
+    dense = make([12], position=100, window=2)
+    scores = Streaming(4).score(dense.cache)[0]
+    for place, score in zip(dense.positions[0], scores.tolist()):
+        assert score == (float("inf") if place < 4 else place)
+
+
+def test_random_is_the_same_each_time_and_differs_by_layer_and_seed() -> None:
+    a, b = make([40, 40], layer=0).cache, make([40, 40], layer=1).cache
+    assert torch.equal(Random().score(a), Random().score(a))
+    assert not torch.equal(Random().score(a), Random().score(b))
+    assert not torch.equal(Random().score(a), Random(seed=1).score(a))
+    assert not torch.equal(Random().score(a)[0], Random().score(a)[1])
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=5),
+    budget=st.integers(1, 48),
+    recent=st.integers(0, 48),
+    floor=st.sampled_from((0.0, 0.2, 0.5, 1.0)),
+    steepness=st.sampled_from((1.0, 2.0, 20.0)),
+    which=st.integers(0, 2),
+    ties=st.booleans(),
+)
+def test_shared_budgets_never_exceed_what_was_asked(
+    lengths: list[tuple], budget: int, recent: int, floor: float, steepness: float, which: int, ties: bool
+) -> None:
+    recent = min(recent, budget)
+    pyramid = Pyramid(steepness=steepness)
+    policy = (Ada(floor=floor), pyramid, Ada(pyramid, floor))[which]
+    n = np.array(lengths)
+    torch.manual_seed(budget)
+    scores = [torch.zeros(3, 40) if ties else torch.rand(3, 40) for _ in lengths]
+    budgets = policy.budgets(scores, n, budget, recent)
+    assert budgets.shape == n.shape and budgets.sum() <= budget * n.size
+    assert budgets.min() >= 1, "no stream is emptied"
+    keep = choose(scores, n, budgets, recent, "head")
+    kept = np.array([[len(g) for g in layer] for layer in keep])
+    assert (kept <= n).all() and kept.sum() <= budget * n.size
+    if which == 0:
+        assert (budgets.sum(1) <= 3 * budget).all(), "a layer's heads share that layer's budget"
+        assert (budgets >= np.minimum(np.minimum(recent, budget), n)).all(), "recent entries stay in every head"
+    for layer, each in zip(keep, n):
+        for g, length in zip(layer, each):
+            tail = min(recent, len(g))
+            assert g[len(g) - tail :].tolist() == list(range(length - tail, length))
+
+
+def test_ada_keeps_the_best_of_all_heads_of_a_layer() -> None:
+    torch.manual_seed(1)
+    scores = torch.rand(4, 50) * torch.tensor([1.0, 0.1, 0.5, 0.9])[:, None]
+    n = np.full((1, 4), 50)
+    budgets = Ada(floor=0.0).budgets([scores], n, 20, 5)
+    keep = choose([scores], n, budgets, 5, "head")[0]
+    free = scores[:, :45]
+    ranked = sorted((-free[g, j].item(), g, j) for g in range(4) for j in range(45))[: 4 * 20 - 4 * 5]
+    want = [sorted([j for _, h, j in ranked if h == g] + list(range(45, 50))) for g in range(4)]
+    assert [k.tolist() for k in keep] == want and budgets.sum() == 80
+    assert budgets[0, 0] > budgets[0, 1], "the head with the higher scores keeps more"
+
+
+def test_adas_floor_protects_a_quiet_head() -> None:
+    scores = torch.ones(2, 50)
+    scores[1] = 0
+    budgets = Ada(floor=0.5).budgets([scores], np.full((1, 2), 50), 20, 0)
+    assert budgets.tolist() == [[30, 10]]
+
+
+def test_pyramid_gives_early_layers_more() -> None:
+    n = np.full((5, 2), 1000)
+    budgets = Pyramid(steepness=20.0).budgets([], n, 100, 20)
+    assert (np.diff(budgets[:, 0]) < 0).all() and (budgets[:, 0] == budgets[:, 1]).all()
+    assert 100 * 10 - 10 <= budgets.sum() <= 100 * 10 and budgets.min() >= 20 + 80 // 20
+    assert Pyramid().budgets([], np.full((1, 2), 1000), 100, 20).tolist() == [[100, 100]]
+
+
+def test_ada_over_pyramid_uses_each_layers_share() -> None:
+    torch.manual_seed(0)
+    n = np.full((4, 2), 200)
+    scores = [torch.rand(2, 200) for _ in range(4)]
+    even = Pyramid().budgets(scores, n, 50, 8)
+    assert (Ada(Pyramid()).budgets(scores, n, 50, 8).sum(1) == even.sum(1)).all()
+
+
+@pytest.mark.parametrize("wrapper", (Ada, Pyramid))
+def test_wrappers_score_as_the_policy_inside(wrapper: type) -> None:
+    cache = make([40, 40]).cache
+    assert torch.equal(wrapper(Knorm()).score(cache), Knorm().score(cache))
+    assert torch.equal(wrapper().score(cache), SnapKV().score(cache))
+
+
+def test_the_example_of_an_own_policy_runs(
+    oracle: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("HYBRIDKV_BUDGET", raising=False)
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "own_policy.py"))
+    example["main"](str(oracle("qwen3_5").folder), tiny.token_ids(400))
+    assert "400 prompt tokens" in capsys.readouterr().out
