@@ -1,5 +1,5 @@
-"""The command line: `hybridkv generate | chat | plan | demo`. Commands are in `hybridkv/commands/`; here is what they
-have in common: help, version, and one line for every error a user can cause.
+"""The command line: `hybridkv generate | chat | plan | inspect | demo`. Commands are in `hybridkv/commands/`; here is
+what they have in common: help, version, and one line for every error a user can cause.
 
 Exit codes: 0 done, 2 a wrong argument or a model that cannot be used, 130 stopped by Ctrl-C, 141 a pipe was closed.
 """
@@ -17,13 +17,14 @@ from hybridkv import __version__
 from hybridkv.commands.chat import chat
 from hybridkv.commands.demo import demo
 from hybridkv.commands.generate import generate
+from hybridkv.commands.inspect import inspect
 from hybridkv.commands.options import in_flags
 from hybridkv.commands.plan import plan
 from hybridkv.errors import HybridKVError
 
 app = typer.Typer(name="hybridkv", add_completion=False, pretty_exceptions_enable=False)
 UsageError = typer.BadParameter.__bases__[0]  # click's, wherever this version of typer keeps click
-for command in (generate, chat, plan, demo):
+for command in (generate, chat, plan, inspect, demo):
     app.command()(command)
 
 
@@ -41,6 +42,9 @@ def hybridkv(
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by whoever started us
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  open until the end
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # an answer may hold characters that the terminal's encoding lacks
@@ -76,7 +80,7 @@ def _explain(error: Exception) -> str | None:
     elif isinstance(error, HybridKVError):
         text = in_flags(text)
     elif isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in text:
-        text = f"out of memory ({text[:200]}); use a smaller --context or --max-requests, or --kv-dtype bf16"
+        text = f"out of memory ({text[:200]}); use a smaller --context or --max-requests, or --kv-dtype fp8"
     elif isinstance(error, RuntimeError):
         return None
     return "".join(c if c.isprintable() else " " for c in " ".join(text.split()))

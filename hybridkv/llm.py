@@ -21,6 +21,7 @@ from hybridkv.models import cache_schema, load_model
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.source import locate_model
 from hybridkv.models.weights import Checkpoint, open_checkpoint
+from hybridkv.overrides import overridden
 from hybridkv.planner import CachePlan, human, model_bytes, plan_cache
 from hybridkv.request import Request, TokenLogprobs
 from hybridkv.text.chat import ChatTemplate
@@ -74,7 +75,7 @@ class LLM:
         limits = EngineConfig(max_requests, max_context, memory, step_tokens)
         if not isinstance(cache, CacheConfig | None) or not isinstance(model, str | Path | None):
             raise HybridKVError("model must be a path or a name, and cache a CacheConfig")
-        self.cache_config = cache or CacheConfig()
+        self.cache_config = overridden(cache or CacheConfig())
         self.device = resolve_device(device)
         with open_checkpoint(locate_model(model, fetch_progress)) as checkpoint:
             self.path, self.config = checkpoint.path, ModelConfig.from_dict(checkpoint.config)

@@ -23,6 +23,7 @@ from hybridkv.commands import demo, display, options
 from hybridkv.commands.chat import Interrupt
 from hybridkv.config import CacheConfig, EngineConfig
 from hybridkv.conversation import Conversation
+from hybridkv.overrides import overridden
 
 ROOT = Path(__file__).parents[1]
 TINY = ("--device", "cpu", "--dtype", "float32", "--context", "512")
@@ -96,13 +97,15 @@ def test_the_version_is_shown(run: Run) -> None:
 def test_help_names_every_command(arguments: list[str], run: Run) -> None:
     code, out, err = run(*arguments)
     assert code == 0 and err == ""
-    assert all(name in out for name in ("generate", "chat", "plan", "demo"))
+    assert all(name in out for name in ("generate", "chat", "plan", "inspect", "demo"))
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "plan", "demo"])
+@pytest.mark.parametrize("command", ["generate", "chat", "plan", "inspect", "demo"])
 def test_shared_options_have_the_same_names_everywhere(command: str, run: Run) -> None:
     _, out, _ = run(command, "--help")
     names = ["--model", "--device", "--dtype", "--kv-dtype", "--max-requests", "--context", "--memory"]
+    names += ["--budget", "--window", "--recent", "--policy", "--scope", "--pooling", "--spread", "--bounded"]
+    names += ["--decode-every"]
     if command in ("generate", "chat"):
         names += ["--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty", "--seed"]
         names += ["--stop", "--ignore-eos"]
@@ -150,6 +153,29 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
         (["generate", "hi", "--memory", "1MiB"], "1.0 MiB"),
         (["generate", "hi", "--context", "0"], "--context"),
         (["generate", "hi", "--max-requests", "0"], "--max-requests"),
+        (["generate", "hi", "--budget", "0"], "budget"),
+        (["generate", "hi", "--budget", "-5"], "budget"),
+        (["generate", "hi", "--budget", "some"], "--budget"),
+        (["generate", "hi", "--budget", "10"], "recent"),
+        (["generate", "hi", "--budget", "100", "--window", "0"], "window"),
+        (["generate", "hi", "--budget", "100", "--recent", "-1"], "recent"),
+        (["generate", "hi", "--budget", "100", "--decode-every", "-1"], "--decode-every"),
+        (["generate", "hi", "--budget", "100", "--policy", "bogus"], "snapkv"),
+        (["generate", "hi", "--budget", "100", "--scope", "word"], "scope"),
+        (["generate", "hi", "--budget", "100", "--pooling", "min"], "--pooling"),
+        (["generate", "hi", "--budget", "100", "--policy", "knorm", "--pooling", "max"], "--pooling"),
+        (["generate", "hi", "--budget", "100", "--spread", "thin"], "--spread"),
+        (["generate", "hi", "--budget", "100", "--spread", "ada", "--scope", "layer"], "--scope head"),
+        (["generate", "hi", "--policy", "bogus"], "bogus"),
+        (["generate", "hi", "--policy", "knorm"], "--budget"),
+        (["generate", "hi", "--bounded"], "--budget"),
+        (["generate", "hi", "--decode-every", "64"], "--budget"),
+        (["inspect"], "--prompt-file"),
+        (["inspect", "hi", "--budget", "0"], "budget"),
+        (["inspect", "hi", "--raw", "--system", "be kind"], "--system"),
+        (["demo", "--budget", "0"], "budget"),
+        (["demo", "-o", "no/such/folder/page.html"], "--output"),
+        (["plan", "--budget", "0"], "budget"),
         (["plan", "-m", "Qwen9-1T"], "Qwen3.5-27B"),
         (["plan", "--context", "9999999"], "--context"),
         (["plan", "--requests", "0"], "--max-requests"),
@@ -377,17 +403,141 @@ def test_the_document_comes_with_the_package() -> None:
     assert len(text.split()) > 2000 and text.isascii()
 
 
-def test_the_demo_reads_its_document_once(run: Run, folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def short(llm: LLM, text: str, question: str) -> list[int]:
-        return llm.encode(text[:300]) + llm.encode(question)
+def short_prompt(llm: LLM, text: str, question: str) -> list[int]:
+    return llm.encode(text[:300]) + llm.encode(question)
 
-    monkeypatch.setattr(demo, "_prompt", short)
-    code, out, err = run("demo", "-m", folder, *TINY)
+
+def test_the_demo_reads_its_document_once_where_all_is_kept(
+    run: Run, folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(demo, "_prompt", short_prompt)
+    page = tmp_path / "page.html"
+    code, out, err = run("demo", "-m", folder, *TINY, "--budget", 100, "-o", page)
     assert code == 0, err
     text = files("hybridkv").joinpath("data", demo.DOCUMENT).read_text(encoding="utf-8")
-    same = os.path.commonprefix([short(llm, text, question) for question in demo.QUESTIONS])
-    assert f"{len(same)} tokens were in the cache already" in out.replace("\n", " ")
-    [held] = [line.split() for line in out.splitlines() if line.strip().startswith("attention")]
-    layers, streams, tokens, pages = (int(word) for word in held[1:5])
-    schema = llm.manager.schema
-    assert (layers, streams) == (3, 6) and pages == schema.streams[0].pages(tokens)
+    same = os.path.commonprefix([short_prompt(llm, text, question) for question in demo.QUESTIONS])
+    words = " ".join(out.split())
+    assert f"{len(same)} tokens were in the cache already" in words
+    for question in demo.QUESTIONS:
+        n = len(short_prompt(llm, text, question))
+        assert f"{n} of {n}" in words and f"100 of {n}" in words
+    assert str(page) in out.replace("\n", "") and "100 tokens a stream" in page.read_text()
+
+
+def test_the_demo_at_a_budget_gives_the_librarys_answers(folder: Path, llm: LLM) -> None:
+    cache = CacheConfig(kv_dtype="f32", budget=100, window=16, recent=16)
+    tokens = llm.encode("The ship left the harbour at dawn. " * 8)
+    params = SamplingParams(max_tokens=6)
+    own = LLM(folder, device="cpu", dtype="float32", cache=cache, max_requests=1, max_context=512)
+    row, page = demo.short_answer(demo.with_cache(llm, cache), options.ModelOptions(), "?", tokens, params)
+    [expected] = own.generate([tokens], params)
+    assert row.answer == page.answer == expected.text
+    assert (row.kept, row.tokens) == (100, len(tokens))
+    assert llm.engine.evictor is None and llm.cache_config.budget is None  # the first LLM is as it was
+
+
+def test_the_demo_page_goes_elsewhere_if_the_folder_is_not_writable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HYBRIDKV_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    assert demo.page_place(demo.PAGE) == Path(demo.PAGE)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert demo.page_place(demo.PAGE) == tmp_path / "cache" / demo.PAGE
+
+
+# ---- eviction
+
+LONG = "The ship left the harbour at dawn. " * 8  # 280 characters, a token each
+
+
+def test_a_budget_says_what_was_kept(run: Run, folder: Path, llm: LLM) -> None:
+    common = ("-m", folder, *TINY, "--kv-dtype", "f32", "--raw", "--max-tokens", 3)
+    code, _, err = run("generate", LONG, *common, "--budget", 100)
+    n, schema = len(llm.encode(LONG)), llm.manager.schema
+    before, after = (display.human(schema.kv_bytes(tokens)) for tokens in (n, 100))
+    assert code == 0 and f"kept 100 of {n} tokens a stream, KV {before} -> {after}" in err.splitlines()
+    _, _, err = run("generate", LONG, *common, "--budget", 400)
+    assert f"kept all {n} tokens a stream" in err
+    _, _, err = run("generate", LONG, *common)
+    assert "kept" not in err
+
+
+def test_json_says_what_was_kept(run: Run, folder: Path, llm: LLM) -> None:
+    flags = ("--budget", 100, "--raw", "--json", "--max-tokens", 3, "--spread", "pyramid")
+    found = json.loads(run("generate", LONG, "-m", folder, *TINY, *flags)[1])["eviction"]
+    n = len(llm.encode(LONG))
+    assert found["tokens"] == n and 90 < found["kept_tokens"] <= 100
+    assert found["bytes_before"] == llm.manager.schema.kv_bytes(n) > found["bytes_after"]
+
+
+def test_several_prompts_say_what_was_kept_of_all(run: Run, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts").write_text(f"{LONG}\n{LONG}\n")
+    _, _, err = run("generate", "--prompts-file", tmp_path / "prompts", "-m", folder, *TINY, "--budget", 100)
+    assert "kept 100 of " in err and "each of 2 requests" in err
+
+
+def test_eviction_flags_reach_the_cache(llm: LLM) -> None:
+    from hybridkv.eviction.policies import Ada, Pyramid, SnapKV
+
+    given = dict(budget=100, window=32, recent=16, scope="head", bounded=True, decode_every=8, kv_dtype="fp8")
+    expected = CacheConfig(**given)  # type: ignore[arg-type]
+    assert options.ModelOptions(**given).cache() == expected  # type: ignore[arg-type]
+    for spread, kind in (("ada", Ada), ("pyramid", Pyramid)):
+        policy = options.ModelOptions(budget=100, pooling="max", spread=spread).cache().policy
+        assert policy == kind(SnapKV(pooling="max"))
+    assert options.ModelOptions(budget=100, policy="knorm").cache().policy == "knorm"
+    assert options.ModelOptions().cache() == CacheConfig()
+
+
+def test_a_chat_at_a_budget_goes_on(run: Run, folder: Path) -> None:
+    stdin = f"{LONG}\nAnd then?\n/stats\n".encode()
+    code, out, err = run("chat", "-m", folder, *TINY, "--budget", 100, "--max-tokens", 4, stdin=stdin)
+    assert code == 0 and out.splitlines()[-2].startswith("2 turns, "), err
+
+
+# ---- environment
+
+
+def test_the_environment_overrides_flags_and_says_so(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRIDKV_BUDGET", "80")
+    monkeypatch.setenv("HYBRIDKV_KV_DTYPE", "bf16")
+    code, _, err = run("generate", LONG, "-m", folder, *TINY, "--raw", "--max-tokens", 2, "--budget", 200)
+    assert code == 0 and "kept 80 of " in err
+    assert err.count("HYBRIDKV_BUDGET=80 is in force") == err.count("HYBRIDKV_KV_DTYPE=bf16 is in force") == 1
+
+
+def test_the_environment_reaches_the_demo(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(demo, "_prompt", short_prompt)
+    monkeypatch.setenv("HYBRIDKV_BUDGET", "90")
+    code, out, err = run("demo", "-m", folder, *TINY, "--policy", "knorm", "-o", tmp_path / "page.html")
+    assert code == 0 and "HYBRIDKV_BUDGET=90 is in force" in err and " 90 of " in out
+
+
+def test_the_environment_can_switch_eviction_off(capsys: pytest.CaptureFixture[str]) -> None:
+    evicting = CacheConfig(budget=100, bounded=True, decode_every=8)
+    found = overridden(evicting, {"HYBRIDKV_BUDGET": "none"})
+    assert found == CacheConfig() and "HYBRIDKV_BUDGET=none" in capsys.readouterr().err
+    assert overridden(found, {"HYBRIDKV_BUDGET": "none"}) == found and capsys.readouterr().err == ""
+    assert overridden(evicting, {"HYBRIDKV_BUDGET": " ", "HYBRIDKV_KV_DTYPE": ""}) is evicting
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("BUDGET", "0"),
+        ("BUDGET", "-1"),
+        ("BUDGET", "lots"),
+        ("BUDGET", "1" * 500),
+        ("KV_DTYPE", "fp4"),
+        ("BUDGET", "9"),
+    ],
+)
+def test_nonsense_in_the_environment_is_one_line(
+    variable: str, value: str, run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"HYBRIDKV_{variable}", value)
+    code, _, err = run("generate", "hi", "-m", folder, *TINY)
+    assert code == 2 and err.count("\n") == 1 and f"HYBRIDKV_{variable}" in err

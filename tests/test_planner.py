@@ -8,16 +8,18 @@ import pytest
 import torch
 
 import tiny
+import tiny_gguf
 from hybridkv.cache import CacheSchema, KVCacheManager, StateSchema, StreamSchema, TensorSpec
 from hybridkv.cli import main
 from hybridkv.config import CacheConfig
 from hybridkv.models import cache_schema
 from hybridkv.models.config import ModelConfig
+from hybridkv.models.gguf_file import GgufFile
 from hybridkv.models.known import KNOWN, known_config
 from hybridkv.planner import longest_context, model_bytes, most_requests, plan_cache, planned_tensors
 
 MIB = 1 << 20
-KV = ("f32", "bf16")
+KV = ("f32", "bf16", "fp8")
 # name -> MiB of KV at 4096 tokens in f32, MiB of state (one decimal), billions of weights
 PUBLISHED = {
     "SmolLM2-135M-Instruct": (180, 0.0, 0.13),
@@ -182,3 +184,86 @@ def test_the_plan_says_what_fits_in_memory(capsys: pytest.CaptureFixture[str]) -
 def test_a_known_name_may_have_an_owner_and_any_case() -> None:
     assert known_config("Qwen/qwen3.5-27b") == ("Qwen3.5-27B", KNOWN["Qwen3.5-27B"])
     assert known_config("Qwen3.5-28B") is None
+
+
+# ---- what a dtype and a budget buy
+
+
+def buys(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[tuple, dict]:
+    found = json.loads(run(capsys, "plan", *arguments, "--dtype", "bfloat16", "--device", "cpu", "--json"))
+    return {(b["kv_dtype"], b["budget"], b["bounded"]): b for b in found["buys"]} | {(): found}
+
+
+def test_a_budget_of_2048_makes_the_27b_cache_eight_times_smaller(capsys: pytest.CaptureFixture[str]) -> None:
+    found = buys(capsys, "-m", "Qwen3.5-27B", "--context", 16384, "--memory", "64GiB")
+    for kv_dtype, full in (("f32", 2048), ("bf16", 1024), ("fp8", 520)):
+        schema = schema_of("Qwen3.5-27B", kv_dtype)
+        whole, cut, bounded = (found[kv_dtype, *rest] for rest in ((None, False), (2048, False), (2048, True)))
+        assert whole["held_bytes"] == whole["peak_bytes"] == schema.kv_bytes(16384) == full * MIB
+        assert cut["held_bytes"] == bounded["held_bytes"] == schema.kv_bytes(2048) == full * MIB // 8
+        assert cut["peak_bytes"] == whole["peak_bytes"]  # pages go back when the prompt has been read
+        assert bounded["peak_bytes"] == schema.kv_bytes(2048 + 512)
+        assert cut["state_bytes"] > whole["state_bytes"] == schema.slot_bytes  # the last queries are kept too
+
+
+@pytest.mark.parametrize("requests", [1, 3])
+def test_what_a_budget_buys_fits_and_no_more_does(requests: int, capsys: pytest.CaptureFixture[str]) -> None:
+    context, budget, memory = 8192, 1024, 20 * 2**30
+    flags = ("-m", "Qwen3.5-9B", "--context", context, "--requests", requests, "--memory", memory, "--budget", budget)
+    found = buys(capsys, *flags)
+    room = memory - found[()]["weights_bytes"]
+    for kv_dtype in KV:
+        for cut, bounded in ((None, False), (budget, False), (budget, True)):
+            settings = CacheConfig(kv_dtype, budget=cut, bounded=bounded)
+            config = ModelConfig.from_dict(KNOWN["Qwen3.5-9B"])
+            schema = cache_schema(config, settings, torch.bfloat16)
+
+            def need(
+                many: int, tokens: int, schema: CacheSchema = schema, cut: int | None = cut, bounded=bounded
+            ) -> int:
+                held = schema.kv_bytes(min(tokens, cut or tokens))
+                peak = schema.kv_bytes(min(tokens, budget + 512) if bounded else tokens)
+                return (many - 1) * held + peak + many * schema.slot_bytes
+
+            b = found[kv_dtype, cut, bounded]
+            most, longest = b["most_requests"], b["longest_context"]
+            assert need(most, context) <= room < need(most + 1, context)
+            assert need(requests, longest) <= room
+            assert longest == config.max_positions or need(requests, longest + 1) > room
+
+
+def test_a_gguf_says_how_many_ffn_layers_the_saved_bytes_hold(
+    oracle: Callable[[str], tiny.Oracle], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tiny_gguf.write_gguf_llama(oracle("llama").model, tmp_path / "tiny.gguf")
+    with GgufFile(path) as file:
+        sizes = [
+            sum(t.nbytes for name, t in file.tensors.items() if name.startswith(f"blk.{i}.ffn_") and "norm" not in name)
+            for i in range(8)
+        ]
+    found = buys(capsys, "-m", path, "--memory", "1GiB", "--budget", 64, "--window", 1)
+    assert found[()]["ffn_layer_bytes"] == max(sizes) > 0
+    base = found["f32", None, False]
+    layers = sum(size > 0 for size in sizes)
+    for key, b in found.items():
+        if key:
+            saved = base["peak_bytes"] + base["state_bytes"] - b["peak_bytes"] - b["state_bytes"]
+            assert b["ffn_layers"] == min(max(saved, 0) // max(sizes), layers)
+    assert found["f32", None, False]["ffn_layers"] == 0 < found["fp8", 64, True]["ffn_layers"]
+
+
+def test_the_ffn_layer_of_the_27b_file_is_the_published_one() -> None:
+    # gate and up in Q4_K (144 bytes for 256 weights), down in Q6_K (210): what a Q4_K_M file stores
+    weights = 5120 * 17408
+    layer = 2 * weights * 144 // 256 + weights * 210 // 256
+    assert round(layer / MIB, 2) == 165.35
+    saved = schema_of("Qwen3.5-27B", "f32").kv_bytes(4096) - schema_of("Qwen3.5-27B", "bf16").kv_bytes(4096)
+    assert saved == 256 * MIB and saved // layer == 1
+
+
+def test_the_second_table_comes_with_memory_or_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    common = ("plan", "-m", "Qwen3.5-27B", "--context", 4096, "--device", "cpu")
+    assert "buy" not in run(capsys, *common)
+    out = run(capsys, *common, "--budget", 1024)
+    assert "1024, bounded" in out and "longest" not in out and "FFN" not in out
+    assert "longest" in run(capsys, *common, "--memory", "64GiB")

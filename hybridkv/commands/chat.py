@@ -86,18 +86,28 @@ def chat(
 
 
 def _lines(interactive: bool) -> Iterator[str]:
-    """What the user types, until Ctrl-C, Ctrl-D or the end of a pipe."""
+    """What the user types, until Ctrl-D, a second Ctrl-C in a row, or the end of a pipe."""
     if not interactive:
         yield from sys.stdin
         return
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  gives input() its line editing
+    warned = False
     while True:
         try:
-            yield input("> ")
-        except (EOFError, KeyboardInterrupt):
+            line = input("> ")
+        except KeyboardInterrupt:  # perhaps meant for an answer that had just ended
+            if warned:
+                print()
+                return
+            warned = True
+            print("\nCtrl-C again or /exit leaves")
+            continue
+        except EOFError:
             print()
             return
+        warned = False
+        yield line
 
 
 def _answer(conversation: Conversation, text: str) -> None:

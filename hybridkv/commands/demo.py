@@ -1,13 +1,21 @@
-"""`hybridkv demo`: a model reads a document that comes with the project and answers two questions about it.
+"""`hybridkv demo`: a model reads a document that comes with the project and answers two questions about it, once with
+every token in the cache and once with a third of them. What was kept is left as a web page.
 
-The second question continues on the document's pages: only the question itself is read.
+With all tokens kept the second question continues on the document's pages: only the question itself is read. At a
+budget each question chooses for itself what stays, so each reads the document.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import copy
+import os
+import time
+from dataclasses import dataclass, replace
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
 
 from hybridkv.commands.options import ModelOptions, with_options
 
@@ -15,8 +23,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from hybridkv.config import SamplingParams
+    from hybridkv.config import CacheConfig, SamplingParams
     from hybridkv.llm import LLM
+    from hybridkv.report.kept import Kept
     from hybridkv.request import Request
 
 DOCUMENT = "petrel_log.txt"
@@ -28,32 +37,59 @@ QUESTIONS = (
 )
 
 
+BUDGET = 1024  # a third of the tokens; with 768 the small model's first answer names a place that is not in the text
+PAGE = "hybridkv-demo.html"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One answer, for the table."""
+
+    question: str
+    answer: str
+    kept: float
+    tokens: int
+    bytes: int
+    seconds: float
+
+
 @with_options
-def demo(model: ModelOptions) -> None:
-    """Read a document of 3000 tokens and answer two questions about it."""
+def demo(
+    model: ModelOptions,
+    output: Annotated[str, Option("--output", "-o", metavar="FILE", help="the page that shows what was kept")] = PAGE,
+) -> None:
+    """Read a document of 3000 tokens and answer two questions about it, with the full cache and with a part of it."""
     from rich.console import Console
 
-    from hybridkv.config import SamplingParams
+    from hybridkv.config import CacheConfig, SamplingParams
     from hybridkv.planner import human
+    from hybridkv.report.page import write_page
 
     console = Console(highlight=False)
     if model.model is None and model.dtype == "auto":
         model = replace(model, dtype="float32")  # the same answers on every machine, with and without a GPU
-    llm = model.open()
+    path = page_place(output)
+    model = replace(model, budget=BUDGET) if model.budget is None else model
+    cache = model.cache()
+    llm = model.open(cache=CacheConfig(kv_dtype=cache.kv_dtype))
     dtype = str(llm.dtype).removeprefix("torch.")
     console.print(f"[bold]{llm.path.stem}[/bold] on {llm.device.type}, {dtype} weights: {human(llm.model.nbytes)}")
     text = files("hybridkv").joinpath("data", DOCUMENT).read_text(encoding="utf-8")
     console.print(f"It reads {TITLE}: {len(text.split())} words.\n")
     params = SamplingParams(max_tokens=64, stop=("\n",))
-    request: Request | None = None
+    rows = full_answers(llm, console, text, params)
+    small = with_cache(llm, cache)
     for question in QUESTIONS:
-        request = _ask(llm, console, question, _prompt(llm, text, question), params, request)
-    assert request is not None
-    console.print(_holdings(llm, request))
-    page = llm.cache_config.page_size
-    console.print(f"A page holds {page} tokens of one head of one layer. Pages are taken as text comes in.")
-    console.print("[dim]Next: hybridkv chat\n      hybridkv plan --model Qwen3.5-27B --context 4096[/dim]")
-    llm.engine.abort(request)
+        console.print(f"[bold]{question}[/bold] [dim]with {cache.budget} tokens a stream[/dim]")
+        row, page = short_answer(small, model, question, _prompt(small, text, question), params)
+        rows.append(row)
+        console.print(f"{row.answer}\n", markup=False)
+    write_page(page, path)
+    console.print(side_by_side(rows))
+    console.print(f"What was kept, token by token: [bold]{path}[/bold]", soft_wrap=True)
+    console.print(
+        "[dim]Next: hybridkv chat\n      hybridkv plan --model Qwen3.5-27B --memory 64GiB --context 16384[/dim]"
+    )
 
 
 def _prompt(llm: LLM, text: str, question: str) -> list[int]:
@@ -63,36 +99,85 @@ def _prompt(llm: LLM, text: str, question: str) -> list[int]:
     return llm.encode_chat([{"role": "user", "content": f"{text}\n{question}"}])
 
 
-def _ask(
-    llm: LLM, console: Console, question: str, prompt: list[int], params: SamplingParams, before: Request | None
-) -> Request:
-    """Stream one answer. `before`: the request whose pages are continued as far as the tokens agree."""
+def full_answers(llm: LLM, console: Console, text: str, params: SamplingParams) -> list[Row]:
+    """Stream the answers with every token kept. The second continues the first one's cache."""
     from hybridkv.commands.display import pieces, say, summary
 
-    console.print(f"[bold]{question}[/bold]")
-    request = llm.engine.add(prompt, params, hold=True, after=before)
-    for piece in pieces(llm, request):
-        say(piece)
-    console.print(f"\n[dim]{summary(llm.completion(request))[1:-1]}[/dim]\n")
-    return request
+    request: Request | None = None
+    rows = []
+    for question in QUESTIONS:
+        console.print(f"[bold]{question}[/bold]")
+        began = time.perf_counter()
+        request = llm.engine.add(_prompt(llm, text, question), params, hold=True, after=request)
+        for piece in pieces(llm, request):
+            say(piece)
+        seconds = time.perf_counter() - began
+        answer = llm.completion(request)
+        console.print(f"\n[dim]{summary(answer)[1:-1]}[/dim]\n")
+        size = llm.manager.schema.kv_bytes(request.prompt_tokens)
+        tokens = request.prompt_tokens
+        rows.append(Row(question, answer.text, tokens, tokens, size, seconds))
+    assert request is not None
+    llm.engine.abort(request)
+    return rows
 
 
-def _holdings(llm: LLM, request: Request) -> Table:
-    """What the request holds, by kind of layer."""
+def short_answer(
+    llm: LLM, model: ModelOptions, question: str, tokens: list[int], params: SamplingParams
+) -> tuple[Row, Kept]:
+    from hybridkv.commands.display import cut
+    from hybridkv.commands.inspect import look
+
+    began = time.perf_counter()
+    page, request = look(llm, tokens, params, model.describe(llm.cache_config))
+    seconds = time.perf_counter() - began
+    left = cut(llm, request)
+    return Row(question, page.answer, left.kept_tokens, left.tokens, left.bytes_after, seconds), page
+
+
+def with_cache(llm: LLM, cache: CacheConfig) -> LLM:
+    """A second LLM on the same weights, with a cache of its own."""
+    from hybridkv.cache import KVCacheManager
+    from hybridkv.engine.engine import Engine
+    from hybridkv.eviction import Evictor
+    from hybridkv.models import cache_schema
+
+    other, plan = copy.copy(llm), llm.plan
+    other.cache_config = cache
+    other.plan = replace(plan, schema=cache_schema(llm.config, cache, llm.dtype), slots=1)
+    plan = other.plan
+    other.manager = KVCacheManager(plan.schema, plan.pages, plan.slots, plan.max_tokens, llm.device)
+    evictor = Evictor.make(cache, other.manager, llm.config.head_dim)
+    steps = llm.engine.scheduler.step_tokens
+    other.engine = Engine(llm.model, other.manager, llm.tokenizer, steps, llm.engine.eos_ids, evictor)
+    return other
+
+
+def page_place(output: str) -> Path:
+    """Where the page goes: where it was asked for, or under the cache folder if the current one is not writable."""
+    from hybridkv.commands.inspect import page_path
+    from hybridkv.embedded import cache_folder
+
+    path = page_path(output)
+    if output == PAGE and not os.access(path if path.exists() else path.parent, os.W_OK):
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        return cache_folder() / PAGE
+    return path
+
+
+def side_by_side(rows: list[Row]) -> Table:
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     from hybridkv.planner import human
 
-    manager = llm.manager
-    out = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    out.add_column("The cache now holds", no_wrap=True)
-    for heading in ("layers", "streams", "tokens", "pages", "bytes"):
-        out.add_column(heading, justify="right", no_wrap=True)
-    tokens, pages = manager.position(request.key), manager.held_pages(request.key)
-    for s in manager.schema.streams:
-        held = pages[s.name]
-        out.add_row(s.name, str(len(s.layers)), str(s.streams), str(tokens), str(held), human(held * s.page_bytes))
-    for s in manager.schema.states:
-        out.add_row(f"{s.name} state", str(len(s.layers)), "", "", "", human(s.slot_bytes))
+    out = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("tokens kept", "KV", "seconds", "answer"):
+        out.add_column(heading, justify="left" if heading == "answer" else "right", no_wrap=heading != "answer")
+    for question in QUESTIONS:
+        out.add_section()
+        for row in (r for r in rows if r.question == question):
+            size, tokens = human(row.bytes), f"{row.kept:.0f} of {row.tokens}"
+            out.add_row(tokens, size, f"{row.seconds:.1f}", Text(row.answer))
     return out

@@ -5,12 +5,15 @@ standard error is not a terminal, except for `summary`, which a command prints i
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from hybridkv.cache.schema import ceil_div
+from hybridkv.eviction.evict import STREAMS
 from hybridkv.llm import LLM, Completion
 from hybridkv.planner import human
 from hybridkv.request import Request
@@ -57,22 +60,66 @@ def note(text: str) -> None:
     Console(stderr=True, highlight=False, soft_wrap=True).print(text, style="dim", markup=False)
 
 
+def read_prompt(llm: LLM, request: Request) -> None:
+    """Run until the request has its first token, with a progress bar."""
+    start = llm.manager.position(request.key) if request.key in llm.manager.slot_of else 0
+    with progress() as bars:
+        read = bars.show(f"reading {request.prompt_tokens - start} tokens")
+        while not request.finished and len(request.tokens) == request.prompt_tokens:
+            llm.engine.step()
+            if not request.finished:
+                read(llm.manager.position(request.key) - start, request.prompt_tokens - start)
+
+
 def pieces(llm: LLM, request: Request) -> Iterator[str]:
     """Run one request to its end: a progress bar while its prompt is read, then its text piece by piece."""
-    start = llm.manager.position(request.key) if request.key in llm.manager.slot_of else 0
     try:
-        with progress() as bars:
-            read = bars.show(f"reading {request.prompt_tokens - start} tokens")
-            while not request.finished and len(request.tokens) == request.prompt_tokens:
-                llm.engine.step()
-                if not request.finished:
-                    read(llm.manager.position(request.key) - start, request.prompt_tokens - start)
+        read_prompt(llm, request)
         yield from llm.pieces(request)
     finally:
         if request.hold:
             llm.engine.stop(request)
         else:
             llm.engine.abort(request)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What the last eviction of a request left, a stream on average, and the bytes of its pages before and after."""
+
+    tokens: int  # seen until then
+    kept_tokens: float
+    bytes_before: int  # had nothing ever been evicted
+    bytes_after: int
+
+
+def cut(llm: LLM, request: Request) -> Cut:
+    """A request that was never cut kept all of its prompt."""
+    schema = llm.manager.schema
+    if not request.evictions:
+        size = schema.kv_bytes(request.prompt_tokens)
+        return Cut(request.prompt_tokens, request.prompt_tokens, size, size)
+    position = max(request.evictions)
+    lengths = [len(entries) for layer in request.evictions[position] for entries in layer]
+    cut_streams = next(s for s in schema.streams if s.name == STREAMS)
+    pages = sum(ceil_div(n, cut_streams.entries_per_page) for n in lengths)
+    before = schema.kv_bytes(position)
+    after = before - (cut_streams.pages(position) - pages) * cut_streams.page_bytes
+    return Cut(position, sum(lengths) / len(lengths), before, after)
+
+
+def kept_line(llm: LLM, requests: Sequence[Request]) -> str | None:
+    """kept 2048 of 16384 tokens a stream, KV 1024.0 MiB -> 128.0 MiB. None where no budget is set."""
+    if llm.cache_config.budget is None or not requests:
+        return None
+    cuts = [cut(llm, request) for request in requests]
+    kept, tokens = (sum(getattr(c, name) for c in cuts) / len(cuts) for name in ("kept_tokens", "tokens"))
+    before, after = sum(c.bytes_before for c in cuts), sum(c.bytes_after for c in cuts)
+    if not any(request.evictions for request in requests):
+        few = f"no more than the budget of {llm.cache_config.budget} and the window of {llm.cache_config.window}"
+        return f"kept all {tokens:.0f} tokens a stream ({few}), KV {human(before)}"
+    each = f" of each of {len(cuts)} requests on average" if len(cuts) > 1 else ""
+    return f"kept {kept:.0f} of {tokens:.0f} tokens a stream{each}, KV {human(before)} -> {human(after)}"
 
 
 def summary(answer: Completion) -> str:

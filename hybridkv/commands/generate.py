@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
-from pathlib import Path
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, BadParameter, Option
 
-from hybridkv.commands.options import ModelOptions, SamplingOptions, utf8, with_options
+from hybridkv.commands.options import ModelOptions, SamplingOptions, with_options
+from hybridkv.commands.prompts import read_prompts, refuse_system, to_tokens
 
 if TYPE_CHECKING:
     from hybridkv.config import SamplingParams
     from hybridkv.llm import LLM, Completion
+    from hybridkv.request import Request
 
 
 @with_options
@@ -40,52 +41,19 @@ def generate(
     The prompt is put into the model's chat format when it has one. The answer goes to standard output, all else to
     standard error.
     """
-    prompts = _prompts(prompt, prompt_file, prompts_file)
-    if raw and system is not None:
-        raise BadParameter("--system needs the chat template, which --raw leaves out")
+    prompts = read_prompts(prompt, prompt_file, prompts_file)
+    refuse_system(system, raw)
     params = sampling.params(logprobs)
     llm = model.open(len(prompts))
-    tokens = [_tokens(llm, text, system, raw) for text in prompts]
+    tokens = [to_tokens(llm, text, system, raw) for text in prompts]
     if prompts_file is None:
         _one(llm, tokens[0], params, as_json)
     else:
         _several(llm, prompts, tokens, params, as_json)
 
 
-def _prompts(prompt: str | None, prompt_file: str | None, prompts_file: str | None) -> list[str]:
-    given = [p for p in (prompt, prompt_file, prompts_file) if p is not None]
-    if len(given) != 1:
-        raise BadParameter("give one of: a prompt, --prompt-file, --prompts-file")
-    if prompts_file is not None:
-        found = [line for line in _read(prompts_file, "--prompts-file").splitlines() if line.strip()]
-        if not found:
-            raise BadParameter(f"--prompts-file: {prompts_file!r} holds no prompt")
-        return found
-    if prompt_file is not None or prompt == "-":
-        return [_read(prompt_file or "-", "--prompt-file" if prompt_file else "PROMPT")]
-    assert prompt is not None
-    return [utf8(prompt)]
-
-
-def _read(path: str, option: str) -> str:
-    try:
-        data = sys.stdin.buffer.read() if path == "-" else Path(path).expanduser().read_bytes()
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise BadParameter(f"{option}: {path!r} is not UTF-8 text (byte {error.start})") from None
-    except (OSError, ValueError) as error:
-        raise BadParameter(f"{option}: {path!r} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-
-
-def _tokens(llm: LLM, text: str, system: str | None, raw: bool) -> list[int]:
-    if raw or (llm.chat_template is None and system is None):
-        return llm.encode(text)
-    messages = [{"role": "system", "content": system}] if system is not None else []
-    return llm.encode_chat([*messages, {"role": "user", "content": text}])
-
-
 def _one(llm: LLM, tokens: list[int], params: SamplingParams, as_json: bool) -> None:
-    from hybridkv.commands.display import note, pieces, say, summary
+    from hybridkv.commands.display import kept_line, note, pieces, say, summary
 
     request = llm.engine.add(tokens, params)
     for piece in pieces(llm, request):
@@ -93,15 +61,17 @@ def _one(llm: LLM, tokens: list[int], params: SamplingParams, as_json: bool) -> 
             say(piece)
     answer = llm.completion(request)
     if as_json:
-        say(_json(llm, answer))
+        say(_json(llm, answer, request))
         return
     say("" if answer.text.endswith("\n") else "\n")
     _say_logprobs(llm, answer)
     note(summary(answer))
+    if line := kept_line(llm, [request]):
+        note(line)
 
 
 def _several(llm: LLM, prompts: list[str], tokens: list[list[int]], params: SamplingParams, as_json: bool) -> None:
-    from hybridkv.commands.display import note, progress, say
+    from hybridkv.commands.display import kept_line, note, progress, say
 
     began = time.perf_counter()
     requests = []
@@ -117,9 +87,9 @@ def _several(llm: LLM, prompts: list[str], tokens: list[list[int]], params: Samp
             report(sum(r.finished for r in requests), len(requests))
     seconds = time.perf_counter() - began
     answers = [llm.completion(request) for request in requests]
-    for prompt, answer in zip(prompts, answers, strict=True):
+    for prompt, answer, request in zip(prompts, answers, requests, strict=True):
         if as_json:
-            say(_json(llm, answer))
+            say(_json(llm, answer, request))
             continue
         say(f"> {prompt}\n{answer.text}\n")
         _say_logprobs(llm, answer)
@@ -127,6 +97,8 @@ def _several(llm: LLM, prompts: list[str], tokens: list[list[int]], params: Samp
     if not as_json:
         read, wrote = sum(a.prompt_tokens for a in answers), sum(len(a.token_ids) for a in answers)
         note(f"[{len(answers)} answers, read {read} tokens, wrote {wrote}, {wrote / seconds:.1f} written/s]")
+        if line := kept_line(llm, requests):
+            note(line)
 
 
 def _say_logprobs(llm: LLM, answer: Completion) -> None:
@@ -141,8 +113,10 @@ def _shown(llm: LLM, token: int) -> str:
     return repr(llm.tokenizer.token_text(token)) if llm.tokenizer else str(token)
 
 
-def _json(llm: LLM, answer: Completion) -> str:
+def _json(llm: LLM, answer: Completion, request: Request) -> str:
     """One line. Text of tokens is given beside ids where there is a tokenizer."""
+    from hybridkv.commands.display import cut
+
     found: dict[str, object] = {
         "text": answer.text,
         "token_ids": answer.token_ids,
@@ -151,6 +125,8 @@ def _json(llm: LLM, answer: Completion) -> str:
         "generated_tokens": len(answer.token_ids),
         "stats": answer.stats,
     }
+    if llm.cache_config.budget is not None:
+        found["eviction"] = asdict(cut(llm, request))
     if answer.logprobs is not None:
         found["logprobs"] = [
             {

@@ -14,19 +14,22 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
-from typer import Option
+from typer import BadParameter, Option
 
 from hybridkv.config import CacheConfig, EngineConfig, SamplingParams
+from hybridkv.overrides import overridden
 
 if TYPE_CHECKING:
+    from hybridkv.eviction import Policy
     from hybridkv.llm import LLM
 
 
 _CACHE, _ENGINE, _SAMPLING = asdict(CacheConfig()), asdict(EngineConfig()), asdict(SamplingParams())
 _MODEL = "a Hugging Face folder, a .gguf file or a hub id; without it the embedded SmolLM2-135M-Instruct"
+_EVICTION = "Keeping only the tokens that matter"
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,11 @@ class ModelOptions:
     model: Annotated[str | None, Option("--model", "-m", metavar="PATH", help=_MODEL)] = None
     device: Annotated[str, Option("--device", metavar="NAME", help="auto, cpu or cuda")] = "auto"
     dtype: Annotated[str, Option("--dtype", metavar="NAME", help="of the weights: auto, float32 or bfloat16")] = "auto"
+    exact: Annotated[
+        bool, Option("--exact", help="the same bits whatever the batch and the chunks, at some cost in speed")
+    ] = False
     kv_dtype: Annotated[
-        str, Option("--kv-dtype", metavar="NAME", help="of the KV cache: auto (as the weights), f32 or bf16")
+        str, Option("--kv-dtype", metavar="NAME", help="of the KV cache: auto (as the weights), f32, bf16 or fp8")
     ] = _CACHE["kv_dtype"]
     max_requests: Annotated[
         int | None,
@@ -56,8 +62,113 @@ class ModelOptions:
         Option("--memory", metavar="SIZE", help="for weights and cache together, such as 12GiB; what is free"),
     ] = None
 
-    def open(self, requests: int = 1) -> LLM:
+    budget: Annotated[
+        int | None,
+        Option(
+            "--budget", metavar="TOKENS", help="tokens kept a stream once the prompt is read", rich_help_panel=_EVICTION
+        ),
+    ] = _CACHE["budget"]
+    window: Annotated[
+        int, Option("--window", metavar="N", help="last queries that vote on what to keep", rich_help_panel=_EVICTION)
+    ] = _CACHE["window"]
+    recent: Annotated[
+        int,
+        Option(
+            "--recent", metavar="N", help="last tokens that always stay; part of the budget", rich_help_panel=_EVICTION
+        ),
+    ] = _CACHE["recent"]
+    policy: Annotated[
+        str,
+        Option(
+            "--policy",
+            metavar="NAME",
+            help="what counts: snapkv, tova, expected, knorm, keydiff, streaming or random",
+            rich_help_panel=_EVICTION,
+        ),
+    ] = str(_CACHE["policy"])
+    scope: Annotated[
+        str,
+        Option(
+            "--scope", metavar="NAME", help="a list for each head, each layer, or global", rich_help_panel=_EVICTION
+        ),
+    ] = _CACHE["scope"]
+    pooling: Annotated[
+        str, Option("--pooling", metavar="NAME", help="snapkv's smoothing: none, avg or max", rich_help_panel=_EVICTION)
+    ] = "none"
+    spread: Annotated[
+        str,
+        Option(
+            "--spread",
+            metavar="NAME",
+            help="the budget over streams: even, ada (heads share it) or pyramid (early layers get more)",
+            rich_help_panel=_EVICTION,
+        ),
+    ] = "even"
+    bounded: Annotated[
+        bool,
+        Option(
+            "--bounded",
+            help="evict while the prompt is read: never more than budget + a step",
+            rich_help_panel=_EVICTION,
+        ),
+    ] = _CACHE["bounded"]
+    decode_every: Annotated[
+        int,
+        Option(
+            "--decode-every",
+            metavar="N",
+            help="evict again every N tokens of the answer; 0: never",
+            rich_help_panel=_EVICTION,
+        ),
+    ] = _CACHE["decode_every"]
+
+    def cache(self) -> CacheConfig:
+        """The cache's settings, with those of the environment in their place."""
+        settings = {f.name: getattr(self, f.name) for f in fields(CacheConfig) if hasattr(self, f.name)}
+        if self.budget is None:  # perhaps the environment has one
+            settings |= {"bounded": False, "decode_every": 0}
+        found = overridden(CacheConfig(**settings | {"policy": self.make_policy()}))
+        if found.budget is not None:
+            return replace(found, bounded=self.bounded, decode_every=self.decode_every)
+        idle = [f for f, was in _ONLY_WITH_BUDGET.items() if getattr(self, f) != was]
+        if self.budget is None and idle:
+            raise BadParameter(f"--{idle[0].replace('_', '-')} says how to evict and needs --budget")
+        return found
+
+    def make_policy(self) -> str | Policy:
+        """The policy as options name it: a plain name, or one with settings of its own."""
+        choices = {"pooling": ("none", "avg", "max"), "spread": ("even", "ada", "pyramid")}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise BadParameter(
+                    f"--{name} must be {', '.join(known[:-1])} or {known[-1]}, not {getattr(self, name)!r}"
+                )
+        if self.pooling != "none" and self.policy != "snapkv":
+            raise BadParameter(f"--pooling is snapkv's; --policy {self.policy} has none")
+        if self.spread != "even" and self.scope != "head":
+            raise BadParameter(f"--spread {self.spread} gives streams different budgets and needs --scope head")
+        if self.policy == _CACHE["policy"] and (self.pooling, self.spread) == ("none", "even"):
+            return self.policy
+        from hybridkv.eviction.evict import find_policy
+        from hybridkv.eviction.policies import Ada, Pyramid, SnapKV
+
+        found = find_policy(self.policy)
+        if (self.pooling, self.spread) == ("none", "even"):
+            return self.policy
+        found = SnapKV(pooling=self.pooling) if self.pooling != "none" else found
+        return {"even": found, "ada": Ada(found), "pyramid": Pyramid(found)}[self.spread]
+
+    def describe(self, cache: CacheConfig) -> dict[str, str]:
+        """The settings of eviction in words, for a page or a table."""
+        found = {"budget": "all" if cache.budget is None else f"{cache.budget} tokens a stream", "policy": self.policy}
+        found |= {"pooling": self.pooling} if self.policy == "snapkv" else {}
+        found |= {"spread": self.spread, "scope": cache.scope, "window": f"{cache.window} queries"}
+        found |= {"recent": f"{cache.recent} tokens", "bounded": "yes" if cache.bounded else "no"}
+        return found
+
+    def open(self, requests: int = 1, cache: CacheConfig | None = None) -> LLM:
         """Load the model, with a progress display on a terminal. `requests`: how many will run."""
+        cache = self.cache() if cache is None else cache
         from hybridkv.commands.display import progress
         from hybridkv.llm import LLM
 
@@ -66,13 +177,21 @@ class ModelOptions:
                 model=self.model,
                 device=self.device,
                 dtype=self.dtype,
-                cache=CacheConfig(kv_dtype=self.kv_dtype),
+                exact=self.exact,
+                cache=cache,
                 max_requests=min(requests, _ENGINE["max_requests"]) if self.max_requests is None else self.max_requests,
                 max_context=self.context,
                 memory=self.memory,
                 fetch_progress=bars.show("fetching SmolLM2-135M-Instruct"),
                 load_progress=bars.show("loading weights"),
             )
+
+
+_ONLY_WITH_BUDGET = {
+    f.name: f.default
+    for f in fields(ModelOptions)
+    if f.name in ("window", "recent", "policy", "scope", "pooling", "spread", "bounded", "decode_every")
+}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,63 @@
+"""The page: one HTML file that needs nothing else and asks nobody for anything.
+
+Prompt text may be hostile. It reaches the page as JSON in which no character can end the element that holds it, the
+script puts it into text nodes alone, and the page's own policy lets no other script run.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybridkv.report.kept import Kept
+
+_INERT = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
+
+
+def write_page(kept: Kept, path: Path) -> None:
+    path.write_text(page(kept), encoding="utf-8")
+
+
+def page(kept: Kept) -> str:
+    style, script, body = (
+        files("hybridkv").joinpath("data", f"kept.{kind}").read_text(encoding="utf-8") for kind in ("css", "js", "html")
+    )
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
+    data = json.dumps(as_dict(kept)).translate(_INERT)
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>What the cache kept: {escape(kept.model)}</title>\n<style>\n{style}</style>\n</head>\n"
+        f'<body>\n{body}<script type="application/json" id="data">{data}</script>\n'
+        f"<script>{script}</script>\n</body>\n</html>\n"
+    )
+
+
+def as_dict(kept: Kept) -> dict[str, Any]:
+    """What the page's script reads. A mask is a bit a token, most significant bit first, in base64."""
+    return {
+        "model": kept.model,
+        "tokens": kept.texts,
+        "layers": kept.layers,
+        "heads": kept.masks.shape[1],
+        "masks": [[_bits(head) for head in layer] for layer in kept.masks],
+        "lengths": kept.lengths.tolist(),
+        "counts": kept.counts.tolist(),
+        "bytes_before": kept.bytes_before,
+        "bytes_after": kept.bytes_after,
+        "settings": kept.settings,
+        "answer": kept.answer,
+    }
+
+
+def _bits(mask: np.ndarray) -> str:
+    return base64.b64encode(np.packbits(mask).tobytes()).decode()

@@ -1,0 +1,165 @@
+"""The page of `hybridkv inspect`: its numbers are the cache's own, and nothing that a prompt says can act on it."""
+
+import base64
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tiny
+from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
+from hybridkv import LLM, CacheConfig, SamplingParams
+from hybridkv.cli import main
+from hybridkv.commands.inspect import look
+from hybridkv.report.kept import Kept, token_texts
+from hybridkv.report.page import page
+from hybridkv.text.tokenizer import Tokenizer
+
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 6
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!-- &lt; ' \" \u2028 ]]>"
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3_5"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("inspect") / request.param
+    tiny.save(request.param, path)
+    write_tokenizer(path, TEMPLATE)
+    return path
+
+
+def run(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as leaving:
+        main([str(a) for a in arguments])
+    return leaving.value.code  # type: ignore[return-value]
+
+
+def embedded(html: str) -> dict[str, Any]:
+    [found] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
+    return json.loads(found)
+
+
+def masks_of(found: dict[str, Any]) -> np.ndarray:
+    """[layers, G, T]"""
+    T = len(found["tokens"])
+    return np.array(
+        [
+            [np.unpackbits(np.frombuffer(base64.b64decode(head), np.uint8))[:T] for head in layer]
+            for layer in found["masks"]
+        ],
+        bool,
+    )
+
+
+def inspect(folder: Path, path: Path, *flags: object) -> dict[str, Any]:
+    common = ("-m", folder, "--device", "cpu", "--dtype", "float32", "--context", 512, "--raw", "--max-tokens", 4)
+    assert run("inspect", PROMPT, *common, "--window", 8, "--recent", 8, *flags, "-o", path) == 0
+    return embedded(path.read_text(encoding="utf-8"))
+
+
+def test_the_page_has_the_counts_of_the_cache(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = inspect(folder, tmp_path / "kept.html", "--budget", 40)
+    assert str(tmp_path / "kept.html") in capsys.readouterr().out
+    cache = CacheConfig(kv_dtype="f32", budget=40, window=8, recent=8)
+    llm = LLM(folder, device="cpu", dtype="float32", cache=cache, max_requests=1, max_context=512)
+    request = llm.engine.add(llm.encode(PROMPT), SamplingParams(max_tokens=1), hold=True)
+    while not request.finished:
+        llm.engine.step()
+    positions = llm.manager.entry_positions(request.key, "attention")
+    T = request.prompt_tokens
+    assert len(found["tokens"]) == T and "".join(found["tokens"]).removeprefix("<s>") == PROMPT
+    masks = masks_of(found)
+    schema = llm.manager.schema.streams[0]
+    assert masks.shape == (len(schema.layers), schema.heads, T) and found["layers"] == list(schema.layers)
+    for mask, kept in zip(masks.reshape(-1, T), positions, strict=True):
+        assert np.flatnonzero(mask).tolist() == kept.tolist()
+    assert found["counts"] == masks.sum((0, 1)).tolist() and np.unique(found["lengths"]).tolist() == [40]
+    assert sum(found["bytes_before"]) == llm.manager.schema.kv_bytes(T)
+    assert sum(found["bytes_after"]) == llm.manager.held_bytes(request.key) < sum(found["bytes_before"])
+    assert found["settings"]["budget"] == "40 tokens a stream" and found["settings"]["policy"] == "snapkv"
+
+
+def test_positions_are_the_prompts_own_when_it_was_cut_more_than_once(folder: Path) -> None:
+    cache = CacheConfig(kv_dtype="f32", budget=40, window=8, recent=8, bounded=True)
+    llm = LLM(folder, device="cpu", dtype="float32", cache=cache, max_requests=1, max_context=512, step_tokens=64)
+    found, request = look(llm, llm.encode(PROMPT), SamplingParams(max_tokens=3), {})
+    assert len(request.evictions) > 2
+    assert (found.lengths == 40).all() and found.masks[:, :, -8:].all()
+    assert llm.manager.free_slots == 1 and not llm.engine.scheduler.held
+
+
+def test_a_budget_shared_unevenly_shows_each_heads_own_number(folder: Path, tmp_path: Path) -> None:
+    found = inspect(folder, tmp_path / "kept.html", "--budget", 40, "--spread", "ada", "--pooling", "max")
+    lengths = np.array(found["lengths"])
+    assert lengths.mean() <= 40 and (masks_of(found).sum(2) == lengths).all()
+    assert found["settings"]["spread"] == "ada" and found["settings"]["pooling"] == "max"
+
+
+def test_a_budget_that_covers_the_prompt_keeps_all(folder: Path, tmp_path: Path) -> None:
+    found = inspect(folder, tmp_path / "kept.html", "--budget", 500)
+    assert masks_of(found).all() and found["bytes_before"] == found["bytes_after"]
+
+
+def hostile_page() -> str:
+    masks = np.ones((1, 1, 2), bool)
+    return page(Kept(HOSTILE, [HOSTILE, "<b>"], [0], masks, [64], [64], {HOSTILE: HOSTILE}, HOSTILE))
+
+
+def test_hostile_text_stays_text() -> None:
+    html = hostile_page()
+    assert embedded(html)["tokens"] == [HOSTILE, "<b>"] and embedded(html)["answer"] == HOSTILE
+    assert html.count("<script") == 2 == html.count("</script>")
+    assert "<img" not in html and "<!--" not in html and "alert(1)</" not in html.replace("&lt;", "<lt;")
+    script = html[html.rindex("<script>") :]
+    for way_in in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
+        assert way_in not in script
+
+
+def test_the_page_needs_nothing_from_elsewhere_and_lets_no_other_script_run() -> None:
+    html = hostile_page()
+    head = re.sub(r"<title>.*</title>", "", html[: html.index("<body>")])
+    assert not re.search(r"(?:src|href)\s*=|url\(|@import|https?://", head)
+    body = html[html.index("<body>") :]
+    assert not re.search(r"<(?:img|link|iframe|object|embed|base|form)\b", body) and "http" not in body
+    [policy] = re.findall(r'Content-Security-Policy" content="([^"]*)"', html)
+    assert "default-src 'none'" in policy and re.search(r"script-src 'sha256-[\w+/=]{44}'", policy)
+
+
+def test_a_character_of_several_tokens_appears_once() -> None:
+    class Bytes:
+        joins_bytes = True
+
+        def piece(self, token: int, skip_special: bool = True) -> bytes:
+            return bytes([token])
+
+    text = "naïve 🦊"
+    found = token_texts(Bytes(), list(text.encode()))  # type: ignore[arg-type]
+    assert "".join(found) == text and len(found) == len(text.encode()) and found[2] == ""
+
+
+def test_tokens_without_a_tokenizer_show_their_numbers() -> None:
+    none: Tokenizer | None = None
+    assert token_texts(none, [7, 8]) == ["7 ", "8 "]
+
+
+@pytest.mark.parametrize("kind", ["folder", "nowhere"])
+def test_a_page_that_cannot_be_written_is_refused_before_the_model_is_loaded(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: LLM, *_: object, **__: object) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(LLM, "__init__", fail)
+    path = tmp_path if kind == "folder" else tmp_path / "no" / "kept.html"
+    assert run("inspect", "hi", "-o", path) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "--output" in err
+
+
+def test_many_tokens_make_a_page_of_moderate_size() -> None:
+    tokens, streams = 8192, 90
+    masks = np.random.default_rng(0).random((streams // 3, 3, tokens)) < 0.25
+    found = Kept("m", [" word"] * tokens, list(range(30)), masks, [1] * 30, [1] * 30, {})
+    assert len(page(found)) < 600_000
