@@ -11,7 +11,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from cache.machine import CacheMachine
 from hybridkv.cache import KVCacheManager, OutOfPages, PageAllocator, PagedPool, StatePool
-from hybridkv.cache.manager import StreamTable
+from hybridkv.cache.table import StreamTable
 
 Patch = tuple[type, str, Callable[..., Any]]
 
