@@ -15,7 +15,7 @@ from hybridkv.config import MODEL_DTYPES, CacheConfig, EngineConfig, SamplingPar
 from hybridkv.embedded import Progress
 from hybridkv.engine.engine import Engine
 from hybridkv.errors import HybridKVError, RequestError, UnsupportedModel
-from hybridkv.eviction import Evictor
+from hybridkv.eviction import Evictor, most_held
 from hybridkv.kernels.linear import fast_bf16
 from hybridkv.models import cache_schema, load_model
 from hybridkv.models.config import ModelConfig
@@ -112,9 +112,7 @@ class LLM:
             raise HybridKVError(
                 f"max_context {context} exceeds the model's own limit of {self.config.max_positions} tokens"
             )
-        held = None
-        if self.cache_config.budget is not None and self.cache_config.bounded:
-            held = self.cache_config.budget + limits.step_tokens
+        held = most_held(self.cache_config, limits.step_tokens)
         return plan_cache(schema, limits.max_requests, context, memory - weights, limits.max_context is None, held)
 
     # ---- answers

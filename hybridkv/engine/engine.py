@@ -19,7 +19,7 @@ from hybridkv.engine.runner import Runner, StepInputs
 from hybridkv.engine.sampler import sample
 from hybridkv.engine.scheduler import Batch, Scheduler
 from hybridkv.errors import HybridKVError, OutOfPages, RequestError
-from hybridkv.eviction import Evictor
+from hybridkv.eviction import Evictor, most_held
 from hybridkv.models.layers import Decoder
 from hybridkv.request import Request
 from hybridkv.text.stream import TextStream
@@ -48,11 +48,9 @@ class Engine:
         self.manager, self.tokenizer, self.eos_ids, self.evictor = manager, tokenizer, eos_ids, evictor
         self.vocab = model.config.vocab
         self.runner = Runner(model, manager)
-        bounded = evictor is not None and evictor.config.bounded
-        self.scheduler = Scheduler(
-            manager, step_tokens, evictor.most_held(step_tokens) if evictor and bounded else None
-        )
-        self.longest = manager.max_tokens if bounded else manager.tokens_alone()  # prompt and answer
+        held = most_held(evictor.config, step_tokens) if evictor is not None else None
+        self.scheduler = Scheduler(manager, step_tokens, held)
+        self.longest = manager.tokens_alone() if held is None else manager.max_tokens  # prompt and answer
         self._numbers = itertools.count()
 
     # ---- requests
@@ -74,6 +72,12 @@ class Engine:
             raise RequestError(
                 f"the prompt has {len(tokens)} tokens, the context holds {self.longest} and needs room for an "
                 "answer; shorten the prompt or raise max_context or memory"
+            )
+        alone, held = self.manager.tokens_alone(), self.scheduler.held_tokens(len(tokens) + 1)
+        if held > alone:
+            raise RequestError(
+                f"the pools hold {alone} tokens of one request, and {held} are needed at once to read this prompt; "
+                "give more memory, or lower budget or step_tokens"
             )
         request = self._request(tokens, len(tokens), params, hold)
         if after is not None and self._take_over(request, after):
@@ -126,8 +130,8 @@ class Engine:
         """One forward pass over all that can run."""
         try:
             batch = self.scheduler.schedule()
-        except OutOfPages:  # one request is left, and it fills the pools alone: it ends with what it has
-            return self._end_full(self.scheduler.running[0])
+        except OutOfPages as problem:  # one request is left, and it fills the pools alone: it ends with what it has
+            return self._end_full(self.scheduler.running[0], problem)
         if batch is None:
             return []
         try:
@@ -146,8 +150,10 @@ class Engine:
             raise
         return updates
 
-    def _end_full(self, request: Request) -> list[Update]:
+    def _end_full(self, request: Request, problem: OutOfPages) -> list[Update]:
         request.finish_reason = "length"
+        if not request.answer_tokens:
+            request.finish_reason, request.error = "error", f"the pools are too small for this prompt: {problem}"
         updates = [Update(request, None, "")]
         self._finish_done(updates)
         return updates

@@ -46,11 +46,6 @@ class Evictor:
             )
         return Evictor(config, find_policy(config.policy), head_dim**-0.5)
 
-    def most_held(self, step_tokens: int) -> int:
-        """Tokens a stream holds at the most, on average, while a bounded prompt is read."""
-        assert self.config.budget is not None
-        return self.config.budget + step_tokens
-
     def due(self, request: Request, manager: KVCacheManager) -> bool:
         """Whether the request's cache is to be cut now, a step after which it stands at a new position."""
         position, prompt = manager.position(request.key), request.prompt_tokens
@@ -117,6 +112,15 @@ class Evictor:
                 )
             )
         return found
+
+
+def most_held(config: CacheConfig, step_tokens: int) -> int | None:
+    """Tokens a stream holds at the most, on average, while a bounded prompt is read; None: all of them."""
+    if config.budget is None or not config.bounded:
+        return None
+    # streams of different lengths each fill a last page of their own
+    uneven = type(find_policy(config.policy)).budgets is not Policy.budgets
+    return config.budget + step_tokens + (config.page_size if uneven else 0)
 
 
 def find_policy(policy: object) -> Policy:

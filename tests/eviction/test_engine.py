@@ -1,6 +1,7 @@
 """Eviction inside the engine: when it happens, what stays the same, bounded peaks, many turns, preemption."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +11,11 @@ from torch import Tensor
 import tiny
 from engine.driving import assert_nothing_held, run
 from eviction.harness import MaskedRun, dropped_by, record_logits
+from hybridkv import LLM
 from hybridkv.config import CacheConfig, SamplingParams
 from hybridkv.engine.engine import Engine
-from hybridkv.errors import HybridKVError
-from hybridkv.eviction import Ada, LayerCache, Policy
+from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.eviction import Ada, LayerCache, Policy, Pyramid
 from hybridkv.request import Request
 from numerics import assert_same_bytes, logit_gap
 
@@ -329,3 +331,23 @@ def test_broken_scores_end_one_request_and_not_its_neighbours(evicting: Callable
     assert bad.finish_reason == "error" and "NaN" in str(bad.error)
     assert good.finish_reason == "length" and good.evictions
     assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("policy", (Ada(), Pyramid(), "snapkv"), ids=("ada", "pyramid", "even"))
+def test_pools_planned_for_a_bounded_prompt_are_enough(policy: Any, oracle: Callable) -> None:
+    cache = CacheConfig("f32", page_size=16, budget=96, window=16, recent=16, bounded=True, policy=policy)
+    folder = str(oracle("llama").folder)
+    llm = LLM(folder, device="cpu", dtype="float32", cache=cache, max_requests=1, max_context=512, step_tokens=64)
+    assert llm.plan.pages["attention"] < llm.plan.schema.streams[0].pages(400)  # the prompt would never fit whole
+    [out] = llm.generate([tiny.token_ids(400)], SamplingParams(max_tokens=12, ignore_eos=True))
+    assert out.error is None and len(out.token_ids) == 12
+
+
+def test_a_bounded_prompt_that_the_pools_can_never_read_is_refused_at_once(evicting: Callable) -> None:
+    engine = evicting("llama", budget=96, bounded=True, pool=112, step_tokens=128)
+    with pytest.raises(RequestError, match="112 tokens.*224 are needed"):
+        engine.add(tiny.token_ids(400), SAY)
+    assert_nothing_held(engine)
+    small = engine.add(tiny.token_ids(90), SAY)  # the next good request works
+    run(engine)
+    assert small.finish_reason == "length" and len(small.generated) == 12
