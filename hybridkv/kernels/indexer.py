@@ -1,0 +1,269 @@
+"""index_logits: how much every token wants each compressed entry that it sees.
+
+    logit[t, j] = sum over heads h of weight[t, h] * relu(q[t, h] . key[j]),    j < (position of t + 1) // ratio
+
+Keys come straight from their pages; a format that transforms its keys (mxfp4) does the same to the queries, which are
+then rounded as keys are. Products of bf16 queries with what bf16, FP8 and FP4 pages hold are exact on tensor cores,
+sums are f32; f32 queries or pages are multiplied in f32. The reference gives -inf for what a token does not see, the
+kernels leave it as it is. Rows that see `skip` entries or fewer are left out: there is nothing to choose.
+
+`decode_logits`: one token a program, its queries stay, its keys are dealt out in tiles over the programs of the token.
+`prefill_logits`: a tile of keys stays, and the tokens of a group that see it pass by, a few at a time.
+`plain_logits`: f32, one token and one tile of keys a program.
+Every grid follows from the shapes alone; the ends come from the device.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridkv.kernels.backend import tl, triton, use_triton
+from hybridkv.kernels.page_format import (
+    PageFormat,
+    fake_quantise,
+    load_entries_ref,
+    load_tile,
+    mxfp4_round_tile,
+)
+from hybridkv.kernels.step_index import StepIndex
+
+REF_PRODUCTS = 1 << 22  # of the reference at once
+PROGRAMS = 264  # that decoding is dealt out to, at least: two for each multiprocessor of an H200
+MOST_TILES = 16  # of a decoding program, so that one long request among short ones gets its share
+ROUND_ROWS = 16
+
+
+class IndexerShape(NamedTuple):
+    """A launch configuration of `prefill_logits`, or of `decode_logits` (group 0)."""
+
+    keys: int  # of a tile
+    tokens: int  # at a time
+    group: int  # tokens that share a program
+    warps: int
+    stages: int
+
+
+DECODE = IndexerShape(128, 1, 0, 4, 3)
+PREFILL = IndexerShape(256, 1, 64, 8, 3)
+SHAPES = (DECODE, PREFILL, IndexerShape(64, 2, 16, 4, 2))
+PLAIN_KEYS, PLAIN_DIMS = 32, 64  # of a tile, and at once
+
+
+def index_logits_ref(
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    fmt: PageFormat,
+    table: Tensor,
+    index: StepIndex,
+    ratio: int,
+    width: int,
+    skip: int,
+) -> Tensor:
+    (T, H, _), P = q.shape, keys.shape[1]
+    q = fake_quantise(fmt, q.float()) if fmt.hadamard else q.float()
+    out = torch.full((T, width), -torch.inf, device=q.device)
+    visible = ((index.positions + 1) // ratio).clamp(max=width)
+    starts = index.starts.tolist()
+    for slot, start, stop in zip(index.slots.tolist(), starts, starts[1:]):
+        n = int(visible[stop - 1]) if stop > start else 0
+        if slot < 0 or n <= skip:
+            continue
+        entries = torch.arange(n, device=q.device)
+        pages = table[slot][entries // P].long()
+        k = load_entries_ref(keys, fmt, torch.where(pages < 0, -1, pages * P + entries % P)).T  # [D, n]
+        step = max(1, REF_PRODUCTS // (H * n))
+        for at in range(start, stop, step):
+            part = slice(at, min(at + step, stop))
+            logits = ((q[part] @ k).relu() * weights[part].float().unsqueeze(-1)).sum(1)  # [step, n]
+            out[part, :n] = logits.masked_fill(entries >= visible[part, None], -torch.inf)
+    return out
+
+
+@triton.jit
+def round_queries_kernel(q, out, rows, stride_t, stride_h, H, D: tl.constexpr, BM: tl.constexpr):
+    """q [T, H, D] -> out [T * H, D] bf16: transformed and rounded to MXFP4, which bf16 holds exactly."""
+    o_m = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    o_d = tl.arange(0, D)
+    m_q = (o_m < rows)[:, None] & (o_d < D)
+    o_q = (o_m // H * stride_t + o_m % H * stride_h)[:, None] + o_d
+    b_q = mxfp4_round_tile(tl.load(q + o_q, mask=m_q, other=0.0).to(tl.float32))
+    tl.store(out + o_m[:, None] * D + o_d, b_q.to(tl.bfloat16), mask=m_q)
+
+
+@triton.jit
+def load_keys(keys, p_table, o_n, n, o_d, P: tl.constexpr, D: tl.constexpr, FORMAT: tl.constexpr, DOT: tl.constexpr):
+    """Entries o_n [BN] of a request, channels o_d [BD] -> [BN, BD]; zeros from n on."""
+    b_page = tl.load(p_table + o_n // P, mask=o_n < n, other=-1).to(tl.int64)
+    return load_tile(keys, b_page * P + o_n % P, b_page >= 0, o_d, P, D, 0, FORMAT).to(DOT)
+
+
+@triton.jit
+def load_queries(
+    q, i_t, stop, o_d, stride_t, stride_h,
+    H: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Queries [BT * BH, BD] of the tokens from i_t on; zeros from `stop` on."""
+    o_m = tl.arange(0, BT * BH)
+    o_t, o_h = (i_t + o_m // BH).to(tl.int64), o_m % BH
+    m_q = ((o_t < stop) & (o_h < H))[:, None] & (o_d < D)
+    return tl.load(q + (o_t * stride_t + o_h * stride_h)[:, None] + o_d, mask=m_q, other=0.0).to(DOT)
+
+
+@triton.jit
+def weigh(b_s, weights, i_t, stop, stride_w, H: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr):
+    """Products [BN, BT * BH] -> logits [BN, BT]. The heads lie along a thread, so their sum is local."""
+    o_m = tl.arange(0, BT * BH)
+    o_t, o_h = (i_t + o_m // BH).to(tl.int64), o_m % BH
+    b_w = tl.load(weights + o_t * stride_w + o_h, mask=(o_t < stop) & (o_h < H), other=0.0)
+    b_s = tl.maximum(b_s, 0.0, propagate_nan=tl.PropagateNan.ALL) * b_w[None, :]
+    return tl.sum(tl.reshape(b_s, [b_s.shape[0], BT, BH]), 2)
+
+
+@triton.jit
+def token_ends(slots, owner, positions, i_t, width, skip, RATIO: tl.constexpr):
+    """A token's slot, and how many entries it sees; 0 where nothing is to be done."""
+    slot = tl.load(slots + tl.load(owner + i_t))
+    n = tl.minimum((tl.load(positions + i_t) + 1) // RATIO, width).to(tl.int32)
+    return slot, tl.where((slot < 0) | (n <= skip), 0, n)
+
+
+@triton.jit(do_not_specialize=["width", "skip", "stride_table"])
+def decode_logits_kernel(
+    q, weights, keys, table, slots, owner, positions, out, width, skip, stride_qt, stride_qh, stride_w, stride_table,
+    RATIO: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, FORMAT: tl.constexpr, DOT: tl.constexpr,
+    BH: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    i_t, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot, n = token_ends(slots, owner, positions, i_t, width, skip, RATIO)
+    if i_s * BN >= n:
+        return
+    o_d = tl.arange(0, BD)
+    b_q = tl.trans(load_queries(q, i_t, i_t + 1, o_d, stride_qt, stride_qh, H, D, 1, BH, DOT))
+    for begin in tl.range(i_s * BN, n, tl.num_programs(1) * BN):
+        o_n = begin + tl.arange(0, BN)
+        b_k = load_keys(keys, table + slot * stride_table, o_n, n, o_d, P, D, FORMAT, DOT)
+        b_logit = weigh(tl.dot(b_k, b_q), weights, i_t, i_t + 1, stride_w, H, 1, BH)
+        tl.store(out + i_t * width + o_n, tl.reshape(b_logit, [BN]), mask=o_n < n)
+
+
+@triton.jit(do_not_specialize=["width", "skip", "stride_table"])
+def plain_logits_kernel(
+    q, weights, keys, table, slots, owner, positions, out, width, skip, stride_qt, stride_qh, stride_w, stride_table,
+    RATIO: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, FORMAT: tl.constexpr, DOT: tl.constexpr,
+    BH: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    i_t, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot, n = token_ends(slots, owner, positions, i_t, width, skip, RATIO)
+    if i_n * BN >= n:
+        return
+    o_n = i_n * BN + tl.arange(0, BN)
+    b_s = tl.zeros([BN, BH], tl.float32)
+    for begin in tl.range(0, BD, BK):
+        o_d = begin + tl.arange(0, BK)
+        b_k = load_keys(keys, table + slot * stride_table, o_n, n, o_d, P, D, FORMAT, DOT)
+        b_q = load_queries(q, i_t, i_t + 1, o_d, stride_qt, stride_qh, H, D, 1, BH, DOT)
+        b_s = tl.dot(b_k, tl.trans(b_q), b_s, input_precision="ieee")
+    b_logit = weigh(b_s, weights, i_t, i_t + 1, stride_w, H, 1, BH)
+    tl.store(out + i_t * width + o_n, tl.reshape(b_logit, [BN]), mask=o_n < n)
+
+
+@triton.jit(do_not_specialize=["width", "skip", "stride_table", "T"])
+def prefill_logits_kernel(
+    q, weights, keys, table, slots, owner, starts, positions, out, width, skip, T,
+    stride_qt, stride_qh, stride_w, stride_table,
+    RATIO: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, FORMAT: tl.constexpr, DOT: tl.constexpr,
+    BH: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    i_n, i_g = tl.program_id(0), tl.program_id(1)
+    o_n = i_n * BN + tl.arange(0, BN)
+    i_t, end = i_g * GROUP, tl.minimum(i_g * GROUP + GROUP, T)
+    while i_t < end:  # over the requests of the group
+        i_b = tl.load(owner + i_t)
+        slot = tl.load(slots + i_b)
+        stop = tl.minimum(tl.load(starts + i_b + 1), end).to(tl.int32)
+        position = tl.load(positions + i_t)
+        n = tl.minimum((position + stop - i_t) // RATIO, width).to(tl.int32)  # what the last of its tokens sees
+        least = tl.maximum(i_n * BN, skip) + 1  # what a token must see to matter here
+        first = i_t + tl.maximum(least.to(tl.int64) * RATIO - 1 - position, 0)
+        if (slot >= 0) & (n >= least):
+            o_d = tl.arange(0, BD)
+            b_k = load_keys(keys, table + slot * stride_table, o_n, n, o_d, P, D, FORMAT, DOT)
+            for i_u in tl.range(first.to(tl.int32), stop, BT):
+                b_q = load_queries(q, i_u, stop, o_d, stride_qt, stride_qh, H, D, BT, BH, DOT)
+                b_logit = weigh(tl.dot(b_k, tl.trans(b_q)), weights, i_u, stop, stride_w, H, BT, BH)
+                o_t = i_u + tl.arange(0, BT)
+                b_seen = tl.where(o_t < stop, (position + o_t - i_t + 1) // RATIO, 0)
+                m_out = (o_n[:, None] < b_seen[None, :]) & (o_n[:, None] < n)
+                p_out = out + o_t.to(tl.int64)[None, :] * width + o_n[:, None]
+                tl.store(p_out, b_logit, mask=m_out)
+        i_t = tl.maximum(stop, i_t + 1)
+
+
+def index_logits_triton(
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    fmt: PageFormat,
+    table: Tensor,
+    index: StepIndex,
+    ratio: int,
+    width: int,
+    skip: int,
+    shape: IndexerShape | None = None,
+) -> Tensor:
+    (T, H, D), P = q.shape, keys.shape[1]
+    assert q.stride(2) == 1 and weights.stride(1) == 1 and table.stride(1) == 1 and keys.is_contiguous()
+    assert weights.dtype == torch.float32 and fmt.dim == D and keys.dtype == fmt.dtype
+    out = torch.empty((T, width), dtype=torch.float32, device=q.device)
+    if not T or not width:
+        return out
+    if fmt.hadamard:
+        rounded = torch.empty((T, H, D), dtype=torch.bfloat16, device=q.device)
+        round_queries_kernel[(triton.cdiv(T * H, ROUND_ROWS),)](
+            q, rounded, T * H, q.stride(0), q.stride(1), H, D=D, BM=ROUND_ROWS
+        )
+        q = rounded
+    f32 = q.dtype != torch.bfloat16 or fmt.dtype == torch.float32
+    shape = shape or (PREFILL if 2 * len(index.slots) < T else DECODE)
+    read = (q, weights, keys, table, index.slots, index.owner)
+    strides = (q.stride(0), q.stride(1), weights.stride(0), table.stride(0))
+    dims = dict(
+        RATIO=ratio, H=H, D=D, P=P, FORMAT=fmt.code, DOT=tl.float32 if f32 else tl.bfloat16,
+        BH=max(16, triton.next_power_of_2(H)), BD=max(16, triton.next_power_of_2(D)),
+    )  # fmt: skip
+    if f32:
+        plain_logits_kernel[T, triton.cdiv(width, PLAIN_KEYS)](
+            *read, index.positions, out, width, skip, *strides, BN=PLAIN_KEYS, BK=min(PLAIN_DIMS, dims["BD"]), **dims
+        )
+        return out
+    tiles = triton.cdiv(width, shape.keys)
+    dims |= dict(BN=shape.keys, num_warps=shape.warps, num_stages=shape.stages)
+    if shape.group:
+        prefill_logits_kernel[tiles, triton.cdiv(T, shape.group)](
+            *read, index.starts, index.positions, out, width, skip, T, *strides,
+            BT=shape.tokens, GROUP=shape.group, **dims,
+        )  # fmt: skip
+    else:
+        decode_logits_kernel[T, min(tiles, max(PROGRAMS // T, triton.cdiv(tiles, MOST_TILES)))](
+            *read, index.positions, out, width, skip, *strides, **dims
+        )
+    return out
+
+
+def index_logits(
+    q: Tensor,  # [T, H, D] rotated
+    weights: Tensor,  # [T, H] f32, signed, scaled
+    keys: Tensor,  # [N, P, w] pages of index keys
+    fmt: PageFormat,
+    table: Tensor,  # [slots, N] int32 page ids, -1 past the end
+    index: StepIndex,
+    ratio: int,  # tokens of an entry
+    width: int,  # entries that any token may see
+    skip: int,  # rows that see no more may be left out
+) -> Tensor:  # [T, width] f32
+    form = index_logits_triton if use_triton(q) else index_logits_ref
+    return form(q, weights, keys, fmt, table, index, ratio, width, skip)

@@ -1,0 +1,449 @@
+"""PageFormat: how the vectors of a DeepSeek-V4 cache lie in a page, and their stores and loads.
+
+A page holds P entries. Plain formats are P rows of numbers. In the others a page is bytes, values first, scales after:
+
+    | value row 0 | value row 1 | ... | value row P-1 | scale row 0 | ... | scale row P-1 |
+
+    window rows and compressed entries: D channels, the last R of them rotary             bytes at D = 512, R = 64
+    fp8        D-R E4M3, R BF16 | E8M0 for each 64 channels, row padded to 8 bytes        576 + 8 = 584  (FlashMLA's)
+    fp8_entry  D-R E4M3, R BF16 | one f32: largest magnitude / 448                        576 + 4 = 580
+    index keys: D channels                                                                bytes at D = 128
+    fp8        D E4M3 | one f32, a power of two                                           128 + 4 = 132
+    mxfp4      Hadamard transform, then E2M1 | E8M0 for each 32 channels                   64 + 4 =  68
+    nvfp4      E2M1 | E4M3 for each 16 channels                                            64 + 8 =  72
+
+Power-of-two scales are the smallest that hold the group's largest magnitude a: 2^ceil(log2(a / 448)), a at least 1e-4,
+or 2^ceil(log2(a / 6)), a at least 6 x 2^-126. Values are rounded to BF16 before E4M3 under such a scale, as the
+released model does. NVFP4's scale is a / 6 rounded to E4M3, between 2^-9 and 448: past 2688 values saturate.
+
+The Hadamard transform belongs to the format: what a load gives is the transformed key, and a query goes through
+`fake_quantise` (`mxfp4_round_tile`) before it meets one.
+
+What a format cannot say is not hidden. NaN stays NaN in E4M3; in E2M1 the scale of its group is NaN, and so is the
+group. Infinity saturates: it does not count for a scale, except that MXFP4 takes it as 2^112 before the transform.
+
+Entries are named by their flat number page * P + offset. Anything outside [0, N P) is no entry: it is not stored, and
+loads as zeros. The bytes that pad a scale row are never written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridkv.errors import HybridKVError
+from hybridkv.kernels.backend import tl, triton
+from hybridkv.kernels.quant import E4M3_MAX, E4M3_NAN, fp8_decode_ref, fp8_encode_ref, fp8_encode_tile
+from hybridkv.kernels.small_floats import (
+    E2M1_MAX,
+    E8M0_BIAS,
+    E8M0_NAN,
+    ceil_exponent,
+    ceil_exponent_tile,
+    e2m1_code,
+    e2m1_code_tile,
+    e2m1_value,
+    e2m1_value_tile,
+    e4m3_code,
+    e4m3_code_tile,
+    e4m3_value,
+    e4m3_value_tile,
+    e8m0_value,
+    e8m0_value_tile,
+    hadamard,
+    hadamard_tile,
+    largest_finite,
+    largest_finite_tile,
+    pack_pairs,
+    pack_pairs_tile,
+    power_of_two,
+    power_of_two_tile,
+    unpack_pairs,
+    unpack_pairs_tile,
+)
+
+SMALLEST_FP8 = 1e-4  # least magnitude a group of E4M3 is scaled to
+SMALLEST_FP4 = 6 * 2.0**-126
+LARGEST_TURNED = 2.0**112  # so that sums of 2^15 channels stay finite
+
+
+@dataclass(frozen=True)
+class Codec:
+    """One row of the table of formats."""
+
+    code: int  # as a kernel's FORMAT
+    dtype: torch.dtype
+    bits: int  # of a channel that is not rotary
+    group: int = 0  # channels for each scale; 0: all
+    scale_bytes: int = 0  # of one scale
+    scale_align: int = 1  # a row of scales is padded to a multiple
+    hadamard: bool = False
+
+
+F32, BF16 = Codec(0, torch.float32, 32), Codec(1, torch.bfloat16, 16)
+ENTRY_CODECS = {
+    "f32": F32,
+    "bf16": BF16,
+    "fp8": Codec(2, torch.uint8, 8, group=64, scale_bytes=1, scale_align=8),
+    "fp8_entry": Codec(3, torch.uint8, 8, scale_bytes=4),
+}
+INDEX_CODECS = {
+    "f32": F32,
+    "bf16": BF16,
+    "fp8": Codec(4, torch.uint8, 8, scale_bytes=4),
+    "mxfp4": Codec(5, torch.uint8, 4, group=32, scale_bytes=1, hadamard=True),
+    "nvfp4": Codec(6, torch.uint8, 4, group=16, scale_bytes=1),
+}
+CODECS = {c.code: c for table in (ENTRY_CODECS, INDEX_CODECS) for c in table.values()}
+_FP8, _FP8_ENTRY, _FP8_INDEX, _MXFP4, _NVFP4 = (tl.constexpr(code) for code in range(2, 7))
+_SMALLEST_FP8, _SMALLEST_FP4 = tl.constexpr(SMALLEST_FP8), tl.constexpr(SMALLEST_FP4)
+_LARGEST_TURNED = tl.constexpr(LARGEST_TURNED)
+
+
+@dataclass(frozen=True)
+class PageFormat:
+    """How vectors of `dim` channels lie in a page of P entries: a tensor [N, P, width] of `dtype`."""
+
+    name: str
+    dim: int
+    rope: int  # the last channels, which fp8 and fp8_entry keep in BF16
+    codec: Codec
+
+    @property
+    def code(self) -> int:
+        return self.codec.code
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.codec.dtype
+
+    @property
+    def hadamard(self) -> bool:
+        return self.codec.hadamard
+
+    @property
+    def plain(self) -> bool:
+        return not self.codec.scale_bytes
+
+    @property
+    def group(self) -> int:
+        """Channels for each scale."""
+        return self.codec.group or self.dim - self.rope
+
+    @property
+    def groups(self) -> int:
+        return 0 if self.plain else -(-(self.dim - self.rope) // self.group)
+
+    @property
+    def value_bytes(self) -> int:
+        if self.plain:
+            return self.dim * self.codec.bits // 8
+        return (self.dim - self.rope) * self.codec.bits // 8 + 2 * self.rope
+
+    @property
+    def scale_bytes(self) -> int:
+        align = self.codec.scale_align
+        return -(-self.groups * self.codec.scale_bytes // align) * align
+
+    @property
+    def nbytes(self) -> int:
+        return self.value_bytes + self.scale_bytes
+
+    @property
+    def width(self) -> int:
+        return self.dim if self.plain else self.nbytes
+
+
+def entry_format(name: str, dim: int, rope: int) -> PageFormat:
+    """Of window rows and compressed entries."""
+    return _format("kv", ENTRY_CODECS, name, dim, rope)
+
+
+def index_format(name: str, dim: int) -> PageFormat:
+    """Of index keys."""
+    return _format("index", INDEX_CODECS, name, dim, 0)
+
+
+def _format(what: str, table: dict[str, Codec], name: str, dim: int, rope: int) -> PageFormat:
+    if name not in table:
+        raise HybridKVError(f"no {what} format '{name}'; choose one of {', '.join(table)}")
+    fmt = PageFormat(name, dim, rope, table[name])
+    if dim < 1 or not 0 <= rope <= dim:
+        raise HybridKVError(f"{what} format '{name}': {rope} rotary of {dim} channels is no vector")
+    if not fmt.plain and (dim % 4 or rope % 4 or rope == dim):
+        raise HybridKVError(
+            f"{what} format '{name}' needs channels and rotary channels in fours, not all rotary; "
+            f"there are {dim} and {rope}: take bf16"
+        )
+    if fmt.hadamard and dim & (dim - 1):
+        raise HybridKVError(f"{what} format '{name}' transforms powers of two, not {dim} channels: take nvfp4 or fp8")
+    return fmt
+
+
+def _grouped(x: Tensor, group: int) -> Tensor:
+    """[..., D] -> [..., groups, group], the last filled with zeros."""
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % group)).unflatten(-1, (-1, group))
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def _encode(fmt: PageFormat, x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [M, dim] f32 -> value bytes, scale bytes without padding; of a format with scales."""
+    kept = fmt.dim - fmt.rope
+    values, tail = x[:, :kept], x[:, kept:].to(torch.bfloat16)
+    if fmt.name == "fp8_entry":
+        codes, scale = fp8_encode_ref(values)
+        return torch.cat((codes, _as_bytes(tail)), -1), _as_bytes(scale[:, None])
+    if fmt.codec.bits == 8:
+        groups = _grouped(values.to(torch.bfloat16).float(), fmt.group)
+        exponent = ceil_exponent(largest_finite(groups).clamp(min=SMALLEST_FP8), E4M3_MAX)
+        codes = e4m3_code(groups * power_of_two(-exponent)[..., None]).flatten(-2)[:, :kept]
+        scales = (exponent + E8M0_BIAS).to(torch.uint8) if fmt.codec.scale_bytes == 1 else power_of_two(exponent)
+        return torch.cat((codes, _as_bytes(tail)), -1), _as_bytes(scales)
+    if fmt.hadamard:
+        values = hadamard(values.clamp(-LARGEST_TURNED, LARGEST_TURNED))
+    groups = _grouped(values, fmt.group)
+    unsayable = groups.isnan().any(-1)
+    largest = largest_finite(groups)
+    if fmt.hadamard:
+        exponent = ceil_exponent(largest.clamp(min=SMALLEST_FP4), E2M1_MAX)
+        scaled = groups * power_of_two(-exponent)[..., None]
+        scales = (exponent + E8M0_BIAS).to(torch.uint8).masked_fill(unsayable, E8M0_NAN)
+    else:
+        scales = e4m3_code((largest * (1 / E2M1_MAX)).clamp(min=2.0**-9))
+        scaled = groups / e4m3_value(scales)[..., None]
+        scales = scales.masked_fill(unsayable, E4M3_NAN)
+    return pack_pairs(e2m1_code(scaled).flatten(-2)[:, :kept]), scales
+
+
+def _decode(fmt: PageFormat, values: Tensor, scales: Tensor) -> Tensor:
+    """The inverse: f32 [M, dim]."""
+    kept = fmt.dim - fmt.rope
+    codes, tail = values[:, : kept * fmt.codec.bits // 8], values[:, kept * fmt.codec.bits // 8 :]
+    rotary = tail.contiguous().view(torch.bfloat16).float()
+    if fmt.codec.scale_bytes == 4:
+        return torch.cat((fp8_decode_ref(codes, scales.contiguous().view(torch.float32)[:, 0]), rotary), -1)
+    numbers = e4m3_value(codes) if fmt.codec.bits == 8 else e2m1_value(unpack_pairs(codes))
+    factor = e4m3_value(scales) if fmt.name == "nvfp4" else e8m0_value(scales)
+    numbers = (_grouped(numbers, fmt.group) * factor[..., None]).flatten(-2)[:, :kept]
+    return torch.cat((numbers, rotary), -1)
+
+
+def fake_quantise(fmt: PageFormat, x: Tensor) -> Tensor:
+    """x [..., dim] f32 -> what a load gives after a store."""
+    if fmt.plain:
+        return x.to(fmt.dtype).float()
+    rows = x.reshape(-1, fmt.dim)
+    return _decode(fmt, *_encode(fmt, rows)).view(x.shape)
+
+
+def _rows_of(pages: Tensor, fmt: PageFormat) -> tuple[Tensor, Tensor]:
+    """Views [N, P, value bytes] and [N, P, scale bytes] of pages of a format with scales; no padding."""
+    N, P, width = pages.shape
+    assert pages.dtype == fmt.dtype and width == fmt.width and pages.is_contiguous()
+    whole, cut = pages.view(N, P * width), P * fmt.value_bytes
+    values, scales = whole[:, :cut].unflatten(1, (P, -1)), whole[:, cut:].unflatten(1, (P, -1))
+    return values, scales[..., : fmt.groups * fmt.codec.scale_bytes]
+
+
+def store_entries_ref(
+    pages: Tensor,  # [N, P, width]
+    fmt: PageFormat,
+    flat: Tensor,  # [M] int64, all different; outside the pages: not stored
+    x: Tensor,  # [M, dim] f32
+) -> None:
+    N, P, width = pages.shape
+    valid = (flat >= 0) & (flat < N * P)
+    flat, x = flat[valid], x[valid].float()
+    if fmt.plain:
+        pages.view(N * P, width)[flat] = x.to(fmt.dtype)
+    else:
+        for part, new in zip(_rows_of(pages, fmt), _encode(fmt, x)):
+            part[flat // P, flat % P] = new
+
+
+def load_entries_ref(pages: Tensor, fmt: PageFormat, flat: Tensor) -> Tensor:
+    """flat [...] -> f32 [..., dim]; zeros where there is no entry."""
+    N, P, width = pages.shape
+    out = torch.zeros(*flat.shape, fmt.dim, device=pages.device)
+    valid = (flat >= 0) & (flat < N * P)
+    at = flat[valid]
+    if fmt.plain:
+        out[valid] = pages.view(N * P, width)[at].float()
+    else:
+        values, scales = _rows_of(pages, fmt)
+        out[valid] = _decode(fmt, values[at // P, at % P], scales[at // P, at % P])
+    return out
+
+
+@triton.constexpr_function
+def _geometry(FORMAT, D, ROPE):
+    """Value bytes and scale bytes of an entry, channels of a group, groups, whether there is one f32 scale."""
+    fmt = PageFormat("", D, ROPE, CODECS[FORMAT])
+    return fmt.value_bytes, fmt.scale_bytes, fmt.group, fmt.groups, fmt.codec.scale_bytes == 4
+
+
+@triton.jit
+def _value_at(o_page, o_row, P, ROW: tl.constexpr, OTHER: tl.constexpr):
+    """Where a value row begins in pages of P value rows of ROW and P scale rows of OTHER."""
+    return o_page * P * (ROW + OTHER) + o_row * ROW
+
+
+@triton.jit
+def _scale_at(o_page, o_row, P, ROW: tl.constexpr, OTHER: tl.constexpr):
+    return o_page * P * (ROW + OTHER) + P * ROW + o_row * OTHER
+
+
+@triton.jit
+def _in_groups(b_x, GROUP: tl.constexpr):
+    """[rows, columns] -> [rows, groups, channels of a group]; fewer columns than a group are one group."""
+    COUNT: tl.constexpr = b_x.shape[1] // GROUP if b_x.shape[1] > GROUP else 1
+    return tl.reshape(b_x, [b_x.shape[0], COUNT, b_x.shape[1] // COUNT])
+
+
+@triton.jit
+def load_tile(pages, o_e, m_e, o_d, P, D: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr):
+    """Entries o_e [rows] int64, channels o_d [columns] -> f32 [rows, columns], zeros where m_e is false or o_d >= D.
+
+    The columns are consecutive channels, a power of two of them, from a multiple of their number. m_e must be false for
+    what is no entry.
+    """
+    o_page = o_e // P
+    return load_rows(pages, o_page, o_e - o_page * P, m_e, o_d, P, D, ROPE, FORMAT)
+
+
+@triton.jit
+def load_rows(pages, o_page, o_row, m_e, o_d, P, D: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr):
+    """As load_tile, for entries named by page [rows] int64 and row in it."""
+    m_x = m_e[:, None] & (o_d < D)
+    if FORMAT < _FP8:
+        b_x = tl.load(pages + (o_page * P + o_row)[:, None] * D + o_d, mask=m_x, other=0.0).to(tl.float32)
+    else:
+        g: tl.constexpr = _geometry(FORMAT, D, ROPE)
+        VALUE: tl.constexpr = g[0]
+        SCALE: tl.constexpr = g[1]
+        GROUP: tl.constexpr = g[2]
+        COLUMNS: tl.constexpr = o_d.shape[0]
+        o_value = _value_at(o_page, o_row, P, VALUE, SCALE)
+        o_first = 0 if COLUMNS >= D else tl.min(o_d, 0)
+        if FORMAT >= _MXFP4:
+            o_b = tl.multiple_of(o_first // 2 + tl.arange(0, COLUMNS // 2), COLUMNS // 2)
+            m_b = m_e[:, None] & (o_b < D // 2)
+            b_x = e2m1_value_tile(unpack_pairs_tile(tl.load(pages + o_value[:, None] + o_b, mask=m_b, other=0)))
+        else:
+            m_code = m_e[:, None] & (o_d < D - ROPE)
+            b_x = e4m3_value_tile(tl.load(pages + o_value[:, None] + o_d, mask=m_code, other=0))
+        if g[4]:
+            o_scale = _scale_at(o_page, o_row, P, VALUE // 4, SCALE // 4)
+            b_x *= tl.load(pages.to(tl.pointer_type(tl.float32)) + o_scale, mask=m_e, other=0.0)[:, None]
+        else:
+            b_groups = _in_groups(b_x, GROUP)
+            o_g = o_first // GROUP + tl.arange(0, b_groups.shape[1])
+            m_g = m_e[:, None] & (o_g < g[3])
+            o_scale = _scale_at(o_page, o_row, P, VALUE, SCALE)
+            b_code = tl.load(pages + o_scale[:, None] + o_g, mask=m_g, other=0)
+            b_scale = e4m3_value_tile(b_code) if FORMAT == _NVFP4 else e8m0_value_tile(b_code)
+            b_x = tl.reshape(b_groups * b_scale[:, :, None], b_x.shape)
+        if ROPE > 0:
+            o_tail = _value_at(o_page, o_row, P, VALUE // 2, SCALE // 2)[:, None] + (o_d - (D - ROPE) // 2)
+            m_tail = m_x & (o_d >= D - ROPE)
+            b_tail = tl.load(pages.to(tl.pointer_type(tl.bfloat16)) + o_tail, mask=m_tail, other=0.0)
+            b_x = tl.where(o_d < D - ROPE, b_x, b_tail.to(tl.float32))
+    return b_x
+
+
+@triton.jit
+def _mxfp4_encode_tile(b_x):
+    """[rows, D] -> codes [rows, D], bytes of scales [rows, groups]."""
+    b_bound = tl.minimum(tl.maximum(b_x, -_LARGEST_TURNED), _LARGEST_TURNED)
+    b_x = tl.where(b_x == b_x, b_bound, b_x)  # NaN alone differs from itself, and stays
+    b_groups = _in_groups(hadamard_tile(b_x), 32)
+    b_k = ceil_exponent_tile(tl.maximum(largest_finite_tile(b_groups, 2), _SMALLEST_FP4), 2, 0x400000)
+    b_code = e2m1_code_tile(b_groups * power_of_two_tile(-b_k)[:, :, None])
+    b_nan = tl.max((b_groups != b_groups).to(tl.int32), 2) > 0
+    return tl.reshape(b_code, b_x.shape), tl.where(b_nan, 255, b_k + 127).to(tl.uint8)
+
+
+@triton.jit
+def mxfp4_round_tile(b_x):
+    """b_x [rows, D] f32 -> what a load gives after a store as mxfp4."""
+    b_code, b_scale = _mxfp4_encode_tile(b_x)
+    b_groups = _in_groups(e2m1_value_tile(b_code), 32) * e8m0_value_tile(b_scale)[:, :, None]
+    return tl.reshape(b_groups, b_x.shape)
+
+
+@triton.jit
+def _nvfp4_encode_tile(b_x):
+    b_groups = _in_groups(b_x, 16)
+    b_scale = e4m3_code_tile(tl.maximum(largest_finite_tile(b_groups, 2) * (1 / 6), 0.001953125))
+    b_factor = tl.broadcast_to(e4m3_value_tile(b_scale)[:, :, None], b_groups.shape)
+    b_code = e2m1_code_tile(tl.div_rn(b_groups, b_factor))
+    b_nan = tl.max((b_groups != b_groups).to(tl.int32), 2) > 0
+    return tl.reshape(b_code, b_x.shape), tl.where(b_nan, 0x7F, b_scale).to(tl.uint8)
+
+
+@triton.jit
+def _fp8_encode_tile(b_x, GROUP: tl.constexpr):
+    """[rows, columns] -> E4M3 codes [rows, columns], exponents of the scales [rows, groups]."""
+    b_groups = _in_groups(b_x.to(tl.bfloat16).to(tl.float32), GROUP)
+    b_k = ceil_exponent_tile(tl.maximum(largest_finite_tile(b_groups, 2), _SMALLEST_FP8), 8, 0x600000)
+    return tl.reshape(e4m3_code_tile(b_groups * power_of_two_tile(-b_k)[:, :, None]), b_x.shape), b_k
+
+
+@triton.jit
+def store_tile(pages, o_e, m_e, o_d, b_x, P, D: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr):
+    """b_x [rows, columns] f32 into entries o_e [rows] int64 where m_e; o_d is arange(0, columns), columns the power of
+    two that holds D. m_e must be false for what is no entry.
+    """
+    o_page = o_e // P
+    store_rows(pages, o_page, o_e - o_page * P, m_e, o_d, b_x, P, D, ROPE, FORMAT)
+
+
+@triton.jit
+def store_rows(pages, o_page, o_row, m_e, o_d, b_x, P, D: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr):
+    """As store_tile, for entries named by page [rows] int64 and row in it."""
+    m_x = m_e[:, None] & (o_d < D)
+    if FORMAT < _FP8:
+        tl.store(pages + (o_page * P + o_row)[:, None] * D + o_d, b_x.to(pages.dtype.element_ty), mask=m_x)
+    else:
+        g: tl.constexpr = _geometry(FORMAT, D, ROPE)
+        VALUE: tl.constexpr = g[0]
+        SCALE: tl.constexpr = g[1]
+        GROUP: tl.constexpr = g[2]
+        COLUMNS: tl.constexpr = o_d.shape[0]
+        o_value = _value_at(o_page, o_row, P, VALUE, SCALE)
+        b_kept = tl.where(o_d < D - ROPE, b_x, 0.0)
+        if FORMAT == _FP8_ENTRY:
+            b_code, b_scale = fp8_encode_tile(b_kept)
+        elif FORMAT == _FP8_INDEX:
+            b_code, b_k = _fp8_encode_tile(b_kept, COLUMNS)
+            b_scale = tl.reshape(power_of_two_tile(b_k), [b_x.shape[0]])
+        elif FORMAT == _FP8:
+            b_code, b_k = _fp8_encode_tile(b_kept, GROUP)
+            b_scale = (b_k + 127).to(tl.uint8)
+        elif FORMAT == _MXFP4:
+            b_code, b_scale = _mxfp4_encode_tile(b_kept)
+        else:
+            b_code, b_scale = _nvfp4_encode_tile(b_kept)
+        if FORMAT >= _MXFP4:
+            o_b = tl.arange(0, COLUMNS // 2)
+            m_b = m_e[:, None] & (o_b < D // 2)
+            tl.store(pages + o_value[:, None] + o_b, pack_pairs_tile(b_code), mask=m_b)
+        else:
+            m_code = m_e[:, None] & (o_d < D - ROPE)
+            tl.store(pages + o_value[:, None] + o_d, b_code, mask=m_code)
+        if g[4]:
+            o_scale = _scale_at(o_page, o_row, P, VALUE // 4, SCALE // 4)
+            tl.store(pages.to(tl.pointer_type(tl.float32)) + o_scale, b_scale, mask=m_e)
+        else:
+            o_g = tl.arange(0, b_scale.shape[1])
+            m_g = m_e[:, None] & (o_g < g[3])
+            tl.store(pages + _scale_at(o_page, o_row, P, VALUE, SCALE)[:, None] + o_g, b_scale, mask=m_g)
+        if ROPE > 0:
+            o_tail = _value_at(o_page, o_row, P, VALUE // 2, SCALE // 2)[:, None] + (o_d - (D - ROPE) // 2)
+            m_tail = m_x & (o_d >= D - ROPE)
+            tl.store(pages.to(tl.pointer_type(tl.bfloat16)) + o_tail, b_x.to(tl.bfloat16), mask=m_tail)
