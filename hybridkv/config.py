@@ -12,6 +12,7 @@ KV_DTYPES = {
     "bf16": "bfloat16",
     "fp8": "float8_e4m3fn",
 }  # names here and in torch, which this file does not import
+INDEX_DTYPES = ("f32", "bf16", "fp8", "mxfp4", "nvfp4")
 MODEL_DTYPES = ("float32", "bfloat16")
 # A prefill chunk is a whole number of these: the chunked delta rule gives the same bits however a prompt is cut at
 # multiples of 64.
@@ -31,6 +32,8 @@ class CacheConfig:
     scope: str = "head"  # a list of survivors for each head, each layer, or one for all: head | layer | global
     bounded: bool = False  # evict between prompt chunks too: no more than budget + one chunk is ever held
     decode_every: int = 0  # evict again to the budget every so many generated tokens; 0: never
+    index_dtype: str = "auto"  # DeepSeek-V4's index keys: f32 | bf16 | fp8 | mxfp4 | nvfp4; auto: mxfp4 beside fp8 KV
+    block: int = 128  # DeepSeek-V4: tokens that a page covers, a multiple of 128
 
     def __post_init__(self) -> None:
         if self.budget is not None and (not is_whole(self.budget) or self.budget < 1):
@@ -49,6 +52,11 @@ class CacheConfig:
             raise HybridKVError("bounded and decode_every need a budget")
         if self.kv_dtype not in ("auto", *KV_DTYPES):
             raise HybridKVError(f"kv_dtype {self.kv_dtype!r} is not supported; choose auto, {', '.join(KV_DTYPES)}")
+        if self.index_dtype not in ("auto", *INDEX_DTYPES):
+            choices = ", ".join(INDEX_DTYPES)
+            raise HybridKVError(f"index_dtype {shown(self.index_dtype)} is not supported; choose auto, {choices}")
+        if not is_whole(self.block) or not 1 <= self.block <= 1 << 20:
+            raise HybridKVError(f"block must be a number of tokens, a multiple of 128, not {shown(self.block)}")
         if not is_whole(self.page_size) or not 1 <= self.page_size <= 1 << 16:
             raise HybridKVError(f"page_size must be a whole number from 1 to 65536, not {shown(self.page_size)}")
 

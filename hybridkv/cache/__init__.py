@@ -1,15 +1,28 @@
 """The cache: what is stored (schema), where (pools, state), and who holds it (allocator, manager)."""
 
 from hybridkv.cache.allocator import PageAllocator
-from hybridkv.cache.handle import ForwardStep, LayerHandle, StreamView
+from hybridkv.cache.compressed import (
+    BLOCK_SIZE_ORIGINAL_TOKENS,
+    CompressedSpec,
+    compressed_schema,
+    compute_block_budget,
+)
+from hybridkv.cache.compressed_handle import CompressedHandle
+from hybridkv.cache.handle import LayerHandle
 from hybridkv.cache.manager import KVCacheManager
 from hybridkv.cache.pools import PagedPool
-from hybridkv.cache.schema import CacheSchema, StateSchema, StreamSchema, TensorSpec
+from hybridkv.cache.schema import CacheSchema, CompressedLayer, StateSchema, StreamSchema, TensorSpec
 from hybridkv.cache.state import StatePool
+from hybridkv.cache.step import EntryView, ForwardStep, StreamView
 from hybridkv.errors import OutOfPages
 
 __all__ = [
+    "BLOCK_SIZE_ORIGINAL_TOKENS",
     "CacheSchema",
+    "CompressedHandle",
+    "CompressedLayer",
+    "CompressedSpec",
+    "EntryView",
     "ForwardStep",
     "KVCacheManager",
     "LayerHandle",
@@ -21,4 +34,6 @@ __all__ = [
     "StreamSchema",
     "StreamView",
     "TensorSpec",
+    "compressed_schema",
+    "compute_block_budget",
 ]

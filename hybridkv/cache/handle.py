@@ -1,21 +1,14 @@
-"""LayerHandle: all that a layer sees of the cache in one step. It allocates no pages and decides nothing.
-
-A step's tokens lie one request after the other. Requests with one new token come first (`singles`); they run together
-in the decode forms of the ops. The others are prompt chunks.
-
-    tokens   [ a | b | c | d d d d d | e e e ]      starts = [0, 1, 2, 3, 8, 11], singles = 3
-"""
+"""LayerHandle: all that a layer sees of the cache in one step. It allocates no pages and decides nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from hybridkv.cache.step import ForwardStep, StreamView
 from hybridkv.kernels.append import append
 from hybridkv.kernels.attention_decode import attention_decode
 from hybridkv.kernels.attention_exact import attention_exact
@@ -29,40 +22,6 @@ from hybridkv.kernels.gdn import (
     gated_delta_step,
 )
 from hybridkv.kernels.quant import Fp8Pages, Pages
-
-
-@dataclass(frozen=True)
-class StreamView:
-    """One StreamSchema's part of a step."""
-
-    table: Tensor  # [B, streams, N] page ids, -1 past the end
-    lengths: np.ndarray  # [B, streams] entries held once this step's are appended, on the host
-    device_lengths: Tensor  # [B, streams] int64, the same where the kernels read it
-    entry_index: Tensor | None  # [streams, T] flat place of each new entry; None where an entry is more than one token
-
-
-@dataclass(frozen=True)
-class ForwardStep:
-    """What one forward pass may touch: made by KVCacheManager.prepare_forward, which has reserved every page in it."""
-
-    slots: list[int]  # [B] state rows
-    begins: list[int]  # [B] position of each request's first token
-    starts: list[int]  # [B + 1] where each request's tokens begin
-    singles: int  # how many requests have one token; they come first
-    streams: dict[str, StreamView]
-    exact: bool = False  # results of a token are the same bits whatever else is in the step
-
-    def single_rows(self, state: Tensor) -> Tensor:
-        """State [slots, ...] -> rows of the one-token requests; a view where the slots are consecutive, else a copy."""
-        rows = self.slots[: self.singles]
-        if rows == list(range(rows[0], rows[0] + len(rows))):
-            return state[rows[0] : rows[0] + len(rows)]
-        return state[rows]
-
-    def store_single_rows(self, state: Tensor, rows: Tensor) -> None:
-        """Bring a copy that `single_rows` made back; nothing to do for a view."""
-        if rows.untyped_storage().data_ptr() != state.untyped_storage().data_ptr():
-            state[self.slots[: self.singles]] = rows
 
 
 class LayerHandle:

@@ -10,14 +10,16 @@ twice. Tables change there; positions and lengths move only in `commit`, once th
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from hybridkv.cache.handle import ForwardStep, LayerHandle
+from hybridkv.cache.compressed_handle import CompressedHandle
+from hybridkv.cache.handle import LayerHandle
 from hybridkv.cache.schema import CacheSchema
 from hybridkv.cache.state import StatePool
+from hybridkv.cache.step import ForwardStep, pack, unpack, upload
 from hybridkv.cache.table import StreamTable
 from hybridkv.errors import HybridKVError, RequestError
 
@@ -49,6 +51,7 @@ class KVCacheManager:
         self.tables = {s.name: StreamTable(s, pages[s.name], slots, max_tokens, self.device) for s in schema.streams}
         self.state = StatePool(schema.states, slots, self.device)
         self.positions = np.zeros(slots, np.int64)
+        self.reached = np.zeros(slots, np.int64)  # the furthest position that state has seen
         self.compactions: dict[int, Compaction] = {}  # of slots that were compacted
         self.slot_of: dict[Hashable, int] = {}
         self._free_slots = list(range(slots - 1, -1, -1))
@@ -72,11 +75,12 @@ class KVCacheManager:
     def fork_request(self, source: Hashable, request: Hashable) -> int:
         """A second request with the same past: pages shared, state copied. Neither sees what the other then writes."""
         origin = self._slot(source)
+        self.check_shareable(int(self.positions[origin]))
         slot = self._take_slot(request)
         try:
             for table in self.tables.values():
                 table.share(origin, slot)
-            self.positions[slot] = self.positions[origin]
+            self.positions[slot], self.reached[slot] = self.positions[origin], self.reached[origin]
             if origin in self.compactions:
                 self.compactions[slot] = self.compactions[origin]
             self.state.copy(origin, slot)
@@ -92,7 +96,7 @@ class KVCacheManager:
         for table in self.tables.values():
             table.drop(slot)
             table.lengths[slot] = 0
-        self.positions[slot] = 0
+        self.positions[slot] = self.reached[slot] = 0
         self.compactions.pop(slot, None)
         self._free_slots.append(slot)
 
@@ -101,8 +105,12 @@ class KVCacheManager:
         slot = self._slot(request)
         if not 0 <= position <= self.positions[slot]:
             raise RequestError(f"cannot truncate to {position}: the request is at position {self.positions[slot]}")
-        if self.schema.states and position != self.positions[slot]:
-            raise RequestError("recurrent state cannot be rewound; release the request and compute it again")
+        too_far = bool(self.schema.states) and self.reached[slot] - position > self.schema.rewind
+        if too_far and position != self.positions[slot]:
+            raise RequestError(
+                f"cannot truncate to {position}: recurrent state cannot be rewound by more than {self.schema.rewind} "
+                f"tokens from {self.reached[slot]}; release the request and compute it again"
+            )
         if position == self.positions[slot]:
             return
         if slot in self.compactions:
@@ -173,8 +181,11 @@ class KVCacheManager:
 
     # ---- one step
 
-    def prepare_forward(self, plan: Plan) -> ForwardStep:
-        """Reserve every page that the step writes, for all requests in all pools or, with OutOfPages, for none."""
+    def prepare_forward(self, plan: Plan, rows: int | None = None) -> ForwardStep:
+        """Reserve every page that the step writes, for all requests in all pools or, with OutOfPages, for none.
+
+        `rows`: make it a step of so many one-token requests, the missing ones padding (compressed attention only).
+        """
         slots = [self._slot(request) for request, _ in plan]
         counts = [tokens for _, tokens in plan]
         if len(set(slots)) != len(slots) or not plan or min(counts) < 1:
@@ -200,12 +211,44 @@ class KVCacheManager:
                 # two forks may both have asked for a copy of one page: the second no longer needs it
                 table.take(slot, add, table.shared(slot, copy))
         at, n = np.array(slots), np.array(counts)
+        if self.schema.compressed:
+            return self._compressed_step(at, n, singles, rows)
         views = {name: t.view(at, n, self.positions[at], self.device) for name, t in self.tables.items()}
         return ForwardStep(slots, self.positions[at].tolist(), [0, *np.cumsum(n).tolist()], singles, views, self.exact)
 
+    def _compressed_step(self, slots: np.ndarray, counts: np.ndarray, singles: int, rows: int | None) -> ForwardStep:
+        """All that the layers read is on its way to the device, in one copy, when this returns."""
+        begins = self.positions[slots]
+        if rows is not None:
+            spare = rows - len(slots)
+            if spare < 0 or singles < len(slots):
+                raise ValueError(f"{len(slots)} requests, {singles} of them with one token, do not make {rows} rows")
+            slots = np.concatenate((slots, np.full(spare, -1)))
+            begins, counts = np.append(begins, np.zeros(spare, np.int64)), np.append(counts, np.ones(spare, np.int64))
+            singles = rows
+        plans = [t.entry_plan(slots, begins, counts) for t in self.tables.values()]
+        packed = upload(pack(slots, begins, counts, singles, plans), self.device)
+        views = unpack(packed, len(slots), int(counts.sum()), singles, plans)
+        starts = [0, *np.cumsum(counts).tolist()]
+        return ForwardStep(slots.tolist(), begins.tolist(), starts, singles, {}, self.exact, **views)
+
+    def padding_step(self, rows: int) -> ForwardStep:
+        """A decode step of nothing but padding, for requests of any length: what a captured graph is made from."""
+        none = np.full(rows, -1), np.zeros(rows, np.int64), np.ones(rows, np.int64)
+        plans = [replace(t.entry_plan(*none), most=t.schema.entries(self.max_tokens)) for t in self.tables.values()]
+        packed = upload(pack(*none, rows, plans), self.device)
+        views = unpack(packed, rows, rows, rows, plans)
+        return ForwardStep([-1] * rows, [0] * rows, [*range(rows + 1)], rows, {}, self.exact, **views)
+
     def acquire(self, step: ForwardStep) -> dict[int, LayerHandle]:
         """A handle for every layer that stores anything. Allocates nothing."""
-        handles = {}
+        handles: dict[int, LayerHandle] = {}
+        if self.schema.compressed:
+            for layer, declared in enumerate(self.schema.compressed):
+                table = self.tables.get(declared.kind)
+                pages = table.pool.lane(table.schema.place(layer)[0]) if table is not None else {}
+                handles[layer] = CompressedHandle(step, declared, pages, self.state.layer(layer))
+            return handles
         for table in self.tables.values():
             for layer in table.schema.layers:
                 lane, rows = table.schema.place(layer)
@@ -222,6 +265,36 @@ class KVCacheManager:
             for table in self.tables.values():
                 table.lengths[slot] += table.schema.new_entries(int(self.positions[slot]), tokens)
             self.positions[slot] += tokens
+            self.reached[slot] = max(self.reached[slot], self.positions[slot])
+
+    def allocate_block(self, request: Hashable, name: str) -> int:
+        """One more page for each of the request's streams of a schema, ahead of need; returns the last page's id.
+
+        `prepare_forward` counts what is held, so it takes none for what this has brought.
+        """
+        slot, table = self._slot(request), self.tables[name]
+        if table.held[slot].max() >= table.pages.shape[2]:
+            raise RequestError(f"request {request!r} holds the pages of {self.max_tokens} tokens already")
+        table.allocator.require(table.schema.streams)
+        none = np.zeros(table.schema.streams, bool)
+        table.take(slot, np.ones(table.schema.streams, np.int64), none)
+        return int(table.pages[slot, -1, table.held[slot, -1] - 1])
+
+    def reset_slot(self, slot: int) -> None:
+        """State of a slot as if nothing had been seen."""
+        if not 0 <= slot < self.slots:
+            raise RequestError(f"there is no slot {slot}; slots are 0 to {self.slots - 1}")
+        self.state.reset(slot)
+
+    def check_shareable(self, position: int) -> None:
+        """Whether a request at this position can be forked or saved, or RequestError."""
+        every = self.schema.share_every
+        if position % every:
+            before = position - position % every
+            raise RequestError(
+                f"a request can be forked or saved only at a multiple of {every} tokens, where no page is half full; "
+                f"this one is at {position}: do it at {before} or at {before + every}"
+            )
 
     # ---- facts
 

@@ -33,6 +33,8 @@ from math import prod
 
 import torch
 
+from hybridkv.kernels.page_format import PageFormat
+
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
@@ -115,11 +117,30 @@ class StateSchema:
 
 
 @dataclass(frozen=True)
+class CompressedLayer:
+    """A layer that keeps a window of recent tokens, and of the rest one entry for every `ratio` tokens."""
+
+    kind: str  # window | csa | hca
+    ratio: int  # tokens an entry stands for; 0: there are none
+    window: int  # tokens a query sees one by one, itself included
+    heads: int  # query heads; all share the one stored vector
+    entries: PageFormat  # of window rows and entries
+    index: PageFormat | None = None  # of the keys by which entries are chosen
+
+    @property
+    def head_dim(self) -> int:
+        return self.entries.dim
+
+
+@dataclass(frozen=True)
 class CacheSchema:
     """All that a model stores for a request."""
 
     streams: tuple[StreamSchema, ...] = ()
     states: tuple[StateSchema, ...] = ()
+    compressed: tuple[CompressedLayer, ...] = ()  # one a layer; none where the model has no such layers
+    share_every: int = 1  # a request can be forked or saved only at a multiple of so many tokens
+    rewind: int = 0  # of the last tokens, so many can be taken back in spite of state
 
     def __post_init__(self) -> None:
         names = [s.name for s in (*self.streams, *self.states)]

@@ -1,8 +1,8 @@
 """Snapshots: all that a request holds, taken out of the cache and brought back, in memory or through a file.
 
 A snapshot is dense: entries of all streams one after the other, without pages. It goes into any cache whose schema
-stores the same, also one with other page ids or another page size. What is restored is what was taken, byte for byte:
-entries, lengths, position, which positions survived an eviction, and state rows.
+stores the same, also one with other page ids or (but for compressed entries) another page size. What is restored is
+what was taken, byte for byte: entries, lengths, position, which positions survived an eviction, and state rows.
 
     file = a safetensors file; its metadata holds format, version, schema fingerprint, position and a SHA-256 of the
            whole file with the digest's own place filled with zeros
@@ -87,6 +87,7 @@ def snapshot_request(manager: KVCacheManager, request: Hashable) -> Snapshot:
     slot = manager.slot_of.get(request)
     if slot is None:
         raise RequestError(f"request {request!r} is not resident; it was released or never admitted")
+    manager.check_shareable(int(manager.positions[slot]))
     entries, lengths = {}, {}
     for name, table in manager.tables.items():
         lengths[name] = table.lengths[slot].copy()
@@ -122,6 +123,7 @@ def restore_request(manager: KVCacheManager, snapshot: Snapshot, request: Hashab
             table.lengths[slot] = snapshot.lengths[name]
         manager.state.restore(slot, snapshot.states)
         manager.positions[slot] = snapshot.position
+        manager.reached[slot] = snapshot.position + manager.schema.rewind  # what lies before it cannot come back
         if snapshot.compaction is not None:
             manager.compactions[slot] = snapshot.compaction
     except BaseException:
@@ -131,13 +133,15 @@ def restore_request(manager: KVCacheManager, snapshot: Snapshot, request: Hashab
 
 
 def fingerprint(schema: CacheSchema) -> str:
-    """What a schema stores, in 64 characters. Page sizes are no part of it."""
+    """What a schema stores, in 64 characters. Page sizes are no part of it, unless entries are laid out by pages."""
+    formats = [[c.kind, c.entries.name, c.index and c.index.name] for c in schema.compressed]
+    pages = [s.entries_per_page for s in schema.streams] if formats else []
     streams = [
         [s.name, s.layers, s.heads, s.shared, s.tokens_per_entry, [[t.name, t.shape, str(t.dtype)] for t in s.tensors]]
         for s in schema.streams
     ]
     states = [[s.name, s.layers, [[t.name, t.shape, str(t.dtype)] for t in s.tensors]] for s in schema.states]
-    return hashlib.sha256(json.dumps([streams, states]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([streams, states, formats, pages]).encode()).hexdigest()
 
 
 def _pages(table: StreamTable, lengths: np.ndarray) -> np.ndarray:
@@ -156,6 +160,7 @@ def _check(manager: KVCacheManager, snapshot: Snapshot) -> None:
         raise RequestError(
             "the snapshot was taken from a cache that stores other things (another model, KV dtype or eviction window)"
         )
+    manager.check_shareable(snapshot.position)
     if not 0 <= snapshot.position <= manager.max_tokens:
         raise RequestError(
             f"the snapshot is at position {snapshot.position}, the context holds {manager.max_tokens} tokens"

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from hybridkv.cache.allocator import PageAllocator
-from hybridkv.cache.handle import StreamView
 from hybridkv.cache.pools import PagedPool
 from hybridkv.cache.schema import StreamSchema
+from hybridkv.cache.step import EntryPlan, StreamView, upload
 from hybridkv.errors import HybridKVError
 
 
@@ -37,6 +37,10 @@ class StreamTable:
         self.pages = np.full((slots, schema.streams, schema.pages_per_stream(max_tokens)), -1, np.int32)
         self.held = np.zeros((slots, schema.streams), np.int64)  # pages
         self.lengths = np.zeros((slots, schema.streams), np.int64)  # entries
+        # lanes of one stream read the page ids from here, by slot; rows are sent when they have changed
+        rows = (slots, self.pages.shape[2]) if schema.shared else (0, 0)
+        self.mirror = torch.full(rows, -1, dtype=torch.int32, device=device)
+        self.changed: set[int] = set()  # slots whose pages are not what the mirror says
 
     def grow(self, slot: int, position: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """Per stream: pages to add, and whether the open page must be copied first."""
@@ -73,6 +77,7 @@ class StreamTable:
                 raise
             self.pages[slot, streams, at] = new
             self.allocator.release(old)
+        self.changed.add(slot)
         # page by page over the streams: neighbours in time are neighbours in memory
         for step in range(int(add.max(initial=0))):
             streams = np.flatnonzero(add > step)
@@ -85,6 +90,7 @@ class StreamTable:
         rows = np.where(np.arange(self.pages.shape[2]) < used[:, None], self.pages[origin], -1)
         self.allocator.share(rows[rows >= 0])
         self.pages[slot], self.held[slot], self.lengths[slot] = rows, used, self.lengths[origin]
+        self.changed.add(slot)
 
     def flat(self, pages: np.ndarray, entries: np.ndarray) -> np.ndarray:
         """Flat pool numbers of a stream's entries."""
@@ -136,6 +142,7 @@ class StreamTable:
         self.allocator.release(rows[rows >= 0])
         rows[:] = -1
         self.held[slot] = np.minimum(self.held[slot], keep)
+        self.changed.add(slot)
 
     def view(self, slots: np.ndarray, counts: np.ndarray, positions: np.ndarray, device: torch.device) -> StreamView:
         s, P = self.schema, self.schema.entries_per_page
@@ -152,3 +159,27 @@ class StreamTable:
             index = torch.from_numpy(np.ascontiguousarray((page * P + entry % P).T)).to(device)
         table = torch.from_numpy(self.pages[slots, :, :width]).to(device)
         return StreamView(table, after, torch.from_numpy(after).to(device), index)
+
+    def entry_plan(self, slots: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> EntryPlan:
+        """Where a step's new entries go, for a stream whose lengths follow from positions. Slot -1: padding."""
+        self._refresh(slots)
+        s, P = self.schema, self.schema.entries_per_page
+        owner = np.repeat(np.arange(len(slots)), counts)  # [T]
+        inside = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        seen = begins[owner] + inside + 1  # tokens, the one in question included
+        entry = seen // s.tokens_per_entry - 1
+        index = np.full(len(owner), -1, np.int64)
+        full = np.flatnonzero((seen % s.tokens_per_entry == 0) & (slots[owner] >= 0))
+        page = self.pages[slots[owner[full]], 0, entry[full] // P].astype(np.int64)
+        index[full] = page * P + entry[full] % P
+        longest = int((begins + counts).max(initial=0))
+        return EntryPlan(s.name, self.mirror, index, s.entries(longest))
+
+    def _refresh(self, slots: np.ndarray) -> None:
+        """Send the rows that have changed, all in one copy."""
+        stale = sorted(self.changed.intersection(slots.tolist()))
+        if stale:
+            rows = self.pages[stale, 0].astype(np.int64)
+            sent = upload([np.array(stale), rows.ravel()], self.mirror.device)
+            self.mirror[sent[: len(stale)]] = sent[len(stale) :].view(rows.shape).to(torch.int32)
+            self.changed.difference_update(stale)

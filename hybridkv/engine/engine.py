@@ -48,8 +48,9 @@ class Engine:
         self.manager, self.tokenizer, self.eos_ids, self.evictor = manager, tokenizer, eos_ids, evictor
         self.vocab = model.config.vocab
         self.runner = Runner(model, manager)
+        graphs = self.runner.graphs
         held = most_held(evictor.config, step_tokens) if evictor is not None else None
-        self.scheduler = Scheduler(manager, step_tokens, held)
+        self.scheduler = Scheduler(manager, step_tokens, held, graphs.rows if graphs is not None else None)
         self.longest = manager.tokens_alone() if held is None else manager.max_tokens  # prompt and answer
         self._numbers = itertools.count()
 
@@ -227,7 +228,9 @@ class Engine:
         stats: dict[str, float] = {"preemptions": request.preemptions, "cached_tokens": request.cached_tokens}
         if request.key in self.manager.slot_of:
             position = self.manager.position(request.key)
-            lengths = [n for row in self.manager.lengths(request.key).values() for n in row.tolist()]
+            tokens = {name: t.schema.tokens_per_entry for name, t in self.manager.tables.items()}
+            rows = self.manager.lengths(request.key).items()
+            lengths = [n * tokens[name] for name, row in rows for n in row.tolist()]
             stats |= {
                 "kept_tokens": sum(lengths) / max(len(lengths), 1),
                 "kv_bytes_full": self.manager.schema.kv_bytes(position),
@@ -253,7 +256,8 @@ class Engine:
         position = self.manager.position(held.key)
         pairs = zip(held.tokens[:position], request.tokens[:-1], strict=False)
         same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        if same < position and (same == 0 or self.manager.schema.states):
+        stuck = bool(self.manager.schema.states) and position - same > self.manager.schema.rewind
+        if same < position and (same == 0 or stuck):
             self.scheduler.release_held(held)  # recurrent state cannot be rewound
             return False
         self.manager.truncate_request(held.key, same)
@@ -298,7 +302,7 @@ class Engine:
         """Pages for one request, at the cost of caches that are only held."""
         while True:
             try:
-                return self.manager.prepare_forward([(key, tokens)])
+                return self.scheduler.reserve([(key, tokens)])
             except OutOfPages:
                 if not self.scheduler.held:
                     raise

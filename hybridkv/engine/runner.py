@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from hybridkv.cache import ForwardStep, KVCacheManager
-from hybridkv.models.layers import Decoder
+from hybridkv.cache.step import upload
+from hybridkv.engine.graphs import DecodeGraphs, can_capture
+from hybridkv.models.layers import Model
 
 
 @dataclass(frozen=True)
@@ -21,20 +23,24 @@ class StepInputs:
 
 
 class Runner:
-    def __init__(self, model: Decoder, manager: KVCacheManager) -> None:
+    def __init__(self, model: Model, manager: KVCacheManager) -> None:
         self.model, self.manager = model, manager
+        self.graphs = DecodeGraphs(model, manager) if can_capture(model, manager) else None
 
     def inputs(
         self, tokens: Sequence[Sequence[int]], begins: Sequence[int], rows: Sequence[int], step: ForwardStep
     ) -> StepInputs:
-        """Each request's tokens and first position, one request after the other."""
+        """Each request's tokens and first position, one request after the other; tokens of padding are 0."""
+        spare = step.starts[-1] - sum(map(len, tokens))
         positions = [p for begin, part in zip(begins, tokens, strict=True) for p in range(begin, begin + len(part))]
         flat = [t for part in tokens for t in part]
-        to = self.manager.device
-        ids, at, wanted = (torch.tensor(x, dtype=torch.int64, device=to) for x in (flat, positions, list(rows)))
+        arrays = [np.array(x, np.int64) for x in (flat + [0] * spare, positions + [0] * spare, list(rows))]
+        ids, at, wanted = upload(arrays, self.manager.device).split([len(x) for x in arrays])
         return StepInputs(ids, at, wanted, step)
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Logits [S, vocab] f32. Pages and state of the step's requests are written."""
+        if self.graphs is not None and self.graphs.fits(inputs.step):
+            return self.graphs.replay(inputs.tokens, inputs.step)[inputs.rows]
         handles = self.manager.acquire(inputs.step)
         return self.model.forward(inputs.tokens, inputs.positions, handles, inputs.rows)

@@ -9,6 +9,7 @@ it waits at the front to be computed again. The oldest request is never preempte
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from hybridkv.cache import ForwardStep, KVCacheManager
@@ -38,8 +39,14 @@ class Batch:
 
 
 class Scheduler:
-    def __init__(self, manager: KVCacheManager, step_tokens: int, most_held: int | None = None) -> None:
-        self.manager, self.step_tokens = manager, step_tokens
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        step_tokens: int,
+        most_held: int | None = None,
+        graph_rows: Callable[[int], int | None] | None = None,  # rows of the graph that decodes so many requests
+    ) -> None:
+        self.manager, self.step_tokens, self.graph_rows = manager, step_tokens, graph_rows
         self.most_held = most_held  # tokens a stream holds at the most while a prompt is read; None: all of them
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -65,12 +72,18 @@ class Scheduler:
                 return None
             begins = [self.manager.position(r.key) for r, _ in plan]
             try:
-                step = self.manager.prepare_forward([(r.key, n) for r, n in plan])
+                step = self.reserve([(r.key, n) for r, n in plan])
             except OutOfPages:
                 if not self.make_room():
                     raise
                 continue
             return Batch([r for r, _ in plan], [n for _, n in plan], begins, step)
+
+    def reserve(self, plan: Sequence[tuple[Hashable, int]]) -> ForwardStep:
+        """The pages of a step. One that only decodes gets the rows of the graph that it replays."""
+        decodes = self.graph_rows is not None and all(tokens == 1 for _, tokens in plan)
+        rows = self.graph_rows(len(plan)) if self.graph_rows is not None and decodes else None
+        return self.manager.prepare_forward(plan, rows)
 
     def held_tokens(self, tokens: int) -> int:
         return tokens if self.most_held is None else min(tokens, self.most_held)

@@ -1,0 +1,84 @@
+"""DecodeGraphs: a whole decode step captured once for each batch size, then replayed whatever the positions are.
+
+A graph reads two buffers that never move: the tokens, and what `prepare_forward` packed. A replay is two small copies
+and one launch; it allocates nothing and waits for nothing. Rows that a batch does not fill are padding (slot -1), which
+no op reads or writes for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridkv.cache import ForwardStep, KVCacheManager
+from hybridkv.models.layers import Model
+
+
+def can_capture(model: Model, manager: KVCacheManager) -> bool:
+    """Whether a decode step has no host branch and no wait in it: so far, models with compressed attention."""
+    return manager.device.type == "cuda" and bool(manager.schema.compressed)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph and the tensors whose addresses it holds: they must live as long as it does."""
+
+    graph: torch.cuda.CUDAGraph
+    tokens: Tensor  # [B]
+    packed: Tensor
+    wanted: Tensor  # [B] rows of the logits: all
+    logits: Tensor  # [B, vocab] f32
+
+
+class DecodeGraphs:
+    def __init__(self, model: Model, manager: KVCacheManager) -> None:
+        self.model, self.manager = model, manager
+        self.sizes = [1 << i for i in range(manager.slots.bit_length())]  # powers of two, the last holds all slots
+        if self.sizes[-1] < manager.slots:
+            self.sizes.append(manager.slots)
+        self.captured: dict[int, Captured] = {}
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def rows(self, requests: int) -> int:
+        """Rows of the smallest graph that holds so many requests."""
+        return next(size for size in self.sizes if size >= requests)
+
+    def fits(self, step: ForwardStep) -> bool:
+        return step.singles == len(step.slots) and len(step.slots) in self.sizes
+
+    @torch.inference_mode()
+    def replay(self, tokens: Tensor, step: ForwardStep) -> Tensor:
+        """Logits [B, vocab] of a step of one token a row; valid until the next replay of this size."""
+        rows = len(step.slots)
+        if rows not in self.captured:
+            self.captured[rows] = self._capture(rows)
+        found = self.captured[rows]
+        assert step.packed is not None
+        found.tokens.copy_(tokens)
+        found.packed.copy_(step.packed)
+        found.graph.replay()
+        return found.logits
+
+    @torch.inference_mode()
+    def _capture(self, rows: int) -> Captured:
+        """Run the step on padding alone, which changes nothing: once to compile and to warm up, once to record."""
+        step = self.manager.padding_step(rows)
+        assert step.packed is not None and step.index is not None
+        tokens = torch.zeros(rows, dtype=torch.int64, device=self.manager.device)
+        wanted = torch.arange(rows, device=self.manager.device)
+        handles = self.manager.acquire(step)
+
+        def forward() -> Tensor:
+            return self.model.forward(tokens, step.index.positions, handles, wanted)
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            forward()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            logits = forward()
+        return Captured(graph, tokens, step.packed, wanted, logits)
