@@ -1,0 +1,246 @@
+"""DeepSeek-V4's ops on a GPU, one layer each: our Triton kernels beside their plain-torch forms and the floor.
+
+    python bench/deepseek_kernels.py [--only attention]
+
+One KV vector of 512 (448 + 64 rotated), 64 or 128 query heads, 64 index heads of 128; pages of 128 tokens in random
+order. Times are medians of CUDA-graph replays in microseconds (torch form: of plain calls). Every result is compared
+with the torch form before it is timed. The floor is the bytes that must move at this card's own copy rate, or the
+products at its own matmul rate. Prints a table and one JSON line last.
+"""
+# ruff: noqa: B023  (every closure is called before its loop goes on)
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from timing import copy_tb_s, heading, matmul_tflop_s, median_us
+from torch import Tensor
+
+from hybridkv.kernels import attention_sparse as sparse
+from hybridkv.kernels import flush_csa, flush_hca, gather, indexer, topk, window
+from hybridkv.kernels.page_format import PageFormat, entry_format, index_format, store_entries_ref
+from hybridkv.kernels.step_index import StepIndex
+
+D, R, W = 512, 64, 128
+ENTRY_BYTES, SCALE = 584, 512**-0.5
+rows: list[dict[str, Any]] = []
+ceiling: dict[str, float] = {}
+
+
+def report(op: str, case: str, ours: float, torch_us: float | None, floor: float, error: float) -> None:
+    rows.append({"op": op, "case": case, "us": ours, "torch_us": torch_us, "floor_us": floor, "error": error})
+    other = f"{torch_us:11.1f}" if torch_us is not None else "          -"
+    print(f"{op:22} {case:34} {ours:9.1f} {other} {floor:9.2f} {floor / ours:6.0%}  {error:8.1e}", flush=True)
+
+
+def compared(got: Tensor, ref: Tensor) -> float:
+    got, ref = got.double(), ref.double()
+    error = ((got - ref).norm() / ref.norm().clamp(min=1e-30)).item()
+    assert error < 2e-2, f"relative error {error}"
+    return error
+
+
+def filled(pages: int, P: int, fmt: PageFormat) -> Tensor:
+    """A pool of random entries."""
+    out = torch.empty(pages, P, fmt.width, dtype=fmt.dtype, device="cuda")
+    for a in range(0, pages * P, 1 << 16):
+        at = torch.arange(a, min(a + (1 << 16), pages * P), device="cuda")
+        store_entries_ref(out, fmt, at, torch.randn(len(at), fmt.dim, device="cuda"))
+    return out
+
+
+def table_of(B: int, pages: int) -> Tensor:
+    return torch.randperm(B * pages, device="cuda").view(B, pages).to(torch.int32)
+
+
+def angles(T: int) -> tuple[Tensor, Tensor]:
+    turn = torch.rand(T, R // 2, device="cuda") * 6
+    return turn.cos(), turn.sin()
+
+
+def decode_index(B: int, position: int) -> StepIndex:
+    return StepIndex.make(list(range(B)), [position] * B, [1] * B, "cuda")
+
+
+def bench_append() -> None:
+    fmt = entry_format("fp8", D, R)
+    weight = torch.rand(D, device="cuda") + 0.5
+    for T, B in ((64, 64), (4096, 1), (16384, 1)):
+        index = StepIndex.make(list(range(B)), [1000] * B, [T // B] * B, "cuda")
+        ring = torch.zeros(B, max(W, T // B), fmt.width, dtype=fmt.dtype, device="cuda")
+        x, (cos, sin) = torch.randn(T, D, device="cuda", dtype=torch.bfloat16), angles(T)
+        args = (fmt, x, weight, 1e-6, cos, sin, index)
+        window.append_window_triton(ring, *args)
+        want = torch.zeros_like(ring)
+        window.append_window_ref(want, *args)
+        error = (ring != want).double().mean().item()  # bytes that differ: a last bit of the norm may flip a code
+        assert error < 1e-3
+        ours = median_us(lambda _: window.append_window_triton(ring, *args), [None])
+        plain = median_us(lambda _: window.append_window_ref(want, *args), [None], graph=False)
+        report("append fp8", f"T={T}", ours, plain, T * (2 * D + ENTRY_BYTES) / ceiling["tb_s"] / 1e6, error)
+
+
+def bench_flush() -> None:
+    fmt, keys, B = entry_format("fp8", D, R), index_format("mxfp4", 128), 64
+    cos, sin = angles(B)
+    for name, c, form in (("csa main", 512, fmt), ("csa index", 128, keys)):
+        rotated = (cos, sin)
+        index = decode_index(B, 4 * 1000 + 3)
+        pages = torch.zeros(B, 32, form.width, dtype=form.dtype, device="cuda")
+        at = torch.arange(B, device="cuda") * 32
+        p, z = torch.randn(B, 2 * c, device="cuda"), torch.randn(B, 2 * c, device="cuda")
+        row_p, row_z = torch.randn(B, 8, 2 * c, device="cuda"), torch.randn(B, 8, 2 * c, device="cuda")
+        bias, weight = torch.randn(4, 2 * c, device="cuda"), torch.rand(c, device="cuda") + 0.5
+        args = (form, at, p, z, row_p, row_z, bias, weight, 1e-6, *rotated, index, 4)
+        flush_csa.flush_csa_triton(pages, *args)
+        want = torch.zeros_like(pages)
+        flush_csa.flush_csa_ref(want, *args)
+        error = (pages != want).double().mean().item()
+        assert error < 2e-3
+
+        def both(_: object, args: tuple[Any, ...] = args, pages: Tensor = pages) -> None:
+            flush_csa.flush_csa_triton(pages, *args)
+            flush_csa.save_rows_triton(args[4], args[5], args[2], args[3], args[6], args[11], 4)
+
+        ours = median_us(both, [None])
+        plain = median_us(lambda _, a=args, w=want: flush_csa.flush_csa_ref(w, *a), [None], graph=False)
+        floor = B * (8 * 2 * c * 4 + 2 * 2 * c * 4 * 2 + form.nbytes) / ceiling["tb_s"] / 1e6
+        report(f"flush {name}", "64 requests, all flush", ours, plain, floor, error)
+    index = decode_index(B, 128 * 20 + 127)
+    pages = torch.zeros(B, 1, fmt.width, dtype=fmt.dtype, device="cuda")
+    at = torch.arange(B, device="cuda")
+    p, z = torch.randn(B, D, device="cuda"), torch.randn(B, D, device="cuda")
+    state = tuple(torch.rand(B, 1, D, device="cuda") + 1 for _ in range(3))
+    bias, weight = torch.randn(128, D, device="cuda"), torch.rand(D, device="cuda") + 0.5
+    args = (fmt, at, p, z, *state, bias, weight, 1e-6, cos, sin, index, 128)
+    flush_hca.flush_hca_triton(pages, *args)
+    want = torch.zeros_like(pages)
+    flush_hca.flush_hca_ref(want, *args)
+    error = (pages != want).double().mean().item()
+    assert error < 2e-3
+
+    def hca(_: object) -> None:
+        flush_hca.flush_hca_triton(pages, *args)
+        flush_hca.save_running_triton(*state, p, z, bias, index, 128)
+
+    ours = median_us(hca, [None])
+    floor = B * (9 * D * 4 + ENTRY_BYTES) / ceiling["tb_s"] / 1e6
+    report("flush hca", "64 requests, all flush", ours, None, floor, error)
+
+
+def bench_gather() -> None:
+    fmt, B = entry_format("fp8", D, R), 64
+    for K, N in ((512, 8192), (1024, 1024)):
+        pages = filled(B * N // 32 // 4, 32, fmt)
+        flat = [torch.randint(0, pages.shape[0] * 32, (B, K), device="cuda") for _ in range(4)]
+        got = gather.gather_entries_triton(pages, fmt, flat[0], torch.bfloat16)
+        error = compared(got, gather.gather_entries_ref(pages, fmt, flat[0], torch.bfloat16))
+        ours = median_us(lambda at: gather.gather_entries_triton(pages, fmt, at, torch.bfloat16), flat)
+        plain = median_us(lambda at: gather.gather_entries_ref(pages, fmt, at, torch.bfloat16), flat, graph=False)
+        report("gather fp8", f"{K} x {B}", ours, plain, B * K * (ENTRY_BYTES + 2 * D) / ceiling["tb_s"] / 1e6, error)
+
+
+def bench_indexer() -> None:
+    for name in ("fp8", "mxfp4"):
+        fmt = index_format(name, 128)
+        for T, B, N in ((1, 1, 262144), (64, 64, 32768), (4096, 1, 16384)):
+            pages = filled(B * N // 32, 32, fmt)
+            table = table_of(B, N // 32)
+            index = StepIndex.make(list(range(B)), [4 * N - T // B] * B, [T // B] * B, "cuda")
+            q = torch.randn(T, 64, 128, device="cuda", dtype=torch.bfloat16)
+            weights = torch.randn(T, 64, device="cuda") / 90
+            args = (q, weights, pages, fmt, table, index, 4, N, 512)
+            got = indexer.index_logits_triton(*args)
+            some = slice(0, min(T, 8))
+            part = index.part(0, some.stop)
+            want = indexer.index_logits_ref(q[some], weights[some], pages, fmt, table, part, 4, N, 512)
+            seen = want.isfinite()
+            error = compared(got[some][seen], want[seen])
+            ours = median_us(lambda _, a=args: indexer.index_logits_triton(*a), [None])
+            floor = max(B * N * fmt.nbytes / ceiling["tb_s"] / 1e6, 2 * T * 64 * 128 * N / ceiling["tflop_s"] / 1e6)
+            report(f"index logits {name}", f"T={T} B={B} N={N}", ours, None, floor, error)
+
+
+def bench_topk() -> None:
+    for T, N, k in ((1, 262144, 512), (64, 65536, 512), (64, 65536, 1024), (1024, 16384, 512)):
+        logits = torch.randn(T, N, device="cuda")
+        visible = torch.full((T,), N, dtype=torch.int64, device="cuda")
+        got = topk.top_entries_triton(logits, visible, k)
+        want = logits.topk(k).indices.sort(-1).values
+        assert torch.equal(got.long(), want), "top-k differs from torch"
+        ours = median_us(lambda _: topk.top_entries_triton(logits, visible, k), [None])
+        plain = median_us(lambda _: logits.topk(k), [None])
+        report(f"top-{k}", f"T={T} N={N}", ours, plain, T * N * 4 / ceiling["tb_s"] / 1e6, 0.0)
+
+
+def bench_attention() -> None:
+    fmt = entry_format("fp8", D, R)
+    cases = [("csa", H, K, B, 1) for H, K, bs in ((64, 512, (1, 8, 64, 128)), (128, 1024, (1, 64, 128))) for B in bs]
+    cases += [("hca", 128, 8192, B, 1) for B in (1, 16)]
+    cases += [("csa", 64, 512, 1, 4096), ("hca", 64, 512, 1, 4096)]
+    for kind, H, K, B, n in cases:
+        ratio = 4 if kind == "csa" else 128
+        N = 8192 if kind == "csa" else K
+        P = 32 if kind == "csa" else 1
+        T = B * n
+        pages, table = filled(B * N // P, P, fmt), table_of(B, N // P)
+        position = N * ratio - n
+        index = StepIndex.make(list(range(B)), [position] * B, [n] * B, "cuda")
+        ring = filled(B, W if n == 1 else W - 1 + n, fmt)
+        q, sink, (cos, sin) = (
+            torch.randn(T, H, D, device="cuda", dtype=torch.bfloat16),
+            torch.randn(H, device="cuda"),
+            angles(T),
+        )
+        chosen = None
+        if kind == "csa":
+            picks = torch.rand(T, (position + 1) // ratio, device="cuda").topk(K, -1).indices
+            chosen = picks.sort(-1).values.to(torch.int32)
+        entries = sparse.Entries(pages, table, ratio, chosen)
+        held = torch.arange(B, device="cuda")
+        args = (q, ring, fmt, held, W, sink, SCALE, cos, sin, index, entries)
+        got = sparse.attention_sparse_triton(*args)
+        error = 0.0
+        if n == 1:
+            error = compared(got, sparse.attention_sparse_ref(*args))
+        ours = median_us(lambda _, a=args: sparse.attention_sparse_triton(*a), [None], repeats=20 if n == 1 else 5)
+        keys = W + (K if kind == "csa" else (position + 1) // ratio)
+        floor = max(
+            B * keys * ENTRY_BYTES / ceiling["tb_s"] / 1e6 if n == 1 else 0.0,
+            4 * T * H * D * keys / ceiling["tflop_s"] / 1e6,
+        )
+        report(f"attention {kind} fp8", f"H={H} keys={keys} B={B} tokens={n}", ours, None, floor, error)
+
+
+BENCHES: dict[str, Callable[[], None]] = {
+    "append": bench_append,
+    "flush": bench_flush,
+    "gather": bench_gather,
+    "indexer": bench_indexer,
+    "topk": bench_topk,
+    "attention": bench_attention,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=BENCHES)
+    only = parser.parse_args().only
+    torch.manual_seed(0)
+    ceiling.update(tb_s=copy_tb_s(), tflop_s=matmul_tflop_s())
+    print(heading())
+    print(f"ceilings here: copy {ceiling['tb_s']:.2f} TB/s, bf16 matmul {ceiling['tflop_s']:.0f} TFLOP/s")
+    print("op                     case                               triton us    torch us  floor us  share     error")
+    for name, bench in BENCHES.items():
+        if only in (None, name):
+            bench()
+            torch.cuda.empty_cache()
+    print(json.dumps({"bench": "deepseek_kernels", "gpu": torch.cuda.get_device_name(), **ceiling, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""DeepSeek-V4 at Flash widths, end to end on one GPU, beside the same model in transformers.
+
+    python bench/deepseek_model.py [--layers 8] [--experts 16] [--prefill 16384 65536] [--skip-transformers]
+
+Random weights, bf16, the same in both. Prefill: a prompt in chunks, seconds and peak memory beyond the weights. Decode:
+one token of one request after the longest prompt, through transformers' generate step and through the engine (graph
+replay, sampling and bookkeeping included), and the graph's own time. Ends with one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from timing import heading
+from torch import Tensor
+
+from hybridkv import CacheConfig, SamplingParams
+from hybridkv.cache import KVCacheManager
+from hybridkv.engine.engine import Engine
+from hybridkv.models import FAMILIES, cache_schema
+from hybridkv.models.config import ModelConfig
+from hybridkv.models.loader import Loader
+
+GIB = 1 << 30
+YARN = {"type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 65536}
+
+
+class StateDict:
+    """A model in memory, under the names that a checkpoint would have."""
+
+    path = Path("random weights")
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def names(self) -> list[str]:
+        return list(self.tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+    def read(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+
+def build(layers: int, experts: int) -> Any:
+    """A transformers model with Flash's widths and schedule, cut short; what it starts at zero is drawn too."""
+    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+    ratios = ([0, 0] + [4, 128] * layers)[:layers]
+    config = DeepseekV4Config(
+        num_hidden_layers=layers, n_routed_experts=experts, compress_ratios=ratios, rope_scaling=YARN,
+        max_position_embeddings=1 << 20,
+    )  # fmt: skip
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = DeepseekV4ForCausalLM(config).eval()
+    torch.set_default_dtype(torch.float32)
+    for name, p in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith(("sinks", "position_bias")):
+            p.data.normal_()
+        elif name.endswith(("base", "e_score_correction_bias")):
+            p.data.normal_(0, 0.3)
+        elif name.endswith("tid2eid"):
+            p.data.copy_(torch.rand(p.shape[0], experts, device="cuda").topk(p.shape[1]).indices)
+        elif p.ndim >= 2 and p.is_floating_point():
+            p.data.mul_(2.0)  # the start of 0.02 leaves every softmax flat
+    return model
+
+
+def engine_for(hf: Any, kv: str, requests: int, context: int, chunk: int) -> Engine:
+    config = ModelConfig.from_dict(hf.config.to_dict())
+    loader = Loader(StateDict(dict(hf.state_dict())), torch.device("cuda"), torch.bfloat16)  # type: ignore[arg-type]
+    model = FAMILIES[config.architecture].load(config, loader)
+    schema = cache_schema(config, CacheConfig(kv_dtype=kv), torch.bfloat16)
+    manager = KVCacheManager(schema, schema.pool_pages(requests, context), requests, context, "cuda")
+    return Engine(model, manager, step_tokens=chunk)
+
+
+class Meter:
+    """Seconds and peak bytes beyond what was there before."""
+
+    def __enter__(self) -> Meter:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        self.before, self.begin = torch.cuda.memory_allocated(), time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.synchronize()
+        self.seconds = time.perf_counter() - self.begin
+        self.peak = (torch.cuda.max_memory_allocated() - self.before) / GIB
+
+
+@torch.inference_mode()
+def run_transformers(model: Any, tokens: Tensor, chunk: int, steps: int) -> tuple[Meter, float]:
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    with Meter() as prefill:
+        for a in range(0, len(tokens), chunk):
+            out = model(input_ids=tokens[None, a : a + chunk], past_key_values=cache, logits_to_keep=1)
+    times = []
+    for _ in range(steps):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        out = model(input_ids=out.logits[:, -1:].argmax(-1), past_key_values=cache)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return prefill, sorted(times)[len(times) // 2]
+
+
+def run_ours(engine: Engine, tokens: Tensor, steps: int) -> tuple[Meter, float]:
+    engine.add(tokens.tolist(), SamplingParams(max_tokens=steps + 4, ignore_eos=True))
+    with Meter() as prefill:
+        while not engine.step():
+            pass
+    for _ in range(2):
+        engine.step()  # captures the graph
+    times = []
+    while not engine.idle:
+        begin = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - begin)
+    return prefill, sorted(times)[len(times) // 2]
+
+
+def graph_ms(engine: Engine) -> float:
+    graphs = engine.runner.graphs
+    assert graphs is not None and graphs.captured, "the decode step was not captured"
+    found = graphs.captured[min(graphs.captured)]
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before = torch.cuda.memory_allocated()
+    start.record()
+    for _ in range(20):
+        found.graph.replay()
+    stop.record()
+    stop.synchronize()
+    assert torch.cuda.memory_allocated() == before, "a replay moved the allocator"
+    return start.elapsed_time(stop) / 20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--prefill", type=int, nargs="+", default=[16384, 65536])
+    parser.add_argument("--chunk", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--kv", nargs="+", default=["bf16", "fp8"])
+    parser.add_argument("--skip-transformers", action="store_true")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    print(heading())
+    hf = build(args.layers, args.experts)
+    weights = sum(p.numel() * p.element_size() for p in hf.parameters()) / GIB
+    print(f"{args.layers} layers, {args.experts} experts, weights {weights:.1f} GiB; chunks of {args.chunk}")
+    print("form             prompt   prefill s   peak GiB   decode ms   graph ms", flush=True)
+    result: list[dict[str, Any]] = []
+
+    def report(form: str, prompt: int, meter: Meter, step: float, graph: float | None) -> None:
+        row = {"prefill_s": meter.seconds, "peak_gib": meter.peak, "decode_ms": step * 1e3, "graph_ms": graph}
+        result.append({"form": form, "prompt": prompt, **row})
+        last = f"{graph:10.2f}" if graph is not None else ""
+        print(f"{form:14} {prompt:8} {meter.seconds:11.2f} {meter.peak:10.2f} {step * 1e3:11.2f} {last}", flush=True)
+
+    for length in args.prefill:
+        tokens = torch.randint(0, hf.config.vocab_size, (length,), device="cuda")
+        if not args.skip_transformers:
+            report("transformers", length, *run_transformers(hf, tokens, args.chunk, args.steps), None)
+        for kv in args.kv:
+            engine = engine_for(hf, kv, 1, length + 64, args.chunk)
+            run_ours(engine, tokens[: 2 * args.chunk], 2)  # compiles
+            meter, step = run_ours(engine, tokens, args.steps)
+            report(f"hybridkv {kv}", length, meter, step, graph_ms(engine))
+            del engine
+    print(json.dumps({"bench": "deepseek_model", "gpu": torch.cuda.get_device_name(), "rows": result}))
+
+
+if __name__ == "__main__":
+    main()
