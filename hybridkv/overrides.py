@@ -1,7 +1,8 @@
 """Environment variables that win over a cache's settings, so that a problem can be bisected without touching code.
 
-    HYBRIDKV_KV_DTYPE   f32 | bf16 | fp8 | auto
-    HYBRIDKV_BUDGET     tokens kept a stream; none: nothing is evicted
+    HYBRIDKV_KV_DTYPE      f32 | bf16 | fp8 | auto
+    HYBRIDKV_INDEX_DTYPE   f32 | bf16 | fp8 | mxfp4 | nvfp4 | auto: of DeepSeek-V4's index keys
+    HYBRIDKV_BUDGET        tokens kept a stream; none: nothing is evicted
 
 What they change is said on standard error.
 """
@@ -17,12 +18,12 @@ from typing import Any
 from hybridkv.config import CacheConfig, shown
 from hybridkv.errors import HybridKVError
 
-KV_DTYPE, BUDGET = "HYBRIDKV_KV_DTYPE", "HYBRIDKV_BUDGET"
+KV_DTYPE, INDEX_DTYPE, BUDGET = "HYBRIDKV_KV_DTYPE", "HYBRIDKV_INDEX_DTYPE", "HYBRIDKV_BUDGET"
 
 
 def overridden(cache: CacheConfig, environment: Mapping[str, str] = os.environ) -> CacheConfig:
     """The settings with the environment's in their place. Applied twice it changes, and says, nothing more."""
-    for variable, read in ((KV_DTYPE, _kv_dtype), (BUDGET, _budget)):
+    for variable, read in ((KV_DTYPE, _kv_dtype), (INDEX_DTYPE, _index_dtype), (BUDGET, _budget)):
         value = environment.get(variable, "").strip()
         if not value:
             continue
@@ -38,6 +39,10 @@ def overridden(cache: CacheConfig, environment: Mapping[str, str] = os.environ) 
 
 def _kv_dtype(value: str) -> dict[str, Any]:
     return {"kv_dtype": value}
+
+
+def _index_dtype(value: str) -> dict[str, Any]:
+    return {"index_dtype": value}
 
 
 def _budget(value: str) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def human(size: float) -> str:
 
 def model_bytes(config: ModelConfig, has: Callable[[str], bool], dtype: torch.dtype, device: str) -> int:
     """Bytes of all weights in memory. `has` answers whether the checkpoint holds a tensor that not every model has."""
-    loader = _CountingLoader(has, dtype)
+    loader = _CountingLoader(has, dtype, torch.device(device))
     FAMILIES[config.architecture].load(config, loader)
     tied = config.tied or not has("lm_head.weight")
     # on a CPU a tied head is a second, packed copy (kernels/linear.py)
@@ -72,15 +72,22 @@ def planned_tensors(config: ModelConfig, raw: Mapping[str, object]) -> Callable[
 class _CountingLoader(Loader):
     """A loader without files. The model's own loading code asks it for every tensor, so nothing is listed twice."""
 
-    def __init__(self, has: Callable[[str], bool], dtype: torch.dtype) -> None:
+    def __init__(self, has: Callable[[str], bool], dtype: torch.dtype, runs_on: torch.device) -> None:
         self.has = has  # type: ignore[method-assign]
-        self.device, self.dtype = torch.device("meta"), dtype
+        self.device, self.dtype, self.runs_on = torch.device("meta"), dtype, runs_on
         self.used: set[str] = set()
         self.nbytes = 0
 
     def raw(self, name: str, *shape: int) -> Tensor:
         self.nbytes += prod(shape) * self.dtype.itemsize
         return torch.empty(shape, device="meta")
+
+    def fill(self, out: Tensor, name: str) -> None:
+        self.nbytes += out.nbytes
+
+    def indices(self, name: str, *shape: int, below: int) -> Tensor:
+        self.nbytes += prod(shape) * torch.int64.itemsize
+        return torch.empty(shape, dtype=torch.int64, device="meta")
 
     def vector(self, name: str, *shape: int, plus: float = 0.0) -> Tensor:
         self.nbytes += prod(shape) * torch.float32.itemsize

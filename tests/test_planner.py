@@ -51,7 +51,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return out
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_known_models_have_their_published_sizes(name: str) -> None:
     kv, state, weights = PUBLISHED[name]
     assert schema_of(name).kv_bytes(4096) == kv * MIB

@@ -71,7 +71,7 @@ def demo(
     path = page_place(output)
     model = replace(model, budget=BUDGET) if model.budget is None else model
     cache = model.cache()
-    llm = model.open(cache=CacheConfig(kv_dtype=cache.kv_dtype))
+    llm = model.open(cache=CacheConfig(kv_dtype=cache.kv_dtype, index_dtype=cache.index_dtype))
     dtype = str(llm.dtype).removeprefix("torch.")
     console.print(f"[bold]{llm.path.stem}[/bold] on {llm.device.type}, {dtype} weights: {human(llm.model.nbytes)}")
     text = files("hybridkv").joinpath("data", DOCUMENT).read_text(encoding="utf-8")

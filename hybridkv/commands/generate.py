@@ -39,7 +39,7 @@ def generate(
     """Answer a prompt, or several together.
 
     The prompt is put into the model's chat format when it has one. The answer goes to standard output, all else to
-    standard error.
+    standard error. For a model without a tokenizer prompt and answer are token ids, such as "1 17 4".
     """
     prompts = read_prompts(prompt, prompt_file, prompts_file)
     refuse_system(system, raw)
@@ -63,6 +63,8 @@ def _one(llm: LLM, tokens: list[int], params: SamplingParams, as_json: bool) -> 
     if as_json:
         say(_json(llm, answer, request))
         return
+    if llm.tokenizer is None:
+        say(_text(llm, answer))
     say("" if answer.text.endswith("\n") else "\n")
     _say_logprobs(llm, answer)
     note(summary(answer))
@@ -91,7 +93,7 @@ def _several(llm: LLM, prompts: list[str], tokens: list[list[int]], params: Samp
         if as_json:
             say(_json(llm, answer, request))
             continue
-        say(f"> {prompt}\n{answer.text}\n")
+        say(f"> {prompt}\n{_text(llm, answer)}\n")
         _say_logprobs(llm, answer)
         say("\n")
     if not as_json:
@@ -99,6 +101,11 @@ def _several(llm: LLM, prompts: list[str], tokens: list[list[int]], params: Samp
         note(f"[{len(answers)} answers, read {read} tokens, wrote {wrote}, {wrote / seconds:.1f} written/s]")
         if line := kept_line(llm, requests):
             note(line)
+
+
+def _text(llm: LLM, answer: Completion) -> str:
+    """Token ids where there is no tokenizer to make text of them."""
+    return " ".join(map(str, answer.token_ids)) if llm.tokenizer is None else answer.text
 
 
 def _say_logprobs(llm: LLM, answer: Completion) -> None:

@@ -45,6 +45,14 @@ class ModelOptions:
     kv_dtype: Annotated[
         str, Option("--kv-dtype", metavar="NAME", help="of the KV cache: auto (as the weights), f32, bf16 or fp8")
     ] = _CACHE["kv_dtype"]
+    index_dtype: Annotated[
+        str,
+        Option(
+            "--index-dtype",
+            metavar="NAME",
+            help="of DeepSeek-V4's index keys: auto (as KV; beside fp8 mxfp4), f32, bf16, fp8, mxfp4 or nvfp4",
+        ),
+    ] = _CACHE["index_dtype"]
     max_requests: Annotated[
         int | None,
         Option(

@@ -38,6 +38,17 @@ class Choice:
     longest_context: int | None = None  # for the requests asked for
     most_requests: int | None = None  # of the context asked for
 
+    @property
+    def index_dtype(self) -> str | None:
+        """Of the keys by which DeepSeek-V4 chooses entries."""
+        return next((layer.index.name for layer in self.plan.schema.compressed if layer.index), None)
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes of pages that one more token takes in the long run."""
+        each = (s.streams * s.page_bytes / (s.entries_per_page * s.tokens_per_entry) for s in self.plan.schema.streams)
+        return sum(each)
+
 
 @dataclass(frozen=True)
 class Buy:
@@ -88,7 +99,7 @@ def plan(
         return
     console = Console(highlight=False)
     console.print(table(report))
-    if report.memory is not None or model.budget is not None:
+    if report.buys and (report.memory is not None or model.budget is not None):
         console.print(buys_table(report))
     if report.memory is not None:
         console.print("What a step needs to compute comes on top; leave a few hundred MiB.", style="dim")
@@ -102,11 +113,12 @@ def make_report(options: ModelOptions, requests: int) -> Report:
     from hybridkv.planner import longest_context, model_bytes, most_requests, plan_cache, planned_tensors
 
     limits = EngineConfig(requests, options.context, options.memory)
-    evicting = (options if options.budget is not None else replace(options, budget=BUDGET)).cache()
-    cache = CacheConfig(kv_dtype=evicting.kv_dtype)
     device = resolve_device(options.device)
     name, raw = read_config(options.model)
     config = ModelConfig.from_dict(raw)
+    evicts = config.v4 is None  # DeepSeek-V4 refuses a budget
+    evicting = (replace(options, budget=BUDGET) if evicts and options.budget is None else options).cache()
+    cache = CacheConfig(kv_dtype=evicting.kv_dtype, index_dtype=evicting.index_dtype) if evicts else evicting
     dtype = resolve_dtype(options.dtype, device, raw)
     weights = model_bytes(config, planned_tensors(config, raw), dtype, device.type)
     context = limits.max_context or config.max_positions
@@ -128,7 +140,7 @@ def make_report(options: ModelOptions, requests: int) -> Report:
     whole = cache_schema(config, replace(cache, kv_dtype="f32"), dtype)
     base = requests * (whole.kv_bytes(context) + whole.slot_bytes)
     buys = []
-    for choice in choices:
+    for choice in choices if evicts else ():
         for budget, bounded in cuts(evicting):
             settings = replace(evicting, kv_dtype=choice.kv_dtype, budget=budget, bounded=bounded, decode_every=0)
             schema = cache_schema(config, settings, dtype)
@@ -249,14 +261,19 @@ def table(report: Report) -> Table:
         bytes_of = [human(c.plan.pool_bytes[c.plan.schema.streams[i].name]) for c in report.choices]
         counts = (len(s.layers), s.streams, s.entries(report.context), first.pages[s.name])
         out.add_row(f"{s.name} pages", *map(str, counts), *bytes_of)
-    for s in first.schema.states:
-        size = human(report.requests * s.slot_bytes)
-        out.add_row(f"{s.name} state", str(len(s.layers)), "", "", "", *[size] * len(report.choices))
+    for i, s in enumerate(first.schema.states):
+        sizes = [human(report.requests * c.plan.schema.states[i].slot_bytes) for c in report.choices]
+        out.add_row(f"{s.name} state", str(len(s.layers)), "", "", "", *sizes)
     weights = human(report.weights)
     out.add_row(
         f"weights {report.dtype}", str(report.layers), "", "", "", *[weights] * len(report.choices), end_section=True
     )
     out.add_row("total", "", "", "", "", *(human(c.total) for c in report.choices), style="bold")
+    if first.schema.compressed:
+        out.add_section()
+        out.add_row("index keys", "", "", "", "", *(str(c.index_dtype) for c in report.choices))
+        out.add_row("bytes a token", "", "", "", "", *(f"{c.token_bytes:,.2f}" for c in report.choices))
+        out.add_row("cache", "", "", "", "", *(human(c.plan.nbytes) for c in report.choices))
     if report.memory is not None:
         rows = (
             (f"fits in {human(report.memory)}", ["yes" if c.fits else "no" for c in report.choices]),
@@ -314,6 +331,8 @@ def as_dict(report: Report) -> dict[str, Any]:
         "choices": [
             {
                 "kv_dtype": choice.kv_dtype,
+                "index_dtype": choice.index_dtype,
+                "token_bytes": choice.token_bytes,
                 "streams": [
                     {
                         "name": s.name,

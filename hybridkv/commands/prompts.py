@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,7 +56,15 @@ def _read(path: str, option: str) -> str:
 
 
 def to_tokens(llm: LLM, text: str, system: str | None, raw: bool) -> list[int]:
+    if llm.tokenizer is None and system is None and (ids := token_ids(text)):
+        return ids
     if raw or (llm.chat_template is None and system is None):
         return llm.encode(text)
     messages = [{"role": "system", "content": system}] if system is not None else []
     return llm.encode_chat([*messages, {"role": "user", "content": text}])
+
+
+def token_ids(text: str) -> list[int] | None:
+    """`1 17 4` or `[1, 17, 4]` -> the ids, for a model that has no tokenizer. None: it is something else."""
+    words = text.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()
+    return [int(word) for word in words] if all(re.fullmatch(r"[0-9]{1,9}", word) for word in words) else None

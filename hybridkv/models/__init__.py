@@ -9,8 +9,10 @@ import torch
 
 from hybridkv.cache import CacheSchema, StateSchema, TensorSpec
 from hybridkv.config import KV_DTYPES, CacheConfig
-from hybridkv.models import llama, qwen3_5
+from hybridkv.errors import HybridKVError
+from hybridkv.models import deepseek_v4, llama, qwen3_5
 from hybridkv.models.config import ModelConfig
+from hybridkv.models.deepseek_names import check_schedule
 from hybridkv.models.layers import Decoder
 from hybridkv.models.loader import Loader, Progress
 from hybridkv.models.weights import Checkpoint
@@ -20,11 +22,18 @@ FAMILIES: dict[str, ModuleType] = {
     "qwen3_5": qwen3_5,
     "qwen3_5_moe": qwen3_5,
     "qwen3_next": qwen3_5,
+    "deepseek_v4": deepseek_v4,
 }
 
 
 def cache_schema(config: ModelConfig, cache: CacheConfig, model_dtype: torch.dtype) -> CacheSchema:
     """What a model stores for a request, in the precision asked for."""
+    if config.v4 is not None:
+        if cache.budget is not None:
+            raise HybridKVError("budget is not for deepseek_v4: it compresses its cache itself and never evicts")
+        return deepseek_v4.cache_schema(config, cache, model_dtype)
+    if cache.index_dtype != "auto":
+        raise HybridKVError(f"index_dtype is for deepseek_v4: {config.architecture} has no index keys")
     kv_dtype = model_dtype if cache.kv_dtype == "auto" else getattr(torch, KV_DTYPES[cache.kv_dtype])
     schema: CacheSchema = FAMILIES[config.architecture].cache_schema(config, kv_dtype, cache.page_size)
     if cache.budget is None or not config.attention_layers:
@@ -42,6 +51,10 @@ def load_model(
     progress: Progress | None = None,
     exact: bool = False,
 ) -> Decoder:
+    if config.v4 is not None:
+        if exact:
+            raise HybridKVError("exact mode is not available for deepseek_v4; use exact=False")
+        check_schedule(config, checkpoint.__contains__)
     loader = Loader(checkpoint, device, dtype, progress, exact)
     model: Decoder = FAMILIES[config.architecture].load(config, loader)
     loader.finish()

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from hybridkv.errors import ModelFileError, UnsupportedModel
-
-Raw = Mapping[str, object]
+from hybridkv.models.config_reader import Raw, Reader
+from hybridkv.models.deepseek_config import DeepseekV4Config, parse_deepseek_v4
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,17 @@ class ModelConfig:
     eps: float
     max_positions: int
     tied: bool
-    attention_layers: tuple[int, ...]  # layers with full attention; the others are Gated DeltaNet
+    attention_layers: tuple[int, ...]  # layers with full attention; the others are Gated DeltaNet, or `v4` says
     inv_freq: tuple[float, ...]  # one frequency for each rotated pair
     eos_ids: tuple[int, ...]
     gdn: GdnConfig | None = None
     moe: MoeConfig | None = None
+    v4: DeepseekV4Config | None = None
 
     @property
     def gdn_layers(self) -> tuple[int, ...]:
+        if self.gdn is None:
+            return ()
         return tuple(i for i in range(self.layers) if i not in set(self.attention_layers))
 
     @staticmethod
@@ -78,8 +81,8 @@ ARCHITECTURES = {
     "qwen3_5_moe": "qwen3_5_moe",
     "qwen3_5_moe_text": "qwen3_5_moe",
     "qwen3_next": "qwen3_next",
+    "deepseek_v4": "deepseek_v4",
 }
-LIMIT = 1 << 24  # no size in a config is larger than this
 MAX_LAYERS = 1024
 MAX_HEAD_DIM = 1 << 14
 
@@ -97,9 +100,11 @@ def parse_config(raw: Raw) -> ModelConfig:
         raise UnsupportedModel(
             f"model type {str(model_type)[:80]!r} is not supported; supported are {', '.join(sorted(ARCHITECTURES))}"
         )
+    if architecture == "deepseek_v4":
+        return _deepseek_v4(Reader(raw))
     if raw.get("quantization_config") is not None:
         raise UnsupportedModel("the checkpoint is quantised (quantization_config); use its bf16 form or a GGUF file")
-    read = _Reader(raw)
+    read = Reader(raw)
     hidden, layers = read.size("hidden_size"), read.size("num_hidden_layers", limit=MAX_LAYERS)
     heads = read.size("num_attention_heads")
     kv_heads = read.size("num_key_value_heads", heads)
@@ -134,38 +139,27 @@ def parse_config(raw: Raw) -> ModelConfig:
     )
 
 
-class _Reader:
-    """Typed, bounded reads of a config. Every refusal names the key and what it held."""
-
-    def __init__(self, raw: Raw) -> None:
-        self.raw = raw
-
-    def size(self, key: str, default: int | None = None, limit: int = LIMIT) -> int:
-        value = self.raw.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
-            raise ModelFileError(f"config: {key} must be a whole number from 1 to {limit}, not {_shown(value)}")
-        return value
-
-    def number(self, key: str, default: float | None = None, low: float = 0.0, high: float = 1e308) -> float:
-        value = self.raw.get(key)
-        value = default if value is None else value
-        good = isinstance(value, int | float) and not isinstance(value, bool)
-        if not good or not low < value < high:  # type: ignore[operator]  # NaN and infinity fail this too
-            limits = f"above {low:g}" + (f" and below {high:g}" if high < 1e308 else "")
-            raise ModelFileError(f"config: {key} must be a number {limits}, not {_shown(value)}")
-        return float(value)  # type: ignore[arg-type]
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.raw.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise ModelFileError(f"config: {key} must be true or false, not {_shown(value)}")
-        return default if value is None else value
-
-
-def _shown(value: object) -> str:
-    """A value for a message. Very long whole numbers cannot be written out at all."""
-    return repr(str(value)[:40]) if not isinstance(value, int) or abs(value) < 1 << 128 else "a huge number"
+def _deepseek_v4(read: Reader) -> ModelConfig:
+    layers = read.size("num_hidden_layers", limit=MAX_LAYERS)
+    heads, head_dim = read.size("num_attention_heads"), read.size("head_dim", limit=MAX_HEAD_DIM)
+    inv_freq, v4 = parse_deepseek_v4(read, layers, heads, head_dim)
+    return ModelConfig(
+        architecture="deepseek_v4",
+        vocab=read.size("vocab_size"),
+        hidden=read.size("hidden_size"),
+        intermediate=v4.expert_width,
+        layers=layers,
+        heads=heads,
+        kv_heads=1,  # one vector serves all heads as key and value
+        head_dim=head_dim,
+        eps=read.number("rms_norm_eps", 1e-6, high=1.0),
+        max_positions=read.size("max_position_embeddings", limit=1 << 31),
+        tied=read.flag("tie_word_embeddings", False),
+        attention_layers=(),
+        inv_freq=inv_freq,
+        eos_ids=_ids(read.raw.get("eos_token_id")),
+        v4=v4,
+    )
 
 
 def _ids(value: object) -> tuple[int, ...]:
@@ -173,7 +167,7 @@ def _ids(value: object) -> tuple[int, ...]:
     return tuple(v for v in values if isinstance(v, int) and not isinstance(v, bool))
 
 
-def _attention_layers(read: _Reader, layers: int) -> tuple[int, ...]:
+def _attention_layers(read: Reader, layers: int) -> tuple[int, ...]:
     types = read.raw.get("layer_types")
     if types is None:
         every = read.size("full_attention_interval", 4)
@@ -186,7 +180,7 @@ def _attention_layers(read: _Reader, layers: int) -> tuple[int, ...]:
     return tuple(i for i, kind in enumerate(types) if kind == "full_attention")
 
 
-def _gdn(read: _Reader) -> GdnConfig:
+def _gdn(read: Reader) -> GdnConfig:
     gdn = GdnConfig(
         key_heads=read.size("linear_num_key_heads"),
         value_heads=read.size("linear_num_value_heads"),
@@ -199,7 +193,7 @@ def _gdn(read: _Reader) -> GdnConfig:
     return gdn
 
 
-def _moe(read: _Reader, layers: int) -> MoeConfig:
+def _moe(read: Reader, layers: int) -> MoeConfig:
     experts, per_token = read.size("num_experts"), read.size("num_experts_per_tok")
     if per_token > experts:
         raise ModelFileError(f"config: num_experts_per_tok {per_token} exceeds num_experts {experts}")
@@ -216,14 +210,14 @@ def _moe(read: _Reader, layers: int) -> MoeConfig:
     )
 
 
-def _inv_freq(read: _Reader, head_dim: int, default_part: float) -> tuple[float, ...]:
+def _inv_freq(read: Reader, head_dim: int, default_part: float) -> tuple[float, ...]:
     """Rotation frequencies, scaling included. Accepts both spellings: rope_parameters, or rope_theta with
     rope_scaling.
     """
     rope = read.raw.get("rope_parameters") or read.raw.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         raise ModelFileError("config: rope_parameters must be an object")
-    merged = _Reader({key: read.raw.get(key) for key in ("rope_theta", "partial_rotary_factor")} | dict(rope))
+    merged = Reader({key: read.raw.get(key) for key in ("rope_theta", "partial_rotary_factor")} | dict(rope))
     kind = str(rope.get("rope_type", rope.get("type", "default")))
     theta = merged.number("rope_theta", 10000.0)
     part = merged.number("partial_rotary_factor", default_part)
@@ -256,7 +250,7 @@ def _inv_freq(read: _Reader, head_dim: int, default_part: float) -> tuple[float,
     return tuple(freq.tolist())
 
 
-def _llama3(freq: torch.Tensor, rope: _Reader) -> torch.Tensor:
+def _llama3(freq: torch.Tensor, rope: Reader) -> torch.Tensor:
     """Llama 3: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
     factor, low, high = rope.number("factor"), rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if high <= low:

@@ -34,6 +34,23 @@ def _moe(
     )  # fmt: skip
 
 
+def _deepseek_v4(
+    hidden: int, heads: int, q_rank: int, groups: int, topk: int, experts: int, expert: int, scaling: float,
+    ratios: list[int],
+) -> dict[str, Any]:  # fmt: skip
+    return dict(
+        model_type="deepseek_v4", dtype="bfloat16", vocab_size=129280, hidden_size=hidden,
+        num_hidden_layers=len(ratios), num_attention_heads=heads, head_dim=512, qk_rope_head_dim=64,
+        q_lora_rank=q_rank, o_groups=groups, o_lora_rank=1024, sliding_window=128, index_n_heads=64,
+        index_head_dim=128, index_topk=topk, n_routed_experts=experts, num_experts_per_tok=6,
+        moe_intermediate_size=expert, routed_scaling_factor=scaling, num_hash_layers=3, compress_ratios=ratios,
+        max_position_embeddings=1 << 20, rms_norm_eps=1e-6, rope_theta=10000, compress_rope_theta=160000,
+        rope_scaling=dict(
+            type="yarn", factor=16, beta_fast=32, beta_slow=1, original_max_position_embeddings=65536
+        ),
+    )  # fmt: skip
+
+
 KNOWN: dict[str, dict[str, Any]] = {
     "SmolLM2-135M-Instruct": dict(
         model_type="llama", vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
@@ -48,6 +65,8 @@ KNOWN: dict[str, dict[str, Any]] = {
     "Qwen3.5-122B-A10B": _moe(3072, 48, 32, 64, 1024, 256, 8),
     "Qwen3.5-397B-A17B": _moe(4096, 60, 32, 64, 1024, 512, 10),
     "Qwen3-Next-80B-A3B": _moe(2048, 48, 16, 32, 512, 512, 10, "qwen3_next", 151936),
+    "DeepSeek-V4-Flash": _deepseek_v4(4096, 64, 1024, 8, 512, 256, 2048, 1.5, [0, 0, *[4, 128] * 20, 4]),
+    "DeepSeek-V4-Pro": _deepseek_v4(7168, 128, 1536, 16, 1024, 384, 3072, 2.5, [128, 128, *[4, 128] * 29, 4]),
 }  # fmt: skip
 
 

@@ -31,6 +31,19 @@ class FeedForward(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
+class Model(Protocol):
+    """What the engine runs."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def nbytes(self) -> int: ...
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, handles: Mapping[int, LayerHandle], rows: Tensor
+    ) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class Norm:
     weight: Tensor  # [hidden] f32

@@ -37,6 +37,7 @@ class Loader:
             )
         self.ops = EXACT if exact else FAST
         self.checkpoint, self.device, self.dtype, self.progress = checkpoint, device, dtype, progress
+        self.runs_on = device
         self.used: set[str] = set()
         self.total = len(checkpoint.names())
 
@@ -45,6 +46,10 @@ class Loader:
 
     def raw(self, name: str, *shape: int) -> Tensor:
         """The tensor as stored, on the CPU."""
+        self._take(name, shape)
+        return self.checkpoint.read(name)
+
+    def _take(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self.checkpoint:
             raise ModelFileError(f"tensor {name} is missing from {self.checkpoint.path.name}")
         found = tuple(self.checkpoint.shape(name))
@@ -53,11 +58,24 @@ class Loader:
         self.used.add(name)
         if self.progress is not None:
             self.progress(len(self.used), self.total)
-        return self.checkpoint.read(name)
 
     def weight(self, name: str, *shape: int) -> Tensor:
         """A tensor in the model's dtype."""
-        return self.place(self.raw(name, *shape))
+        out = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.fill(out, name)
+        return out
+
+    def fill(self, out: Tensor, name: str) -> None:
+        """Put a tensor of its shape into `out`, where it may be a part of something larger; experts go one by one."""
+        self._take(name, tuple(out.shape))
+        self.checkpoint.read_into(out, name)
+
+    def indices(self, name: str, *shape: int, below: int) -> Tensor:
+        """A table of whole numbers from 0 to `below` - 1, as int64."""
+        table = self.raw(name, *shape)
+        if table.is_floating_point() or not 0 <= int(table.min()) <= int(table.max()) < below:
+            raise ModelFileError(f"tensor {name} must hold whole numbers from 0 to {below - 1}")
+        return table.to(device=self.device, dtype=torch.int64)
 
     def linear(self, inputs: int, *parts: tuple[str, int]) -> Linear:
         """Projections (name, rows) of the same input, with their biases where the checkpoint has them, as one."""
@@ -81,7 +99,7 @@ class Loader:
         out = torch.empty(sum(rows for _, rows in parts), inputs, dtype=self.dtype, device=self.device)
         at = 0
         for name, rows in parts:
-            out[at : at + rows] = self.raw(name, rows, inputs)
+            self.fill(out[at : at + rows], name)
             at += rows
         return out
 

@@ -23,7 +23,18 @@ TOUCHED_LIMIT = 64 << 20  # bytes of a mapping that are read before it is made a
 _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "I16": 16, "U16": 16, "F16": 16, "BF16": 16}
 _BITS |= {"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8}
 _BITS |= {"I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64}
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # the ones that are loaded
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of weights as they are
+# parts of quantised weights, and tables of indices
+PACKED = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F4": torch.float4_e2m1fn_x2,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+_READ = DTYPES | PACKED
 
 
 @dataclass(frozen=True)
@@ -47,9 +58,9 @@ class SafetensorsFile:
             raise
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor in memory of its own, in the dtype it is stored in."""
+        """The tensor in memory of its own, in the dtype it is stored in; F4 as bytes that hold two values."""
         stored = self.tensors[name]
-        if stored.dtype not in DTYPES:
+        if stored.dtype not in _READ:
             raise UnsupportedModel(f"{str(self.path)!r}: tensor {name[:200]!r} is {stored.dtype}, which is not loaded")
         self._file.check_unchanged()
         self._touched += stored.nbytes
@@ -61,9 +72,11 @@ class SafetensorsFile:
             tensor = self._handle.get_tensor(name)
         except (SafetensorError, OSError, RuntimeError, ValueError) as error:
             raise ModelFileError(f"{str(self.path)!r}: tensor {name[:200]!r} cannot be read: {error}") from None
-        if tuple(tensor.shape) != stored.shape or tensor.dtype != DTYPES[stored.dtype]:
+        is_f4 = stored.dtype == "F4"
+        shape = (*tensor.shape[:-1], 2 * tensor.shape[-1]) if is_f4 else tensor.shape
+        if tuple(shape) != stored.shape or tensor.dtype != _READ[stored.dtype]:
             raise ModelFileError(f"{str(self.path)!r} changed while it was in use; open the model again")
-        return tensor.clone()
+        return (tensor.view(torch.uint8) if is_f4 else tensor).clone()
 
     def close(self) -> None:
         self._handle = None  # unmaps

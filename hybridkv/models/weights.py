@@ -2,13 +2,14 @@
 
 A checkpoint is a folder (config.json with model.safetensors, or an index and its shards) or one GGUF file. The files
 are opened and checked as a whole at once; tensors are read one by one when asked for. No code from a model folder is
-ever run and pickle is never loaded. The meaning of a config is left to `config.py`, GGUF to `gguf_map.py`.
+ever run and pickle is never loaded. The meaning of a config is left to `config.py`, GGUF to `gguf_map.py`, the names
+and formats of DeepSeek-V4 to `deepseek_names.py` and `deepseek_quant.py`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,9 +18,12 @@ from torch import Tensor
 
 from hybridkv.errors import ModelFileError, UnsupportedModel
 from hybridkv.files import read_json
+from hybridkv.models.deepseek_names import deepseek_name
+from hybridkv.models.deepseek_quant import QuantisedStore, block_size
 from hybridkv.models.gguf_file import KEPT, GgufFile
 from hybridkv.models.gguf_map import Recipe, map_gguf
-from hybridkv.models.safetensors_file import DTYPES, SafetensorsFile, StoredTensor
+from hybridkv.models.safetensors_file import SafetensorsFile
+from hybridkv.models.safetensors_store import SafetensorsStore
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 INDEX_LIMIT = 64 << 20  # bytes
@@ -78,31 +82,36 @@ class Checkpoint:
         return self._recipe(name).shape
 
     def read(self, name: str) -> Tensor:
-        """F32, F16 and BF16 as stored, quantised weights as float32."""
+        """F32, F16, BF16 and integers as stored, quantised weights as float32, or as bfloat16 where it holds them
+        exactly.
+        """
         recipe = self._recipe(name)
         if recipe.experts:
-            tensor = self._stack_experts(recipe)
-        else:
-            parts = [self._store.read(part) for part in recipe.parts]
-            tensor = (recipe.make(*parts) if recipe.make else parts[0]).reshape(recipe.shape).contiguous()
+            dtypes = {self._store.dtype(part) for part in recipe.parts}
+            out = torch.empty(recipe.shape, dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32)
+            self.read_into(out, name)
+            return out
+        parts = [self._store.read(part) for part in recipe.parts]
+        tensor = (recipe.make(*parts) if recipe.make else parts[0]).reshape(recipe.shape).contiguous()
         self._check_finite(name, tensor)
         return tensor
+
+    def read_into(self, out: Tensor, name: str) -> None:
+        """Fill `out`, which may have another dtype and device. Experts are read one by one: the peak is one of them."""
+        recipe = self._recipe(name)
+        if not recipe.experts:
+            out.copy_(self.read(name))
+        for expert in range(recipe.experts):
+            row = 0
+            for piece in self._store.expert(recipe, expert):  # [rows, columns]
+                self._check_finite(name, piece)
+                out[expert, row : row + len(piece)] = piece
+                row += len(piece)
 
     def _recipe(self, name: str) -> Recipe:
         if name not in self._recipes:
             raise ModelFileError(f"{str(self.path)!r}: the model has no tensor {name!r}")
         return self._recipes[name]
-
-    def _stack_experts(self, recipe: Recipe) -> Tensor:
-        """[E, rows, columns], filled expert by expert: the peak is the result and one expert."""
-        dtypes = {self._store.dtype(part) for part in recipe.parts}
-        out = torch.empty(recipe.shape, dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32)
-        for expert in range(recipe.experts):
-            row = 0
-            for piece in self._store.expert(recipe, expert):  # [rows, columns]
-                out[expert, row : row + len(piece)] = piece
-                row += len(piece)
-        return out
 
     def _check_finite(self, name: str, tensor: Tensor) -> None:
         if bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
@@ -187,47 +196,13 @@ class _GgufStore:
         self._file.close()
 
 
-class _SafetensorsStore:
-    def __init__(self, files: list[SafetensorsFile]) -> None:
-        self._files = files
-        self.home: dict[str, SafetensorsFile] = {}
-        for file in files:
-            for name in file.tensors:
-                if name in self.home:
-                    both = f"{self.home[name].path.name!r} and {file.path.name!r}"
-                    raise ModelFileError(f"{str(file.path.parent)!r}: tensor {name[:200]!r} is in both {both}")
-                self.home[name] = file
-
-    def stored(self, name: str) -> StoredTensor:
-        return self.home[name].tensors[name]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.stored(name).shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        return DTYPES[self.stored(name).dtype]
-
-    def nbytes(self, name: str) -> int:
-        return self.stored(name).nbytes
-
-    def read(self, name: str) -> Tensor:
-        return self.home[name].read(name)
-
-    def expert(self, recipe: Recipe, expert: int) -> Iterator[Tensor]:
-        each = len(recipe.parts) // recipe.experts  # [rows, columns] each, those of one expert side by side
-        for name in recipe.parts[expert * each : (expert + 1) * each]:
-            yield self.read(name)
-
-    def close(self) -> None:
-        for file in self._files:
-            file.close()
-
-
 def _open_folder(folder: Path) -> Checkpoint:
     config = read_json(folder / "config.json")
     text = config.get("text_config")
     text = text if isinstance(text, dict) else {}
-    if quantised := text.get("quantization_config") or config.get("quantization_config"):
+    is_deepseek = config.get("model_type") == "deepseek_v4"
+    quantised = text.get("quantization_config") or config.get("quantization_config")
+    if quantised and not is_deepseek:
         method = str(quantised.get("quant_method", "unknown"))[:40] if isinstance(quantised, dict) else "unknown"
         raise UnsupportedModel(
             f"{str(folder)!r}: is quantised ({method}); use BF16, F16 or F32 safetensors, or a quantised GGUF file"
@@ -237,14 +212,14 @@ def _open_folder(folder: Path) -> Checkpoint:
         paths, index = _shards(folder)
         for path in paths:
             files.append(SafetensorsFile(path))
-        store = _SafetensorsStore(files)
+        store = QuantisedStore(files, block_size(quantised)) if is_deepseek else SafetensorsStore(files)
         for name, shard in index.items():
-            if name not in store.home or store.home[name].path.name != shard:
+            if store.file_of(name) != shard:
                 raise ModelFileError(
                     f"{str(folder)!r}: the index has tensor {name[:200]!r} in {shard!r}, which lacks it"
                 )
         tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings")) is True
-        recipes, set_aside = _canonical(folder, store, tied)
+        recipes, set_aside = _canonical(folder, store, tied, deepseek_name if is_deepseek else hugging_face_name)
         return Checkpoint(folder, "safetensors", config, recipes, store, set_aside, {})
     except BaseException:
         for file in files:
@@ -277,7 +252,17 @@ def _shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
     return [folder / shard for shard in shards], index
 
 
-def _canonical(folder: Path, store: _SafetensorsStore, tied: bool) -> tuple[dict[str, Recipe], dict[str, int]]:
+def hugging_face_name(name: str) -> str:
+    """Of the text model that a checkpoint holds, perhaps inside another or without its head."""
+    for prefix, instead in _PREFIXES:
+        if name.startswith(prefix):
+            return instead + name.removeprefix(prefix)
+    return "model." + name if name.startswith(_BARE) else name
+
+
+def _canonical(
+    folder: Path, store: SafetensorsStore, tied: bool, rename: Callable[[str], str]
+) -> tuple[dict[str, Recipe], dict[str, int]]:
     """Stored names to canonical ones; what is recognised and not wanted is counted."""
     set_aside: dict[str, int] = {}
     recipes: dict[str, Recipe] = {}
@@ -288,33 +273,25 @@ def _canonical(folder: Path, store: _SafetensorsStore, tied: bool) -> tuple[dict
             raise ModelFileError(f"{str(folder)!r}: two tensors stand for {canonical[:200]!r}")
         recipes[canonical] = recipe
 
-    for name in sorted(store.home):
+    for name in store.names():
         why = next((why for why, pattern in _ASIDE if pattern.match(name)), None)
-        canonical = name
-        for prefix, instead in _PREFIXES:
-            if name.startswith(prefix):
-                canonical = instead + name.removeprefix(prefix)
-        if name.startswith(_BARE):
-            canonical = "model." + name
+        canonical = rename(name)
         if why is None and tied and canonical == "lm_head.weight":
             why = "tied"
         if why is not None:
             set_aside[why] = set_aside.get(why, 0) + 1
             continue
-        stored = store.stored(name)
-        if stored.dtype not in DTYPES:
-            raise UnsupportedModel(
-                f"{str(folder)!r}: tensor {name[:200]!r} is {stored.dtype}; BF16, F16, F32 and GGUF are read"
-            )
-        if 0 in stored.shape:
-            raise ModelFileError(f"{str(folder)!r}: tensor {name[:200]!r} has shape {list(stored.shape)}: no values")
+        store.dtype(name)  # refuses what is not read
+        shape = store.shape(name)
+        if 0 in shape:
+            raise ModelFileError(f"{str(folder)!r}: tensor {name[:200]!r} has shape {list(shape)}: no values")
         if match := _EXPERT.fullmatch(canonical):
             parts = experts.setdefault(match[1], {})
             if (int(match[2]), match[3]) in parts:
                 raise ModelFileError(f"{str(folder)!r}: two tensors stand for {canonical[:200]!r}")
             parts[int(match[2]), match[3]] = name
         else:
-            add(canonical, Recipe((name,), stored.shape))
+            add(canonical, Recipe((name,), shape))
     for prefix, parts in experts.items():
         for canonical, kinds in ((f"{prefix}.gate_up_proj", ("gate", "up")), (f"{prefix}.down_proj", ("down",))):
             add(canonical, _expert_recipe(folder, store, prefix, parts, kinds))
@@ -322,7 +299,7 @@ def _canonical(folder: Path, store: _SafetensorsStore, tied: bool) -> tuple[dict
 
 
 def _expert_recipe(
-    folder: Path, store: _SafetensorsStore, prefix: str, parts: dict[tuple[int, str], str], kinds: tuple[str, ...]
+    folder: Path, store: SafetensorsStore, prefix: str, parts: dict[tuple[int, str], str], kinds: tuple[str, ...]
 ) -> Recipe:
     count = 1 + max(expert for expert, _ in parts)
     names = []

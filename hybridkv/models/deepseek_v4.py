@@ -1,0 +1,360 @@
+"""DeepSeek-V4: a window in every layer, and in most of them compressed entries of all tokens before.
+
+    X  residual streams [T, n, hidden]      x = norm(collapse X);  X = expand(X, attention(x));  the same with experts
+
+    attention   x -> one product in f32:  low-rank query | window row | what each compressor takes in | index weights
+                low-rank query -> queries | index queries
+                the handle stores the window row and the entries that are now full, picks entries and attends
+                heads -> a low-rank product for each group of them -> hidden
+
+A layer is one of three kinds: window, CSA (entries of 4 tokens, of which an index picks the best), HCA (entries of 128,
+all read). Window layers turn by one table of angles, the others by a second, in which an entry has the position of its
+first token. Nothing here looks at a value on the device, so that a step can be captured as a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridkv.cache import CacheSchema, CompressedHandle, CompressedSpec, compressed_schema
+from hybridkv.config import CacheConfig
+from hybridkv.kernels.hyper import HyperMap, hyper_enter, hyper_exit, hyper_expand
+from hybridkv.kernels.linear import Linear
+from hybridkv.kernels.linear_wide import linear_wide, wide_dtype
+from hybridkv.kernels.moe import Router, route, run_experts
+from hybridkv.kernels.norm_rope import norm_rope
+from hybridkv.kernels.rope import rope_angles
+from hybridkv.models.config import ModelConfig
+from hybridkv.models.deepseek_config import DeepseekV4Config
+from hybridkv.models.layers import _collect
+from hybridkv.models.loader import Loader
+
+Angles = tuple[Tensor, Tensor]  # cos, sin [T, rope / 2] f32
+INDEX_BESIDE = {"f32": "f32", "bf16": "bf16"}  # index keys for entries of this kind; for FP8 as the model was trained
+
+
+def cache_schema(config: ModelConfig, cache: CacheConfig, model_dtype: torch.dtype) -> CacheSchema:
+    v = _v4(config)
+    spec = CompressedSpec(
+        kinds=v.kinds,
+        heads=config.heads,
+        head_dim=config.head_dim,
+        rope=v.rope,
+        index_dim=v.index_dim,
+        window=v.window,
+        csa_ratio=v.csa_ratio,
+        hca_ratio=v.hca_ratio,
+    )
+    kv = cache.kv_dtype
+    if kv == "auto":
+        kv = "f32" if model_dtype == torch.float32 else "bf16"
+    index = INDEX_BESIDE.get(kv, "mxfp4") if cache.index_dtype == "auto" else cache.index_dtype
+    return compressed_schema(spec, kv, index, cache.block)
+
+
+@dataclass(frozen=True)
+class StepAngles:
+    """All angles of a step, made once for its layers."""
+
+    window: Angles  # of the tokens, in window layers
+    compressed: Angles  # of the tokens, in the others
+    csa: Angles  # of the first token of the entry that a token may complete
+    hca: Angles
+
+    @staticmethod
+    def at(positions: Tensor, v: DeepseekV4Config, window_freq: Tensor, compress_freq: Tensor) -> StepAngles:
+        def angles(at: Tensor, freq: Tensor) -> Angles:
+            cos, sin = rope_angles(at, freq)
+            return cos.squeeze(1), sin.squeeze(1)
+
+        firsts = ((positions + 1 - ratio).clamp(min=0) for ratio in (v.csa_ratio, v.hca_ratio))
+        csa, hca = (angles(first, compress_freq) for first in firsts)
+        return StepAngles(angles(positions, window_freq), angles(positions, compress_freq), csa, hca)
+
+
+@dataclass(frozen=True)
+class Compressor:
+    bias: Tensor  # [ratio, channels] f32, added to the gate by the token's place in its window
+    norm: Tensor  # [width] f32
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention over the window; the other two kinds add their entries."""
+
+    config: ModelConfig
+    v: DeepseekV4Config
+    inputs: Linear  # [sum of sizes, hidden]
+    sizes: tuple[int, ...]  # rows of the low-rank query, of the window row, and of what the kind needs
+    q_norm: Tensor  # [q_rank] f32
+    kv_norm: Tensor  # [head_dim] f32
+    queries: Linear  # [H D (+ index heads), q_rank]
+    sink: Tensor  # [H] f32
+    group_out: Tensor  # [groups, rank, H / groups D]
+    out: Linear  # [hidden, groups rank]
+
+    def __call__(self, x: Tensor, angles: StepAngles, handle: CompressedHandle) -> Tensor:
+        c, T = self.config, len(x)
+        low, row, *rest = linear_wide(x, self.inputs).split(self.sizes, -1)
+        low = norm_rope(low.unsqueeze(1), x.dtype, c.eps, self.q_norm).squeeze(1)
+        q, q_index = self.queries(low).tensor_split([c.heads * c.head_dim], -1)
+        turn = self.turn(angles)
+        q = norm_rope(q.unflatten(1, (c.heads, c.head_dim)), x.dtype, c.eps, angles=turn)
+        handle.write_swa(row, self.kv_norm, c.eps, turn)
+        chosen = self.compress(rest, q_index, angles, handle)
+        mixed = handle.attend(q, self.sink, c.head_dim**-0.5, turn, chosen)
+        groups = mixed.reshape(T, len(self.group_out), self.group_out.shape[2]).transpose(0, 1)
+        return self.out(torch.bmm(groups, self.group_out.transpose(1, 2)).transpose(0, 1).reshape(T, -1))
+
+    def turn(self, angles: StepAngles) -> Angles:
+        return angles.compressed
+
+    def compress(
+        self, taken: list[Tensor], q_index: Tensor, angles: StepAngles, handle: CompressedHandle
+    ) -> Tensor | None:
+        """Store the entries that are full; which of them each token reads, or None for all."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class WindowAttention(Attention):
+    def turn(self, angles: StepAngles) -> Angles:
+        return angles.window
+
+    def compress(
+        self, taken: list[Tensor], q_index: Tensor, angles: StepAngles, handle: CompressedHandle
+    ) -> Tensor | None:
+        return None
+
+
+@dataclass(frozen=True)
+class HcaAttention(Attention):
+    main: Compressor
+
+    def compress(
+        self, taken: list[Tensor], q_index: Tensor, angles: StepAngles, handle: CompressedHandle
+    ) -> Tensor | None:
+        p, z = taken
+        handle.maybe_flush_hca(p, z, self.main.bias, self.main.norm, self.config.eps, angles.hca)
+        return None
+
+
+@dataclass(frozen=True)
+class CsaAttention(Attention):
+    main: Compressor
+    index: Compressor
+
+    def compress(
+        self, taken: list[Tensor], q_index: Tensor, angles: StepAngles, handle: CompressedHandle
+    ) -> Tensor | None:
+        v, eps = self.v, self.config.eps
+        p, z, p_index, z_index, weights = taken
+        handle.maybe_flush_csa("main", p, z, self.main.bias, self.main.norm, eps, angles.csa)
+        handle.maybe_flush_csa("index", p_index, z_index, self.index.bias, self.index.norm, eps, angles.csa)
+        heads = q_index.unflatten(1, (v.index_heads, v.index_dim))
+        heads = norm_rope(heads, q_index.dtype, angles=angles.compressed)
+        return handle.select(heads, weights * (v.index_heads * v.index_dim) ** -0.5, v.index_topk)
+
+
+@dataclass(frozen=True)
+class Experts:
+    gate: Linear  # [E, hidden]
+    router: Router
+    gate_up: Tensor  # [E + 1, 2 I, hidden]; the last is the shared expert
+    down: Tensor  # [E + 1, hidden, I]
+    limit: float
+
+    def __call__(self, x: Tensor, tokens: Tensor) -> Tensor:
+        weights, chosen = route(linear_wide(x, self.gate), tokens, self.router)
+        return run_experts(x, weights, chosen, self.gate_up, self.down, self.limit)
+
+
+@dataclass(frozen=True)
+class Block:
+    to_attention: HyperMap
+    attention: Attention
+    to_experts: HyperMap
+    experts: Experts
+
+    def __call__(
+        self,
+        streams: Tensor,  # [T, n, hidden]
+        tokens: Tensor,
+        angles: StepAngles,
+        handle: CompressedHandle,
+        rows: Tensor | None = None,  # which tokens go on; all are stored
+    ) -> Tensor:
+        x, post, comb = hyper_enter(streams, self.to_attention)
+        streams = hyper_expand(streams, self.attention(x, angles, handle), post, comb)
+        if rows is not None:
+            streams, tokens = streams[rows], tokens[rows]
+        if len(streams) == 0:
+            return streams
+        x, post, comb = hyper_enter(streams, self.to_experts)
+        return hyper_expand(streams, self.experts(x, tokens), post, comb)
+
+
+@dataclass(frozen=True)
+class DeepseekV4:
+    """Token ids to logits, through the cache."""
+
+    config: ModelConfig
+    embedding: Tensor  # [vocab, hidden]
+    layers: tuple[Block, ...]
+    exit: HyperMap
+    head: Linear  # [vocab, hidden]
+    window_freq: Tensor  # [rope / 2] f32
+    compress_freq: Tensor
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Tensor,  # [T] int64
+        positions: Tensor,  # [T] int64 absolute
+        handles: Mapping[int, CompressedHandle],
+        rows: Tensor,  # [S] which tokens' logits are wanted
+    ) -> Tensor:  # [S, vocab] f32
+        v = _v4(self.config)
+        angles = StepAngles.at(positions, v, self.window_freq, self.compress_freq)
+        streams = F.embedding(tokens, self.embedding).unsqueeze(1).repeat(1, v.streams, 1)
+        last = len(self.layers) - 1
+        for i, layer in enumerate(self.layers):
+            streams = layer(streams, tokens, angles, handles[i], rows if i == last else None)
+        if len(streams) == 0:
+            return streams.new_zeros((0, self.config.vocab), dtype=torch.float32)
+        return linear_wide(hyper_exit(streams, self.exit), self.head)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights, each counted once."""
+        seen: dict[int, int] = {}
+        _collect(self, seen)
+        return sum(seen.values())
+
+
+def load(config: ModelConfig, loader: Loader) -> DeepseekV4:
+    v = _v4(config)
+    layers = tuple(_block(config, v, loader, i) for i in range(config.layers))
+    embedding = loader.weight("model.embed_tokens.weight", config.vocab, config.hidden)
+    tied = config.tied or not loader.has("lm_head.weight")
+    return DeepseekV4(
+        config=config,
+        embedding=embedding,
+        layers=layers,
+        exit=_hyper(config, v, loader, "model.hc_head.hc_", "model.norm.weight", rows=v.streams, scales=1),
+        head=loader.make_linear(embedding) if tied else loader.linear(config.hidden, ("lm_head", config.vocab)),
+        window_freq=torch.tensor(config.inv_freq, dtype=torch.float32, device=loader.device),
+        compress_freq=torch.tensor(v.compress_inv_freq, dtype=torch.float32, device=loader.device),
+    )
+
+
+def _v4(config: ModelConfig) -> DeepseekV4Config:
+    assert config.v4 is not None
+    return config.v4
+
+
+def _block(config: ModelConfig, v: DeepseekV4Config, loader: Loader, i: int) -> Block:
+    name, rows = f"model.layers.{i}", v.streams * (v.streams + 2)
+    return Block(
+        to_attention=_hyper(config, v, loader, f"{name}.attn_hc.", f"{name}.input_layernorm.weight", rows, 3),
+        attention=_attention(config, v, loader, f"{name}.self_attn", v.kinds[i]),
+        to_experts=_hyper(config, v, loader, f"{name}.ffn_hc.", f"{name}.post_attention_layernorm.weight", rows, 3),
+        experts=_experts(config, v, loader, f"{name}.mlp", i in v.hash_layers),
+    )
+
+
+def _hyper(
+    config: ModelConfig, v: DeepseekV4Config, loader: Loader, name: str, norm: str, rows: int, scales: int
+) -> HyperMap:
+    return HyperMap(
+        fn=loader.vector(f"{name}fn", rows, v.streams * config.hidden),
+        base=loader.vector(f"{name}base", rows),
+        scale=loader.vector(f"{name}scale", scales),
+        norm=loader.vector(norm, config.hidden),
+        norm_eps=config.eps,
+        eps=v.hc_eps,
+        iters=v.sinkhorn_iters,
+    )
+
+
+def _wide(loader: Loader, inputs: int, *parts: tuple[str, int]) -> Linear:
+    """Projections (name, rows) of the same input as one, stored so that their results can be f32."""
+    dtype = wide_dtype(loader.device, loader.dtype)
+    weight = torch.empty(sum(rows for _, rows in parts), inputs, dtype=dtype, device=loader.device)
+    at = 0
+    for name, rows in parts:
+        weight[at : at + rows] = loader.raw(f"{name}.weight", rows, inputs)
+        at += rows
+    return loader.make_linear(weight)
+
+
+def _compressor(loader: Loader, name: str, ratio: int, channels: int, width: int) -> Compressor:
+    bias = loader.vector(f"{name}.position_bias", ratio, channels)
+    return Compressor(bias, loader.vector(f"{name}.kv_norm.weight", width))
+
+
+def _attention(config: ModelConfig, v: DeepseekV4Config, loader: Loader, name: str, kind: str) -> Attention:
+    c, main, index = config, f"{name}.compressor", f"{name}.compressor.indexer"
+    D, Di = c.head_dim, v.index_dim
+    inputs = [(f"{name}.q_a_proj", v.q_rank), (f"{name}.kv_proj", D)]
+    queries = [(f"{name}.q_b_proj", c.heads * D)]
+    if kind == "hca":
+        inputs += [(f"{main}.kv_proj", D), (f"{main}.gate_proj", D)]
+    if kind == "csa":
+        inputs += [(f"{main}.kv_proj", 2 * D), (f"{main}.gate_proj", 2 * D)]
+        inputs += [(f"{index}.kv_proj", 2 * Di), (f"{index}.gate_proj", 2 * Di)]
+        inputs += [(f"{index}.scorer.weights_proj", v.index_heads)]
+        queries += [(f"{index}.q_b_proj", v.index_heads * Di)]
+    width = c.heads * D // v.o_groups
+    common = dict(
+        config=c,
+        v=v,
+        inputs=_wide(loader, c.hidden, *inputs),
+        sizes=tuple(rows for _, rows in inputs),
+        q_norm=loader.vector(f"{name}.q_a_norm.weight", v.q_rank),
+        kv_norm=loader.vector(f"{name}.kv_norm.weight", D),
+        queries=loader.linear(v.q_rank, *queries),
+        sink=loader.vector(f"{name}.sinks", c.heads),
+        group_out=loader.weight(f"{name}.o_a_proj.weight", v.o_groups * v.o_rank, width).view(v.o_groups, -1, width),
+        out=loader.linear(v.o_groups * v.o_rank, (f"{name}.o_b_proj", c.hidden)),
+    )
+    if kind == "hca":
+        return HcaAttention(**common, main=_compressor(loader, main, v.hca_ratio, D, D))
+    if kind == "csa":
+        return CsaAttention(
+            **common,
+            main=_compressor(loader, main, v.csa_ratio, 2 * D, D),
+            index=_compressor(loader, index, v.csa_ratio, 2 * Di, Di),
+        )
+    return WindowAttention(**common)
+
+
+def _experts(config: ModelConfig, v: DeepseekV4Config, loader: Loader, name: str, hashed: bool) -> Experts:
+    E, I, D = v.experts, v.expert_width, config.hidden
+    gate_up, down, shared = f"{name}.experts.gate_up_proj", f"{name}.experts.down_proj", f"{name}.shared_experts"
+    router = Router(
+        per_token=v.per_token,
+        scaling=v.scaling,
+        renormalise=v.renormalise,
+        bias=None if hashed else loader.vector(f"{name}.gate.e_score_correction_bias", E),
+        table=loader.indices(f"{name}.gate.tid2eid", config.vocab, v.per_token, below=E) if hashed else None,
+    )
+    return Experts(
+        gate=_wide(loader, D, (f"{name}.gate", E)),
+        router=router,
+        gate_up=_with_last(
+            loader.weight(gate_up, E, 2 * I, D),
+            loader.joined(D, (f"{shared}.gate_proj.weight", I), (f"{shared}.up_proj.weight", I)),
+        ),
+        down=_with_last(loader.weight(down, E, D, I), loader.weight(f"{shared}.down_proj.weight", D, I)),
+        limit=v.limit,
+    )
+
+
+def _with_last(many: Tensor, last: Tensor) -> Tensor:
+    return torch.cat((many, last.unsqueeze(0)))
