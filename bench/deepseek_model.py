@@ -51,6 +51,9 @@ class StateDict:
     def read(self, name: str) -> Tensor:
         return self.tensors[name]
 
+    def read_into(self, out: Tensor, name: str) -> None:
+        out.copy_(self.tensors[name])
+
 
 def build(layers: int, experts: int) -> Any:
     """A transformers model with Flash's widths and schedule, cut short; what it starts at zero is drawn too."""

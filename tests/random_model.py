@@ -29,6 +29,9 @@ class RandomLoader(Loader):
         wide = torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
         return wide * (shape[-1] ** -0.5) if len(shape) > 1 else wide * 0.1
 
+    def fill(self, out: Tensor, name: str) -> None:
+        out.copy_(self.raw(name, *out.shape))
+
     def vector(self, name: str, *shape: int, plus: float = 0.0) -> Tensor:
         return self.raw(name, *shape).float() + (plus or (1.0 if name.endswith("norm.weight") else 0.0))
 

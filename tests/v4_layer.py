@@ -1,4 +1,4 @@
-"""One DeepSeek-V4 attention layer on the cache: plain f32 projections, KVCacheManager and CompressedHandle for the rest.
+"""One DeepSeek-V4 attention layer on the cache: plain f32 projections, KVCacheManager and CompressedHandle besides.
 
 `wrong` names one thing to do wrong on the way; see `WRONG`.
 """

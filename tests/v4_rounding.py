@@ -1,4 +1,4 @@
-"""What storing a vector of DeepSeek-V4's cache does to it, format by format, from the definitions of the number formats.
+"""What storing a vector in DeepSeek-V4's cache does to it, format by format, from the definitions of the formats.
 
 Every number a format can say is listed, and a value goes to the nearest of them, of two equally near ones to that with
 the even code. float64 throughout, vectors in the last axis; nothing is shared with the package.

@@ -34,6 +34,7 @@ from hybridkv.kernels.window import append_window, copy_window
 
 Angles = tuple[Tensor, Tensor]  # cos, sin [T, rope / 2] f32
 LOGITS = 1 << 26  # index scores held at once
+WIDE_PAGE = 128  # entries of a page that is widened for a prompt chunk
 
 
 @dataclass(frozen=True)
@@ -156,21 +157,22 @@ class CompressedHandle(LayerHandle):
         self, q: Tensor, sink: Tensor, scale: float, angles: Angles, chosen: Tensor | None = None
     ) -> Tensor:
         """Attention of q [T, heads, head_dim] over the window and the chosen entries, values turned back."""
-        n, index, fmt, window = self.step.singles, self.index, self.schema.entries, self.schema.window
+        n, window, (cos, sin) = self.step.singles, self.schema.window, angles
+        ones, more = (None, None) if chosen is None else (chosen[:n], chosen[n:])
         parts = []
         if n:
-            one = StepIndex(
-                index.slots[:n], index.begins[:n], index.starts[: n + 1], index.owner[:n], index.positions[:n]
+            ring, fmt, index, found = (
+                self.state["window"],
+                self.schema.entries,
+                self.index.part(0, n),
+                self._sources(ones),
             )
-            turns = (a[:n] for a in angles)
-            found = self._sources(None if chosen is None else chosen[:n])
             parts.append(
-                attention_sparse(q[:n], self.state["window"], fmt, one.slots, window, sink, scale, *turns, one, found)
+                attention_sparse(q[:n], ring, fmt, index.slots, window, sink, scale, cos[:n], sin[:n], index, found)
             )
         if self.workspace is not None:
-            turns = (a[n:] for a in angles)
-            window_of = self._chunk_window(q.dtype, None if chosen is None else chosen[n:])
-            parts.append(attention_sparse(q[n:], *window_of[:3], window, sink, scale, *turns, *window_of[3:]))
+            ring, fmt, rows, index, found = self._chunk_window(q.dtype, more)
+            parts.append(attention_sparse(q[n:], ring, fmt, rows, window, sink, scale, cos[n:], sin[n:], index, found))
             self.workspace = None
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -244,14 +246,15 @@ class CompressedHandle(LayerHandle):
         every = torch.arange(ring.shape[0] * ring.shape[1], device=ring.device).view(ring.shape[:2])
         found = None
         if self.entry_view is not None:
-            held = 1 << max(0, self.entry_view.most - 1).bit_length()
+            each = -(-max(1, self.entry_view.most) // WIDE_PAGE)  # pages of a request
             lengths = (index.begins + index.starts.diff()) // self.schema.ratio
-            entry = torch.arange(held, device=ring.device)
+            entry = torch.arange(each * WIDE_PAGE, device=ring.device)
             entry = torch.where(entry < lengths[:, None], entry, -1)
-            pages = self.paged["entries"]
-            flat = flat_entries(self.entry_view.table, index.slots[:, None], entry, pages.shape[1])
-            table = rows.to(torch.int32)[:, None]  # each request's entries are one page
-            found = Entries(gather_entries(pages, fmt, flat, wide.dtype), table, self.schema.ratio, chosen)
+            stored = self.paged["entries"]
+            flat = flat_entries(self.entry_view.table, index.slots[:, None], entry, stored.shape[1])
+            pages = gather_entries(stored, fmt, flat.view(-1, WIDE_PAGE), wide.dtype)
+            table = torch.arange(len(pages), dtype=torch.int32, device=ring.device).view(-1, each)
+            found = Entries(pages, table, self.schema.ratio, chosen)
         return gather_entries(ring, fmt, every, wide.dtype), wide, rows, replace(index, slots=rows), found
 
     def _sources(self, chosen: Tensor | None) -> Entries | None:

@@ -19,7 +19,7 @@ from hybridkv.cache.compressed_handle import CompressedHandle
 from hybridkv.cache.handle import LayerHandle
 from hybridkv.cache.schema import CacheSchema
 from hybridkv.cache.state import StatePool
-from hybridkv.cache.step import ForwardStep, pack, unpack, upload
+from hybridkv.cache.step import ForwardStep, compressed_step
 from hybridkv.cache.table import StreamTable
 from hybridkv.errors import HybridKVError, RequestError
 
@@ -227,18 +227,13 @@ class KVCacheManager:
             begins, counts = np.append(begins, np.zeros(spare, np.int64)), np.append(counts, np.ones(spare, np.int64))
             singles = rows
         plans = [t.entry_plan(slots, begins, counts) for t in self.tables.values()]
-        packed = upload(pack(slots, begins, counts, singles, plans), self.device)
-        views = unpack(packed, len(slots), int(counts.sum()), singles, plans)
-        starts = [0, *np.cumsum(counts).tolist()]
-        return ForwardStep(slots.tolist(), begins.tolist(), starts, singles, {}, self.exact, **views)
+        return compressed_step(slots, begins, counts, singles, plans, self.device)
 
     def padding_step(self, rows: int) -> ForwardStep:
         """A decode step of nothing but padding, for requests of any length: what a captured graph is made from."""
         none = np.full(rows, -1), np.zeros(rows, np.int64), np.ones(rows, np.int64)
         plans = [replace(t.entry_plan(*none), most=t.schema.entries(self.max_tokens)) for t in self.tables.values()]
-        packed = upload(pack(*none, rows, plans), self.device)
-        views = unpack(packed, rows, rows, rows, plans)
-        return ForwardStep([-1] * rows, [0] * rows, [*range(rows + 1)], rows, {}, self.exact, **views)
+        return compressed_step(*none, rows, plans, self.device)
 
     def acquire(self, step: ForwardStep) -> dict[int, LayerHandle]:
         """A handle for every layer that stores anything. Allocates nothing."""

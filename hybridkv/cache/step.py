@@ -79,19 +79,23 @@ class EntryPlan:
     most: int
 
 
-def pack(
-    slots: np.ndarray, begins: np.ndarray, counts: np.ndarray, singles: int, entries: Sequence[EntryPlan]
-) -> list[np.ndarray]:
-    """All that the device must know of a step: the index of all tokens, that of the chunks, places of entries."""
-    rest = (slots[singles:], begins[singles:], counts[singles:])
-    return [*StepIndex.host(slots, begins, counts), *StepIndex.host(*rest), *(e.entry_index for e in entries)]
-
-
-def unpack(packed: Tensor, batch: int, tokens: int, singles: int, entries: Sequence[EntryPlan]) -> dict[str, object]:
-    """The views of `ForwardStep` on a packed tensor."""
-    sizes = []
-    for B, T in ((batch, tokens), (batch - singles, tokens - singles)):
-        sizes += [B, B, B + 1, T, T]
-    parts = packed.split([*sizes, *(tokens for _ in entries)])
+def compressed_step(
+    slots: np.ndarray,  # [B]; -1: padding
+    begins: np.ndarray,
+    counts: np.ndarray,
+    singles: int,
+    entries: Sequence[EntryPlan],
+    device: torch.device,
+) -> ForwardStep:
+    """A step of layers that compute token by token: the index of all tokens, that of the chunks, places of entries."""
+    arrays = [*StepIndex.host(slots, begins, counts)]
+    arrays += StepIndex.host(slots[singles:], begins[singles:], counts[singles:])
+    arrays += [e.entry_index for e in entries]
+    packed = upload(arrays, device)
+    parts = packed.split([len(x) for x in arrays])
     views = {e.name: EntryView(e.table, part, e.most) for e, part in zip(entries, parts[10:], strict=True)}
-    return {"packed": packed, "index": StepIndex(*parts[:5]), "chunks": StepIndex(*parts[5:10]), "entries": views}
+    index, chunks = StepIndex(*parts[:5]), StepIndex(*parts[5:10])
+    starts = [0, *np.cumsum(counts).tolist()]
+    return ForwardStep(
+        slots.tolist(), begins.tolist(), starts, singles, {}, packed=packed, index=index, chunks=chunks, entries=views
+    )

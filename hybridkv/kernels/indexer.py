@@ -49,7 +49,7 @@ class IndexerShape(NamedTuple):
 DECODE = IndexerShape(128, 1, 0, 4, 3)
 PREFILL = IndexerShape(256, 1, 64, 8, 3)
 SHAPES = (DECODE, PREFILL, IndexerShape(64, 2, 16, 4, 2))
-PLAIN_KEYS, PLAIN_DIMS = 32, 64  # of a tile, and at once
+PLAIN_KEYS, PLAIN_DIMS = 64, 16  # of a tile, and at once
 
 
 def index_logits_ref(

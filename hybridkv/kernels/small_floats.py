@@ -14,6 +14,8 @@ runs as log2 D rounds of sums and differences in one fixed order, so every form 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -32,8 +34,8 @@ def largest_finite(x: Tensor) -> Tensor:
 
 def ceil_exponent(x: Tensor, limit: float) -> Tensor:
     """Smallest k with x <= limit * 2^k, int32; x > 0."""
-    (mantissa, exponent), (at, base) = torch.frexp(x), torch.frexp(torch.tensor(limit))
-    return (exponent - int(base) + (mantissa > float(at))).int()
+    (mantissa, exponent), (at, base) = torch.frexp(x), math.frexp(limit)
+    return (exponent - base + (mantissa > at)).int()
 
 
 def power_of_two(k: Tensor) -> Tensor:
@@ -42,7 +44,8 @@ def power_of_two(k: Tensor) -> Tensor:
 
 
 def e8m0_value(code: Tensor) -> Tensor:
-    return code.view(torch.float8_e8m0fnu).float()
+    value = power_of_two(code.int() - E8M0_BIAS)  # wrong for the two codes without an exponent of f32
+    return value.masked_fill(code == 0, 2.0**-127).masked_fill(code == E8M0_NAN, torch.nan)
 
 
 def e4m3_code(x: Tensor) -> Tensor:

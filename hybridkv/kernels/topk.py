@@ -76,7 +76,7 @@ def kept_of(n, k, PIECE: tl.constexpr):
     return n // PIECE * k + tl.minimum(n % PIECE, k)
 
 
-@triton.jit(do_not_specialize=["k", "width", "stride_o"])
+@triton.jit(do_not_specialize=["k", "width", "stride_x", "stride_i", "stride_o"])
 def top_entries_kernel(
     x,  # [T, ...] f32; after the first launch int32 keys
     indices,  # [T, ...] int32, of x in its row; at the first launch they are 0, 1, 2, ...

@@ -58,12 +58,11 @@ _IN_LAYER = re.compile(r"layers\.(\d{1,6})\.(.+)")
 
 
 def deepseek_name(name: str) -> str:
-    """The canonical name of a stored tensor. A name that is none of DeepSeek-V4's stays as it is."""
+    """The canonical name of a stored tensor. One that DeepSeek-V4 does not have keeps its name, and finds no place."""
     bare = name.removeprefix("model.")
     found = _IN_LAYER.fullmatch(bare)
     if found is None:
-        kept = name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
-        return _TOP.get(bare, kept)
+        return _TOP.get(bare, f"model.{name}" if name.startswith(("embed_tokens.", "hc_head.")) else name)
     leaf = found[2]
     if expert := _EXPERT.fullmatch(leaf):
         leaf = f"mlp.experts.{expert[1]}.{_MATRIX[expert[2]]}_proj.weight"

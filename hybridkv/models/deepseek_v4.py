@@ -284,11 +284,11 @@ def _hyper(
 
 def _wide(loader: Loader, inputs: int, *parts: tuple[str, int]) -> Linear:
     """Projections (name, rows) of the same input as one, stored so that their results can be f32."""
-    dtype = wide_dtype(loader.device, loader.dtype)
+    dtype = wide_dtype(loader.runs_on, loader.dtype)
     weight = torch.empty(sum(rows for _, rows in parts), inputs, dtype=dtype, device=loader.device)
     at = 0
     for name, rows in parts:
-        weight[at : at + rows] = loader.raw(f"{name}.weight", rows, inputs)
+        loader.fill(weight[at : at + rows], f"{name}.weight")
         at += rows
     return loader.make_linear(weight)
 
@@ -336,7 +336,14 @@ def _attention(config: ModelConfig, v: DeepseekV4Config, loader: Loader, name: s
 
 def _experts(config: ModelConfig, v: DeepseekV4Config, loader: Loader, name: str, hashed: bool) -> Experts:
     E, I, D = v.experts, v.expert_width, config.hidden
-    gate_up, down, shared = f"{name}.experts.gate_up_proj", f"{name}.experts.down_proj", f"{name}.shared_experts"
+    shared = f"{name}.shared_experts"
+    gate_up = torch.empty(E + 1, 2 * I, D, dtype=loader.dtype, device=loader.device)
+    down = torch.empty(E + 1, D, I, dtype=loader.dtype, device=loader.device)
+    loader.fill(gate_up[:E], f"{name}.experts.gate_up_proj")
+    loader.fill(gate_up[E, :I], f"{shared}.gate_proj.weight")
+    loader.fill(gate_up[E, I:], f"{shared}.up_proj.weight")
+    loader.fill(down[:E], f"{name}.experts.down_proj")
+    loader.fill(down[E], f"{shared}.down_proj.weight")
     router = Router(
         per_token=v.per_token,
         scaling=v.scaling,
@@ -347,14 +354,7 @@ def _experts(config: ModelConfig, v: DeepseekV4Config, loader: Loader, name: str
     return Experts(
         gate=_wide(loader, D, (f"{name}.gate", E)),
         router=router,
-        gate_up=_with_last(
-            loader.weight(gate_up, E, 2 * I, D),
-            loader.joined(D, (f"{shared}.gate_proj.weight", I), (f"{shared}.up_proj.weight", I)),
-        ),
-        down=_with_last(loader.weight(down, E, D, I), loader.weight(f"{shared}.down_proj.weight", D, I)),
+        gate_up=gate_up,
+        down=down,
         limit=v.limit,
     )
-
-
-def _with_last(many: Tensor, last: Tensor) -> Tensor:
-    return torch.cat((many, last.unsqueeze(0)))

@@ -37,7 +37,7 @@ class Loader:
             )
         self.ops = EXACT if exact else FAST
         self.checkpoint, self.device, self.dtype, self.progress = checkpoint, device, dtype, progress
-        self.runs_on = device
+        self.runs_on = device  # a loader that only counts has its tensors elsewhere
         self.used: set[str] = set()
         self.total = len(checkpoint.names())
 

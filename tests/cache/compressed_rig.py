@@ -101,7 +101,7 @@ class Rig:
         for i, layer in enumerate(self.layers):
             handle = ran.handles[i]
             positions = handle.index.positions
-            angles = layer.window.angles(positions)
+            angles = _contiguous(layer.window.angles(positions))
             handle.write_swa(layer.x[at], layer.window.weight, EPS, angles)
             for name, part in layer.parts.items():
                 p, z = (t[at] for t in layer.pz[name])
@@ -177,6 +177,10 @@ class Rig:
         pairs = torch.view_as_complex(turned.unflatten(1, (-1, 2)).contiguous())
         turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).flatten(1)
         return torch.cat((still, turned), 1)
+
+
+def _contiguous(angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return angles[0].contiguous(), angles[1].contiguous()
 
 
 def _hostile(x: Tensor) -> Tensor:

@@ -59,10 +59,11 @@ def test_a_prompt_of_any_length_and_what_is_decoded_after_it(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "chunks", ([300], [1] * 300, pieces(300, 3), pieces(300, 50), [128, 128, 44], [127, 2, 1, 126, 4, 40]), ids=len
+    "chunks", ([300], [1] * 140, pieces(140, 3), pieces(300, 50), [128, 128, 44], [127, 2, 1, 126, 4, 40]), ids=len
 )
 def test_any_chunking(kind: str, chunks: list[int]) -> None:
-    agrees(right(kind, RELEASED, 300), CachedLayer(weights(kind, RELEASED)).admit(0).run(tokens(), chunks))
+    layer, T = CachedLayer(weights(kind, RELEASED)).admit(0), sum(chunks)
+    agrees(right(kind, RELEASED, 300)[:T], layer.run(tokens()[:T], chunks))
 
 
 @pytest.mark.parametrize("kind", KINDS)

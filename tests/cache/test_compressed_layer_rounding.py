@@ -4,7 +4,7 @@ Two float32 and float64 computations of one number differ by about 1e-6 of it. W
 the middle of two codes they round to neighbours: a flip. Neighbours are 2^-8 of the value apart in BF16, and 2^-4 or
 more in the others, so BF16 flips once in some thousand values, and the rest once in some ten thousand.
 
-    stored vectors     the independent rounding's, but for flips: FLIPS of all values at most (and three), by one step each
+    stored vectors     the independent rounding's, but for flips, by one step each: FLIPS of all values, and three
     outputs            the stream's on those very vectors, to float32 rounding
     against f32 pages  no farther than the error that the format itself has
 """

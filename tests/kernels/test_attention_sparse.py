@@ -171,7 +171,7 @@ Form = Callable[..., Tensor]
 @pytest.mark.parametrize("dtype", (F32, BF16), ids=("f32-q", "bf16-q"))
 @pytest.mark.parametrize("chosen", (None, 6), ids=("all", "chosen"))
 def test_softmax_over_window_and_entries(form: Form, kind: str, dtype: torch.dtype, chosen: int | None) -> None:
-    case = build(kind, chosen=chosen, dtype=dtype)
+    case = build(kind, requests=((2, 1), (40, 1), (13, 2)), H=3, chosen=chosen, dtype=dtype)
     got = form(*case.args)
     assert got.dtype == dtype and got.shape == case.q.shape
     assert_close_rms("float64", oracle(case), got, BOUND[dtype])
@@ -195,16 +195,17 @@ def test_any_window_and_ring(form: Form, window: int, R: int) -> None:
 @pytest.mark.parametrize("chosen", (None, 4), ids=("all", "chosen"))
 def test_a_chunk_reads_the_workspace_ring(form: Form, chosen: int | None) -> None:
     """The ring holds the chunk and the window before it; its page is not the slot."""
-    case = build("fp8", requests=((9, 12), (0, 10), (30, 1)), R=19, chosen=chosen, workspace=True)
+    case = build("fp8", requests=((9, 4), (0, 3), (30, 1)), H=2, R=19, chosen=chosen, workspace=True)
     assert_close_rms("float64", oracle(case), form(*case.args), BOUND[F32])
     swapped = replace(case, rows=case.rows.flip(0))
     assert not rel_rms(oracle(case), form(*swapped.args)) < 0.1
 
 
 @FORMS
-@pytest.mark.parametrize("end", (1, 15, 16, 31, 32, 47, 128))
-def test_all_visible_entries_at_any_count(form: Form, end: int) -> None:
-    case = build(requests=((end - 1, 1), (0, 1)), ratio=16, P=1)
+def test_all_visible_entries_at_any_count(form: Form) -> None:
+    """0, 0, 1, 1, 2, 2 and 17."""
+    ends = (1, 15, 16, 31, 32, 47, 272)
+    case = build(requests=tuple((end - 1, 1) for end in ends), H=2, ratio=16, P=1)
     assert_close_rms("float64", oracle(case), form(*case.args), BOUND[F32])
 
 
@@ -291,21 +292,19 @@ def test_padding_gives_zeros_and_reads_nothing(form: Form, chosen: int | None) -
 @pytest.mark.parametrize("H", (1, 4, 16, 24, 64, 128))
 @pytest.mark.parametrize("dtype", (F32, BF16), ids=("f32", "bf16"))
 def test_any_number_of_heads(H: int, dtype: torch.dtype) -> None:
-    case = build("f32" if dtype == F32 else "fp8", requests=((40, 1), (6, 2)), H=H, chosen=6, dtype=dtype)
-    for splits in (1, 2):
+    case = build("f32" if dtype == F32 else "fp8", requests=((40, 1),), H=H, chosen=6, dtype=dtype)
+    for splits in (1, 2) if H < 128 else (1,):
         got = case.run(sparse_shape(H, 32, dtype), splits)
         assert_close_rms("float64", oracle(case), got, BOUND[dtype])
 
 
-@pytest.mark.parametrize("kind", ("bf16", "fp8", "fp8_entry"))
-@pytest.mark.parametrize("P", (1, 32))
-def test_the_released_width(kind: str, P: int) -> None:
-    requests = ((139, 1), (3, 1))
-    case = build(kind, requests, 64, 512, 64, window=128, R=136, P=P, chosen=40, dtype=BF16)
-    for splits in (1, 4):
+@pytest.mark.parametrize(("kind", "H", "P"), (("bf16", 8, 1), ("fp8", 64, 32), ("fp8", 8, 1), ("fp8_entry", 8, 32)))
+def test_the_released_width(kind: str, H: int, P: int) -> None:
+    case = build(kind, ((139, 1),), H, 512, 64, window=128, R=136, P=P, chosen=40, dtype=BF16)
+    assert_close_rms("torch form", oracle(case), attention_sparse_ref(*case.args), BOUND[BF16])
+    for splits in (1, 3):
         got = attention_sparse_triton(*case.args, splits=splits)
         assert_close_rms("float64", oracle(case), got, BOUND[BF16])
-    assert_close_rms("torch form", attention_sparse_ref(*case.args), got, BOUND[BF16])
 
 
 @pytest.mark.parametrize("D, rope", ((20, 4), (60, 60), (24, 0), (48, 16)))
@@ -318,10 +317,10 @@ def test_odd_widths(D: int, rope: int) -> None:
 
 @pytest.mark.parametrize("chosen", (None, 33), ids=("all", "chosen"))
 def test_splits_change_nothing(chosen: int | None) -> None:
-    """One split, a tile each, and more splits than tiles."""
-    case = build(requests=((200, 1), (5, 1), (0, 1), (66, 2)), chosen=chosen)
+    """One split, some, and more splits than tiles (of which the longest has 4 or 5)."""
+    case = build(requests=((200, 1), (0, 1), (66, 1)), H=2, chosen=chosen)
     want = oracle(case)
-    for splits in (1, 2, 5, 19, 40):
+    for splits in (1, 2, 5, 19):
         assert_close_rms(f"{splits} splits", want, case.run(splits=splits), BOUND[F32])
 
 

@@ -1,5 +1,6 @@
 """append_window and copy_window: rows where their positions say, normed and rotated, and no other byte of the ring."""
 
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,10 @@ every_name = pytest.mark.parametrize("name", NAMES)
 both_forms = pytest.mark.parametrize("form", ("ref", "triton"))
 
 
+def on(index: StepIndex, device: str) -> StepIndex:
+    return StepIndex(*(getattr(index, field.name).to(device) for field in fields(index)))
+
+
 def random_ring(fmt: PageFormat, S: int, R: int) -> Tensor:
     """Bits that arithmetic would not keep."""
     return torch.randint(0, 256, (S, R, fmt.nbytes), dtype=torch.uint8).view(fmt.dtype)
@@ -51,17 +56,15 @@ def exact_step(fmt: PageFormat, index: StepIndex) -> tuple[Any, ...]:
 def run(
     form: str, ring: Tensor, fmt: PageFormat, step: tuple[Any, ...], index: StepIndex, rows: Tensor | None = None
 ) -> Tensor:
-    """The ring after the step, on the CPU; eps 0 keeps magnitudes of 1 exact."""
-    x, weight, cos, sin = step
-    if form == "ref":
-        ring = ring.clone()
-        append_window(ring, fmt, x, weight, 0.0, cos, sin, index, rows)
-        return ring
-    moved = ring.to(DEVICE, copy=True)
-    there = StepIndex(*(t.to(DEVICE) for t in (index.slots, index.begins, index.starts, index.owner, index.positions)))
-    step = tuple(t.to(DEVICE) for t in step)
-    append_window_triton(moved, fmt, step[0], step[1], 0.0, *step[2:], there, None if rows is None else rows.to(DEVICE))
-    return moved.cpu()
+    """The ring after the step, on the CPU; eps 0 keeps magnitudes of 1 exact. Pages before and after it are guarded."""
+    device = DEVICE if form == "triton" else "cpu"
+    guard = random_ring(fmt, 2, ring.shape[1])
+    memory = torch.cat((guard[:1], ring, guard[1:])).to(device)
+    x, weight, cos, sin = (t.to(device) for t in step)
+    call = append_window_triton if form == "triton" else append_window
+    call(memory[1:-1], fmt, x, weight, 0.0, cos, sin, on(index, device), None if rows is None else rows.to(device))
+    assert_same_bytes(guard.view(torch.uint8), memory[[0, -1]].view(torch.uint8))
+    return memory[1:-1].cpu()
 
 
 def plainly(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
@@ -169,6 +172,16 @@ def test_a_chunk_longer_than_the_ring_leaves_its_last_tokens(form: str) -> None:
 
 
 @both_forms
+def test_tokens_before_the_last_of_a_ring_are_not_stored_at_all(form: str) -> None:
+    """Positions that no request has: the first two tokens name a row that the last four leave alone."""
+    fmt = entry_format("fp8", 32, 8)
+    index = replace(StepIndex.make([0], [0], [6]), positions=torch.tensor([1, 1, 4, 2, 3, 0]))
+    before = random_ring(fmt, 1, 4)
+    got = load_entries_ref(run(form, before, fmt, exact_step(fmt, index), index), fmt, torch.tensor([1]))
+    assert_same_bytes(load_entries_ref(before, fmt, torch.tensor([1])), got)
+
+
+@both_forms
 def test_tokens_in_one_step_or_in_many_leave_the_same_bytes(form: str) -> None:
     fmt, R = entry_format("fp8", 32, 8), 6
     whole = StepIndex.make([1, 0], [0, 4], [9, 9])
@@ -214,18 +227,11 @@ def test_rows_of_a_wider_projection_and_bf16_inputs() -> None:
     index = StepIndex.make([0, 1], [0, 9], [4, 1])
     x, weight, cos, sin = exact_step(fmt, index)
     wide = torch.cat((torch.randn(5, 3), x, torch.randn(5, 2)), 1).to(torch.bfloat16)
-    angle = torch.cat((cos, sin), 1)
-    before = random_ring(fmt, 2, 8)
+    angle, before = torch.cat((cos, sin), 1), random_ring(fmt, 2, 8)
     want = run("ref", before, fmt, (x, weight, cos, sin), index)
-    for form in ("ref", "triton"):
-        if form == "ref":
-            step = (wide[:, 3:35], weight, angle[:, :4], angle[:, 4:])
-            assert_same_bytes(want, run(form, before, fmt, step, index))
-            continue
-        got, there = before.to(DEVICE, copy=True), wide.to(DEVICE)
-        on = StepIndex(*(t.to(DEVICE) for t in (index.slots, index.begins, index.starts, index.owner, index.positions)))
-        turned = angle.to(DEVICE)
-        append_window_triton(got, fmt, there[:, 3:35], weight.to(DEVICE), 0.0, turned[:, :4], turned[:, 4:], on)
+    for call, device in ((append_window, "cpu"), (append_window_triton, DEVICE)):
+        got, rows, turns = before.to(device, copy=True), wide.to(device)[:, 3:35], angle.to(device)
+        call(got, fmt, rows, weight.to(device), 0.0, turns[:, :4], turns[:, 4:], on(index, device))
         assert_same_bytes(want, got)
 
 
@@ -234,7 +240,7 @@ def test_a_nan_row_stays_nan_and_an_infinity_does_not_spread_by_rotation() -> No
     index = StepIndex.make([0], [0], [2])
     x, weight, cos, sin = exact_step(fmt, index)
     x[0, 3] = torch.nan
-    weight[2] = torch.inf
+    weight[2] = weight[5] = torch.inf  # one of a pair of either order
     for form in ("ref", "triton"):
         ring = run(form, torch.zeros(1, 4, fmt.width, dtype=torch.uint8), fmt, (x, weight, cos, sin), index)
         first, second = load_entries_ref(ring, fmt, torch.tensor([0, 1]))
@@ -275,8 +281,7 @@ def test_copied_rows_are_the_bytes_of_their_positions(name: str, R: int, R_to: i
         ]
     plain, moved = before.clone(), before.to(DEVICE, copy=True)
     copy_window_ref(source, plain, fmt, index, rows, count)
-    on = StepIndex(*(t.to(DEVICE) for t in (index.slots, index.begins, index.starts, index.owner, index.positions)))
-    copy_window_triton(source.to(DEVICE), moved, fmt, on, rows.to(DEVICE), count)
+    copy_window_triton(source.to(DEVICE), moved, fmt, on(index, DEVICE), rows.to(DEVICE), count)
     for got in (plain, moved):
         assert_same_bytes(want, got.view(torch.uint8).view(5, -1))
 

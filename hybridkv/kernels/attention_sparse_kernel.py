@@ -1,0 +1,254 @@
+"""The Triton kernels of attention_sparse.
+
+A row of keys is found by two pointers, to its values and to its scales: ring and pages lie in different tensors and
+their pages differ in length, yet one loop walks both.
+"""
+
+from __future__ import annotations
+
+from hybridkv.kernels.attention_tile import LOG2_E
+from hybridkv.kernels.backend import tl, triton
+from hybridkv.kernels.small_floats import e4m3_value_tile, e8m0_value_tile
+
+_LOG2_E = tl.constexpr(LOG2_E)
+
+
+@triton.jit
+def tile_rows(
+    i_n,  # the tile's first key
+    count_w,  # keys of the window, which come first
+    count_e,  # keys after them: columns of chosen, or all that is visible
+    visible,
+    position,
+    p_ring,  # the request's page of the ring
+    pages,
+    p_table,  # the request's row of the table
+    p_chosen,  # the token's row of chosen
+    VALUE: tl.constexpr,  # of a row of values, and
+    SCALE: tl.constexpr,  # of a row of scales: elements of ring and pages
+    R: tl.constexpr,
+    P: tl.constexpr,
+    BN: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    CHOSEN: tl.constexpr,
+):
+    """Where the values and the scales of a tile's keys begin [BN], and which keys there are."""
+    o_n = i_n + tl.arange(0, BN)
+    m_k = o_n < count_w
+    o_u = tl.where(m_k, position - o_n, 0).to(tl.uint32) % R
+    p_value, p_scale = p_ring + o_u * VALUE, p_ring + R * VALUE + o_u * SCALE
+    if ENTRIES:
+        o_e = o_n - count_w
+        m_e = (o_e >= 0) & (o_e < count_e)
+        b_e = tl.load(p_chosen + o_e, mask=m_e, other=-1) if CHOSEN else o_e
+        b_e = b_e.to(tl.uint32)  # what is negative is past all that is visible
+        m_e = m_e & (b_e < visible.to(tl.uint32))
+        b_page = tl.load(p_table + b_e // P, mask=m_e, other=-1).to(tl.int64)
+        m_e = m_e & (b_page >= 0)
+        p_page, o_in = pages + b_page * (P * (VALUE + SCALE)), b_e % P
+        p_value = tl.where(m_e, p_page + o_in * VALUE, p_value)
+        p_scale = tl.where(m_e, p_page + P * VALUE + o_in * SCALE, p_scale)
+        m_k = m_k | m_e
+    return p_value, p_scale, m_k
+
+
+@triton.jit
+def load_rows(
+    p_value,  # [BN]
+    p_scale,  # [BN]
+    m_k,  # [BN]
+    o_d,  # [BD]
+    D: tl.constexpr,
+    ROPE: tl.constexpr,
+    GROUP: tl.constexpr,  # channels of a scale
+    GROUPS: tl.constexpr,  # 0: plain rows
+    E8M0: tl.constexpr,  # else one f32 scale
+    DOT: tl.constexpr,
+):
+    """[BN, BD] in the dtype of the dot products, zeros where there is no key."""
+    if GROUPS == 0:
+        b_k = tl.load(p_value[:, None] + o_d[None, :], mask=m_k[:, None] & (o_d < D)[None, :], other=0.0).to(DOT)
+    else:
+        KEPT: tl.constexpr = D - ROPE
+        m_code = m_k[:, None] & (o_d < KEPT)[None, :]
+        b_x = e4m3_value_tile(tl.load(p_value[:, None] + o_d[None, :], mask=m_code, other=0))
+        if E8M0:
+            COUNT: tl.constexpr = b_x.shape[1] // GROUP if b_x.shape[1] > GROUP else 1
+            o_g = tl.arange(0, COUNT)
+            m_g = m_k[:, None] & (o_g < GROUPS)[None, :]
+            b_scale = e8m0_value_tile(tl.load(p_scale[:, None] + o_g[None, :], mask=m_g, other=0))
+            b_groups = tl.reshape(b_x, [b_x.shape[0], COUNT, b_x.shape[1] // COUNT])
+            b_x = tl.reshape(b_groups * b_scale[:, :, None], b_x.shape)
+        else:
+            b_x *= tl.load(p_scale.to(tl.pointer_type(tl.float32)), mask=m_k, other=0.0)[:, None]
+        p_tail = (p_value + KEPT).to(tl.pointer_type(tl.bfloat16))[:, None] + (o_d - KEPT)[None, :]
+        m_tail = m_k[:, None] & ((o_d >= KEPT) & (o_d < D))[None, :]
+        b_tail = tl.load(p_tail, mask=m_tail, other=0.0)
+        b_k = b_x.to(DOT) + b_tail.to(DOT)  # one of them is 0; a select would take the packed pairs apart
+    return b_k
+
+
+@triton.jit
+def derotate_tile(b_o, p_cos, p_sin, D: tl.constexpr, ROPE: tl.constexpr):
+    """b_o [rows, BD] f32, turned back by the angles of one token."""
+    PAIRS: tl.constexpr = b_o.shape[1] // 2
+    o_p = tl.arange(0, PAIRS) - (D - ROPE) // 2
+    m_p = (o_p >= 0) & (o_p < ROPE // 2)
+    b_cos = tl.load(p_cos + o_p, mask=m_p, other=1.0)
+    b_sin = tl.load(p_sin + o_p, mask=m_p, other=0.0)
+    b_even, b_odd = tl.split(tl.reshape(b_o, [b_o.shape[0], PAIRS, 2]))
+    return tl.reshape(tl.join(b_even * b_cos + b_odd * b_sin, b_odd * b_cos - b_even * b_sin), b_o.shape)
+
+
+@triton.jit(do_not_specialize=["H", "K", "N", "splits"])
+def attention_sparse_kernel(
+    q,  # [T, H, D]
+    ring,  # [S, R, width]
+    pages,  # [N, P, width]
+    table,  # [slots, N]
+    chosen,  # [T, K]
+    rows,  # [B]
+    slots,  # [B]
+    owner,  # [T]
+    positions,  # [T]
+    sink,  # [H]
+    cos,  # [T, ROPE / 2]
+    sin,
+    out,  # [T, H, D] where there is one split
+    part,  # [T, H, splits, D] f32, else
+    lse,  # [T, H, splits] f32, in powers of two
+    scale,  # times log2(e)
+    stride_q_t,
+    stride_q_h,
+    stride_table,
+    stride_chosen,
+    H,
+    K,
+    N,
+    splits,
+    WINDOW: tl.constexpr,
+    RATIO: tl.constexpr,
+    R: tl.constexpr,
+    P: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    ROPE: tl.constexpr,
+    VALUE: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    E8M0: tl.constexpr,
+    BH: tl.constexpr,
+    BN: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    SPLIT: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    blocks = tl.cdiv(H, BH)
+    i_t = (tl.program_id(0) // blocks).to(tl.int64)
+    i_s = tl.program_id(1)
+    o_h = (tl.program_id(0) % blocks) * BH + tl.arange(0, BH)
+    o_d = tl.arange(0, BD)
+    m_o = (o_h < H)[:, None] & (o_d < D)[None, :]
+    i_b = tl.load(owner + i_t)
+    i_slot, i_ring = tl.load(slots + i_b), tl.load(rows + i_b)
+    p_out = out + (i_t * H + o_h)[:, None] * D + o_d[None, :]
+    if (i_slot < 0) | (i_ring < 0):
+        if not SPLIT:
+            tl.store(p_out, tl.zeros([BH, BD], out.dtype.element_ty), mask=m_o)
+        return
+    position = tl.load(positions + i_t).to(tl.int32)
+    count_w = tl.minimum(position + 1, WINDOW)
+    visible, count_e = 0, 0
+    if ENTRIES:
+        visible = tl.minimum((position + 1) // RATIO, N * P)
+        count_e = K if CHOSEN else visible
+    count = count_w + count_e
+    each = tl.cdiv(tl.cdiv(count, BN), splits) * BN
+    begin = i_s * each
+    end = tl.minimum(begin + each, count)
+    if SPLIT and begin >= end:
+        tl.store(lse + (i_t * H + o_h) * splits + i_s, tl.full([BH], float("-inf"), tl.float32), mask=o_h < H)
+        return
+    p_ring = ring + i_ring * (R * (VALUE + SCALE))
+    p_table = table + i_slot * stride_table if ENTRIES else table
+    p_chosen = chosen + i_t * stride_chosen if CHOSEN else chosen
+
+    b_q = tl.load(q + i_t * stride_q_t + o_h[:, None] * stride_q_h + o_d[None, :], mask=m_o, other=0).to(DOT)
+    b_m = tl.full([BH], float("-inf"), tl.float32)
+    b_z = tl.zeros([BH], tl.float32)
+    b_o = tl.zeros([BH, BD], tl.float32)
+    for i_n in tl.range(begin, end, BN):
+        p_value, p_scale, m_k = tile_rows(
+            i_n, count_w, count_e, visible, position, p_ring, pages, p_table, p_chosen,
+            VALUE, SCALE, R, P, BN, ENTRIES, CHOSEN,
+        )  # fmt: skip
+        b_k = load_rows(p_value, p_scale, m_k, o_d, D, ROPE, GROUP, GROUPS, E8M0, DOT)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale  # [BH, BN]
+        b_s = tl.where(m_k[None, :], b_s, float("-inf"))
+        b_top = tl.maximum(b_m, tl.max(b_s, 1))
+        b_base = tl.where(b_top == float("-inf"), 0.0, b_top)  # nothing seen yet: weights 0, not NaN
+        b_p = tl.exp2(b_s - b_base[:, None])
+        b_keep = tl.exp2(b_m - b_base)
+        b_z = b_z * b_keep + tl.sum(b_p, 1)
+        b_o = tl.dot(b_p.to(DOT), b_k, b_o * b_keep[:, None], input_precision="ieee")
+        b_m = b_top
+
+    if SPLIT:
+        o_part = (i_t * H + o_h) * splits + i_s
+        b_z = tl.where(b_z == 0, 1.0, b_z)  # no key in these tiles: zeros, of weight 2^-inf
+        tl.store(part + o_part[:, None] * D + o_d[None, :], b_o / b_z[:, None], mask=m_o)
+        tl.store(lse + o_part, b_m + tl.log2(b_z), mask=o_h < H)
+    else:
+        b_sink = tl.load(sink + o_h, mask=o_h < H, other=0.0).to(tl.float32) * _LOG2_E
+        b_top = tl.maximum(b_m, b_sink)
+        b_keep = tl.exp2(b_m - b_top)
+        b_o = b_o * (b_keep / (b_z * b_keep + tl.exp2(b_sink - b_top)))[:, None]
+        b_o = derotate_tile(b_o, cos + i_t * (ROPE // 2), sin + i_t * (ROPE // 2), D, ROPE)
+        tl.store(p_out, b_o.to(out.dtype.element_ty), mask=m_o)
+
+
+@triton.jit(do_not_specialize=["H", "splits"])
+def join_sparse_kernel(
+    part,  # [T, H, splits, D] f32
+    lse,  # [T, H, splits] f32
+    rows,  # [B]
+    slots,  # [B]
+    owner,  # [T]
+    sink,  # [H]
+    cos,  # [T, ROPE / 2]
+    sin,
+    out,  # [T, H, D]
+    H,
+    splits,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    ROPE: tl.constexpr,
+    BS: tl.constexpr,  # splits read at once
+):
+    i_row = tl.program_id(0).to(tl.int64)
+    i_t, i_h = i_row // H, i_row % H
+    o_d = tl.arange(0, BD)
+    p_out = out + i_row * D + o_d[None, :]
+    i_b = tl.load(owner + i_t)
+    if (tl.load(slots + i_b) < 0) | (tl.load(rows + i_b) < 0):
+        tl.store(p_out, tl.zeros([1, BD], out.dtype.element_ty), mask=(o_d < D)[None, :])
+        return
+    b_m = tl.load(sink + i_h).to(tl.float32) * _LOG2_E
+    b_z = tl.full([], 1.0, tl.float32)  # the sink, which has no value
+    b_o = tl.zeros([BD], tl.float32)
+    for i_s in tl.range(0, splits, BS):
+        o_s = i_row * splits + i_s + tl.arange(0, BS)
+        b_lse = tl.load(lse + o_s, mask=i_s + tl.arange(0, BS) < splits, other=float("-inf"))
+        b_top = tl.maximum(b_m, tl.max(b_lse, 0))
+        b_base = tl.where(b_top == float("-inf"), 0.0, b_top)  # a sink of -inf, and no split yet
+        b_keep = tl.exp2(b_m - b_base)
+        b_w = tl.exp2(b_lse - b_base)
+        m_s = (b_lse != float("-inf"))[:, None] & (o_d < D)[None, :]
+        b_part = tl.load(part + o_s[:, None] * D + o_d[None, :], mask=m_s, other=0.0)
+        b_z = b_z * b_keep + tl.sum(b_w, 0)
+        b_o = b_o * b_keep + tl.sum(b_w[:, None] * b_part, 0)
+        b_m = b_top
+    b_o = derotate_tile((b_o / b_z)[None, :], cos + i_t * (ROPE // 2), sin + i_t * (ROPE // 2), D, ROPE)
+    tl.store(p_out, b_o.to(out.dtype.element_ty), mask=(o_d < D)[None, :])
