@@ -28,7 +28,7 @@ BASE: dict[str, Any] = dict(
     head_dim=32, q_lora_rank=24, num_experts_per_tok=2, n_routed_experts=4, partial_rotary_factor=8 / 32, o_groups=2,
     o_lora_rank=16, index_n_heads=24, index_head_dim=16, index_topk=8, sliding_window=128,
     layer_types=[TYPES[r] for r in RATIOS], num_hash_layers=2, hc_sinkhorn_iters=4, rope_scaling=YARN,
-    max_position_embeddings=1048576, bos_token_id=0, eos_token_id=None, pad_token_id=None,
+    swiglu_limit=0.6, max_position_embeddings=1048576, bos_token_id=0, eos_token_id=None, pad_token_id=None,
 )  # fmt: skip
 # all edges come early: a window of 8, HCA entries of 16 tokens, 3 entries picked
 MINI_RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16}
@@ -36,6 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "select": BASE,
     "all": {**BASE, "index_topk": 512},  # more than there are entries: nothing is left out
     "mini": {**BASE, "sliding_window": 8, "compress_rates": MINI_RATES, "index_topk": 3},
+    "hashed": {**BASE, "num_hash_layers": len(RATIOS)},
 }
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache import CompressedHandle, CompressedSpec, ForwardStep, KVCacheManager, compressed_schema
+from hybridkv.kernels.gather import flat_entries
+from hybridkv.kernels.page_format import load_entries_ref
 from v4_stream import EPS, CompressorWeights, LayerWeights, normed, rotate
 
 WRONG = {  # -> the kinds of layer it makes a difference to
@@ -26,6 +28,20 @@ WRONG = {  # -> the kinds of layer it makes a difference to
     "turned on instead of back": ("window", "csa", "hca"),
 }
 LAYER = 3  # of five; the first CSA and the first HCA layer are others
+
+
+def stored_vectors(handle: CompressedHandle, T: int) -> dict[str, Tensor]:
+    """What the cache holds of the one request of a step: T window rows (its ring has as many), entries, index keys."""
+    rows = load_entries_ref(handle.state["window"], handle.schema.entries, handle.index.slots[0] * T + torch.arange(T))
+    found = {"rows": rows}
+    if handle.schema.ratio:
+        found["entries"] = handle.gather_all_compressed_kv(torch.float32)[0]
+    if handle.schema.index is not None:
+        view = handle.read_indexer_view()
+        number = torch.arange(int(view.lengths[0]))
+        flat = flat_entries(view.table, view.slots.expand(len(number)), number, view.pages.shape[1])
+        found["keys"] = load_entries_ref(view.pages, view.format, flat)
+    return found
 
 
 class CachedLayer:
@@ -75,20 +91,20 @@ class CachedLayer:
         return torch.cat([self.step({request: part})[request] for part in x.split(chunks)])
 
     def forward(self, handle: CompressedHandle, step: ForwardStep, x: Tensor) -> Tensor:
-        w, s, handle_attends_first = self.w, self.w.shape, self.wrong == "read before the flush"
+        w, s, read_first = self.w, self.w.shape, self.wrong == "read before the flush"
         assert step.index is not None
         angle = step.index.positions.float()[:, None] * self.turns  # [T, r/2]
         angles = angle.cos(), angle.sin()
         low = normed(x @ w.q_down.T, w.q_norm)
         q = rotate(normed((low @ w.q_up.T).view(-1, s.heads, s.head_dim)), angle[:, None])
         handle.write_swa(x @ w.kv.T, w.kv_norm, EPS, angles)
-        if not handle_attends_first:
+        if not read_first:
             self.flush(handle, step, x)
         chosen = self.choose(handle, step, x, low, angle)
         sink = torch.full_like(w.sink, -math.inf) if self.wrong == "no sink" else w.sink
         back = (angles[0], -angles[1]) if self.wrong == "turned on instead of back" else angles
         out = handle.attend(q, sink, s.head_dim**-0.5, back, chosen)
-        if handle_attends_first:
+        if read_first:
             self.flush(handle, step, x)
         return out
 

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 Round = Callable[[Tensor], Tensor]
+# the largest distance of neighbours, over the largest value of a group; scales that are powers of two leave up to half
+# of the codes unused
+STEP = {"f32": 0.0, "bf16": 2**-7, "fp8": 32 / 224, "fp8_entry": 32 / 448, "mxfp4": 2 / 3, "nvfp4": 2 / 5}
 
 # code 8 e + m: subnormals m 2^-9, then (8 + m) 2^(e - 10); code 127 is NaN
 E4M3 = np.array([m * 2.0**-9 if e == 0 else (8 + m) * 2.0 ** (e - 10) for e in range(16) for m in range(8)][:127])
@@ -120,3 +123,14 @@ def key_rounding(name: str) -> Round:
 def query_rounding(name: str) -> Round:
     """Of index queries: where keys are transformed, queries are, and rounded like them."""
     return key_rounding(name) if name == "mxfp4" else unchanged
+
+
+def count_flips(name: str, want: Tensor, held: Tensor, noise: float) -> int:
+    """Values that a rounding of almost the same number sent to a neighbouring code; any farther is an error.
+
+    `noise`: what may differ without a flip, of the largest value: a scale of f32 has its own last bit.
+    """
+    assert want.shape == held.shape
+    largest, away = want.abs().amax(-1, keepdim=True), (want - held).abs()
+    assert (away <= STEP[name] * largest).all()
+    return int((away > noise * largest).sum())

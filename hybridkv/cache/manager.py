@@ -193,6 +193,10 @@ class KVCacheManager:
         singles = counts.count(1)
         if counts[:singles] != [1] * singles:
             raise ValueError("requests with one token come first in a step")
+        if rows is not None and (rows < len(plan) or singles < len(plan) or not self.schema.compressed):
+            raise ValueError(
+                f"{len(plan)} requests, {singles} of them with one token, do not make a step of {rows} rows"
+            )
         for slot, tokens in zip(slots, counts, strict=True):
             if self.positions[slot] + tokens > self.max_tokens:
                 raise RequestError(
@@ -221,8 +225,6 @@ class KVCacheManager:
         begins = self.positions[slots]
         if rows is not None:
             spare = rows - len(slots)
-            if spare < 0 or singles < len(slots):
-                raise ValueError(f"{len(slots)} requests, {singles} of them with one token, do not make {rows} rows")
             slots = np.concatenate((slots, np.full(spare, -1)))
             begins, counts = np.append(begins, np.zeros(spare, np.int64)), np.append(counts, np.ones(spare, np.int64))
             singles = rows

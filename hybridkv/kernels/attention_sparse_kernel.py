@@ -241,10 +241,9 @@ def join_sparse_kernel(
     for i_s in tl.range(0, splits, BS):
         o_s = i_row * splits + i_s + tl.arange(0, BS)
         b_lse = tl.load(lse + o_s, mask=i_s + tl.arange(0, BS) < splits, other=float("-inf"))
-        b_top = tl.maximum(b_m, tl.max(b_lse, 0))
-        b_base = tl.where(b_top == float("-inf"), 0.0, b_top)  # a sink of -inf, and no split yet
-        b_keep = tl.exp2(b_m - b_base)
-        b_w = tl.exp2(b_lse - b_base)
+        b_top = tl.maximum(b_m, tl.max(b_lse, 0))  # the first split has the token's own row: not -inf
+        b_keep = tl.exp2(b_m - b_top)
+        b_w = tl.exp2(b_lse - b_top)
         m_s = (b_lse != float("-inf"))[:, None] & (o_d < D)[None, :]
         b_part = tl.load(part + o_s[:, None] * D + o_d[None, :], mask=m_s, other=0.0)
         b_z = b_z * b_keep + tl.sum(b_w, 0)

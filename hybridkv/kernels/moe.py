@@ -99,6 +99,7 @@ def route_kernel(
     experts,  # [T, K + 1]
     E,
     scaling,
+    stride_table,
     K: tl.constexpr,
     BIAS: tl.constexpr,
     HASH: tl.constexpr,
@@ -110,7 +111,7 @@ def route_kernel(
     o_k = tl.arange(0, BK)
     m_k = o_k < K
     if HASH:
-        b_expert = tl.load(table + tl.load(tokens + i_t) * K + o_k, mask=m_k, other=0).to(tl.int32)
+        b_expert = tl.load(table + tl.load(tokens + i_t) * stride_table + o_k, mask=m_k, other=0).to(tl.int32)
     else:
         o_e = tl.arange(0, BE)
         m_e = o_e < E
@@ -257,6 +258,7 @@ def route_triton(logits: Tensor, tokens: Tensor, router: Router) -> tuple[Tensor
         route_kernel[(T,)](
             logits.contiguous(), tokens, logits if router.bias is None else router.bias,
             tokens if router.table is None else router.table, weights, experts, E, router.scaling,
+            0 if router.table is None else router.table.stride(0),
             K=K, BIAS=router.bias is not None, HASH=router.table is not None, RENORMALISE=router.renormalise,
             BE=triton.next_power_of_2(E), BK=triton.next_power_of_2(K + 1), num_warps=4,
         )  # fmt: skip

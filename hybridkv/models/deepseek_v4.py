@@ -31,7 +31,7 @@ from hybridkv.kernels.norm_rope import norm_rope
 from hybridkv.kernels.rope import rope_angles
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.deepseek_config import DeepseekV4Config
-from hybridkv.models.layers import _collect
+from hybridkv.models.layers import weight_bytes
 from hybridkv.models.loader import Loader
 
 Angles = tuple[Tensor, Tensor]  # cos, sin [T, rope / 2] f32
@@ -231,10 +231,7 @@ class DeepseekV4:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights, each counted once."""
-        seen: dict[int, int] = {}
-        _collect(self, seen)
-        return sum(seen.values())
+        return weight_bytes(self)
 
 
 def load(config: ModelConfig, loader: Loader) -> DeepseekV4:

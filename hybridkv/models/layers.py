@@ -110,10 +110,14 @@ class Decoder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights, each counted once."""
-        seen: dict[int, int] = {}
-        _collect(self, seen)
-        return sum(seen.values())
+        return weight_bytes(self)
+
+
+def weight_bytes(part: object) -> int:
+    """Bytes of all weights of a model, each counted once."""
+    seen: dict[int, int] = {}
+    _collect(part, seen)
+    return sum(seen.values())
 
 
 def _collect(part: object, seen: dict[int, int]) -> None:

@@ -15,20 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridkv.kernels.gather import flat_entries
-from hybridkv.kernels.page_format import load_entries_ref
 from numerics import assert_close_rms, logit_gap, rel_rms
-from v4_layer import CachedLayer
+from v4_layer import CachedLayer, stored_vectors
+from v4_rounding import count_flips
 from v4_stream import LayerWeights, Rounding, Shape, StreamLayer, random_weights
 
 T, FLOAT32, FLIPS = 200, 4e-6, 5e-4
 SHAPE = Shape(topk=8, hca_ratio=32)
 FORMATS = (("bf16", "bf16"), ("fp8", "mxfp4"), ("fp8_entry", "nvfp4"), ("fp8", "fp8"))
 KINDS = ("window", "csa", "hca")
-# the largest distance of neighbours, over the largest value of a group; scales that are powers of two leave up to half
-# of the codes unused
-STEP = {"bf16": 2**-7, "fp8": 32 / 224, "fp8_entry": 32 / 448, "mxfp4": 2 / 3, "nvfp4": 2 / 5}
-# relative RMS of a stored vector, from uniform errors within a step: E4M3 at most 2^-4 / sqrt(3), BF16 2^-9 / sqrt(3)
+# relative RMS of a stored vector, from uniform errors within a step: E4M3 at most 2^-4 / sqrt(3), BF16 2^-8 / sqrt(3)
 ROW_ERROR = {"bf16": 0.0023, "fp8": 0.036, "fp8_entry": 0.036}
 # the same of a sum of products; E2M1 2^-2 / sqrt(3), and in mxfp4 queries are rounded too
 SCORE_ERROR = {"bf16": 0.0023, "fp8": 0.036, "mxfp4": 0.21, "nvfp4": 0.145}
@@ -56,18 +52,8 @@ class Stored:
             for i in range(len(x) if layer.w.ratio else 0):
                 seen = range((len(self.chosen) + 1) // layer.w.ratio)
                 self.chosen.append([j for j in (seen if layer.chosen is None else layer.chosen[i].tolist()) if j >= 0])
-        self.out, handle = torch.cat(parts), layer.handle
-        assert handle is not None and handle.schema.entries.name == kv
-        self.rows = load_entries_ref(handle.state["window"], handle.schema.entries, torch.arange(T))
-        self.entries = self.keys = torch.empty(0)
-        if kind == "window":
-            return
-        self.entries = handle.gather_all_compressed_kv(torch.float32)[0]
-        if handle.schema.index is not None:
-            view, pages = handle.read_indexer_view(), handle.paged["index"]
-            number = torch.arange(int(view.lengths[0]))
-            flat = flat_entries(view.table, view.slots.expand(len(number)), number, pages.shape[1])
-            self.keys = load_entries_ref(pages, handle.schema.index, flat)
+        assert layer.handle is not None and layer.handle.schema.entries.name == kv
+        self.out, self.vectors = torch.cat(parts), stored_vectors(layer.handle, T)
 
 
 @cache
@@ -81,18 +67,19 @@ def rounded(kind: str, kv: str, index: str) -> tuple[StreamLayer, Tensor]:
     return stream, stream.run(tokens())
 
 
-def same_but_flips(name: str, ref: list[Tensor], got: Tensor) -> None:
-    want = torch.stack(ref)
-    assert want.shape == got.shape
-    largest, away = want.abs().amax(-1, keepdim=True), (want - got).abs()
-    flipped = int((away > 1e-6 * largest).sum())  # 1e-6: scales of f32 may differ in their last bit
-    assert flipped <= 3 + FLIPS * want.numel()
-    assert (away <= STEP[name] * largest).all()
+def vectors_of(stream: StreamLayer) -> dict[str, Tensor]:
+    found = {"rows": torch.stack(stream.rows)}
+    for name, compressor in (("entries", stream.main), ("keys", stream.index)):
+        if compressor is not None:
+            found[name] = torch.stack(compressor.entries)
+    return found
 
 
 def replayed(ours: Stored, index: str) -> Rounding:
     """Storage that ignores what it is given and holds our vectors."""
-    rows, entries, keys = (iter(x.double()) for x in (ours.rows, ours.entries, ours.keys))
+    rows, entries, keys = (
+        iter(ours.vectors.get(name, torch.empty(0)).double()) for name in ("rows", "entries", "keys")
+    )
     queries = Rounding.of("f32", index, SHAPE.rope).queries
     return Rounding(lambda _: next(rows), lambda _: next(entries), lambda _: next(keys), queries)
 
@@ -100,12 +87,11 @@ def replayed(ours: Stored, index: str) -> Rounding:
 @pytest.mark.parametrize(("kv", "index"), FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_pages_hold_what_an_independent_rounding_gives(kind: str, kv: str, index: str) -> None:
-    ours, (stream, _) = stored(kind, kv, index), rounded(kind, kv, index)
-    same_but_flips(kv, stream.rows, ours.rows)
-    if stream.main is not None:
-        same_but_flips(kv, stream.main.entries, ours.entries)
-    if stream.index is not None:
-        same_but_flips(index, stream.index.entries, ours.keys)
+    ours, want = stored(kind, kv, index).vectors, vectors_of(rounded(kind, kv, index)[0])
+    assert ours.keys() == want.keys()
+    for name, vectors in want.items():
+        flips = count_flips(index if name == "keys" else kv, vectors, ours[name], noise=1e-6)
+        assert flips <= 3 + FLIPS * vectors.numel()
 
 
 @pytest.mark.parametrize(("kv", "index"), FORMATS)
@@ -127,11 +113,9 @@ def test_rounding_costs_what_the_format_says(kind: str, kv: str) -> None:
     """Index keys stay f32: both read the same entries. Keys and values are off by the format's error each."""
     exact, ours = StreamLayer(weights(kind)), stored(kind, kv, "f32")
     out, bound = exact.run(tokens()), ROW_ERROR[kv]
-    vectors = [(exact.rows, ours.rows)]
-    if exact.main is not None:
-        vectors.append((exact.main.entries, ours.entries))
-    for ref, got in vectors:
-        assert bound / 4 < rel_rms(torch.stack(ref), got) <= bound
+    for name, vectors in vectors_of(exact).items():
+        if name != "keys":
+            assert bound / 4 < rel_rms(vectors, ours.vectors[name]) <= bound
     assert bound / 4 < rel_rms(out, ours.out) <= 2 * bound
 
 

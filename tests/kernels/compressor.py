@@ -94,22 +94,32 @@ class Compressor:
 
 
 class Cache:
-    """Pages and state of some slots for one compressor. Everything nobody wrote is NaN, or random bytes."""
+    """Pages and state of some slots for one compressor. Everything nobody wrote is NaN, or random bytes.
+
+    Before the first page and the first slot lies one more, where place -1 and slot -1 would be: nothing changes there.
+    """
 
     def __init__(self, compressor: Compressor, fmt: PageFormat, slots: int, places: int, depth: int = 0) -> None:
         device, c = compressor.device, compressor.c
         self.compressor, self.fmt = compressor, fmt
         N = -(-places // P)
-        raw = torch.randint(0, 256, (N, P, fmt.nbytes), dtype=torch.uint8, device=device)
-        self.pages = raw.view(fmt.dtype)
+        raw = torch.randint(0, 256, (N + 1, P, fmt.nbytes), dtype=torch.uint8, device=device)
+        self.memory = [raw.view(fmt.dtype)]
         self.free = torch.randperm(N * P, device=device).tolist()
         self.places: dict[int, list[int]] = {}  # of a request's entries, in order
         if compressor.streams == 2:
-            shape = (slots, depth or 2 * compressor.ratio, 2 * c)
+            parts, shape = 2, (slots + 1, depth or 2 * compressor.ratio, 2 * c)
         else:
-            shape = (slots, depth or 1, c)
-        count = 2 if compressor.streams == 2 else 3
-        self.state = tuple(torch.full(shape, torch.nan, device=device) for _ in range(count))
+            parts, shape = 3, (slots + 1, depth or 1, c)
+        self.memory += [torch.full(shape, torch.nan, device=device) for _ in range(parts)]
+
+    @property
+    def pages(self) -> Tensor:
+        return self.memory[0][1:]
+
+    @property
+    def state(self) -> list[Tensor]:
+        return [x[1:] for x in self.memory[1:]]
 
     def place(self, key: int, entry: int) -> int:
         held = self.places.setdefault(key, [])
@@ -163,9 +173,9 @@ class Cache:
 
     def copy(self) -> "Cache":
         other = Cache.__new__(Cache)
-        other.compressor, other.fmt, other.pages = self.compressor, self.fmt, self.pages.clone()
+        other.compressor, other.fmt = self.compressor, self.fmt
+        other.memory = [x.clone() for x in self.memory]
         other.free, other.places = list(self.free), {k: list(v) for k, v in self.places.items()}
-        other.state = tuple(x.clone() for x in self.state)
         return other
 
 

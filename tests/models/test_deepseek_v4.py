@@ -15,9 +15,10 @@ from hybridkv import LLM, CacheConfig, SamplingParams
 from hybridkv.cache import CompressedHandle
 from hybridkv.kernels import flush_entry, window
 from hybridkv.kernels.page_format import PageFormat, entry_format, fake_quantise, index_format, store_entries_ref
+from hybridkv.models.deepseek_v4 import cache_schema
 from numerics import assert_same_bytes, logit_gap, rel_rms
 
-KINDS = tuple(tiny_v4.KINDS)
+KINDS = ("select", "all", "mini")
 # around the edges of CSA entries (4), of the window, of HCA entries and of pages (128)
 LENGTHS = (1, 3, 4, 5, 8, 63, 127, 128, 129, 131, 255, 256, 257, 300, 700)
 BOUND = 5e-5  # of the logits' scale: f32 noise of six layers is a few 1e-6
@@ -77,8 +78,15 @@ def test_a_whole_prompt(kind: str, length: int, oracle: Callable, open_v4: Calla
     check(f"{kind}, {length} tokens at once", oracle(kind).logits[:length], got)
 
 
-@pytest.mark.parametrize(("chunk", "length"), ((1, 37), (3, 134), (50, 300), (128, 700)))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "chunk", "length"),
+    (
+        ("mini", 1, 37),
+        ("mini", 3, 70),
+        ("select", 3, 134),
+        *((kind, c, n) for kind in KINDS for c, n in ((50, 300), (128, 700))),
+    ),
+)
 def test_a_prompt_in_chunks(kind: str, chunk: int, length: int, oracle: Callable, open_v4: Callable) -> None:
     got = open_v4(kind).logits(oracle(kind).ids[:length], chunk=chunk)
     check(f"{kind}, {length} tokens in chunks of {chunk}", oracle(kind).logits[:length], got)
@@ -131,8 +139,9 @@ def test_requests_at_different_positions_do_not_meet(kind: str, oracle: Callable
         check(f"request {name}", refs[name][: len(got)], got)
 
 
-def test_only_the_rows_that_are_asked_for(oracle: Callable, open_v4: Callable) -> None:
-    llm, ids = open_v4("mini"), oracle("mini").ids[:40]
+@pytest.mark.parametrize("kind", ("mini", "hashed"))
+def test_only_the_rows_that_are_asked_for(kind: str, oracle: Callable, open_v4: Callable) -> None:
+    llm, ids = open_v4(kind), oracle(kind).ids[:40]
     manager, runner = llm.engine.manager, llm.engine.runner
     manager.admit_request("a")
     try:
@@ -140,7 +149,7 @@ def test_only_the_rows_that_are_asked_for(oracle: Callable, open_v4: Callable) -
             step = manager.prepare_forward([("a", 40)])  # not committed: the same tokens again
             got = runner.forward(runner.inputs([ids], [0], rows, step))
             assert got.shape == (len(rows), tiny_v4.VOCAB) and got.dtype == torch.float32
-        check("two rows", oracle("mini").logits[[39, 0]], got)
+        check("two rows", oracle(kind).logits[[39, 0]], got)
     finally:
         manager.release_request("a")
 
@@ -202,6 +211,27 @@ def test_the_oracle_depends_on_every_kind_of_tensor(tensor: str, oracle: Callabl
     finally:
         model.load_state_dict(before, strict=False)
     assert changed and gap > 20 * BOUND, f"{changed} tensors changed, and the logits by {gap:.1e}"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv", "index", "want"),
+    (
+        ("float32", "auto", "auto", ("f32", "f32")),
+        ("bfloat16", "auto", "auto", ("bf16", "bf16")),
+        ("bfloat16", "fp8", "auto", ("fp8", "mxfp4")),
+        ("bfloat16", "f32", "nvfp4", ("f32", "nvfp4")),
+    ),
+)
+def test_formats_of_entries_and_index_keys(
+    dtype: str, kv: str, index: str, want: tuple[str, str], open_v4: Callable
+) -> None:
+    config = open_v4("mini").config
+    schema = cache_schema(config, CacheConfig(kv_dtype=kv, index_dtype=index), getattr(torch, dtype))
+    layers = {layer.kind: layer for layer in schema.compressed}
+    assert [layer.kind for layer in schema.compressed] == list(config.v4.kinds)
+    assert {layer.entries.name for layer in layers.values()} == {want[0]}
+    assert layers["csa"].index.name == want[1] and layers["hca"].index is None
+    assert (layers["csa"].ratio, layers["hca"].ratio, layers["window"].window) == (4, 16, 8)
 
 
 def test_all_weights_are_held_once(oracle: Callable, open_v4: Callable) -> None:
