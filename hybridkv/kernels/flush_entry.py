@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.kernels.backend import tl, triton
-from hybridkv.kernels.norm_rope import norm_rope_ref
+from hybridkv.kernels.norm_rope import norm_rope_ref, turn_tile
 from hybridkv.kernels.page_format import PageFormat, store_entries_ref, store_tile
 
 
@@ -41,11 +41,8 @@ def store_pooled(
     o_c = tl.arange(0, BC)
     b_scale = tl.rsqrt(tl.sum(b_x * b_x, 0) / C + eps)
     b_x = b_x * b_scale * tl.load(weight + o_c, mask=o_c < C, other=0.0)
-    o_pair = tl.arange(0, BC // 2) - (C - TURNED) // 2
-    m_pair = (o_pair >= 0) & (o_pair < TURNED // 2)
-    b_cos = tl.load(cos + i_t * stride_cos + o_pair, mask=m_pair, other=1.0)
-    b_sin = tl.load(sin + i_t * stride_sin + o_pair, mask=m_pair, other=0.0)
-    b_a, b_b = tl.split(tl.reshape(b_x, [BC // 2, 2]))
-    b_x = tl.reshape(tl.join(b_a * b_cos - b_b * b_sin, b_b * b_cos + b_a * b_sin), [1, BC])
     o_e = i_e + tl.zeros([1], tl.int64)
+    o_t = i_t + tl.zeros([1, 1], tl.int64)
+    b_x = tl.reshape(b_x, [1, BC])
+    b_x = turn_tile(b_x, cos + o_t * stride_cos, sin + o_t * stride_sin, o_t >= 0, C, TURNED // 2)
     store_tile(pages, o_e, o_e >= 0, o_c, b_x, P, C, ROPE, FORMAT)

@@ -35,6 +35,19 @@ def norm_rope_ref(
     return torch.cat((still, turned), -1).to(dtype)
 
 
+@triton.jit
+def turn_tile(b_x, p_cos, p_sin, m_row, D, R):
+    """b_x [rows, columns], the last 2 R of its D channels turned by angles [R] at p_cos, p_sin ([rows, 1] pointers)."""
+    BC: tl.constexpr = b_x.shape[1] // 2
+    o_r = (tl.arange(0, BC) - (D // 2 - R))[None, :]
+    m_r = (o_r >= 0) & (o_r < R)
+    b_cos = tl.load(p_cos + o_r, mask=m_row & m_r, other=1.0)
+    b_sin = tl.load(p_sin + o_r, mask=m_row & m_r, other=0.0)
+    b_a, b_b = tl.split(tl.reshape(b_x, [b_x.shape[0], BC, 2]))
+    b_to_a, b_to_b = b_a * b_cos - b_b * b_sin, b_b * b_cos + b_a * b_sin
+    return tl.interleave(tl.where(m_r, b_to_a, b_a), tl.where(m_r, b_to_b, b_b))  # infinity x 0 would be NaN
+
+
 @triton.jit(do_not_specialize=["N"])
 def norm_rope_kernel(
     x,  # [T, H, D], rows of a token stride_t apart
@@ -55,7 +68,7 @@ def norm_rope_kernel(
     BC: tl.constexpr,  # pairs of channels
 ):
     o_n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
-    o_d, o_c = tl.arange(0, 2 * BC), tl.arange(0, BC)
+    o_d = tl.arange(0, 2 * BC)
     m_n = o_n < N
     m_x = m_n[:, None] & (o_d < D)[None, :]
     p_x = x + (o_n // H)[:, None] * stride_t + (o_n % H)[:, None] * D + o_d[None, :]
@@ -65,13 +78,8 @@ def norm_rope_kernel(
     if WEIGHT:
         b_x *= tl.load(weight + o_d, mask=o_d < D, other=0.0)[None, :]
     if ROPE:
-        o_r = o_c - (D // 2 - R)
-        m_r = m_n[:, None] & ((o_r >= 0) & (o_r < R))[None, :]
-        o_r = (o_n // H)[:, None] * R + o_r[None, :]
-        b_cos = tl.load(cos + o_r, mask=m_r, other=1.0)
-        b_sin = tl.load(sin + o_r, mask=m_r, other=0.0)
-        b_a, b_b = tl.split(tl.reshape(b_x, [BN, BC, 2]))
-        b_x = tl.interleave(b_a * b_cos - b_b * b_sin, b_a * b_sin + b_b * b_cos)
+        o_a = (o_n // H)[:, None] * R
+        b_x = turn_tile(b_x, cos + o_a, sin + o_a, m_n[:, None], D, R)
     tl.store(y + o_n[:, None] * D + o_d[None, :], b_x.to(y.dtype.element_ty), mask=m_x)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.kernels.backend import tl, triton, use_triton
-from hybridkv.kernels.norm_rope import norm_rope_ref
+from hybridkv.kernels.norm_rope import norm_rope_ref, turn_tile
 from hybridkv.kernels.page_format import PageFormat, store_entries_ref, store_rows
 from hybridkv.kernels.step_index import StepIndex
 
@@ -61,14 +61,7 @@ def append_window_kernel(
     b_norm = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(b_x * b_x, 1), D + 0.0) + eps))
     b_x = b_x * b_norm[:, None] * b_weight
     if ROPE > 0:
-        o_r = tl.arange(0, BD // 2) - (D - ROPE) // 2
-        m_r = (o_r >= 0) & (o_r < ROPE // 2)
-        m_a = m_t[:, None] & m_r
-        b_cos = tl.load(cos + o_t[:, None] * stride_ct + o_r, mask=m_a, other=1.0)
-        b_sin = tl.load(sin + o_t[:, None] * stride_st + o_r, mask=m_a, other=0.0)
-        b_even, b_odd = tl.split(tl.reshape(b_x, [BT, BD // 2, 2]))
-        b_to_even, b_to_odd = b_even * b_cos - b_odd * b_sin, b_odd * b_cos + b_even * b_sin
-        b_x = tl.interleave(tl.where(m_r, b_to_even, b_even), tl.where(m_r, b_to_odd, b_odd))  # infinity x 0 is NaN
+        b_x = turn_tile(b_x, cos + o_t[:, None] * stride_ct, sin + o_t[:, None] * stride_st, m_t[:, None], D, ROPE // 2)
     b_owner = tl.load(owner + o_t, mask=m_t, other=0)
     o_page = tl.load(rows + b_owner, mask=m_t, other=-1)
     b_end = tl.load(starts + b_owner + 1, mask=m_t, other=0)

@@ -1,10 +1,9 @@
 """The flush kernels on the GPU at DeepSeek-V4's widths: the reference's entries in every format, the same bits however
-a prompt is cut, one captured graph for all positions, pools past 2^31, and what a step costs.
+a prompt is cut, one captured graph for all positions, and pools past 2^31.
 """
 
 from collections.abc import Callable
 from dataclasses import fields
-from functools import partial
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ F32 = 2e-6  # f32 roundings, and exponentials that are off by 2^-22
 # where the reference's number and the kernel's, 1e-7 apart, lie on two sides of a rounding: few places, a step each
 BOUND = {"f32": F32, "bf16": 1e-4, "fp8": 2e-3, "fp8_entry": 2e-3, "mxfp4": 5e-3, "nvfp4": 5e-3}
 KINDS = [(CSA, name) for name in FORMATS] + [(HCA, name) for name in FORMATS if not name.startswith("index")]
-DECODE_US = {CSA: 3 * 4.8, HCA: 3 * 12.8}  # of 64 requests that all complete an entry
 
 
 def compressor(streams: int, name: str) -> tuple[Compressor, PageFormat]:
@@ -142,44 +140,3 @@ def capture(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph):
         work()
     return graph
-
-
-def microseconds(work: Callable[[], None], times: int = 20) -> float:
-    """Of one run inside a graph of many, the best of ten."""
-
-    def repeated() -> None:
-        for _ in range(times):
-            work()
-
-    graph = capture(repeated)
-    best = float("inf")
-    for _ in range(10):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        best = min(best, begin.elapsed_time(end) * 1000 / times)
-    return best
-
-
-@pytest.mark.parametrize(("streams", "name"), ((CSA, "fp8"), (CSA, "index mxfp4"), (HCA, "fp8")))
-def test_what_a_step_costs(streams: int, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    x, fmt = compressor(streams, name)
-    m = x.ratio
-    said = [f"{'CSA' if streams == CSA else 'HCA'} {name}:"]
-    for requests, begin, count in ((64, 8 * m - 1, 1), (1, 0, 4096), (1, 64, 4096)):
-        cache = Cache(x, fmt, requests, 4096)
-        for slot in range(requests):
-            if begin:
-                cache.request("public", *x.rows(begin), slot, [begin], key=slot)
-        index = StepIndex.make([*range(requests)], [begin] * requests, [count] * requests, "cuda")
-        p, z = x.rows(len(index.owner))
-        places, angles = cache.entry_index(index, [*range(requests)]), x.angles(index.positions)
-        flush = microseconds(partial(cache.flush, "public", p, z, index, places, angles))
-        save = microseconds(partial(cache.save, "public", p, z, index))
-        said.append(f"{requests} x {count} from {begin}: flush {flush:.1f} us, save {save:.1f} us;")
-        if count == 1:
-            assert flush < DECODE_US[streams], said
-    with capsys.disabled():
-        print("\n" + " ".join(said))
