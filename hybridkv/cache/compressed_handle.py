@@ -14,8 +14,10 @@ the rows before the chunk and the chunk's own, in a ring that holds them all.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,6 +69,17 @@ class PagedView:
     lengths: Tensor  # [B] entries of each once the step has run
 
 
+def wide_pages(entries: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Pages of WIDE_PAGE rows for requests of so many entries: whose each is, its number there, and the table."""
+    counts = [-(-n // WIDE_PAGE) for n in entries]
+    owner = np.repeat(np.arange(len(counts)), counts)
+    table = np.full((len(counts), max(1, *counts)), -1, np.int32)
+    starts = np.cumsum([0, *counts[:-1]])
+    for i, (start, n) in enumerate(zip(starts, counts, strict=True)):
+        table[i, :n] = np.arange(start, start + n)
+    return torch.from_numpy(owner), torch.from_numpy(np.arange(len(owner)) - starts[owner]), torch.from_numpy(table)
+
+
 class CompressedHandle(LayerHandle):
     def __init__(
         self,
@@ -74,8 +87,10 @@ class CompressedHandle(LayerHandle):
         layer: CompressedLayer,
         paged: dict[str, Tensor],  # [N, P, width]
         state: dict[str, Tensor],  # [slots, ...]
+        runs: Callable[[], None],  # told before anything is written
     ) -> None:
         super().__init__(step, None, slice(0), paged, state)
+        self.runs = runs
         assert step.index is not None and step.chunks is not None and step.entries is not None
         self.schema = layer
         self.index: StepIndex = step.index
@@ -95,6 +110,7 @@ class CompressedHandle(LayerHandle):
 
     def write_swa(self, x: Tensor, weight: Tensor, eps: float, angles: Angles) -> None:
         """Norm, rotate and store the window rows x [T, head_dim] of this step's tokens."""
+        self.runs()
         fmt, n, ring = self.schema.entries, self.step.singles, self.state["window"]
         if n < len(self.step.slots):
             before = self.schema.window - 1
@@ -240,22 +256,32 @@ class CompressedHandle(LayerHandle):
         ring, fmt, index = self.workspace, self.schema.entries, self.chunks
         assert ring is not None
         rows = torch.arange(len(ring), device=ring.device)
-        if fmt.plain:
+        if fmt.plain or self._reads_little(chosen):
             return ring, fmt, rows, index, self._sources(chosen)
         wide = entry_format("f32" if dtype == torch.float32 else "bf16", fmt.dim, fmt.rope)
         every = torch.arange(ring.shape[0] * ring.shape[1], device=ring.device).view(ring.shape[:2])
         found = None
         if self.entry_view is not None:
-            each = -(-max(1, self.entry_view.most) // WIDE_PAGE)  # pages of a request
+            owner, number, table = (x.to(ring.device) for x in wide_pages(self._chunk_entries()))
+            entry = number[:, None] * WIDE_PAGE + torch.arange(WIDE_PAGE, device=ring.device)
             lengths = (index.begins + index.starts.diff()) // self.schema.ratio
-            entry = torch.arange(each * WIDE_PAGE, device=ring.device)
-            entry = torch.where(entry < lengths[:, None], entry, -1)
+            entry = torch.where(entry < lengths[owner, None], entry, -1)
             stored = self.paged["entries"]
-            flat = flat_entries(self.entry_view.table, index.slots[:, None], entry, stored.shape[1])
-            pages = gather_entries(stored, fmt, flat.view(-1, WIDE_PAGE), wide.dtype)
-            table = torch.arange(len(pages), dtype=torch.int32, device=ring.device).view(-1, each)
-            found = Entries(pages, table, self.schema.ratio, chosen)
+            flat = flat_entries(self.entry_view.table, index.slots[owner, None], entry, stored.shape[1])
+            found = Entries(gather_entries(stored, fmt, flat, wide.dtype), table, self.schema.ratio, chosen)
         return gather_entries(ring, fmt, every, wide.dtype), wide, rows, replace(index, slots=rows), found
+
+    def _chunk_entries(self) -> list[int]:
+        """Entries of each prompt chunk's request once the step has run."""
+        n, step = self.step.singles, self.step
+        ends = [
+            begin + b - a for begin, a, b in zip(step.begins[n:], step.starts[n:-1], step.starts[n + 1 :], strict=True)
+        ]
+        return [end // self.schema.ratio for end in ends]
+
+    def _reads_little(self, chosen: Tensor | None) -> bool:
+        """Whether the chunks read fewer entries than there are: a short question after a long text."""
+        return chosen is not None and chosen.numel() < sum(self._chunk_entries())
 
     def _sources(self, chosen: Tensor | None) -> Entries | None:
         if self.entry_view is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -202,6 +203,12 @@ class KVCacheManager:
                 raise RequestError(
                     f"{self.positions[slot]} + {tokens} tokens do not fit a context of {self.max_tokens} tokens"
                 )
+            ahead = self.reached[slot] - self.positions[slot] if self.positions[slot] else 0  # before 0 nothing is read
+            if self.schema.compressed and ahead > self.schema.rewind:
+                raise RequestError(
+                    f"a step ran to position {self.reached[slot]} and was not committed: the state of position "
+                    f"{self.positions[slot]} is gone; release the request and compute it again"
+                )
         jobs = [
             (table, slot, *table.grow(slot, int(self.positions[slot]), tokens))
             for table in self.tables.values()
@@ -237,6 +244,12 @@ class KVCacheManager:
         plans = [replace(t.entry_plan(*none), most=t.schema.entries(self.max_tokens)) for t in self.tables.values()]
         return compressed_step(*none, rows, plans, self.device)
 
+    def begin(self, step: ForwardStep) -> None:
+        """The step runs: state will have seen its tokens, committed or not."""
+        slots, ends = np.array(step.slots), np.array(step.begins) + np.diff(step.starts)
+        real = slots >= 0
+        self.reached[slots[real]] = np.maximum(self.reached[slots[real]], ends[real])
+
     def acquire(self, step: ForwardStep) -> dict[int, LayerHandle]:
         """A handle for every layer that stores anything. Allocates nothing."""
         handles: dict[int, LayerHandle] = {}
@@ -244,7 +257,9 @@ class KVCacheManager:
             for layer, declared in enumerate(self.schema.compressed):
                 table = self.tables.get(declared.kind)
                 pages = table.pool.lane(table.schema.place(layer)[0]) if table is not None else {}
-                handles[layer] = CompressedHandle(step, declared, pages, self.state.layer(layer))
+                handles[layer] = CompressedHandle(
+                    step, declared, pages, self.state.layer(layer), partial(self.begin, step)
+                )
             return handles
         for table in self.tables.values():
             for layer in table.schema.layers:

@@ -228,11 +228,10 @@ class Engine:
         stats: dict[str, float] = {"preemptions": request.preemptions, "cached_tokens": request.cached_tokens}
         if request.key in self.manager.slot_of:
             position = self.manager.position(request.key)
-            tokens = {name: t.schema.tokens_per_entry for name, t in self.manager.tables.items()}
-            rows = self.manager.lengths(request.key).items()
-            lengths = [n * tokens[name] for name, row in rows for n in row.tolist()]
+            lengths = [n for row in self.manager.lengths(request.key).values() for n in row.tolist()]
+            kept = position if self.manager.schema.compressed else sum(lengths) / max(len(lengths), 1)
             stats |= {
-                "kept_tokens": sum(lengths) / max(len(lengths), 1),
+                "kept_tokens": kept,
                 "kv_bytes_full": self.manager.schema.kv_bytes(position),
                 "kv_bytes_kept": self.manager.held_bytes(request.key),
                 "state_bytes": self.manager.schema.slot_bytes,

@@ -7,18 +7,20 @@ no op reads or writes for.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hybridkv.cache import ForwardStep, KVCacheManager
+from hybridkv.kernels.backend import HAS_TRITON
 from hybridkv.models.layers import Model
 
 
 def can_capture(model: Model, manager: KVCacheManager) -> bool:
     """Whether a decode step has no host branch and no wait in it: so far, models with compressed attention."""
-    return manager.device.type == "cuda" and bool(manager.schema.compressed)
+    return HAS_TRITON and manager.device.type == "cuda" and bool(manager.schema.compressed)
 
 
 @dataclass(frozen=True)
@@ -39,23 +41,35 @@ class DecodeGraphs:
         if self.sizes[-1] < manager.slots:
             self.sizes.append(manager.slots)
         self.captured: dict[int, Captured] = {}
+        self.failed: set[int] = set()
         self.pool = torch.cuda.graph_pool_handle()
 
     def rows(self, requests: int) -> int:
         """Rows of the smallest graph that holds so many requests."""
         return next(size for size in self.sizes if size >= requests)
 
-    def fits(self, step: ForwardStep) -> bool:
-        return step.singles == len(step.slots) and len(step.slots) in self.sizes
+    def ready(self, step: ForwardStep) -> bool:
+        """Whether the step can be replayed. The first of its size is captured; if that fails, none ever is."""
+        rows = len(step.slots)
+        if step.singles < rows or rows not in self.sizes or rows in self.failed:
+            return False
+        if rows not in self.captured:
+            try:
+                with torch.cuda.device(self.manager.device):
+                    self.captured[rows] = self._capture(rows)
+            except RuntimeError as problem:  # no memory left, as a rule
+                self.failed.add(rows)
+                torch.cuda.empty_cache()
+                warnings.warn(f"decode steps of {rows} rows run without a CUDA graph: {problem}", stacklevel=2)
+                return False
+        return True
 
     @torch.inference_mode()
     def replay(self, tokens: Tensor, step: ForwardStep) -> Tensor:
         """Logits [B, vocab] of a step of one token a row; valid until the next replay of this size."""
-        rows = len(step.slots)
-        if rows not in self.captured:
-            self.captured[rows] = self._capture(rows)
-        found = self.captured[rows]
+        found = self.captured[len(step.slots)]
         assert step.packed is not None
+        self.manager.begin(step)
         found.tokens.copy_(tokens)
         found.packed.copy_(step.packed)
         found.graph.replay()

@@ -40,7 +40,7 @@ class Runner:
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Logits [S, vocab] f32. Pages and state of the step's requests are written."""
-        if self.graphs is not None and self.graphs.fits(inputs.step):
+        if self.graphs is not None and self.graphs.ready(inputs.step):
             return self.graphs.replay(inputs.tokens, inputs.step)[inputs.rows]
         handles = self.manager.acquire(inputs.step)
         return self.model.forward(inputs.tokens, inputs.positions, handles, inputs.rows)

@@ -4,8 +4,9 @@
 
 Keys come straight from their pages; a format that transforms its keys (mxfp4) does the same to the queries, which are
 then rounded as keys are. Products of bf16 queries with what bf16, FP8 and FP4 pages hold are exact on tensor cores,
-sums are f32; f32 queries or pages are multiplied in f32. The reference gives -inf for what a token does not see, the
-kernels leave it as it is. Rows that see `skip` entries or fewer are left out: there is nothing to choose.
+sums are f32; f32 queries or pages are multiplied in f32. A key's own scale is taken out of the products and given to
+its logit. The reference gives -inf for what a token does not see, the kernels leave it as it is. Rows that see `skip`
+entries or fewer are left out: there is nothing to choose.
 
 `decode_logits`: one token a program, its queries stay, its keys are dealt out in tiles over the programs of the token.
 `prefill_logits`: a tile of keys stays, and the tokens of a group that see it pass by, a few at a time.
@@ -22,18 +23,25 @@ from torch import Tensor
 
 from hybridkv.kernels.backend import tl, triton, use_triton
 from hybridkv.kernels.page_format import (
+    _FP8_INDEX,
+    _MXFP4,
     PageFormat,
+    _geometry,
+    _in_groups,
+    _scale_at,
+    _value_at,
     fake_quantise,
     load_entries_ref,
-    load_tile,
+    load_rows,
     mxfp4_round_tile,
 )
+from hybridkv.kernels.small_floats import e2m1_pairs_tile, e8m0_value_tile, largest_finite_tile, power_of_two_tile
 from hybridkv.kernels.step_index import StepIndex
 
 REF_PRODUCTS = 1 << 22  # of the reference at once
 PROGRAMS = 264  # that decoding is dealt out to, at least: two for each multiprocessor of an H200
-MOST_TILES = 16  # of a decoding program, so that one long request among short ones gets its share
-ROUND_ROWS = 16
+MOST_TILES = 32  # of a decoding program, so that one long request among short ones gets its share
+ROUND_ROWS = 4  # one a warp
 
 
 class IndexerShape(NamedTuple):
@@ -46,9 +54,10 @@ class IndexerShape(NamedTuple):
     stages: int
 
 
-DECODE = IndexerShape(128, 1, 0, 4, 3)
+DECODE = IndexerShape(128, 1, 0, 4, 5)
+DECODE_BF16 = IndexerShape(128, 1, 0, 4, 3)  # keys of twice the bytes and more: two programs still fit
 PREFILL = IndexerShape(256, 1, 64, 8, 3)
-SHAPES = (DECODE, PREFILL, IndexerShape(64, 2, 16, 4, 2))
+SHAPES = (DECODE, DECODE_BF16, PREFILL, IndexerShape(64, 2, 16, 4, 2))
 PLAIN_KEYS, PLAIN_DIMS = 64, 16  # of a tile, and at once
 
 
@@ -95,32 +104,87 @@ def round_queries_kernel(q, out, rows, stride_t, stride_h, H, D: tl.constexpr, B
 
 
 @triton.jit
-def load_keys(keys, p_table, o_n, n, o_d, P: tl.constexpr, D: tl.constexpr, FORMAT: tl.constexpr, DOT: tl.constexpr):
-    """Entries o_n [BN] of a request, channels o_d [BD] -> [BN, BD]; zeros from n on."""
-    b_page = tl.load(p_table + o_n // P, mask=o_n < n, other=-1).to(tl.int64)
-    return load_tile(keys, b_page * P + o_n % P, b_page >= 0, o_d, P, D, 0, FORMAT).to(DOT)
+def find_keys(p_table, begin, n, BN: tl.constexpr, P: tl.constexpr):
+    """Entries begin, begin + 1, ... of a request -> their page, row in it, and whether there is one; none from n on."""
+    o_n = begin + tl.arange(0, BN)
+    b_page = tl.load(p_table + o_n // P, mask=o_n < n, other=-1)
+    o_row = (tl.arange(0, BN) if BN % P == 0 else o_n) % P  # begin is a multiple of BN
+    return b_page.to(tl.int64), o_row, b_page >= 0
+
+
+@triton.jit
+def load_keys(
+    keys, p_table, begin, n,
+    BN: tl.constexpr, P: tl.constexpr, D: tl.constexpr, FORMAT: tl.constexpr, BD: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """BN entries of a request from `begin` on -> [BN, BD] and a factor of each [BN] f32, not negative,
+    which its logits get: after relu it is the same, and much less to multiply. Zeros from n on."""
+    o_page, o_row, m_n = find_keys(p_table, begin, n, BN, P)
+    o_d = tl.arange(0, BD)
+    if FORMAT == _FP8_INDEX:
+        o_value = _value_at(o_page, o_row, P, D, 4)
+        b_code = tl.load(keys + o_value[:, None] + o_d, mask=m_n[:, None] & (o_d < D), other=0)
+        b_k = b_code.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(DOT)
+        o_scale = _scale_at(o_page, o_row, P, D // 4, 1)
+        b_factor = tl.load(keys.to(tl.pointer_type(tl.float32)) + o_scale, mask=m_n, other=0.0)
+    elif FORMAT == _MXFP4:
+        SCALE: tl.constexpr = _geometry(FORMAT, D, 0)[1]
+        o_b = tl.arange(0, BD // 2)
+        o_value = _value_at(o_page, o_row, P, D // 2, SCALE)
+        b_x = e2m1_pairs_tile(tl.load(keys + o_value[:, None] + o_b, mask=m_n[:, None] & (o_b < D // 2), other=0))
+        b_groups = _in_groups(b_x, 32)
+        o_g = tl.arange(0, b_groups.shape[1])
+        o_scale = _scale_at(o_page, o_row, P, D // 2, SCALE)
+        b_scale = tl.load(keys + o_scale[:, None] + o_g, mask=m_n[:, None] & (o_g < SCALE), other=0).to(tl.int32)
+        b_most = tl.max(b_scale, 1)  # of a key: its factor
+        b_part = tl.maximum(b_scale - b_most[:, None] + 253, 0) << 23  # 2^126 and less, as bits of f32
+        b_part = b_part.to(tl.float32, bitcast=True).to(tl.bfloat16)
+        b_k = tl.reshape(b_groups * b_part[:, :, None], b_x.shape)
+        b_factor = e8m0_value_tile(b_most)
+    else:
+        b_k = load_rows(keys, o_page, o_row, m_n, o_d, P, D, 0, FORMAT).to(DOT)
+        b_factor = tl.full([BN], 1.0, tl.float32)
+    return b_k, b_factor
+
+
+@triton.jit
+def queries_in_f16(b_q, b_w):
+    """Queries [BH, BD] bf16 -> f16, each head times a power of two that its weight gives back.
+
+    The largest is near 2^15, so nothing of a head is lost but what is 2^-39 of it: far less than f32 sums lose.
+    """
+    b_q = b_q.to(tl.float32)
+    b_k = 142 - (largest_finite_tile(b_q, 1).to(tl.int32, bitcast=True) >> 23)
+    b_k = tl.minimum(tl.maximum(b_k, -126), 126)
+    return (b_q * power_of_two_tile(b_k)[:, None]).to(tl.float16), b_w * power_of_two_tile(-b_k)
 
 
 @triton.jit
 def load_queries(
     q, i_t, stop, o_d, stride_t, stride_h,
-    H: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, DOT: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
     """Queries [BT * BH, BD] of the tokens from i_t on; zeros from `stop` on."""
     o_m = tl.arange(0, BT * BH)
     o_t, o_h = (i_t + o_m // BH).to(tl.int64), o_m % BH
     m_q = ((o_t < stop) & (o_h < H))[:, None] & (o_d < D)
-    return tl.load(q + (o_t * stride_t + o_h * stride_h)[:, None] + o_d, mask=m_q, other=0.0).to(DOT)
+    return tl.load(q + (o_t * stride_t + o_h * stride_h)[:, None] + o_d, mask=m_q, other=0.0)
 
 
 @triton.jit
-def weigh(b_s, weights, i_t, stop, stride_w, H: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr):
-    """Products [BN, BT * BH] -> logits [BN, BT]. The heads lie along a thread, so their sum is local."""
+def load_weights(weights, i_t, stop, stride_w, H: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr):
+    """[BT * BH] of the tokens from i_t on."""
     o_m = tl.arange(0, BT * BH)
     o_t, o_h = (i_t + o_m // BH).to(tl.int64), o_m % BH
-    b_w = tl.load(weights + o_t * stride_w + o_h, mask=(o_t < stop) & (o_h < H), other=0.0)
+    return tl.load(weights + o_t * stride_w + o_h, mask=(o_t < stop) & (o_h < H), other=0.0)
+
+
+@triton.jit
+def weigh(b_s, b_w, b_factor, BT: tl.constexpr, BH: tl.constexpr):
+    """Products [BN, BT * BH] -> logits [BN, BT]. The heads lie along a thread, so their sum is local."""
     b_s = tl.maximum(b_s, 0.0, propagate_nan=tl.PropagateNan.ALL) * b_w[None, :]
-    return tl.sum(tl.reshape(b_s, [b_s.shape[0], BT, BH]), 2)
+    b_logit = tl.sum(tl.reshape(b_s, [b_s.shape[0], BT, BH]), 2)
+    return b_logit * b_factor[:, None]
 
 
 @triton.jit
@@ -134,7 +198,7 @@ def token_ends(slots, owner, positions, i_t, width, skip, RATIO: tl.constexpr):
 @triton.jit(do_not_specialize=["width", "skip", "stride_table"])
 def decode_logits_kernel(
     q, weights, keys, table, slots, owner, positions, out, width, skip, stride_qt, stride_qh, stride_w, stride_table,
-    RATIO: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, FORMAT: tl.constexpr, DOT: tl.constexpr,
+    RATIO: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, FORMAT: tl.constexpr,
     BH: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     i_t, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -142,18 +206,22 @@ def decode_logits_kernel(
     if i_s * BN >= n:
         return
     o_d = tl.arange(0, BD)
-    b_q = tl.trans(load_queries(q, i_t, i_t + 1, o_d, stride_qt, stride_qh, H, D, 1, BH, DOT))
+    b_q = load_queries(q, i_t, i_t + 1, o_d, stride_qt, stride_qh, H, D, 1, BH)
+    b_w = load_weights(weights, i_t, i_t + 1, stride_w, H, 1, BH)
+    DOT: tl.constexpr = tl.float16 if FORMAT == _FP8_INDEX else tl.bfloat16  # f16: what E4M3 is widened to at once
+    if FORMAT == _FP8_INDEX:
+        b_q, b_w = queries_in_f16(b_q, b_w)
     for begin in tl.range(i_s * BN, n, tl.num_programs(1) * BN):
         o_n = begin + tl.arange(0, BN)
-        b_k = load_keys(keys, table + slot * stride_table, o_n, n, o_d, P, D, FORMAT, DOT)
-        b_logit = weigh(tl.dot(b_k, b_q), weights, i_t, i_t + 1, stride_w, H, 1, BH)
+        b_k, b_factor = load_keys(keys, table + slot * stride_table, begin, n, BN, P, D, FORMAT, BD, DOT)
+        b_logit = weigh(tl.dot(b_k, tl.trans(b_q)), b_w, b_factor, 1, BH)
         tl.store(out + i_t * width + o_n, tl.reshape(b_logit, [BN]), mask=o_n < n)
 
 
 @triton.jit(do_not_specialize=["width", "skip", "stride_table"])
 def plain_logits_kernel(
     q, weights, keys, table, slots, owner, positions, out, width, skip, stride_qt, stride_qh, stride_w, stride_table,
-    RATIO: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, FORMAT: tl.constexpr, DOT: tl.constexpr,
+    RATIO: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, FORMAT: tl.constexpr,
     BH: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     i_t, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -161,13 +229,15 @@ def plain_logits_kernel(
     if i_n * BN >= n:
         return
     o_n = i_n * BN + tl.arange(0, BN)
+    o_page, o_row, m_n = find_keys(table + slot * stride_table, i_n * BN, n, BN, P)
     b_s = tl.zeros([BN, BH], tl.float32)
     for begin in tl.range(0, BD, BK):
         o_d = begin + tl.arange(0, BK)
-        b_k = load_keys(keys, table + slot * stride_table, o_n, n, o_d, P, D, FORMAT, DOT)
-        b_q = load_queries(q, i_t, i_t + 1, o_d, stride_qt, stride_qh, H, D, 1, BH, DOT)
+        b_k = load_rows(keys, o_page, o_row, m_n, o_d, P, D, 0, FORMAT)
+        b_q = load_queries(q, i_t, i_t + 1, o_d, stride_qt, stride_qh, H, D, 1, BH).to(tl.float32)
         b_s = tl.dot(b_k, tl.trans(b_q), b_s, input_precision="ieee")
-    b_logit = weigh(b_s, weights, i_t, i_t + 1, stride_w, H, 1, BH)
+    b_w = load_weights(weights, i_t, i_t + 1, stride_w, H, 1, BH)
+    b_logit = weigh(b_s, b_w, tl.full([BN], 1.0, tl.float32), 1, BH)
     tl.store(out + i_t * width + o_n, tl.reshape(b_logit, [BN]), mask=o_n < n)
 
 
@@ -175,7 +245,7 @@ def plain_logits_kernel(
 def prefill_logits_kernel(
     q, weights, keys, table, slots, owner, starts, positions, out, width, skip, T,
     stride_qt, stride_qh, stride_w, stride_table,
-    RATIO: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, FORMAT: tl.constexpr, DOT: tl.constexpr,
+    RATIO: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, FORMAT: tl.constexpr,
     BH: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     i_n, i_g = tl.program_id(0), tl.program_id(1)
@@ -191,10 +261,11 @@ def prefill_logits_kernel(
         first = i_t + tl.maximum(least.to(tl.int64) * RATIO - 1 - position, 0)
         if (slot >= 0) & (n >= least):
             o_d = tl.arange(0, BD)
-            b_k = load_keys(keys, table + slot * stride_table, o_n, n, o_d, P, D, FORMAT, DOT)
+            b_k, b_factor = load_keys(keys, table + slot * stride_table, i_n * BN, n, BN, P, D, FORMAT, BD, tl.bfloat16)
             for i_u in tl.range(first.to(tl.int32), stop, BT):
-                b_q = load_queries(q, i_u, stop, o_d, stride_qt, stride_qh, H, D, BT, BH, DOT)
-                b_logit = weigh(tl.dot(b_k, tl.trans(b_q)), weights, i_u, stop, stride_w, H, BT, BH)
+                b_q = load_queries(q, i_u, stop, o_d, stride_qt, stride_qh, H, D, BT, BH)
+                b_w = load_weights(weights, i_u, stop, stride_w, H, BT, BH)
+                b_logit = weigh(tl.dot(b_k, tl.trans(b_q)), b_w, b_factor, BT, BH)
                 o_t = i_u + tl.arange(0, BT)
                 b_seen = tl.where(o_t < stop, (position + o_t - i_t + 1) // RATIO, 0)
                 m_out = (o_n[:, None] < b_seen[None, :]) & (o_n[:, None] < n)
@@ -228,11 +299,12 @@ def index_logits_triton(
         )
         q = rounded
     f32 = q.dtype != torch.bfloat16 or fmt.dtype == torch.float32
-    shape = shape or (PREFILL if 2 * len(index.slots) < T else DECODE)
+    decode = DECODE_BF16 if fmt.plain else DECODE
+    shape = shape or (PREFILL if 2 * len(index.slots) < T else decode)
     read = (q, weights, keys, table, index.slots, index.owner)
     strides = (q.stride(0), q.stride(1), weights.stride(0), table.stride(0))
     dims = dict(
-        RATIO=ratio, H=H, D=D, P=P, FORMAT=fmt.code, DOT=tl.float32 if f32 else tl.bfloat16,
+        RATIO=ratio, H=H, D=D, P=P, FORMAT=fmt.code,
         BH=max(16, triton.next_power_of_2(H)), BD=max(16, triton.next_power_of_2(D)),
     )  # fmt: skip
     if f32:

@@ -180,10 +180,11 @@ def expert_up_kernel(
     BK: tl.constexpr,
     BE: tl.constexpr,
 ):
-    expert, first, end = find_tile(offsets, tl.program_id(1), E, BM, BE)
+    blocks = tl.cdiv(I, BN)
+    expert, first, end = find_tile(offsets, tl.program_id(0) // blocks, E, BM, BE)
     if expert < E:
         o_m = first + tl.arange(0, BM)
-        o_n = tl.program_id(0) * BN + tl.arange(0, BN)
+        o_n = tl.program_id(0) % blocks * BN + tl.arange(0, BN)
         m_m, m_n = o_m < end, o_n < I
         o_t = (tl.load(order + o_m, mask=m_m, other=0) // K).to(tl.int64)
         p_gate = gate_up + expert.to(tl.int64) * 2 * I * D + o_n.to(tl.int64)[None, :] * D
@@ -219,10 +220,11 @@ def expert_down_kernel(
     BK: tl.constexpr,
     BE: tl.constexpr,
 ):
-    expert, first, end = find_tile(offsets, tl.program_id(1), E, BM, BE)
+    blocks = tl.cdiv(D, BN)
+    expert, first, end = find_tile(offsets, tl.program_id(0) // blocks, E, BM, BE)
     if expert < E:
         o_m = first + tl.arange(0, BM)
-        o_n = tl.program_id(0) * BN + tl.arange(0, BN)
+        o_n = tl.program_id(0) % blocks * BN + tl.arange(0, BN)
         m_m, m_n = o_m < end, o_n < D
         p_x = x + o_m.to(tl.int64)[:, None] * I
         p_w = down + expert.to(tl.int64) * D * I + o_n.to(tl.int64)[None, :] * I
@@ -295,11 +297,11 @@ def run_experts_triton(
     tiles = M // config["BM"] + min(E, M)  # the most there can be: every expert may end in a tile that is not full
     inner = torch.empty((M, I), dtype=x.dtype, device=x.device)
     BE = triton.next_power_of_2(E)
-    expert_up_kernel[triton.cdiv(I, config["BN"]), tiles](
+    expert_up_kernel[(triton.cdiv(I, config["BN"]) * tiles,)](
         x.contiguous(), gate_up, order, offsets, inner, E, D, I, K, limit, BE=BE, **config
     )
     parts = torch.empty((M, D), dtype=x.dtype, device=x.device)
-    expert_down_kernel[triton.cdiv(D, config["BN"]), tiles](
+    expert_down_kernel[(triton.cdiv(D, config["BN"]) * tiles,)](
         inner, down, order, offsets, parts, E, D, I, BE=BE, **config
     )
     BD = min(1024, triton.next_power_of_2(D))

@@ -137,10 +137,17 @@ def e2m1_code_tile(b_x):
 
 @triton.jit
 def e2m1_value_tile(b_code):
-    b_size = (b_code & 7).to(tl.float32)
-    b_value = tl.where(b_size < 4.0, 0.5 * b_size, tl.where(b_size < 6.0, b_size - 2.0, 2.0 * b_size - 8.0))
-    b_sign = (b_code & 8).to(tl.int32) << 28  # as a bit: Triton's minus is 0 - x, which loses -0
-    return (b_value.to(tl.int32, bitcast=True) | b_sign).to(tl.float32, bitcast=True)
+    # Sign, exponent and mantissa go where f32 has them, which is 2^-126 of the value; zero and a half are denormals.
+    b_bits = ((b_code.to(tl.int32) << 28) >> 6) & -0x7E400000  # 0x81C00000: the shift back copies the sign
+    return b_bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+
+
+@triton.jit
+def e2m1_pairs_tile(b_packed):
+    """Bytes [rows, D / 2] of two codes -> bf16 [rows, D], 2^-126 of the values; both at once, in halves of 32 bits."""
+    b_code = b_packed.to(tl.int32) * 0x1001  # the even channel's code at bit 0, the odd one's at bit 16
+    b_bits = ((b_code << 6) & 0x01C001C0) | ((b_code << 12) & -0x7FFF8000)  # 0x80008000
+    return tl.interleave(b_bits.to(tl.int16), (b_bits >> 16).to(tl.int16)).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit

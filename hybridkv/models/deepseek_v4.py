@@ -238,13 +238,12 @@ def load(config: ModelConfig, loader: Loader) -> DeepseekV4:
     v = _v4(config)
     layers = tuple(_block(config, v, loader, i) for i in range(config.layers))
     embedding = loader.weight("model.embed_tokens.weight", config.vocab, config.hidden)
-    tied = config.tied or not loader.has("lm_head.weight")
     return DeepseekV4(
         config=config,
         embedding=embedding,
         layers=layers,
         exit=_hyper(config, v, loader, "model.hc_head.hc_", "model.norm.weight", rows=v.streams, scales=1),
-        head=loader.make_linear(embedding) if tied else loader.linear(config.hidden, ("lm_head", config.vocab)),
+        head=loader.make_linear(embedding) if config.tied else loader.linear(config.hidden, ("lm_head", config.vocab)),
         window_freq=torch.tensor(config.inv_freq, dtype=torch.float32, device=loader.device),
         compress_freq=torch.tensor(v.compress_inv_freq, dtype=torch.float32, device=loader.device),
     )

@@ -13,7 +13,7 @@ from hybridkv.cache import KVCacheManager, OutOfPages
 from hybridkv.cache.snapshot import Snapshot, restore_request, snapshot_request
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.kernels.page_format import load_entries_ref
-from numerics import assert_same_bytes
+from numerics import assert_close_rms, assert_same_bytes
 
 FORMATS = [("f32", "f32"), ("bf16", "bf16"), ("fp8", "mxfp4"), ("fp8_entry", "nvfp4")]
 THEN, CUTS = numbers(18, 40), (1, 1, 2, 5, 9)  # what a request goes on with, and in which chunks
@@ -295,3 +295,32 @@ def test_nothing_before_a_snapshot_can_be_taken_back(rig: Rig) -> None:
     rig.feed(m, "b", numbers(2, 3))
     m.truncate_request("b", 16)
     assert_same_bytes(go_on(rig, m, "a"), go_on(rig, m, "b"))
+
+
+@pytest.mark.parametrize(("drafts", "ran", "kept", "fine"), [(0, 1, 0, False), (0, 6, 2, False), (4, 5, 1, True)])
+def test_a_step_that_ran_and_was_not_committed(rig: Rig, drafts: int, ran: int, kept: int, fine: bool) -> None:
+    """Its tokens are in the state: they can be taken back as drafts, or the request cannot go on."""
+    m, tokens = rig.manager(64, drafts=drafts), numbers(40)
+    m.admit_request("a")
+    rig.run(m, {"a": tokens[:19]})
+    wrong = tokens[19 : 19 + kept] + numbers(ran - kept, start=3)
+    rig.write(rig.prepare(m, {"a": wrong}), {"a": wrong})
+    m.commit([("a", kept)]) if kept else None
+    if fine:
+        assert_close_rms(
+            "after drafts", rig.attention(1, tokens, 25), rig.feed(m, "a", tokens[19 + kept : 26])[1, -1], 1e-5
+        )
+        return
+    with pytest.raises(RequestError, match="was not committed"):
+        m.prepare_forward([("a", 1)])
+    m.release_request("a")
+    m.admit_request("a")
+    rig.feed(m, "a", tokens[:5])
+
+
+def test_a_first_step_that_ran_in_vain_can_be_run_again(rig: Rig) -> None:
+    """Before position 0 nothing is read, so nothing that was written matters."""
+    m, tokens = rig.manager(64), numbers(21)
+    m.admit_request("a")
+    rig.write(rig.prepare(m, {"a": numbers(30, start=5)}), {"a": numbers(30, start=5)})
+    assert_close_rms("again", rig.attention(2, tokens, 20), rig.feed(m, "a", tokens)[2, -1], 1e-5)

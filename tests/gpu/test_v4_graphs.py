@@ -40,7 +40,7 @@ def feed(llm: LLM, streams: dict[str, list[int]], begin: int, tokens: int, graph
     assert runner.graphs is not None
     rows = runner.graphs.rows(len(plan)) if graph else None
     step = manager.prepare_forward(plan, rows)
-    assert runner.graphs.fits(step) or not graph
+    assert not graph or runner.graphs.ready(step)
     parts = [ids[begin : begin + tokens] for ids in streams.values()]
     inputs = runner.inputs(parts, [begin] * len(plan), [(i + 1) * tokens - 1 for i in range(len(plan))], step)
     if graph:
@@ -132,7 +132,7 @@ def test_empty_rows_touch_nothing(open_v4: Callable) -> None:
         step = manager.prepare_forward([("mine", 1)], 8)
         inputs = runner.inputs([mine["mine"][position : position + 1]], [position], [0], step)
         inputs.tokens[1:] = 7  # hostile: padding rows name a real token
-        assert graphs.fits(step) and runner.forward(inputs).isfinite().all()
+        assert graphs.ready(step) and runner.forward(inputs).isfinite().all()
         manager.commit([("mine", 1)])
     for a, b in zip(before, held(), strict=True):
         assert_same_bytes(a, b)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.kernels import topk
-from hybridkv.kernels.topk import plan_pieces, top_entries_ref, top_entries_triton
+from hybridkv.kernels.topk import plan_levels, top_entries_ref, top_entries_triton
 from triton_interpreter import DEVICE
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, of a NaN in the interpreter
@@ -108,20 +108,23 @@ def test_no_rows(form: Callable[..., Tensor]) -> None:
 
 
 @pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topk, "PIECE", 128)
-    monkeypatch.setattr(topk, "LAST", 256)
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topk, "TOP", 32)
+    monkeypatch.setattr(topk, "MOST", 256)
+    monkeypatch.setattr(topk, "TILE", 128)
 
 
-@pytest.mark.parametrize("k, launches", ((1, 2), (20, 2), (90, 3), (128, 3)))
-def test_rows_of_several_pieces(small_pieces: None, k: int, launches: int) -> None:
-    """The first pieces' ends, a piece that holds fewer than k, pieces that nobody sees; ties across pieces."""
+@pytest.mark.parametrize("k, ratio, levels", ((1, 8, 2), (20, 8, 1), (60, 4, 2), (100, 2, 3), (128, 2, 2)))
+def test_rows_of_several_levels(small_groups: None, k: int, ratio: int, levels: int) -> None:
+    """The ends of groups and tiles, fewer groups than k, groups that nobody sees; ties across groups."""
     width = 1000
-    assert len(plan_pieces(width, k)) == launches
+    assert plan_levels(width, k) == (ratio, levels)
     visible = [1000, 769, 768, 385, 257, 255, k + 1, k, 0]
     check(top_entries_triton_on_device, torch.randn(len(visible), width), visible, k)
     check(top_entries_triton_on_device, torch.randint(0, 3, (len(visible), width)).float(), visible, k)
     check(top_entries_triton_on_device, torch.arange(width).float().expand(len(visible), -1), visible, k)
+    falls = -torch.arange(width).float().expand(len(visible), -1)
+    check(top_entries_triton_on_device, falls.where(falls % 3 == 0, NAN), visible, k)
 
 
 def top_entries_triton_on_device(logits: Tensor, visible: Tensor, k: int) -> Tensor:
@@ -130,11 +133,9 @@ def top_entries_triton_on_device(logits: Tensor, visible: Tensor, k: int) -> Ten
 
 @pytest.mark.parametrize("k", (1, 8, 511, 512, 1024, 2048, 8192))
 @pytest.mark.parametrize("width", (0, 1, 8193, 16384, 16385, 65536, 262143, 262144, 1 << 20))
-def test_every_plan_ends_in_one_piece(width: int, k: int) -> None:
-    plan, n = plan_pieces(width, k), width
-    for piece in plan[:-1]:
-        assert piece in (topk.PIECE, topk.LAST) and piece >= k
-        n = -(-n // piece) * k
-    assert n <= plan[-1] <= topk.LAST and len(plan) <= 8
-    if k <= 512 and width <= 262144:
-        assert len(plan) <= 2
+def test_every_plan_fits_a_program(width: int, k: int) -> None:
+    ratio, levels = plan_levels(width, k)
+    assert ratio >= 2 and 2 ** (k - 1).bit_length() * ratio <= topk.MOST
+    assert -(-width // ratio**levels) <= topk.MOST
+    if k <= 1024 and width <= 262144:
+        assert levels <= 2

@@ -378,6 +378,13 @@ AT_ONCE = {
 }  # fmt: skip
 
 
+def test_a_head_that_is_missing_is_not_the_embedding(tmp_path: Path, released: Made) -> None:
+    stored = dict(released.stored)
+    del stored["head.weight"]
+    with pytest.raises(ModelFileError, match="lm_head.weight is missing"):
+        LLM(str(write(tmp_path, stored)), "cpu", "float32", max_context=64)
+
+
 @pytest.mark.parametrize("case", AT_ONCE)
 def test_a_bad_file_is_refused_at_once(tmp_path: Path, released: Made, case: str) -> None:
     change, error, words = AT_ONCE[case]
