@@ -108,7 +108,7 @@ def plan(
 def make_report(options: ModelOptions, requests: int) -> Report:
     from hybridkv.config import KV_DTYPES, CacheConfig, EngineConfig
     from hybridkv.llm import resolve_device, resolve_dtype
-    from hybridkv.models import cache_schema
+    from hybridkv.models import cache_schema, check_exact
     from hybridkv.models.config import ModelConfig
     from hybridkv.planner import longest_context, model_bytes, most_requests, plan_cache, planned_tensors
 
@@ -116,6 +116,7 @@ def make_report(options: ModelOptions, requests: int) -> Report:
     device = resolve_device(options.device)
     name, raw = read_config(options.model)
     config = ModelConfig.from_dict(raw)
+    check_exact(config, options.exact)
     evicts = config.v4 is None  # DeepSeek-V4 refuses a budget
     evicting = (replace(options, budget=BUDGET) if evicts and options.budget is None else options).cache()
     cache = CacheConfig(kv_dtype=evicting.kv_dtype, index_dtype=evicting.index_dtype) if evicts else evicting

@@ -23,17 +23,17 @@ from torch import Tensor
 
 from hybridkv.kernels.backend import tl, triton, use_triton
 from hybridkv.kernels.page_format import (
-    _FP8_INDEX,
-    _MXFP4,
+    FP8_INDEX,
+    MXFP4,
     PageFormat,
-    _geometry,
-    _in_groups,
-    _scale_at,
-    _value_at,
     fake_quantise,
+    geometry,
+    in_groups,
     load_entries_ref,
     load_rows,
     mxfp4_round_tile,
+    scale_at,
+    value_at,
 )
 from hybridkv.kernels.small_floats import e2m1_pairs_tile, e8m0_value_tile, largest_finite_tile, power_of_two_tile
 from hybridkv.kernels.step_index import StepIndex
@@ -121,20 +121,20 @@ def load_keys(
     which its logits get: after relu it is the same, and much less to multiply. Zeros from n on."""
     o_page, o_row, m_n = find_keys(p_table, begin, n, BN, P)
     o_d = tl.arange(0, BD)
-    if FORMAT == _FP8_INDEX:
-        o_value = _value_at(o_page, o_row, P, D, 4)
+    if FORMAT == FP8_INDEX:
+        o_value = value_at(o_page, o_row, P, D, 4)
         b_code = tl.load(keys + o_value[:, None] + o_d, mask=m_n[:, None] & (o_d < D), other=0)
         b_k = b_code.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(DOT)
-        o_scale = _scale_at(o_page, o_row, P, D // 4, 1)
+        o_scale = scale_at(o_page, o_row, P, D // 4, 1)
         b_factor = tl.load(keys.to(tl.pointer_type(tl.float32)) + o_scale, mask=m_n, other=0.0)
-    elif FORMAT == _MXFP4:
-        SCALE: tl.constexpr = _geometry(FORMAT, D, 0)[1]
+    elif FORMAT == MXFP4:
+        SCALE: tl.constexpr = geometry(FORMAT, D, 0)[1]
         o_b = tl.arange(0, BD // 2)
-        o_value = _value_at(o_page, o_row, P, D // 2, SCALE)
+        o_value = value_at(o_page, o_row, P, D // 2, SCALE)
         b_x = e2m1_pairs_tile(tl.load(keys + o_value[:, None] + o_b, mask=m_n[:, None] & (o_b < D // 2), other=0))
-        b_groups = _in_groups(b_x, 32)
+        b_groups = in_groups(b_x, 32)
         o_g = tl.arange(0, b_groups.shape[1])
-        o_scale = _scale_at(o_page, o_row, P, D // 2, SCALE)
+        o_scale = scale_at(o_page, o_row, P, D // 2, SCALE)
         b_scale = tl.load(keys + o_scale[:, None] + o_g, mask=m_n[:, None] & (o_g < SCALE), other=0).to(tl.int32)
         b_most = tl.max(b_scale, 1)  # of a key: its factor
         b_part = tl.maximum(b_scale - b_most[:, None] + 253, 0) << 23  # 2^126 and less, as bits of f32
@@ -208,8 +208,8 @@ def decode_logits_kernel(
     o_d = tl.arange(0, BD)
     b_q = load_queries(q, i_t, i_t + 1, o_d, stride_qt, stride_qh, H, D, 1, BH)
     b_w = load_weights(weights, i_t, i_t + 1, stride_w, H, 1, BH)
-    DOT: tl.constexpr = tl.float16 if FORMAT == _FP8_INDEX else tl.bfloat16  # f16: what E4M3 is widened to at once
-    if FORMAT == _FP8_INDEX:
+    DOT: tl.constexpr = tl.float16 if FORMAT == FP8_INDEX else tl.bfloat16  # f16: what E4M3 is widened to at once
+    if FORMAT == FP8_INDEX:
         b_q, b_w = queries_in_f16(b_q, b_w)
     for begin in tl.range(i_s * BN, n, tl.num_programs(1) * BN):
         o_n = begin + tl.arange(0, BN)

@@ -23,7 +23,7 @@ What a format cannot say is not hidden. NaN stays NaN in E4M3; in E2M1 the scale
 group. Infinity saturates: it does not count for a scale, except that MXFP4 takes it as 2^112 before the transform.
 
 Entries are named by their flat number page * P + offset. Anything outside [0, N P) is no entry: it is not stored, and
-loads as zeros. The bytes that pad a scale row are never written.
+loads as zeros. The bytes that pad a scale row are zeros.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ INDEX_CODECS = {
     "nvfp4": Codec(6, torch.uint8, 4, group=16, scale_bytes=1),
 }
 CODECS = {c.code: c for table in (ENTRY_CODECS, INDEX_CODECS) for c in table.values()}
-_FP8, _FP8_ENTRY, _FP8_INDEX, _MXFP4, _NVFP4 = (tl.constexpr(code) for code in range(2, 7))
+FP8, FP8_ENTRY, FP8_INDEX, MXFP4, NVFP4 = (tl.constexpr(code) for code in range(2, 7))
 _SMALLEST_FP8, _SMALLEST_FP4 = tl.constexpr(SMALLEST_FP8), tl.constexpr(SMALLEST_FP4)
 _LARGEST_TURNED = tl.constexpr(LARGEST_TURNED)
 
@@ -242,12 +242,11 @@ def fake_quantise(fmt: PageFormat, x: Tensor) -> Tensor:
 
 
 def _rows_of(pages: Tensor, fmt: PageFormat) -> tuple[Tensor, Tensor]:
-    """Views [N, P, value bytes] and [N, P, scale bytes] of pages of a format with scales; no padding."""
+    """Views [N, P, value bytes] and [N, P, scale bytes] of pages of a format with scales."""
     N, P, width = pages.shape
     assert pages.dtype == fmt.dtype and width == fmt.width and pages.is_contiguous()
     whole, cut = pages.view(N, P * width), P * fmt.value_bytes
-    values, scales = whole[:, :cut].unflatten(1, (P, -1)), whole[:, cut:].unflatten(1, (P, -1))
-    return values, scales[..., : fmt.groups * fmt.codec.scale_bytes]
+    return whole[:, :cut].unflatten(1, (P, -1)), whole[:, cut:].unflatten(1, (P, -1))
 
 
 def store_entries_ref(
@@ -262,7 +261,9 @@ def store_entries_ref(
     if fmt.plain:
         pages.view(N * P, width)[flat] = x.to(fmt.dtype)
     else:
-        for part, new in zip(_rows_of(pages, fmt), _encode(fmt, x)):
+        values, scales = _encode(fmt, x)
+        scales = torch.nn.functional.pad(scales, (0, fmt.scale_bytes - scales.shape[1]))
+        for part, new in zip(_rows_of(pages, fmt), (values, scales)):
             part[flat // P, flat % P] = new
 
 
@@ -276,30 +277,31 @@ def load_entries_ref(pages: Tensor, fmt: PageFormat, flat: Tensor) -> Tensor:
         out[valid] = pages.view(N * P, width)[at].float()
     else:
         values, scales = _rows_of(pages, fmt)
-        out[valid] = _decode(fmt, values[at // P, at % P], scales[at // P, at % P])
+        held = fmt.groups * fmt.codec.scale_bytes
+        out[valid] = _decode(fmt, values[at // P, at % P], scales[at // P, at % P, :held])
     return out
 
 
 @triton.constexpr_function
-def _geometry(FORMAT, D, ROPE):
+def geometry(FORMAT, D, ROPE):
     """Value bytes and scale bytes of an entry, channels of a group, groups, whether there is one f32 scale."""
     fmt = PageFormat("", D, ROPE, CODECS[FORMAT])
     return fmt.value_bytes, fmt.scale_bytes, fmt.group, fmt.groups, fmt.codec.scale_bytes == 4
 
 
 @triton.jit
-def _value_at(o_page, o_row, P, ROW: tl.constexpr, OTHER: tl.constexpr):
+def value_at(o_page, o_row, P, ROW: tl.constexpr, OTHER: tl.constexpr):
     """Where a value row begins in pages of P value rows of ROW and P scale rows of OTHER."""
     return o_page * P * (ROW + OTHER) + o_row * ROW
 
 
 @triton.jit
-def _scale_at(o_page, o_row, P, ROW: tl.constexpr, OTHER: tl.constexpr):
+def scale_at(o_page, o_row, P, ROW: tl.constexpr, OTHER: tl.constexpr):
     return o_page * P * (ROW + OTHER) + P * ROW + o_row * OTHER
 
 
 @triton.jit
-def _in_groups(b_x, GROUP: tl.constexpr):
+def in_groups(b_x, GROUP: tl.constexpr):
     """[rows, columns] -> [rows, groups, channels of a group]; fewer columns than a group are one group."""
     COUNT: tl.constexpr = b_x.shape[1] // GROUP if b_x.shape[1] > GROUP else 1
     return tl.reshape(b_x, [b_x.shape[0], COUNT, b_x.shape[1] // COUNT])
@@ -320,17 +322,17 @@ def load_tile(pages, o_e, m_e, o_d, P, D: tl.constexpr, ROPE: tl.constexpr, FORM
 def load_rows(pages, o_page, o_row, m_e, o_d, P, D: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr):
     """As load_tile, for entries named by page [rows] int64 and row in it."""
     m_x = m_e[:, None] & (o_d < D)
-    if FORMAT < _FP8:
+    if FORMAT < FP8:
         b_x = tl.load(pages + (o_page * P + o_row)[:, None] * D + o_d, mask=m_x, other=0.0).to(tl.float32)
     else:
-        g: tl.constexpr = _geometry(FORMAT, D, ROPE)
+        g: tl.constexpr = geometry(FORMAT, D, ROPE)
         VALUE: tl.constexpr = g[0]
         SCALE: tl.constexpr = g[1]
         GROUP: tl.constexpr = g[2]
         COLUMNS: tl.constexpr = o_d.shape[0]
-        o_value = _value_at(o_page, o_row, P, VALUE, SCALE)
+        o_value = value_at(o_page, o_row, P, VALUE, SCALE)
         o_first = 0 if COLUMNS >= D else tl.min(o_d, 0)
-        if FORMAT >= _MXFP4:
+        if FORMAT >= MXFP4:
             o_b = tl.multiple_of(o_first // 2 + tl.arange(0, COLUMNS // 2), COLUMNS // 2)
             m_b = m_e[:, None] & (o_b < D // 2)
             b_x = e2m1_value_tile(unpack_pairs_tile(tl.load(pages + o_value[:, None] + o_b, mask=m_b, other=0)))
@@ -338,18 +340,18 @@ def load_rows(pages, o_page, o_row, m_e, o_d, P, D: tl.constexpr, ROPE: tl.const
             m_code = m_e[:, None] & (o_d < D - ROPE)
             b_x = e4m3_value_tile(tl.load(pages + o_value[:, None] + o_d, mask=m_code, other=0))
         if g[4]:
-            o_scale = _scale_at(o_page, o_row, P, VALUE // 4, SCALE // 4)
+            o_scale = scale_at(o_page, o_row, P, VALUE // 4, SCALE // 4)
             b_x *= tl.load(pages.to(tl.pointer_type(tl.float32)) + o_scale, mask=m_e, other=0.0)[:, None]
         else:
-            b_groups = _in_groups(b_x, GROUP)
+            b_groups = in_groups(b_x, GROUP)
             o_g = o_first // GROUP + tl.arange(0, b_groups.shape[1])
             m_g = m_e[:, None] & (o_g < g[3])
-            o_scale = _scale_at(o_page, o_row, P, VALUE, SCALE)
+            o_scale = scale_at(o_page, o_row, P, VALUE, SCALE)
             b_code = tl.load(pages + o_scale[:, None] + o_g, mask=m_g, other=0)
-            b_scale = e4m3_value_tile(b_code) if FORMAT == _NVFP4 else e8m0_value_tile(b_code)
+            b_scale = e4m3_value_tile(b_code) if FORMAT == NVFP4 else e8m0_value_tile(b_code)
             b_x = tl.reshape(b_groups * b_scale[:, :, None], b_x.shape)
         if ROPE > 0:
-            o_tail = _value_at(o_page, o_row, P, VALUE // 2, SCALE // 2)[:, None] + (o_d - (D - ROPE) // 2)
+            o_tail = value_at(o_page, o_row, P, VALUE // 2, SCALE // 2)[:, None] + (o_d - (D - ROPE) // 2)
             m_tail = m_x & (o_d >= D - ROPE)
             b_tail = tl.load(pages.to(tl.pointer_type(tl.bfloat16)) + o_tail, mask=m_tail, other=0.0)
             b_x = tl.where(o_d < D - ROPE, b_x, b_tail.to(tl.float32))
@@ -361,7 +363,7 @@ def _mxfp4_encode_tile(b_x):
     """[rows, D] -> codes [rows, D], bytes of scales [rows, groups]."""
     b_bound = tl.minimum(tl.maximum(b_x, -_LARGEST_TURNED), _LARGEST_TURNED)
     b_x = tl.where(b_x == b_x, b_bound, b_x)  # NaN alone differs from itself, and stays
-    b_groups = _in_groups(hadamard_tile(b_x), 32)
+    b_groups = in_groups(hadamard_tile(b_x), 32)
     b_k = ceil_exponent_tile(tl.maximum(largest_finite_tile(b_groups, 2), _SMALLEST_FP4), 2, 0x400000)
     b_code = e2m1_code_tile(b_groups * power_of_two_tile(-b_k)[:, :, None])
     b_nan = tl.max((b_groups != b_groups).to(tl.int32), 2) > 0
@@ -372,13 +374,13 @@ def _mxfp4_encode_tile(b_x):
 def mxfp4_round_tile(b_x):
     """b_x [rows, D] f32 -> what a load gives after a store as mxfp4."""
     b_code, b_scale = _mxfp4_encode_tile(b_x)
-    b_groups = _in_groups(e2m1_value_tile(b_code), 32) * e8m0_value_tile(b_scale)[:, :, None]
+    b_groups = in_groups(e2m1_value_tile(b_code), 32) * e8m0_value_tile(b_scale)[:, :, None]
     return tl.reshape(b_groups, b_x.shape)
 
 
 @triton.jit
 def _nvfp4_encode_tile(b_x):
-    b_groups = _in_groups(b_x, 16)
+    b_groups = in_groups(b_x, 16)
     b_scale = e4m3_code_tile(tl.maximum(largest_finite_tile(b_groups, 2) * (1 / 6), 0.001953125))
     b_factor = tl.broadcast_to(e4m3_value_tile(b_scale)[:, :, None], b_groups.shape)
     b_code = e2m1_code_tile(tl.div_rn(b_groups, b_factor))
@@ -389,7 +391,7 @@ def _nvfp4_encode_tile(b_x):
 @triton.jit
 def _fp8_encode_tile(b_x, GROUP: tl.constexpr):
     """[rows, columns] -> E4M3 codes [rows, columns], exponents of the scales [rows, groups]."""
-    b_groups = _in_groups(b_x.to(tl.bfloat16).to(tl.float32), GROUP)
+    b_groups = in_groups(b_x.to(tl.bfloat16).to(tl.float32), GROUP)
     b_k = ceil_exponent_tile(tl.maximum(largest_finite_tile(b_groups, 2), _SMALLEST_FP8), 8, 0x600000)
     return tl.reshape(e4m3_code_tile(b_groups * power_of_two_tile(-b_k)[:, :, None]), b_x.shape), b_k
 
@@ -407,29 +409,29 @@ def store_tile(pages, o_e, m_e, o_d, b_x, P, D: tl.constexpr, ROPE: tl.constexpr
 def store_rows(pages, o_page, o_row, m_e, o_d, b_x, P, D: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr):
     """As store_tile, for entries named by page [rows] int64 and row in it."""
     m_x = m_e[:, None] & (o_d < D)
-    if FORMAT < _FP8:
+    if FORMAT < FP8:
         tl.store(pages + (o_page * P + o_row)[:, None] * D + o_d, b_x.to(pages.dtype.element_ty), mask=m_x)
     else:
-        g: tl.constexpr = _geometry(FORMAT, D, ROPE)
+        g: tl.constexpr = geometry(FORMAT, D, ROPE)
         VALUE: tl.constexpr = g[0]
         SCALE: tl.constexpr = g[1]
         GROUP: tl.constexpr = g[2]
         COLUMNS: tl.constexpr = o_d.shape[0]
-        o_value = _value_at(o_page, o_row, P, VALUE, SCALE)
+        o_value = value_at(o_page, o_row, P, VALUE, SCALE)
         b_kept = tl.where(o_d < D - ROPE, b_x, 0.0)
-        if FORMAT == _FP8_ENTRY:
+        if FORMAT == FP8_ENTRY:
             b_code, b_scale = fp8_encode_tile(b_kept)
-        elif FORMAT == _FP8_INDEX:
+        elif FORMAT == FP8_INDEX:
             b_code, b_k = _fp8_encode_tile(b_kept, COLUMNS)
             b_scale = tl.reshape(power_of_two_tile(b_k), [b_x.shape[0]])
-        elif FORMAT == _FP8:
+        elif FORMAT == FP8:
             b_code, b_k = _fp8_encode_tile(b_kept, GROUP)
             b_scale = (b_k + 127).to(tl.uint8)
-        elif FORMAT == _MXFP4:
+        elif FORMAT == MXFP4:
             b_code, b_scale = _mxfp4_encode_tile(b_kept)
         else:
             b_code, b_scale = _nvfp4_encode_tile(b_kept)
-        if FORMAT >= _MXFP4:
+        if FORMAT >= MXFP4:
             o_b = tl.arange(0, COLUMNS // 2)
             m_b = m_e[:, None] & (o_b < D // 2)
             tl.store(pages + o_value[:, None] + o_b, pack_pairs_tile(b_code), mask=m_b)
@@ -437,13 +439,17 @@ def store_rows(pages, o_page, o_row, m_e, o_d, b_x, P, D: tl.constexpr, ROPE: tl
             m_code = m_e[:, None] & (o_d < D - ROPE)
             tl.store(pages + o_value[:, None] + o_d, b_code, mask=m_code)
         if g[4]:
-            o_scale = _scale_at(o_page, o_row, P, VALUE // 4, SCALE // 4)
+            o_scale = scale_at(o_page, o_row, P, VALUE // 4, SCALE // 4)
             tl.store(pages.to(tl.pointer_type(tl.float32)) + o_scale, b_scale, mask=m_e)
         else:
             o_g = tl.arange(0, b_scale.shape[1])
-            m_g = m_e[:, None] & (o_g < g[3])
-            tl.store(pages + _scale_at(o_page, o_row, P, VALUE, SCALE)[:, None] + o_g, b_scale, mask=m_g)
+            p_scale = pages + scale_at(o_page, o_row, P, VALUE, SCALE)[:, None]
+            tl.store(p_scale + o_g, b_scale, mask=m_e[:, None] & (o_g < g[3]))
+            if g[3] < SCALE:
+                o_pad = g[3] + tl.arange(0, 8)  # a row is padded to eight bytes
+                b_zero = tl.zeros([b_x.shape[0], 8], tl.uint8)
+                tl.store(p_scale + o_pad, b_zero, mask=m_e[:, None] & (o_pad < SCALE))
         if ROPE > 0:
-            o_tail = _value_at(o_page, o_row, P, VALUE // 2, SCALE // 2)[:, None] + (o_d - (D - ROPE) // 2)
+            o_tail = value_at(o_page, o_row, P, VALUE // 2, SCALE // 2)[:, None] + (o_d - (D - ROPE) // 2)
             m_tail = m_x & (o_d >= D - ROPE)
             tl.store(pages.to(tl.pointer_type(tl.bfloat16)) + o_tail, b_x.to(tl.bfloat16), mask=m_tail)

@@ -43,6 +43,12 @@ def cache_schema(config: ModelConfig, cache: CacheConfig, model_dtype: torch.dty
     return replace(schema, states=(*schema.states, StateSchema("queries", config.attention_layers, (ring,))))
 
 
+def check_exact(config: ModelConfig, exact: bool) -> None:
+    """Whether the model has the mode that was asked for, or HybridKVError."""
+    if exact and config.v4 is not None:
+        raise HybridKVError("exact mode is not available for deepseek_v4: leave it out (exact=False, no --exact)")
+
+
 def load_model(
     config: ModelConfig,
     checkpoint: Checkpoint,
@@ -51,9 +57,8 @@ def load_model(
     progress: Progress | None = None,
     exact: bool = False,
 ) -> Decoder:
+    check_exact(config, exact)
     if config.v4 is not None:
-        if exact:
-            raise HybridKVError("exact mode is not available for deepseek_v4; use exact=False")
         check_schedule(config, checkpoint.__contains__)
     loader = Loader(checkpoint, device, dtype, progress, exact)
     model: Decoder = FAMILIES[config.architecture].load(config, loader)
