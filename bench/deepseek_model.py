@@ -14,7 +14,6 @@ import argparse
 import gc
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,34 +25,11 @@ from hybridkv.cache import KVCacheManager
 from hybridkv.engine.engine import Engine
 from hybridkv.models import FAMILIES, cache_schema
 from hybridkv.models.config import ModelConfig
+from hybridkv.models.in_memory import InMemory
 from hybridkv.models.loader import Loader
 
 GIB = 1 << 30
 YARN = {"type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 65536}
-
-
-class StateDict:
-    """A model in memory, under the names that a checkpoint would have."""
-
-    path = Path("random weights")
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors
-
-    def names(self) -> list[str]:
-        return list(self.tensors)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.tensors
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensors[name].shape)
-
-    def read(self, name: str) -> Tensor:
-        return self.tensors[name]
-
-    def read_into(self, out: Tensor, name: str) -> None:
-        out.copy_(self.tensors[name])
 
 
 def build(layers: int, experts: int) -> Any:
@@ -83,7 +59,7 @@ def build(layers: int, experts: int) -> Any:
 
 def engine_for(hf: Any, kv: str, requests: int, context: int, chunk: int) -> Engine:
     config = ModelConfig.from_dict(hf.config.to_dict())
-    loader = Loader(StateDict(dict(hf.state_dict())), torch.device("cuda"), torch.bfloat16)  # type: ignore[arg-type]
+    loader = Loader(InMemory(hf.state_dict()), torch.device("cuda"), torch.bfloat16)
     model = FAMILIES[config.architecture].load(config, loader)
     schema = cache_schema(config, CacheConfig(kv_dtype=kv), torch.bfloat16)
     manager = KVCacheManager(schema, schema.pool_pages(requests, context), requests, context, "cuda")

@@ -15,6 +15,7 @@ from hybridkv.errors import HybridKVError, ModelFileError
 from hybridkv.kernels.backend import HAS_TRITON
 from hybridkv.kernels.linear import Linear
 from hybridkv.kernels.rows import EXACT, FAST, RowOps
+from hybridkv.models.in_memory import InMemory
 from hybridkv.models.weights import Checkpoint
 
 Progress = Callable[[int, int], None]  # (tensors done, tensors in all)
@@ -25,7 +26,7 @@ class Loader:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: Checkpoint | InMemory,
         device: torch.device,
         dtype: torch.dtype,
         progress: Progress | None = None,

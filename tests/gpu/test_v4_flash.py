@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from hybridkv.config import CacheConfig
 from hybridkv.engine.engine import Engine
 from hybridkv.models import FAMILIES, cache_schema
 from hybridkv.models.config import ModelConfig
+from hybridkv.models.in_memory import InMemory
 from hybridkv.models.loader import Loader
 from numerics import rel_rms
 from tiny_v4 import YARN
@@ -22,30 +22,6 @@ from tiny_v4 import YARN
 pytestmark = pytest.mark.gpu
 VOCAB, TOKENS, TOPK = 4096, 700, 64
 RATIOS = [0, 4, 128, 4]
-
-
-class InMemory:
-    """A model's tensors, under the names that a checkpoint would have."""
-
-    path = Path("random weights")
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors
-
-    def names(self) -> list[str]:
-        return list(self.tensors)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.tensors
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensors[name].shape)
-
-    def read(self, name: str) -> Tensor:
-        return self.tensors[name]
-
-    def read_into(self, out: Tensor, name: str) -> None:
-        out.copy_(self.tensors[name])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -108,7 +84,7 @@ def logits(theirs: Any, tokens: list[int]) -> Callable[..., Tensor]:
     @cache
     def run(dtype: torch.dtype, kv: str, index: str = "auto") -> Tensor:
         config = ModelConfig.from_dict(theirs.config.to_dict())
-        loader = Loader(InMemory(dict(theirs.state_dict())), torch.device("cuda"), dtype)  # type: ignore[arg-type]
+        loader = Loader(InMemory(theirs.state_dict()), torch.device("cuda"), dtype)
         model = FAMILIES[config.architecture].load(config, loader)
         loader.finish()
         schema = cache_schema(config, CacheConfig(kv_dtype=kv, index_dtype=index), dtype)
