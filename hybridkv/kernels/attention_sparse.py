@@ -10,6 +10,9 @@ The Triton form gives a program one token, a block of heads and a part of the to
 dequantised once and serves both products. Few tokens: each token's keys are split over as many programs as fill the
 GPU, and a second kernel joins them. How many splits there are follows from shapes alone, and which keys each takes from
 what the device holds: a captured launch serves any position.
+
+There are two such kernels. attention_sparse_kernel takes any width and dtype; attention_sparse_hopper is for the
+released width in bf16 on the GPUs whose instructions it is written for, and three times as fast there.
 """
 
 from __future__ import annotations
@@ -114,6 +117,18 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+HOPPER_SHAPE = TileShape(64, 64, 8, 2)  # attention_sparse_hopper's
+GLUON = "3.6."  # the Triton whose Gluon it is written in: that language still changes
+
+
+def on_hopper(q: Tensor, fmt: PageFormat, *pages: Tensor) -> bool:
+    """Whether attention_sparse_hopper computes this. Its copies take 16 bytes at a time."""
+    if not q.is_cuda or not triton.__version__.startswith(GLUON) or any(x.data_ptr() % 16 for x in pages):
+        return False
+    released = (fmt.dim, fmt.rope) == (512, 64) and q.dtype == torch.bfloat16 and fmt.dtype != torch.float32
+    return released and torch.cuda.get_device_capability(q.device)[0] == 9
+
+
 def sparse_shape(H: int, D: int, dot: torch.dtype) -> TileShape:
     """Of the released width: 64 heads share a tile of 64 keys, and 8 warps hold their sums in all their registers."""
     if dot == torch.float32:
@@ -135,7 +150,7 @@ def attention_sparse_triton(
     sin: Tensor,
     index: StepIndex,
     entries: Entries | None,
-    shape: TileShape | None = None,
+    shape: TileShape | None = None,  # of attention_sparse_kernel; None: the best there is
     splits: int | None = None,
 ) -> Tensor:
     T, H, D = q.shape
@@ -144,9 +159,10 @@ def attention_sparse_triton(
         return out
     # every E4M3 value times its power of two is a bf16 number
     dot = torch.float32 if fmt.dtype == torch.float32 else q.dtype
-    shape = shape or sparse_shape(H, D, dot)
-    blocks = triton.cdiv(H, shape.rows)
     held = ring if entries is None else entries.pages
+    hopper = shape is None and on_hopper(q, fmt, ring, held)
+    shape = HOPPER_SHAPE if hopper else shape or sparse_shape(H, D, dot)
+    blocks = triton.cdiv(H, shape.rows)
     chosen = None if entries is None else entries.chosen
     table = None if entries is None else entries.table
     K = 0 if chosen is None else chosen.shape[1]
@@ -173,11 +189,9 @@ def attention_sparse_triton(
         lse=lse,
         H=H,
         splits=splits,
-        D=D,
-        BD=max(16, triton.next_power_of_2(D)),
-        ROPE=fmt.rope,
     )
-    attention_sparse_kernel[T * blocks, splits](
+    width = dict(D=D, BD=max(16, triton.next_power_of_2(D)), ROPE=fmt.rope)
+    each = dict(
         q=q,
         ring=ring,
         pages=held,
@@ -197,21 +211,29 @@ def attention_sparse_triton(
         P=held.shape[1],
         VALUE=fmt.width if fmt.plain else fmt.value_bytes,
         SCALE=fmt.scale_bytes,
-        GROUP=fmt.group,
-        GROUPS=fmt.groups,
-        E8M0=fmt.codec.scale_bytes == 1,
-        BH=shape.rows,
-        BN=shape.keys,
         ENTRIES=entries is not None,
         CHOSEN=chosen is not None,
         SPLIT=splits > 1,
-        DOT=TRITON_DTYPE[dot],
         num_warps=shape.warps,
-        num_stages=shape.stages,
-        **whole,
     )
+    grid = T * blocks, splits
+    if hopper:
+        from hybridkv.kernels.attention_sparse_hopper import attention_hopper_kernel
+
+        attention_hopper_kernel[grid](QUANTISED=not fmt.plain, E8M0=fmt.codec.scale_bytes == 1, **each, **whole)
+    else:
+        attention_sparse_kernel[grid](
+            FORMAT=fmt.code,
+            BH=shape.rows,
+            BN=shape.keys,
+            DOT=TRITON_DTYPE[dot],
+            num_stages=shape.stages,
+            **each,
+            **whole,
+            **width,
+        )
     if splits > 1:
-        join_sparse_kernel[(T * H,)](BS=min(16, triton.next_power_of_2(splits)), num_warps=4, **whole)
+        join_sparse_kernel[(T * H,)](BS=min(16, triton.next_power_of_2(splits)), num_warps=4, **whole, **width)
     return out
 
 

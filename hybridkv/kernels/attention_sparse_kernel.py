@@ -1,91 +1,47 @@
-"""The Triton kernels of attention_sparse.
+"""The Triton kernels of attention_sparse, for any width, dtype and GPU.
 
-A row of keys is found by two pointers, to its values and to its scales: ring and pages lie in different tensors and
-their pages differ in length, yet one loop walks both.
+A tile of keys lies in the ring, which is one page of R rows, or in pages of P entries: one loop walks both.
 """
 
 from __future__ import annotations
 
 from hybridkv.kernels.attention_tile import LOG2_E
 from hybridkv.kernels.backend import tl, triton
-from hybridkv.kernels.small_floats import e4m3_value_tile, e8m0_value_tile
+from hybridkv.kernels.page_format import load_rows
 
 _LOG2_E = tl.constexpr(LOG2_E)
 
 
 @triton.jit
-def tile_rows(
+def find_keys(
     i_n,  # the tile's first key
-    count_w,  # keys of the window, which come first
-    count_e,  # keys after them: columns of chosen, or all that is visible
+    first,  # of the entries' tiles
+    count_w,  # keys of the window
+    count_e,  # columns of chosen, or all that is visible
     visible,
     position,
-    p_ring,  # the request's page of the ring
-    pages,
     p_table,  # the request's row of the table
     p_chosen,  # the token's row of chosen
-    VALUE: tl.constexpr,  # of a row of values, and
-    SCALE: tl.constexpr,  # of a row of scales: elements of ring and pages
     R: tl.constexpr,
     P: tl.constexpr,
     BN: tl.constexpr,
     ENTRIES: tl.constexpr,
     CHOSEN: tl.constexpr,
 ):
-    """Where the values and the scales of a tile's keys begin [BN], and which keys there are."""
+    """Page (0: the ring's; -1: no key) and row in it of a tile's keys, each [BN] int32."""
     o_n = i_n + tl.arange(0, BN)
-    m_k = o_n < count_w
-    o_u = tl.where(m_k, position - o_n, 0).to(tl.uint32) % R
-    p_value, p_scale = p_ring + o_u * VALUE, p_ring + R * VALUE + o_u * SCALE
+    b_page = tl.where(o_n < count_w, 0, -1)
+    b_row = tl.where(o_n < count_w, position - o_n, 0).to(tl.uint32) % R
     if ENTRIES:
-        o_e = o_n - count_w
+        o_e = o_n - first
         m_e = (o_e >= 0) & (o_e < count_e)
         b_e = tl.load(p_chosen + o_e, mask=m_e, other=-1) if CHOSEN else o_e
         b_e = b_e.to(tl.uint32)  # what is negative is past all that is visible
         m_e = m_e & (b_e < visible.to(tl.uint32))
-        b_page = tl.load(p_table + b_e // P, mask=m_e, other=-1).to(tl.int64)
-        m_e = m_e & (b_page >= 0)
-        p_page, o_in = pages + b_page * (P * (VALUE + SCALE)), b_e % P
-        p_value = tl.where(m_e, p_page + o_in * VALUE, p_value)
-        p_scale = tl.where(m_e, p_page + P * VALUE + o_in * SCALE, p_scale)
-        m_k = m_k | m_e
-    return p_value, p_scale, m_k
-
-
-@triton.jit
-def load_rows(
-    p_value,  # [BN]
-    p_scale,  # [BN]
-    m_k,  # [BN]
-    o_d,  # [BD]
-    D: tl.constexpr,
-    ROPE: tl.constexpr,
-    GROUP: tl.constexpr,  # channels of a scale
-    GROUPS: tl.constexpr,  # 0: plain rows
-    E8M0: tl.constexpr,  # else one f32 scale
-    DOT: tl.constexpr,
-):
-    """[BN, BD] in the dtype of the dot products, zeros where there is no key."""
-    if GROUPS == 0:
-        b_k = tl.load(p_value[:, None] + o_d[None, :], mask=m_k[:, None] & (o_d < D)[None, :], other=0.0).to(DOT)
-    else:
-        KEPT: tl.constexpr = D - ROPE
-        m_code = m_k[:, None] & (o_d < KEPT)[None, :]
-        b_x = e4m3_value_tile(tl.load(p_value[:, None] + o_d[None, :], mask=m_code, other=0))
-        if E8M0:
-            COUNT: tl.constexpr = b_x.shape[1] // GROUP if b_x.shape[1] > GROUP else 1
-            o_g = tl.arange(0, COUNT)
-            m_g = m_k[:, None] & (o_g < GROUPS)[None, :]
-            b_scale = e8m0_value_tile(tl.load(p_scale[:, None] + o_g[None, :], mask=m_g, other=0))
-            b_groups = tl.reshape(b_x, [b_x.shape[0], COUNT, b_x.shape[1] // COUNT])
-            b_x = tl.reshape(b_groups * b_scale[:, :, None], b_x.shape)
-        else:
-            b_x *= tl.load(p_scale.to(tl.pointer_type(tl.float32)), mask=m_k, other=0.0)[:, None]
-        p_tail = (p_value + KEPT).to(tl.pointer_type(tl.bfloat16))[:, None] + (o_d - KEPT)[None, :]
-        m_tail = m_k[:, None] & ((o_d >= KEPT) & (o_d < D))[None, :]
-        b_tail = tl.load(p_tail, mask=m_tail, other=0.0)
-        b_k = b_x.to(DOT) + b_tail.to(DOT)  # one of them is 0; a select would take the packed pairs apart
-    return b_k
+        b_held = tl.load(p_table + b_e // P, mask=m_e, other=-1)
+        b_page = tl.where(i_n < first, b_page, b_held)
+        b_row = tl.where(i_n < first, b_row, b_e % P)
+    return b_page, b_row.to(tl.int32)
 
 
 @triton.jit
@@ -133,11 +89,9 @@ def attention_sparse_kernel(
     D: tl.constexpr,
     BD: tl.constexpr,
     ROPE: tl.constexpr,
-    VALUE: tl.constexpr,
-    SCALE: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    E8M0: tl.constexpr,
+    VALUE: tl.constexpr,  # of a row of values, and
+    SCALE: tl.constexpr,  # of a row of scales: elements of ring and pages
+    FORMAT: tl.constexpr,
     BH: tl.constexpr,
     BN: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -160,11 +114,12 @@ def attention_sparse_kernel(
         return
     position = tl.load(positions + i_t).to(tl.int32)
     count_w = tl.minimum(position + 1, WINDOW)
+    first = tl.cdiv(count_w, BN) * BN
     visible, count_e = 0, 0
     if ENTRIES:
         visible = tl.minimum((position + 1) // RATIO, N * P)
         count_e = K if CHOSEN else visible
-    count = count_w + count_e
+    count = first + count_e
     each = tl.cdiv(tl.cdiv(count, BN), splits) * BN
     begin = i_s * each
     end = tl.minimum(begin + each, count)
@@ -180,11 +135,13 @@ def attention_sparse_kernel(
     b_z = tl.zeros([BH], tl.float32)
     b_o = tl.zeros([BH, BD], tl.float32)
     for i_n in tl.range(begin, end, BN):
-        p_value, p_scale, m_k = tile_rows(
-            i_n, count_w, count_e, visible, position, p_ring, pages, p_table, p_chosen,
-            VALUE, SCALE, R, P, BN, ENTRIES, CHOSEN,
-        )  # fmt: skip
-        b_k = load_rows(p_value, p_scale, m_k, o_d, D, ROPE, GROUP, GROUPS, E8M0, DOT)
+        b_page, b_row = find_keys(
+            i_n, first, count_w, count_e, visible, position, p_table, p_chosen, R, P, BN, ENTRIES, CHOSEN
+        )
+        m_k = b_page >= 0
+        p_held = tl.where(i_n < first, p_ring, pages) if ENTRIES else p_ring
+        held = tl.where(i_n < first, R, P)  # rows of a page
+        b_k = load_rows(p_held, b_page.to(tl.int64), b_row, m_k, o_d, held, D, ROPE, FORMAT).to(DOT)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale  # [BH, BN]
         b_s = tl.where(m_k[None, :], b_s, float("-inf"))
         b_top = tl.maximum(b_m, tl.max(b_s, 1))

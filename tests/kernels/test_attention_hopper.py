@@ -1,0 +1,56 @@
+"""attention_sparse_hopper compiles where there is no GPU. What it computes is tested on one: tests/gpu."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", minversion="3.6")
+
+SHARED_MEMORY = 227 * 1024  # bytes that a program may have on a Hopper GPU
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from hybridkv.kernels.attention_sparse import GLUON, HOPPER_SHAPE
+from hybridkv.kernels.attention_sparse_hopper import attention_hopper_kernel as kernel
+from hybridkv.kernels.page_format import entry_format
+
+assert triton.__version__.startswith(GLUON), "another Triton than attention_sparse_hopper is written for"
+NAMES = kernel.arg_names
+CASES = ("bf16", True, True, False), ("fp8", True, False, True), ("fp8_entry", False, False, False)
+for kind, entries, chosen, split in CASES:
+    fmt = entry_format(kind, 512, 64)
+    held = "*bf16" if fmt.plain else "*u8"
+    types = dict(q="*bf16", ring=held, pages=held, table="*i32", chosen="*i32", out="*bf16", scale="fp32")
+    types |= dict.fromkeys(("rows", "slots", "owner", "positions"), "*i64")
+    types |= dict.fromkeys(("sink", "cos", "sin", "part", "lse"), "*fp32")
+    fixed = dict(
+        WINDOW=128, RATIO=4, R=135, P=32, VALUE=fmt.width if fmt.plain else fmt.value_bytes, SCALE=fmt.scale_bytes,
+        QUANTISED=not fmt.plain, E8M0=kind == "fp8", ENTRIES=entries, CHOSEN=chosen, SPLIT=split,
+    )
+    absent = {"table": entries, "chosen": chosen, "part": split, "lse": split}
+    fixed |= {name: None for name, there in absent.items() if not there}
+    signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in NAMES}
+    at = {name: (i,) for i, name in enumerate(NAMES)}
+    aligned = {at[name]: [["tt.divisibility", 16]] for name, type_ in signature.items() if type_[0] == "*"}
+    source = GluonASTSource(kernel, signature, {at[name]: value for name, value in fixed.items()}, aligned)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": HOPPER_SHAPE.warps})
+    print(kind, built.metadata.shared, built.asm["ptx"].count("wgmma.mma_async"))
+"""
+
+
+def test_it_compiles_in_every_format(tmp_path: Path) -> None:
+    """In a process without the interpreter, which would take the place of the compiler."""
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    env.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [kind for kind, *_ in lines] == ["bf16", "fp8", "fp8_entry"]
+    for _, shared, products in lines:
+        assert 0 < int(shared) <= SHARED_MEMORY
+        assert int(products) == 512 // 16 + 64 // 16  # steps of 16: channels of S = q K^T, keys of O += P K

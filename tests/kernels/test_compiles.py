@@ -1,0 +1,136 @@
+"""Every kernel of DeepSeek-V4 compiles for a Hopper GPU, at the released widths, where there is none.
+
+The launchers themselves run, with a driver that has no device: what they launch is compiled and not run. The
+interpreter of the other tests takes more than the compiler does.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", minversion="3.6")
+
+SHARED_MEMORY = 227 * 1024  # bytes that a program may have on a Hopper GPU
+COMPILE = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+
+class Nothing:
+    def __getattr__(self, name):
+        return lambda *args, **more: (0,) * 8
+
+
+class NoDevice:
+    utils, launcher_cls = Nothing(), None
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=0):
+        return 0
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+    def map_python_to_cpp_type(self, name):
+        return "x"
+
+
+driver.set_active(NoDevice())
+run = JITFunction.run
+
+
+def compile_only(self, *args, grid, warmup, **more):
+    print(self.__name__, run(self, *args, grid=grid, warmup=True, **more).metadata.shared)
+
+
+JITFunction.run = compile_only
+
+from hybridkv.kernels import flush_csa, flush_hca, gather, hyper, indexer, moe, norm_rope, topk, window
+from hybridkv.kernels.attention_sparse import Entries, attention_sparse_triton
+from hybridkv.kernels.page_format import entry_format, index_format
+from hybridkv.kernels.step_index import StepIndex
+
+B, D, C = 64, 512, 128
+decode, prompt = StepIndex.make([*range(B)], [127] * B, [1] * B), StepIndex.make([0], [1000], [2048])
+whole = torch.zeros(B, dtype=torch.int64)
+
+
+def zeros(*shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype)
+
+
+angles = {len(i.owner): (zeros(len(i.owner), 32), zeros(len(i.owner), 32)) for i in (decode, prompt)}
+table = zeros(B, 4, dtype=torch.int32)
+running = [zeros(B, 1, D) for _ in range(3)]
+for name in ("f32", "bf16", "fp8", "fp8_entry"):
+    fmt = entry_format(name, D, 64)
+    ring, longer, pages = (zeros(*shape, fmt.width, dtype=fmt.dtype) for shape in ((B, 128), (1, 4096), (4, 32)))
+    for index in (decode, prompt):
+        T = len(index.owner)
+        window.append_window_triton(ring, fmt, zeros(T, D), zeros(D), 1e-6, *angles[T], index)
+        q = zeros(T, 64, D, dtype=torch.bfloat16)
+        for entries, splits in ((None, 1), (Entries(pages, table, 4, zeros(T, 512, dtype=torch.int32)), 4)):
+            rest = (128, zeros(64), 1.0, *angles[T], index, entries)
+            attention_sparse_triton(q, ring, fmt, index.slots, *rest, splits=splits)
+    window.copy_window_triton(ring, longer, fmt, prompt, whole[:1], 127)
+    gather.gather_entries_triton(pages, fmt, zeros(4, 128, dtype=torch.int64))
+    rows = [zeros(B, 8, 2 * D) for _ in range(2)]
+    p, z, bias, norm = zeros(B, 2 * D), zeros(B, 2 * D), zeros(4, 2 * D), (zeros(D), 1e-6)
+    flush_csa.flush_csa_triton(pages, fmt, whole, p, z, *rows, bias, *norm, *angles[B], decode, 4)
+    p, z, bias = zeros(B, D), zeros(B, D), zeros(128, D)
+    flush_hca.flush_hca_triton(pages, fmt, whole, p, z, *running, bias, *norm, *angles[B], decode, 128)
+flush_csa.save_rows_triton(*rows, zeros(B, 2 * D), zeros(B, 2 * D), zeros(4, 2 * D), decode, 4)
+flush_hca.save_running_triton(*running, p, z, bias, decode, 128)
+for name in ("f32", "bf16", "fp8", "mxfp4", "nvfp4"):
+    fmt = index_format(name, C)
+    pages, rows = zeros(4, 32, fmt.width, dtype=fmt.dtype), [zeros(B, 8, 2 * C) for _ in range(2)]
+    p, z, bias = zeros(B, 2 * C), zeros(B, 2 * C), zeros(4, 2 * C)
+    flush_csa.flush_csa_triton(pages, fmt, whole, p, z, *rows, bias, zeros(C), 1e-6, *angles[B], decode, 4)
+    for index in (decode, prompt):
+        T = len(index.owner)
+        q = zeros(T, 64, C, dtype=torch.bfloat16)
+        indexer.index_logits_triton(q, zeros(T, 64), pages, fmt, table, index, 4, 128, 0)
+for T, width in ((1, 262144), (B, 4096)):
+    topk.top_entries_triton(zeros(T, width), whole[:T], 512)
+gather.flat_entries_triton(table, whole, whole, 32)
+norm_rope.norm_rope_triton(zeros(B, 64, D), torch.bfloat16, 1e-6, None, angles[B])
+streams = zeros(B, 4, 4096, dtype=torch.bfloat16)
+x, post, comb = hyper.hyper_enter_triton(
+    streams, hyper.HyperMap(zeros(24, 4 * 4096), zeros(24), zeros(3), zeros(4096), 1e-6, 1e-6, 20)
+)
+hyper.hyper_expand_triton(streams, x, post, comb)
+gate_up, down = zeros(5, 512, 4096, dtype=torch.bfloat16), zeros(5, 4096, 256, dtype=torch.bfloat16)
+for T in (1, 4096):
+    x, tokens = zeros(T, 4096, dtype=torch.bfloat16), zeros(T, dtype=torch.int64)
+    for bias, experts in ((zeros(4), None), (None, zeros(99, 2, dtype=torch.int64))):
+        weights, chosen = moe.route_triton(zeros(T, 4), tokens, moe.Router(2, 1.5, True, bias, experts))
+    moe.run_experts_triton(x, weights, chosen, gate_up, down, 10.0)
+"""
+KERNELS = {
+    "append_window_kernel", "attention_sparse_kernel", "combine_kernel", "copy_window_kernel", "decode_logits_kernel",
+    "enter_kernel", "expand_kernel", "expert_down_kernel", "expert_up_kernel", "flat_entries_kernel",
+    "flush_csa_kernel", "flush_hca_kernel", "gather_kernel", "group_largest_kernel", "join_sparse_kernel",
+    "norm_rope_kernel", "order_kernel", "plain_logits_kernel", "prefill_logits_kernel", "project_kernel", "round_queries_kernel",
+    "route_kernel", "save_rows_kernel", "save_running_kernel", "top_entries_kernel",
+}  # fmt: skip
+
+
+def test_every_launch_compiles_and_fits(tmp_path: Path) -> None:
+    """In a process without the interpreter, which would take the place of the compiler."""
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    env.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    built = [line.split() for line in done.stdout.splitlines()]
+    assert {name for name, _ in built} >= KERNELS, KERNELS - {name for name, _ in built}
+    assert max(int(shared) for _, shared in built) <= SHARED_MEMORY
