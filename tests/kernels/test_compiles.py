@@ -120,8 +120,8 @@ KERNELS = {
     "append_window_kernel", "attention_sparse_kernel", "combine_kernel", "copy_window_kernel", "decode_logits_kernel",
     "enter_kernel", "expand_kernel", "expert_down_kernel", "expert_up_kernel", "flat_entries_kernel",
     "flush_csa_kernel", "flush_hca_kernel", "gather_kernel", "group_largest_kernel", "join_sparse_kernel",
-    "norm_rope_kernel", "order_kernel", "plain_logits_kernel", "prefill_logits_kernel", "project_kernel", "round_queries_kernel",
-    "route_kernel", "save_rows_kernel", "save_running_kernel", "top_entries_kernel",
+    "norm_rope_kernel", "order_kernel", "plain_logits_kernel", "prefill_logits_kernel", "project_kernel",
+    "round_queries_kernel", "route_kernel", "save_rows_kernel", "save_running_kernel", "top_entries_kernel",
 }  # fmt: skip
 
 
