@@ -117,7 +117,11 @@ def make_report(options: ModelOptions, requests: int) -> Report:
     name, raw = read_config(options.model)
     config = ModelConfig.from_dict(raw)
     check_exact(config, options.exact)
-    evicts = config.v4 is None  # DeepSeek-V4 refuses a budget
+    evicts = config.v4 is None
+    if not evicts and options.budget is not None:
+        raise HybridKVError(
+            f"--budget is not for {config.architecture}: it compresses its cache itself and never evicts"
+        )
     evicting = (replace(options, budget=BUDGET) if evicts and options.budget is None else options).cache()
     cache = CacheConfig(kv_dtype=evicting.kv_dtype, index_dtype=evicting.index_dtype) if evicts else evicting
     dtype = resolve_dtype(options.dtype, device, raw)

@@ -30,7 +30,10 @@ def cache_schema(config: ModelConfig, cache: CacheConfig, model_dtype: torch.dty
     """What a model stores for a request, in the precision asked for."""
     if config.v4 is not None:
         if cache.budget is not None:
-            raise HybridKVError("budget is not for deepseek_v4: it compresses its cache itself and never evicts")
+            raise HybridKVError(
+                "budget is not for deepseek_v4: it compresses its cache itself and never evicts, so there is nothing "
+                "to choose or to show"
+            )
         return deepseek_v4.cache_schema(config, cache, model_dtype)
     if cache.index_dtype != "auto":
         raise HybridKVError(f"index_dtype is for deepseek_v4: {config.architecture} has no index keys")

@@ -83,7 +83,7 @@ def test_a_whole_prompt(kind: str, length: int, oracle: Callable, open_v4: Calla
     (
         ("mini", 1, 37),
         ("mini", 3, 70),
-        ("select", 3, 134),
+        *((kind, c, 137) for kind in ("select", "all") for c in (1, 3)),
         *((kind, c, n) for kind in KINDS for c, n in ((50, 300), (128, 700))),
     ),
 )
