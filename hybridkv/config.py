@@ -24,7 +24,7 @@ class CacheConfig:
     """How the KV cache is stored."""
 
     kv_dtype: str = "auto"  # f32 | bf16 | fp8 (E4M3, a scale for each token and head); auto: the model's own dtype
-    page_size: int = 64  # tokens a page holds
+    page_size: int = 64  # tokens a page holds (DeepSeek-V4 has `block` instead)
     budget: int | None = None  # tokens kept per stream on average once the prompt is read; None: all
     window: int = 64  # how many of the last queries vote on what to keep
     recent: int = 64  # tokens at the end that stay whatever their score; the budget includes them
@@ -33,7 +33,7 @@ class CacheConfig:
     bounded: bool = False  # evict between prompt chunks too: no more than budget + one chunk is ever held
     decode_every: int = 0  # evict again to the budget every so many generated tokens; 0: never
     index_dtype: str = "auto"  # DeepSeek-V4's index keys: f32 | bf16 | fp8 | mxfp4 | nvfp4; auto: mxfp4 beside fp8 KV
-    block: int = 128  # DeepSeek-V4: tokens that a page covers, a multiple of 128
+    block: int = 128  # DeepSeek-V4 alone: tokens that a page covers, a multiple of both compression ratios (128)
 
     def __post_init__(self) -> None:
         if self.budget is not None and (not is_whole(self.budget) or self.budget < 1):

@@ -61,6 +61,10 @@ class CompressedSpec:
                 f"each layer must be one of {', '.join(KINDS)}, not {', '.join(wrong) or 'none at all'}"
             )
 
+        sizes = {name: getattr(self, name) for name in ("heads", "window", "csa_ratio", "hca_ratio")}
+        if min(sizes.values()) < 1:
+            raise HybridKVError(f"compressed attention needs sizes of 1 or more, not {sizes}")
+
     def layers(self, kind: str) -> tuple[int, ...]:
         return tuple(i for i, k in enumerate(self.kinds) if k == kind)
 
@@ -132,6 +136,8 @@ def _running(banks: int, width: int) -> tuple[TensorSpec, ...]:
 
 def compute_block_budget(schema: CacheSchema, memory: int, requests: int, max_tokens: int) -> dict[str, int]:
     """Pages of each pool for `requests` requests of `max_tokens`, or HybridKVError that says what they take."""
+    if requests < 1 or max_tokens < 0:
+        raise HybridKVError(f"a budget is for one request at least, not for {requests} of {max_tokens} tokens")
     pages = schema.pool_pages(requests, max_tokens)
     need = schema.bytes(pages, requests)
     if need > memory:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from hybridkv.cache.handle import LayerHandle
 from hybridkv.cache.schema import CompressedLayer
-from hybridkv.cache.step import EntryView, ForwardStep
+from hybridkv.cache.step import CompressedStep, EntryView
 from hybridkv.kernels.attention_sparse import Entries, attention_sparse
 from hybridkv.kernels.flush_csa import flush_csa, save_rows
 from hybridkv.kernels.flush_hca import flush_hca, save_running
@@ -83,18 +84,16 @@ def wide_pages(entries: list[int]) -> tuple[Tensor, Tensor, Tensor]:
 class CompressedHandle(LayerHandle):
     def __init__(
         self,
-        step: ForwardStep,
+        step: CompressedStep,
         layer: CompressedLayer,
         paged: dict[str, Tensor],  # [N, P, width]
         state: dict[str, Tensor],  # [slots, ...]
-        runs: Callable[[], None],  # told before anything is written
+        begin: Callable[[], None],  # called before anything is written
     ) -> None:
         super().__init__(step, None, slice(0), paged, state)
-        self.runs = runs
-        assert step.index is not None and step.chunks is not None and step.entries is not None
+        self.begin = begin
         self.schema = layer
-        self.index: StepIndex = step.index
-        self.chunks: StepIndex = step.chunks
+        self.index, self.chunks = step.index, step.chunks
         self.entry_view: EntryView | None = step.entries.get(layer.kind)
         self.workspace: Tensor | None = None  # window of the prompt chunks, from write_swa to attend
 
@@ -110,11 +109,11 @@ class CompressedHandle(LayerHandle):
 
     def write_swa(self, x: Tensor, weight: Tensor, eps: float, angles: Angles) -> None:
         """Norm, rotate and store the window rows x [T, head_dim] of this step's tokens."""
-        self.runs()
+        self.begin()
         fmt, n, ring = self.schema.entries, self.step.singles, self.state["window"]
         if n < len(self.step.slots):
             before = self.schema.window - 1
-            longest = max(b - a for a, b in zip(self.step.starts[n:], self.step.starts[n + 1 :], strict=False))
+            longest = max(self._chunk_counts())
             chunks = len(self.step.slots) - n
             rows_held = 1 << (before + longest - 1).bit_length()  # few sizes: kernels are compiled for each
             self.workspace = ring.new_empty(chunks, rows_held, ring.shape[2])
@@ -177,12 +176,8 @@ class CompressedHandle(LayerHandle):
         ones, more = (None, None) if chosen is None else (chosen[:n], chosen[n:])
         parts = []
         if n:
-            ring, fmt, index, found = (
-                self.state["window"],
-                self.schema.entries,
-                self.index.part(0, n),
-                self._sources(ones),
-            )
+            ring, fmt, index = self.state["window"], self.schema.entries, self.index.part(0, n)
+            found = self._sources(ones)
             parts.append(
                 attention_sparse(q[:n], ring, fmt, index.slots, window, sink, scale, cos[:n], sin[:n], index, found)
             )
@@ -271,13 +266,14 @@ class CompressedHandle(LayerHandle):
             found = Entries(gather_entries(stored, fmt, flat, wide.dtype), table, self.schema.ratio, chosen)
         return gather_entries(ring, fmt, every, wide.dtype), wide, rows, replace(index, slots=rows), found
 
+    def _chunk_counts(self) -> list[int]:
+        """New tokens of each prompt chunk."""
+        return [b - a for a, b in pairwise(self.step.starts[self.step.singles :])]
+
     def _chunk_entries(self) -> list[int]:
         """Entries of each prompt chunk's request once the step has run."""
-        n, step = self.step.singles, self.step
-        ends = [
-            begin + b - a for begin, a, b in zip(step.begins[n:], step.starts[n:-1], step.starts[n + 1 :], strict=True)
-        ]
-        return [end // self.schema.ratio for end in ends]
+        begins = self.step.begins[self.step.singles :]
+        return [(a + n) // self.schema.ratio for a, n in zip(begins, self._chunk_counts(), strict=True)]
 
     def _reads_little(self, chosen: Tensor | None) -> bool:
         """Whether the chunks read fewer entries than there are: a short question after a long text."""

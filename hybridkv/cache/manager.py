@@ -20,7 +20,7 @@ from hybridkv.cache.compressed_handle import CompressedHandle
 from hybridkv.cache.handle import LayerHandle
 from hybridkv.cache.schema import CacheSchema
 from hybridkv.cache.state import StatePool
-from hybridkv.cache.step import ForwardStep, compressed_step
+from hybridkv.cache.step import CompressedStep, ForwardStep, compressed_step
 from hybridkv.cache.table import StreamTable
 from hybridkv.errors import HybridKVError, RequestError
 
@@ -101,19 +101,22 @@ class KVCacheManager:
         self.compactions.pop(slot, None)
         self._free_slots.append(slot)
 
+    def can_rewind(self, request: Hashable, position: int) -> bool:
+        """Whether the request's state can go back to a position."""
+        return not self.schema.states or self.reached[self._slot(request)] - position <= self.schema.rewind
+
     def truncate_request(self, request: Hashable, position: int) -> None:
         """Forget all tokens from `position` on. Refused where the past cannot be brought back."""
         slot = self._slot(request)
         if not 0 <= position <= self.positions[slot]:
             raise RequestError(f"cannot truncate to {position}: the request is at position {self.positions[slot]}")
-        too_far = bool(self.schema.states) and self.reached[slot] - position > self.schema.rewind
-        if too_far and position != self.positions[slot]:
+        if position == self.positions[slot]:
+            return
+        if not self.can_rewind(request, position):
             raise RequestError(
                 f"cannot truncate to {position}: recurrent state cannot be rewound by more than {self.schema.rewind} "
                 f"tokens from {self.reached[slot]}; release the request and compute it again"
             )
-        if position == self.positions[slot]:
-            return
         if slot in self.compactions:
             raise RequestError(
                 f"cannot truncate to {position}: entries were evicted at position {self.compactions[slot].position}; "
@@ -227,7 +230,7 @@ class KVCacheManager:
         views = {name: t.view(at, n, self.positions[at], self.device) for name, t in self.tables.items()}
         return ForwardStep(slots, self.positions[at].tolist(), [0, *np.cumsum(n).tolist()], singles, views, self.exact)
 
-    def _compressed_step(self, slots: np.ndarray, counts: np.ndarray, singles: int, rows: int | None) -> ForwardStep:
+    def _compressed_step(self, slots: np.ndarray, counts: np.ndarray, singles: int, rows: int | None) -> CompressedStep:
         """All that the layers read is on its way to the device, in one copy, when this returns."""
         begins = self.positions[slots]
         if rows is not None:
@@ -238,7 +241,7 @@ class KVCacheManager:
         plans = [t.entry_plan(slots, begins, counts) for t in self.tables.values()]
         return compressed_step(slots, begins, counts, singles, plans, self.device)
 
-    def padding_step(self, rows: int) -> ForwardStep:
+    def padding_step(self, rows: int) -> CompressedStep:
         """A decode step of nothing but padding, for requests of any length: what a captured graph is made from."""
         none = np.full(rows, -1), np.zeros(rows, np.int64), np.ones(rows, np.int64)
         plans = [replace(t.entry_plan(*none), most=t.schema.entries(self.max_tokens)) for t in self.tables.values()]
@@ -246,14 +249,15 @@ class KVCacheManager:
 
     def begin(self, step: ForwardStep) -> None:
         """The step runs: state will have seen its tokens, committed or not."""
-        slots, ends = np.array(step.slots), np.array(step.begins) + np.diff(step.starts)
+        slots, begins = np.array(step.slots), np.array(step.begins)
         real = slots >= 0
-        self.reached[slots[real]] = np.maximum(self.reached[slots[real]], ends[real])
+        before = np.where(begins > 0, self.reached[slots], 0)  # a step from 0 makes all state anew
+        self.reached[slots[real]] = np.maximum(before, begins + np.diff(step.starts))[real]
 
     def acquire(self, step: ForwardStep) -> dict[int, LayerHandle]:
         """A handle for every layer that stores anything. Allocates nothing."""
         handles: dict[int, LayerHandle] = {}
-        if self.schema.compressed:
+        if isinstance(step, CompressedStep):
             for layer, declared in enumerate(self.schema.compressed):
                 table = self.tables.get(declared.kind)
                 pages = table.pool.lane(table.schema.place(layer)[0]) if table is not None else {}
@@ -284,6 +288,8 @@ class KVCacheManager:
 
         `prepare_forward` counts what is held, so it takes none for what this has brought.
         """
+        if name not in self.tables:
+            raise RequestError(f"there is no pool '{name}'; there are {', '.join(self.tables) or 'none'}")
         slot, table = self._slot(request), self.tables[name]
         if table.held[slot].max() >= table.pages.shape[2]:
             raise RequestError(f"request {request!r} holds the pages of {self.max_tokens} tokens already")
@@ -293,7 +299,7 @@ class KVCacheManager:
         return int(table.pages[slot, -1, table.held[slot, -1] - 1])
 
     def reset_slot(self, slot: int) -> None:
-        """State of a slot as if nothing had been seen."""
+        """State of a slot as if nothing had been seen. Admitting a request does it; one that goes on needs its own."""
         if not 0 <= slot < self.slots:
             raise RequestError(f"there is no slot {slot}; slots are 0 to {self.slots - 1}")
         self.state.reset(slot)

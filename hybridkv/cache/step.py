@@ -45,10 +45,6 @@ class ForwardStep:
     singles: int  # how many requests have one token; they come first
     streams: dict[str, StreamView]
     exact: bool = False  # results of a token are the same bits whatever else is in the step
-    packed: Tensor | None = None  # what `index`, `chunks` and `entries` are views of
-    index: StepIndex | None = None  # for layers that compute token by token
-    chunks: StepIndex | None = None  # the same of the prompt chunks alone
-    entries: dict[str, EntryView] | None = None
 
     def single_rows(self, state: Tensor) -> Tensor:
         """State [slots, ...] -> rows of the one-token requests; a view where the slots are consecutive, else a copy."""
@@ -61,6 +57,16 @@ class ForwardStep:
         """Bring a copy that `single_rows` made back; nothing to do for a view."""
         if rows.untyped_storage().data_ptr() != state.untyped_storage().data_ptr():
             state[self.slots[: self.singles]] = rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedStep(ForwardStep):
+    """A step of layers with compressed attention, which compute token by token."""
+
+    packed: Tensor  # what all below are views of
+    index: StepIndex  # of all tokens
+    chunks: StepIndex  # of the prompt chunks alone
+    entries: dict[str, EntryView]  # of each stream
 
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> Tensor:
@@ -86,8 +92,7 @@ def compressed_step(
     singles: int,
     entries: Sequence[EntryPlan],
     device: torch.device,
-) -> ForwardStep:
-    """A step of layers that compute token by token: the index of all tokens, that of the chunks, places of entries."""
+) -> CompressedStep:
     arrays = [*StepIndex.host(slots, begins, counts)]
     arrays += StepIndex.host(slots[singles:], begins[singles:], counts[singles:])
     arrays += [e.entry_index for e in entries]
@@ -96,6 +101,6 @@ def compressed_step(
     views = {e.name: EntryView(e.table, part, e.most) for e, part in zip(entries, parts[10:], strict=True)}
     index, chunks = StepIndex(*parts[:5]), StepIndex(*parts[5:10])
     starts = [0, *np.cumsum(counts).tolist()]
-    return ForwardStep(
+    return CompressedStep(
         slots.tolist(), begins.tolist(), starts, singles, {}, packed=packed, index=index, chunks=chunks, entries=views
     )

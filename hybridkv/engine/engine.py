@@ -20,7 +20,7 @@ from hybridkv.engine.sampler import sample
 from hybridkv.engine.scheduler import Batch, Scheduler
 from hybridkv.errors import HybridKVError, OutOfPages, RequestError
 from hybridkv.eviction import Evictor, most_held
-from hybridkv.models.layers import Decoder
+from hybridkv.models.layers import Model
 from hybridkv.request import Request
 from hybridkv.text.stream import TextStream
 from hybridkv.text.tokenizer import Tokenizer
@@ -38,7 +38,7 @@ class Update:
 class Engine:
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         manager: KVCacheManager,
         tokenizer: Tokenizer | None = None,
         step_tokens: int = 512,
@@ -255,8 +255,7 @@ class Engine:
         position = self.manager.position(held.key)
         pairs = zip(held.tokens[:position], request.tokens[:-1], strict=False)
         same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        stuck = bool(self.manager.schema.states) and position - same > self.manager.schema.rewind
-        if same < position and (same == 0 or stuck):
+        if same < position and (same == 0 or not self.manager.can_rewind(held.key, same)):
             self.scheduler.release_held(held)  # recurrent state cannot be rewound
             return False
         self.manager.truncate_request(held.key, same)

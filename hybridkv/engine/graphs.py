@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridkv.cache import ForwardStep, KVCacheManager
+from hybridkv.cache import CompressedStep, KVCacheManager
 from hybridkv.kernels.backend import HAS_TRITON
 from hybridkv.models.layers import Model
 
 
-def can_capture(model: Model, manager: KVCacheManager) -> bool:
+def can_capture(manager: KVCacheManager) -> bool:
     """Whether a decode step has no host branch and no wait in it: so far, models with compressed attention."""
     return HAS_TRITON and manager.device.type == "cuda" and bool(manager.schema.compressed)
 
@@ -48,8 +48,8 @@ class DecodeGraphs:
         """Rows of the smallest graph that holds so many requests."""
         return next(size for size in self.sizes if size >= requests)
 
-    def ready(self, step: ForwardStep) -> bool:
-        """Whether the step can be replayed. The first of its size is captured; if that fails, none ever is."""
+    def ready(self, step: CompressedStep) -> bool:
+        """Whether the step can be replayed. The first of its size is captured; if that fails, they all run plainly."""
         rows = len(step.slots)
         if step.singles < rows or rows not in self.sizes or rows in self.failed:
             return False
@@ -65,10 +65,9 @@ class DecodeGraphs:
         return True
 
     @torch.inference_mode()
-    def replay(self, tokens: Tensor, step: ForwardStep) -> Tensor:
-        """Logits [B, vocab] of a step of one token a row; valid until the next replay of this size."""
+    def replay(self, tokens: Tensor, step: CompressedStep) -> Tensor:
+        """Logits [B, vocab] of a step of one token a row; valid until the next replay of any size."""
         found = self.captured[len(step.slots)]
-        assert step.packed is not None
         self.manager.begin(step)
         found.tokens.copy_(tokens)
         found.packed.copy_(step.packed)
@@ -79,7 +78,6 @@ class DecodeGraphs:
     def _capture(self, rows: int) -> Captured:
         """Run the step on padding alone, which changes nothing: once to compile and to warm up, once to record."""
         step = self.manager.padding_step(rows)
-        assert step.packed is not None and step.index is not None
         tokens = torch.zeros(rows, dtype=torch.int64, device=self.manager.device)
         wanted = torch.arange(rows, device=self.manager.device)
         handles = self.manager.acquire(step)

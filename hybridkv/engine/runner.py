@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from hybridkv.cache import ForwardStep, KVCacheManager
+from hybridkv.cache import CompressedStep, ForwardStep, KVCacheManager
 from hybridkv.cache.step import upload
 from hybridkv.engine.graphs import DecodeGraphs, can_capture
 from hybridkv.models.layers import Model
@@ -25,7 +25,7 @@ class StepInputs:
 class Runner:
     def __init__(self, model: Model, manager: KVCacheManager) -> None:
         self.model, self.manager = model, manager
-        self.graphs = DecodeGraphs(model, manager) if can_capture(model, manager) else None
+        self.graphs = DecodeGraphs(model, manager) if can_capture(manager) else None
 
     def inputs(
         self, tokens: Sequence[Sequence[int]], begins: Sequence[int], rows: Sequence[int], step: ForwardStep
@@ -40,7 +40,8 @@ class Runner:
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Logits [S, vocab] f32. Pages and state of the step's requests are written."""
-        if self.graphs is not None and self.graphs.ready(inputs.step):
-            return self.graphs.replay(inputs.tokens, inputs.step)[inputs.rows]
-        handles = self.manager.acquire(inputs.step)
+        step = inputs.step
+        if self.graphs is not None and isinstance(step, CompressedStep) and self.graphs.ready(step):
+            return self.graphs.replay(inputs.tokens, step)[inputs.rows]
+        handles = self.manager.acquire(step)
         return self.model.forward(inputs.tokens, inputs.positions, handles, inputs.rows)

@@ -44,7 +44,7 @@ class Scheduler:
         manager: KVCacheManager,
         step_tokens: int,
         most_held: int | None = None,
-        graph_rows: Callable[[int], int | None] | None = None,  # rows of the graph that decodes so many requests
+        graph_rows: Callable[[int], int] | None = None,  # rows of the graph that decodes so many requests
     ) -> None:
         self.manager, self.step_tokens, self.graph_rows = manager, step_tokens, graph_rows
         self.most_held = most_held  # tokens a stream holds at the most while a prompt is read; None: all of them
@@ -81,8 +81,9 @@ class Scheduler:
 
     def reserve(self, plan: Sequence[tuple[Hashable, int]]) -> ForwardStep:
         """The pages of a step. One that only decodes gets the rows of the graph that it replays."""
-        decodes = self.graph_rows is not None and all(tokens == 1 for _, tokens in plan)
-        rows = self.graph_rows(len(plan)) if self.graph_rows is not None and decodes else None
+        rows = None
+        if self.graph_rows is not None and all(tokens == 1 for _, tokens in plan):
+            rows = self.graph_rows(len(plan))
         return self.manager.prepare_forward(plan, rows)
 
     def held_tokens(self, tokens: int) -> int:

@@ -38,7 +38,7 @@ class Entries:
     """The compressed part of the keys, in the window's format."""
 
     pages: Tensor  # [N, P, width]
-    table: Tensor  # [slots, N] int32 page of each P entries of a request; -1: none
+    table: Tensor  # [slots, pages a request] int32 page of each P entries; -1: none
     ratio: int  # tokens of an entry: token t sees entries j < (t + 1) // ratio
     chosen: Tensor | None = (
         None  # [T, K] int32 entries of each token, what is not visible is skipped; None: all visible

@@ -13,7 +13,7 @@ from hybridkv.errors import HybridKVError
 from hybridkv.models import deepseek_v4, llama, qwen3_5
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.deepseek_names import check_schedule
-from hybridkv.models.layers import Decoder
+from hybridkv.models.layers import Model
 from hybridkv.models.loader import Loader, Progress
 from hybridkv.models.weights import Checkpoint
 
@@ -59,11 +59,11 @@ def load_model(
     dtype: torch.dtype,
     progress: Progress | None = None,
     exact: bool = False,
-) -> Decoder:
+) -> Model:
     check_exact(config, exact)
     if config.v4 is not None:
         check_schedule(config, checkpoint.__contains__)
     loader = Loader(checkpoint, device, dtype, progress, exact)
-    model: Decoder = FAMILIES[config.architecture].load(config, loader)
+    model: Model = FAMILIES[config.architecture].load(config, loader)
     loader.finish()
     return model

@@ -93,7 +93,7 @@ class Attention:
     sizes: tuple[int, ...]  # rows of the low-rank query, of the window row, and of what the kind needs
     q_norm: Tensor  # [q_rank] f32
     kv_norm: Tensor  # [head_dim] f32
-    queries: Linear  # [H D (+ index heads), q_rank]
+    queries: Linear  # [H D (+ index_heads index_dim), q_rank]
     sink: Tensor  # [H] f32
     group_out: Tensor  # [groups, rank, H / groups D]
     out: Linear  # [hidden, groups rank]

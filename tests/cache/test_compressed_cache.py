@@ -61,6 +61,7 @@ def test_requests_that_are_not_there(rig: Rig) -> None:
         ):
             refused(m, RequestError, lambda call=call, name=name: call(name), "not resident")
     refused(m, RequestError, lambda: m.admit_request("b"), "resident already")
+    refused(m, RequestError, lambda: m.allocate_block("b", "nope"), "no pool 'nope'; there are csa, hca")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What a model with compressed attention stores: the released models' sizes, to the byte, and what cannot be built."""
 
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -239,3 +240,15 @@ def test_pool_shapes() -> None:
     assert m.memory_bytes() == 5 * 64 * 652 + 3 * 2 * 584 + 4 * sum(
         prod(s) for name, s in state.items() if name != "window"
     ) + prod(state["window"])
+
+
+@pytest.mark.parametrize("wrong", [{"csa_ratio": 0}, {"hca_ratio": -1}, {"window": 0}, {"heads": 0}])
+def test_sizes_that_make_no_sense(wrong: dict[str, int]) -> None:
+    with pytest.raises(HybridKVError, match=f"'{next(iter(wrong))}': {next(iter(wrong.values()))}"):
+        replace(SMALL, **wrong)
+
+
+@pytest.mark.parametrize(("requests", "tokens"), [(0, 64), (-1, 64), (1, -1)])
+def test_a_budget_for_nobody(requests: int, tokens: int) -> None:
+    with pytest.raises(HybridKVError, match="at least"):
+        compute_block_budget(compressed_schema(SMALL, block=16), 1 << 30, requests, tokens)

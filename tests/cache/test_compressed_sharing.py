@@ -323,4 +323,10 @@ def test_a_first_step_that_ran_in_vain_can_be_run_again(rig: Rig) -> None:
     m, tokens = rig.manager(64), numbers(21)
     m.admit_request("a")
     rig.write(rig.prepare(m, {"a": numbers(30, start=5)}), {"a": numbers(30, start=5)})
-    assert_close_rms("again", rig.attention(2, tokens, 20), rig.feed(m, "a", tokens)[2, -1], 1e-5)
+    assert_close_rms("again", rig.attention(2, tokens, 20), rig.feed(m, "a", tokens[:1] + tokens[1:])[2, -1], 1e-5)
+    m.prepare_forward([("a", 1)])  # what was run in vain is forgotten
+    m.release_request("a")
+    m.admit_request("a")
+    wrong = numbers(30, start=5)
+    rig.write(rig.prepare(m, {"a": wrong}), {"a": wrong})
+    assert_close_rms("one by one", rig.attention(1, tokens, 20), rig.feed(m, "a", tokens, chunk=1)[1, -1], 1e-5)

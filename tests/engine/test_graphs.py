@@ -122,4 +122,4 @@ def test_without_triton_or_a_gpu_nothing_is_captured(
 ) -> None:
     monkeypatch.setattr(graphs, "HAS_TRITON", triton)
     monkeypatch.setattr(llm.manager, "device", torch.device(device))
-    assert graphs.can_capture(llm.model, llm.manager) is captures
+    assert graphs.can_capture(llm.manager) is captures

@@ -24,7 +24,8 @@ LIMIT = 1.5  # low enough to cut many of the values
 
 
 def router(E: int, k: int, vocab: int = 0, bias: bool = False, renormalise: bool = True) -> Router:
-    table = torch.stack([torch.randperm(E)[:k] for _ in range(vocab)]) if vocab else None
+    wide = torch.stack([torch.randperm(E) for _ in range(vocab)]) if vocab else None
+    table = None if wide is None else wide[:, :k]  # rows further apart than they are long
     return Router(k, 1.5, renormalise, torch.randn(E) if bias else None, table)
 
 
