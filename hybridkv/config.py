@@ -30,7 +30,7 @@ class CacheConfig:
     recent: int = 64  # tokens at the end that stay whatever their score; the budget includes them
     policy: object = "snapkv"  # a name, or a hybridkv.eviction.Policy of your own
     scope: str = "head"  # a list of survivors for each head, each layer, or one for all: head | layer | global
-    bounded: bool = False  # evict between prompt chunks too: no more than budget + one chunk is ever held
+    bounded: bool = False  # evict at every step of prompt and answer: no more than budget + one step is ever held
     decode_every: int = 0  # evict again to the budget every so many generated tokens; 0: never
     index_dtype: str = "auto"  # DeepSeek-V4's index keys: f32 | bf16 | fp8 | mxfp4 | nvfp4; auto: mxfp4 beside fp8 KV
     block: int = 128  # DeepSeek-V4 alone: tokens that a page covers, a multiple of both compression ratios (128)

@@ -116,7 +116,7 @@ class ModelOptions:
         bool,
         Option(
             "--bounded",
-            help="evict while the prompt is read: never more than budget + a step",
+            help="evict at every step of prompt and answer: never more than budget + one step",
             rich_help_panel=_EVICTION,
         ),
     ] = _CACHE["bounded"]

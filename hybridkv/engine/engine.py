@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 
 import torch
@@ -45,7 +45,8 @@ class Engine:
         eos_ids: frozenset[int] = frozenset(),
         evictor: Evictor | None = None,
     ) -> None:
-        self.manager, self.tokenizer, self.eos_ids, self.evictor = manager, tokenizer, eos_ids, evictor
+        self.manager, self.tokenizer, self.eos_ids = manager, tokenizer, eos_ids
+        self.evictor = replace(evictor, step_tokens=step_tokens) if evictor is not None else None
         self.vocab = model.config.vocab
         self.runner = Runner(model, manager)
         graphs = self.runner.graphs
@@ -278,7 +279,9 @@ class Engine:
             raise RequestError(f"prefill must be from 0 to {len(tokens)} and chunk positive, not {prefill} and {chunk}")
         if len(tokens) > self.manager.max_tokens:
             raise RequestError(f"{len(tokens)} tokens do not fit a context of {self.manager.max_tokens}")
-        cuts = [*range(0, prefill, chunk or 1), *range(prefill, len(tokens)), len(tokens)]
+        cuts = {*range(0, prefill, chunk or 1), *range(prefill, len(tokens)), len(tokens)}
+        if self.evictor is not None and self.evictor.config.bounded:
+            cuts.update(range(0, prefill, self.evictor.step_tokens))  # where a bounded prompt is cut
         request = self._request(tokens, prefill, SamplingParams())
         key = request.key
         if not self.manager.free_slots and self.scheduler.held:
@@ -286,7 +289,7 @@ class Engine:
         self.manager.admit_request(key)
         try:
             parts = []
-            for a, b in itertools.pairwise(cuts):
+            for a, b in itertools.pairwise(sorted(cuts)):
                 step = self._reserve(key, b - a)
                 parts.append(self.runner.forward(self.runner.inputs([tokens[a:b]], [a], range(b - a), step)))
                 self.manager.commit([(key, b - a)])

@@ -47,7 +47,7 @@ class Scheduler:
         graph_rows: Callable[[int], int] | None = None,  # rows of the graph that decodes so many requests
     ) -> None:
         self.manager, self.step_tokens, self.graph_rows = manager, step_tokens, graph_rows
-        self.most_held = most_held  # tokens a stream holds at the most while a prompt is read; None: all of them
+        self.most_held = most_held  # tokens a stream of a request holds at the most; None: all of them
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.held: list[Request] = []  # finished, cache kept; longest unused first
@@ -101,6 +101,8 @@ class Scheduler:
                 position = self.manager.position(request.key)
                 # a request that is computed again stops where entries were evicted the first time
                 stop = min((p - position for p in request.evictions if p > position), default=n)
+                if self.most_held is not None:  # a bounded request is cut at multiples of the step
+                    stop = min(stop, self.step_tokens - position % self.step_tokens)
                 chunk = self._chunk(position, min(n, stop), budget)
                 if chunk:
                     plan.append((request, chunk))

@@ -1,10 +1,13 @@
 """Evictor: when a request's cache is cut to its budget, and carrying it out.
 
     after the last prompt chunk        if streams hold more than budget + window
-    after every chunk (bounded)        if streams hold more than the budget
     every n generated tokens           if streams hold more than the budget
+    bounded: at every multiple of      if streams hold more than the budget, in the prompt and in the answer; prompt
+    the step's tokens, and at the      chunks end there, so that a request never holds more than budget + one step
+    prompt's end
 
-Streams of one request may differ in length: what counts is their mean.
+Streams of one request may differ in length: what counts is their mean. When a request is cut follows from its own
+positions alone, never from who else is in the batch.
 
 A request remembers what was kept and when. If it is preempted and computed again, the same entries are dropped at the
 same positions, so it goes on as if nothing had happened.
@@ -18,10 +21,10 @@ import numpy as np
 import torch
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.config import CacheConfig
+from hybridkv.config import CacheConfig, EngineConfig
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction.keep import Keep, choose
-from hybridkv.eviction.policies import POLICIES
+from hybridkv.eviction.policies import POLICIES, Ada, Pyramid
 from hybridkv.eviction.policy import LayerCache, Policy
 from hybridkv.kernels.quant import Fp8Pages, Pages
 from hybridkv.request import Request
@@ -34,6 +37,7 @@ class Evictor:
     config: CacheConfig
     policy: Policy
     scale: float  # of attention scores
+    step_tokens: int = EngineConfig.step_tokens  # how far apart a bounded request is cut
 
     @staticmethod
     def make(config: CacheConfig, manager: KVCacheManager, head_dim: int) -> Evictor | None:
@@ -44,7 +48,14 @@ class Evictor:
             raise HybridKVError(
                 "a budget was given, but the model has no full-attention layer: there is nothing to evict"
             )
-        return Evictor(config, find_policy(config.policy), head_dim**-0.5)
+        policy = find_policy(config.policy)
+        one_list = "layer" if isinstance(policy, Ada) else "global" if isinstance(policy, Pyramid) else None
+        if config.scope == "global" and one_list or config.scope == one_list:
+            raise HybridKVError(
+                f"scope '{config.scope}' keeps one list of entries for several streams, and {type(policy).__name__} "
+                "gives them different budgets; use scope='head'"
+            )
+        return Evictor(config, policy, head_dim**-0.5)
 
     def due(self, request: Request, manager: KVCacheManager) -> bool:
         """Whether the request's cache is to be cut now, a step after which it stands at a new position."""
@@ -56,12 +67,11 @@ class Evictor:
         budget = self.config.budget
         assert budget is not None
         held = float(manager.lengths(request.key)[STREAMS].mean())  # heads and layers may share a budget unevenly
-        if position < prompt:
-            return self.config.bounded and held > budget
+        bounded, every = self.config.bounded, self.config.decode_every
         if position == prompt:
-            return held > budget + (0 if self.config.bounded else self.config.window)
-        every = self.config.decode_every
-        return bool(every) and (position - prompt) % every == 0 and held > budget
+            return held > budget + (0 if bounded else self.config.window)
+        again = position > prompt and every > 0 and (position - prompt) % every == 0
+        return (again or (bounded and position % self.step_tokens == 0)) and held > budget
 
     def evict(self, request: Request, manager: KVCacheManager) -> int:
         """Score, choose, compact. Returns the pages that went back."""
@@ -115,7 +125,7 @@ class Evictor:
 
 
 def most_held(config: CacheConfig, step_tokens: int) -> int | None:
-    """Tokens a stream holds at the most, on average, while a bounded prompt is read; None: all of them."""
+    """Tokens that a stream of a bounded request holds at the most, on average; None: all of them."""
     if config.budget is None or not config.bounded:
         return None
     # streams of different lengths each fill a last page of their own

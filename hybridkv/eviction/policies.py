@@ -121,12 +121,13 @@ class Streaming(Policy):
 
 @dataclass(frozen=True)
 class Random(Policy):
-    """The baseline: any entry as good as another, the same ones each time."""
+    """The baseline: any entry as good as another; the same ones whenever a request is cut at the same position."""
 
     seed: int = 0
 
     def score(self, layer: LayerCache) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed * 1009 + layer.layer)
+        position = int(layer.query_positions[-1])
+        generator = torch.Generator().manual_seed((self.seed * 1009 + layer.layer) * 1_000_003 + position)
         return torch.rand(layer.positions.shape, generator=generator).to(layer.positions.device)
 
 
@@ -164,10 +165,18 @@ class Ada(Policy):
 
 @dataclass(frozen=True)
 class Pyramid(Policy):
-    """Early layers keep more, late layers less, the mean is the budget. Cai et al. 2024, arXiv 2406.02069."""
+    """Early layers keep more, late layers less; the mean is the budget, or less where a layer has fewer entries than
+    its share. Cai et al. 2024, arXiv 2406.02069.
+    """
 
     policy: Policy = field(default_factory=SnapKV)
     steepness: float = 20.0  # the last layer's share beyond the recent entries is the even one divided by this
+
+    def __post_init__(self) -> None:
+        if type(self.policy).budgets is not Policy.budgets:
+            raise HybridKVError(
+                f"Pyramid takes a policy that only scores, not {type(self.policy).__name__}; use Ada(Pyramid())"
+            )
 
     def score(self, layer: LayerCache) -> Tensor:
         return self.policy.score(layer)

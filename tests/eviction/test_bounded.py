@@ -1,0 +1,103 @@
+"""Bounded requests: never more than budget + one step, in prompts, answers and later turns, whoever else is there."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from engine.driving import run
+from hybridkv import LLM, CacheConfig, SamplingParams
+from hybridkv.errors import HybridKVError
+from hybridkv.eviction import Ada, Pyramid
+from hybridkv.request import Request
+
+BUDGET, STEP = 96, 128
+
+
+@pytest.fixture
+def open_bounded(oracle: Callable) -> Callable[..., LLM]:
+    def build(kind: str = "llama", requests: int = 1, exact: bool = False, **cache: Any) -> LLM:
+        settings = {"budget": BUDGET, "window": 16, "recent": 16, "page_size": 16, "bounded": True, **cache}
+        return LLM(
+            str(oracle(kind).folder), "cpu", "float32", exact, CacheConfig("f32", **settings), requests, 1024,
+            step_tokens=STEP,
+        )  # fmt: skip
+
+    return build
+
+
+def greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, ignore_eos=True)
+
+
+def finished(llm: LLM, *requests: Request) -> None:
+    longest = 0
+
+    def look(step: int) -> None:
+        nonlocal longest
+        held = [llm.manager.lengths(r.key)["attention"].max() for r in requests if r.key in llm.manager.slot_of]
+        longest = max([longest, *map(int, held)])
+
+    run(llm.engine, look)
+    assert longest <= BUDGET + STEP
+    assert all(r.error is None for r in requests)
+
+
+@pytest.mark.parametrize("kind", ("llama", "qwen3_5"))
+@pytest.mark.parametrize("prompt", (10, 300))
+def test_answers_of_any_length(kind: str, prompt: int, open_bounded: Callable) -> None:
+    llm = open_bounded(kind)
+    request = llm.engine.add(tiny.token_ids(prompt), greedy(500))
+    finished(llm, request)
+    assert request.answer_tokens == 500 and len(request.evictions) >= 3
+
+
+def test_a_conversation_goes_on_in_its_own_pages(open_bounded: Callable) -> None:
+    """One slot and pools of budget + one step: what the first answer left is still there when the next turn is read."""
+    llm = open_bounded()
+    one = llm.engine.add(tiny.token_ids(300), greedy(150), hold=True)
+    finished(llm, one)
+    two = llm.engine.add(one.tokens + tiny.token_ids(200, seed=3), greedy(90), hold=True, after=one)
+    finished(llm, two)
+    assert two.cached_tokens == len(one.tokens) - 1 and two.answer_tokens == 90
+
+
+@pytest.mark.parametrize("kind", ("llama", "qwen3_5"))
+def test_cuts_and_answers_are_those_of_the_request_alone(kind: str, open_bounded: Callable) -> None:
+    """Beside others a prompt is read in other chunks; in exact mode not a token may differ for that."""
+    llm = open_bounded(kind, requests=3, exact=True)
+    prompts = [tiny.token_ids(n, seed=n) for n in (300, 220, 40)]
+    alone = []
+    for p in prompts:
+        alone.append(llm.engine.add(p, greedy(40)))
+        finished(llm, alone[-1])
+    together = [llm.engine.add(p, greedy(40)) for p in reversed(prompts)][::-1]
+    finished(llm, *together)
+    for a, b in zip(alone, together, strict=True):
+        assert a.evictions.keys() == b.evictions.keys() and a.generated == b.generated
+        assert all(torch.equal(torch.tensor(x), torch.tensor(y))
+                   for at in a.evictions for la, lb in zip(a.evictions[at], b.evictions[at])
+                   for x, y in zip(la, lb))  # fmt: skip
+
+
+def test_logits_are_read_as_a_request_is(open_bounded: Callable) -> None:
+    llm = open_bounded()
+    ids = tiny.token_ids(400)
+    request = llm.engine.add(ids, SamplingParams(max_tokens=1, logprobs=0))
+    finished(llm, request)
+    logits = llm.logits(ids)
+    assert len(logits) == 400 and int(logits[-1].argmax()) == request.generated[0]
+    torch.testing.assert_close(logits[-1], llm.logits(ids, chunk=50)[-1])
+
+
+@pytest.mark.parametrize(("policy", "scope"), [(Ada(), "layer"), (Ada(), "global"), (Pyramid(), "global")])
+def test_budgets_that_differ_need_lists_that_may(policy: Any, scope: str, open_bounded: Callable) -> None:
+    with pytest.raises(HybridKVError, match="use scope='head'"):
+        open_bounded(policy=policy, scope=scope)
+
+
+def test_pyramid_does_not_drop_what_another_policy_spreads() -> None:
+    with pytest.raises(HybridKVError, match=r"use Ada\(Pyramid\(\)\)"):
+        Pyramid(Ada())
