@@ -85,7 +85,7 @@ class Compressor:
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention over the window; the other two kinds add their entries."""
+    """What all kinds share: a window of recent tokens, and whatever else `compress` brings."""
 
     config: ModelConfig
     v: DeepseekV4Config
@@ -117,19 +117,14 @@ class Attention:
     def compress(
         self, taken: list[Tensor], q_index: Tensor, angles: StepAngles, handle: CompressedHandle
     ) -> Tensor | None:
-        """Store the entries that are full; which of them each token reads, or None for all."""
-        raise NotImplementedError
+        """Store the entries that are full; which of them each token reads, or None for all there are."""
+        return None  # a window alone has none
 
 
 @dataclass(frozen=True)
 class WindowAttention(Attention):
     def turn(self, angles: StepAngles) -> Angles:
         return angles.window
-
-    def compress(
-        self, taken: list[Tensor], q_index: Tensor, angles: StepAngles, handle: CompressedHandle
-    ) -> Tensor | None:
-        return None
 
 
 @dataclass(frozen=True)
