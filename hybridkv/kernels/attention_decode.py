@@ -3,35 +3,34 @@
 The torch form runs all requests together. A tile of keys is read for those requests that reach it; streams shorter
 than the tile's end are masked. The tile is the only copy made, so the workspace does not grow with the context.
 
-The Triton form gives each stream at most 64 splits of at least SPLIT keys, one program each with the query heads of a
-KV head as its rows, and a second kernel joins the splits in ascending order. A stream's splits follow from its own
-length alone, so a request gets the same bits in any batch.
+The Triton form (attention_decode_kernel.py) has a fixed number of programs, whatever the lengths, and gives each the
+same number of keys: it can be captured in a graph once for a batch size, and one long request among short ones is
+shared by all. So a request's last bits depend on who runs beside it; attention_exact is the form where they do not.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hybridkv.kernels.attention_prefill import attention_prefill_ref
+from hybridkv.kernels.attention_decode_kernel import attention_decode_kernel, join_parts_kernel
+from hybridkv.kernels.attention_prefill import Sink, attention_prefill_ref, keep_sums
 from hybridkv.kernels.attention_tile import (
     KEY_TILE,
     LOG2_E,
     TRITON_DTYPE,
-    TileShape,
     TileSum,
-    attend_tile,
     dot_dtype,
     kernel_pages,
     read_pages,
     tile_attention,
 )
-from hybridkv.kernels.backend import tl, triton, use_triton
+from hybridkv.kernels.backend import capability, roomy, triton, use_triton
 from hybridkv.kernels.quant import Pages
-
-SPLIT = 128  # keys of a split at least; longer streams take a multiple
-MAX_SPLITS = 64
 
 
 def attention_decode_ref(
@@ -46,29 +45,44 @@ def attention_decode_torch(
     k_pool: Pages,
     v_pool: Pages,
     table: Tensor,
-    lengths: np.ndarray,
+    lengths: np.ndarray | None,
     scale: float,
     device_lengths: Tensor | None = None,
     key_tile: int = KEY_TILE,
+    rows: Tensor | None = None,
+    lse: Sink | None = None,
 ) -> Tensor:
+    if lengths is None:
+        assert device_lengths is not None, "attention_decode needs the lengths on the host or on the device"
+        lengths = device_lengths.cpu().numpy()
     ends = torch.from_numpy(lengths).to(q.device) if device_lengths is None else device_lengths
+    if rows is not None:
+        if bool((rows < 0).any()):  # padding
+            lengths = np.where(rows.cpu().numpy()[:, None] < 0, 0, lengths)
+            ends = torch.from_numpy(lengths).to(q.device)
+        P = k_pool.shape[1] if isinstance(k_pool, Tensor) else k_pool.codes.shape[1]
+        table = table[rows, :, : -(-int(lengths.max(initial=1)) // P)]
     B, G = table.shape[:2]
     heads = q.view(B, G, -1, q.shape[-1])  # [B, G, H/G, D]
     longest = lengths.max(axis=1)
-    if int(longest.max()) <= key_tile:
-        return _tile(heads, k_pool, v_pool, table, lengths, ends, 0, int(longest.max()), scale)[0].reshape(q.shape)
-    out = torch.empty_like(heads)
-    # requests with the same number of tiles run together
-    tiles = -(-longest // key_tile)
-    for count in np.unique(tiles).tolist():
-        rows = np.flatnonzero(tiles == count)
-        at = torch.from_numpy(rows).to(q.device)
-        total = TileSum()
-        for start in range(0, count * key_tile, key_tile):
-            stop = min(start + key_tile, int(longest[rows].max()))
-            total.add(*_tile(heads[at], k_pool, v_pool, table[at], lengths[rows], ends[at], start, stop, scale))
-        out[at] = total.result(q.dtype)
-    return out.view(q.shape)
+    if int(longest.max(initial=0)) <= key_tile:
+        stop = max(int(longest.max(initial=0)), 1)
+        out, sums = _tile(heads, k_pool, v_pool, table, lengths, ends, 0, stop, scale)
+    else:
+        out, sums = torch.empty_like(heads), torch.empty(heads.shape[:3], dtype=torch.float32, device=q.device)
+        # requests with the same number of tiles run together
+        tiles = np.maximum(-(-longest // key_tile), 1)
+        for count in np.unique(tiles).tolist():
+            same = tiles == count
+            at = torch.from_numpy(same).to(q.device)
+            total = TileSum()
+            for start in range(0, count * key_tile, key_tile):
+                stop = min(start + key_tile, max(int(longest[same].max()), 1))
+                total.add(*_tile(heads[at], k_pool, v_pool, table[at], lengths[same], ends[at], start, stop, scale))
+            assert total.lse is not None
+            out[at], sums[at] = total.result(q.dtype), total.lse.float()
+    keep_sums(sums.float().reshape(q.shape[:2]), lse)
+    return out.reshape(q.shape)
 
 
 def _tile(
@@ -89,116 +103,64 @@ def _tile(
     return tile_attention(q, k, v, scale, visible=visible)
 
 
-@triton.jit
-def split_keys(length, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """Keys of one split of a stream: the smallest multiple of SPLIT that needs no more than MAX_SPLITS."""
-    return tl.maximum(tl.cdiv(tl.cdiv(length, SPLIT), MAX_SPLITS), 1) * SPLIT
+class DecodeShape(NamedTuple):
+    """How the kernels are launched. Picked by head width, dtype and batch size, never by lengths."""
+
+    keys: int  # of a tile
+    warps: int
+    stages: int
+    programs: int  # on each multiprocessor
+    least: int = 1  # tiles of a program at least
+    registers: int | None = None  # of a thread at most, so that so many programs fit, and the joining ones beside them
 
 
-@triton.jit(
-    do_not_specialize=["stride_table_b", "stride_table_g", "stride_length_b", "stride_length_g", "splits"],
-)
-def attention_decode_kernel(
-    q,  # [B, H, D]
-    k_pool,
-    v_pool,
-    k_scale,
-    v_scale,
-    table,  # [B, G, N]
-    lengths,  # [B, G]
-    part,  # [B, H, splits, D] f32
-    lse,  # [B, H, splits] f32, in powers of two
-    scale,  # times log2(e)
-    stride_q_b,
-    stride_q_h,
-    stride_page,
-    stride_entry,
-    stride_scale,
-    stride_table_b,
-    stride_table_g,
-    stride_length_b,
-    stride_length_g,
-    splits,
-    GROUP: tl.constexpr,  # query heads that share a KV head
-    P: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    SPLIT: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    FP8: tl.constexpr,
-    DOT: tl.constexpr,
-):
-    i_s, i_g, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    length = tl.load(lengths + i_b * stride_length_b + i_g * stride_length_g).to(tl.int32)
-    size = split_keys(length, SPLIT, MAX_SPLITS)
-    begin = i_s * size
-    if begin >= length:
-        return
-    end = tl.minimum(begin + size, length)
-    o_m, o_d = tl.arange(0, BM), tl.arange(0, BD)
-    m_q = (o_m[:, None] < GROUP) & (o_d[None, :] < D)
-    o_h = i_g * GROUP + o_m
-    b_q = tl.load(q + i_b * stride_q_b + o_h[:, None] * stride_q_h + o_d[None, :], mask=m_q, other=0).to(DOT)
-    b_seen = tl.full([BM], 0, tl.int32) + end
-    b_m = tl.full([BM], float("-inf"), tl.float32)
-    b_z = tl.zeros([BM], tl.float32)
-    b_o = tl.zeros([BM, BD], tl.float32)
-    p_table = table + i_b * stride_table_b + i_g * stride_table_g
-    for i_n in tl.range(begin, end, BN):
-        b_m, b_z, b_o = attend_tile(
-            b_q, b_seen, b_m, b_z, b_o, i_n, end, p_table, k_pool, v_pool, k_scale, v_scale,
-            stride_page, stride_entry, stride_scale, scale, P, D, BD, BN, FP8,
-        )  # fmt: skip
-    o_part = (i_b * tl.num_programs(1) * GROUP + o_h) * splits + i_s  # [BM]
-    b_part = b_o / tl.where(b_z == 0, 1.0, b_z)[:, None]
-    tl.store(part + o_part[:, None] * D + o_d[None, :], b_part, mask=m_q)
-    tl.store(lse + o_part, b_m + tl.log2(b_z), mask=o_m < GROUP)
+class JoinShape(NamedTuple):
+    channels: int  # of a program
+    parts: int  # read at once
+    warps: int
 
 
-@triton.jit(do_not_specialize=["stride_length_b", "stride_length_g", "splits"])
-def join_splits_kernel(
-    part,  # [B, H, splits, D] f32
-    lse,  # [B, H, splits] f32
-    lengths,  # [B, G]
-    out,  # [B, H, D]
-    stride_length_b,
-    stride_length_g,
-    splits,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BS: tl.constexpr,  # splits read at once
-    SPLIT: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-):
-    i_h, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    length = tl.load(lengths + i_b * stride_length_b + (i_h // GROUP) * stride_length_g).to(tl.int32)
-    count = tl.cdiv(length, split_keys(length, SPLIT, MAX_SPLITS))
-    i_row = i_b * tl.num_programs(0) + i_h
-    o_d, o_all = tl.arange(0, BD), tl.arange(0, MAX_SPLITS)
-    b_all = tl.load(lse + i_row * splits + o_all, mask=o_all < count, other=float("-inf"))
-    b_top = tl.max(b_all, 0)
-    b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
-    b_z = tl.sum(tl.exp2(b_all - b_top), 0)
-    b_o = tl.zeros([BD], tl.float32)
-    for i_s in tl.range(0, count, BS):
-        o_s = i_s + tl.arange(0, BS)
-        m_s = o_s < count
-        b_w = tl.exp2(tl.load(lse + i_row * splits + o_s, mask=m_s, other=float("-inf")) - b_top)
-        p_part = part + (i_row * splits + o_s[:, None]) * D + o_d[None, :]
-        b_part = tl.load(p_part, mask=m_s[:, None] & (o_d[None, :] < D), other=0)
-        b_o += tl.sum(b_w[:, None] * b_part, 0)
-    b_o = tl.where(b_z == 0, 0.0, b_o / tl.where(b_z == 0, 1.0, b_z))  # a stream without entries gives zeros
-    tl.store(out + i_row * D + o_d, b_o.to(out.dtype.element_ty), mask=o_d < D)
+FEW = 4  # requests up to which a stream has many parts, and a program little to do
 
 
-def decode_shape(D: int, group: int, dot: torch.dtype) -> TileShape:
-    rows = max(16, triton.next_power_of_2(group))  # the tensor cores take 16 rows or more
+def decode_shape(B: int, D: int, dot: torch.dtype, pairs: bool, room: bool = True) -> DecodeShape:
+    """The fastest on an H200 at D = 256. Without `room` in shared memory, one stage less."""
+    shape = _fastest_shape(B, D, dot, pairs)
+    return shape if room else shape._replace(stages=min(shape.stages, 2))
+
+
+def _fastest_shape(B: int, D: int, dot: torch.dtype, pairs: bool) -> DecodeShape:
     if dot == torch.float32:
-        return TileShape(rows, 32, 8 if D > 64 else 4, 1)
-    return TileShape(rows, 64, 4, 2)
+        return DecodeShape(32, 8 if D > 64 else 4, 1, 2)
+    if D > 256:
+        return DecodeShape(32, 4, 3, 1)
+    if pairs:
+        return DecodeShape(64, 4, 3, 2, registers=208) if B <= FEW else DecodeShape(64, 4, 3, 3, registers=168)
+    return DecodeShape(64, 4, 3, 1) if B <= FEW else DecodeShape(64, 4, 2, 2)
+
+
+def join_shape(B: int, BD: int) -> JoinShape:
+    return JoinShape(min(BD, 64), 64, 2) if B <= FEW else JoinShape(BD, 4, 2)
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def even(*xs: Tensor) -> bool:
+    """Whether two neighbours of each can be read as one."""
+    return all(n % 2 == 0 for x in xs for n in (x.storage_offset(), x.shape[-1], *x.stride()[:-1]))
+
+
+def on_gpu(q: Tensor) -> bool:
+    """Whether the kernels are compiled; the interpreter knows no machine instructions."""
+    return q.is_cuda
+
+
+def overlaps(q: Tensor) -> bool:
+    """Whether the second kernel is launched before the first ends, and waits: Hopper GPUs can."""
+    return capability(q.device) >= (9, 0)
 
 
 def attention_decode_triton(
@@ -206,11 +168,12 @@ def attention_decode_triton(
     k_pool: Pages,
     v_pool: Pages,
     table: Tensor,
-    lengths: np.ndarray | None,  # None: as many programs as the table has room for
+    lengths: np.ndarray | None,  # not needed where device_lengths is given
     scale: float,
     device_lengths: Tensor | None = None,
-    shape: TileShape | None = None,
-    split: int = SPLIT,
+    rows: Tensor | None = None,
+    lse: Sink | None = None,
+    shape: DecodeShape | None = None,
 ) -> Tensor:
     B, H, D = q.shape
     G = table.shape[1]
@@ -221,52 +184,62 @@ def attention_decode_triton(
     if device_lengths is None:
         assert lengths is not None, "attention_decode needs the lengths on the host or on the device"
         device_lengths = torch.from_numpy(lengths).to(q.device)
-    longest = table.shape[2] * pages["P"] if lengths is None else int(lengths.max())
-    splits = max(1, min(-(-longest // split), MAX_SPLITS))
     dot = dot_dtype(q, k_pool)
-    shape = shape or decode_shape(D, H // G, dot)
-    assert split % shape.keys == 0 and q.stride(2) == 1 and table.stride(2) == 1
-    part = torch.empty((B, H, splits, D), dtype=torch.float32, device=q.device)
-    lse = torch.empty((B, H, splits), dtype=torch.float32, device=q.device)
-    attention_decode_kernel[splits, G, B](
+    assert q.stride(2) == 1 and table.stride(2) == 1
+    pairs = pages["FP8"] and dot == torch.bfloat16 and pages["BD"] >= 32 and even(q, pages["k_pool"], pages["v_pool"])
+    if pairs:  # two codes, or two numbers of a query, at once
+        k, v = (pages[name].view(torch.int16) for name in ("k_pool", "v_pool"))
+        pages.update(k_pool=k, v_pool=v, stride_page=k.stride(0), stride_entry=k.stride(1))
+        q = q.view(torch.int32)
+    shape, join = shape or decode_shape(B, D, dot, pairs, roomy(q.device)), join_shape(B, pages["BD"])
+    programs = multiprocessors(q.device) * shape.programs
+    part = torch.empty((B * G + programs, H // G, D), dtype=torch.float32, device=q.device)
+    shared = dict(
+        part=part,
+        lse=torch.empty(part.shape[:2], dtype=torch.float32, device=q.device),
+        parts=torch.empty((B * G, 2), dtype=torch.int32, device=q.device),
+        rows=rows,
+        lengths=device_lengths,
+        stride_length_b=device_lengths.stride(0),
+        stride_length_g=device_lengths.stride(1),
+        G=G,
+        GROUP=H // G,
+        OVERLAP=overlaps(q),
+    )
+    attention_decode_kernel[programs,](
         q=q,
         table=table,
-        lengths=device_lengths,
-        part=part,
-        lse=lse,
         scale=scale * LOG2_E,
+        B=B,
         stride_q_b=q.stride(0),
         stride_q_h=q.stride(1),
         stride_table_b=table.stride(0),
         stride_table_g=table.stride(1),
-        stride_length_b=device_lengths.stride(0),
-        stride_length_g=device_lengths.stride(1),
-        splits=splits,
-        GROUP=H // G,
-        BM=shape.rows,
+        BM=max(16, triton.next_power_of_2(H // G)),  # the tensor cores take 16 rows or more
         BN=shape.keys,
-        SPLIT=split,
-        MAX_SPLITS=MAX_SPLITS,
+        BS=max(32, triton.next_power_of_2(B * G)),
         DOT=TRITON_DTYPE[dot],
+        PAIRS=pairs,
+        LEAST=shape.least,
+        GPU=on_gpu(q),
         num_warps=shape.warps,
         num_stages=shape.stages,
+        maxnreg=shape.registers,
         **pages,
+        **shared,
     )
-    join_splits_kernel[H, B](
-        part=part,
-        lse=lse,
-        lengths=device_lengths,
+    kept, index = lse or (None, None)
+    join_parts_kernel[H, B, -(-D // join.channels)](
         out=out,
-        stride_length_b=device_lengths.stride(0),
-        stride_length_g=device_lengths.stride(1),
-        splits=splits,
-        GROUP=H // G,
+        lse_out=kept,
+        lse_index=index,
+        stride_lse=0 if kept is None else kept.stride(0),
         D=D,
-        BD=pages["BD"],
-        BS=16,
-        SPLIT=split,
-        MAX_SPLITS=MAX_SPLITS,
-        num_warps=4,
+        BD=join.channels,
+        BR=join.parts,
+        num_warps=join.warps,
+        launch_pdl=overlaps(q),
+        **shared,
     )
     return out
 
@@ -275,12 +248,14 @@ def attention_decode(
     q: Tensor,  # [B, H, D]
     k_pool: Pages,  # [N, P, D]
     v_pool: Pages,  # [N, P, D]
-    table: Tensor,  # [B, G, N] page ids, -1 past the end
-    lengths: np.ndarray,  # [B, G] entries held, the new one included; on the host: no branch waits for the device
+    table: Tensor,  # [B, G, N] page ids, -1 past the end; with rows [slots, G, N]
+    lengths: np.ndarray | None,  # [B, G] entries held, the new one included; None: device_lengths has them
     scale: float,
     device_lengths: Tensor | None = None,  # [B, G] the same lengths on q's device, where the caller has them there
     key_tile: int = KEY_TILE,  # of the torch form
+    rows: Tensor | None = None,  # [B] int64, each request's row of the table; -1: padding, which gives zeros
+    lse: Sink | None = None,  # natural logarithms; index -1: nowhere
 ) -> Tensor:
     if use_triton(q):
-        return attention_decode_triton(q, k_pool, v_pool, table, lengths, scale, device_lengths)
-    return attention_decode_torch(q, k_pool, v_pool, table, lengths, scale, device_lengths, key_tile)
+        return attention_decode_triton(q, k_pool, v_pool, table, lengths, scale, device_lengths, rows, lse)
+    return attention_decode_torch(q, k_pool, v_pool, table, lengths, scale, device_lengths, key_tile, rows, lse)

@@ -6,8 +6,10 @@ below make its decorators harmless, and `use_triton` then never picks a kernel.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -40,4 +42,15 @@ def use_triton(x: Tensor) -> bool:
     return HAS_TRITON and x.is_cuda
 
 
-__all__ = ["HAS_TRITON", "tl", "triton", "use_triton"]
+@lru_cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Of a CUDA device; (0, 0) elsewhere, where kernels are interpreted."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def roomy(device: torch.device) -> bool:
+    """Whether a program may have the shared memory of a data-centre GPU: 160 KiB or more, where others have 99."""
+    return capability(device) in ((0, 0), (8, 0), (9, 0), (10, 0), (10, 3))
+
+
+__all__ = ["HAS_TRITON", "capability", "roomy", "tl", "triton", "use_triton"]

@@ -1,12 +1,14 @@
-"""compact: entries of a pool from one place to another, byte for byte, any dtype. Sources and targets may overlap.
+"""compact: entries of pools from one place to another, byte for byte, any dtype.
 
-The kernel runs twice, through a buffer: all entries are gathered, then all are written, so no order of the programs
-can matter. The buffer holds the moved entries of one tensor.
+Where sources and targets may overlap, the kernel runs twice, through a buffer: all entries are gathered, then all are
+written, so no order of the programs can matter. The buffer holds the moved entries of two tensors. Where they lie apart
+it runs once. Two tensors of entries of one size go together.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,33 +16,37 @@ from torch import Tensor
 from hybridkv.kernels.backend import tl, triton, use_triton
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-BLOCK_WORDS = 1024  # a program moves so many, in tiles of rows x columns
+BLOCK_WORDS = 2048  # a program moves so many, in tiles of rows x columns
 MAX_COLUMNS = 256
 
 
 def compact_ref(
     pool: Tensor,  # [N, P, ...]
     source: Tensor,  # [n] int64 flat entries page * P + offset
-    target: Tensor,  # [n] int64, all different
+    target: Tensor,  # [n] int64, all different; below 0: the entry stays where it is
 ) -> None:
-    flat = pool.view(-1, *pool.shape[2:])
-    flat[target] = flat[source]  # the right side is gathered whole before anything is written
+    flat, moved = pool.view(-1, *pool.shape[2:]), target >= 0
+    flat[target[moved]] = flat[source[moved]]  # the right side is gathered whole before anything is written
 
 
 @triton.jit(do_not_specialize=["n"])
 def move_kernel(
-    source, target, index, n, E: tl.constexpr, GATHER: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr
+    a, a_to, b, b_to, source, target, n,
+    E: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """Rows of E words: target[i] = source[index[i]] (GATHER), or target[index[i]] = source[i]."""
+    """Rows of E words of a and of b: row source[i] (GATHER; else row i) to row target[i] (SCATTER; else row i)."""
     o_n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     o_e = tl.program_id(1) * BE + tl.arange(0, BE)
+    if tl.program_id(2) == 1:
+        a, a_to = b, b_to
     m_n = o_n < n
+    b_to = tl.load(target + o_n, mask=m_n, other=-1)
+    m_n = b_to >= 0
+    o_from = tl.load(source + o_n, mask=m_n, other=0) if GATHER else o_n
+    o_to = b_to if SCATTER else o_n
     m_x = m_n[:, None] & (o_e < E)
-    o_i = tl.load(index + o_n, mask=m_n, other=0)
-    o_from = o_i if GATHER else o_n
-    o_to = o_n if GATHER else o_i
-    b_x = tl.load(source + o_from[:, None] * E + o_e, mask=m_x)
-    tl.store(target + o_to[:, None] * E + o_e, b_x, mask=m_x)
+    b_x = tl.load(a + o_from[:, None] * E + o_e, mask=m_x)
+    tl.store(a_to + o_to[:, None] * E + o_e, b_x, mask=m_x)
 
 
 def as_words(pool: Tensor) -> tuple[Tensor, int]:
@@ -52,20 +58,33 @@ def as_words(pool: Tensor) -> tuple[Tensor, int]:
     return pool.view(-1).view(torch.uint8).view(WORDS[width]), size // width
 
 
-def compact_triton(pool: Tensor, source: Tensor, target: Tensor) -> None:
-    n = len(source)
-    if not n or not pool.numel():
+def compact_triton(pools: Sequence[Tensor], source: Tensor, target: Tensor, apart: bool = False) -> None:
+    n, alike = len(source), {}  # (type of a word, words of an entry) -> pools
+    for words, E in (as_words(pool) for pool in pools if n and pool.numel()):
+        alike.setdefault((words.dtype, E), []).append(words)
+    index = (source.contiguous(), target.contiguous(), n)
+    for (_, E), found in alike.items():
+        columns = min(MAX_COLUMNS, triton.next_power_of_2(E))
+        rows = BLOCK_WORDS // columns
+        tile = dict(E=E, BN=rows, BE=columns)
+        for a, b in zip(found[::2], found[1::2] + found[-1:], strict=False):
+            grid = (triton.cdiv(n, rows), triton.cdiv(E, columns), 1 if a is b else 2)
+            if apart:
+                move_kernel[grid](a, a, b, b, *index, GATHER=True, SCATTER=True, **tile)
+                continue
+            x = a.new_empty(n * E)
+            y = x if a is b else b.new_empty(n * E)
+            move_kernel[grid](a, x, b, y, *index, GATHER=True, SCATTER=False, **tile)
+            move_kernel[grid](x, a, y, b, *index, GATHER=False, SCATTER=True, **tile)
+
+
+def compact(pools: Sequence[Tensor], source: Tensor, target: Tensor, apart: bool = False) -> None:
+    """Entries `source` [n] of every pool [N, P, ...] to places `target` [n]: flat numbers page * P + offset, -1: none.
+
+    `apart`: no place is both source and target.
+    """
+    if pools and use_triton(pools[0]):
+        compact_triton(pools, source, target, apart)
         return
-    words, E = as_words(pool)
-    columns = min(MAX_COLUMNS, triton.next_power_of_2(E))
-    rows = BLOCK_WORDS // columns
-    buffer = words.new_empty(n * E)
-    grid = (triton.cdiv(n, rows), triton.cdiv(E, columns))
-    move_kernel[grid](words, buffer, source.contiguous(), n, E=E, GATHER=True, BN=rows, BE=columns)
-    move_kernel[grid](buffer, words, target.contiguous(), n, E=E, GATHER=False, BN=rows, BE=columns)
-
-
-def compact(pool: Tensor, source: Tensor, target: Tensor) -> None:
-    """Entries `source` [n] of pool [N, P, ...] to places `target` [n]: flat numbers page * P + offset."""
-    form = compact_triton if use_triton(pool) else compact_ref
-    form(pool, source, target)
+    for pool in pools:
+        compact_ref(pool, source, target)

@@ -1,7 +1,8 @@
 """linear: x W^T + b, with W kept in the layout that the device multiplies fastest.
 
 On a CPU the plain layout is re-ordered inside every call; oneDNN's own blocked layout, made once at load, halves the
-time of a one-row product (measured in docs/facts.md). Elsewhere W stays as it is.
+time of a one-row product (measured in docs/facts.md). Elsewhere W stays as it is: the library multiplies, and on a
+Hopper GPU a kernel of our own where x has few rows (linear_vector). W may also be FP8 (linear_fp8).
 
 The library picks its blocking, and so the order of its sums, by the number of rows. In exact mode it is therefore
 always called with 16 rows, of which the last call pads what is missing with zeros. On a GPU exact mode has a kernel of
@@ -16,7 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridkv.kernels.activation import silu_mul, silu_mul_exact
 from hybridkv.kernels.backend import tl, triton, use_triton
+from hybridkv.kernels.linear_fp8 import linear_fp8
+from hybridkv.kernels.linear_vector import MOST_ROWS, linear_vector, suits_vector
 
 linear_ref = F.linear
 EXACT_ROWS = 16
@@ -81,11 +85,15 @@ def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 class Linear:
-    """A weight [rows, inputs] and an optional bias. The plain weight is not kept once it is packed."""
+    """A weight [rows, inputs] and an optional bias. The plain weight is not kept once it is packed. With a scale [rows]
+    the weight is E4M3 codes (linear_fp8).
+    """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, exact: bool = False) -> None:
-        self.shape, self.bias, self.exact = tuple(weight.shape), bias, exact
-        self.nbytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, exact: bool = False, scale: Tensor | None = None
+    ) -> None:
+        self.shape, self.bias, self.exact, self.scale = tuple(weight.shape), bias, exact, scale
+        self.nbytes = sum(part.nbytes for part in (weight, bias, scale) if part is not None)
         self.packed = _can_pack(weight)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if self.packed else weight
 
@@ -94,7 +102,17 @@ class Linear:
             return in_tiles(x, self._product, self.shape[0])
         return linear_exact(x, self.weight, self.bias) if self.exact else self._product(x)
 
+    def gated(self, x: Tensor) -> Tensor:
+        """silu(gate) * up, where the first half of the rows are gates and the second ups."""
+        if self.scale is not None and len(x) <= MOST_ROWS or not self.exact and suits_vector(x, self.weight):
+            return linear_vector(x, self.weight, self.scale, self.bias, gated=True)
+        return (silu_mul_exact if self.exact else silu_mul)(self(x))
+
     def _product(self, x: Tensor) -> Tensor:
+        if self.scale is not None:
+            return linear_fp8(x, self.weight, self.scale, self.bias)
+        if suits_vector(x, self.weight):
+            return linear_vector(x, self.weight, bias=self.bias)
         if self.packed:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return linear_ref(x, self.weight, self.bias)

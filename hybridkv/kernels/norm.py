@@ -1,4 +1,8 @@
-"""Norms over the last dimension, arithmetic in f32, result in the input's dtype."""
+"""Norms over the last dimension, arithmetic in f32, result in the input's dtype.
+
+add_rms_norm is what stands between two parts of a layer: the residual stream takes a part's result, and is normed for
+the next. The sum is rounded to its dtype first, so the norm is that of what is kept.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridkv.kernels.backend import tl, triton, use_triton
 from hybridkv.kernels.exact import silu_exact, tree_sum
+from hybridkv.kernels.overlap import can_overlap, wait_for_inputs
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -17,10 +23,75 @@ def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
 
+def add_rms_norm_ref(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + delta, and its norm. Without a delta the sum is x itself."""
+    total = x if delta is None else x + delta
+    return total, rms_norm_ref(total, weight, eps)
+
+
+@triton.jit
+def rms_norm_kernel(
+    x,  # [N / H, H, D]
+    delta,  # [N, D]
+    weight,  # [D]
+    total,  # [N, D]
+    y,  # [N, D]
+    H,
+    D,
+    eps,
+    stride_t,
+    stride_h,
+    ADD: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    BD: tl.constexpr,
+):
+    i_n = tl.program_id(0).to(tl.int64)
+    o_d = tl.arange(0, BD)
+    m_d = o_d < D
+    b_w = tl.load(weight + o_d, mask=m_d, other=0.0)
+    wait_for_inputs(OVERLAP)
+    b_x = tl.load(x + i_n // H * stride_t + i_n % H * stride_h + o_d, mask=m_d, other=0.0).to(tl.float32)
+    if ADD:
+        b_x += tl.load(delta + i_n * D + o_d, mask=m_d, other=0.0).to(tl.float32)
+        b_total = b_x.to(total.dtype.element_ty)
+        tl.store(total + i_n * D + o_d, b_total, mask=m_d)
+        b_x = b_total.to(tl.float32)
+    b_x *= tl.rsqrt(tl.sum(b_x * b_x, 0) / D + eps)
+    tl.store(y + i_n * D + o_d, (b_x * b_w).to(y.dtype.element_ty), mask=m_d)
+
+
+def add_rms_norm_triton(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    D = x.shape[-1]
+    assert weight.shape == (D,) and (delta is None or (delta.shape == x.shape and delta.dtype == x.dtype))
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = x if delta is None else torch.empty_like(y)
+    # rows of heads of tokens; more dimensions are joined
+    rows = x if x.ndim == 3 else x.reshape(-1, 1, D)
+    rows = rows if rows.stride(2) == 1 else rows.contiguous()
+    if y.numel():
+        BD, overlap = triton.next_power_of_2(D), can_overlap(x)
+        rms_norm_kernel[(y.numel() // D,)](
+            rows, rows if delta is None else delta.contiguous(), weight, total, y, rows.shape[1], D, eps,
+            rows.stride(0), rows.stride(1), ADD=delta is not None, OVERLAP=overlap, BD=BD,
+            num_warps=min(16, max(1, BD // 1024)), launch_pdl=overlap,
+        )  # fmt: skip
+    return total, y
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if use_triton(x):
+        return add_rms_norm_triton(x, None, weight, eps)[1]
     if x.dtype == torch.float32:
         return F.rms_norm(x, weight.shape, weight, eps)
     return rms_norm_ref(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x + delta in x's dtype, its norm). Without a delta the sum is x itself."""
+    if use_triton(x):
+        return add_rms_norm_triton(x, delta, weight, eps)
+    total = x if delta is None else x + delta
+    return total, rms_norm(total, weight, eps)
 
 
 def gated_rms_norm_ref(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -34,6 +105,11 @@ gated_rms_norm = gated_rms_norm_ref
 def rms_norm_exact(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     return (wide * torch.rsqrt(tree_sum(wide * wide) / x.shape[-1] + eps) * weight).to(x.dtype)
+
+
+def add_rms_norm_exact(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x if delta is None else x + delta
+    return total, rms_norm_exact(total, weight, eps)
 
 
 def gated_rms_norm_exact(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

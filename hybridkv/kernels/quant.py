@@ -103,7 +103,9 @@ def fp8_encode_triton(x: Tensor) -> tuple[Tensor, Tensor]:
     N, D = scale.numel(), x.shape[-1]
     if N:
         rows, columns = tile_shape(D)
-        fp8_encode_kernel[(triton.cdiv(N, rows),)](x.contiguous(), codes, scale, N, D, BN=rows, BD=columns)
+        fp8_encode_kernel[(triton.cdiv(N, rows),)](
+            x.contiguous(), codes, scale, N, D, BN=rows, BD=columns, num_warps=4 if columns <= BLOCK_VALUES else 16
+        )
     return codes, scale
 
 

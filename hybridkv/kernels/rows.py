@@ -9,9 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridkv.kernels.exact import sigmoid_exact, silu_exact, softmax_exact, softplus_exact, tree_sum
+from hybridkv.kernels.activation import sigmoid_mul, sigmoid_mul_exact, silu_mul, silu_mul_exact
+from hybridkv.kernels.exact import sigmoid_exact, softmax_exact, softplus_exact, tree_sum
+from hybridkv.kernels.experts import add_shared, loop_experts, route_softmax, run_softmax_experts, weighted_sum_exact
 from hybridkv.kernels.linear import linear_exact, linear_ref
-from hybridkv.kernels.norm import gated_rms_norm, gated_rms_norm_exact, l2_norm, l2_norm_exact, rms_norm, rms_norm_exact
+from hybridkv.kernels.norm import (
+    add_rms_norm,
+    add_rms_norm_exact,
+    gated_rms_norm,
+    gated_rms_norm_exact,
+    l2_norm,
+    l2_norm_exact,
+    rms_norm,
+    rms_norm_exact,
+)
 from hybridkv.kernels.rope import rope, rope_exact
 
 RowOp = Callable[[Tensor], Tensor]
@@ -22,69 +33,63 @@ class RowOps:
     exact: bool
     linear: Callable[[Tensor, Tensor], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]  # (x + delta, its norm)
     gated_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     l2_norm: RowOp
     rope: Callable[[Tensor, Tensor, Tensor], Tensor]
     sigmoid: RowOp
-    silu: RowOp
+    silu_mul: RowOp  # (gate | up) [T, 2 I] -> silu(gate) * up
+    sigmoid_mul: Callable[[Tensor, Tensor], Tensor]  # x, gate [T, H, D] -> x * sigmoid(gate) [T, H D]
     softplus: RowOp
-    best_experts: Callable[[Tensor, int], tuple[Tensor, Tensor]]  # scores [T, E], k -> (weights, experts) [T, k]
-    total: RowOp  # [T, k] -> [T, 1]
-    weighted_sum: Callable[[Tensor, Tensor], Tensor]  # x [T, k, C], weights [T, k] -> [T, C] f32
+    route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]  # experts.route_softmax
+    run_experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # experts.run_softmax_experts
+    add_shared: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # experts.add_shared
 
 
-def best_experts(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    weights, chosen = scores.float().softmax(-1).topk(k)
-    return weights, chosen
-
-
-def best_experts_exact(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def route_exact(logits: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
     """Equal scores: the expert with the lower number first."""
-    weights, chosen = softmax_exact(scores.float()).sort(dim=-1, descending=True, stable=True)
-    return weights[:, :k], chosen[:, :k]
+    weights, chosen = softmax_exact(logits.float()).sort(dim=-1, descending=True, stable=True)
+    weights = weights[:, :k]
+    return weights / tree_sum(weights) if renormalise else weights, chosen[:, :k]
 
 
-def total(x: Tensor) -> Tensor:
-    return x.sum(-1, keepdim=True)
+def run_experts_exact(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    return loop_experts(x, weights, chosen, gate_up, down, linear_exact, silu_mul_exact, weighted_sum_exact)
 
 
-def weighted_sum(x: Tensor, weights: Tensor) -> Tensor:
-    return (x.float() * weights.unsqueeze(-1)).sum(1)
-
-
-def weighted_sum_exact(x: Tensor, weights: Tensor) -> Tensor:
-    parts = x.float() * weights.unsqueeze(-1)
-    total = parts[:, 0]
-    for i in range(1, x.shape[1]):
-        total = total + parts[:, i]
-    return total
+def add_shared_exact(routed: Tensor, shared: Tensor, x: Tensor, gate: Tensor) -> Tensor:
+    return routed + shared * sigmoid_exact(linear_exact(x, gate))
 
 
 FAST = RowOps(
     exact=False,
     linear=linear_ref,
     rms_norm=rms_norm,
+    add_rms_norm=add_rms_norm,
     gated_rms_norm=gated_rms_norm,
     l2_norm=l2_norm,
     rope=rope,
     sigmoid=torch.sigmoid,
-    silu=F.silu,
+    silu_mul=silu_mul,
+    sigmoid_mul=sigmoid_mul,
     softplus=F.softplus,
-    best_experts=best_experts,
-    total=total,
-    weighted_sum=weighted_sum,
+    route=route_softmax,
+    run_experts=run_softmax_experts,
+    add_shared=add_shared,
 )
 EXACT = RowOps(
     exact=True,
     linear=linear_exact,
     rms_norm=rms_norm_exact,
+    add_rms_norm=add_rms_norm_exact,
     gated_rms_norm=gated_rms_norm_exact,
     l2_norm=l2_norm_exact,
     rope=rope_exact,
     sigmoid=sigmoid_exact,
-    silu=silu_exact,
+    silu_mul=silu_mul_exact,
+    sigmoid_mul=sigmoid_mul_exact,
     softplus=softplus_exact,
-    best_experts=best_experts_exact,
-    total=tree_sum,
-    weighted_sum=weighted_sum_exact,
+    route=route_exact,
+    run_experts=run_experts_exact,
+    add_shared=add_shared_exact,
 )

@@ -8,10 +8,14 @@ The kernels: `score_lse` takes a block of keys for all query heads of a stream a
 the block; `score_combine` joins the blocks in ascending order; `score_weights` makes the products again (cheaper than
 storing them) and sums the weights over the window. No score matrix, no atomics. Blocks are counted in entries of a
 stream, so neither the pages' size nor their order changes a bit.
+
+Where the log-sum-exp is known, as attention has just computed it, one pass is enough: `score_weights`, or on Hopper
+GPUs score_hopper.py's kernel.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -37,6 +41,8 @@ PLAIN_WIDE = ScoreBlocks(128, 32, 8)  # windows of more than 64: the sums of a t
 CONFIGS = (TENSOR_CORES, PLAIN, PLAIN_WIDE)
 COMBINE_BLOCKS, COMBINE_ROWS = 64, 16
 LOG2_E = 1.4426950408889634
+GLUON = "3.6."  # the Triton whose Gluon score_hopper.py is written in: that language still changes
+SHARED_MEMORY = 224 * 1024  # of a multiprocessor, for queries and keys
 
 
 def window_scores_ref(
@@ -46,6 +52,7 @@ def window_scores_ref(
     table: Tensor,  # [G, N] page ids, -1 past the end
     positions: Tensor,  # [G, L] of each entry; -1 past a stream's length
     scale: float,
+    lse: Tensor | None = None,  # [W, H] f32: natural logarithms of the sums of exp(q . k * scale)
     key_tile: int = KEY_TILE,
 ) -> Tensor:  # [H, L] f32, 0 past a stream's length
     (W, H, D), (G, L) = queries.shape, positions.shape
@@ -62,9 +69,12 @@ def window_scores_ref(
         return (rows @ k.transpose(1, 2) * scale).masked_fill(hidden, -torch.inf)  # [G, H/G * W, tile]
 
     starts = range(0, L, key_tile)
-    lse = torch.full(rows.shape[:2], -torch.inf, device=rows.device)
-    for start in starts:
-        lse = torch.logaddexp(lse, tile(start).logsumexp(-1))
+    if lse is None:
+        lse = torch.full(rows.shape[:2], -torch.inf, device=rows.device)
+        for start in starts:
+            lse = torch.logaddexp(lse, tile(start).logsumexp(-1))
+    else:
+        lse = lse.view(W, G, -1).permute(1, 2, 0).reshape(G, -1)
     lse = lse.masked_fill(lse.isneginf(), 0)  # a query that sees nothing: weights 0, not NaN
     parts = [(tile(start) - lse.unsqueeze(-1)).exp().view(G, H // G, W, -1).sum(2) for start in starts]
     return torch.cat(parts, -1).view(H, L)
@@ -179,10 +189,11 @@ def score_combine_kernel(part, out, blocks, BW: tl.constexpr, BB: tl.constexpr, 
 @triton.jit(do_not_specialize=["L", "W"])
 def score_weights_kernel(
     q, when, k_pool, k_scale, table, positions, lse, out, L, W, D, scale,
-    stride_qw, stride_qh, stride_tg, stride_tn, stride_pg, stride_pl,
+    stride_qw, stride_qh, stride_tg, stride_tn, stride_pg, stride_pl, stride_lw, stride_lh, factor,
     R: tl.constexpr, P: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr,
     DOT: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
+    """lse [W, H], times `factor` in powers of two."""
     i_n, i_g = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_n, o_row, m_row, b_at, b_k, b_scale = block_keys(
         k_pool, k_scale, table, positions, i_n, i_g, L, D, stride_tg, stride_tn, stride_pg, stride_pl,
@@ -196,9 +207,36 @@ def score_weights_kernel(
             q, k_pool, b_k, b_scale, i_h, o_w, o_row, m_row, b_at, b_when, W, D, stride_qw, stride_qh, scale,
             BD, BK, DOT, FP8,
         )  # fmt: skip
-        b_lse = tl.load(lse + i_h * BW + o_w)
+        b_lse = tl.load(lse + o_w * stride_lw + i_h * stride_lh, mask=o_w < W, other=float("inf")) * factor
+        b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse)  # sees nothing: weights 0, not NaN
         b_weight = tl.sum(tl.exp2(b_s - b_lse[:, None]), 0)
         tl.store(out + i_h * L + o_n, b_weight, mask=o_n < L)
+
+
+@cache
+def hopper_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU that score_hopper.py's kernel runs on; 0: it does not."""
+    if device.type != "cuda" or not triton.__version__.startswith(GLUON):
+        return 0
+    facts = torch.cuda.get_device_properties(device)
+    return facts.multi_processor_count if facts.major == 9 else 0
+
+
+def hopper_tiles(queries: Tensor, keys: Tensor, G: int) -> int:
+    """Tiles of keys that fit beside the queries of a KV head in shared memory; 0: the general kernels run."""
+    W, H, D = queries.shape
+    if W > 64 or D not in (128, 256) or any(x % 8 for x in queries.stride()[:2]):
+        return 0
+    if any(x.data_ptr() % 16 for x in (queries, keys)):
+        return 0
+    return min(4, max(0, SHARED_MEMORY // (64 * D * 2) - H // G)) if hopper_processors(queries.device) else 0
+
+
+@cache
+def hopper_programs(processors: int, G: int, tiles: int) -> int:
+    """Programs for each KV head, so that the last round of the multiprocessors leaves few idle."""
+    most = min(tiles, processors)
+    return min(range(1, most + 1), key=lambda n: -(-G * n // processors) * (-(-tiles // n) + 2))  # 2: for the queries
 
 
 def window_scores_triton(
@@ -208,6 +246,7 @@ def window_scores_triton(
     table: Tensor,
     positions: Tensor,
     scale: float,
+    lse: Tensor | None = None,
     config: ScoreBlocks | None = None,
 ) -> Tensor:
     (W, H, D), (G, L) = queries.shape, positions.shape
@@ -217,29 +256,53 @@ def window_scores_triton(
     fp8 = isinstance(k_pool, Fp8Pages)
     keys, k_scale = k_pool if isinstance(k_pool, Fp8Pages) else (k_pool, k_pool)
     cores = queries.dtype == torch.bfloat16 and keys.dtype in (torch.bfloat16, torch.uint8)
+    queries, query_positions = queries if queries.stride(2) == 1 else queries.contiguous(), query_positions.contiguous()
+    strides = (queries.stride(0), queries.stride(1), *table.stride(), *positions.stride())
+    read = (queries, query_positions, keys, k_scale, table, positions)
+    if cores and lse is not None and config is None and (tiles := hopper_tiles(queries, keys, G)):
+        from hybridkv.kernels.score_hopper import KEYS, WARPS, score_known_hopper_kernel
+
+        blocks = triton.cdiv(L, KEYS)
+        score_known_hopper_kernel[(hopper_programs(hopper_processors(queries.device), G, blocks), G)](
+            *read, lse, out, L, W, blocks, scale * LOG2_E, LOG2_E, *strides, *lse.stride(),
+            R=H // G, D=D, P=keys.shape[1], TILES=tiles, FP8=fp8, num_warps=WARPS,
+        )  # fmt: skip
+        return out
     padded = max(16, triton.next_power_of_2(W))
     if config is None:
         config = TENSOR_CORES if cores else PLAIN if padded <= 64 else PLAIN_WIDE
     BD = max(16, triton.next_power_of_2(D))
     blocks = triton.cdiv(L, config.keys)
-    part = torch.empty(H, blocks, padded, device=queries.device)
-    lse = torch.empty(H, padded, device=queries.device)
-    queries, query_positions = queries.contiguous(), query_positions.contiguous()
-    strides = (queries.stride(0), queries.stride(1), *table.stride(), *positions.stride())
     shared = dict(
         R=H // G, P=keys.shape[1], BW=padded, BN=config.keys, BD=BD, BK=min(config.dims, BD),
         DOT=tl.bfloat16 if cores else tl.float32, FP8=fp8, num_warps=config.warps, num_stages=2,
     )  # fmt: skip
-    read = (queries, query_positions, keys, k_scale, table, positions)
-    score_lse_kernel[(blocks, G)](*read, part, L, W, D, blocks, scale * LOG2_E, *strides, **shared)
-    score_combine_kernel[(H, padded // COMBINE_ROWS)](part, lse, blocks, BW=padded, BB=COMBINE_BLOCKS, BR=COMBINE_ROWS)
-    score_weights_kernel[(blocks, G)](*read, lse, out, L, W, D, scale * LOG2_E, *strides, **shared)
+    factor = LOG2_E
+    if lse is None:
+        part = torch.empty(H, blocks, padded, device=queries.device)
+        lse, factor = torch.empty(H, padded, device=queries.device).t(), 1.0
+        score_lse_kernel[(blocks, G)](*read, part, L, W, D, blocks, scale * LOG2_E, *strides, **shared)
+        score_combine_kernel[(H, padded // COMBINE_ROWS)](
+            part, lse, blocks, BW=padded, BB=COMBINE_BLOCKS, BR=COMBINE_ROWS
+        )  # fmt: skip
+    score_weights_kernel[(blocks, G)](
+        *read, lse, out, L, W, D, scale * LOG2_E, *strides, *lse.stride(), factor, **shared
+    )  # fmt: skip
     return out
 
 
 def window_scores(
-    queries: Tensor, query_positions: Tensor, k_pool: Pages, table: Tensor, positions: Tensor, scale: float
+    queries: Tensor,
+    query_positions: Tensor,
+    k_pool: Pages,
+    table: Tensor,
+    positions: Tensor,
+    scale: float,
+    lse: Tensor | None = None,
 ) -> Tensor:
-    """Attention that queries [W, H, D] pay to the entries [G, L] of a request's streams -> [H, L] f32."""
+    """Attention that queries [W, H, D] pay to the entries [G, L] of a request's streams -> [H, L] f32.
+
+    `lse` [W, H] f32, where it is known: natural logarithms of the queries' sums of exp(q . k * scale).
+    """
     form = window_scores_triton if use_triton(queries) else window_scores_ref
-    return form(queries, query_positions, k_pool, table, positions, scale)
+    return form(queries, query_positions, k_pool, table, positions, scale, lse)

@@ -1,4 +1,4 @@
-"""Every kernel of DeepSeek-V4 compiles for a Hopper GPU, at the released widths, where there is none.
+"""Every kernel of DeepSeek-V4 and of Gated DeltaNet compiles for a Hopper GPU, at the released widths, without one.
 
 The launchers themselves run, with a driver that has no device: what they launch is compiled and not run. The
 interpreter of the other tests takes more than the compiler does.
@@ -55,8 +55,10 @@ def compile_only(self, *args, grid, warmup, **more):
 
 JITFunction.run = compile_only
 
-from hybridkv.kernels import flush_csa, flush_hca, gather, hyper, indexer, moe, norm_rope, topk, window
+from hybridkv.kernels import flush_csa, flush_hca, gather, gdn_prefill, gdn_step, hyper, indexer, moe
+from hybridkv.kernels import norm_rope, topk, window
 from hybridkv.kernels.attention_sparse import Entries, attention_sparse_triton
+from hybridkv.kernels.gdn_weights import DeltaNet
 from hybridkv.kernels.page_format import entry_format, index_format
 from hybridkv.kernels.step_index import StepIndex
 
@@ -115,13 +117,20 @@ for T in (1, 4096):
     for bias, experts in ((zeros(4), None), (None, zeros(99, 2, dtype=torch.int64))):
         weights, chosen = moe.route_triton(zeros(T, 4), tokens, moe.Router(2, 1.5, True, bias, experts))
     moe.run_experts_triton(x, weights, chosen, gate_up, down, 10.0)
+net = DeltaNet(16, 48, 128, 128, zeros(10240, 4), zeros(48), zeros(48), zeros(128), 1e-6)
+for dtype in (torch.float32, torch.bfloat16):
+    x, states = zeros(2, sum(net.columns), dtype=torch.bfloat16), zeros(2, 48, 128, 128, dtype=dtype)
+    gdn_step.gdn_step_triton(x, net, zeros(2, 3, 10240), states, whole[:2])
+gdn_prefill.gdn_prefill_triton(x, net, zeros(3, 10240), zeros(48, 128, 128))
 """
 KERNELS = {
     "append_window_kernel", "attention_sparse_kernel", "combine_kernel", "copy_window_kernel", "decode_logits_kernel",
     "enter_kernel", "expand_kernel", "expert_down_kernel", "expert_up_kernel", "flat_entries_kernel",
-    "flush_csa_kernel", "flush_hca_kernel", "gather_kernel", "group_largest_kernel", "join_sparse_kernel",
-    "norm_rope_kernel", "order_kernel", "plain_logits_kernel", "prefill_logits_kernel", "project_kernel",
-    "round_queries_kernel", "route_kernel", "save_rows_kernel", "save_running_kernel", "top_entries_kernel",
+    "flush_csa_kernel", "flush_hca_kernel", "gather_kernel", "gdn_inputs_kernel", "gdn_norm_kernel",
+    "gdn_scan_kernel", "gdn_solve_kernel", "gdn_step_kernel", "group_largest_kernel",
+    "join_sparse_kernel", "norm_rope_kernel", "order_kernel", "plain_logits_kernel", "prefill_logits_kernel",
+    "project_kernel", "round_queries_kernel", "route_kernel", "save_rows_kernel", "save_running_kernel",
+    "top_entries_kernel",
 }  # fmt: skip
 
 

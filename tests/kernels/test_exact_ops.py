@@ -11,7 +11,7 @@ from hybridkv.kernels.gdn import gated_delta_scan as scan
 from hybridkv.kernels.linear import Linear, linear_exact, linear_triton
 from hybridkv.kernels.norm import gated_rms_norm_exact, l2_norm_exact, rms_norm_exact
 from hybridkv.kernels.rope import rope_angles, rope_exact, rope_ref
-from hybridkv.kernels.rows import best_experts_exact
+from hybridkv.kernels.rows import route_exact
 from numerics import assert_close_rms, assert_same_bytes
 from triton_interpreter import DEVICE
 
@@ -78,7 +78,7 @@ def test_rope_is_the_reference_to_rounding() -> None:
 
 
 def test_equal_experts_are_taken_in_their_order() -> None:
-    weights, chosen = best_experts_exact(torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]]), 3)
+    weights, chosen = route_exact(torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]]), 3, False)
     assert chosen.tolist() == [[1, 2, 3]] and weights[0, 0] == weights[0, 2]
 
 

@@ -8,7 +8,9 @@ from hybridkv.cache.handle import ForwardStep, LayerHandle, StreamView
 from hybridkv.kernels.append import append
 from hybridkv.kernels.attention_decode import attention_decode
 from hybridkv.kernels.attention_prefill import attention_prefill
-from hybridkv.kernels.gdn import causal_conv, causal_conv_step, gated_delta, gated_delta_step
+from hybridkv.kernels.gdn_prefill import gdn_prefill
+from hybridkv.kernels.gdn_weights import DeltaNet
+from hybridkv.kernels.step_index import StepIndex
 from numerics import assert_close_rms, assert_same_bytes
 
 SLOTS = 8
@@ -24,44 +26,33 @@ STEPS = (
 )
 
 
-def step_of(slots: list[int], counts: list[int]) -> ForwardStep:
-    return ForwardStep(slots, [0] * len(slots), [0, *np.cumsum(counts).tolist()], counts.count(1), {})
+def step_of(slots: list[int], counts: list[int], streams: dict[str, StreamView] | None = None) -> ForwardStep:
+    index = StepIndex.make(slots, [0] * len(slots), counts)
+    starts = [0, *np.cumsum(counts).tolist()]
+    return ForwardStep(slots, [0] * len(slots), starts, counts.count(1), torch.empty(0), index, streams or {})
 
 
 @pytest.mark.parametrize(("slots", "counts"), STEPS)
-def test_convolution_tails_of_other_slots_stay_bit_for_bit(slots: list[int], counts: list[int]) -> None:
-    step, channels = step_of(slots, counts), 10
-    layers = torch.randn(2, SLOTS, 3, channels)  # this layer's rows are a view of the pool of all layers
-    before = layers.clone()
-    x, weight = torch.randn(sum(counts), channels), torch.randn(channels, 4)
-    out = LayerHandle(step, None, slice(0), {}, {"conv": layers[1]}).convolve(x, weight)
+def test_state_of_other_slots_stays_bit_for_bit(slots: list[int], counts: list[int]) -> None:
+    step, Hk, Hv, K, V = step_of(slots, counts), 1, 3, 8, 6
+    conv, decay, bias = torch.randn(2 * Hk * K + Hv * V, 4), torch.rand(Hv), torch.randn(Hv)
+    net = DeltaNet(Hk, Hv, K, V, conv, decay, bias, torch.rand(V), 1e-6)
+    # this layer's rows are a view of the pool of all layers
+    tails, states = torch.randn(2, SLOTS, 3, net.channels), torch.randn(2, SLOTS, Hv, K, V)
+    before = tails.clone(), states.clone()
+    x = torch.randn(sum(counts), sum(net.columns))
+    out = LayerHandle(step, None, slice(0), {}, {"conv": tails[1], "recurrent": states[1]}).delta_net(x, net)
     for slot, a, b in zip(slots, step.starts, step.starts[1:]):
-        tail = before[1, slot].clone()
-        alone = causal_conv(x[a:b], weight, tail) if b - a > 1 else causal_conv_step(x[a:b], weight, tail[None])
-        assert_close_rms(f"slot {slot}", alone, out[a:b], 1e-6)  # f32, batches may be summed otherwise
-        assert_same_bytes(tail, layers[1, slot])
+        tail, state = before[0][1, slot].clone(), before[1][1, slot].clone()
+        alone = gdn_prefill(x[a:b], net, tail, state)
+        assert_close_rms(f"slot {slot}", alone, out[a:b], 1e-5)  # f32, batches may be summed otherwise
+        assert_same_bytes(tail, tails[1, slot])
+        assert_close_rms(f"state of slot {slot}", state, states[1, slot], 1e-5)
+        assert not torch.equal(before[1][1, slot], states[1, slot])
     others = [s for s in range(SLOTS) if s not in slots]
-    assert_same_bytes(before[1, others], layers[1, others])
-    assert_same_bytes(before[0], layers[0])
-
-
-@pytest.mark.parametrize(("slots", "counts"), STEPS)
-def test_recurrent_states_of_other_slots_stay_bit_for_bit(slots: list[int], counts: list[int]) -> None:
-    step, T, H, K, V = step_of(slots, counts), sum(counts), 3, 8, 6
-    layers = torch.randn(2, SLOTS, H, K, V)
-    before = layers.clone()
-    q, k = torch.randn(2, T, H, K) / 3
-    given = (q, k, torch.randn(T, H, V), -torch.rand(T, H), torch.rand(T, H))
-    out = LayerHandle(step, None, slice(0), {}, {"recurrent": layers[1]}).delta_rule(*given)
-    for slot, a, b in zip(slots, step.starts, step.starts[1:]):
-        state, part = before[1, slot].clone(), tuple(x[a:b] for x in given)
-        alone = gated_delta(*part, state) if b - a > 1 else gated_delta_step(*part, state[None])
-        assert_close_rms(f"slot {slot}", alone, out[a:b], 1e-6)
-        assert_close_rms(f"state of slot {slot}", state, layers[1, slot], 1e-6)
-        assert not torch.equal(before[1, slot], layers[1, slot])
-    others = [s for s in range(SLOTS) if s not in slots]
-    assert_same_bytes(before[1, others], layers[1, others])
-    assert_same_bytes(before[0], layers[0])
+    for was, now in zip(before, (tails, states)):
+        assert_same_bytes(was[1, others], now[1, others])
+        assert_same_bytes(was[0], now[0])
 
 
 @pytest.mark.parametrize("counts", ([1, 1, 1], [1, 1, 5, 9], [4, 7]))
@@ -81,8 +72,11 @@ def test_a_layer_appends_to_and_attends_over_its_own_streams(counts: list[int]) 
     pools = {name: torch.randn(B * 4 * width, P, D) for name in ("k", "v")}
     want = {name: pool.clone() for name, pool in pools.items()}
     starts = [0, *np.cumsum(counts).tolist()]
-    step = ForwardStep(list(range(B)), [0] * B, starts, counts.count(1), {})
-    handle = LayerHandle(step, StreamView(table, after, torch.from_numpy(after), index), slice(2, 4), pools, {})
+    slots = list(range(B, 0, -1))  # rows of the manager's table, which has one more
+    mirror = torch.full((B + 1, 4, width), -1, dtype=torch.int32)
+    mirror[slots] = table
+    view = StreamView(mirror, after, torch.from_numpy(after), index)
+    handle = LayerHandle(step_of(slots, counts), view, slice(2, 4), pools, {})
     k, v, q = torch.randn(T, heads, D), torch.randn(T, heads, D), torch.randn(T, 6, D)
     handle.append(k, v)
     append(want["k"], want["v"], k, v, index[2:])

@@ -1,6 +1,6 @@
 """The Triton attention kernels: in the interpreter on the CPU, compiled where there is a CUDA device.
 
-Blocks and splits are small here, so that short streams already have many of them. tests/gpu runs the real ones.
+Blocks, splits and shares are small here, so that short streams already have many. tests/gpu runs the real ones.
 """
 
 import numpy as np
@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridkv.kernels.attention_decode import attention_decode_torch, attention_decode_triton
+from hybridkv.kernels.attention_decode import DecodeShape, attention_decode_torch, attention_decode_triton
+from hybridkv.kernels.attention_exact import attention_split_triton
 from hybridkv.kernels.attention_prefill import attention_prefill_torch, attention_prefill_triton
 from hybridkv.kernels.attention_tile import TileShape
+from hybridkv.kernels.quant import Fp8Pages
 from kernels.triton_cases import BF16, BOUND, F32, FP8, Streams, dense, queries, store, streams
 from numerics import assert_close_rms, assert_same_bytes, rel_rms
 from triton_interpreter import DEVICE
@@ -18,12 +20,17 @@ from triton_interpreter import DEVICE
 pytest.importorskip("triton")
 
 SMALL, SPLIT = TileShape(16, 16, 4, 1), 32
+SHARES = DecodeShape(16, 4, 1, 3)  # 6 programs on the interpreter's 2 multiprocessors
 KINDS = ((F32, F32), (F32, BF16), (F32, FP8), (BF16, F32), (BF16, BF16), (BF16, FP8))
 LENGTHS = [[0, 1], [1, 31], [32, 33], [100, 15], [16, 0], [70, 17]]
 
 
 def decode(q: Tensor, held: Streams, scale: float = 0.2, part: slice = slice(None)) -> Tensor:
-    return attention_decode_triton(q[part], *held.rows(part), scale, shape=SMALL, split=SPLIT)
+    return attention_decode_triton(q[part], *held.rows(part), scale, shape=SHARES)
+
+
+def split(q: Tensor, held: Streams, scale: float = 0.2, part: slice = slice(None)) -> Tensor:
+    return attention_split_triton(q[part], *held.rows(part), scale, shape=SMALL, split=SPLIT)
 
 
 def prefill(q: Tensor, held: Streams, starts: list[int], scale: float = 0.2) -> Tensor:
@@ -39,6 +46,7 @@ def test_decode_is_softmax_attention(query: str, pages: str) -> None:
     assert_close_rms("float64", dense(q, held, list(range(7)), 0.2), got, BOUND[query, pages])
     torch_form = attention_decode_torch(q, *held.args, 0.2)
     assert_close_rms("torch form", torch_form, got, 2 * BOUND[query, pages])  # each has its own rounding
+    assert_close_rms("exact form", dense(q, held, list(range(7)), 0.2), split(q, held), BOUND[query, pages])
 
 
 @pytest.mark.parametrize("P", (1, 16, 53, 64))
@@ -58,20 +66,74 @@ def test_decode_of_more_than_sixteen_query_heads_for_a_kv_head() -> None:
 
 
 @pytest.mark.parametrize("pages", (F32, BF16, FP8))
-def test_a_decode_row_has_the_same_bits_alone(pages: str) -> None:
+def test_a_row_of_the_exact_form_has_the_same_bits_alone(pages: str) -> None:
     held = streams(LENGTHS, 16, 32, pages, DEVICE)
     q = queries(6, 6, 32, F32 if pages == F32 else BF16, DEVICE)
-    together = decode(q, held)
+    together = split(q, held)
     for b in range(6):
-        assert_same_bytes(decode(q, held, part=slice(b, b + 1)), together[b : b + 1])
+        assert_same_bytes(split(q, held, part=slice(b, b + 1)), together[b : b + 1])
 
 
-def test_decode_splits_a_long_stream_into_no_more_than_the_most_splits() -> None:
+@pytest.mark.parametrize("programs", (1, 2, 5, 16, 40))
+@pytest.mark.parametrize("least", (1, 3))
+def test_decode_in_any_number_of_shares(programs: int, least: int) -> None:
+    """More programs than tiles, one for all, and runs that begin at a stream's first tile, inside, and at its last."""
+    held = streams([[0, 0], [1, 100], [16, 0], [250, 17], [0, 33], [15, 16]], 64, 16, F32, DEVICE)
+    q = queries(6, 4, 16, F32, DEVICE)
+    got = attention_decode_triton(q, *held.args, 0.2, shape=DecodeShape(16, 4, 1, programs, least))
+    assert_close_rms("float64", dense(q, held, list(range(7)), 0.2), got, BOUND[F32, F32])
+
+
+@pytest.mark.parametrize("pages", (BF16, FP8))
+def test_decode_of_rows_of_a_larger_table_and_its_log_sum_exp(pages: str) -> None:
+    """Rows in any order, padding between them: it reads nothing, gives zeros and keeps no log-sum-exp."""
+    held = streams([[40, 33], [100, 17], [5, 64]], 16, 32, pages, DEVICE)
+    table = torch.full((9, 3, held.table.shape[2]), 2**30, dtype=torch.int32, device=DEVICE)  # far outside the pool
+    rows, of = torch.tensor([7, -1, 2, 4, -1], device=DEVICE), [0, 2, 3]
+    table[rows[of], 1:] = held.table
+    lengths = torch.full((5, 4), 77, device=DEVICE)[:, 1:3]
+    lengths[of] = held.on_device
+    q, kept = queries(5, 6, 32, BF16, DEVICE), torch.full((6, 6), 9.0, device=DEVICE)
+    index = torch.tensor([5, 1, -1, 0, -1], device=DEVICE)
+    index[1] = -1
+    got = attention_decode_triton(
+        q, held.k_pool, held.v_pool, table[:, 1:], None, 0.2, lengths, rows, (kept, index), SHARES
+    )
+    want = dense(q[of], held, [0, 1, 2, 3], 0.2)
+    assert_close_rms("decode", want, got[of], BOUND[BF16, pages])
+    assert not got[[1, 4]].any()
+    sums = torch.stack(
+        [torch.stack([(held.entries(b, h // 3, int(held.lengths[b, h // 3]))[0] @ q[i, h].double() * 0.2).logsumexp(0)
+                      for h in range(6)]) for b, i in enumerate(of)]
+    )  # fmt: skip
+    assert_close_rms("log-sum-exp", sums[[0, 2]], kept[[5, 0]], 1e-5)  # f32 sums of f16 or bf16 products
+    assert (kept[1:5] == 9).all()
+    other = torch.full_like(kept, 9.0)
+    torch_form = attention_decode_torch(
+        q, held.k_pool, held.v_pool, table[:, 1:].clamp(max=0), None, 0.2, lengths, rows=rows, lse=(other, index)
+    )
+    assert not torch_form[[1, 4]].any() and (other[1:5] == 9).all()
+
+
+@pytest.mark.parametrize("size", (1e-30, 1e30))
+def test_fp8_decode_of_queries_and_values_far_from_one(size: float) -> None:
+    """Products run in f16: queries and weighted values must be brought into its range."""
+    held = streams([[40, 33], [70, 5]], 16, 32, FP8, DEVICE)
+    assert isinstance(held.k_pool, Fp8Pages) and isinstance(held.v_pool, Fp8Pages)
+    held.k_pool.scale.mul_(1 / size)
+    held.v_pool.scale.mul_(size)
+    held.v_pool.scale.view(-1)[::3] *= 2.0**-20
+    q = (queries(2, 6, 32, F32, DEVICE) * size).to(torch.bfloat16)
+    got = decode(q, held).double() / size
+    assert_close_rms("float64", dense(q, held, [0, 1, 2], 0.2) / size, got, BOUND[BF16, FP8])
+
+
+def test_the_exact_form_splits_a_long_stream_into_no_more_than_the_most_splits() -> None:
     """64 splits of 16 keys hold 1024: past that a split takes 32."""
     for length in (1024, 1025):
         held = streams([[length], [5]], 64, 16, F32, DEVICE)
         q = queries(2, 2, 16, F32, DEVICE)
-        got = attention_decode_triton(q, *held.args, 0.2, shape=SMALL, split=16)
+        got = attention_split_triton(q, *held.args, 0.2, shape=SMALL, split=16)
         assert_close_rms("float64", dense(q, held, [0, 1, 2], 0.2), got, BOUND[F32, F32])
 
 
@@ -79,7 +141,7 @@ def test_decode_with_lengths_on_the_device_alone() -> None:
     held = streams(LENGTHS, 16, 32, F32, DEVICE)
     q = queries(6, 6, 32, F32, DEVICE)
     k, v, table, lengths = held.args
-    got = attention_decode_triton(q, k, v, table, None, 0.2, torch.from_numpy(lengths).to(DEVICE), SMALL, SPLIT)
+    got = attention_decode_triton(q, k, v, table, None, 0.2, torch.from_numpy(lengths).to(DEVICE), shape=SHARES)
     assert_same_bytes(decode(q, held), got)
 
 
@@ -177,7 +239,7 @@ def test_the_table_and_lengths_may_be_slices() -> None:
     whole = Streams(held.k_pool, held.v_pool, part.contiguous(), np.ascontiguousarray(lengths))
     want = dense(q, whole, [0, 1, 2], 0.2)
     pools = held.k_pool, held.v_pool
-    got = attention_decode_triton(q, *pools, part, lengths, 0.2, on_device, SMALL, SPLIT)
+    got = attention_decode_triton(q, *pools, part, lengths, 0.2, on_device, shape=SHARES)
     assert_close_rms("decode", want, got, BOUND[F32, F32])
     got = attention_prefill_triton(q, *pools, part, lengths, [0, 1, 2], 0.2, on_device, SMALL)
     assert_close_rms("prefill", want, got, BOUND[F32, F32])

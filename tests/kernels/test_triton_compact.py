@@ -28,10 +28,10 @@ def poison(entry: str, N: int, P: int) -> Tensor:
     return bits.view(dtype).view(N, P, *shape)
 
 
-def check(pool: Tensor, source: Tensor, target: Tensor) -> None:
+def check(pool: Tensor, source: Tensor, target: Tensor, apart: bool = False) -> None:
     want, got = pool.clone(), pool.clone().to(DEVICE)
     compact_ref(want, source, target)
-    compact_triton(got, source.to(DEVICE), target.to(DEVICE))
+    compact_triton([got], source.to(DEVICE), target.to(DEVICE), apart)
     assert_same_bytes(want, got)
 
 
@@ -63,6 +63,22 @@ def test_overlap_in_either_direction_is_safe(shift: int) -> None:
     check(poison("codes x 7", 4, 64), source, source.flip(0))  # every place is read and written
 
 
+@pytest.mark.parametrize("apart", (False, True))
+def test_pools_of_all_kinds_go_together_and_padding_moves_nothing(apart: bool) -> None:
+    kinds = ("bf16 x 37", "codes x 100", "f32 scale", "bf16 x 37", "f32 scale", "bf16 x 37")
+    pools = [poison(kind, 12, 8) for kind in kinds]
+    source = torch.randperm(48)[:30].sort().values
+    target = torch.arange(30) + (48 if apart else 0)
+    target[::7] = -1
+    got = [pool.clone().to(DEVICE) for pool in pools]
+    compact_triton(got, source.where(target >= 0, -1).to(DEVICE), target.to(DEVICE), apart)
+    for pool, moved in zip(pools, got):
+        compact_ref(pool, source, target)
+        assert_same_bytes(pool, moved)
+    for entry in ENTRIES:
+        check(poison(entry, 12, 8), source, target, apart)
+
+
 @pytest.mark.parametrize("n", (0, 1))
 def test_nothing_and_one_entry(n: int) -> None:
     check(poison("f32 x 2 x 5", 2, 4), torch.tensor([7])[:n], torch.tensor([2])[:n])
@@ -77,7 +93,7 @@ def test_a_pool_at_an_odd_address_is_moved_in_narrow_words() -> None:
     source, target = (torch.tensor(x, device=DEVICE) for x in ([3, 6, 11], [0, 1, 2]))
     assert as_words(shifted)[0].dtype == torch.uint8
     compact_ref(want, source, target)
-    compact_triton(shifted, source, target)
+    compact_triton([shifted], source, target)
     assert_same_bytes(want, shifted)
 
 

@@ -42,6 +42,16 @@ class Case:
         q, when, table, positions = (t.to(device) for t in where)
         return q, when, p, table, positions, self.scale
 
+    def sums(self) -> Tensor:
+        """[W, H] f32: log-sum-exp of what each query sees; -inf where that is nothing."""
+        W, H, _ = self.q.shape
+        R, out = H // len(self.positions), torch.full((W, H), -torch.inf)
+        for w, h in torch.cartesian_prod(torch.arange(W), torch.arange(H)).tolist():
+            k = self.keys[h // R]
+            seen = self.positions[h // R, : len(k)] <= self.when[w]
+            out[w, h] = (k[seen] @ self.q[w, h].double() * self.scale).logsumexp(0)
+        return out
+
     def truth(self, keys: list[Tensor]) -> Tensor:
         (W, H, _), (G, L) = self.q.shape, self.positions.shape
         out = torch.zeros(H, L, dtype=torch.float64)
@@ -114,6 +124,18 @@ def test_scores_equal_their_definition(case: str, kind: str) -> None:
         assert_close_rms("scores of the keys before FP8", c.truth(c.exact), got, FP8_BOUND)
 
 
+@pytest.mark.parametrize("kind", ("f32", "bf16", "bf16-f32", "fp8"))
+@pytest.mark.parametrize("case", CASES)
+def test_one_pass_is_enough_where_the_sums_are_known(case: str, kind: str) -> None:
+    c = make(kind, **CASES[case])  # type: ignore[arg-type]
+    wide = torch.full((c.q.shape[0], c.q.shape[1] + 3), torch.nan)
+    wide[:, 1:-2] = c.sums()  # a slice of a wider row
+    got = window_scores_triton(*c.on(DEVICE), wide.to(DEVICE)[:, 1:-2]).cpu()
+    assert_close_rms("scores", c.truth(c.keys), got, BOUND)
+    assert (got.view(len(c.positions), -1, got.shape[1]).transpose(1, 2)[c.positions < 0] == 0).all()
+    assert_close_rms("reference", c.truth(c.keys), window_scores_ref(*c.on("cpu"), c.sums()), BOUND)
+
+
 @pytest.mark.parametrize("kind", ("f32", "bf16", "fp8"))
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_every_launch_configuration_agrees(kind: str, config: ScoreBlocks) -> None:
@@ -146,7 +168,12 @@ def test_page_size_and_page_order_change_no_bit(kind: str) -> None:
 def test_a_query_that_sees_no_key_adds_nothing() -> None:
     c = make("f32", W=3, R=1, D=16, P=16, lengths=(20,))
     c.positions = c.positions + 18  # keys 18 .. 37, queries 17, 18, 19
-    for got in (window_scores_triton(*c.on(DEVICE)).cpu(), window_scores_ref(*c.on("cpu"))):
+    known = c.sums()
+    assert known[0].isneginf().all()
+    for got in (
+        window_scores_triton(*c.on(DEVICE)).cpu(), window_scores_ref(*c.on("cpu")),
+        window_scores_triton(*c.on(DEVICE), known.to(DEVICE)).cpu(), window_scores_ref(*c.on("cpu"), known),
+    ):  # fmt: skip
         assert_close_rms("scores", c.truth(c.keys), got, BOUND)
         assert got.sum().item() == pytest.approx(2)
 

@@ -92,3 +92,23 @@ def dense(q: Tensor, held: Streams, starts: list[int], scale: float) -> Tensor:
             scores = (heads[:, g] @ k.T * scale).masked_fill(hidden[:, None], -torch.inf)
             out[begin:end].view(end - begin, G, -1, q.shape[-1])[:, g] = scores.softmax(-1).nan_to_num() @ v
     return out
+
+
+def log_sums(q: Tensor, held: Streams, starts: list[int], scale: float) -> Tensor:
+    """Log-sum-exp of every query and head [T, H] in float64; -inf where nothing is seen."""
+    G = held.table.shape[1]
+    out = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64, device=q.device)
+    for b in range(len(held.lengths)):
+        begin, end = starts[b], starts[b + 1]
+        heads = q[begin:end].double().view(end - begin, G, -1, q.shape[-1])
+        for g in range(G):
+            length = int(held.lengths[b, g])
+            if length == 0:
+                continue
+            last = torch.arange(end - begin, device=q.device) + length - (end - begin)
+            hidden = torch.arange(length, device=q.device) > last[:, None]  # [n, length]
+            scores = heads[:, g] @ held.entries(b, g, length)[0].T * scale
+            out[begin:end].view(end - begin, G, -1)[:, g] = scores.masked_fill(hidden[:, None], -torch.inf).logsumexp(
+                -1
+            )
+    return out

@@ -1,0 +1,176 @@
+"""linear_vector: x W^T + b for the few rows of a decode step, at the speed at which W can be read.
+
+A program takes 16 rows of W and all of its columns: some hundred small programs fill the card, and no second kernel has
+to add parts up. Its warps share the columns: of each S BK columns a warp multiplies BK, and at the end the S sums are
+added in one order. W passes through shared memory into tensor cores; x [rows, K], padded to 8 or 16 rows, is the other
+side, so bytes alone decide the time.
+
+W is BF16, or E4M3 codes with an f32 scale for each row (linear_fp8), widened in registers: every product is exact.
+GATED: the rows of W are N gates, then N ups, and the result is silu(gate) * up.
+
+The kernel is launched while the one before ends (programmatic dependent launch), and lets the next one come when its
+own sums are done. Not earlier: programs that come while others run gather on the SMs that are free first.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridkv.kernels.backend import HAS_TRITON, capability, tl, triton, use_triton
+
+COMPILED = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") != "1"
+MOST_ROWS = 16
+FASTER_ROWS = 8  # of x: up to so many, faster than the library's product
+# Four E4M3 codes to four BF16. The seven low bits of a code, put at exponent and mantissa, are 2^120 times too small.
+WIDEN = tl.constexpr("""{
+.reg .b32 a, b, c;
+mov.b32 c, 0x7b807b80;
+prmt.b32 a, $2, 0, 0x9180;
+prmt.b32 b, $2, 0, 0xb3a2;
+shl.b32 a, a, 4;
+shl.b32 b, b, 4;
+and.b32 a, a, 0x87f087f0;
+and.b32 b, b, 0x87f087f0;
+mul.bf16x2 $0, a, c;
+mul.bf16x2 $1, b, c;
+}""")
+
+
+def linear_vector_ref(
+    x: Tensor, weight: Tensor, scale: Tensor | None = None, bias: Tensor | None = None, gated: bool = False
+) -> Tensor:
+    y = F.linear(x.float(), (weight if scale is None else weight.view(torch.float8_e4m3fn)).float())
+    y = y if scale is None else y * scale
+    y = y if bias is None else y + bias.float()
+    if gated:
+        gate, up = y.chunk(2, -1)
+        y = F.silu(gate) * up
+    return y.to(x.dtype)
+
+
+@triton.jit
+def widen(b_w, COMPILED: tl.constexpr):
+    """uint8 codes -> bf16; what is bf16 stays. A code for NaN becomes 480: its row has NaN for its scale."""
+    if b_w.dtype != tl.uint8:
+        return b_w
+    elif COMPILED:
+        return tl.inline_asm_elementwise(WIDEN, "=r,=r,r", [b_w], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        return b_w.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
+
+
+@triton.jit(do_not_specialize=["T"])
+def linear_vector_kernel(
+    x,  # [T, K], rows stride_x apart
+    w,  # [N, K], GATED: [2 N, K]
+    scale,  # of the rows of w
+    bias,
+    y,  # [T, N]
+    T,
+    N,
+    K,
+    stride_x,
+    SCALE: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    COMPILED: tl.constexpr,
+    WHOLE: tl.constexpr,  # K is a multiple of S BK
+    STAGES: tl.constexpr,
+    S: tl.constexpr,
+    BT: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    o_t, o_n = tl.arange(0, BT), tl.program_id(0) * BN + tl.arange(0, BN)
+    o_k = tl.arange(0, S)[:, None] * BK + tl.arange(0, BK)[None, :]
+    o_row = tl.minimum(o_n, N - 1).to(tl.int64)  # rows past the end are read again: no mask
+    p_w = w + o_row[None, :, None] * K + o_k[:, None, :]  # [S, BN, BK]
+    p_up = p_w + N.to(tl.int64) * K
+    p_x = x + o_t[None, None, :].to(tl.int64) * stride_x + o_k[:, :, None]  # [S, BK, BT]
+    m_t = (o_t < T)[None, None, :]
+    b_y, b_up = tl.zeros([S, BN, BT], tl.float32), tl.zeros([S, BN, BT], tl.float32)
+    if COMPILED:
+        tl.extra.cuda.gdc_wait()
+    for i_k in tl.range(0, K, S * BK, num_stages=STAGES):
+        m_k = i_k + o_k < K
+        if WHOLE:
+            b_x = tl.load(p_x + i_k, mask=m_t, other=0.0)
+            b_w = tl.load(p_w + i_k)
+        else:
+            b_x = tl.load(p_x + i_k, mask=m_t & m_k[:, :, None], other=0.0)
+            b_w = tl.load(p_w + i_k, mask=m_k[:, None, :], other=0)
+        b_y = tl.dot(widen(b_w, COMPILED), b_x, b_y)
+        if GATED:
+            if WHOLE:
+                b_w = tl.load(p_up + i_k)
+            else:
+                b_w = tl.load(p_up + i_k, mask=m_k[:, None, :], other=0)
+            b_up = tl.dot(widen(b_w, COMPILED), b_x, b_up)
+    if COMPILED:
+        tl.extra.cuda.gdc_launch_dependents()
+    b_out = row_sums(b_y, scale, bias, o_row, SCALE, BIAS)
+    if GATED:
+        b_out *= row_sums(b_up, scale, bias, o_row + N, SCALE, BIAS) / (1.0 + tl.exp(-b_out))
+    p_y = y + o_t[None, :].to(tl.int64) * N + o_n[:, None]
+    tl.store(p_y, b_out.to(y.dtype.element_ty), mask=(o_n < N)[:, None] & (o_t < T)[None, :])
+
+
+@triton.jit
+def row_sums(b_parts, scale, bias, o_row, SCALE: tl.constexpr, BIAS: tl.constexpr):
+    """[S, BN, BT] -> [BN, BT], scaled, with the bias."""
+    b_y = tl.sum(b_parts, 0)
+    if SCALE:
+        b_y *= tl.load(scale + o_row)[:, None]
+    if BIAS:
+        b_y += tl.load(bias + o_row).to(tl.float32)[:, None]
+    return b_y
+
+
+def tile(N: int, codes: bool, gated: bool) -> tuple[int, int, int, int]:
+    """BN, BK, S (and warps), STAGES: the fastest on an H200 at the widths of a 27B model."""
+    if codes:
+        return (16, 128, 4, 4) if N < 8192 or gated else (16, 128, 2, 3)
+    return (16, 128, 2, 4) if gated else (16, 128, 4, 3)
+
+
+def linear_vector_triton(
+    x: Tensor, weight: Tensor, scale: Tensor | None = None, bias: Tensor | None = None, gated: bool = False
+) -> Tensor:
+    (T, K), N = x.shape, len(weight) // (1 + gated)
+    y = torch.empty((T, N), dtype=x.dtype, device=x.device)
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    BN, BK, S, stages = tile(N, scale is not None, gated)
+    if y.numel():
+        linear_vector_kernel[(triton.cdiv(N, BN),)](
+            x, weight, y if scale is None else scale, y if bias is None else bias, y, T, N, K, x.stride(0),
+            SCALE=scale is not None, BIAS=bias is not None, GATED=gated, COMPILED=COMPILED, WHOLE=K % (S * BK) == 0,
+            STAGES=stages, S=S, BT=8 if T <= 8 else 16, BN=BN, BK=BK, num_warps=S, launch_pdl=COMPILED,
+        )  # fmt: skip
+    return y
+
+
+def linear_vector(
+    x: Tensor,  # [T, K], T <= MOST_ROWS
+    weight: Tensor,  # [N, K] as x, or E4M3 codes as uint8
+    scale: Tensor | None = None,  # [N] f32, of codes
+    bias: Tensor | None = None,  # [N]
+    gated: bool = False,  # weight [2 N, K]: silu(first half) * second half
+) -> Tensor:  # [T, N]
+    op = linear_vector_triton if use_triton(x) else linear_vector_ref
+    return op(x, weight, scale, bias, gated)
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether the kernel runs there: Hopper GPUs and what came after."""
+    return HAS_TRITON and capability(device) >= (9, 0)
+
+
+def suits_vector(x: Tensor, weight: Tensor) -> bool:
+    """Whether this kernel is faster than the library's product for these shapes, as measured on an H200."""
+    few = 0 < len(x) <= FASTER_ROWS and weight.shape[1] % 8 == 0  # rows of 16 bytes
+    return few and x.dtype == torch.bfloat16 and weight.is_contiguous() and is_hopper(x.device)

@@ -1,0 +1,50 @@
+"""score_hopper compiles where there is no GPU. What it computes is tested on one: tests/gpu."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", minversion="3.6")
+
+SHARED_MEMORY = 227 * 1024  # bytes that a program may have on a Hopper GPU
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from hybridkv.kernels.score import GLUON, SHARED_MEMORY
+from hybridkv.kernels.score_hopper import WARPS
+from hybridkv.kernels.score_hopper import score_known_hopper_kernel as kernel
+
+assert triton.__version__.startswith(GLUON), "another Triton than score_hopper is written for"
+NAMES = kernel.arg_names
+TYPES = dict(q="*bf16", when="*i64", table="*i32", positions="*i64", scale="fp32", log2_e="fp32")
+TYPES |= dict.fromkeys(("k_scale", "lse", "out"), "*fp32")
+for fp8, R, D in ((False, 6, 256), (True, 6, 256), (True, 4, 128)):
+    types = TYPES | {"k_pool": "*u8" if fp8 else "*bf16"}
+    tiles = min(4, SHARED_MEMORY // (64 * D * 2) - R)
+    fixed = dict(R=R, D=D, P=64, TILES=tiles, FP8=fp8, stride_tn=1, stride_pl=1, stride_lh=1)
+    signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in NAMES}
+    at = {name: (i,) for i, name in enumerate(NAMES)}
+    wide = {"stride_qw", "stride_qh", *(name for name, type_ in signature.items() if type_[0] == "*")}
+    aligned = {at[name]: [["tt.divisibility", 16]] for name in wide}
+    source = GluonASTSource(kernel, signature, {at[name]: value for name, value in fixed.items()}, aligned)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS})
+    print(R * D, built.metadata.shared, built.asm["ptx"].count("wgmma.mma_async"))
+"""
+
+
+def test_it_compiles_for_keys_of_both_kinds(tmp_path: Path) -> None:
+    """In a process without the interpreter, which would take the place of the compiler."""
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    env.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [[int(x) for x in line.split()] for line in done.stdout.splitlines()]
+    assert len(lines) == 3
+    for channels, shared, products in lines:
+        assert 0 < shared <= SHARED_MEMORY
+        assert products == 2 * channels // 16  # two workers, each with every head's products in steps of 16 channels

@@ -1,0 +1,61 @@
+"""Norms, gates, attention inputs, routing and the best token compile for a Hopper GPU at real widths."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", minversion="3.6")
+
+COMPILE = """
+from kernels.no_device import built
+import torch
+from hybridkv.kernels import activation, argmax, attention_inputs, experts, norm
+from hybridkv.kernels.quant import Fp8Pages
+
+for file in (activation, attention_inputs, norm):
+    file.can_overlap = lambda x: len(x) == 1
+
+
+def zeros(*shape, dtype=torch.bfloat16):
+    return torch.zeros(shape, dtype=dtype)
+
+
+f32, i64 = torch.float32, torch.int64
+codes, bf16 = Fp8Pages(zeros(4, 64, 256, dtype=torch.uint8), zeros(4, 64, dtype=f32)), zeros(4, 64, 256)
+weight = zeros(256, dtype=f32)
+for T in (1, 64):
+    x = zeros(T, 5120)
+    norm.add_rms_norm_triton(x, x, zeros(5120, dtype=f32), 1e-6)
+    norm.add_rms_norm_triton(x.view(T, 20, 256), None, weight, 1e-6)
+    activation.silu_mul_triton(zeros(T, 34816))
+    activation.sigmoid_mul_triton(zeros(T, 24, 256), zeros(T, 24, 512)[..., 256:])
+    angles = zeros(T, 1, 32, dtype=f32)
+    for pool in (bf16, codes):
+        args = (zeros(T, 56 * 256), angles, angles, pool, pool, zeros(4, T, dtype=i64), 24, 4, 256, True)
+        ring = zeros(2, 64, 24, 256), zeros(T, dtype=i64)
+        attention_inputs.attention_inputs_triton(*args, weight, weight, 1e-6, *ring)
+    argmax.best_tokens_triton(zeros(T, 248320, dtype=f32))
+    experts.route_softmax_triton(zeros(T, 256), 8, True)
+    experts.add_shared_triton(*(zeros(T, 2048) for _ in range(3)), zeros(1, 2048))
+for name, kernel in built:
+    print(name, "griddepcontrol.wait" in kernel.asm["ptx"])
+"""
+KERNELS = {
+    "add_shared_kernel", "attention_inputs_kernel", "join_kernel", "piece_kernel", "rms_norm_kernel",
+    "route_softmax_kernel", "sigmoid_mul_kernel", "silu_mul_kernel",
+}  # fmt: skip
+OVERLAP = {"attention_inputs_kernel", "rms_norm_kernel", "sigmoid_mul_kernel", "silu_mul_kernel"}
+
+
+def test_every_launch_compiles(tmp_path: Path) -> None:
+    paths = os.pathsep.join((str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")))
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths}
+    env.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    built = {tuple(line.split()) for line in done.stdout.splitlines()}
+    assert {name for name, _ in built} == KERNELS
+    assert {name for name, waits in built if waits == "True"} == OVERLAP
