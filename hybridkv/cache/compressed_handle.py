@@ -93,7 +93,7 @@ class CompressedHandle(LayerHandle):
         super().__init__(step, None, slice(0), paged, state)
         self.begin = begin
         self.schema = layer
-        self.index, self.chunks = step.index, step.chunks
+        self.index, self.chunks = step.index, step.chunk_index
         self.entry_view: EntryView | None = step.entries.get(layer.kind)
         self.workspace: Tensor | None = None  # window of the prompt chunks, from write_swa to attend
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -12,16 +11,15 @@ from hybridkv.cache.step import ForwardStep, StreamView
 from hybridkv.kernels.append import append
 from hybridkv.kernels.attention_decode import attention_decode
 from hybridkv.kernels.attention_exact import attention_exact
+from hybridkv.kernels.attention_inputs import attention_inputs
 from hybridkv.kernels.attention_prefill import attention_prefill
-from hybridkv.kernels.gdn import (
-    causal_conv,
-    causal_conv_exact,
-    causal_conv_step,
-    gated_delta,
-    gated_delta_exact,
-    gated_delta_step,
-)
+from hybridkv.kernels.gdn import causal_conv_exact, gated_delta_exact
+from hybridkv.kernels.gdn_prefill import gdn_prefill
+from hybridkv.kernels.gdn_step import gdn_step
+from hybridkv.kernels.gdn_weights import DeltaNet
 from hybridkv.kernels.quant import Fp8Pages, Pages
+
+Angles = tuple[Tensor, Tensor]  # cos, sin [T, 1, R]
 
 
 class LayerHandle:
@@ -42,72 +40,89 @@ class LayerHandle:
         scale = self.paged.get(f"{name}_scale")
         return self.paged[name] if scale is None else Fp8Pages(self.paged[name], scale)
 
+    @property
+    def places(self) -> Tensor:
+        """[G, T] where the step's keys and values go."""
+        assert self.view is not None and self.view.entry_index is not None
+        return self.view.entry_index[self.rows]
+
+    # ---- attention
+
     def append(self, k: Tensor, v: Tensor) -> None:
         """Store this step's keys and values [T, G, D]."""
-        assert self.view is not None and self.view.entry_index is not None
-        append(self.pages("k"), self.pages("v"), k, v, self.view.entry_index[self.rows])
+        append(self.pages("k"), self.pages("v"), k, v, self.places)
+
+    def store(
+        self,
+        x: Tensor,  # [T, (H + 2 G) D], gated [T, (2 H + 2 G) D]: (query | gate) head by head, keys, values
+        angles: Angles,
+        heads: int,
+        head_dim: int,
+        gated: bool = False,
+        norms: tuple[Tensor, Tensor] | None = None,  # [D] f32 of queries and of keys
+        eps: float = 0.0,
+    ) -> Tensor:
+        """Norm and turn queries and keys, store keys and values, keep the last queries -> queries [T, H, D]."""
+        pages, ring = (self.pages("k"), self.pages("v")), self.state.get("queries")
+        q_norm, k_norm = norms or (None, None)
+        kv_heads = self.rows.stop - self.rows.start
+        return attention_inputs(
+            x, *angles, *pages, self.places, heads, kv_heads, head_dim, gated, q_norm, k_norm, eps,
+            ring, self.step.ring_rows if ring is not None else None,
+        )  # fmt: skip
 
     def attend(self, q: Tensor, scale: float) -> Tensor:
         """Causal attention of q [T, H, D] over what is stored, this step's tokens included."""
         assert self.view is not None
-        if "queries" in self.state:
-            self.capture(q)
-        n, pages = self.step.singles, (self.pages("k"), self.pages("v"))
-        table, lengths = self.view.table[:, self.rows], self.view.lengths[:, self.rows]
-        if self.step.exact:
-            return attention_exact(q, *pages, table, lengths, self.step.starts, scale)
-        on_device = self.view.device_lengths[:, self.rows]
+        step, n, pages = self.step, self.step.singles, (self.pages("k"), self.pages("v"))
+        table, ends, rows = self.view.table[:, self.rows], self.view.device_lengths[:, self.rows], step.index.slots
+        lengths = None if self.view.lengths is None else self.view.lengths[:, self.rows]
+        if step.exact:
+            assert lengths is not None
+            return attention_exact(q, *pages, table[rows], lengths, step.starts, scale)
+        ring, kept = self.state.get("lse"), step.ring_rows  # [slots, W, H]
+        lse = None if ring is None or kept is None else (ring.view(-1, ring.shape[-1]), kept)
         parts = []
         if n:
-            parts.append(attention_decode(q[:n], *pages, table[:n], lengths[:n], scale, on_device[:n]))
-        if n < len(self.step.slots):
-            starts = [s - n for s in self.step.starts[n:]]
-            parts.append(attention_prefill(q[n:], *pages, table[n:], lengths[n:], starts, scale, on_device[n:]))
+            part, few = None if lse is None else (lse[0], lse[1][:n]), None if lengths is None else lengths[:n]
+            parts.append(attention_decode(q[:n], *pages, table, few, scale, ends[:n], rows=rows[:n], lse=part))
+        if n < len(step.slots):
+            assert lengths is not None
+            starts, part = [s - n for s in step.starts[n:]], None if lse is None else (lse[0], lse[1][n:])
+            args = (lengths[n:], starts, scale, ends[n:])
+            parts.append(attention_prefill(q[n:], *pages, table, *args, rows=rows[n:], lse=part))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def capture(self, q: Tensor) -> None:
         """Keep the last W queries of each request: the one of position p lies in row p mod W, whatever the chunks
-        were.
+        were. `store` does it too.
         """
-        ring = self.state["queries"]  # [slots, W, H, D]
-        W, step = ring.shape[1], self.step
-        last = [range(max(a, b - W), b) for a, b in pairwise(step.starts)]
-        rows = [i for r in last for i in r]
-        at = [(step.begins[k] + i - step.starts[k]) % W for k, r in enumerate(last) for i in r]
-        slots = [step.slots[k] for k, r in enumerate(last) for _ in r]
-        ring[slots, at] = q[rows]
+        if "queries" in self.state and self.step.ring_rows is not None:
+            ring, rows = self.state["queries"], self.step.ring_rows  # [slots, W, H, D]
+            kept = rows >= 0
+            ring.view(-1, *q.shape[1:])[rows[kept]] = q[kept].to(ring.dtype)
 
-    def convolve(self, x: Tensor, weight: Tensor) -> Tensor:
-        """silu(causal convolution) of x [T, C] f32, each request continuing from its own tail."""
-        n, tails = self.step.singles, self.state["conv"]
-        if self.step.exact:
-            return self._each(tails, lambda rows, part: causal_conv_exact(part(x), weight, rows))
-        parts = []
-        if n:
-            rows = self.step.single_rows(tails)
-            parts.append(causal_conv_step(x[:n], weight, rows))
-            self.step.store_single_rows(tails, rows)
-        parts += [causal_conv(x[a:b], weight, tails[slot]) for slot, a, b in self._chunks()]
+    # ---- Gated DeltaNet
+
+    def delta_net(self, x: Tensor, net: DeltaNet) -> Tensor:
+        """What a layer computes between its projections: x [T, q | k | v, z, b, a] -> [T, Hv V]."""
+        step, n, tails, states = self.step, self.step.singles, self.state["conv"], self.state["recurrent"]
+        parts = [gdn_step(x[:n], net, tails, states, step.index.slots[:n])] if n else []
+        parts += [gdn_prefill(x[a:b], net, tails[slot], states[slot]) for slot, a, b in step.chunks]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def delta_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    def convolve_exact(self, x: Tensor, weight: Tensor) -> Tensor:
+        """silu(causal convolution) of x [T, C] f32, each request continuing from its own tail."""
+        return self._each(self.state["conv"], lambda rows, part: causal_conv_exact(part(x), weight, rows))
+
+    def delta_rule_exact(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         """Gated delta rule over q, k [T, H, K], v [T, H, V], g, beta [T, H], each request on its own state -> [T, H,
         V].
         """
-        n, states = self.step.singles, self.state["recurrent"]
-        if self.step.exact:
-            return self._each(
-                states,
-                lambda rows, part: gated_delta_exact(part(q), part(k), part(v), part(g), part(beta), rows),
-            )
-        parts = []
-        if n:
-            rows = self.step.single_rows(states)
-            parts.append(gated_delta_step(q[:n], k[:n], v[:n], g[:n], beta[:n], rows))
-            self.step.store_single_rows(states, rows)
-        for slot, a, b in self._chunks():
-            parts.append(gated_delta(q[a:b], k[a:b], v[a:b], g[a:b], beta[a:b], states[slot]))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self._each(
+            self.state["recurrent"],
+            lambda rows, part: gated_delta_exact(part(q), part(k), part(v), part(g), part(beta), rows),
+        )
 
     def _each(self, state: Tensor, run: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]) -> Tensor:
         """`run(state rows [B, ...], part)` for the single tokens together and for each chunk, joined as [T, ...].
@@ -116,18 +131,10 @@ class LayerHandle:
         """
         n, parts = self.step.singles, []
         if n:
-            rows = self.step.single_rows(state)
+            slots = self.step.index.slots[:n]
+            rows = state[slots]
             parts.append(run(rows, lambda x: x[:n].unsqueeze(1)).squeeze(1))
-            self.step.store_single_rows(state, rows)
-        for slot, a, b in self._chunks():
+            state[slots] = rows
+        for slot, a, b in self.step.chunks:
             parts.append(run(state[slot : slot + 1], lambda x, a=a, b=b: x[a:b].unsqueeze(0)).squeeze(0))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _chunks(self) -> list[tuple[int, int, int]]:
-        """(slot, begin, end) of each prompt chunk."""
-        step = self.step
-        return [
-            (slot, a, b)
-            for slot, a, b in zip(step.slots, step.starts, step.starts[1:], strict=False)
-            if a >= step.singles
-        ]

@@ -20,7 +20,7 @@ from hybridkv.cache.compressed_handle import CompressedHandle
 from hybridkv.cache.handle import LayerHandle
 from hybridkv.cache.schema import CacheSchema
 from hybridkv.cache.state import StatePool
-from hybridkv.cache.step import CompressedStep, ForwardStep, compressed_step
+from hybridkv.cache.step import CompressedStep, ForwardStep, Tokens, compressed_step, dense_step
 from hybridkv.cache.table import StreamTable
 from hybridkv.errors import HybridKVError, RequestError
 
@@ -76,6 +76,7 @@ class KVCacheManager:
     def fork_request(self, source: Hashable, request: Hashable) -> int:
         """A second request with the same past: pages shared, state copied. Neither sees what the other then writes."""
         origin = self._slot(source)
+        self.check_settled(origin)
         self.check_shareable(int(self.positions[origin]))
         slot = self._take_slot(request)
         try:
@@ -139,40 +140,43 @@ class KVCacheManager:
         for name, table in self.tables.items():
             if keep.keys() & set(table.schema.layers):
                 lists[name] = self._checked(slot, table, keep)
-        tables = [(self.tables[name], kept) for name, kept in lists.items()]
-        if all(len(e) == n for t, kept in tables for e, n in zip(kept, t.lengths[slot], strict=True)):
+        tables = [(self.tables[name], kept, np.array([len(e) for e in kept])) for name, kept in lists.items()]
+        if all((counts == t.lengths[slot]).all() for t, _, counts in tables):
             return 0
-        for table, kept in tables:
-            table.allocator.require(sum(table.compaction_pages(slot, kept)))
+        for table, _, counts in tables:
+            table.allocator.require(int(table.compaction_pages(slot, counts).sum()))
         earlier = self.compactions[slot].kept if slot in self.compactions else {}
-        where = {name: self.entry_positions(request, name) for name in (*earlier, *lists)}
-        for name, kept in lists.items():
-            where[name] = [at[e] for at, e in zip(where[name], kept, strict=True)]
-        for table, kept in tables:
-            for layer in table.schema.layers:  # layer by layer: the workspace is one layer's survivors
-                lane, rows = table.schema.place(layer)
-                table.compact(slot, rows.start, kept[rows], lane)
+        where = {name: self.entry_positions(request, name) for name in earlier}
+        for name, kept in lists.items():  # entries that were never moved are numbered by their positions
+            where[name] = [at[e] for at, e in zip(where[name], kept, strict=True)] if name in earlier else kept
+        for table, kept, _ in tables:
+            table.compact(slot, kept)
         self.compactions[slot] = Compaction(int(self.positions[slot]), where)
         return sum(before.values()) - sum(self.held_pages(request).values())
 
     @staticmethod
     def _checked(slot: int, table: StreamTable, keep: Mapping[int, Sequence[np.ndarray]]) -> list[np.ndarray]:
         """The lists of all streams of a table, or ValueError."""
-        found: list[np.ndarray] = []
+        heads, lengths, found = table.schema.heads, table.lengths[slot], []
         for layer in table.schema.layers:
-            lists, heads = keep.get(layer, ()), table.schema.heads
+            lists = keep.get(layer, ())
             if table.schema.shared or table.schema.tokens_per_entry > 1 or len(lists) != heads:
                 raise ValueError(f"layer {layer} needs a list of entries to keep for each of {heads} streams")
-            for given in lists:
-                entries, length = np.asarray(given), int(table.lengths[slot, len(found)])
-                good = entries.ndim == 1 and entries.size > 0 and entries.dtype.kind in "iu"
-                entries = entries.astype(np.int64) if good else entries  # differences of unsigned numbers never fall
-                if not good or entries[0] < 0 or entries[-1] >= length or (np.diff(entries) <= 0).any():
-                    raise ValueError(
-                        f"layer {layer}: entries to keep must be ascending numbers, each once, from 0 to {length - 1}"
-                    )
-                found.append(entries)
-        return found
+            found += [np.asarray(given) for given in lists]
+        bad = [e.ndim != 1 or not e.size or e.dtype.kind not in "iu" for e in found]
+        found = [np.zeros(1, np.int64) if wrong else e for e, wrong in zip(found, bad, strict=True)]
+        ends = np.cumsum([len(e) for e in found])
+        starts = np.append(0, ends[:-1])
+        joined = np.concatenate(found, dtype=np.int64, casting="unsafe")  # differences of unsigned numbers never fall
+        falls = np.ones(len(joined), bool)
+        np.less_equal(joined[1:], joined[:-1], out=falls[:-1])
+        falls[ends - 1] = (joined[ends - 1] >= lengths) | (joined[starts] < 0)
+        for stream in np.flatnonzero(np.logical_or(bad, np.logical_or.reduceat(falls, starts))):
+            layer, length = table.schema.layers[stream // heads], lengths[stream]
+            raise ValueError(
+                f"layer {layer}: entries to keep must be ascending numbers, each once, from 0 to {length - 1}"
+            )
+        return np.split(joined, ends[:-1])
 
     def entry_positions(self, request: Hashable, name: str) -> list[np.ndarray]:
         """Absolute position of every entry of every stream of one schema (one token an entry)."""
@@ -188,7 +192,7 @@ class KVCacheManager:
     def prepare_forward(self, plan: Plan, rows: int | None = None) -> ForwardStep:
         """Reserve every page that the step writes, for all requests in all pools or, with OutOfPages, for none.
 
-        `rows`: make it a step of so many one-token requests, the missing ones padding (compressed attention only).
+        `rows`: make it a step of so many one-token requests, the missing ones padding.
         """
         slots = [self._slot(request) for request, _ in plan]
         counts = [tokens for _, tokens in plan]
@@ -197,55 +201,48 @@ class KVCacheManager:
         singles = counts.count(1)
         if counts[:singles] != [1] * singles:
             raise ValueError("requests with one token come first in a step")
-        if rows is not None and (rows < len(plan) or singles < len(plan) or not self.schema.compressed):
+        if rows is not None and (rows < len(plan) or singles < len(plan)):
             raise ValueError(
                 f"{len(plan)} requests, {singles} of them with one token, do not make a step of {rows} rows"
             )
-        for slot, tokens in zip(slots, counts, strict=True):
-            if self.positions[slot] + tokens > self.max_tokens:
-                raise RequestError(
-                    f"{self.positions[slot]} + {tokens} tokens do not fit a context of {self.max_tokens} tokens"
-                )
-            ahead = self.reached[slot] - self.positions[slot] if self.positions[slot] else 0  # before 0 nothing is read
-            if self.schema.compressed and ahead > self.schema.rewind:
-                raise RequestError(
-                    f"a step ran to position {self.reached[slot]} and was not committed: the state of position "
-                    f"{self.positions[slot]} is gone; release the request and compute it again"
-                )
-        jobs = [
-            (table, slot, *table.grow(slot, int(self.positions[slot]), tokens))
-            for table in self.tables.values()
-            for slot, tokens in zip(slots, counts, strict=True)
-        ]
-        for table in self.tables.values():
-            adds = sum(int(add.sum()) for t, _, add, _ in jobs if t is table)
-            table.allocator.require(adds + table.copies([(slot, copy) for t, slot, _, copy in jobs if t is table]))
-        for table, slot, add, copy in jobs:
-            if add.any() or copy.any():
-                # two forks may both have asked for a copy of one page: the second no longer needs it
-                table.take(slot, add, table.shared(slot, copy))
         at, n = np.array(slots), np.array(counts)
-        if self.schema.compressed:
-            return self._compressed_step(at, n, singles, rows)
-        views = {name: t.view(at, n, self.positions[at], self.device) for name, t in self.tables.items()}
-        return ForwardStep(slots, self.positions[at].tolist(), [0, *np.cumsum(n).tolist()], singles, views, self.exact)
+        begins = self.positions[at]
+        self._check_reach(at, begins, n)
+        grown = [(table, *table.grow(at, begins, n)) for table in self.tables.values()]
+        for table, add, copy in grown:
+            table.allocator.require(int(add.sum()) + table.copies(at, copy))
+        for table, add, copy in grown:
+            for i in np.flatnonzero((add.max(1) > 0) | copy.any(1)).tolist():
+                # two forks may both have asked for a copy of one page: the second no longer needs it
+                table.take(slots[i], add[i], table.shared(at[i : i + 1], copy[i : i + 1])[0])
+        tokens = Tokens(at, begins, n, singles)
+        return self._step(tokens if rows is None else tokens.padded(rows))
 
-    def _compressed_step(self, slots: np.ndarray, counts: np.ndarray, singles: int, rows: int | None) -> CompressedStep:
-        """All that the layers read is on its way to the device, in one copy, when this returns."""
-        begins = self.positions[slots]
-        if rows is not None:
-            spare = rows - len(slots)
-            slots = np.concatenate((slots, np.full(spare, -1)))
-            begins, counts = np.append(begins, np.zeros(spare, np.int64)), np.append(counts, np.ones(spare, np.int64))
-            singles = rows
-        plans = [t.entry_plan(slots, begins, counts) for t in self.tables.values()]
-        return compressed_step(slots, begins, counts, singles, plans, self.device)
+    def _check_reach(self, slots: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> None:
+        """Whether each request can go on from where it stands, or RequestError."""
+        for i in np.flatnonzero(begins + counts > self.max_tokens)[:1]:
+            raise RequestError(f"{begins[i]} + {counts[i]} tokens do not fit a context of {self.max_tokens} tokens")
+        ahead = np.where(begins > 0, self.reached[slots] - begins, 0)  # before 0 nothing is read
+        for i in np.flatnonzero(ahead > self.schema.rewind)[:1] if self.schema.compressed else ():
+            raise RequestError(
+                f"a step ran to position {self.reached[slots[i]]} and was not committed: the state of position "
+                f"{begins[i]} is gone; release the request and compute it again"
+            )
 
-    def padding_step(self, rows: int) -> CompressedStep:
+    def padding_step(self, rows: int) -> ForwardStep:
         """A decode step of nothing but padding, for requests of any length: what a captured graph is made from."""
-        none = np.full(rows, -1), np.zeros(rows, np.int64), np.ones(rows, np.int64)
-        plans = [replace(t.entry_plan(*none), most=t.schema.entries(self.max_tokens)) for t in self.tables.values()]
-        return compressed_step(*none, rows, plans, self.device)
+        return self._step(Tokens.padding(rows), any_length=True)
+
+    def _step(self, tokens: Tokens, any_length: bool = False) -> ForwardStep:
+        """All that the layers read is on its way to the device, in one copy, when this returns."""
+        if not self.schema.compressed:
+            plans = [t.stream_plan(tokens) for t in self.tables.values()]
+            return dense_step(tokens, plans, self.schema.query_window, self.device, self.exact, any_length)
+        entries = [t.entry_plan(tokens) for t in self.tables.values()]
+        if any_length:
+            most = {t.schema.name: t.schema.entries(self.max_tokens) for t in self.tables.values()}
+            entries = [replace(e, most=most[e.name]) for e in entries]
+        return compressed_step(tokens, entries, self.device)
 
     def begin(self, step: ForwardStep) -> None:
         """The step runs: state will have seen its tokens, committed or not."""
@@ -276,12 +273,12 @@ class KVCacheManager:
 
     def commit(self, plan: Plan) -> None:
         """The step has run: its tokens are now part of the past."""
-        slots = [self._slot(request) for request, _ in plan]  # all are known, or nothing moves
-        for slot, (_, tokens) in zip(slots, plan, strict=True):
-            for table in self.tables.values():
-                table.lengths[slot] += table.schema.new_entries(int(self.positions[slot]), tokens)
-            self.positions[slot] += tokens
-            self.reached[slot] = max(self.reached[slot], self.positions[slot])
+        slots = np.array([self._slot(request) for request, _ in plan], np.int64)  # all are known, or nothing moves
+        tokens = np.array([n for _, n in plan], np.int64)
+        for table in self.tables.values():
+            table.lengths[slots] += table.schema.new_entries(self.positions[slots], tokens)[:, None]
+        self.positions[slots] += tokens
+        self.reached[slots] = np.maximum(self.reached[slots], self.positions[slots])
 
     def allocate_block(self, request: Hashable, name: str) -> int:
         """One more page for each of the request's streams of a schema, ahead of need; returns the last page's id.
@@ -303,6 +300,15 @@ class KVCacheManager:
         if not 0 <= slot < self.slots:
             raise RequestError(f"there is no slot {slot}; slots are 0 to {self.slots - 1}")
         self.state.reset(slot)
+
+    def check_settled(self, slot: int) -> None:
+        """Whether the slot's state is that of its position, or RequestError."""
+        if self.schema.states and self.reached[slot] - self.positions[slot] > self.schema.rewind:
+            raise RequestError(
+                f"a step that is not committed has taken this request's state to position {self.reached[slot]}, and it "
+                f"counts as being at {self.positions[slot]}: fork or save it after the commit (an engine on a GPU "
+                "launches steps ahead; set engine.launches_ahead = False to fork its requests between steps)"
+            )
 
     def check_shareable(self, position: int) -> None:
         """Whether a request at this position can be forked or saved, or RequestError."""
@@ -334,9 +340,9 @@ class KVCacheManager:
         """Pages to be taken so that `tokens` more tokens fit; None: for a request that is not resident yet."""
         if request is None:
             return {name: t.schema.pages(tokens) for name, t in self.tables.items()}
-        slot = self._slot(request)
-        position = int(self.positions[slot])
-        return {name: int(t.grow(slot, position, tokens)[0].sum()) for name, t in self.tables.items()}
+        slot = np.array([self._slot(request)])
+        found = {name: t.grow(slot, self.positions[slot], np.array([tokens]))[0] for name, t in self.tables.items()}
+        return {name: int(add.sum()) for name, add in found.items()}
 
     def returnable_pages(self, request: Hashable) -> dict[str, int]:
         """Pages that would be free if the request were released: those that no other request shares."""

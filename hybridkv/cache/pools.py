@@ -25,10 +25,12 @@ class PagedPool:
         """Views [pages, entries, *shape] of one lane."""
         return {name: t[lane] for name, t in self.tensors.items()}
 
-    def move_entries(self, lane: int, source: Tensor, target: Tensor) -> None:
-        """Entries (flat numbers page * entries_per_page + offset) to other places, byte for byte; overlap is fine."""
-        for t in self.tensors.values():
-            compact(t[lane], source, target)
+    def move_entries(self, lane: int, source: Tensor, target: Tensor, apart: bool = False) -> None:
+        """Entries (flat numbers page * entries_per_page + offset; -1: none) to other places, byte for byte.
+
+        They may overlap; `apart` says that they do not.
+        """
+        compact([t[lane] for t in self.tensors.values()], source, target, apart)
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Copy whole pages, all lanes and tensors, byte for byte. The two sets of ids do not overlap."""

@@ -30,10 +30,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import TypeVar
 
+import numpy as np
 import torch
 
 from hybridkv.kernels.page_format import PageFormat
+
+Count = TypeVar("Count", int, np.ndarray)
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -82,8 +86,8 @@ class StreamSchema:
     def page_bytes(self) -> int:
         return self.lanes * self.entries_per_page * sum(t.nbytes for t in self.tensors)
 
-    def new_entries(self, position: int, tokens: int) -> int:
-        """Entries that `tokens` more tokens bring to a request at `position`."""
+    def new_entries(self, position: Count, tokens: Count) -> Count:
+        """Entries that `tokens` more tokens bring to a request at `position`, or to each of several."""
         return (position + tokens) // self.tokens_per_entry - position // self.tokens_per_entry
 
     def entries(self, tokens: int) -> int:
@@ -156,6 +160,11 @@ class CacheSchema:
     def slot_bytes(self) -> int:
         """State bytes of one request, whatever its length."""
         return sum(s.slot_bytes for s in self.states)
+
+    @property
+    def query_window(self) -> int | None:
+        """Last queries of a request that its attention layers keep for scoring; None: they keep none."""
+        return next((t.shape[0] for s in self.states for t in s.tensors if t.name == "queries"), None)
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of the pages that one request of this length holds."""

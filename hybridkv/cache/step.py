@@ -22,9 +22,9 @@ from hybridkv.kernels.step_index import StepIndex
 class StreamView:
     """One StreamSchema's part of a step."""
 
-    table: Tensor  # [B, streams, N] page ids, -1 past the end
-    lengths: np.ndarray  # [B, streams] entries held once this step's are appended, on the host
-    device_lengths: Tensor  # [B, streams] int64, the same where the kernels read it
+    table: Tensor  # [slots, streams, N] page ids of every slot, -1 past the end; the manager's own mirror
+    lengths: np.ndarray | None  # [B, streams] entries held once the step's are appended; None: a graph's, of any length
+    device_lengths: Tensor  # [B, streams] int64, the same where the kernels read it; 0: padding
     entry_index: Tensor | None  # [streams, T] flat place of each new entry; None where an entry is more than one token
 
 
@@ -39,33 +39,28 @@ class EntryView:
 
 @dataclass(frozen=True)
 class ForwardStep:
-    slots: list[int]  # [B] state rows
+    slots: list[int]  # [B] state rows; -1: padding
     begins: list[int]  # [B] position of each request's first token
     starts: list[int]  # [B + 1] where each request's tokens begin
     singles: int  # how many requests have one token; they come first
+    packed: Tensor  # all that the step has on the device; what follows are views of it
+    index: StepIndex  # of all tokens
     streams: dict[str, StreamView]
+    ring_rows: Tensor | None = None  # [T] row of a token's query among the last ones of all slots; -1: not kept
     exact: bool = False  # results of a token are the same bits whatever else is in the step
 
-    def single_rows(self, state: Tensor) -> Tensor:
-        """State [slots, ...] -> rows of the one-token requests; a view where the slots are consecutive, else a copy."""
-        rows = self.slots[: self.singles]
-        if rows == list(range(rows[0], rows[0] + len(rows))):
-            return state[rows[0] : rows[0] + len(rows)]
-        return state[rows]
-
-    def store_single_rows(self, state: Tensor, rows: Tensor) -> None:
-        """Bring a copy that `single_rows` made back; nothing to do for a view."""
-        if rows.untyped_storage().data_ptr() != state.untyped_storage().data_ptr():
-            state[self.slots[: self.singles]] = rows
+    @property
+    def chunks(self) -> list[tuple[int, int, int]]:
+        """(slot, begin, end) of each prompt chunk."""
+        ends = zip(self.slots, self.starts, self.starts[1:], strict=False)
+        return [(slot, a, b) for slot, a, b in ends if a >= self.singles]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedStep(ForwardStep):
     """A step of layers with compressed attention, which compute token by token."""
 
-    packed: Tensor  # what all below are views of
-    index: StepIndex  # of all tokens
-    chunks: StepIndex  # of the prompt chunks alone
+    chunk_index: StepIndex  # of the prompt chunks alone
     entries: dict[str, EntryView]  # of each stream
 
 
@@ -76,8 +71,18 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
+class StreamPlan:
+    """Where a stream's entries of a step go, on the host."""
+
+    name: str
+    table: Tensor  # [slots, streams, N]
+    lengths: np.ndarray  # [B, streams]
+    entry_index: np.ndarray | None  # [streams, T]
+
+
+@dataclass(frozen=True)
 class EntryPlan:
-    """Where a compressed stream's entries of a step go, on the host."""
+    """The same for a compressed stream."""
 
     name: str
     table: Tensor  # [slots, N]
@@ -85,22 +90,81 @@ class EntryPlan:
     most: int
 
 
-def compressed_step(
-    slots: np.ndarray,  # [B]; -1: padding
-    begins: np.ndarray,
-    counts: np.ndarray,
-    singles: int,
-    entries: Sequence[EntryPlan],
+@dataclass(frozen=True)
+class Tokens:
+    """Which tokens a step has, on the host. Requests with one token come first."""
+
+    slots: np.ndarray  # [B]; -1: padding
+    begins: np.ndarray  # [B]
+    counts: np.ndarray  # [B]
+    singles: int
+
+    @staticmethod
+    def padding(rows: int) -> Tokens:
+        return Tokens(np.full(rows, -1), np.zeros(rows, np.int64), np.ones(rows, np.int64), rows)
+
+    def padded(self, rows: int) -> Tokens:
+        """One-token requests, brought to so many rows."""
+        spare = self.padding(rows - len(self.slots))
+        slots, begins, counts = (np.concatenate(pair) for pair in zip(self.arrays, spare.arrays, strict=True))
+        return Tokens(slots, begins, counts, rows)
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return self.slots, self.begins, self.counts
+
+    @property
+    def chunks(self) -> tuple[np.ndarray, ...]:
+        """The arrays of the prompt chunks alone."""
+        return tuple(x[self.singles :] for x in self.arrays)
+
+    @property
+    def starts(self) -> list[int]:
+        return [0, *np.cumsum(self.counts).tolist()]
+
+    def owner(self) -> tuple[np.ndarray, np.ndarray]:
+        """[T] request of each token, and its number among that request's tokens."""
+        owner = np.repeat(np.arange(len(self.slots)), self.counts)
+        return owner, np.arange(len(owner)) - np.repeat(np.cumsum(self.counts) - self.counts, self.counts)
+
+    def ring_rows(self, window: int) -> np.ndarray:
+        """[T] slot * window + position mod window for the last `window` tokens of each request, -1 for the others."""
+        owner, inside = self.owner()
+        last = (inside >= self.counts[owner] - window) & (self.slots[owner] >= 0)
+        return np.where(last, self.slots[owner] * window + (self.begins[owner] + inside) % window, -1)
+
+
+def dense_step(
+    tokens: Tokens,
+    plans: Sequence[StreamPlan],
+    window: int | None,  # last queries that are kept
     device: torch.device,
-) -> CompressedStep:
-    arrays = [*StepIndex.host(slots, begins, counts)]
-    arrays += StepIndex.host(slots[singles:], begins[singles:], counts[singles:])
-    arrays += [e.entry_index for e in entries]
+    exact: bool,
+    any_length: bool = False,  # made to be captured: lengths are read on the device alone
+) -> ForwardStep:
+    """All that the layers read is on its way to the device, in one copy, when this returns."""
+    arrays = [*StepIndex.host(*tokens.arrays)]
+    arrays += [tokens.ring_rows(window)] if window is not None else []
+    for plan in plans:
+        arrays += [plan.lengths] + ([plan.entry_index] if plan.entry_index is not None else [])
+    packed = upload([x.ravel() for x in arrays], device)
+    parts = iter([part.view(x.shape) for part, x in zip(packed.split([x.size for x in arrays]), arrays, strict=True)])
+    index = StepIndex(*(next(parts) for _ in range(5)))
+    ring_rows = next(parts) if window is not None else None
+    views = {}
+    for plan in plans:
+        device_lengths, entry_index = next(parts), next(parts) if plan.entry_index is not None else None
+        views[plan.name] = StreamView(plan.table, None if any_length else plan.lengths, device_lengths, entry_index)
+    slots, begins = tokens.slots.tolist(), tokens.begins.tolist()
+    return ForwardStep(slots, begins, tokens.starts, tokens.singles, packed, index, views, ring_rows, exact)
+
+
+def compressed_step(tokens: Tokens, entries: Sequence[EntryPlan], device: torch.device) -> CompressedStep:
+    arrays = [*StepIndex.host(*tokens.arrays), *StepIndex.host(*tokens.chunks), *(e.entry_index for e in entries)]
     packed = upload(arrays, device)
     parts = packed.split([len(x) for x in arrays])
     views = {e.name: EntryView(e.table, part, e.most) for e, part in zip(entries, parts[10:], strict=True)}
-    index, chunks = StepIndex(*parts[:5]), StepIndex(*parts[5:10])
-    starts = [0, *np.cumsum(counts).tolist()]
     return CompressedStep(
-        slots.tolist(), begins.tolist(), starts, singles, {}, packed=packed, index=index, chunks=chunks, entries=views
-    )
+        tokens.slots.tolist(), tokens.begins.tolist(), tokens.starts, tokens.singles,
+        packed, StepIndex(*parts[:5]), {}, chunk_index=StepIndex(*parts[5:10]), entries=views,
+    )  # fmt: skip

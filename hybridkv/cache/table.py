@@ -18,7 +18,7 @@ import torch
 from hybridkv.cache.allocator import PageAllocator
 from hybridkv.cache.pools import PagedPool
 from hybridkv.cache.schema import StreamSchema
-from hybridkv.cache.step import EntryPlan, StreamView, upload
+from hybridkv.cache.step import EntryPlan, StreamPlan, Tokens, upload
 from hybridkv.errors import HybridKVError
 
 
@@ -37,31 +37,33 @@ class StreamTable:
         self.pages = np.full((slots, schema.streams, schema.pages_per_stream(max_tokens)), -1, np.int32)
         self.held = np.zeros((slots, schema.streams), np.int64)  # pages
         self.lengths = np.zeros((slots, schema.streams), np.int64)  # entries
-        # lanes of one stream read the page ids from here, by slot; rows are sent when they have changed
-        rows = (slots, self.pages.shape[2]) if schema.shared else (0, 0)
-        self.mirror = torch.full(rows, -1, dtype=torch.int32, device=device)
-        self.changed: set[int] = set()  # slots whose pages are not what the mirror says
+        # the kernels read page ids from here, by slot; what has changed is sent before a step
+        self.mirror = torch.full(self.pages.shape, -1, dtype=torch.int32, device=device)
+        self.sent = self.pages.copy()  # what the mirror says
+        self.changed: set[int] = set()  # slots whose pages may not be what the mirror says
+        self.columns: dict[int, tuple[int, int]] = {}  # where that may be, of those that have only grown
 
-    def grow(self, slot: int, position: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """Per stream: pages to add, and whether the open page must be copied first."""
-        new = self.schema.new_entries(position, tokens)
-        P, lengths = self.schema.entries_per_page, self.lengths[slot]
-        add = np.maximum(-(-(lengths + new) // P) - self.held[slot], 0)
-        return add, self.shared(slot, lengths % P > 0) if new else np.zeros(len(lengths), bool)
+    def grow(self, slots: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[B, streams] pages to add, and whether the open page must be copied first."""
+        new = self.schema.new_entries(positions, tokens)[:, None]
+        P, lengths = self.schema.entries_per_page, self.lengths[slots]
+        add = np.maximum(-(-(lengths + new) // P) - self.held[slots], 0)
+        return add, self.shared(slots, (lengths % P > 0) & (new > 0))
 
-    def open_pages(self, slot: int, streams: np.ndarray) -> np.ndarray:
-        return self.pages[slot, streams, self.lengths[slot, streams] // self.schema.entries_per_page]
+    def open_pages(self, slots: np.ndarray, among: np.ndarray) -> np.ndarray:
+        """Pages that will be written next, of the streams that are `among` [B, streams]."""
+        row, stream = np.nonzero(among)
+        return self.pages[slots[row], stream, self.lengths[slots[row], stream] // self.schema.entries_per_page]
 
-    def shared(self, slot: int, among: np.ndarray) -> np.ndarray:
-        """Per stream: whether it is `among` those asked about and its open page has another owner."""
-        streams, answer = np.flatnonzero(among), np.zeros(len(among), bool)
-        answer[streams] = self.allocator.refs[self.open_pages(slot, streams)] > 1
+    def shared(self, slots: np.ndarray, among: np.ndarray) -> np.ndarray:
+        """[B, streams] whether it is `among` those asked about and its open page has another owner."""
+        answer = np.zeros(among.shape, bool)
+        answer[among] = self.allocator.refs[self.open_pages(slots, among)] > 1
         return answer
 
-    def copies(self, asked: Sequence[tuple[int, np.ndarray]]) -> int:
-        """Pages that (slot, copy) pairs of one step take: the last owner of a page keeps it, the others copy."""
-        pages = [self.open_pages(slot, np.flatnonzero(copy)) for slot, copy in asked]
-        ids, times = np.unique(np.concatenate(pages), return_counts=True)
+    def copies(self, slots: np.ndarray, copy: np.ndarray) -> int:
+        """Pages that one step's copies [B, streams] take: the last owner of a page keeps it, the others copy."""
+        ids, times = np.unique(self.open_pages(slots, copy), return_counts=True)
         return int(np.minimum(times, self.allocator.refs[ids] - 1).sum())
 
     def take(self, slot: int, add: np.ndarray, copy: np.ndarray) -> None:
@@ -77,6 +79,10 @@ class StreamTable:
                 raise
             self.pages[slot, streams, at] = new
             self.allocator.release(old)
+        grown = int((self.lengths[slot] // self.schema.entries_per_page).min()), int((self.held[slot] + add).max())
+        if slot not in self.changed or slot in self.columns:
+            was = self.columns.get(slot, grown)
+            self.columns[slot] = min(was[0], grown[0]), max(was[1], grown[1])
         self.changed.add(slot)
         # page by page over the streams: neighbours in time are neighbours in memory
         for step in range(int(add.max(initial=0))):
@@ -90,51 +96,83 @@ class StreamTable:
         rows = np.where(np.arange(self.pages.shape[2]) < used[:, None], self.pages[origin], -1)
         self.allocator.share(rows[rows >= 0])
         self.pages[slot], self.held[slot], self.lengths[slot] = rows, used, self.lengths[origin]
-        self.changed.add(slot)
+        self._all_changed(slot)
 
     def flat(self, pages: np.ndarray, entries: np.ndarray) -> np.ndarray:
         """Flat pool numbers of a stream's entries."""
         P = self.schema.entries_per_page
         return pages[entries // P].astype(np.int64) * P + entries % P
 
-    def compaction_pages(self, slot: int, keeps: Sequence[np.ndarray]) -> list[int]:
-        """Fresh pages that compacting each stream takes: none, unless a page it would write has another owner."""
-        need = []
-        for s, keep in enumerate(keeps):
-            n = -(-len(keep) // self.schema.entries_per_page)
-            shared = len(keep) < self.lengths[slot, s] and (self.allocator.refs[self.pages[slot, s, :n]] > 1).any()
-            need.append(n if shared else 0)
-        return need
+    def rows(self, slot: int) -> torch.Tensor:
+        """[streams, N] page ids of a slot, where the kernels read them."""
+        self._refresh(np.array([slot]))
+        return self.mirror[slot]
 
-    def compact(self, slot: int, first: int, keeps: Sequence[np.ndarray], lane: int) -> None:
-        """Move the survivors of streams first, first + 1, ... to their front and give back the pages that empty."""
-        jobs, source, target = [], [], []
-        for s, keep in enumerate(keeps, start=first):
-            if len(keep) == self.lengths[slot, s]:
-                continue
-            row, n = self.pages[slot, s], -(-len(keep) // self.schema.entries_per_page)
-            pages = row[:n].copy()
-            if (self.allocator.refs[pages] > 1).any():
-                pages = self.allocator.acquire(n)
-            source.append(self.flat(row, keep))
-            target.append(self.flat(pages, np.arange(len(keep))))
-            jobs.append((s, pages, len(keep)))
-        if jobs:
-            device = next(iter(self.pool.tensors.values())).device
-            moves = (torch.from_numpy(np.concatenate(x)).to(device) for x in (source, target))
-            try:
-                self.pool.move_entries(lane, *moves)
-            except BaseException:  # no memory for the copy, or interrupted: fresh pages are nobody's
-                for s, pages, _ in jobs:
-                    self.allocator.release(pages[~np.isin(pages, self.pages[slot, s])])
-                raise
-        for s, pages, length in jobs:
-            row = self.pages[slot, s]
-            old = row[row >= 0]
-            self.allocator.release(old[~np.isin(old, pages)])
-            row[:] = -1
-            row[: len(pages)] = pages
-            self.held[slot, s], self.lengths[slot, s] = len(pages), length
+    def compaction_pages(self, slot: int, counts: np.ndarray) -> np.ndarray:
+        """Fresh pages that compacting each stream to so many entries takes at the least: none, unless a page that it
+        would write has another owner.
+        """
+        need = -(-counts // self.schema.entries_per_page)
+        owned = self.allocator.refs[self.pages[slot]] > 1
+        shared = (owned & (np.arange(owned.shape[1]) < need[:, None])).any(1)
+        return np.where(shared & (counts < self.lengths[slot]), need, 0)
+
+    def compact(self, slot: int, keeps: Sequence[np.ndarray]) -> None:
+        """Move the survivors of all streams to their front and give back the pages that empty.
+
+        They go into fresh pages where there are enough, which moves each entry once; what was given back then serves
+        the next streams. Where there are not, they move within the stream's own pages, a layer at a time.
+        """
+        counts = np.array([len(keep) for keep in keeps])
+        need, shared = -(-counts // self.schema.entries_per_page), self.compaction_pages(slot, counts) > 0
+        cut = counts < self.lengths[slot]
+        rest = np.concatenate((np.flatnonzero(cut & shared), np.flatnonzero(cut & ~shared)))
+        while len(rest):
+            fit = int(np.searchsorted(np.cumsum(need[rest]), self.allocator.free, side="right"))
+            if not fit and shared[rest[0]]:
+                self.allocator.require(int(need[rest[0]]))
+            part = rest[: fit or self.schema.heads]
+            self._compact(slot, part, [keeps[s] for s in part], need[part], apart=fit > 0)
+            rest = rest[len(part) :]
+
+    def _compact(
+        self, slot: int, streams: np.ndarray, keeps: Sequence[np.ndarray], need: np.ndarray, apart: bool
+    ) -> None:
+        """Survivors of some streams into their first `need` pages, or, apart, into as many fresh ones."""
+        old, counts = self.pages[slot, streams], np.array([len(keep) for keep in keeps])
+        taken = np.arange(int(need.max())) < need[:, None]
+        new = np.where(taken, old[:, : taken.shape[1]], -1)
+        if apart:
+            new[taken] = self.allocator.acquire(int(need.sum()))
+        try:
+            self.pool.move_entries(0, *self._places(slot, streams, keeps, counts, new), apart)
+        except BaseException:  # no memory for the copy, or interrupted: fresh pages are nobody's
+            if apart:
+                self.allocator.release(new[taken])
+            raise
+        emptied = old >= 0
+        if not apart:
+            emptied[:, : taken.shape[1]] &= ~taken
+        self.allocator.release(old[emptied])
+        self.pages[slot, streams] = -1
+        self.pages[slot, streams, : taken.shape[1]] = new
+        self.held[slot, streams], self.lengths[slot, streams] = need, counts
+        self._all_changed(slot)
+
+    def _places(
+        self, slot: int, streams: np.ndarray, keeps: Sequence[np.ndarray], counts: np.ndarray, pages: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Flat pool numbers of the entries that the streams keep, and of their new places on `pages` [s, N]."""
+        P, rows, total = self.schema.entries_per_page, self.rows(slot), int(counts.sum())
+        small = upload([streams, counts, np.cumsum(counts) - counts, pages.ravel()], rows.device)
+        which, times, starts, new = small.split([len(streams)] * 3 + [pages.size])
+        # pinning so much memory would take longer than waiting for the copy
+        kept = torch.from_numpy(np.concatenate(keeps)).to(rows.device)
+        owner = torch.repeat_interleave(times, output_size=total)
+        entry = torch.arange(total, device=rows.device) - starts[owner]
+        source = rows[which[owner], kept // P].to(torch.int64) * P + kept % P
+        target = new.view(pages.shape)[owner, entry // P] * P + entry % P
+        return source, target
 
     def drop(self, slot: int, keep: int = 0) -> None:
         """Give back all pages of a slot but the first `keep` of each stream."""
@@ -142,44 +180,57 @@ class StreamTable:
         self.allocator.release(rows[rows >= 0])
         rows[:] = -1
         self.held[slot] = np.minimum(self.held[slot], keep)
-        self.changed.add(slot)
+        self._all_changed(slot)
 
-    def view(self, slots: np.ndarray, counts: np.ndarray, positions: np.ndarray, device: torch.device) -> StreamView:
+    def stream_plan(self, tokens: Tokens) -> StreamPlan:
+        """Where a step's new entries go and how long each stream is then. Slot -1: padding."""
+        self._refresh(tokens.slots)
         s, P = self.schema, self.schema.entries_per_page
-        new = (positions + counts) // s.tokens_per_entry - positions // s.tokens_per_entry  # [B]
-        before = self.lengths[slots]  # [B, S]
-        after = before + new[:, None]
-        width = int(-(-after.max(initial=1) // P))
+        ends = tokens.begins + tokens.counts
+        new = ends // s.tokens_per_entry - tokens.begins // s.tokens_per_entry  # [B]
+        real = tokens.slots >= 0
+        before = np.where(real[:, None], self.lengths[tokens.slots], 0)  # [B, S]
         index = None
         if s.tokens_per_entry == 1:
-            owner = np.repeat(np.arange(len(slots)), counts)  # [T]
-            inside = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+            owner, inside = tokens.owner()
             entry = before[owner] + inside[:, None]  # [T, S]
-            page = self.pages[slots[owner][:, None], np.arange(s.streams), entry // P].astype(np.int64)
-            index = torch.from_numpy(np.ascontiguousarray((page * P + entry % P).T)).to(device)
-        table = torch.from_numpy(self.pages[slots, :, :width]).to(device)
-        return StreamView(table, after, torch.from_numpy(after).to(device), index)
+            page = self.pages[tokens.slots[owner][:, None], np.arange(s.streams), entry // P].astype(np.int64)
+            index = np.where(real[owner][:, None], page * P + entry % P, -1).T
+        return StreamPlan(s.name, self.mirror, before + np.where(real, new, 0)[:, None], index)
 
-    def entry_plan(self, slots: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> EntryPlan:
+    def entry_plan(self, tokens: Tokens) -> EntryPlan:
         """Where a step's new entries go, for a stream whose lengths follow from positions. Slot -1: padding."""
-        self._refresh(slots)
+        self._refresh(tokens.slots)
         s, P = self.schema, self.schema.entries_per_page
-        owner = np.repeat(np.arange(len(slots)), counts)  # [T]
-        inside = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-        seen = begins[owner] + inside + 1  # tokens, the one in question included
+        owner, inside = tokens.owner()
+        seen = tokens.begins[owner] + inside + 1  # tokens, the one in question included
         entry = seen // s.tokens_per_entry - 1
         index = np.full(len(owner), -1, np.int64)
-        full = np.flatnonzero((seen % s.tokens_per_entry == 0) & (slots[owner] >= 0))
-        page = self.pages[slots[owner[full]], 0, entry[full] // P].astype(np.int64)
+        full = np.flatnonzero((seen % s.tokens_per_entry == 0) & (tokens.slots[owner] >= 0))
+        page = self.pages[tokens.slots[owner[full]], 0, entry[full] // P].astype(np.int64)
         index[full] = page * P + entry[full] % P
-        longest = int((begins + counts).max(initial=0))
-        return EntryPlan(s.name, self.mirror, index, s.entries(longest))
+        longest = int((tokens.begins + tokens.counts).max(initial=0))
+        return EntryPlan(s.name, self.mirror[:, 0], index, s.entries(longest))
+
+    def _all_changed(self, slot: int) -> None:
+        self.changed.add(slot)
+        self.columns.pop(slot, None)
 
     def _refresh(self, slots: np.ndarray) -> None:
-        """Send the rows that have changed, all in one copy."""
+        """Send the page ids that have changed, all in one copy."""
         stale = sorted(self.changed.intersection(slots.tolist()))
-        if stale:
-            rows = self.pages[stale, 0].astype(np.int64)
-            sent = upload([np.array(stale), rows.ravel()], self.mirror.device)
-            self.mirror[sent[: len(stale)]] = sent[len(stale) :].view(rows.shape).to(torch.int32)
-            self.changed.difference_update(stale)
+        if not stale:
+            return
+        spans = [self.columns.get(slot, (0, self.pages.shape[2])) for slot in stale]
+        part = slice(min(a for a, _ in spans), max(b for _, b in spans))
+        now = self.pages[stale, :, part]
+        row, stream, column = np.nonzero(now != self.sent[stale, :, part])
+        if len(row):
+            where = np.array(stale)[row], stream, column + part.start
+            flat = np.ravel_multi_index(where, self.sent.shape)
+            sent = upload([flat, now[row, stream, column].astype(np.int64)], self.mirror.device)
+            self.mirror.view(-1)[sent[: len(flat)]] = sent[len(flat) :].to(torch.int32)
+        self.sent[stale, :, part] = now
+        for slot in stale:
+            self.changed.discard(slot)
+            self.columns.pop(slot, None)

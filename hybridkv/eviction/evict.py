@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from hybridkv.cache import KVCacheManager
+from hybridkv.cache.step import upload
 from hybridkv.config import CacheConfig, EngineConfig
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction.keep import Keep, choose
@@ -30,6 +31,7 @@ from hybridkv.kernels.quant import Fp8Pages, Pages
 from hybridkv.request import Request
 
 STREAMS = "attention"
+SCORE_BYTES = 64 << 20  # of scores of query heads, at once
 
 
 @dataclass(frozen=True)
@@ -86,42 +88,74 @@ class Evictor:
         c, table = self.config, manager.tables[STREAMS]
         assert c.budget is not None
         lengths = table.lengths[manager.slot_of[request.key]].reshape(len(table.schema.layers), -1)  # [layers, G]
-        scores = [self.policy.score(layer) for layer in self.layers(request, manager)]
+        parts = [self.policy.score(part) for part in self.layers(request, manager, self.policy.together)]
+        scores = [layer for part in parts for layer in part.split(table.schema.heads)]
         budgets = self.policy.budgets(scores, lengths, c.budget, c.recent)
         if budgets.shape != lengths.shape or budgets.sum() > c.budget * budgets.size or budgets.min() < 1:
             raise HybridKVError(f"the policy's budgets must be positive and {c.budget} a stream on average at the most")
         return choose(scores, lengths, budgets, c.recent, c.scope)
 
-    def layers(self, request: Request, manager: KVCacheManager) -> list[LayerCache]:
-        """What the policy sees of each attention layer."""
+    def layers(self, request: Request, manager: KVCacheManager, together: bool = False) -> list[LayerCache]:
+        """What the policy sees of each attention layer. Nothing here waits for the device.
+
+        `together`: of several at once, one layer's streams after the other's, as many as SCORE_BYTES of scores allow.
+        """
         table, slot, device = manager.tables[STREAMS], manager.slot_of[request.key], manager.device
-        schema, position = table.schema, manager.position(request.key)
-        when = torch.arange(max(0, position - self.config.window), position, device=device)
-        by_stream = manager.entry_positions(request.key, STREAMS)
+        schema, position, past = table.schema, manager.position(request.key), manager.compactions.get(slot)
+        begin, G, count = max(0, position - self.config.window), schema.heads, len(schema.layers)
+        when, pages, places = torch.arange(begin, position, device=device), table.rows(slot), positions(slot, manager)
+        queries = last(manager.state.tensors["queries", "queries"], slot, when)  # [W, layers, H, D]
+        # what softmax summed to holds as long as nothing that was summed is gone
+        known = not manager.exact and (past is None or past.position <= begin)
+        sums = manager.state.tensors.get(("queries", "lse")) if known else None
+        lse = None if sums is None else last(sums, slot, when)
+        size = SCORE_BYTES // (4 * queries.shape[2] * max(1, places.shape[1])) if together else 1
         found = []
-        for i, layer in enumerate(schema.layers):
-            lane, rows = schema.place(layer)
+        for i in range(0, count, max(1, size)):
+            n = min(max(1, size), count - i)
+            rows = slice(i * G, (i + n) * G)
             lengths = table.lengths[slot, rows]
-            places = np.full((schema.heads, int(lengths.max())), -1, np.int64)
-            for g, at in enumerate(by_stream[rows]):
-                places[g, : len(at)] = at
-            pools = table.pool.lane(lane)
-            ring = manager.state.layer(layer)["queries"][slot]  # [W, H, D]
             found.append(
                 LayerCache(
                     layer=i,
-                    layers=len(schema.layers),
-                    queries=ring[when % len(ring)],
+                    layers=count,
+                    queries=queries[:, i : i + n].flatten(1, 2),
                     query_positions=when,
-                    positions=torch.from_numpy(places).to(device),
+                    positions=places[rows, : int(lengths.max())],
                     lengths=lengths,
-                    k_pool=_pages(pools, "k"),
-                    v_pool=_pages(pools, "v"),
-                    table=torch.from_numpy(table.pages[slot, rows]).to(device),
+                    k_pool=_pages(table.pool.lane(0), "k"),
+                    v_pool=_pages(table.pool.lane(0), "v"),
+                    table=pages[rows],
                     scale=self.scale,
+                    lse=None if lse is None else lse[:, i : i + n].flatten(1, 2),
                 )
             )
         return found
+
+
+def last(ring: torch.Tensor, slot: int, when: torch.Tensor) -> torch.Tensor:
+    """[W, layers, ...] of positions `when`, from a ring [layers, slots, W, ...] in which p lies in row p mod W."""
+    return ring[:, slot].transpose(0, 1).index_select(0, when % ring.shape[2])
+
+
+def positions(slot: int, manager: KVCacheManager) -> torch.Tensor:
+    """[streams, L] absolute position of every entry of a slot, on the device; -1 past a stream's length."""
+    lengths, past = manager.tables[STREAMS].lengths[slot], manager.compactions.get(slot)
+    entry = torch.arange(int(lengths.max(initial=0)), device=manager.device)
+    found = entry.expand(len(lengths), -1)
+    if past is not None and STREAMS in past.kept:
+        kept = past.kept[STREAMS]
+        counts = np.array([len(each) for each in kept])
+        old = np.full((len(kept), int(counts.max())), -1, np.int64)
+        old[np.arange(old.shape[1]) < counts[:, None]] = np.concatenate(kept)
+        sent = upload([counts, old.ravel()], manager.device)
+        counts, old = sent[: len(kept), None], sent[len(kept) :].view(old.shape)[:, : len(entry)]
+        later = found - counts + past.position
+        old = torch.nn.functional.pad(old, (0, len(entry) - old.shape[1]))
+        found = torch.where(entry < counts, old, later)
+    if (lengths < len(entry)).any():
+        found = torch.where(entry < upload([lengths], manager.device)[:, None], found, -1)
+    return found
 
 
 def most_held(config: CacheConfig, step_tokens: int) -> int | None:

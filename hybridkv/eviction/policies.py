@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridkv.cache.step import upload
 from hybridkv.errors import HybridKVError
-from hybridkv.eviction.keep import best
+from hybridkv.eviction.keep import joined, survivors
 from hybridkv.eviction.policy import LayerCache, Policy
 from hybridkv.kernels.score import window_scores
+from hybridkv.kernels.select import pool_heads
 
 
 @dataclass(frozen=True)
@@ -36,18 +38,17 @@ class SnapKV(Policy):
                 f"pooling must be none, avg or max with an odd kernel, not {self.pooling}, {self.kernel}"
             )
 
+    @property
+    def together(self) -> bool:  # type: ignore[override]
+        return type(self).score is SnapKV.score
+
     def score(self, layer: LayerCache) -> Tensor:
         scores = window_scores(
-            layer.queries, layer.query_positions, layer.k_pool, layer.table, layer.positions, layer.scale
+            layer.queries, layer.query_positions, layer.k_pool, layer.table, layer.positions, layer.scale, layer.lse
         )
-        G, W = len(layer.lengths), len(layer.queries)
-        by_head = scores.view(G, -1, scores.shape[-1])  # [G, H/G, L]
-        if self.pooling != "none":
-            pool = F.avg_pool1d if self.pooling == "avg" else F.max_pool1d
-            for g, n in enumerate(layer.lengths.tolist()):
-                if n > W:
-                    by_head[g, :, : n - W] = pool(by_head[g, :, : n - W], self.kernel, 1, self.kernel // 2)
-        return by_head.sum(1)
+        if self.pooling == "none":
+            return scores.view(len(layer.lengths), -1, scores.shape[-1]).sum(1)
+        return pool_heads(scores, layer.device_lengths, len(layer.queries), self.pooling, self.kernel)
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,9 @@ class Tova(Policy):
     """Attention of the very last query, the mean over the heads of the layer. Oren et al. 2024, arXiv 2401.06104."""
 
     def score(self, layer: LayerCache) -> Tensor:
-        last = layer.query_positions.argmax()
+        lse = None if layer.lse is None else layer.lse[-1:]
         scores = window_scores(
-            layer.queries[last][None],
-            layer.query_positions[last][None],
-            layer.k_pool,
-            layer.table,
-            layer.positions,
-            layer.scale,
+            layer.queries[-1:], layer.query_positions[-1:], layer.k_pool, layer.table, layer.positions, layer.scale, lse
         )
         return scores.mean(0, keepdim=True).expand(len(layer.lengths), -1)
 
@@ -103,8 +99,7 @@ class KeyDiff(Policy):
 
     def score(self, layer: LayerCache) -> Tensor:
         unit = F.normalize(layer.keys, dim=-1)
-        counts = torch.from_numpy(layer.lengths).to(unit.device)[:, None, None]
-        anchor = F.normalize(unit.sum(1, keepdim=True) / counts, dim=-1)
+        anchor = F.normalize(unit.sum(1, keepdim=True) / layer.device_lengths[:, None, None], dim=-1)
         return -(unit * anchor).sum(-1)
 
 
@@ -141,26 +136,30 @@ class Ada(Policy):
     policy: Policy = field(default_factory=SnapKV)
     floor: float = 0.2
 
+    @property
+    def together(self) -> bool:  # type: ignore[override]
+        return self.policy.together
+
     def score(self, layer: LayerCache) -> Tensor:
         return self.policy.score(layer)
 
     def budgets(self, scores: list[Tensor], lengths: np.ndarray, budget: int, recent: int) -> np.ndarray:
         even = self.policy.budgets(scores, lengths, budget, recent)
-        return np.stack([self._share(s, n, b, recent) for s, n, b in zip(scores, lengths, even, strict=True)])
-
-    def _share(self, scores: Tensor, lengths: np.ndarray, budgets: np.ndarray, recent: int) -> np.ndarray:
-        if (lengths <= budgets).all():
-            return budgets
-        fixed = np.minimum(np.minimum(recent, budgets), lengths)  # recent entries stay in every head
-        least = np.minimum(np.maximum(np.maximum(fixed, 1), (budgets * self.floor).astype(np.int64)), lengths)
-        sure = [best(scores[g], int(n), int(least[g]), recent) for g, n in enumerate(lengths)]
-        open_scores = scores.clone()
-        for g, n in enumerate(lengths):
-            open_scores[g, torch.from_numpy(sure[g]).to(scores.device)] = -torch.inf
-            open_scores[g, int(n) :] = -torch.inf
-        room = int(np.minimum(budgets.sum(), lengths.sum()) - least.sum())
-        taken = open_scores.flatten().sort(descending=True, stable=True).indices[:room].cpu().numpy()
-        return least + np.bincount(taken // scores.shape[1], minlength=len(lengths))
+        fixed = np.minimum(np.minimum(recent, even), lengths)  # recent entries stay in every head
+        least = np.minimum(np.maximum(np.maximum(fixed, 1), (even * self.floor).astype(np.int64)), lengths)
+        room = np.minimum(even.sum(1), lengths.sum(1)) - least.sum(1)  # what the heads of a layer compete for
+        (layers, G), rows = lengths.shape, joined(scores)
+        L = rows.shape[1]
+        sure = survivors(rows, lengths.ravel(), least.ravel(), recent).long()
+        ends = upload([lengths.ravel()], rows.device)[:, None]
+        taken = torch.arange(L, device=rows.device) >= ends
+        taken = F.pad(taken, (0, 1)).scatter_(1, sure.where(sure >= 0, L), True)[:, :L]  # -1: a column of nobody's
+        contest = rows.masked_fill(taken, -torch.inf).view(layers, -1)
+        size = np.full(layers, G * L)
+        won = survivors(contest, size, np.where((lengths <= even).all(1), 0, room), 0)  # [layers, most room]
+        heads = torch.where(won >= 0, won // L, -1)[:, None] == torch.arange(G, device=rows.device)[:, None]
+        shares = least + heads.sum(2).cpu().numpy()
+        return np.where((lengths <= even).all(1, keepdims=True), even, shares)
 
 
 @dataclass(frozen=True)
@@ -177,6 +176,10 @@ class Pyramid(Policy):
             raise HybridKVError(
                 f"Pyramid takes a policy that only scores, not {type(self.policy).__name__}; use Ada(Pyramid())"
             )
+
+    @property
+    def together(self) -> bool:  # type: ignore[override]
+        return self.policy.together
 
     def score(self, layer: LayerCache) -> Tensor:
         return self.policy.score(layer)

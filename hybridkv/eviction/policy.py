@@ -19,13 +19,19 @@ class LayerCache:
     layer: int  # counted among the attention layers
     layers: int
     queries: Tensor  # [W, H, D] the last queries, after norm and rotation
-    query_positions: Tensor  # [W]
+    query_positions: Tensor  # [W] ascending
     positions: Tensor  # [G, L] absolute position of each entry; -1 past a stream's length
     lengths: np.ndarray  # [G]
     k_pool: Pages  # [N, P, D]
     v_pool: Pages
     table: Tensor  # [G, N]
     scale: float
+    lse: Tensor | None = None  # [W, H] f32, where known: logarithms of the sums of exp(q . k * scale) that they saw
+
+    @cached_property
+    def device_lengths(self) -> Tensor:
+        """[G] int64, where the kernels read them."""
+        return (self.positions >= 0).sum(1)
 
     @cached_property
     def keys(self) -> Tensor:
@@ -44,6 +50,9 @@ class LayerCache:
 
 class Policy:
     """Scores entries; may also spread the budget unevenly over heads and layers."""
+
+    # whether `score` looks at each stream by itself: it may then get several layers as one, streams after streams
+    together: bool = False
 
     def score(self, layer: LayerCache) -> Tensor:
         """[G, L] f32: the higher, the more the entry matters. What stands past a stream's length is not looked at."""

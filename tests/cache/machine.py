@@ -151,10 +151,11 @@ class CacheMachine(RuleBasedStateMachine):
             if ending == "abandon":
                 return False
             before_retry = snapshot(self.m)
+            tables = {name: view.table.clone() for name, view in step.streams.items()}
             again = self.m.prepare_forward(plan)
             assert snapshot(self.m) == before_retry, "a retry took something twice"
             for name, view in step.streams.items():
-                assert torch.equal(view.table, again.streams[name].table), "a retry sees other pages"
+                assert torch.equal(tables[name], again.streams[name].table), "a retry sees other pages"
                 assert np.array_equal(view.lengths, again.streams[name].lengths)
             step = again
         self.write(step, fresh)
@@ -169,7 +170,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.m.position(name) == len(self.live[name].tokens)
             for s in self.schema.streams:  # as the layers see it
                 view = step.streams[s.name]
-                self.read(s, name, view.table[row].numpy(), view.lengths[row])
+                self.read(s, name, view.table[step.slots[row]].numpy(), view.lengths[row])
         return True
 
     @precondition(can_fork)
@@ -434,7 +435,7 @@ class CacheMachine(RuleBasedStateMachine):
             history = self.live[name].tokens + fresh[name]
             have = LANES.entries(len(self.live[name].tokens))
             for entry in range(have, int(view.lengths[row, 0])):
-                page, at = int(view.table[row, 0, entry // 2]), entry % 2
+                page, at = int(view.table[step.slots[row], 0, entry // 2]), entry % 2
                 for layer in LANES.layers:
                     paged = handles[layer].paged
                     paged["main"][page, at] = torch.tensor([float(history[4 * entry + 3]), float(layer)])

@@ -238,7 +238,7 @@ def test_acquire_allocates_nothing(rig: Rig) -> None:
     own |= {t.untyped_storage().data_ptr() for t in m.state.tensors.values()}
     for layer, h in handles.items():
         twin = again[layer]
-        assert h.index is twin.index is step.index and h.chunks is step.chunks and h.entry_view is twin.entry_view
+        assert h.index is twin.index is step.index and h.chunks is step.chunk_index and h.entry_view is twin.entry_view
         for held, other in ((h.paged, twin.paged), (h.state, twin.state)):
             for key, t in held.items():
                 assert t.data_ptr() == other[key].data_ptr() and t.untyped_storage().data_ptr() in own

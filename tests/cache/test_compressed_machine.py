@@ -20,7 +20,7 @@ from hybridkv.cache import (
     compressed_handle,
     manager,
 )
-from hybridkv.cache.step import EntryPlan
+from hybridkv.cache.step import EntryPlan, Tokens
 from hybridkv.cache.table import StreamTable
 
 AT_LEAST = {
@@ -72,9 +72,9 @@ Patch = tuple[object, str, Callable[..., Any]]
 def entries_are_flushed_one_token_late() -> Patch:
     original = StreamTable.entry_plan
 
-    def entry_plan(self: StreamTable, slots: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> EntryPlan:
-        late = original(self, slots, begins - 1, counts)
-        return replace(late, most=original(self, slots, begins, counts).most)
+    def entry_plan(self: StreamTable, tokens: Tokens) -> EntryPlan:
+        late = original(self, replace(tokens, begins=tokens.begins - 1))
+        return replace(late, most=original(self, tokens).most)
 
     return StreamTable, "entry_plan", entry_plan
 
@@ -82,8 +82,8 @@ def entries_are_flushed_one_token_late() -> Patch:
 def entries_lie_one_place_further() -> Patch:
     original = StreamTable.entry_plan
 
-    def entry_plan(self: StreamTable, *step: np.ndarray) -> EntryPlan:
-        plan = original(self, *step)
+    def entry_plan(self: StreamTable, tokens: Tokens) -> EntryPlan:
+        plan = original(self, tokens)
         return replace(plan, entry_index=np.where(plan.entry_index >= 0, plan.entry_index + 1, -1))
 
     return StreamTable, "entry_plan", entry_plan
@@ -215,8 +215,8 @@ def tokens_taken_back_leave_their_entries_counted() -> Patch:
 def padding_is_the_request_in_slot_0() -> Patch:
     original = manager.compressed_step
 
-    def compressed_step(slots: np.ndarray, *rest: Any) -> ForwardStep:
-        return original(np.maximum(slots, 0), *rest)
+    def compressed_step(tokens: Tokens, *rest: Any) -> ForwardStep:
+        return original(replace(tokens, slots=np.maximum(tokens.slots, 0)), *rest)
 
     return manager, "compressed_step", compressed_step
 

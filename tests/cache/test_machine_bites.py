@@ -12,6 +12,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from cache.machine import CacheMachine
 from hybridkv.cache import KVCacheManager, OutOfPages, PageAllocator, PagedPool, StatePool
 from hybridkv.cache.table import StreamTable
+from hybridkv.kernels.compact import compact_ref
 
 Patch = tuple[type, str, Callable[..., Any]]
 
@@ -80,12 +81,14 @@ def pages_are_taken_before_all_pools_are_asked() -> Patch:
 
 
 def a_retry_takes_pages_again() -> Patch:
-    def grow(self: StreamTable, slot: int, position: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        P, lengths = self.schema.entries_per_page, self.lengths[slot]
-        new = self.schema.entries(position + tokens) - self.schema.entries(position)
+    def grow(
+        self: StreamTable, slots: np.ndarray, positions: np.ndarray, tokens: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        P, lengths = self.schema.entries_per_page, self.lengths[slots]
+        new = self.schema.new_entries(positions, tokens)[:, None]
         add = -(-(lengths + new) // P) + -lengths // P
-        add = np.minimum(add, self.pages.shape[2] - self.held[slot])
-        return add, self.shared(slot, lengths % P > 0) if new else np.zeros(len(lengths), bool)
+        add = np.minimum(add, self.pages.shape[2] - self.held[slots])
+        return add, self.shared(slots, (lengths % P > 0) & (new > 0))
 
     return StreamTable, "grow", grow
 
@@ -142,15 +145,16 @@ def cut(self: StreamTable, slot: int, s: int, pages: np.ndarray, length: int, re
     row[:] = -1
     row[: len(pages)] = pages
     self.held[slot, s], self.lengths[slot, s] = len(pages), length
+    self.changed.add(slot)
 
 
 def compaction_writes_into_shared_pages() -> Patch:
-    def compact(self: StreamTable, slot: int, first: int, keeps: Any, lane: int) -> None:
-        for s, keep in enumerate(keeps, start=first):
+    def compact(self: StreamTable, slot: int, keeps: Any) -> None:
+        for s, keep in enumerate(keeps):
             row, n = self.pages[slot, s].copy(), -(-len(keep) // self.schema.entries_per_page)
             if len(keep) < self.lengths[slot, s]:
                 places = (self.flat(row, keep), self.flat(row, np.arange(len(keep))))
-                self.pool.move_entries(lane, *(torch.from_numpy(x) for x in places))
+                self.pool.move_entries(0, *(torch.from_numpy(x) for x in places))
                 cut(self, slot, s, row[:n], len(keep), row[n:][row[n:] >= 0])
 
     return StreamTable, "compact", compact
@@ -172,23 +176,23 @@ def compaction_forgets_to_return_a_page() -> Patch:
 
 def compaction_turns_the_order_round() -> Patch:
     original = PagedPool.move_entries
-    return PagedPool, "move_entries", lambda self, lane, source, target: original(self, lane, source.flip(0), target)
+    return PagedPool, "move_entries", lambda self, lane, source, *rest: original(self, lane, source.flip(0), *rest)
 
 
 def compaction_moves_one_tensor_only() -> Patch:
-    def move_entries(self: PagedPool, lane: int, source: Any, target: Any) -> None:
-        flat = self.tensors["k"][lane].view(-1, 2)
-        flat[target] = flat[source]
+    def move_entries(self: PagedPool, lane: int, source: Any, target: Any, apart: bool) -> None:
+        compact_ref(self.tensors["k"][lane], source, target)
 
     return PagedPool, "move_entries", move_entries
 
 
 def compaction_copies_entry_by_entry_downwards() -> Patch:
-    def move_entries(self: PagedPool, lane: int, source: Any, target: Any) -> None:
+    def move_entries(self: PagedPool, lane: int, source: Any, target: Any, apart: bool) -> None:
         for t in self.tensors.values():
             flat = t[lane].view(-1, *t.shape[3:])
             for a, b in reversed(list(zip(source.tolist(), target.tolist()))):
-                flat[b] = flat[a]
+                if b >= 0:
+                    flat[b] = flat[a]
 
     return PagedPool, "move_entries", move_entries
 

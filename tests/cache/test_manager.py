@@ -29,7 +29,7 @@ def write(m: KVCacheManager, plan: list[tuple[str, int]], value: float, commit: 
     for row, (name, _) in enumerate(plan):
         for entry in range(int(m.lengths(name)["compressed"][0]), int(view.lengths[row, 0])):
             for t in m.tables["compressed"].pool.tensors.values():
-                t[:, int(view.table[row, 0, entry // 2]), entry % 2] = value
+                t[:, int(view.table[step.slots[row], 0, entry // 2]), entry % 2] = value
     if commit:
         m.commit(plan)
 
@@ -130,14 +130,15 @@ def test_two_requests_in_one_step_keep_apart() -> None:
     assert step.singles == 2 and step.starts == [0, 1, 2, 11] and step.slots == [m.slot_of[x] for x in "bac"]
     kv, compressed = step.streams["kv"], step.streams["compressed"]
     assert kv.lengths.tolist() == [[7] * 4, [1] * 4, [9] * 4] and compressed.lengths.tolist() == [[1], [0], [2]]
-    assert kv.table.shape == (3, 4, 3) and (kv.table[1, :, 1:] == -1).all() and (kv.table[0, :, 2] == -1).all()
-    assert compressed.entry_index is None and (compressed.table[1] == -1).all()
+    tables = kv.table[step.index.slots]
+    assert kv.table.shape == (3, 4, 10) and (tables[1, :, 1:] == -1).all() and (tables[0, :, 2:] == -1).all()
+    assert compressed.entry_index is None and (compressed.table[step.slots[1]] == -1).all()
     index = kv.entry_index
     assert index is not None and index.shape == (4, 11) and len(index.unique()) == 44
     for row, begin, end, old in ((0, 0, 1, 6), (1, 1, 2, 0), (2, 2, 11, 0)):
         for t in range(begin, end):
             entry = old + t - begin
-            assert torch.equal(index[:, t], kv.table[row, :, entry // 4].long() * 4 + entry % 4)
+            assert torch.equal(index[:, t], tables[row, :, entry // 4].long() * 4 + entry % 4)
     assert m.position("a") == 0, "nothing moves before the commit"
     m.commit([("b", 1), ("a", 1), ("c", 9)])
     assert [m.position(x) for x in "abc"] == [1, 7, 9]

@@ -112,7 +112,7 @@ class MaskedRun(Run):
         assert handle.view is not None
         n, begin = len(q), handle.step.begins[0]
         length, P = begin + n, self.config.page_size
-        pages = handle.view.table[0, handle.rows].long()  # [G, N]
+        pages = handle.view.table[handle.step.slots[0], handle.rows].long()  # [G, N]
         entry = torch.arange(length)
         k, v = (_dense(handle.paged, name)[pages[:, entry // P], entry % P] for name in "kv")  # [G, L, D]
         when = torch.arange(begin, length)

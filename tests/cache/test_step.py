@@ -1,0 +1,106 @@
+"""What a step carries to the device: page tables that follow the manager's, places of new entries, rows of padding."""
+
+import numpy as np
+import torch
+
+from hybridkv.cache import CacheSchema, ForwardStep, KVCacheManager, StateSchema, StreamSchema, TensorSpec
+
+WINDOW, P = 3, 4
+KV = StreamSchema(
+    "kv", (0, 1), (TensorSpec("k", (2,), torch.float32), TensorSpec("v", (2,), torch.float32)), P, heads=2
+)
+RING = StateSchema("queries", (0, 1), (TensorSpec("queries", (WINDOW, 2, 2), torch.float32),))
+
+
+def manager(pages: int = 64) -> KVCacheManager:
+    m = KVCacheManager(CacheSchema((KV,), (RING,)), {"kv": pages}, slots=4, max_tokens=40)
+    for name in "abcd":
+        m.admit_request(name)
+    return m
+
+
+def run(m: KVCacheManager, plan: list[tuple[str, int]], rows: int | None = None) -> ForwardStep:
+    step = m.prepare_forward(plan, rows)
+    m.commit(plan)
+    return step
+
+
+def assert_mirrored(m: KVCacheManager, names: str) -> None:
+    """After a step of these requests the device has their pages."""
+    table = m.tables["kv"]
+    for name in names:
+        slot = m.slot_of[name]
+        assert np.array_equal(table.mirror[slot].numpy(), table.pages[slot]), name
+
+
+def test_page_ids_on_the_device_follow_every_change() -> None:
+    m = manager()
+    run(m, [("a", 9), ("b", 3)])
+    assert_mirrored(m, "ab")
+    m.compact_request("a", {0: [np.arange(2), np.arange(3)], 1: [np.arange(9), np.array([1, 8])]})
+    run(m, [("a", 1)])
+    assert_mirrored(m, "a")
+    m.release_request("d")
+    m.fork_request("a", "e")  # the open pages are copied when one of them writes
+    run(m, [("a", 1), ("e", 1)])
+    assert_mirrored(m, "ae")
+    m.release_request("b")
+    m.admit_request("f")
+    run(m, [("f", 6)])
+    assert_mirrored(m, "f")
+    m.truncate_request("f", 6)
+    m.release_request("f")
+    m.admit_request("g")
+    run(m, [("g", 1)])
+    assert_mirrored(m, "g")
+
+
+def test_only_what_has_changed_is_sent() -> None:
+    m = manager()
+    run(m, [("a", 1)])
+    table = m.tables["kv"]
+    table.mirror[m.slot_of["b"]] = 77  # nobody's business in a step of others
+    run(m, [("a", 2)])
+    assert (table.mirror[m.slot_of["b"]] == 77).all() and not table.changed & {m.slot_of["a"]}
+    table.mirror[m.slot_of["a"]] = 77
+    run(m, [("a", 1)])  # the open page has room: no id changes
+    assert (table.mirror[m.slot_of["a"]] == 77).all()
+    run(m, [("a", 1)])
+    assert (table.mirror[m.slot_of["a"], :, 1] == torch.from_numpy(table.pages[m.slot_of["a"], :, 1])).all()
+
+
+def test_rows_of_padding_have_no_place_anywhere() -> None:
+    m = manager()
+    run(m, [("a", 5), ("c", 2)])
+    step = run(m, [("a", 1), ("c", 1)], rows=4)
+    a, c = (m.slot_of[x] for x in "ac")
+    view, table = step.streams["kv"], m.tables["kv"]
+    assert step.slots == [a, c, -1, -1] and step.singles == 4 and step.starts == [0, 1, 2, 3, 4]
+    assert step.index.slots.tolist() == step.slots and step.index.positions.tolist() == [5, 2, 0, 0]
+    assert view.lengths is not None and view.lengths.tolist() == [[6] * 4, [3] * 4, [0] * 4, [0] * 4]
+    assert torch.equal(view.device_lengths, torch.from_numpy(view.lengths))
+    assert view.entry_index is not None and (view.entry_index[:, 2:] == -1).all()
+    pages = torch.from_numpy(np.stack([table.pages[a, :, 1], table.pages[c, :, 0]], 1)).long()
+    assert torch.equal(view.entry_index[:, :2], pages * P + torch.tensor([1, 2]))
+    assert step.ring_rows is not None and step.ring_rows.tolist() == [a * WINDOW + 5 % WINDOW, c * WINDOW + 2, -1, -1]
+
+
+def test_a_padding_step_is_all_padding_and_knows_no_length() -> None:
+    m = manager()
+    run(m, [("a", 5)])
+    before = m.tables["kv"].pages.copy(), m.positions.copy()
+    step = m.padding_step(3)
+    view = step.streams["kv"]
+    assert step.slots == [-1] * 3 and view.lengths is None and not view.device_lengths.any()
+    assert view.entry_index is not None and (view.entry_index == -1).all() and (step.ring_rows == -1).all()
+    assert np.array_equal(before[0], m.tables["kv"].pages) and np.array_equal(before[1], m.positions)
+    real = m.prepare_forward([("a", 1)], rows=3)
+    assert real.packed.shape == step.packed.shape  # a graph's buffer takes what a step brings
+
+
+def test_the_last_queries_of_each_request_have_rows_in_the_ring() -> None:
+    m = manager()
+    step = m.prepare_forward([("b", 1), ("a", 2), ("c", 8)])
+    b, a, c = (m.slot_of[x] * WINDOW for x in "bac")
+    assert step.ring_rows is not None
+    assert step.ring_rows.tolist() == [b, a, a + 1, *[-1] * 5, c + 5 % 3, c + 6 % 3, c + 7 % 3]
