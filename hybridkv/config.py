@@ -14,6 +14,7 @@ KV_DTYPES = {
 }  # names here and in torch, which this file does not import
 INDEX_DTYPES = ("f32", "bf16", "fp8", "mxfp4", "nvfp4")
 MODEL_DTYPES = ("float32", "bfloat16")
+WEIGHT_DTYPES = ("auto", "fp8")
 # A prefill chunk is a whole number of these: the chunked delta rule gives the same bits however a prompt is cut at
 # multiples of 64.
 CHUNK_QUANTUM = 64
@@ -59,6 +60,9 @@ class CacheConfig:
             raise HybridKVError(f"block must be a number of tokens, a multiple of 128, not {shown(self.block)}")
         if not is_whole(self.page_size) or not 1 <= self.page_size <= 1 << 16:
             raise HybridKVError(f"page_size must be a whole number from 1 to 65536, not {shown(self.page_size)}")
+
+
+GPU_STEP_TOKENS = 4096  # a GPU's matrix units are busy from some 2000 tokens on, and a step's launches take 20 ms
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.config import MODEL_DTYPES, CacheConfig, EngineConfig, SamplingParams
+from hybridkv.config import (
+    GPU_STEP_TOKENS,
+    MODEL_DTYPES,
+    WEIGHT_DTYPES,
+    CacheConfig,
+    EngineConfig,
+    SamplingParams,
+    shown,
+)
 from hybridkv.embedded import Progress
 from hybridkv.engine.engine import Engine
 from hybridkv.errors import HybridKVError, RequestError, UnsupportedModel
@@ -68,13 +76,19 @@ class LLM:
         max_requests: int = EngineConfig.max_requests,
         max_context: int | None = EngineConfig.max_context,
         memory: int | str | None = EngineConfig.memory,
-        step_tokens: int = EngineConfig.step_tokens,
+        step_tokens: int | None = None,  # tokens one step computes at the most; None: 512, on a GPU 4096
+        weight_dtype: str = "auto",  # fp8: matrices as E4M3 codes, a scale for each row; auto: as dtype
         fetch_progress: Progress | None = None,  # (bytes done, all bytes) while the embedded model is fetched
         load_progress: Progress | None = None,  # (tensors done, all tensors) while weights are read
     ) -> None:
-        limits = EngineConfig(max_requests, max_context, memory, step_tokens)
+        if step_tokens is None and resolve_device(device).type == "cuda":
+            step_tokens = GPU_STEP_TOKENS
+        limits = EngineConfig(
+            max_requests, max_context, memory, EngineConfig.step_tokens if step_tokens is None else step_tokens
+        )
         if not isinstance(cache, CacheConfig | None) or not isinstance(model, str | Path | None):
             raise HybridKVError("model must be a path or a name, and cache a CacheConfig")
+        self.fp8 = resolve_fp8(weight_dtype)
         self.cache_config = overridden(cache or CacheConfig())
         self.device = resolve_device(device)
         with open_checkpoint(locate_model(model, fetch_progress)) as checkpoint:
@@ -82,8 +96,8 @@ class LLM:
             self.dtype = resolve_dtype(dtype, self.device, checkpoint.config)
             self.set_aside = dict(checkpoint.set_aside)
             self.tokenizer, self._no_tokenizer = load_tokenizer(checkpoint)
-            self.plan = self._plan(checkpoint, limits)
-            self.model = load_model(self.config, checkpoint, self.device, self.dtype, load_progress, exact)
+            self.plan = self._plan(checkpoint, limits, exact)
+            self.model = load_model(self.config, checkpoint, self.device, self.dtype, load_progress, exact, self.fp8)
         plan = self.plan
         self.manager = KVCacheManager(plan.schema, plan.pages, plan.slots, plan.max_tokens, self.device, exact)
         eos = self.tokenizer.eos_ids if self.tokenizer and self.tokenizer.eos_ids else frozenset(self.config.eos_ids)
@@ -96,10 +110,11 @@ class LLM:
             else None
         )
 
-    def _plan(self, checkpoint: Checkpoint, limits: EngineConfig) -> CachePlan:
+    def _plan(self, checkpoint: Checkpoint, limits: EngineConfig, exact: bool) -> CachePlan:
         """Decide all sizes before any weight is read."""
         schema = cache_schema(self.config, self.cache_config, self.dtype)
-        weights = model_bytes(self.config, checkpoint.__contains__, self.dtype, self.device.type)
+        has, device = checkpoint.__contains__, self.device.type
+        weights = model_bytes(self.config, has, self.dtype, device, self.fp8 and not exact)
         memory = limits.memory_bytes or int(free_memory(self.device) * HEADROOM)
         if weights >= memory:
             given = "the limit" if limits.memory_bytes else "free memory"
@@ -239,6 +254,13 @@ def resolve_dtype(dtype: str, device: torch.device, config: Mapping[str, object]
     if dtype not in MODEL_DTYPES:
         raise HybridKVError(f"dtype {dtype!r} is not supported; choose auto, {', '.join(MODEL_DTYPES)}")
     return getattr(torch, dtype)
+
+
+def resolve_fp8(weight_dtype: str) -> bool:
+    """Whether matrices are to be FP8."""
+    if weight_dtype not in WEIGHT_DTYPES:
+        raise HybridKVError(f"weight_dtype {shown(weight_dtype)} is not supported; choose {' or '.join(WEIGHT_DTYPES)}")
+    return weight_dtype == "fp8"
 
 
 def free_memory(device: torch.device) -> int:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from hybridkv.cache import CacheSchema
 from hybridkv.errors import HybridKVError
+from hybridkv.kernels.linear import Linear
+from hybridkv.kernels.linear_fp8 import keeps_codes
 from hybridkv.models import FAMILIES
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.loader import Loader
@@ -47,9 +49,11 @@ def human(size: float) -> str:
     return f"{size:.1f} TiB"
 
 
-def model_bytes(config: ModelConfig, has: Callable[[str], bool], dtype: torch.dtype, device: str) -> int:
+def model_bytes(
+    config: ModelConfig, has: Callable[[str], bool], dtype: torch.dtype, device: str, fp8: bool = False
+) -> int:
     """Bytes of all weights in memory. `has` answers whether the checkpoint holds a tensor that not every model has."""
-    loader = _CountingLoader(has, dtype, torch.device(device))
+    loader = _CountingLoader(has, dtype, torch.device(device), fp8)
     FAMILIES[config.architecture].load(config, loader)
     tied = config.tied or not has("lm_head.weight")
     # on a CPU a tied head is a second, packed copy (kernels/linear.py)
@@ -72,9 +76,10 @@ def planned_tensors(config: ModelConfig, raw: Mapping[str, object]) -> Callable[
 class _CountingLoader(Loader):
     """A loader without files. The model's own loading code asks it for every tensor, so nothing is listed twice."""
 
-    def __init__(self, has: Callable[[str], bool], dtype: torch.dtype, runs_on: torch.device) -> None:
+    def __init__(self, has: Callable[[str], bool], dtype: torch.dtype, runs_on: torch.device, fp8: bool) -> None:
         self.has = has  # type: ignore[method-assign]
         self.device, self.dtype, self.runs_on = torch.device("meta"), dtype, runs_on
+        self.codes = fp8 and keeps_codes(runs_on, dtype)
         self.used: set[str] = set()
         self.nbytes = 0
 
@@ -84,6 +89,11 @@ class _CountingLoader(Loader):
 
     def fill(self, out: Tensor, name: str) -> None:
         self.nbytes += out.nbytes
+
+    def make_linear(self, weight: Tensor, bias: Tensor | None = None, shared: bool = False) -> Linear:
+        if self.codes and not shared:  # a byte each and a scale a row, where the dtype was counted
+            self.nbytes += weight.numel() + len(weight) * torch.float32.itemsize - weight.nbytes
+        return Linear(weight, bias)
 
     def indices(self, name: str, *shape: int, below: int) -> Tensor:
         self.nbytes += prod(shape) * torch.int64.itemsize

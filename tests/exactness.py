@@ -71,6 +71,7 @@ def drive(llm: LLM, ids: list[int], cuts: list[int], monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(LayerHandle, "attend", watched)
     monkeypatch.setattr(handle_file, "attention_exact", counted)
+    monkeypatch.setattr(llm.engine.runner, "graphs", None)  # what a graph replays cannot be watched
     others = {"one": tiny.token_ids(4000, seed=1), "many": tiny.token_ids(4000, seed=2)} if company else {}
     for key in ("it", *others):
         manager.admit_request(key)

@@ -1,43 +1,17 @@
-"""A model of any known shape with random weights, made where it runs: for what needs real widths, not real weights."""
+"""An engine around a model with random weights (hybridkv/models/random_weights.py), sized by tokens."""
 
 import torch
-from torch import Tensor
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.config import CacheConfig
 from hybridkv.engine.engine import Engine
 from hybridkv.eviction import Evictor
-from hybridkv.models import FAMILIES, cache_schema
-from hybridkv.models.config import ModelConfig
+from hybridkv.models import cache_schema
 from hybridkv.models.layers import Decoder
-from hybridkv.models.loader import Loader
+from hybridkv.models.random_weights import RandomLoader, random_decoder
 from hybridkv.planner import plan_cache
 
-
-class RandomLoader(Loader):
-    """Gives weights of the size that keeps activations near 1, from a seed."""
-
-    def __init__(self, device: str, dtype: torch.dtype, seed: int = 0) -> None:
-        self.device, self.dtype = torch.device(device), dtype
-        self.used: set[str] = set()
-        self.generator = torch.Generator(device=device).manual_seed(seed)
-
-    def has(self, name: str) -> bool:
-        return name in ("lm_head.weight",)
-
-    def raw(self, name: str, *shape: int) -> Tensor:
-        wide = torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
-        return wide * (shape[-1] ** -0.5) if len(shape) > 1 else wide * 0.1
-
-    def fill(self, out: Tensor, name: str) -> None:
-        out.copy_(self.raw(name, *out.shape))
-
-    def vector(self, name: str, *shape: int, plus: float = 0.0) -> Tensor:
-        return self.raw(name, *shape).float() + (plus or (1.0 if name.endswith("norm.weight") else 0.0))
-
-
-def random_decoder(config: ModelConfig, device: str, dtype: torch.dtype) -> Decoder:
-    return FAMILIES[config.architecture].load(config, RandomLoader(device, dtype))
+__all__ = ["RandomLoader", "engine_for", "random_decoder"]
 
 
 def engine_for(

@@ -39,6 +39,10 @@ class ModelOptions:
     model: Annotated[str | None, Option("--model", "-m", metavar="PATH", help=_MODEL)] = None
     device: Annotated[str, Option("--device", metavar="NAME", help="auto, cpu or cuda")] = "auto"
     dtype: Annotated[str, Option("--dtype", metavar="NAME", help="of the weights: auto, float32 or bfloat16")] = "auto"
+    weight_dtype: Annotated[
+        str,
+        Option("--weight-dtype", metavar="NAME", help="of the matrices: auto (as dtype) or fp8 (E4M3, a scale a row)"),
+    ] = "auto"
     exact: Annotated[
         bool, Option("--exact", help="the same bits whatever the batch and the chunks, at some cost in speed")
     ] = False
@@ -185,6 +189,7 @@ class ModelOptions:
                 model=self.model,
                 device=self.device,
                 dtype=self.dtype,
+                weight_dtype=self.weight_dtype,
                 exact=self.exact,
                 cache=cache,
                 max_requests=min(requests, _ENGINE["max_requests"]) if self.max_requests is None else self.max_requests,

@@ -107,8 +107,9 @@ def plan(
 
 def make_report(options: ModelOptions, requests: int) -> Report:
     from hybridkv.config import KV_DTYPES, CacheConfig, EngineConfig
-    from hybridkv.llm import resolve_device, resolve_dtype
-    from hybridkv.models import cache_schema, check_exact
+    from hybridkv.kernels.linear_fp8 import keeps_codes
+    from hybridkv.llm import resolve_device, resolve_dtype, resolve_fp8
+    from hybridkv.models import cache_schema, check_exact, check_fp8
     from hybridkv.models.config import ModelConfig
     from hybridkv.planner import longest_context, model_bytes, most_requests, plan_cache, planned_tensors
 
@@ -116,7 +117,9 @@ def make_report(options: ModelOptions, requests: int) -> Report:
     device = resolve_device(options.device)
     name, raw = read_config(options.model)
     config = ModelConfig.from_dict(raw)
+    fp8 = resolve_fp8(options.weight_dtype)
     check_exact(config, options.exact)
+    check_fp8(config, fp8)
     evicts = config.v4 is None
     if not evicts and options.budget is not None:
         raise HybridKVError(
@@ -125,7 +128,8 @@ def make_report(options: ModelOptions, requests: int) -> Report:
     evicting = (replace(options, budget=BUDGET) if evicts and options.budget is None else options).cache()
     cache = CacheConfig(kv_dtype=evicting.kv_dtype, index_dtype=evicting.index_dtype) if evicts else evicting
     dtype = resolve_dtype(options.dtype, device, raw)
-    weights = model_bytes(config, planned_tensors(config, raw), dtype, device.type)
+    kept = fp8 and not options.exact and keeps_codes(device, dtype)
+    weights = model_bytes(config, planned_tensors(config, raw), dtype, device.type, kept)
     context = limits.max_context or config.max_positions
     if context > config.max_positions:
         raise HybridKVError(f"max_context {context} exceeds the model's own limit of {config.max_positions} tokens")
@@ -155,7 +159,7 @@ def make_report(options: ModelOptions, requests: int) -> Report:
                     found, ffn_layers=min(max(base - found.peak_bytes - found.state_bytes, 0) // ffn, config.layers)
                 )
             buys.append(found)
-    short = str(dtype).removeprefix("torch.")
+    short = "fp8" if kept else ("fp8 as " if fp8 else "") + str(dtype).removeprefix("torch.")
     return Report(name, requests, context, short, config.layers, weights, limits.memory_bytes, choices, buys, ffn)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from hybridkv.cache import ForwardStep, KVCacheManager
 from hybridkv.config import SamplingParams
 from hybridkv.engine.runner import Runner, StepInputs
-from hybridkv.engine.sampler import sample
+from hybridkv.engine.sampler import Drawn, draw
 from hybridkv.engine.scheduler import Batch, Scheduler
 from hybridkv.errors import HybridKVError, OutOfPages, RequestError
 from hybridkv.eviction import Evictor, most_held
@@ -33,6 +33,14 @@ class Update:
     request: Request
     token: int | None
     text: str
+
+
+@dataclass(frozen=True)
+class Flying:
+    """A step that the device has been given, and the tokens it will bring."""
+
+    batch: Batch
+    drawn: Drawn
 
 
 class Engine:
@@ -53,6 +61,8 @@ class Engine:
         held = most_held(evictor.config, step_tokens) if evictor is not None else None
         self.scheduler = Scheduler(manager, step_tokens, held, graphs.rows if graphs is not None else None)
         self.longest = manager.tokens_alone() if held is None else manager.max_tokens  # prompt and answer
+        self.launches_ahead = manager.device.type == "cuda"  # a CPU would only compute in vain
+        self.flying: Flying | None = None
         self._numbers = itertools.count()
 
     # ---- requests
@@ -130,27 +140,59 @@ class Engine:
 
     def step(self) -> list[Update]:
         """One forward pass over all that can run."""
+        flying, self.flying = self.flying, None
+        if flying is None or all(request.finished for request in flying.batch.requests):
+            try:
+                batch = self.scheduler.schedule()
+            except OutOfPages as problem:  # one request is left and fills the pools alone: it ends with what it has
+                return self._end_full(self.scheduler.running[0], problem)
+            if batch is None:
+                return []
+        else:
+            batch = flying.batch
         try:
-            batch = self.scheduler.schedule()
-        except OutOfPages as problem:  # one request is left, and it fills the pools alone: it ends with what it has
-            return self._end_full(self.scheduler.running[0], problem)
-        if batch is None:
-            return []
-        try:
-            logits = self.runner.forward(self._inputs(batch))
-            self.manager.commit(batch.plan)
-            failed = self._evict(batch.requests)
-            whole = [k for k, i in enumerate(batch.sampled) if batch.requests[i] not in failed]
-            updates = self._extend([batch.requests[batch.sampled[k]] for k in whole], logits[whole])
+            if flying is None or flying.batch is not batch:
+                flying = self._launch(batch)
+            live = [(r, n) for r, n in zip(batch.requests, batch.counts, strict=True) if not r.finished]
+            self.manager.commit([(r.key, n) for r, n in live])
+            failed = self._evict([r for r, _ in live])
+            if not failed and len(live) == len(batch.requests):
+                self.scheduler.prepare_ahead(batch, flying.drawn.tokens)
+                self.flying = self._launch_ahead()
+            updates = self._extend(flying, failed)
             self._finish_done([*updates, *(Update(request, None, "") for request in failed)])
         except BaseException as problem:
             # state may be half advanced, tokens not yet given out: these requests cannot go on, all others can
+            self.flying = None
             for request in batch.requests:
                 if not request.finished:
                     request.finish_reason, request.error = "error", f"the step failed: {problem!r}"
                     self.scheduler.finish(request)
             raise
         return updates
+
+    def _launch(self, batch: Batch) -> Flying:
+        logits = self.runner.forward(self._inputs(batch))
+        return Flying(batch, draw(logits, [batch.requests[i] for i in batch.sampled]))
+
+    def _launch_ahead(self) -> Flying | None:
+        """Start the step that was prepared ahead before the tokens of the one that runs are known here.
+
+        It is in vain for a request that turns out to have ended, whose pages and state are then given up: so not where
+        the end is foreseen, the cache is to be held, or entries are evicted while the answer grows.
+        """
+        ahead, scheduler = self.scheduler.ahead, self.scheduler
+        others = scheduler.waiting or (ahead is not None and len(scheduler.running) > len(ahead.requests))
+        if not self.launches_ahead or ahead is None or others:
+            return None
+        if self.evictor is not None and (self.evictor.config.bounded or self.evictor.config.decode_every):
+            return None
+        for request in ahead.requests:
+            after = request.answer_tokens + 1  # with the token that is not known yet
+            if request.hold or after >= request.params.max_tokens or len(request.tokens) + 1 >= self._limit(request):
+                return None
+        scheduler.ahead = None
+        return self._launch(ahead)
 
     def _end_full(self, request: Request, problem: OutOfPages) -> list[Update]:
         request.finish_reason = "length"
@@ -176,19 +218,24 @@ class Engine:
         now = time.perf_counter()
         for request in batch.requests:
             request.started_at = request.started_at or now
+        if batch.tokens is not None:
+            return self.runner.next_inputs(batch.tokens, batch.step)
         parts = [r.tokens[b : b + n] for r, b, n in zip(batch.requests, batch.begins, batch.counts, strict=True)]
         return self.runner.inputs(
             parts, batch.begins, [batch.step.starts[i + 1] - 1 for i in batch.sampled], batch.step
         )
 
-    def _extend(self, requests: list[Request], logits: Tensor) -> list[Update]:
-        """Give each request its next token."""
+    def _extend(self, flying: Flying, failed: Sequence[Request]) -> list[Update]:
+        """Give each request its next token, but for those that have failed or ended. The host waits for the device."""
+        requests = flying.drawn.requests
         if not requests:
             return []
-        broken = logits.amax(-1).isnan().tolist()
+        tokens, broken = flying.drawn.wait()
         now = time.perf_counter()
         updates = []
-        for request, token, bad in zip(requests, sample(logits, requests), broken, strict=True):
+        for request, token, bad in zip(requests, tokens, broken, strict=True):
+            if request in failed or request.finished:
+                continue
             if bad:
                 request.finish_reason, request.error = (
                     "error",
@@ -291,7 +338,8 @@ class Engine:
             parts = []
             for a, b in itertools.pairwise(sorted(cuts)):
                 step = self._reserve(key, b - a)
-                parts.append(self.runner.forward(self.runner.inputs([tokens[a:b]], [a], range(b - a), step)))
+                logits = self.runner.forward(self.runner.inputs([tokens[a:b]], [a], range(b - a), step))
+                parts.append(logits.clone() if b - a == 1 else logits)  # a graph's next replay writes to the same place
                 self.manager.commit([(key, b - a)])
                 if self._evict([request]):
                     raise HybridKVError(str(request.error))

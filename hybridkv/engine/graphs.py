@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridkv.cache import CompressedStep, KVCacheManager
+from hybridkv.cache import ForwardStep, KVCacheManager
 from hybridkv.kernels.backend import HAS_TRITON
 from hybridkv.models.layers import Model
 
 
 def can_capture(manager: KVCacheManager) -> bool:
-    """Whether a decode step has no host branch and no wait in it: so far, models with compressed attention."""
-    return HAS_TRITON and manager.device.type == "cuda" and bool(manager.schema.compressed)
+    """Whether a decode step has no host branch and no wait in it. Exact mode has: it runs as it is."""
+    return HAS_TRITON and manager.device.type == "cuda" and not manager.exact
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class DecodeGraphs:
         """Rows of the smallest graph that holds so many requests."""
         return next(size for size in self.sizes if size >= requests)
 
-    def ready(self, step: CompressedStep) -> bool:
+    def ready(self, step: ForwardStep) -> bool:
         """Whether the step can be replayed. The first of its size is captured; if that fails, they all run plainly."""
         rows = len(step.slots)
         if step.singles < rows or rows not in self.sizes or rows in self.failed:
@@ -65,7 +65,7 @@ class DecodeGraphs:
         return True
 
     @torch.inference_mode()
-    def replay(self, tokens: Tensor, step: CompressedStep) -> Tensor:
+    def replay(self, tokens: Tensor, step: ForwardStep) -> Tensor:
         """Logits [B, vocab] of a step of one token a row; valid until the next replay of any size."""
         found = self.captured[len(step.slots)]
         self.manager.begin(step)

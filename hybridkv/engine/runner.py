@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from hybridkv.cache import CompressedStep, ForwardStep, KVCacheManager
+from hybridkv.cache import ForwardStep, KVCacheManager
 from hybridkv.cache.step import upload
 from hybridkv.engine.graphs import DecodeGraphs, can_capture
 from hybridkv.models.layers import Model
@@ -19,6 +21,7 @@ class StepInputs:
     tokens: Tensor  # [T]
     positions: Tensor  # [T] absolute
     rows: Tensor  # [S] tokens whose logits are wanted
+    first: bool  # these are the first S tokens
     step: ForwardStep
 
 
@@ -26,6 +29,7 @@ class Runner:
     def __init__(self, model: Model, manager: KVCacheManager) -> None:
         self.model, self.manager = model, manager
         self.graphs = DecodeGraphs(model, manager) if can_capture(manager) else None
+        self.numbers = torch.arange(manager.slots, device=manager.device)
 
     def inputs(
         self, tokens: Sequence[Sequence[int]], begins: Sequence[int], rows: Sequence[int], step: ForwardStep
@@ -36,12 +40,19 @@ class Runner:
         flat = [t for part in tokens for t in part]
         arrays = [np.array(x, np.int64) for x in (flat + [0] * spare, positions + [0] * spare, list(rows))]
         ids, at, wanted = upload(arrays, self.manager.device).split([len(x) for x in arrays])
-        return StepInputs(ids, at, wanted, step)
+        return StepInputs(ids, at, wanted, list(rows) == list(range(len(rows))), step)
+
+    def next_inputs(self, tokens: Tensor, step: ForwardStep) -> StepInputs:
+        """One token of each request that is on the device already, [S]."""
+        S, rows = len(tokens), len(step.slots)
+        return StepInputs(F.pad(tokens, (0, rows - S)), step.index.positions, self.numbers[:S], True, step)
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        """Logits [S, vocab] f32. Pages and state of the step's requests are written."""
+        """Logits [S, vocab] f32, good until the next step. Pages and state of the step's requests are written."""
         step = inputs.step
-        if self.graphs is not None and isinstance(step, CompressedStep) and self.graphs.ready(step):
-            return self.graphs.replay(inputs.tokens, step)[inputs.rows]
+        if self.graphs is not None and self.graphs.ready(step):
+            logits = self.graphs.replay(inputs.tokens, step)
+            return logits[: len(inputs.rows)] if inputs.first else logits[inputs.rows]
+        self.manager.begin(step)
         handles = self.manager.acquire(step)
         return self.model.forward(inputs.tokens, inputs.positions, handles, inputs.rows)

@@ -12,10 +12,14 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from hybridkv.cache import ForwardStep, KVCacheManager
 from hybridkv.config import CHUNK_QUANTUM
 from hybridkv.errors import OutOfPages
 from hybridkv.request import Request, Status
+
+BESIDE_DECODING = 512  # tokens of a step in which others decode
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class Batch:
     counts: list[int]
     begins: list[int]  # position of each request's first token in the step
     step: ForwardStep
+    tokens: Tensor | None = None  # [B] one of each request, where they are on the device already
 
     @property
     def plan(self) -> list[tuple[object, int]]:
@@ -33,7 +38,9 @@ class Batch:
 
     @property
     def sampled(self) -> list[int]:
-        """Indices of requests whose last known token is in this step: they get a new one."""
+        """Indices of requests whose last token is in this step: they get a new one."""
+        if self.tokens is not None:  # which are the last ones, known here or not
+            return list(range(len(self.requests)))
         ends = [b + n for b, n in zip(self.begins, self.counts, strict=True)]
         return [i for i, r in enumerate(self.requests) if ends[i] == len(r.tokens)]
 
@@ -51,6 +58,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.held: list[Request] = []  # finished, cache kept; longest unused first
+        self.ahead: Batch | None = None  # the next step if all goes on as it is, prepared while this one runs
 
     @property
     def idle(self) -> bool:
@@ -71,6 +79,9 @@ class Scheduler:
             if not plan:
                 return None
             begins = [self.manager.position(r.key) for r, _ in plan]
+            ahead, self.ahead = self.ahead, None
+            if ahead is not None and (ahead.requests, ahead.counts, ahead.begins) == (*map(list, zip(*plan)), begins):
+                return ahead
             try:
                 step = self.reserve([(r.key, n) for r, n in plan])
             except OutOfPages:
@@ -78,6 +89,23 @@ class Scheduler:
                     raise
                 continue
             return Batch([r for r, _ in plan], [n for _, n in plan], begins, step)
+
+    def prepare_ahead(self, batch: Batch, tokens: Tensor) -> None:
+        """Have the next step ready if `batch` was one of decoding requests alone, which got `tokens` [B].
+
+        Whoever ends or joins meanwhile makes it another step: then this one is forgotten, and the pages it took are
+        there when their owners need them.
+        """
+        if any(n > 1 for n in batch.counts) or len(batch.sampled) < len(batch.requests):
+            return
+        begins = [self.manager.position(r.key) for r in batch.requests]
+        if max(begins) >= self.manager.max_tokens:
+            return
+        try:
+            step = self.reserve([(r.key, 1) for r in batch.requests])
+        except OutOfPages:
+            return
+        self.ahead = Batch(batch.requests, batch.counts, begins, step, tokens)
 
     def reserve(self, plan: Sequence[tuple[Hashable, int]]) -> ForwardStep:
         """The pages of a step. One that only decodes gets the rows of the graph that it replays."""
@@ -95,7 +123,8 @@ class Scheduler:
     def _plan(self) -> list[tuple[Request, int]]:
         pending = {r: self.pending(r) for r in self.running}
         plan = [(r, 1) for r, n in pending.items() if n == 1]
-        budget = max(self.step_tokens - len(plan), CHUNK_QUANTUM)  # decoding never keeps prompts from going on
+        # who decodes waits for no more than a small part of a prompt, and never keeps prompts from going on
+        budget = max(min(self.step_tokens, BESIDE_DECODING) - len(plan), CHUNK_QUANTUM) if plan else self.step_tokens
         for request, n in pending.items():
             if n > 1:
                 position = self.manager.position(request.key)
@@ -164,6 +193,7 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Release the cache; the tokens stay, and are computed again later."""
+        self.ahead = None
         self.running.remove(request)
         self.manager.release_request(request.key)
         request.status = Status.WAITING
@@ -172,6 +202,7 @@ class Scheduler:
 
     def finish(self, request: Request) -> None:
         """Take the request out of whatever queue it is in. Its cache is released, or held if it asked for that."""
+        self.ahead = None
         if request in self.waiting:
             self.waiting.remove(request)
         if request in self.running:

@@ -41,15 +41,24 @@ def cache_schema(config: ModelConfig, cache: CacheConfig, model_dtype: torch.dty
     schema: CacheSchema = FAMILIES[config.architecture].cache_schema(config, kv_dtype, cache.page_size)
     if cache.budget is None or not config.attention_layers:
         return schema
-    # who evicts needs the last queries of every attention layer
-    ring = TensorSpec("queries", (cache.window, config.heads, config.head_dim), model_dtype)
-    return replace(schema, states=(*schema.states, StateSchema("queries", config.attention_layers, (ring,))))
+    # who evicts needs the last queries of every attention layer, and what their softmax summed to
+    ring = (
+        TensorSpec("queries", (cache.window, config.heads, config.head_dim), model_dtype),
+        TensorSpec("lse", (cache.window, config.heads), torch.float32),
+    )
+    return replace(schema, states=(*schema.states, StateSchema("queries", config.attention_layers, ring)))
 
 
 def check_exact(config: ModelConfig, exact: bool) -> None:
     """Whether the model has the mode that was asked for, or HybridKVError."""
     if exact and config.v4 is not None:
         raise HybridKVError("exact mode is not available for deepseek_v4: leave it out (exact=False, no --exact)")
+
+
+def check_fp8(config: ModelConfig, fp8: bool) -> None:
+    """Whether the model takes its matrices in FP8, or HybridKVError."""
+    if fp8 and config.v4 is not None:
+        raise HybridKVError("weight_dtype='fp8' is not available for deepseek_v4: leave it out (auto)")
 
 
 def load_model(
@@ -59,11 +68,13 @@ def load_model(
     dtype: torch.dtype,
     progress: Progress | None = None,
     exact: bool = False,
+    fp8: bool = False,
 ) -> Model:
     check_exact(config, exact)
+    check_fp8(config, fp8)
     if config.v4 is not None:
         check_schedule(config, checkpoint.__contains__)
-    loader = Loader(checkpoint, device, dtype, progress, exact)
+    loader = Loader(checkpoint, device, dtype, progress, exact, fp8)
     model: Model = FAMILIES[config.architecture].load(config, loader)
     loader.finish()
     return model

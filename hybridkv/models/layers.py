@@ -1,6 +1,7 @@
 """The decoder that all models share, and the parts that most of them use.
 
-A layer is `h += mixer(norm(h)); h += feed_forward(norm(h))`. Models differ in their mixers (full attention, gated
+A layer is `h += mixer(norm(h)); h += feed_forward(norm(h))`. What a part adds is handed on, and the next norm adds it:
+one pass over h instead of two. Models differ in their mixers (full attention, gated
 attention, Gated DeltaNet) and feed-forward parts, which llama.py and qwen3_5.py define.
 """
 
@@ -53,6 +54,10 @@ class Norm:
     def __call__(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.weight, self.eps)
 
+    def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(x + delta, its norm)."""
+        return self.ops.add_rms_norm(x, delta, self.weight, self.eps)
+
 
 @dataclass(frozen=True)
 class GatedMlp:
@@ -60,11 +65,9 @@ class GatedMlp:
 
     gate_up: Linear  # [2 I, hidden]
     down: Linear  # [hidden, I]
-    ops: RowOps = FAST
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(self.ops.silu(gate).mul_(up))
+        return self.down(self.gate_up.gated(x))
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,16 @@ class DecoderLayer:
     feed_norm: Norm
     feed: FeedForward
 
-    def __call__(self, h: Tensor, angles: Angles, handle: LayerHandle, rows: Tensor | None = None) -> Tensor:
-        """`rows`: which tokens go on; all are stored."""
-        h = h + self.mixer(self.mixer_norm(h), angles, handle)
+    def __call__(
+        self, h: Tensor, delta: Tensor | None, angles: Angles, handle: LayerHandle, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """h + delta comes in, and goes out as such a pair. `rows`: which tokens go on; all are stored."""
+        h, x = self.mixer_norm.add(h, delta)
+        delta = self.mixer(x, angles, handle)
         if rows is not None:
-            h = h[rows]
-        return h + self.feed(self.feed_norm(h)) if len(h) else h
+            h, delta = h[rows], delta[rows]
+        h, x = self.feed_norm.add(h, delta)
+        return h, self.feed(x) if len(h) else delta
 
 
 @dataclass(frozen=True)
@@ -101,12 +108,12 @@ class Decoder:
         handles: Mapping[int, LayerHandle],
         rows: Tensor,  # [S] which tokens' logits are wanted
     ) -> Tensor:  # [S, vocab] f32
-        h = F.embedding(tokens, self.embedding)
+        h, delta = F.embedding(tokens, self.embedding), None
         angles = rope_angles(positions, self.inv_freq)
         last = len(self.layers) - 1
         for i, layer in enumerate(self.layers):
-            h = layer(h, angles, handles[i], rows if i == last else None)
-        return self.head(self.norm(h)).float()
+            h, delta = layer(h, delta, angles, handles[i], rows if i == last else None)
+        return self.head(self.norm.add(h, delta)[1]).float()
 
     @property
     def nbytes(self) -> int:
@@ -124,7 +131,7 @@ def _collect(part: object, seen: dict[int, int]) -> None:
     if isinstance(part, Linear) and part.packed:
         seen[id(part)] = part.nbytes
     elif isinstance(part, Linear):
-        _collect((part.weight, part.bias), seen)
+        _collect((part.weight, part.scale, part.bias), seen)
     elif isinstance(part, Tensor):
         seen[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
     elif isinstance(part, tuple):

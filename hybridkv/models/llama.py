@@ -27,12 +27,16 @@ class Attention:
     ops: RowOps
 
     def __call__(self, x: Tensor, angles: Angles, handle: LayerHandle) -> Tensor:
-        c = self.config
-        heads = self.qkv(x).view(len(x), c.heads + 2 * c.kv_heads, c.head_dim)
-        turned = self.ops.rope(heads[:, : c.heads + c.kv_heads], *angles)  # queries and keys alike
-        handle.append(turned[:, c.heads :], heads[:, c.heads + c.kv_heads :])
-        mixed = handle.attend(turned[:, : c.heads], c.head_dim**-0.5)
-        return self.out(mixed.reshape(len(x), -1))
+        c, x = self.config, self.qkv(x)
+        if not self.ops.exact:
+            q = handle.store(x, angles, c.heads, c.head_dim)
+        else:
+            heads = x.view(len(x), c.heads + 2 * c.kv_heads, c.head_dim)
+            turned = self.ops.rope(heads[:, : c.heads + c.kv_heads], *angles)  # queries and keys alike
+            q = turned[:, : c.heads]
+            handle.append(turned[:, c.heads :], heads[:, c.heads + c.kv_heads :])
+            handle.capture(q)
+        return self.out(handle.attend(q, c.head_dim**-0.5).reshape(len(x), -1))
 
 
 def load(config: ModelConfig, loader: Loader) -> Decoder:
@@ -46,7 +50,9 @@ def assemble(config: ModelConfig, loader: Loader, layers: tuple[DecoderLayer, ..
     tied = config.tied or not loader.has("lm_head.weight")
     if tied and loader.has("lm_head.weight"):
         loader.used.add("lm_head.weight")  # some writers store the tied matrix twice
-    head = loader.make_linear(embedding) if tied else loader.linear(config.hidden, ("lm_head", config.vocab))
+    head = (
+        loader.make_linear(embedding, shared=True) if tied else loader.linear(config.hidden, ("lm_head", config.vocab))
+    )
     norm = Norm(loader.vector("model.norm.weight", config.hidden, plus=norm_plus), config.eps, loader.ops)
     inv_freq = torch.tensor(config.inv_freq, dtype=torch.float32, device=loader.device)
     return Decoder(config, embedding, layers, norm, head, inv_freq)
@@ -54,7 +60,7 @@ def assemble(config: ModelConfig, loader: Loader, layers: tuple[DecoderLayer, ..
 
 def gated_mlp(loader: Loader, name: str, hidden: int, intermediate: int) -> GatedMlp:
     gate_up = loader.linear(hidden, (f"{name}.gate_proj", intermediate), (f"{name}.up_proj", intermediate))
-    return GatedMlp(gate_up, loader.linear(intermediate, (f"{name}.down_proj", hidden)), loader.ops)
+    return GatedMlp(gate_up, loader.linear(intermediate, (f"{name}.down_proj", hidden)))
 
 
 def _layer(config: ModelConfig, loader: Loader, name: str) -> DecoderLayer:

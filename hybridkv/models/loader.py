@@ -14,6 +14,7 @@ from torch import Tensor
 from hybridkv.errors import HybridKVError, ModelFileError
 from hybridkv.kernels.backend import HAS_TRITON
 from hybridkv.kernels.linear import Linear
+from hybridkv.kernels.linear_fp8 import encode_weight, keeps_codes, round_weight_
 from hybridkv.kernels.rows import EXACT, FAST, RowOps
 from hybridkv.models.in_memory import InMemory
 from hybridkv.models.weights import Checkpoint
@@ -23,6 +24,7 @@ Progress = Callable[[int, int], None]  # (tensors done, tensors in all)
 
 class Loader:
     ops: RowOps = FAST  # what the layers are to compute with
+    fp8 = False
 
     def __init__(
         self,
@@ -31,12 +33,14 @@ class Loader:
         dtype: torch.dtype,
         progress: Progress | None = None,
         exact: bool = False,
+        fp8: bool = False,  # projections in E4M3; embedding, norms, convolutions, routers and experts stay
     ) -> None:
         if exact and device.type == "cuda" and not HAS_TRITON:
             raise HybridKVError(
                 "exact mode on a GPU runs on Triton, which is not installed; use exact=False or install it"
             )
         self.ops = EXACT if exact else FAST
+        self.fp8 = fp8
         self.checkpoint, self.device, self.dtype, self.progress = checkpoint, device, dtype, progress
         self.runs_on = device  # a loader that only counts has its tensors elsewhere
         self.used: set[str] = set()
@@ -85,8 +89,14 @@ class Loader:
             return self.make_linear(weight)
         return self.make_linear(weight, self.place(torch.cat([self.raw(f"{name}.bias", rows) for name, rows in parts])))
 
-    def make_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        return Linear(weight, bias, self.ops.exact)
+    def make_linear(self, weight: Tensor, bias: Tensor | None = None, shared: bool = False) -> Linear:
+        """`shared`: the weight has another use (an embedding) and stays as it is."""
+        if not self.fp8 or shared:
+            return Linear(weight, bias, self.ops.exact)
+        if self.ops.exact or not keeps_codes(self.device, self.dtype):
+            return Linear(round_weight_(weight), bias, self.ops.exact)
+        codes, scale = encode_weight(weight)
+        return Linear(codes, bias, scale=scale)
 
     def place(self, tensor: Tensor) -> Tensor:
         return tensor.to(device=self.device, dtype=self.dtype).contiguous()

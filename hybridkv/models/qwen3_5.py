@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache import CacheSchema, LayerHandle, StateSchema, TensorSpec
+from hybridkv.kernels.gdn_weights import DeltaNet
 from hybridkv.kernels.linear import Linear
 from hybridkv.kernels.rows import RowOps
 from hybridkv.models.config import GdnConfig, ModelConfig
@@ -46,39 +47,42 @@ class GatedAttention:
     ops: RowOps
 
     def __call__(self, x: Tensor, angles: Angles, handle: LayerHandle) -> Tensor:
-        c, T = self.config, len(x)
-        both, k, v = self.qkv(x).split([2 * c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim], -1)
+        c, T, x = self.config, len(x), self.qkv(x)
+        both, kv = x.split([2 * c.heads * c.head_dim, 2 * c.kv_heads * c.head_dim], -1)
         q, gate = both.view(T, c.heads, 2 * c.head_dim).chunk(2, -1)
-        q = self.ops.rope(self.q_norm(q), *angles)
-        k = self.ops.rope(self.k_norm(k.view(T, c.kv_heads, c.head_dim)), *angles)
-        handle.append(k, v.view(T, c.kv_heads, c.head_dim))
-        mixed = handle.attend(q, c.head_dim**-0.5) * self.ops.sigmoid(gate)
-        return self.out(mixed.reshape(T, -1))
+        if not self.ops.exact:
+            norms = self.q_norm.weight, self.k_norm.weight
+            q = handle.store(x, angles, c.heads, c.head_dim, True, norms, c.eps)
+        else:
+            k, v = kv.view(T, 2, c.kv_heads, c.head_dim).unbind(1)
+            q, k = self.ops.rope(self.q_norm(q), *angles), self.ops.rope(self.k_norm(k), *angles)
+            handle.append(k, v)
+            handle.capture(q)
+        return self.out(self.ops.sigmoid_mul(handle.attend(q, c.head_dim**-0.5), gate))
 
 
 @dataclass(frozen=True)
 class GatedDeltaNet:
-    gdn: GdnConfig
-    eps: float
     inputs: Linear  # [channels + Hv V + 2 Hv, hidden]: q | k | v, z, b, a
-    conv: Tensor  # [channels, taps] f32
-    decay: Tensor  # [Hv] f32, exp(A_log)
-    dt_bias: Tensor  # [Hv] f32
-    norm: Tensor  # [V] f32
+    net: DeltaNet
     out: Linear  # [hidden, Hv V]
     ops: RowOps
 
     def __call__(self, x: Tensor, angles: Angles, handle: LayerHandle) -> Tensor:
-        d, ops, T = self.gdn, self.ops, len(x)
+        mixed = self.inputs(x)
+        return self.out(self._exact(mixed, handle) if self.ops.exact else handle.delta_net(mixed, self.net))
+
+    def _exact(self, x: Tensor, handle: LayerHandle) -> Tensor:
+        d, ops, T = self.net, self.ops, len(x)
         keys, values = d.key_heads * d.key_dim, d.value_heads * d.value_dim
-        mixed, z, b, a = self.inputs(x).split([d.channels, values, d.value_heads, d.value_heads], -1)
-        q, k, v = handle.convolve(mixed, self.conv).split([keys, keys, values], -1)
-        group = d.value_heads // d.key_heads  # value heads that share a key head are neighbours
+        mixed, z, b, a = x.split(d.columns, -1)
+        q, k, v = handle.convolve_exact(mixed, d.conv).split([keys, keys, values], -1)
+        group = d.value_heads // d.key_heads
         q, k = (ops.l2_norm(t.view(T, d.key_heads, d.key_dim)).repeat_interleave(group, 1) for t in (q, k))
-        g = -self.decay * ops.softplus(a.float() + self.dt_bias)
-        o = handle.delta_rule(q * d.key_dim**-0.5, k, v.view(T, d.value_heads, d.value_dim), g, ops.sigmoid(b.float()))
-        o = ops.gated_rms_norm(o, z.view(T, d.value_heads, d.value_dim), self.norm, self.eps)
-        return self.out(o.reshape(T, -1).to(x.dtype))
+        v, z = (t.view(T, d.value_heads, d.value_dim) for t in (v, z))
+        g = -d.decay * ops.softplus(a.float() + d.dt_bias)
+        o = handle.delta_rule_exact(q * d.key_dim**-0.5, k, v, g, ops.sigmoid(b.float()))
+        return ops.gated_rms_norm(o, z, d.norm, d.eps).reshape(T, -1).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -96,25 +100,9 @@ class SparseMoe:
 
     def __call__(self, x: Tensor) -> Tensor:
         ops = self.ops
-        weights, chosen = ops.best_experts(ops.linear(x, self.router), self.per_token)  # [T, k]
-        if self.renormalise:
-            weights = weights / ops.total(weights)
-        # (token, choice) pairs sorted by expert: each expert runs once over its own tokens
-        order = chosen.flatten().argsort(stable=True)
-        counts = torch.bincount(chosen.flatten(), minlength=len(self.router)).tolist()
-        pairs = x[order // self.per_token]
-        done = torch.empty_like(pairs)
-        at = 0
-        for expert, n in enumerate(counts):
-            if n:
-                part = slice(at, at + n)
-                gate, up = ops.linear(pairs[part], self.gate_up[expert]).chunk(2, -1)
-                done[part] = ops.linear(ops.silu(gate).mul_(up), self.down[expert])
-                at += n
-        by_token = torch.empty_like(done)
-        by_token[order] = done
-        routed = ops.weighted_sum(by_token.view(len(x), self.per_token, -1), weights).to(x.dtype)
-        return routed + self.shared(x) * ops.sigmoid(ops.linear(x, self.shared_gate))
+        weights, chosen = ops.route(ops.linear(x, self.router), self.per_token, self.renormalise)  # [T, k]
+        routed = ops.run_experts(x, weights, chosen, self.gate_up, self.down)
+        return ops.add_shared(routed, self.shared(x), x, self.shared_gate)
 
 
 def load(config: ModelConfig, loader: Loader) -> Decoder:
@@ -155,17 +143,20 @@ def _attention(config: ModelConfig, loader: Loader, name: str) -> GatedAttention
 def _deltanet(config: ModelConfig, loader: Loader, name: str) -> GatedDeltaNet:
     d, hidden = config.gdn, config.hidden
     assert d is not None
-    return GatedDeltaNet(
-        gdn=d,
-        eps=config.eps,
-        inputs=loader.make_linear(_input_rows(d, hidden, loader, name)),
+    net = DeltaNet(
+        key_heads=d.key_heads,
+        value_heads=d.value_heads,
+        key_dim=d.key_dim,
+        value_dim=d.value_dim,
         conv=loader.vector(f"{name}.conv1d.weight", d.channels, 1, d.taps).squeeze(1),
         decay=loader.vector(f"{name}.A_log", d.value_heads).exp(),
         dt_bias=loader.vector(f"{name}.dt_bias", d.value_heads),
         norm=loader.vector(f"{name}.norm.weight", d.value_dim),
-        out=loader.linear(d.value_heads * d.value_dim, (f"{name}.out_proj", hidden)),
-        ops=loader.ops,
+        eps=config.eps,
     )
+    inputs = loader.make_linear(_input_rows(d, hidden, loader, name))
+    out = loader.linear(d.value_heads * d.value_dim, (f"{name}.out_proj", hidden))
+    return GatedDeltaNet(inputs, net, out, loader.ops)
 
 
 def _input_rows(d: GdnConfig, hidden: int, loader: Loader, name: str) -> Tensor:

@@ -14,8 +14,8 @@ from transformers import (
 )
 
 from hybridkv.config import SamplingParams
-from hybridkv.engine.sampler import filter_scores, penalise, sample
-from hybridkv.request import Request
+from hybridkv.engine.sampler import draw, narrow, penalise, sample
+from hybridkv.request import Request, Status
 from hybridkv.text.stream import TextStream
 from numerics import assert_close_rms, assert_same_bytes
 
@@ -24,6 +24,13 @@ def request(tokens: list[int] | None = None, **params: Any) -> Request:
     made = SamplingParams(**params)
     generator = torch.Generator().manual_seed(made.seed or 0)
     return Request(0, 0, tokens or [0], 1, made, TextStream(None), generator)
+
+
+def filter_scores(scores: Tensor, params: SamplingParams) -> Tensor:
+    """Scores [vocab] with all tokens at -inf that may not be drawn. Another row beside it changes nothing."""
+    bounds = (None if x == off else torch.full((2, 1), x) for x, off in ((params.top_p, 1), (params.min_p, 0)))
+    left, ids = narrow(torch.stack((scores.flip(0), scores)), params.top_k, *bounds)
+    return left[1] if ids is None else torch.full_like(scores, -torch.inf).scatter(0, ids[1], left[1])
 
 
 def kept(scores: Tensor) -> set[int]:
@@ -159,6 +166,17 @@ def test_repetition_penalty_works_greedily_on_prompt_and_answer() -> None:
     assert sample(logits, [request([0, 1], repetition_penalty=2.0)]) == [4]
 
 
+def test_a_drawn_token_is_seen_before_the_host_knows_it() -> None:
+    logits = torch.zeros(1, 10)
+    logits[0, 4], logits[0, 6] = 2.0, 1.5
+    row = request([0, 1], repetition_penalty=2.0)
+    first = draw(logits, [row])
+    second = draw(logits, [row])
+    assert first.wait()[0] == [4] and second.wait()[0] == [6]
+    row.tokens += [4, 6]
+    assert sample(logits, [row]) == [4]  # 2 / 2 against 1.5 / 2
+
+
 # ---- randomness
 
 
@@ -198,6 +216,37 @@ def test_different_seeds_give_different_tokens() -> None:
     assert len(drawn) > 15
 
 
+def test_rows_that_filter_differently_do_not_meet() -> None:
+    """Each row alone, and all together: the same tokens, greedy ones among them."""
+    asks = (
+        {}, {"temperature": 0.8, "top_k": 5}, {"temperature": 1.2, "top_k": 5, "top_p": 0.7}, {"temperature": 2.0},
+        {"repetition_penalty": 1.5}, {"temperature": 1.2, "top_k": 5, "top_p": 0.9}, {"temperature": 0.5, "min_p": 0.1},
+        {"temperature": 1.0, "top_p": 0.9, "min_p": 0.05}, {"temperature": 3.0, "top_k": 7, "repetition_penalty": 1.2},
+    )  # fmt: skip
+    for _ in range(20):
+        logits = 3 * torch.randn(len(asks), 40)
+        together = sample(logits, [request(seed=i, **ask) for i, ask in enumerate(asks)])
+        alone = [sample(logits[i : i + 1], [request(seed=i, **ask)])[0] for i, ask in enumerate(asks)]
+        assert together == alone
+
+
+def test_broken_rows_are_reported_and_their_neighbours_are_not() -> None:
+    logits = torch.randn(6, 50)
+    logits[1, 7], logits[3, 0], logits[5] = torch.nan, torch.inf, torch.nan
+    asks = ({}, {}, {"temperature": 1.0}, {}, {"temperature": 1.0, "top_k": 3}, {"temperature": 1.0, "top_p": 0.5})
+    tokens, bad = draw(logits, [request(seed=1, **ask) for ask in asks]).wait()
+    assert bad == [False, True, False, False, False, True]
+    assert tokens[0] == int(logits[0].argmax()) and tokens[3] == 0 and all(0 <= t < 50 for t in tokens)
+
+
+def test_known_best_tokens_are_used_and_left_alone() -> None:
+    logits, best = torch.randn(2, 50), torch.tensor([[3, 4], [0, 1]])
+    rows = [request(), request(temperature=1e-9)]
+    drawn = draw(logits, rows, best)
+    assert drawn.wait() == ([3, int(logits[1].argmax())], [False, True])
+    assert drawn.tokens.tolist() == [3, int(logits[1].argmax())] and best.tolist() == [[3, 4], [0, 1]]
+
+
 # ---- logprobs
 
 
@@ -226,3 +275,22 @@ def test_all_logprobs_add_up_to_one_and_none_may_be_asked_for() -> None:
     row = request()
     sample(logits, [row])
     assert row.logprobs == []
+
+
+def test_a_request_that_ended_meanwhile_gets_no_logprobs() -> None:
+    rows = [request(logprobs=1), request(logprobs=1)]
+    drawn = draw(torch.randn(2, 50), rows)
+    rows[0].status = Status.FINISHED
+    drawn.wait()
+    assert [len(r.logprobs) for r in rows] == [0, 1]
+
+
+def test_each_row_gets_the_logprobs_it_asked_for() -> None:
+    logits = torch.randn(4, 50)
+    rows = [request(logprobs=2), request(), request(temperature=1.0, logprobs=0), request(logprobs=4)]
+    tokens = sample(logits, rows)
+    assert [len(r.logprobs) for r in rows] == [1, 0, 1, 1]
+    for i in (0, 2, 3):
+        found = rows[i].logprobs[0]
+        assert math.isclose(found.token, float(logits[i].log_softmax(-1)[tokens[i]]), rel_tol=1e-6)
+        assert list(found.top) == logits[i].topk(rows[i].params.logprobs or 0).indices.tolist()

@@ -80,20 +80,20 @@ def test_prompts_and_steps_take_their_own_paths(
     tiny_model, calls = oracle(kind), Counter[str]()
 
     def counted(name: str, operation: Callable) -> Callable:
-        def call(*args: object) -> object:
+        def call(*args: object, **more: object) -> object:
             calls[name] += 1
-            return operation(*args)
+            return operation(*args, **more)
 
         return call
 
-    for name in ("attention_prefill", "attention_decode", "gated_delta", "gated_delta_step"):
+    for name in ("attention_prefill", "attention_decode", "gdn_prefill", "gdn_step"):
         monkeypatch.setattr(handle, name, counted(name, getattr(handle, name)))
     open_llm(tiny_model.folder).logits(tiny_model.ids[:100], prefill=90, chunk=64)
     config = tiny_model.model.config
     linear = (getattr(config, "layer_types", None) or []).count("linear_attention")
     full = config.num_hidden_layers - linear
     assert calls == Counter(
-        attention_prefill=2 * full, attention_decode=10 * full, gated_delta=2 * linear, gated_delta_step=10 * linear
+        attention_prefill=2 * full, attention_decode=10 * full, gdn_prefill=2 * linear, gdn_step=10 * linear
     )
 
 

@@ -1,0 +1,39 @@
+"""A model of any known shape with random weights, made where it runs: for what needs real widths, not real weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridkv.models import FAMILIES
+from hybridkv.models.config import ModelConfig
+from hybridkv.models.layers import Decoder
+from hybridkv.models.loader import Loader
+
+
+class RandomLoader(Loader):
+    """Gives weights of the size that keeps activations near 1, from a seed."""
+
+    def __init__(self, device: str, dtype: torch.dtype, seed: int = 0, fp8: bool = False) -> None:
+        self.device, self.dtype, self.fp8 = torch.device(device), dtype, fp8
+        self.runs_on = self.device
+        self.used: set[str] = set()
+        self.generator = torch.Generator(device=device).manual_seed(seed)
+
+    def has(self, name: str) -> bool:
+        return name == "lm_head.weight"
+
+    def raw(self, name: str, *shape: int) -> Tensor:
+        wide = torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
+        return wide.mul_(shape[-1] ** -0.5 if len(shape) > 1 else 0.1)
+
+    def fill(self, out: Tensor, name: str) -> None:
+        out.copy_(self.raw(name, *out.shape))
+
+    def vector(self, name: str, *shape: int, plus: float = 0.0) -> Tensor:
+        return self.raw(name, *shape).float() + (plus or (1.0 if name.endswith("norm.weight") else 0.0))
+
+
+def random_decoder(config: ModelConfig, device: str, dtype: torch.dtype, fp8: bool = False) -> Decoder:
+    """`fp8`: projections in E4M3."""
+    return FAMILIES[config.architecture].load(config, RandomLoader(device, dtype, fp8=fp8))

@@ -1,0 +1,190 @@
+"""The next step is prepared while one runs: used if all goes on as it is, forgotten otherwise, and never seen."""
+
+from collections.abc import Callable
+
+import pytest
+
+from engine.driving import KINDS, alone, assert_nothing_held, prompt, run
+from hybridkv.cache import ForwardStep
+from hybridkv.cache.snapshot import snapshot_request
+from hybridkv.config import SamplingParams
+from hybridkv.engine.engine import Engine
+from hybridkv.errors import RequestError
+
+
+def greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, temperature=0)
+
+
+def watch(engine: Engine) -> tuple[list[ForwardStep], list[ForwardStep]]:
+    """(steps that were prepared ahead, steps that ran)."""
+    prepared: list[ForwardStep] = []
+    ran: list[ForwardStep] = []
+    prepare, forward = engine.scheduler.prepare_ahead, engine.runner.forward
+
+    def prepare_ahead(*args: object) -> None:
+        prepare(*args)  # type: ignore[arg-type]
+        if engine.scheduler.ahead is not None:
+            prepared.append(engine.scheduler.ahead.step)
+
+    def forward_(inputs: object) -> object:
+        ran.append(inputs.step)  # type: ignore[attr-defined]
+        return forward(inputs)  # type: ignore[arg-type]
+
+    engine.scheduler.prepare_ahead = prepare_ahead  # type: ignore[method-assign]
+    engine.runner.forward = forward_  # type: ignore[method-assign,assignment]
+    return prepared, ran
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lone_answer_runs_on_steps_prepared_ahead(kind: str, engine_of: Callable) -> None:
+    engine = engine_of(kind)
+    prepared, ran = watch(engine)
+    answer = alone(engine, prompt(20), greedy(10)).generated
+    assert len(answer) == 10 and len(ran) == 10
+    assert [any(step is other for other in prepared) for step in ran] == [False, False] + [True] * 8
+    forgetful = engine_of(kind)
+    forgetful.scheduler.prepare_ahead = lambda *args: None  # type: ignore[method-assign]
+    assert alone(forgetful, prompt(20), greedy(10)).generated == answer
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whoever_ends_or_joins_makes_it_another_step(kind: str, engine_of: Callable) -> None:
+    """Answers of different lengths, and one that is asked for while others decode: each as if alone."""
+    asked = [(prompt(10 + 7 * i, seed=i), greedy(4 + 3 * i)) for i in range(4)]
+    want = [alone(engine_of(kind), *each).generated for each in asked]
+    engine = engine_of(kind)
+    prepared, ran = watch(engine)
+    requests = [engine.add(*each) for each in asked[:3]]
+
+    def late(step: int) -> None:
+        if step == 5:
+            requests.append(engine.add(*asked[3]))
+
+    run(engine, late)
+    assert [r.generated for r in requests] == want
+    used = [step for step in prepared if any(step is other for other in ran)]
+    assert used and len(used) < len(prepared)
+    assert_nothing_held(engine)
+
+
+def test_pages_that_are_not_there_ahead_are_found_in_time(engine_of: Callable) -> None:
+    """Two requests fill the pool: one is preempted, as without preparation, and both answers are right."""
+    asked = [(prompt(60, seed=i), greedy(30)) for i in range(2)]
+    want = [alone(engine_of("llama"), *each).generated for each in asked]
+    engine = engine_of("llama", pool=144)
+    requests = [engine.add(*each) for each in asked]
+    run(engine)
+    assert [r.generated for r in requests] == want and sum(r.preemptions for r in requests) > 0
+    assert_nothing_held(engine)
+
+
+def test_an_aborted_request_leaves_nothing_behind(engine_of: Callable) -> None:
+    engine = engine_of("qwen3_5")
+    first, second = engine.add(prompt(9), greedy(20)), engine.add(prompt(12, seed=1), greedy(6))
+    for _ in range(3):
+        engine.step()
+    assert engine.scheduler.ahead is not None
+    engine.abort(first)
+    run(engine)
+    assert second.generated == alone(engine_of("qwen3_5"), prompt(12, seed=1), greedy(6)).generated
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_launched_before_the_last_tokens_are_known_give_the_same_answers(kind: str, engine_of: Callable) -> None:
+    """As on a GPU: some answers end at a stop token, one step after they have been run on; others join meanwhile."""
+    free = [alone(engine_of(kind), prompt(10 + 7 * i, seed=i), greedy(12)).generated for i in range(4)]
+    ends = [free[0][5], free[2][3]]
+    asked = [
+        (prompt(10 + 7 * i, seed=i), SamplingParams(max_tokens=12, stop_token_ids=tuple(ends), logprobs=2))
+        for i in range(4)
+    ]
+    want = [alone(engine_of(kind), *each) for each in asked]
+    assert any(r.finish_reason == "stop" and r.answer_tokens > 1 for r in want)
+    engine = engine_of(kind, slots=3)  # the fourth takes the slot and the pages of one that has ended
+    engine.launches_ahead = True
+    _, ran = watch(engine)
+    requests = [engine.add(*each) for each in asked[:2]]
+    flew = []
+
+    def late(step: int) -> None:
+        flew.append(engine.flying is not None)
+        if step == 4:
+            requests.extend(engine.add(*each) for each in asked[2:])
+
+    run(engine, late)
+    for got, one in zip(requests, want, strict=True):
+        assert got.generated == one.generated and got.finish_reason == one.finish_reason
+        assert [x.token for x in got.logprobs] == pytest.approx([x.token for x in one.logprobs], abs=1e-4)
+        same = ("kept_tokens", "kv_bytes_kept", "kv_bytes_full")
+        assert {k: got.stats[k] for k in same} == {k: one.stats[k] for k in same}
+    assert any(flew) and len(ran) > max(len(r.generated) for r in requests)
+    assert_nothing_held(engine)
+
+
+def test_an_answer_is_not_run_past_an_end_that_is_foreseen(engine_of: Callable) -> None:
+    engine = engine_of("qwen3_5")
+    engine.launches_ahead = True
+    _, ran = watch(engine)
+    alone(engine, prompt(20), greedy(10))
+    assert len(ran) == 10 and engine.flying is None
+    assert_nothing_held(engine)
+
+
+def test_a_held_cache_ends_where_its_answer_does(engine_of: Callable) -> None:
+    """A next turn goes on from it: state that had seen one token too many could not."""
+    engine = engine_of("qwen3_5")
+    engine.launches_ahead = True
+    end = alone(engine_of("qwen3_5"), prompt(20), greedy(6)).generated[4]
+    first = engine.add(prompt(20), SamplingParams(max_tokens=30, stop_token_ids=(end,)), hold=True)
+    run(engine)
+    second = engine.add([*first.tokens, 5, 6], greedy(5), after=first)
+    run(engine)
+    assert second.cached_tokens == len(first.tokens) - 1
+    assert second.generated == alone(engine_of("qwen3_5"), [*first.tokens, 5, 6], greedy(5)).generated
+
+
+def test_an_abort_between_steps_drops_what_flies(engine_of: Callable) -> None:
+    engine = engine_of("llama")
+    engine.launches_ahead = True
+    first, second = engine.add(prompt(9), greedy(20)), engine.add(prompt(12, seed=1), greedy(8))
+    for _ in range(3):
+        engine.step()
+    assert engine.flying is not None
+    engine.abort(first)
+    run(engine)
+    assert second.generated == alone(engine_of("llama"), prompt(12, seed=1), greedy(8)).generated
+    engine.add(prompt(9), greedy(20))
+    for _ in range(3):
+        engine.step()
+    engine.abort(engine.scheduler.running[0])  # nobody is left
+    third = engine.add(prompt(12, seed=1), greedy(8))
+    run(engine)
+    assert third.generated == second.generated
+    assert_nothing_held(engine)
+
+
+def test_a_request_whose_next_step_runs_is_not_forked_or_saved(engine_of: Callable) -> None:
+    """Its recurrent state is a token further than its position."""
+    engine = engine_of("qwen3_5")
+    engine.launches_ahead = True
+    request = engine.add(prompt(9), greedy(20))
+    for _ in range(3):
+        engine.step()
+    assert engine.flying is not None
+    for take in (
+        lambda: engine.manager.fork_request(request.key, "copy"),
+        lambda: snapshot_request(engine.manager, request.key),
+    ):
+        with pytest.raises(RequestError, match="launches_ahead"):
+            take()
+    engine.launches_ahead = False
+    for _ in range(2):
+        engine.step()
+    engine.manager.fork_request(request.key, "copy")
+    engine.manager.release_request("copy")
+    run(engine)
+    assert request.generated == alone(engine_of("qwen3_5"), prompt(9), greedy(20)).generated
+    assert_nothing_held(engine)
