@@ -13,7 +13,7 @@ help:
 	@echo "make demo    build the environment if needed, then run the demo with the embedded model"
 	@echo "make test    run the tests (JOBS=$(JOBS) processes, one thread each)"
 	@echo "make lint    ruff check, ruff format --check, pyrefly"
-	@echo "make bench   run the scripts in bench/"
+	@echo "make bench   measure speed on this machine's GPU (ARGS='--model-shape tiny': on a CPU, to see that it runs)"
 	@echo "make clean   remove caches and $(VENV)"
 	@echo "PYTHON=python3.12 make ... picks another interpreter (3.11 or newer)"
 
@@ -48,9 +48,7 @@ lint: $(VENV)/.stamp-dev
 	$(BIN)/pyrefly check
 
 bench: $(VENV)/.stamp-dev
-	@set -e; for script in bench/*.py; do \
-	  [ -e "$$script" ] || { echo "bench/ holds no script"; exit 1; }; \
-	  echo "== $$script"; $(BIN)/python "$$script"; done
+	@$(BIN)/hybridkv bench $(or $(BENCH),all) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -19,9 +19,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from timing import copy_tb_s, heading, matmul_tflop_s, median_us
 from torch import Tensor
 
+from hybridkv.bench.report import heading
+from hybridkv.bench.timing import copy_tb_s, matmul_tflop_s, median_us
 from hybridkv.kernels import attention_sparse as sparse
 from hybridkv.kernels import flush_csa, flush_hca, gather, indexer, topk, window
 from hybridkv.kernels.page_format import PageFormat, entry_format, index_format, store_entries_ref

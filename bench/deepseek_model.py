@@ -17,10 +17,10 @@ import time
 from typing import Any
 
 import torch
-from timing import heading
 from torch import Tensor
 
 from hybridkv import CacheConfig, SamplingParams
+from hybridkv.bench.report import heading
 from hybridkv.cache import KVCacheManager
 from hybridkv.engine.engine import Engine
 from hybridkv.models import FAMILIES, cache_schema

@@ -1,5 +1,5 @@
-"""The command line: `hybridkv generate | chat | plan | inspect | demo`. Commands are in `hybridkv/commands/`; here is
-what they have in common: help, version, and one line for every error a user can cause.
+"""The command line: `hybridkv generate | chat | plan | inspect | demo | bench`. Commands are in `hybridkv/commands/`;
+here is what they have in common: help, version, and one line for every error a user can cause.
 
 Exit codes: 0 done, 2 a wrong argument or a model that cannot be used, 130 stopped by Ctrl-C, 141 a pipe was closed.
 """
@@ -14,6 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from hybridkv import __version__
+from hybridkv.commands.bench import bench
 from hybridkv.commands.chat import chat
 from hybridkv.commands.demo import demo
 from hybridkv.commands.generate import generate
@@ -24,7 +25,7 @@ from hybridkv.errors import HybridKVError
 
 app = typer.Typer(name="hybridkv", add_completion=False, pretty_exceptions_enable=False)
 UsageError = typer.BadParameter.__bases__[0]  # click's, wherever this version of typer keeps click
-for command in (generate, chat, plan, inspect, demo):
+for command in (generate, chat, plan, inspect, demo, bench):
     app.command()(command)
 
 

@@ -1,4 +1,6 @@
-"""Model files are data: nothing in the package can run code that came with one. Nor does it need transformers."""
+"""Model files are data: nothing in the package can run code that came with one. Nor does it need transformers: one file
+of the benchmarks runs beside it where it is installed.
+"""
 
 import ast
 from pathlib import Path
@@ -12,6 +14,7 @@ CALLS = {
     "eval", "exec", "compile", "__import__", "builtins.eval", "builtins.exec",
     "torch.load", "torch.hub.load", "yaml.load", "yaml.unsafe_load", "os.system", "os.popen", "runpy.run_path",
 }  # fmt: skip
+PEERS = PACKAGE / "bench" / "peers.py"  # may import transformers, inside functions
 KEYWORDS = {"shell", "allow_pickle", "trust_remote_code"}  # forbidden unless they are literally False
 
 
@@ -55,7 +58,10 @@ def test_the_package_runs_no_code_from_files_and_does_not_import_transformers() 
     paths = sorted(PACKAGE.rglob("*.py"))
     assert len(paths) > 10, "the package was not found"
     found = [
-        f"{path.relative_to(PACKAGE.parent)} {finding}" for path in paths for finding in findings(path.read_text())
+        f"{path.relative_to(PACKAGE.parent)} {finding}"
+        for path in paths
+        for finding in findings(path.read_text())
+        if path != PEERS or "imports transformers" not in finding
     ]
     assert not found, "\n".join(found)
 

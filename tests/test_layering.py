@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "hybridkv"
 # each may import itself and what stands before it; "" is hybridkv/__init__.py, the public face
 ORDER = (
     "errors", "files", "config", "overrides", "text", "request", "kernels", "cache", "eviction", "embedded", "models",
-    "planner", "engine", "llm", "conversation", "", "server", "evals", "report", "commands", "cli", "__main__",
+    "planner", "engine", "llm", "conversation", "", "server", "evals", "report", "bench", "commands", "cli", "__main__",
 )  # fmt: skip
 # these stand beside the cache, not on top of it
 LEAVES = {"text": {"errors", "files"}, "embedded": {"errors", "config"}}

@@ -10,6 +10,7 @@ from torch import Tensor
 from hybridkv.kernels import attention_decode as decode_file
 from hybridkv.kernels import attention_prefill as prefill_file
 from hybridkv.kernels.attention_decode import attention_decode, attention_decode_triton
+from hybridkv.kernels.attention_exact import attention_exact
 from hybridkv.kernels.attention_prefill import attention_prefill, attention_prefill_triton
 from hybridkv.kernels.quant import Fp8Pages, Pages
 from kernels.triton_cases import BF16, BOUND, F32, FP8, Streams, dense, queries, store, streams
@@ -24,14 +25,16 @@ WIDER = {kinds: bound if BF16 in kinds[:1] else 4e-6 for kinds, bound in BOUND.i
 
 
 @pytest.mark.parametrize(("query", "pages"), KINDS)
-@pytest.mark.parametrize("D", (16, 32, 60, 64, 96, 128, 192, 256))
-def test_decode(D: int, query: str, pages: str) -> None:
-    for P, H in ((16, 24), (53, 4), (64, 24), (128, 80)):
-        held = streams(LONG, P, D, pages, "cuda")
-        q = queries(len(LONG), H, D, query, "cuda")
-        got = attention_decode(q, *held.args, 1.5 * D**-0.5, held.on_device)
-        assert got.dtype == q.dtype
-        assert_close_rms(f"P={P}", dense(q, held, list(range(6)), 1.5 * D**-0.5), got, WIDER[query, pages])
+@pytest.mark.parametrize(
+    ("D", "P", "H"),
+    ((16, 64, 24), (32, 53, 4), (60, 128, 80), (64, 16, 24), (128, 53, 4), (192, 128, 80), (256, 64, 24), (256, 53, 4)),
+)
+def test_decode(D: int, P: int, H: int, query: str, pages: str) -> None:
+    held = streams(LONG, P, D, pages, "cuda")
+    q = queries(len(LONG), H, D, query, "cuda")
+    got = attention_decode(q, *held.args, 1.5 * D**-0.5, held.on_device)
+    assert got.dtype == q.dtype
+    assert_close_rms("float64", dense(q, held, list(range(6)), 1.5 * D**-0.5), got, WIDER[query, pages])
 
 
 @pytest.mark.parametrize(("query", "pages"), KINDS)
@@ -42,21 +45,21 @@ def test_prefill(D: int, query: str, pages: str) -> None:
     for P, H in ((16, 24), (53, 4), (64, 24), (128, 80)):
         held = streams(lengths, P, D, pages, "cuda")
         q = queries(442, H, D, query, "cuda")
-        got = attention_prefill(q, *held.args, starts, 1.5 * D**-0.5, held.on_device)
+        got = attention_prefill_triton(q, *held.args, starts, 1.5 * D**-0.5, held.on_device)
         assert got.dtype == q.dtype
         assert_close_rms(f"P={P}", dense(q, held, starts, 1.5 * D**-0.5), got, WIDER[query, pages])
 
 
-@pytest.mark.parametrize("D", (64, 128, 256))
+@pytest.mark.parametrize("D", (64, 256))
 @pytest.mark.parametrize(("query", "pages"), KINDS)
-def test_a_decode_row_has_the_same_bits_in_any_batch(query: str, pages: str, D: int) -> None:
+def test_a_row_of_the_exact_form_has_the_same_bits_in_any_batch(query: str, pages: str, D: int) -> None:
     held = streams(LONG, 64, D, pages, "cuda")
     q = queries(5, 24, D, query, "cuda")
-    together = attention_decode(q, *held.args, 0.1)
-    for part in (slice(0, 1), slice(2, 3), slice(1, 4), slice(4, 5)):
-        assert_same_bytes(attention_decode(q[part], *held.rows(part), 0.1), together[part])
-    k, v, table, _ = held.args
-    assert_same_bytes(attention_decode_triton(q, k, v, table, None, 0.1, held.on_device), together)
+    together = attention_exact(q, *held.args, list(range(6)), 0.1)
+    assert_close_rms("float64", dense(q, held, list(range(6)), 0.1), together, WIDER[query, pages])
+    for b in range(5):
+        part = slice(b, b + 1)
+        assert_same_bytes(attention_exact(q[part], *held.rows(part), [0, 1], 0.1), together[part])
 
 
 @pytest.mark.parametrize("D", (64, 128, 256))
@@ -66,11 +69,11 @@ def test_a_prompt_in_chunks_has_the_bits_of_the_whole(query: str, pages: str, D:
     T = 4300
     held = streams([[T, T]], 64, D, pages, "cuda")
     q = queries(T, 6, D, query, "cuda")
-    whole = attention_prefill(q, *held.args, [0, T], 0.1)
+    whole = attention_prefill_triton(q, *held.args, [0, T], 0.1)
 
     def part(a: int, b: int) -> Tensor:
         until = np.full_like(held.lengths, b)
-        return attention_prefill(q[a:b], held.k_pool, held.v_pool, held.table, until, [0, b - a], 0.1)
+        return attention_prefill_triton(q[a:b], held.k_pool, held.v_pool, held.table, until, [0, b - a], 0.1)
 
     for a, b in ((0, 1), (0, 1000), (1000, 4099), (4099, T), (37, 38), (4095, 4096), (4096, 4097), (T - 1, T)):
         assert_same_bytes(whole[a:b], part(a, b))
@@ -90,7 +93,7 @@ def test_decode_is_prefill_of_one_token(pages: str) -> None:
     query = F32 if pages == F32 else BF16
     held = streams([[700, 1], [9000, 128]], 64, 256, pages, "cuda")
     q = queries(2, 12, 256, query, "cuda")
-    one = attention_prefill(q, *held.args, [0, 1, 2], 0.0625)
+    one = attention_prefill_triton(q, *held.args, [0, 1, 2], 0.0625)
     assert_close_rms("decode", one, attention_decode(q, *held.args, 0.0625), WIDER[query, pages])
 
 
@@ -121,7 +124,11 @@ def test_pages_past_two_to_the_31_elements(kind: str) -> None:
     q = queries(2, 12, D, query, "cuda")
     want = dense(q, held, [0, 1, 2], 0.0625)
     assert_close_rms("decode", want, attention_decode(q, *held.args, 0.0625), WIDER[query, kind])
-    assert_close_rms("prefill", want, attention_prefill(q, *held.args, [0, 1, 2], 0.0625), WIDER[query, kind])
+    prefill = attention_prefill_triton(q, *held.args, [0, 1, 2], 0.0625)
+    assert_close_rms("prefill", want, prefill, WIDER[query, kind])
+    # where FP8 is widened, to bf16, that is one rounding more
+    picked = attention_prefill(q, *held.args, [0, 1, 2], 0.0625)
+    assert_close_rms("picked", want, picked, 6e-3 if kind == FP8 else WIDER[query, kind])
 
 
 def test_the_public_functions_pick_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,27 +137,12 @@ def test_the_public_functions_pick_the_kernels(monkeypatch: pytest.MonkeyPatch) 
         decode_file, "attention_decode_triton", lambda *a: ran.append("decode") or attention_decode_triton(*a)
     )
     monkeypatch.setattr(
-        prefill_file, "attention_prefill_triton", lambda *a: ran.append("prefill") or attention_prefill_triton(*a)
+        prefill_file,
+        "attention_prefill_triton",
+        lambda *a, **more: ran.append("prefill") or attention_prefill_triton(*a, **more),
     )
     held = streams([[20, 20]], 16, 32, F32, "cuda")
     q = queries(1, 4, 32, F32, "cuda")
     attention_decode(q, *held.args, 0.2)
     attention_prefill(q, *held.args, [0, 1], 0.2)
     assert ran == ["decode", "prefill"]
-
-
-def test_decode_runs_in_a_cuda_graph_while_lengths_grow() -> None:
-    """Captured with lengths on the device alone, replayed after they changed."""
-    held = streams([[700, 650]], 64, 128, BF16, "cuda")
-    q = queries(1, 12, 128, BF16, "cuda")
-    lengths = torch.tensor([[100, 90]], device="cuda")
-    k, v, table, _ = held.args
-    attention_decode_triton(q, k, v, table, None, 0.1, lengths)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = attention_decode_triton(q, k, v, table, None, 0.1, lengths)
-    for now in ((100, 90), (500, 0), (700, 650)):
-        lengths.copy_(torch.tensor([now]))
-        graph.replay()
-        want = dense(q, Streams(k, v, table, np.array([now])), [0, 1], 0.1)
-        assert_close_rms(str(now), want, out, WIDER[BF16, BF16])

@@ -1,0 +1,10 @@
+"""Benchmarks that anyone can repeat: `hybridkv bench`. Every one prints a table as it goes and one JSON line last.
+
+    kernels    every op alone, beside its torch form, what else is installed, and the floor
+    decode     engine steps of a model with random weights: by context, by batch, with and without a budget
+    prefill    whole prompts: seconds, tokens a second, peak memory
+    eviction   what choosing and moving survivors costs, part by part
+    capacity   how many requests are resident in a fixed amount of memory
+
+Nothing is timed before its result has been compared with the reference.
+"""

@@ -1,0 +1,142 @@
+"""Cases of what all layers share: projections, norms, activations, and choosing the next token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from hybridkv.bench.cases import Case, Listed, Peers, Setup
+from hybridkv.bench.report import check
+from hybridkv.bench.timing import copies
+from hybridkv.config import SamplingParams
+from hybridkv.kernels.linear import Linear
+from hybridkv.text.stream import TextStream
+
+ROUNDING = 1e-2  # bf16 results of f32 sums in another order
+FP8_ROUNDING = 6e-2  # many rows: x is rounded to E4M3 too, each value by 1/16 of itself at the most
+
+
+def projections(s: Setup) -> dict[str, tuple[int, int]]:
+    """Name -> (rows, inputs) of a layer's matrices."""
+    c, d = s.shape.config, s.shape.config.gdn
+    heads = c.heads * c.head_dim
+    found = {
+        "qkv": (heads * (2 if d else 1) + 2 * c.kv_heads * c.head_dim, c.hidden),
+        "out": (c.hidden, heads),
+        "gate_up": (2 * c.intermediate, c.hidden),
+        "down": (c.hidden, c.intermediate),
+        "head": (c.vocab, c.hidden),
+    }
+    if d is not None:
+        found["gdn_inputs"] = (d.channels + d.value_heads * (d.value_dim + 2), c.hidden)
+    return found
+
+
+def dense_cases(s: Setup) -> Iterator[Listed]:
+    for kind in ("bf16", "fp8") if s.device == "cuda" else ("f32",):
+        for name, (rows, inputs) in projections(s).items():
+            for T in s.some((1, 16, 64) if name == "gate_up" else (1,), (1,), (1, 3)):
+                build = partial(linear_case, s, kind, rows, inputs, T)
+                yield Listed("linear", f"{kind} {name} [{rows},{inputs}] T={T}", build)
+    hidden, wide = s.shape.config.hidden, s.shape.config.intermediate
+    for T in s.some((1, 4096), (1,), (3,)):
+        yield Listed("add_rms_norm", f"T={T} width {hidden}", partial(norm_case, s, T))
+        yield Listed("silu_mul", f"T={T} width {wide}", partial(silu_case, s, T))
+    for B in s.some((1, 64), (1,), (2,)):
+        yield Listed("best_tokens", f"B={B} of {s.shape.config.vocab}", partial(best_case, s, B))
+        yield Listed("draw", f"B={B} of {s.shape.config.vocab}, top-k 50, top-p 0.9", partial(draw_case, s, B))
+
+
+def linear_case(s: Setup, kind: str, rows: int, inputs: int, T: int) -> Case:
+    def matrix() -> Linear:
+        weight = s.randn(rows, inputs) * inputs**-0.5
+        if kind != "fp8":
+            return Linear(weight)
+        from hybridkv.kernels.linear_fp8 import encode_weight
+
+        codes, scale = encode_weight(weight)
+        return Linear(codes, scale=scale)
+
+    moved = rows * inputs * {"f32": 4, "bf16": 2, "fp8": 1}[kind] + T * (rows + inputs) * s.shape.dtype.itemsize
+    held = [(matrix(), s.randn(T, inputs)) for _ in range(copies(moved, s.device))]
+
+    def verify() -> float:
+        x = held[0][1]
+        if kind == "fp8":
+            from hybridkv.kernels.linear_fp8 import encode_weight, linear_fp8_ref
+            from hybridkv.kernels.linear_vector import MOST_ROWS
+
+            codes, scale = encode_weight(s.randn(rows, inputs) * inputs**-0.5)
+            bound = ROUNDING if T <= MOST_ROWS else FP8_ROUNDING
+            return check(f"linear fp8 T={T}", Linear(codes, scale=scale)(x), linear_fp8_ref(x, codes, scale), bound)
+        weight = s.randn(rows, inputs) * inputs**-0.5
+        return check(f"linear T={T}", Linear(weight)(x), F.linear(x.float(), weight.float()), ROUNDING)
+
+    peers: Peers = {}
+    if s.device == "cuda":  # what cuBLAS takes for the bf16 matrix, whatever ours is stored in
+        plain = [(s.randn(rows, inputs), s.randn(T, inputs)) for _ in range(copies(2 * rows * inputs))]
+        peers = {"cuBLAS bf16": (lambda x: F.linear(x[1], x[0]), plain)}
+    return Case(lambda x: x[0](x[1]), held, verify, moved, 2 * T * rows * inputs, peers=peers)
+
+
+def norm_case(s: Setup, T: int) -> Case:
+    from hybridkv.kernels.norm import add_rms_norm, add_rms_norm_ref
+
+    width, eps = s.shape.config.hidden, s.shape.config.eps
+    weight = torch.rand(width, device=s.device) + 0.5
+    moved = 4 * T * width * s.shape.dtype.itemsize
+    inputs = [(s.randn(T, width), s.randn(T, width), weight, eps) for _ in range(copies(moved, s.device))]
+
+    def verify() -> float:
+        pairs = list(zip(add_rms_norm(*inputs[0]), add_rms_norm_ref(*inputs[0]), strict=True))
+        check("add_rms_norm sum", *pairs[0], 0)
+        return check("add_rms_norm", *pairs[1], ROUNDING)
+
+    return Case(
+        lambda x: add_rms_norm(*x), inputs, verify, moved, torch=lambda x: add_rms_norm_ref(*x)
+    )  # fmt: skip
+
+
+def silu_case(s: Setup, T: int) -> Case:
+    from hybridkv.kernels.activation import silu_mul, silu_mul_ref
+
+    width = s.shape.config.intermediate
+    moved = 3 * T * width * s.shape.dtype.itemsize
+    inputs = [s.randn(T, 2 * width) for _ in range(copies(moved, s.device))]
+    return Case(
+        silu_mul, inputs, lambda: check("silu_mul", silu_mul(inputs[0]), silu_mul_ref(inputs[0]), ROUNDING),
+        moved, torch=silu_mul_ref,
+    )  # fmt: skip
+
+
+def best_case(s: Setup, B: int) -> Case:
+    from hybridkv.kernels.argmax import best_tokens, best_tokens_ref
+
+    vocab = s.shape.config.vocab
+    inputs = [s.randn(B, vocab, dtype=torch.float32) for _ in range(copies(4 * B * vocab, s.device))]
+    return Case(
+        best_tokens, inputs, lambda: check("best_tokens", best_tokens(inputs[0]), best_tokens_ref(inputs[0]), 0),
+        4 * B * vocab, torch=best_tokens_ref,
+    )  # fmt: skip
+
+
+def draw_case(s: Setup, B: int) -> Case:
+    """Sampling as a step does it, the host's part included: by plain calls."""
+    from hybridkv.engine.sampler import draw
+    from hybridkv.request import Request
+
+    def requests(temperature: float) -> list[Request]:
+        params = SamplingParams(temperature=temperature, top_k=50, top_p=0.9)
+        generator = torch.Generator(device=s.device)
+        return [Request(i, i, [0], 1, params, TextStream(None, ()), generator) for i in range(B)]
+
+    vocab, some, cold = s.shape.config.vocab, requests(0.7), requests(1e-9)
+    inputs = [s.randn(B, vocab, dtype=torch.float32) for _ in range(copies(4 * B * vocab, s.device))]
+    return Case(
+        lambda x: draw(x, some), inputs,
+        lambda: check("draw near temperature 0", draw(inputs[0], cold).tokens, inputs[0].argmax(-1), 0),
+        4 * B * vocab, graph=False,
+    )  # fmt: skip

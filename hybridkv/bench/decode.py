@@ -1,0 +1,230 @@
+"""Decode steps of a whole model with random weights: by context, by batch, and with a budget.
+
+Caches are stand-ins (standin.py): real requests, pages and lengths, random contents. A step's time is that of
+`engine.step()` by the clock: scheduling, the forward pass, sampling, bookkeeping. Where the step is a CUDA graph, its
+replay alone is timed on the device as well; the difference is what the host adds. The floor counts every weight once,
+all stored keys and values, and state read and written, at the copy rate of this run, or the products at its matmul
+rate.
+
+Before anything is timed, decode steps over a short real prompt are compared with its prefill.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from hybridkv.bench.options import BenchOptions
+from hybridkv.bench.report import Column, Report, check
+from hybridkv.bench.shapes import Shape
+from hybridkv.bench.standin import fill_pages, fill_state, make_engine, resident
+from hybridkv.bench.timing import GIB, Ceilings, free_memory
+from hybridkv.config import CacheConfig
+from hybridkv.engine.engine import Engine
+from hybridkv.models.config import ModelConfig
+from hybridkv.models.layers import Model
+from hybridkv.models.random_weights import random_decoder
+from hybridkv.planner import model_bytes
+
+COLUMNS = (
+    Column("ms", "step ms", 9, ".2f"),
+    Column("graph_ms", "graph ms", 9, ".2f"),
+    Column("host_ms", "host ms", 8, ".2f"),
+    Column("floor_ms", "floor ms", 9, ".2f"),
+    Column("share", "of floor", 8, "%"),
+    Column("tok_s", "tok/s", 9, ".0f"),
+    Column("peers", "peers ms", 9, "each"),
+)
+STEPS, WARM = 12, 3
+ANSWER = STEPS + WARM + 8  # tokens of room: no request ends while steps are timed
+# two bf16 passes whose sums run in another order, through all layers; a wrong step gives logits of its own (1.4)
+AGREE = 0.25
+CHECKED = 192  # tokens
+
+
+def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
+    kinds = options.kv_dtypes or (("bf16", "fp8") if shape.device == "cuda" else ("f32",))
+    layers = shape.config.layers
+    about = {"model": shape.name, "layers": layers, "weights": options.weight_dtype, "steps": STEPS}
+    report = Report("decode", "ms", COLUMNS, shape.device, ceilings, about, deadline=options.deadline)
+    report.start()
+    report.doing("making weights")
+    model = random_decoder(shape.config, shape.device, shape.dtype, options.weight_dtype == "fp8")
+    contexts = options.contexts or (
+        (128, 256) if shape.tiny else (2048, 32768) if options.quick else tuple(n << 10 for n in (2, 16, 64, 128, 256))
+    )
+    batches = options.batches or ((1, 3) if shape.tiny else (1, 64) if options.quick else (1, 4, 16, 64, 128, 256))
+    short = min(contexts)
+    for kind in kinds:
+        bench = DecodeBench(shape, model, report, CacheConfig(kv_dtype=kind))
+        error = report.attempt("decode", f"{kind}, compared with prefill", bench.agreement)
+        if error is None:
+            continue  # what is wrong is not timed
+        report.note(f"{kind} KV: decode steps of {CHECKED} tokens against their prefill: {error:.0e} of the logits")
+        report.attempt("decode by context", kind, lambda b=bench: b.by_context(contexts))
+        free_memory(shape.device)
+        report.attempt("decode by batch", kind, lambda b=bench: b.by_batch(batches, short))
+        free_memory(shape.device)
+    if not options.only or "budget" in options.only:
+        many, length = (3, 256) if shape.tiny else (16 if options.quick else 64, 16384)
+        budget = 128 if shape.tiny else options.budget
+        with_budget(shape, model, report, kinds[0], many, length, budget)
+    if options.trace is not None:
+        from hybridkv.bench.trace import trace_decode
+
+        bench = DecodeBench(shape, model, report, CacheConfig(kv_dtype=kinds[0]))
+        report.attempt("trace", "decode step", lambda: trace_decode(bench, str(options.trace), short))
+    if not options.skip_peers:
+        del model, bench
+        free_memory(shape.device)
+        from hybridkv.bench.peers import decode_peers
+
+        report.attempt("decode", "beside peers", lambda: decode_peers(shape, options, report, short))
+    return report
+
+
+class DecodeBench:
+    """One model, one kind of cache."""
+
+    def __init__(self, shape: Shape, model: Model, report: Report, cache: CacheConfig) -> None:
+        self.shape, self.model, self.report, self.cache = shape, model, report, cache
+
+    def engine(self, slots: int, context: int, held: int | None = None, spare: int = 0) -> Engine:
+        engine = make_engine(
+            self.model, self.cache, self.shape.device, self.shape.dtype, slots, context, held, spare=spare
+        )
+        fill_pages(engine.manager)
+        return engine
+
+    def agreement(self) -> float:
+        engine = make_engine(self.model, self.cache, self.shape.device, self.shape.dtype, 1, CHECKED)
+        tokens = torch.randint(0, self.shape.config.vocab, (CHECKED,), generator=torch.Generator().manual_seed(0))
+        want = engine.score(tokens.tolist())[-8:]
+        got = engine.score(tokens.tolist(), prefill=CHECKED - 8)[-8:]
+        return check("a decode step", got, want, AGREE)
+
+    def by_context(self, contexts: tuple[int, ...]) -> None:
+        engine = self.engine(1, max(contexts) + ANSWER)
+        for context in contexts:
+            self.measure(engine, "decode by context", 1, context)
+        del engine
+        free_memory(self.shape.device)
+
+    def by_batch(self, batches: tuple[int, ...], context: int) -> None:
+        room = free_bytes(self.shape.device)
+        top = context + ANSWER
+        engine = self.engine(1, top)
+        each = engine.manager.schema.kv_bytes(top) + engine.manager.schema.slot_bytes
+        fits = [b for b in batches if b * each < room - 6 * GIB]
+        for left in sorted(set(batches) - set(fits)):
+            self.report.note(f"batch {left} at {context} tokens does not fit: {left * each / GIB:.0f} GiB of cache")
+        del engine
+        free_memory(self.shape.device)
+        if not fits:
+            return
+        engine = self.engine(max(fits), top)
+        for batch in fits:
+            self.measure(engine, "decode by batch", batch, context)
+        del engine
+        free_memory(self.shape.device)
+
+    def measure(self, engine: Engine, op: str, batch: int, context: int, more: str = "") -> dict[str, Any] | None:
+        case = f"{self.cache.kv_dtype} B={batch} context {context}{more}"
+        found = self.report.attempt(op, case, lambda: self._measure(engine, op, case, batch, context))
+        for request in [*engine.scheduler.running]:
+            engine.abort(request)
+        return found
+
+    def _measure(self, engine: Engine, op: str, case: str, batch: int, context: int) -> dict[str, Any]:
+        requests = [resident(engine, context, ANSWER - 2) for _ in range(batch)]
+        fill_state(engine.manager)
+        held = float(sum(n.sum() for r in requests for n in engine.manager.lengths(r.key).values()))
+        ms, graph = timed_steps(engine)
+        problems = [r.error for r in requests if r.error is not None]
+        if problems:
+            raise RuntimeError(f"{case}: {problems[0]}")
+        floor = self.floor_us(engine, batch, held) / 1e3
+        row: dict[str, Any] = {"ms": ms, "graph_ms": graph, "host_ms": None if graph is None else max(ms - graph, 0.0)}
+        row |= {"floor_ms": floor, "share": floor / ms, "tok_s": batch / ms * 1e3}
+        self.report.add(op, case, **row, batch=batch, context=context, kv_dtype=self.cache.kv_dtype)
+        return row
+
+    def floor_us(self, engine: Engine, batch: int, entries: float) -> float:
+        """`entries`: of all requests' streams together."""
+        schema, config = engine.manager.schema, self.shape.config
+        weights = read_bytes(self.model)
+        kv = sum(entries * s.page_bytes / s.entries_per_page for s in schema.streams)
+        state = 2 * batch * sum(s.slot_bytes for s in schema.states if s.name != "queries")
+        flops = 2 * batch * matrix_elements(config) + 4 * entries * config.heads / config.kv_heads * config.head_dim
+        return self.report.ceilings.floor_us(weights + kv + state, flops)
+
+
+def timed_steps(engine: Engine) -> tuple[float, float | None]:
+    """Median ms of decode steps that are the same but for one more token each, and of the captured graph alone."""
+    for _ in range(WARM):
+        engine.step()  # captures the graph
+    times = []
+    for _ in range(STEPS):
+        begin = time.perf_counter()
+        engine.step()
+        times.append((time.perf_counter() - begin) * 1e3)
+    return statistics.median(times), graph_ms(engine, len(engine.scheduler.running))
+
+
+def graph_ms(engine: Engine, batch: int) -> float | None:
+    """The captured step alone, on the device; None where there is none."""
+    graphs = engine.runner.graphs
+    if graphs is None or graphs.rows(batch) not in graphs.captured:
+        return None
+    graph = graphs.captured[graphs.rows(batch)].graph
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before = torch.cuda.memory_allocated()
+    start.record()
+    for _ in range(10):
+        graph.replay()
+    stop.record()
+    stop.synchronize()
+    assert torch.cuda.memory_allocated() == before, "a replay moved the allocator"
+    return start.elapsed_time(stop) / 10
+
+
+def with_budget(shape: Shape, model: Model, report: Report, kind: str, many: int, length: int, budget: int) -> None:
+    """Many long requests, with all tokens kept and with a budget: how much faster each token comes."""
+    rows, top = [], length + ANSWER
+    for keep in (None, budget):
+        cache = CacheConfig(kv_dtype=kind, budget=keep)
+        bench = DecodeBench(shape, model, report, cache)
+        held = top if keep is None else keep + 2 * cache.window
+        spare = 0 if keep is None else top
+        name = " all kept" if keep is None else f" budget {keep}"
+
+        def run(bench: DecodeBench = bench, held: int = held, spare: int = spare, name: str = name) -> Any:
+            engine = bench.engine(many, top, held, spare)
+            return bench.measure(engine, "decode with budget", many, length, name)
+
+        rows.append(report.attempt("decode with budget", f"{kind} {many} requests{name}", run))
+        free_memory(shape.device)
+    if rows[0] and rows[1]:
+        ratio = rows[1]["tok_s"] / rows[0]["tok_s"]
+        report.about["budget_speedup"] = ratio
+        report.note(f"{many} requests of {length} tokens: a budget of {budget} makes decoding {ratio:.2f} times faster")
+
+
+def free_bytes(device: str) -> float:
+    return torch.cuda.mem_get_info()[0] if device == "cuda" else 8 * GIB
+
+
+def matrix_elements(config: ModelConfig) -> float:
+    """Of all that multiplies a token: every weight but the embedding, of which one row is read."""
+    count = model_bytes(config, lambda name: name == "lm_head.weight", torch.bfloat16, "cuda") / 2
+    return count - (0 if config.tied else config.vocab * config.hidden)
+
+
+def read_bytes(model: Model) -> int:
+    """Weights that a step reads: all but the embedding, of which it reads a row; a tied one is the head as well."""
+    config = model.config
+    table = config.vocab * config.hidden * model.embedding.element_size()  # type: ignore[attr-defined]
+    return model.nbytes - (0 if config.tied else table)

@@ -1,0 +1,87 @@
+"""Every op alone, one layer, at the widths of a model: time, bytes or operations, and what bounds it.
+
+A row's time is the median of CUDA-graph replays over inputs that take turns, larger together than the chip's cache
+(sixty-four at the most: the smallest ops stay in it). "torch" is the op's reference in plain torch, by plain calls.
+The floor is the bytes that must move at the copy rate of this run, or the operations at its matmul rate. Peers are
+what is installed: torch's SDPA backends on contiguous keys, fla.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from hybridkv.bench.cases import PAGE, Listed, Setup
+from hybridkv.bench.cases_attention import attention_cases, store_cases
+from hybridkv.bench.cases_dense import dense_cases
+from hybridkv.bench.cases_eviction import eviction_cases
+from hybridkv.bench.cases_gdn import gdn_cases
+from hybridkv.bench.options import BenchOptions
+from hybridkv.bench.report import Column, Report
+from hybridkv.bench.shapes import Shape
+from hybridkv.bench.timing import Ceilings, free_memory, median_us
+from hybridkv.errors import HybridKVError
+
+COLUMNS = (
+    Column("us", "us"),
+    Column("floor_us", "floor us"),
+    Column("share", "of floor", 8, "%"),
+    Column("tb_s", "TB/s", 7, ".2f"),
+    Column("tflop_s", "TFLOP/s", 8, ".0f"),
+    Column("torch_us", "torch us", 11),
+    Column("error", "error", 8, ".0e"),
+    Column("peers", "peers us", 10, "each"),
+)
+
+
+def listed(setup: Setup) -> Iterator[Listed]:
+    for cases in (attention_cases, gdn_cases, eviction_cases, dense_cases, store_cases):
+        yield from cases(setup)
+
+
+def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
+    kinds = options.kv_dtypes or (("bf16", "fp8") if shape.device == "cuda" else ("f32", "fp8"))
+    about = {"model": shape.name, "page_size": PAGE}
+    report = Report("kernels", "us", COLUMNS, shape.device, ceilings, about, deadline=options.deadline)
+    setup = Setup(shape, options.quick, kinds)
+    wanted = [c for c in listed(setup) if re.search(options.only or "", f"{c.op} {c.name}")]
+    if not wanted:
+        raise HybridKVError(f"--only {options.only!r} matches no op")
+    report.start()
+    for i, each in enumerate(wanted):
+        report.attempt(each.op, each.name, lambda each=each: measure(report, each, options))
+        free_memory(shape.device)
+        report.doing(f"{i + 1} of {len(wanted)} rows")
+    return report
+
+
+def measure(report: Report, each: Listed, options: BenchOptions) -> None:
+    case = each.build()
+    error = case.verify()
+    device, ceilings = report.device, report.ceilings
+    us = median_us(case.run, case.inputs, graph=case.graph, device=device)
+    floor = ceilings.floor_us(case.nbytes, case.flops)
+    by_flops = case.flops / ceilings.tflop_s > case.nbytes / ceilings.tb_s
+    torch_us = None
+    if case.torch is not None and not options.quick:
+        torch_us = median_us(case.torch, case.inputs[:2], repeats=3, graph=False, device=device)
+    peers: dict[str, float] = {}
+    for name, (op, inputs) in ({} if options.skip_peers else case.peers).items():
+        try:
+            peers[name] = median_us(op, inputs, device=device)
+        except Exception as problem:  # a peer that does not take this shape, or breaks
+            report.note(f"{each.op}: {name} skipped: {type(problem).__name__}: {str(problem).splitlines()[0][:100]}")
+    report.add(
+        each.op,
+        each.name,
+        us=us,
+        floor_us=floor,
+        share=floor / us,
+        tb_s=None if by_flops else case.nbytes / us / 1e6,
+        tflop_s=case.flops / us / 1e6 if by_flops else None,
+        nbytes=case.nbytes,
+        flops=case.flops,
+        torch_us=torch_us,
+        error=error,
+        peers=peers,
+    )

@@ -1,0 +1,50 @@
+"""What `hybridkv bench` can be asked for."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from hybridkv.config import KV_DTYPES
+from hybridkv.errors import HybridKVError
+
+BENCHES = ("kernels", "decode", "prefill", "eviction", "capacity")
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    model_shape: str = "27b"
+    layers: int | None = None
+    device: str = "auto"
+    only: str | None = None  # ops or cases whose name matches
+    quick: bool = False  # fewer cases, no torch form
+    kv_dtypes: tuple[str, ...] = ()  # empty: the bench's own list, here and below
+    weight_dtype: str = "auto"  # auto | fp8
+    contexts: tuple[int, ...] = ()
+    batches: tuple[int, ...] = ()
+    budget: int = 2048
+    chunk: int = 8192  # prompt tokens a step
+    memory: str = "80GiB"
+    skip_peers: bool = False
+    peer_layers: int = 16
+    trace: str | None = None
+    limit: float | None = None  # seconds after which no new row begins
+
+    @property
+    def deadline(self) -> float | None:
+        return None if self.limit is None else time.monotonic() + self.limit
+
+    def __post_init__(self) -> None:
+        wrong = [k for k in self.kv_dtypes if k not in KV_DTYPES]
+        if wrong:
+            raise HybridKVError(f"kv_dtype {wrong[0]!r} is not supported; choose {', '.join(KV_DTYPES)}")
+        if self.weight_dtype not in ("auto", "fp8"):
+            raise HybridKVError(f"weight_dtype must be auto or fp8, not {self.weight_dtype!r}")
+        for name in ("contexts", "batches"):
+            if any(n < 1 for n in getattr(self, name)):
+                raise HybridKVError(f"{name} must be positive numbers")
+        for name in ("budget", "chunk", "peer_layers"):
+            if getattr(self, name) < 1:
+                raise HybridKVError(f"{name} must be a positive number, not {getattr(self, name)}")
+        if self.chunk % 64:
+            raise HybridKVError(f"chunk must be a multiple of 64, not {self.chunk}")

@@ -1,0 +1,67 @@
+"""Which model a benchmark runs: the widths of a published one, cut to fewer layers if asked, or tiny ones for a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hybridkv.errors import HybridKVError
+from hybridkv.models.config import ModelConfig
+from hybridkv.models.known import KNOWN, known_config
+
+TINY: dict[str, Any] = dict(
+    model_type="qwen3_5_text", vocab_size=128, hidden_size=64, num_hidden_layers=4, intermediate_size=96,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=32, full_attention_interval=4, linear_conv_kernel_dim=4,
+    linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4,
+    max_position_embeddings=4096, rms_norm_eps=1e-6, tie_word_embeddings=False,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+)  # fmt: skip
+SHORT = {"27b": "Qwen3.5-27B", "9b": "Qwen3.5-9B", "4b": "Qwen3.5-4B", "0.8b": "Qwen3.5-0.8B"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    raw: dict[str, Any]  # in the words of a Hugging Face config.json
+    config: ModelConfig
+    device: str  # cuda | cpu
+    dtype: torch.dtype
+
+    @property
+    def tiny(self) -> bool:
+        return self.name == "tiny"
+
+    def cut(self, layers: int) -> Shape:
+        return make_shape(self.name, self.raw | {"num_hidden_layers": layers}, self.device, self.dtype)
+
+
+def find_shape(name: str, layers: int | None = None, device: str = "auto") -> Shape:
+    """The shape and where it runs, or a reason why it cannot."""
+    if layers is not None and layers < 1:
+        raise HybridKVError(f"layers must be a positive number, not {layers}")
+    if name == "tiny":
+        found, raw = "tiny", TINY
+    else:
+        known = known_config(SHORT.get(name.lower(), name))
+        if known is None:
+            names = ", ".join(("tiny", *SHORT, *(n for n in KNOWN if "DeepSeek" not in n)))
+            raise HybridKVError(f"there is no model shape {name!r}; choose {names}")
+        found, raw = known
+        if raw["model_type"] == "deepseek_v4":
+            raise HybridKVError(f"{found} has scripts of its own: bench/deepseek_kernels.py, bench/deepseek_model.py")
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    device = here if device == "auto" else device
+    if device not in ("cpu", "cuda"):
+        raise HybridKVError(f"device must be auto, cpu or cuda, not {device!r}")
+    if device == "cuda" and here == "cpu":
+        raise HybridKVError("there is no CUDA device here; --model-shape tiny runs on a CPU")
+    if device == "cpu" and found != "tiny":
+        raise HybridKVError(f"{found} needs a CUDA device to be measured; --model-shape tiny runs on a CPU")
+    raw = raw if layers is None else raw | {"num_hidden_layers": layers}
+    return make_shape(found, raw, device, torch.bfloat16 if device == "cuda" else torch.float32)
+
+
+def make_shape(name: str, raw: dict[str, Any], device: str, dtype: torch.dtype) -> Shape:
+    return Shape(name, raw, ModelConfig.from_dict(raw), device, dtype)

@@ -1,0 +1,69 @@
+"""A Gated DeltaNet layer over a prompt, compiled, at the sizes of the released models."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gdn_cases import BOUND, chunked, delta_in_float64, make_net, make_x, start, unchunked
+from hybridkv.kernels import gdn_prefill as module
+from hybridkv.kernels.gdn_chunk import delta_chunks
+from hybridkv.kernels.gdn_prefill import gdn_prefill, gdn_prefill_ref
+from numerics import assert_close_rms, assert_same_bytes
+
+pytestmark = pytest.mark.gpu
+
+F32, BF16 = torch.float32, torch.bfloat16
+# the whole layer against the reference, which rounds nothing on the way: see tests/kernels/test_gdn_prefill.py
+LAYER = {F32: 5e-6, BF16: 8e-3}
+HEADS = (16, 48, 128, 128), (2, 4, 64, 32)
+
+
+@pytest.mark.parametrize("decays", (0.0, 0.02, 1.0))
+@pytest.mark.parametrize(("heads", "dtype"), [(HEADS[0], BF16), (HEADS[0], F32), (HEADS[1], BF16)])
+def test_the_delta_rule_is_the_recurrence(heads: tuple[int, ...], dtype: torch.dtype, decays: float) -> None:
+    """With and without forgetting; a strong decay inside a chunk does not blur the tokens behind it."""
+    (Hk, Hv, K, V), T = heads, 320
+    q, k = (F.normalize(torch.randn(T, Hk, K, device="cuda"), dim=-1).to(dtype) for _ in range(2))
+    v, beta = torch.randn(T, Hv, V, device="cuda").to(dtype), torch.rand(T, Hv, device="cuda")
+    g = -F.softplus(2 * torch.randn(T, Hv, device="cuda") - 2) * decays
+    if decays:
+        g[5], g[70] = -300.0, -3000.0
+    state = torch.randn(Hv, K, V, device="cuda") * 0.3
+    want, want_state = delta_in_float64(q, k, v, g, beta, state)
+    got = unchunked(delta_chunks(q, k, chunked(v), g, beta, state))
+    assert_close_rms("output", want, got, BOUND[dtype])
+    assert_close_rms("state", want_state, state, BOUND[dtype])
+
+
+@pytest.mark.parametrize(("heads", "dtype"), [(HEADS[0], BF16), (HEADS[0], F32), (HEADS[1], BF16)])
+@pytest.mark.parametrize(("T", "state_dtype"), [(1, F32), (2, F32), (65, BF16), (1000, F32)])
+def test_the_layer_is_the_reference(
+    T: int, heads: tuple[int, ...], state_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    net = make_net(*heads, device="cuda")
+    x, (tail, state) = make_x(T, net, dtype), start(net, state_dtype)
+    own_tail, own_state = tail.clone(), state.clone()
+    want, got = gdn_prefill_ref(x, net, tail, state), gdn_prefill(x, net, own_tail, own_state)
+    assert got.dtype == dtype and own_state.dtype == state_dtype
+    assert_close_rms("output", want, got, LAYER[dtype])
+    assert_close_rms("state", state, own_state, LAYER[dtype] if state_dtype == F32 else LAYER[BF16])
+    assert_same_bytes(tail, own_tail)
+
+
+def test_parts_of_a_long_prompt_give_what_the_prompt_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut at whole chunks, elsewhere, and where the op itself cuts."""
+    net = make_net(16, 48, 128, 128, device="cuda")
+    x, begin = make_x(4100, net, BF16), start(net)
+    held = [tuple(t.clone() for t in begin) for _ in range(4)]
+    outs = []
+    for cuts, (tail, state) in zip(([], [64, 2048], [1, 63, 1000], []), held, strict=True):
+        if len(outs) == 3:
+            monkeypatch.setattr(module, "PIECE", 1024)
+        parts = itertools.pairwise([0, *cuts, len(x)])
+        outs.append(torch.cat([gdn_prefill(x[a:b], net, tail, state) for a, b in parts]))
+    for out, (tail, state) in zip(outs[1:], held[1:], strict=True):
+        assert_close_rms("output", outs[0], out, LAYER[BF16])
+        assert_close_rms("state", held[0][1], state, LAYER[BF16])
+        assert_same_bytes(held[0][0], tail)

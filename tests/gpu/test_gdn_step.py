@@ -1,0 +1,104 @@
+"""gdn_step on the GPU at the heads of Qwen3.5-27B: the public function runs the kernel, a race would show as a wrong
+tail, and a captured step follows the slots that are written into its input. The small cases are in tests/kernels.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridkv.kernels.gdn_step import gdn_step, gdn_step_ref
+from hybridkv.kernels.gdn_weights import DeltaNet
+
+pytestmark = pytest.mark.gpu
+F32, BF16 = torch.float32, torch.bfloat16
+OUTPUT = 3e-3  # two bf16 roundings of nearly the same number: 1.1e-3 RMS each
+STATE = {F32: 1e-5, BF16: 3e-3}  # f32: sums of 128 products and exp, in another order; bf16: as the output
+
+
+@pytest.fixture(autouse=True)
+def on_the_gpu() -> Iterator[None]:
+    with torch.device("cuda"):
+        yield
+
+
+def delta_net() -> DeltaNet:
+    channels = 2 * 16 * 128 + 48 * 128
+    weights = torch.randn(channels, 4) / 2, torch.rand(48) * 4, torch.randn(48), torch.randn(128)
+    return DeltaNet(16, 48, 128, 128, *weights, eps=1e-6)
+
+
+def pools(net: DeltaNet, slots: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.randn(slots, 3, net.channels), torch.randn(slots, 48, 128, 128).to(dtype)
+
+
+def inputs(net: DeltaNet, B: int) -> Tensor:
+    return torch.randn(B, sum(net.columns), dtype=BF16)
+
+
+def assert_close(want: Tensor, got: Tensor, bound: float) -> None:
+    """Relative RMS, on the GPU: the states of a batch are gigabytes."""
+    want, got = want.float(), got.float()
+    error = ((got - want).square().mean() / want.square().mean()).sqrt().item()
+    assert error <= bound, f"relative RMS {error:.3e} is over {bound:.3e}"  # a NaN fails this too
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("B", [1, 64])
+def test_steps_in_a_row_match_the_composition(B: int, dtype: torch.dtype) -> None:
+    net, N = delta_net(), B + 2
+    tails, states = pools(net, N, dtype)
+    want_tails, want_states = tails.clone(), states.clone()
+    for _ in range(4):
+        x, slots = inputs(net, B), torch.randperm(N)[:B]
+        slots[1::5] = -1
+        want = gdn_step_ref(x, net, want_tails, want_states, slots)
+        got = gdn_step(x, net, tails, states, slots)
+        assert_close(want, got, OUTPUT)
+        assert (got[1::5] == 0).all()
+        assert torch.equal(want_tails, tails)
+    assert_close(want_states, states, STATE[dtype])
+
+
+def test_the_same_bytes_every_time() -> None:
+    """Whichever program comes last. Slots past 2^31 elements of the state pool."""
+    net, B, N = delta_net(), 64, 2800
+    slots = torch.arange(N - B, N)
+    tails, states = torch.randn(N, 3, net.channels), torch.empty(N, 48, 128, 128)
+    before = tails.clone()
+    first = None
+    x = inputs(net, B)
+    for _ in range(10):
+        tails.copy_(before)
+        states[N - B :] = torch.linspace(-1, 1, 128)
+        now = gdn_step(x, net, tails, states, slots), tails, states[N - B :]
+        if first is None:
+            first = [t.clone() for t in now]
+            assert torch.equal(before[: N - B], tails[: N - B])
+        for a, b in zip(first, now):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
+def test_a_captured_step_follows_its_slots_and_allocates_nothing(dtype: torch.dtype) -> None:
+    net, B, N = delta_net(), 8, 12
+    tails, states = pools(net, N, dtype)
+    want_tails, want_states = tails.clone(), states.clone()
+    x, slots = inputs(net, B), torch.full((B,), -1)
+    gdn_step(x, net, tails, states, slots)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = gdn_step(x, net, tails, states, slots)
+    for real in (8, 1, 5, 8):
+        x.copy_(inputs(net, B))
+        slots.copy_(torch.randperm(N)[:B])
+        slots[real:] = -1
+        want = gdn_step_ref(x, net, want_tails, want_states, slots)
+        held = torch.cuda.memory_stats()["allocation.all.allocated"]
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == held
+        assert_close(want, out, OUTPUT)
+        assert torch.equal(want_tails, tails)
+    assert_close(want_states, states, STATE[dtype])

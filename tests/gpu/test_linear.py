@@ -1,0 +1,125 @@
+"""Products of a decode step on the GPU at the widths of a 27B model: few rows, FP8 weights, in and out of a graph."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tiny
+from hybridkv import LLM
+from hybridkv.kernels.linear import Linear
+from hybridkv.kernels.linear_fp8 import encode_weight, keeps_codes, linear_fp8, linear_fp8_ref
+from hybridkv.kernels.linear_vector import is_hopper, linear_vector_triton
+from hybridkv.kernels.quant import fp8_decode
+from numerics import assert_close_rms, assert_same_bytes, logit_gap
+
+pytestmark = pytest.mark.gpu
+# (rows, inputs, gated); 16480 is no multiple of a tile
+SHAPES = [(16480, 5120, False), (5120, 6144, False), (5120, 17408, False), (34816, 5120, True), (248320, 5120, False)]
+BOUND = 3e-3  # one rounding of the result to bf16
+
+
+@pytest.fixture(autouse=True)
+def needs_hopper() -> None:
+    if not is_hopper(torch.device("cuda")):
+        pytest.skip("the kernel needs a Hopper GPU or a newer one")
+
+
+def drawn(N: int, K: int) -> Tensor:
+    return (torch.randn(N, K, device="cuda", dtype=torch.bfloat16) / K**0.5).contiguous()
+
+
+def dense(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
+    """In f32: float64 is slow at these widths, and sums are 1e-6 off."""
+    y = torch.cat([F.linear(x.float(), part.float()) for part in weight.split(16384)], 1)
+    return F.silu(y[:, : len(weight) // 2]) * y[:, len(weight) // 2 :] if gated else y
+
+
+@pytest.mark.parametrize("codes", [False, True])
+@pytest.mark.parametrize(("N", "K", "gated"), SHAPES)
+def test_few_rows_at_real_widths(N: int, K: int, gated: bool, codes: bool) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    weight = drawn(N, K)
+    given, scale = encode_weight(weight) if codes else (weight, None)
+    if scale is not None:
+        weight = torch.cat([fp8_decode(c, s) for c, s in zip(given.split(16384), scale.split(16384), strict=True)])
+    wide = torch.randn(16, K + 64, device="cuda", dtype=torch.bfloat16)
+    want = dense(wide[:, 32 : 32 + K], weight, gated)
+    for T in (1, 5, 8, 9, 16):
+        got = linear_vector_triton(wide[:T, 32 : 32 + K], given, scale, None, gated)
+        assert_close_rms(f"{T} rows", want[:T], got, BOUND)
+
+
+def test_a_chain_in_a_graph_gives_the_bits_of_one_kernel_at_a_time() -> None:
+    """Each kernel starts before the one before has ended: what it reads and writes must wait."""
+    up, down = drawn(34816, 5120), drawn(5120, 17408)
+    codes = [encode_weight(w) for w in (up, down)]
+
+    def run(x: Tensor, stop: bool) -> Tensor:
+        for _ in range(10):
+            for (w, s), gated in zip(((up, None), (down, None), *codes), (True, False, True, False), strict=True):
+                x = linear_vector_triton(x, w, s, None, gated)
+                if stop:
+                    torch.cuda.synchronize()
+                x = F.normalize(x, dim=-1) * 70 if not gated else x  # a kernel of the library in between
+        return x
+
+    start = torch.randn(3, 5120, device="cuda", dtype=torch.bfloat16)
+    want, x = run(start, True), start.clone()
+    run(x, False)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run(x, False)
+    for _ in range(20):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert_same_bytes(want, got)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("T", [17, 300, 2048])
+@pytest.mark.parametrize(("N", "K"), [(1024, 5120), (5120, 17408), (33, 72)])
+def test_many_rows_with_fp8_weights(T: int, N: int, K: int, bias: bool) -> None:
+    weight, x = drawn(N, K), torch.randn(T, K, device="cuda", dtype=torch.bfloat16)
+    x[::3] *= 1000  # a scale for each row
+    added = torch.randn(N, device="cuda", dtype=torch.bfloat16) if bias else None
+    codes, scale = encode_weight(weight)
+    want = linear_fp8_ref(x, codes, scale, added)
+    got = linear_fp8(x, codes, scale, added)
+    size = want.float().norm(dim=1, keepdim=True)
+    # x rounded to three bits of mantissa: 0.026 RMS
+    assert_close_rms("rows of one size", want.float() / size, got.float() / size, 0.035)
+
+
+def test_a_layer_picks_alike_for_one_row_and_for_many() -> None:
+    weight, x = drawn(4096, 1024), torch.randn(40, 1024, device="cuda", dtype=torch.bfloat16)
+    layer, codes = Linear(weight), Linear(*encode_weight(weight)[:1], scale=encode_weight(weight)[1])
+    for op, bound in ((layer, BOUND), (codes, 0.05)):
+        want = F.linear(x.float(), weight.float())
+        for T in (1, 16, 17, 40):
+            assert_close_rms("product", want[:T], op(x[:T]), bound)
+            gate, up = want[:T].chunk(2, -1)
+            assert_close_rms("gated", F.silu(gate) * up, op.gated(x[:T]), 2 * bound)
+
+
+FORMS = (("cpu", "float32"), ("cuda", "bfloat16"))
+
+
+def test_a_model_with_fp8_weights(tmp_path: Path) -> None:
+    """Codes on the GPU, rounded weights on the CPU: the same model. So few tokens at once that x is not rounded."""
+    tiny.save("llama", tmp_path)
+    assert keeps_codes(torch.device("cuda"), torch.bfloat16)
+    settings: dict[str, Any] = dict(weight_dtype="fp8", max_requests=1, max_context=256)
+    ids = tiny.token_ids(16)
+    want = LLM(str(tmp_path), device="cpu", dtype="float32", **settings).logits(ids)
+    llm = LLM(str(tmp_path), device="cuda", dtype="bfloat16", **settings)
+    matrices = [part for layer in llm.model.layers for part in (layer.mixer.qkv, layer.feed.gate_up)]  # type: ignore
+    assert all(part.weight.dtype == torch.uint8 and part.scale is not None for part in matrices)
+    # bf16 activations: the same model without codes moves its logits as much
+    plain = {d: LLM(str(tmp_path), device=d, dtype=t, max_requests=1, max_context=256).logits(ids) for d, t in FORMS}
+    assert logit_gap(want, llm.logits(ids)) < 2 * logit_gap(plain["cpu"], plain["cuda"])
+    assert len(llm.generate([tiny.token_ids(40)])[0].token_ids) > 0

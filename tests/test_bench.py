@@ -1,0 +1,273 @@
+"""The benchmarks on a tiny model on a CPU: each prints a table and one JSON line last; wrong results are not timed."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hybridkv.bench import cases_attention, cases_dense, compare, decode
+from hybridkv.bench.options import BENCHES, BenchOptions
+from hybridkv.bench.report import WrongResult, check, rounded
+from hybridkv.bench.shapes import find_shape
+from hybridkv.bench.standin import fill_pages, fill_state, make_engine, resident
+from hybridkv.bench.suite import run_bench
+from hybridkv.bench.timing import Ceilings
+from hybridkv.bench.trace import short
+from hybridkv.cli import main
+from hybridkv.config import CacheConfig
+from hybridkv.errors import HybridKVError
+from hybridkv.models.random_weights import random_decoder
+
+TINY = BenchOptions(model_shape="tiny", device="cpu", skip_peers=True)
+OPS = {
+    "append", "attention_inputs", "attention_decode", "attention_prefill", "gdn_step", "gdn_prefill", "window_scores",
+    "select_entries", "compact", "linear", "add_rms_norm", "silu_mul", "best_tokens", "draw",
+}  # fmt: skip
+Run = Callable[..., tuple[int, list[str], str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """`run("decode", "--quick")` -> exit code, lines of standard output, standard error."""
+    monkeypatch.setattr(decode, "STEPS", 2)
+
+    def bench(*arguments: str) -> tuple[int, list[str], str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["bench", *arguments])
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out.splitlines(), err
+
+    return bench
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_a_bench_prints_a_table_and_one_json_line_last(name: str, run: Run) -> None:
+    more = ["--kv-dtype", "fp8"] if name in ("decode", "eviction") else []
+    code, lines, _ = run(name, "--model-shape", "tiny", "--device", "cpu", "--skip-peers", *more)
+    assert code == 0
+    result = json.loads(lines[-1])
+    assert result["bench"] == name and result["rows"] and result["ceilings"]["tb_s"] > 0
+    keys = [(row["op"], row["case"]) for row in result["rows"]]
+    assert len(set(keys)) == len(keys), "rows must be told apart"
+    for row in result["rows"]:
+        assert row[result["measure"]] > 0
+        assert any(line.startswith(row["op"]) and row["case"] in line for line in lines[:-1])
+    assert any("no CUDA graphs" in line for line in lines)
+    assert not [line for line in lines[:-1] if line.startswith("{")]
+    if name == "kernels":
+        assert {row["op"] for row in result["rows"]} == OPS
+        assert all(row["error"] < 0.05 and row["floor_us"] > 0 for row in result["rows"])
+
+
+def test_only_takes_the_ops_that_match(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = run_bench("kernels", replace(TINY, only="add_rms|silu"))["rows"]
+    assert {row["op"] for row in rows} == {"add_rms_norm", "silu_mul"}
+    with pytest.raises(HybridKVError, match="matches no op"):
+        run_bench("kernels", replace(TINY, only="nothing of the kind"))
+
+
+def test_a_wrong_kernel_is_reported_and_not_timed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = cases_attention.attention_decode
+    monkeypatch.setattr(cases_attention, "attention_decode", lambda *x: right(*x) * 1.05)
+    code, lines, err = run("kernels", "--model-shape", "tiny", "--device", "cpu", "--only", "attention_(de|pre)")
+    result = json.loads(lines[-1])
+    assert code == 2 and "4 rows failed" in err and len(err.splitlines()) == 1
+    assert {row["op"] for row in result["rows"]} == {"attention_prefill"}, "the rest goes on"
+    assert {f["op"] for f in result["failures"]} == {"attention_decode"}
+    assert all("differs from the reference" in f["problem"] for f in result["failures"])
+    assert sum("FAILED" in line for line in lines[:-1]) == 4
+
+
+def test_an_op_that_a_tree_lacks_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def absent(*_: object) -> None:
+        raise ImportError("no such op")
+
+    monkeypatch.setattr(cases_dense, "silu_case", absent)
+    result = run_bench("kernels", replace(TINY, only="silu|add_rms"))
+    assert {row["op"] for row in result["rows"]} == {"add_rms_norm"}
+    assert "no such op" in result["failures"][0]["problem"]
+
+
+def test_a_wrong_decode_step_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from hybridkv.engine.runner import Runner
+
+    right = Runner.forward
+
+    def wrong(self: Runner, inputs: object) -> torch.Tensor:
+        logits = right(self, inputs)  # type: ignore[arg-type]
+        return logits.roll(1, -1) if inputs.step.singles else logits  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(Runner, "forward", wrong)
+    result = run_bench("decode", replace(TINY, only="nothing else"))
+    assert not result["rows"] and "a decode step" in result["failures"][0]["problem"]
+
+
+def test_transformers_runs_beside_on_the_same_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    options = replace(TINY, skip_peers=False, peer_layers=4, contexts=(64,), batches=(1,), only="peers alone")
+    result = run_bench("decode", options)
+    row = result["rows"][-1]
+    assert not result["failures"] and row["op"] == "decode beside peers" and row["peers"]["transformers"] > 0
+    assert any("against transformers" in note for note in result["notes"])
+
+
+def test_nothing_begins_after_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in BENCHES:
+        result = run_bench(name, replace(TINY, limit=0.0))
+        assert not result["rows"] and not result["failures"] and result["left_out"] > 0
+
+
+def test_check() -> None:
+    x = torch.randn(100)
+    assert check("x", x, x, 0) == 0
+    assert check("x", x * 1.001, x, 1e-2) == pytest.approx(1e-3, rel=0.01)
+    for got, bound in ((x * 1.1, 1e-2), (x * float("nan"), 1e-2), (x + 1e-6, 0)):
+        with pytest.raises(WrongResult):
+            check("x", got, x, bound)
+
+
+def test_floors_are_bytes_or_operations_whichever_takes_longer() -> None:
+    ceilings = Ceilings(tb_s=4.0, tflop_s=800.0)
+    assert ceilings.floor_us(4e6, 0) == pytest.approx(1.0)
+    assert ceilings.floor_us(4e6, 8e9) == pytest.approx(10.0)
+
+
+def test_numbers_of_a_json_line_are_short_and_finite() -> None:
+    assert rounded({"a": [1.23456789, float("nan"), float("inf")], "b": 3}) == {"a": [1.2346, None, None], "b": 3}
+
+
+# ---- stand-in caches
+
+
+@pytest.mark.parametrize("kind", ["f32", "fp8"])
+@pytest.mark.parametrize("budget", [None, 96])
+def test_a_stand_in_is_what_a_prompt_would_have_left(kind: str, budget: int | None) -> None:
+    shape = find_shape("tiny", device="cpu")
+    model = random_decoder(shape.config, "cpu", torch.float32)
+    cache = CacheConfig(kv_dtype=kind, budget=budget)
+    engine = make_engine(model, cache, "cpu", torch.float32, slots=2, context=256, spare=256)
+    fill_pages(engine.manager)
+    requests = [resident(engine, n, 3) for n in (200, 130)]
+    fill_state(engine.manager)
+    engine.manager.check_integrity()
+    for request, n in zip(requests, (200, 130), strict=True):
+        assert engine.manager.position(request.key) == n and len(request.tokens) == n + 1
+        cut = budget is not None and n > budget + cache.window
+        assert set(np.ravel(engine.manager.lengths(request.key)["attention"])) == {budget if cut else n}
+        assert bool(request.evictions) == cut
+    while not engine.idle:
+        engine.step()
+    assert [len(r.generated) for r in requests] == [4, 4] and not any(r.error for r in requests)
+    engine.manager.check_integrity()
+
+
+# ---- comparing trees
+
+
+def test_rows_are_compared_by_op_and_case() -> None:
+    ours = {"measure": "us", "rows": [{"op": "a", "case": "x", "us": 2.0}, {"op": "a", "case": "y", "us": 1.0}]}
+    base = {"measure": "us", "rows": [{"op": "a", "case": "x", "us": 5.0}, {"op": "b", "case": "y", "us": 1.0}]}
+    assert compare.side_by_side(ours, base) == [{"op": "a", "case": "x", "ours": 2.0, "base": 5.0, "ratio": 2.5}]
+    more = {"measure": "requests", "rows": [{"op": "a", "case": "x", "requests": 6}]}
+    less = {"measure": "requests", "rows": [{"op": "a", "case": "x", "requests": 3}]}
+    assert compare.side_by_side(more, less)[0]["ratio"] == 2.0
+
+
+def test_a_base_needs_a_git_checkout_and_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compare, "PACKAGE", tmp_path / "site-packages" / "hybridkv")
+    code, _, err = run("kernels", "--model-shape", "tiny", "--device", "cpu", "--base", "HEAD")
+    assert code == 2 and "needs a git checkout" in err and len(err.splitlines()) == 1
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    with pytest.raises(HybridKVError, match="no commit 'nowhere'"), compare.worktree(tmp_path, "nowhere"):
+        pass
+
+
+def test_a_base_is_measured_in_its_own_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repository whose package has no benchmarks: ours are put over it, and its own code runs under them."""
+    package = tmp_path / "hybridkv"
+    (package / "models").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x"]
+    for arguments in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "a tree"]):
+        subprocess.run([*git, *arguments], check=True)
+    (package / "bench").mkdir()
+    (package / "bench" / "__init__.py").write_text("")
+    (package / "bench" / "suite.py").write_text(
+        "import hybridkv, json\n"
+        "def run_json(name, options):\n"
+        "    print('a table')\n"
+        "    print(json.dumps({'bench': name, 'from': hybridkv.__file__, 'options': json.loads(options)}))\n"
+    )
+    (package / "models" / "random_weights.py").write_text("")
+    monkeypatch.setattr(compare, "PACKAGE", package)
+    found = compare.run_base("decode", TINY, "HEAD")
+    assert found["bench"] == "decode" and found["options"]["skip_peers"] and "hybridkv-base-" in found["from"]
+    assert BenchOptions(**{k: tuple(v) if isinstance(v, list) else v for k, v in found["options"].items()})
+    left = subprocess.run([*git, "worktree", "list"], check=True, capture_output=True, text=True).stdout
+    assert len(left.splitlines()) == 1, "the worktree is gone"
+    (package / "bench" / "suite.py").write_text("raise SystemExit(3)")
+    with pytest.raises(HybridKVError, match="does not run on that commit"):
+        compare.run_base("decode", TINY, "HEAD")
+
+
+# ---- the command line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nothing"], "there is no benchmark 'nothing'"),
+        (["kernels", "--device", "cpu"], "needs a CUDA device"),
+        (["kernels", "--device", "tpu", "--model-shape", "tiny"], "device must be auto, cpu or cuda"),
+        (["kernels", "--model-shape", "28b"], "there is no model shape '28b'"),
+        (["kernels", "--model-shape", "DeepSeek-V4-Flash"], "scripts of its own"),
+        (["decode", "--model-shape", "tiny", "--kv-dtype", "bf16,fp7"], "fp7"),
+        (["decode", "--model-shape", "tiny", "--contexts", "2k"], "--contexts takes whole numbers"),
+        (["decode", "--model-shape", "tiny", "--layers", "0"], "layers must be a positive number"),
+        (["decode", "--model-shape", "tiny", "--weight-dtype", "int4"], "must be auto or fp8"),
+        (["prefill", "--model-shape", "tiny", "--chunk", "100"], "multiple of 64"),
+        (["decode", "--model-shape", "tiny", "--json", "/no/such/folder/x"], "--json: there is no folder"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], said: str, run: Run) -> None:
+    code, _, err = run(*arguments)
+    assert code == 2 and said in err and len(err.splitlines()) == 1
+
+
+def test_a_cuda_device_that_is_not_there_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, _, err = run("kernels", "--device", "cuda")
+    assert code == 2 and "there is no CUDA device here" in err
+
+
+def test_the_json_line_is_added_to_a_file_and_a_trace_is_written(tmp_path: Path, run: Run) -> None:
+    where = ["--json", str(tmp_path / "out.jsonl"), "--trace", str(tmp_path / "trace")]
+    (tmp_path / "out.jsonl").write_text("{}\n")
+    more = ["--device", "cpu", "--skip-peers", "--contexts", "70"]
+    code, lines, _ = run("prefill", "--model-shape", "tiny", *more, *where)
+    assert code == 0 and any("the largest costs" in line for line in lines)
+    written = (tmp_path / "out.jsonl").read_text().splitlines()
+    assert len(written) == 2 and json.loads(written[1]) == json.loads(lines[-1])
+    assert (tmp_path / "trace" / "prefill_chunk.json.gz").stat().st_size > 0
+
+
+def test_kernel_names_become_short() -> None:
+    assert (
+        short("void at::native::vectorized_elementwise_kernel<4, at::X>(int, float)") == "vectorized_elementwise_kernel"
+    )
+    assert short("nvjet_tst_128x8_64x12_2x1_v_bz_TNT") == "matrix products (cuBLAS)"
+    assert short("attention_decode_kernel") == "attention_decode_kernel"
+
+
+def test_options_survive_a_trip_through_json() -> None:
+    options = replace(TINY, contexts=(64,), kv_dtypes=("fp8",))
+    back = json.loads(json.dumps(asdict(options)))
+    assert BenchOptions(**{k: tuple(v) if isinstance(v, list) else v for k, v in back.items()}) == options
