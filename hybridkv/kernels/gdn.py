@@ -1,4 +1,5 @@
-"""Gated DeltaNet: the causal convolution in front of it and the gated delta rule, as a recurrence and in chunks.
+"""Gated DeltaNet, what it computes: the causal convolution in front of it and the gated delta rule, as a recurrence and
+in chunks. gdn_step and gdn_prefill run them, together with all else that stands between a layer's projections.
 
 For each value head, with state S [K, V], decay g <= 0, strength beta, unit key k and scaled unit query q:
 
@@ -43,17 +44,11 @@ def causal_conv_ref(x: Tensor, weight: Tensor, tail: Tensor) -> Tensor:
     return F.silu(out)
 
 
-causal_conv = causal_conv_ref
-
-
 def causal_conv_step_ref(x: Tensor, weight: Tensor, tails: Tensor) -> Tensor:
     """One token of each of B requests: x [B, C], tails [B, taps - 1, C]."""
     rows = torch.cat((tails, x.float().unsqueeze(1)), 1)  # [B, taps, C]
     tails.copy_(rows[:, 1:])
     return F.silu((rows * weight.float().t()).sum(1))
-
-
-causal_conv_step = causal_conv_step_ref
 
 
 def causal_conv_exact(x: Tensor, weight: Tensor, tails: Tensor) -> Tensor:
@@ -82,9 +77,6 @@ def gated_delta_step_ref(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tenso
     u = beta.unsqueeze(-1) * (v - (k.unsqueeze(-2) @ states).squeeze(-2))
     states.add_(k.unsqueeze(-1) * u.unsqueeze(-2))
     return (q.unsqueeze(-2) @ states).squeeze(-2)
-
-
-gated_delta_step = gated_delta_step_ref
 
 
 def gated_delta_exact_torch(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor) -> Tensor:
@@ -183,6 +175,3 @@ def gated_delta_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
         out[:, c] = q_in[:, c] @ state + within[:, c] @ fresh
         state.mul_(fade[:, c, None, None]).add_(k_out[:, c].transpose(-1, -2) @ fresh)
     return out.flatten(1, 2)[:, :T].transpose(0, 1)
-
-
-gated_delta = gated_delta_chunks

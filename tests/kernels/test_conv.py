@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridkv.kernels.gdn import causal_conv, causal_conv_step
+from hybridkv.kernels.gdn import causal_conv_ref, causal_conv_step_ref
 from numerics import assert_close_rms, assert_same_bytes, rel_rms
 
 BOUND = 5e-7  # four products and a silu in f32
@@ -30,7 +30,7 @@ def case(T: int, taps: int = 4, channels: int = 10) -> tuple[Tensor, Tensor, Ten
 def test_the_whole_is_the_formula_and_leaves_the_last_inputs(T: int, taps: int) -> None:
     x, weight, tail = case(T, taps)
     own = tail.clone()
-    assert_close_rms("output", in_float64(x, weight, tail), causal_conv(x, weight, own), BOUND)
+    assert_close_rms("output", in_float64(x, weight, tail), causal_conv_ref(x, weight, own), BOUND)
     assert_same_bytes(torch.cat((tail, x))[-(taps - 1) :], own)
 
 
@@ -38,8 +38,8 @@ def pieces(cuts: list[int], channels: int) -> tuple[Tensor, Tensor]:
     """(whole, in pieces); the tails they leave are the same bytes."""
     x, weight, tail = case(200, channels=channels)
     whole_tail, own = tail.clone(), tail.clone()
-    whole = causal_conv(x, weight, whole_tail)
-    parts = [causal_conv(x[a:b], weight, own) for a, b in itertools.pairwise([0, *cuts, 200])]
+    whole = causal_conv_ref(x, weight, whole_tail)
+    parts = [causal_conv_ref(x[a:b], weight, own) for a, b in itertools.pairwise([0, *cuts, 200])]
     assert_same_bytes(whole_tail, own)
     return whole, torch.cat(parts)
 
@@ -58,8 +58,8 @@ def test_pieces_cut_at_multiples_of_64_are_the_whole_bit_for_bit(cuts: list[int]
 def test_steps_are_the_whole() -> None:
     x, weight, tail = case(50)
     own = tail.clone()[None]
-    steps = torch.cat([causal_conv_step(x[t : t + 1], weight, own) for t in range(50)])
-    whole = causal_conv(x, weight, tail)
+    steps = torch.cat([causal_conv_step_ref(x[t : t + 1], weight, own) for t in range(50)])
+    whole = causal_conv_ref(x, weight, tail)
     assert_close_rms("output", whole, steps, BOUND)  # the taps may be added in another order
     assert_same_bytes(tail, own[0])
 
@@ -67,11 +67,11 @@ def test_steps_are_the_whole() -> None:
 def test_bf16_inputs_are_computed_in_f32() -> None:
     x, weight, tail = case(9)
     narrow = x.bfloat16()
-    out = causal_conv(narrow, weight, tail.clone())
+    out = causal_conv_ref(narrow, weight, tail.clone())
     assert out.dtype == torch.float32
     assert_close_rms("output", in_float64(narrow.float(), weight, tail), out, BOUND)
 
 
 def test_the_bound_would_see_reversed_taps() -> None:
     x, weight, tail = case(50)
-    assert rel_rms(in_float64(x, weight, tail), causal_conv(x, weight.flip(1), tail.clone())) > 0.1
+    assert rel_rms(in_float64(x, weight, tail), causal_conv_ref(x, weight.flip(1), tail.clone())) > 0.1

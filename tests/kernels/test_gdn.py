@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridkv.kernels.gdn import CHUNK, gated_delta, gated_delta_ref, gated_delta_step
+from hybridkv.kernels.gdn import CHUNK, gated_delta_chunks, gated_delta_ref, gated_delta_step_ref
 from numerics import assert_close_rms, assert_same_bytes, rel_rms
 
 # f32 against float64: each of up to 64 corrected values of a chunk is a sum over those before it, about 2^-24 * 64
@@ -43,7 +43,7 @@ def in_float64(given: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
 
 def check(given: Inputs, state: Tensor, bound: float = BOUND) -> None:
     want_out, want_state = in_float64(given, state)
-    for form in (gated_delta, gated_delta_ref):
+    for form in (gated_delta_chunks, gated_delta_ref):
         own = state.clone()
         out = form(*given, own)
         assert_close_rms(f"{form.__name__}, output", want_out, out, bound)
@@ -79,7 +79,7 @@ def test_extreme_gates_strengths_and_keys(name: str, value: float, T: int) -> No
 
 def test_no_strength_and_no_decay_leave_the_state_bit_for_bit() -> None:
     given, state = changed(changed(inputs(100), "g", 0.0), "b", 0.0), start()
-    for form in (gated_delta, gated_delta_ref):
+    for form in (gated_delta_chunks, gated_delta_ref):
         own = state.clone()
         form(*given, own)
         assert_same_bytes(state, own)
@@ -88,7 +88,7 @@ def test_no_strength_and_no_decay_leave_the_state_bit_for_bit() -> None:
 def test_a_zero_key_only_decays_the_state() -> None:
     given, state = changed(inputs(70), "k", 0.0), start()
     want = state * given[3].sum(0).exp()[:, None, None]
-    gated_delta(*given, state)
+    gated_delta_chunks(*given, state)
     assert_close_rms("state", want, state, BOUND)
 
 
@@ -105,7 +105,7 @@ def test_strengths_of_one_on_repeated_keys_replace_the_value() -> None:
     T, key = 129, F.normalize(torch.randn(3, 16), dim=-1)
     q, _, v, _, _ = inputs(T)
     state = torch.zeros(3, 16, 24)
-    gated_delta(q, key.expand(T, 3, 16), v, torch.zeros(T, 3), torch.ones(T, 3), state)
+    gated_delta_chunks(q, key.expand(T, 3, 16), v, torch.zeros(T, 3), torch.ones(T, 3), state)
     answer = (key.unsqueeze(-2) @ state).squeeze(-2)
     assert_close_rms("last value", v[-1], answer, 2e-5)  # 128 replacements, each to 2^-24 of |k|^2 = 1
 
@@ -114,9 +114,9 @@ def split(given: Inputs, state: Tensor, cuts: list[int]) -> tuple[Tensor, Tensor
     own, parts = state.clone(), []
     for a, b in itertools.pairwise([0, *cuts, len(given[0])]):
         if b - a == 1:
-            parts.append(gated_delta_step(*(x[a:b] for x in given), own[None]))
+            parts.append(gated_delta_step_ref(*(x[a:b] for x in given), own[None]))
         else:
-            parts.append(gated_delta(*(x[a:b] for x in given), own))
+            parts.append(gated_delta_chunks(*(x[a:b] for x in given), own))
     return torch.cat(parts), own
 
 
@@ -152,9 +152,9 @@ def test_512_steps_do_not_drift() -> None:
 def test_steps_of_several_requests_are_steps_of_each() -> None:
     given, states = inputs(5), torch.randn(5, 3, 16, 24)
     alone = states.clone()
-    out = gated_delta_step(*given, states)
+    out = gated_delta_step_ref(*given, states)
     for b in range(5):
-        one = gated_delta_step(*(x[b : b + 1] for x in given), alone[b : b + 1])
+        one = gated_delta_step_ref(*(x[b : b + 1] for x in given), alone[b : b + 1])
         assert_close_rms("output", one, out[b : b + 1], 1e-6)
     assert_close_rms("states", alone, states, 1e-6)
 
@@ -164,6 +164,6 @@ def test_the_bound_would_see_a_swapped_order() -> None:
     given, state = inputs(129), start()
     want, _ = in_float64(given, state)
     late = (*given[:3], given[3].roll(1, 0), given[4])
-    assert rel_rms(want, gated_delta(*late, state.clone())) > 1e3 * BOUND
+    assert rel_rms(want, gated_delta_chunks(*late, state.clone())) > 1e3 * BOUND
     swapped = (given[0], given[1], given[2], given[3], given[4] * given[3].exp())
-    assert rel_rms(want, gated_delta(*swapped, state.clone())) > 1e3 * BOUND
+    assert rel_rms(want, gated_delta_chunks(*swapped, state.clone())) > 1e3 * BOUND
