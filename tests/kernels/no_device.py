@@ -1,8 +1,9 @@
-"""Importing this makes Triton compile for a Hopper GPU where there is none: launchers run, what they launch is compiled
+"""Importing this makes Triton compile for a Hopper GPU (or for COMPILE_FOR, such as 89) where there is none: launchers run, what they launch is compiled
 and not run. `built` then holds (kernel's name, compiled kernel) of every launch. Only in a process of its own, without
 the interpreter.
 """
 
+import os
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ class NoDevice:
     utils, launcher_cls = Nothing(), None
 
     def get_current_target(self) -> Any:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", int(os.environ.get("COMPILE_FOR", "90")), 32)
 
     def get_current_device(self) -> int:
         return 0

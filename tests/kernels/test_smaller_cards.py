@@ -1,0 +1,49 @@
+"""A 27B model's kernels compile for an RTX 40 card: 99 KiB of shared memory, and nothing that only Hopper has."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", minversion="3.6")
+
+COMPILE = """
+import torch
+from kernels.no_device import built
+from hybridkv.kernels import attention_decode as decode, attention_prefill as prefill
+from hybridkv.kernels import gdn_chunk as chunk
+from hybridkv.kernels.quant import Fp8Pages
+
+decode.on_gpu = lambda q: True
+decode.roomy = prefill.roomy = chunk.roomy = lambda device: False
+bf16, D, H, G = torch.bfloat16, 256, 24, 4
+table, lengths = torch.zeros(2, G, 3, dtype=torch.int32), torch.zeros(2, G, dtype=torch.int64)
+plain = torch.zeros(4, 64, D, dtype=bf16)
+codes = Fp8Pages(torch.zeros(4, 64, D, dtype=torch.uint8), torch.zeros(4, 64))
+for pool in (plain, codes):
+    q = torch.zeros(2, H, D, dtype=bf16)
+    decode.attention_decode_triton(q, pool, pool, table, None, 1.0, lengths)
+    prefill.attention_prefill_triton(q, pool, pool, table, None, [0, 1, 2], 1.0, lengths)
+N, Hk, Hv, K, V = 2, 16, 48, 128, 128
+q, v = torch.zeros(N * 64, Hk, K, dtype=bf16), torch.zeros(N, Hv, V, 64, dtype=bf16)
+gates = torch.zeros(N, Hv, 64)
+chunk.delta_chunks(q, q, v, gates, gates, torch.zeros(Hv, K, V))
+for name, kernel in built:
+    assert kernel.metadata.shared <= 99 * 1024, (name, kernel.metadata.shared)
+    assert "griddepcontrol" not in kernel.asm["ptx"] and ".target sm_89" in kernel.asm["ptx"], name
+print(*sorted({name for name, _ in built}))
+"""
+
+
+def test_kernels_fit_a_card_with_little_shared_memory(tmp_path: Path) -> None:
+    """In a process without the interpreter."""
+    tests = Path(__file__).parents[1]
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}"}
+    env |= {"COMPILE_FOR": "89"}
+    env.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    built = "attention_decode_kernel attention_prefill_kernel gdn_scan_kernel gdn_solve_kernel join_parts_kernel"
+    assert done.stdout.split() == built.split()
