@@ -33,6 +33,9 @@ class CacheConfig:
     scope: str = "head"  # a list of survivors for each head, each layer, or one for all: head | layer | global
     bounded: bool = False  # evict at every step of prompt and answer: no more than budget + one step is ever held
     decode_every: int = 0  # evict again to the budget every so many generated tokens; 0: never
+    state_dtype: str = (
+        "f32"  # recurrent state of Gated DeltaNet layers: f32 | bf16, half the bytes of a request's state
+    )
     index_dtype: str = "auto"  # DeepSeek-V4's index keys: f32 | bf16 | fp8 | mxfp4 | nvfp4; auto: mxfp4 beside fp8 KV
     block: int = 128  # DeepSeek-V4 alone: tokens that a page covers, a multiple of both compression ratios (128)
 
@@ -53,6 +56,8 @@ class CacheConfig:
             raise HybridKVError("bounded and decode_every need a budget")
         if self.kv_dtype not in ("auto", *KV_DTYPES):
             raise HybridKVError(f"kv_dtype {self.kv_dtype!r} is not supported; choose auto, {', '.join(KV_DTYPES)}")
+        if self.state_dtype not in ("f32", "bf16"):
+            raise HybridKVError(f"state_dtype must be f32 or bf16, not {shown(self.state_dtype)}")
         if self.index_dtype not in ("auto", *INDEX_DTYPES):
             choices = ", ".join(INDEX_DTYPES)
             raise HybridKVError(f"index_dtype {shown(self.index_dtype)} is not supported; choose auto, {choices}")

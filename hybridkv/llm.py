@@ -25,7 +25,7 @@ from hybridkv.engine.engine import Engine
 from hybridkv.errors import HybridKVError, RequestError, UnsupportedModel
 from hybridkv.eviction import Evictor, most_held
 from hybridkv.kernels.linear import fast_bf16
-from hybridkv.models import cache_schema, load_model
+from hybridkv.models import cache_schema, check_exact, load_model
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.source import locate_model
 from hybridkv.models.weights import Checkpoint, open_checkpoint
@@ -96,6 +96,7 @@ class LLM:
             self.dtype = resolve_dtype(dtype, self.device, checkpoint.config)
             self.set_aside = dict(checkpoint.set_aside)
             self.tokenizer, self._no_tokenizer = load_tokenizer(checkpoint)
+            check_exact(self.config, exact, self.cache_config.state_dtype)
             self.plan = self._plan(checkpoint, limits, exact)
             self.model = load_model(self.config, checkpoint, self.device, self.dtype, load_progress, exact, self.fp8)
         plan = self.plan

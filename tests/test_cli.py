@@ -481,7 +481,9 @@ def test_several_prompts_say_what_was_kept_of_all(run: Run, folder: Path, tmp_pa
 def test_eviction_flags_reach_the_cache(llm: LLM) -> None:
     from hybridkv.eviction.policies import Ada, Pyramid, SnapKV
 
-    given = dict(budget=100, window=32, recent=16, scope="head", bounded=True, decode_every=8, kv_dtype="fp8")
+    given = dict(
+        budget=100, window=32, recent=16, scope="head", bounded=True, decode_every=8, kv_dtype="fp8", state_dtype="bf16"
+    )
     expected = CacheConfig(**given)  # type: ignore[arg-type]
     assert options.ModelOptions(**given).cache() == expected  # type: ignore[arg-type]
     for spread, kind in (("ada", Ada), ("pyramid", Pyramid)):

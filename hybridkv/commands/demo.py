@@ -61,7 +61,7 @@ def demo(
     """Read a document of 3000 tokens and answer two questions about it, with the full cache and with a part of it."""
     from rich.console import Console
 
-    from hybridkv.config import CacheConfig, SamplingParams
+    from hybridkv.config import SamplingParams
     from hybridkv.planner import human
     from hybridkv.report.page import write_page
 
@@ -71,7 +71,7 @@ def demo(
     path = page_place(output)
     model = replace(model, budget=BUDGET) if model.budget is None else model
     cache = model.cache()
-    llm = model.open(cache=CacheConfig(kv_dtype=cache.kv_dtype, index_dtype=cache.index_dtype))
+    llm = model.open(cache=replace(cache, budget=None, bounded=False, decode_every=0))
     dtype = str(llm.dtype).removeprefix("torch.")
     console.print(f"[bold]{llm.path.stem}[/bold] on {llm.device.type}, {dtype} weights: {human(llm.model.nbytes)}")
     text = files("hybridkv").joinpath("data", DOCUMENT).read_text(encoding="utf-8")

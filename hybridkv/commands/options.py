@@ -49,6 +49,9 @@ class ModelOptions:
     kv_dtype: Annotated[
         str, Option("--kv-dtype", metavar="NAME", help="of the KV cache: auto (as the weights), f32, bf16 or fp8")
     ] = _CACHE["kv_dtype"]
+    state_dtype: Annotated[
+        str, Option("--state-dtype", metavar="NAME", help="of Gated DeltaNet's recurrent state: f32 or bf16")
+    ] = _CACHE["state_dtype"]
     index_dtype: Annotated[
         str,
         Option(

@@ -106,7 +106,7 @@ def plan(
 
 
 def make_report(options: ModelOptions, requests: int) -> Report:
-    from hybridkv.config import KV_DTYPES, CacheConfig, EngineConfig
+    from hybridkv.config import KV_DTYPES, EngineConfig
     from hybridkv.kernels.linear_fp8 import keeps_codes
     from hybridkv.llm import resolve_device, resolve_dtype, resolve_fp8
     from hybridkv.models import cache_schema, check_exact, check_fp8
@@ -118,7 +118,7 @@ def make_report(options: ModelOptions, requests: int) -> Report:
     name, raw = read_config(options.model)
     config = ModelConfig.from_dict(raw)
     fp8 = resolve_fp8(options.weight_dtype)
-    check_exact(config, options.exact)
+    check_exact(config, options.exact, options.state_dtype)
     check_fp8(config, fp8)
     evicts = config.v4 is None
     if not evicts and options.budget is not None:
@@ -126,7 +126,7 @@ def make_report(options: ModelOptions, requests: int) -> Report:
             f"--budget is not for {config.architecture}: it compresses its cache itself and never evicts"
         )
     evicting = (replace(options, budget=BUDGET) if evicts and options.budget is None else options).cache()
-    cache = CacheConfig(kv_dtype=evicting.kv_dtype, index_dtype=evicting.index_dtype) if evicts else evicting
+    cache = replace(evicting, budget=None, bounded=False, decode_every=0) if evicts else evicting
     dtype = resolve_dtype(options.dtype, device, raw)
     kept = fp8 and not options.exact and keeps_codes(device, dtype)
     weights = model_bytes(config, planned_tensors(config, raw), dtype, device.type, kept)

@@ -28,6 +28,8 @@ FAMILIES: dict[str, ModuleType] = {
 
 def cache_schema(config: ModelConfig, cache: CacheConfig, model_dtype: torch.dtype) -> CacheSchema:
     """What a model stores for a request, in the precision asked for."""
+    if cache.state_dtype != "f32" and config.gdn is None:
+        raise HybridKVError(f"state_dtype is for recurrent state, which {config.architecture} does not have")
     if config.v4 is not None:
         if cache.budget is not None:
             raise HybridKVError(
@@ -39,6 +41,8 @@ def cache_schema(config: ModelConfig, cache: CacheConfig, model_dtype: torch.dty
         raise HybridKVError(f"index_dtype is for deepseek_v4: {config.architecture} has no index keys")
     kv_dtype = model_dtype if cache.kv_dtype == "auto" else getattr(torch, KV_DTYPES[cache.kv_dtype])
     schema: CacheSchema = FAMILIES[config.architecture].cache_schema(config, kv_dtype, cache.page_size)
+    if cache.state_dtype == "bf16":
+        schema = replace(schema, states=tuple(with_bf16_state(s) for s in schema.states))
     if cache.budget is None or not config.attention_layers:
         return schema
     # who evicts needs the last queries of every attention layer, and what their softmax summed to
@@ -49,8 +53,16 @@ def cache_schema(config: ModelConfig, cache: CacheConfig, model_dtype: torch.dty
     return replace(schema, states=(*schema.states, StateSchema("queries", config.attention_layers, ring)))
 
 
-def check_exact(config: ModelConfig, exact: bool) -> None:
+def with_bf16_state(state: StateSchema) -> StateSchema:
+    """Its recurrent tensor in bf16; convolution tails, which are small, stay as they are."""
+    tensors = (replace(t, dtype=torch.bfloat16) if t.name == "recurrent" else t for t in state.tensors)
+    return replace(state, tensors=tuple(tensors))
+
+
+def check_exact(config: ModelConfig, exact: bool, state_dtype: str = "f32") -> None:
     """Whether the model has the mode that was asked for, or HybridKVError."""
+    if exact and state_dtype != "f32":
+        raise HybridKVError("exact mode keeps recurrent state in f32: leave out state_dtype='bf16', or exact")
     if exact and config.v4 is not None:
         raise HybridKVError("exact mode is not available for deepseek_v4: leave it out (exact=False, no --exact)")
 

@@ -1,6 +1,6 @@
-"""Importing this makes Triton compile for a Hopper GPU (or for COMPILE_FOR, such as 89) where there is none: launchers run, what they launch is compiled
-and not run. `built` then holds (kernel's name, compiled kernel) of every launch. Only in a process of its own, without
-the interpreter.
+"""Importing this makes Triton compile for a Hopper GPU (or for COMPILE_FOR, such as 89) where there is none: launchers
+run, what they launch is compiled and not run. `built` then holds (kernel's name, compiled kernel) of every launch. Only
+in a process of its own, without the interpreter.
 """
 
 import os
