@@ -24,6 +24,7 @@ from hybridkv.embedded import Progress
 from hybridkv.engine.engine import Engine
 from hybridkv.errors import HybridKVError, RequestError, UnsupportedModel
 from hybridkv.eviction import Evictor, most_held
+from hybridkv.kernels.backend import HAS_TRITON, capability
 from hybridkv.kernels.linear import fast_bf16
 from hybridkv.models import cache_schema, check_exact, load_model
 from hybridkv.models.config import ModelConfig
@@ -97,6 +98,7 @@ class LLM:
             self.set_aside = dict(checkpoint.set_aside)
             self.tokenizer, self._no_tokenizer = load_tokenizer(checkpoint)
             check_exact(self.config, exact, self.cache_config.state_dtype)
+            check_fp8_cache(self.cache_config, self.device)
             self.plan = self._plan(checkpoint, limits, exact)
             self.model = load_model(self.config, checkpoint, self.device, self.dtype, load_progress, exact, self.fp8)
         plan = self.plan
@@ -243,6 +245,15 @@ def resolve_device(device: str) -> torch.device:
     if found.type == "cuda" and not torch.cuda.is_available():
         raise HybridKVError("device 'cuda' was asked for, but torch sees no GPU; use device='cpu'")
     return found
+
+
+def check_fp8_cache(cache: CacheConfig, device: torch.device) -> None:
+    """Whether the device's kernels know FP8, or HybridKVError."""
+    if cache.kv_dtype == "fp8" and HAS_TRITON and (0, 0) < capability(device) < (8, 9):
+        raise HybridKVError(
+            "kv_dtype='fp8' needs a GPU with FP8 (compute capability 8.9 or higher: RTX 40, H100 and later), this one "
+            f"has {'.'.join(map(str, capability(device)))}; use kv_dtype='bf16'"
+        )
 
 
 def resolve_dtype(dtype: str, device: torch.device, config: Mapping[str, object]) -> torch.dtype:

@@ -11,6 +11,7 @@ import tiny
 from engine.ascii_tokenizer import BOS, write_tokenizer
 from engine.driving import assert_nothing_held, prompt
 from hybridkv import LLM, CacheConfig, SamplingParams
+from hybridkv import llm as llm_file
 from hybridkv.errors import HybridKVError, ModelFileError, RequestError
 from hybridkv.models.weights import Checkpoint
 from numerics import assert_same_bytes, rel_rms
@@ -305,3 +306,13 @@ def test_pages_are_released_when_a_forward_of_logits_fails(bare: LLM, monkeypatc
     monkeypatch.undo()
     assert_nothing_held(bare.engine)
     assert bare.logits(prompt(10)).isfinite().all()
+
+
+def test_an_fp8_cache_is_refused_where_the_card_has_no_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm_file, "capability", lambda device: (8, 6))
+    monkeypatch.setattr(llm_file, "HAS_TRITON", True)
+    with pytest.raises(HybridKVError, match=r"compute capability 8.9 or higher.*has 8.6; use kv_dtype='bf16'"):
+        llm_file.check_fp8_cache(CacheConfig(kv_dtype="fp8"), torch.device("cuda"))
+    llm_file.check_fp8_cache(CacheConfig(kv_dtype="bf16"), torch.device("cuda"))
+    monkeypatch.setattr(llm_file, "capability", lambda device: (8, 9))
+    llm_file.check_fp8_cache(CacheConfig(kv_dtype="fp8"), torch.device("cuda"))

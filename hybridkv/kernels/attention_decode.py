@@ -63,6 +63,8 @@ def attention_decode_torch(
         P = k_pool.shape[1] if isinstance(k_pool, Tensor) else k_pool.codes.shape[1]
         table = table[rows, :, : -(-int(lengths.max(initial=1)) // P)]
     B, G = table.shape[:2]
+    if not B:
+        return torch.empty_like(q)
     heads = q.view(B, G, -1, q.shape[-1])  # [B, G, H/G, D]
     longest = lengths.max(axis=1)
     if int(longest.max(initial=0)) <= key_tile:
@@ -123,9 +125,11 @@ class JoinShape(NamedTuple):
 FEW = 4  # requests up to which a stream has many parts, and a program little to do
 
 
-def decode_shape(B: int, D: int, dot: torch.dtype, pairs: bool, room: bool = True) -> DecodeShape:
-    """The fastest on an H200 at D = 256. Without `room` in shared memory, one stage less."""
+def decode_shape(B: int, D: int, dot: torch.dtype, pairs: bool, group: int = 1, room: bool = True) -> DecodeShape:
+    """The fastest on an H200 at D = 256. Without `room` in shared memory, or with many heads a KV head, less of it."""
     shape = _fastest_shape(B, D, dot, pairs)
+    if group > 32:
+        return DecodeShape(32, 4, 1, 1)
     return shape if room else shape._replace(stages=min(shape.stages, 2))
 
 
@@ -191,7 +195,7 @@ def attention_decode_triton(
         k, v = (pages[name].view(torch.int16) for name in ("k_pool", "v_pool"))
         pages.update(k_pool=k, v_pool=v, stride_page=k.stride(0), stride_entry=k.stride(1))
         q = q.view(torch.int32)
-    shape, join = shape or decode_shape(B, D, dot, pairs, roomy(q.device)), join_shape(B, pages["BD"])
+    shape, join = shape or decode_shape(B, D, dot, pairs, H // G, roomy(q.device)), join_shape(B, pages["BD"])
     programs = multiprocessors(q.device) * shape.programs
     part = torch.empty((B * G + programs, H // G, D), dtype=torch.float32, device=q.device)
     shared = dict(

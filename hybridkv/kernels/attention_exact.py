@@ -186,7 +186,7 @@ def split_shape(D: int, group: int, dot: torch.dtype) -> TileShape:
     rows = max(16, triton.next_power_of_2(group))  # the tensor cores take 16 rows or more
     if dot == torch.float32:
         return TileShape(rows, 32, 8 if D > 64 else 4, 1)
-    return TileShape(rows, 64, 4, 2)
+    return TileShape(rows, 64, 4, 2) if D <= 256 and rows < 64 else TileShape(rows, 32, 4, 1)
 
 
 def attention_split_triton(

@@ -19,6 +19,7 @@ from hybridkv.kernels.quant import Pages
 
 SPLIT = 2048
 WORKSPACE = 1 << 29  # bytes of what the splits have gathered
+MOST_QUERIES = (1 << 16) - 1  # a grid's second axis
 
 
 def exact_runs(lengths: list[int], starts: list[int], room: int) -> list[list[tuple[int, int, int]]]:
@@ -46,7 +47,8 @@ def attention_exact_wide(
     q: Tensor, k_pool: Pages, v_pool: Pages, table: Tensor, lengths: np.ndarray, starts: list[int], scale: float
 ) -> Tensor:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    for run in exact_runs(lengths.max(1).tolist(), starts, WORKSPACE // (4 * q[:1].numel())) if len(q) else []:
+    room = min(WORKSPACE // (4 * q[:1].numel()), MOST_QUERIES) if len(q) else 0
+    for run in exact_runs(lengths.max(1).tolist(), starts, room) if len(q) else []:
         owner = [b for b, _, _ in run]
         seen = lengths[owner] - np.array([starts[b + 1] - last for b, _, last in run])[:, None]
         begins = [begin - run[0][1] for _, begin, _ in run] + [run[-1][2] - run[0][1]]

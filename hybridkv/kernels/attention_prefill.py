@@ -189,6 +189,8 @@ def prefill_shape(D: int, dot: torch.dtype, fp8: bool, room: bool = True) -> Til
     """`room`: in shared memory."""
     if dot == torch.float32:
         return TileShape(16, 32, 8, 1) if D > 64 else TileShape(32, 32, 4, 1)
+    if D > 256:
+        return TileShape(64 if room else 32, 32, 4, 1)
     if not room and D > 128:
         return TileShape(64, 32, 4, 1)
     return TileShape(128, 64, 8, 1 if fp8 and D > 128 else 2)  # 4 warps spill at D = 256

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.kernels.attention_tile import LOG2_E
-from hybridkv.kernels.backend import tl, triton
+from hybridkv.kernels.backend import tl, triton, use_triton
 from hybridkv.kernels.quant import Pages
 from hybridkv.kernels.widen import KEYS, widen
 
@@ -32,7 +32,9 @@ Sink = tuple[Tensor, Tensor]  # where log-sum-exps go: [R, H] f32, and each quer
 
 def on_hopper(q: Tensor, k_pool: Pages) -> bool:
     """Whether the kernel computes this."""
-    if not q.is_cuda or not triton.__version__.startswith(GLUON) or q.dtype != torch.bfloat16:
+    if not use_triton(q) or not triton.__version__.startswith(GLUON) or q.dtype != torch.bfloat16:
+        return False
+    if len(q) >= 1 << 16:  # a grid's second and third axis
         return False
     if isinstance(k_pool, Tensor) and k_pool.dtype != torch.bfloat16:
         return False

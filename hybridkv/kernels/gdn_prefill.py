@@ -180,4 +180,5 @@ def gdn_prefill_triton(x: Tensor, net: DeltaNet, tail: Tensor, state: Tensor) ->
 
 def gdn_prefill(x: Tensor, net: DeltaNet, tail: Tensor, state: Tensor) -> Tensor:
     taken = use_triton(x) and net.key_dim in DIMS and net.value_dim in DIMS
+    taken = taken and 1 < net.conv.shape[1] <= 33  # a tile of 32 tokens reads the tail, or the tile before it alone
     return (gdn_prefill_triton if taken else gdn_prefill_ref)(x, net, tail, state)

@@ -179,5 +179,5 @@ def gdn_step_triton(x: Tensor, net: DeltaNet, tails: Tensor, states: Tensor, slo
 
 
 def gdn_step(x: Tensor, net: DeltaNet, tails: Tensor, states: Tensor, slots: Tensor) -> Tensor:
-    op = gdn_step_triton if use_triton(x) else gdn_step_ref
+    op = gdn_step_triton if use_triton(x) and net.conv.shape[1] > 1 else gdn_step_ref
     return op(x, net, tails, states, slots)

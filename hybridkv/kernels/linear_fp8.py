@@ -61,7 +61,7 @@ def linear_fp8_rounded(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | N
 def linear_fp8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, K] -> [T, N] in x's dtype."""
     N, K = codes.shape
-    if x.is_cuda and len(x) <= MOST_ROWS:
+    if is_hopper(x.device) and len(x) <= MOST_ROWS:
         return linear_vector(x, codes, scale, bias)
     if x.is_cuda and N % 16 == K % 16 == 0:  # what the library's product asks for
         return linear_fp8_rounded(x, codes, scale, bias)

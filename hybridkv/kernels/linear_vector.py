@@ -141,6 +141,8 @@ def linear_vector_triton(
     x: Tensor, weight: Tensor, scale: Tensor | None = None, bias: Tensor | None = None, gated: bool = False
 ) -> Tensor:
     (T, K), N = x.shape, len(weight) // (1 + gated)
+    if N == 1:  # which the compiler would take for a constant
+        return linear_vector_ref(x, weight, scale, bias, gated)
     y = torch.empty((T, N), dtype=x.dtype, device=x.device)
     if x.stride(-1) != 1:
         x = x.contiguous()
@@ -161,8 +163,8 @@ def linear_vector(
     bias: Tensor | None = None,  # [N]
     gated: bool = False,  # weight [2 N, K]: silu(first half) * second half
 ) -> Tensor:  # [T, N]
-    op = linear_vector_triton if use_triton(x) else linear_vector_ref
-    return op(x, weight, scale, bias, gated)
+    taken = use_triton(x) and (not x.is_cuda or is_hopper(x.device))
+    return (linear_vector_triton if taken else linear_vector_ref)(x, weight, scale, bias, gated)
 
 
 def is_hopper(device: torch.device) -> bool:

@@ -36,13 +36,14 @@ class ScoreBlocks(NamedTuple):
 
 # bf16 queries on bf16 or FP8 keys: tensor cores, exact products, f32 sums. Everything else: f32 throughout.
 TENSOR_CORES = ScoreBlocks(64, 256, 4)
+TENSOR_CORES_WIDE = ScoreBlocks(64, 32, 8)  # windows of more than 128: whole queries would not fit a program
 PLAIN = ScoreBlocks(128, 32, 4)
 PLAIN_WIDE = ScoreBlocks(128, 32, 8)  # windows of more than 64: the sums of a tile would not fit 4 warps' registers
-CONFIGS = (TENSOR_CORES, PLAIN, PLAIN_WIDE)
+CONFIGS = (TENSOR_CORES, TENSOR_CORES_WIDE, PLAIN, PLAIN_WIDE)
 COMBINE_BLOCKS, COMBINE_ROWS = 64, 16
 LOG2_E = 1.4426950408889634
 GLUON = "3.6."  # the Triton whose Gluon score_hopper.py is written in: that language still changes
-SHARED_MEMORY = 224 * 1024  # of a multiprocessor, for queries and keys
+SHARED_MEMORY = 227 * 1024  # bytes that a program may have
 
 
 def window_scores_ref(
@@ -229,7 +230,16 @@ def hopper_tiles(queries: Tensor, keys: Tensor, G: int) -> int:
         return 0
     if any(x.data_ptr() % 16 for x in (queries, keys)):
         return 0
-    return min(4, max(0, SHARED_MEMORY // (64 * D * 2) - H // G)) if hopper_processors(queries.device) else 0
+    return key_tiles(H // G, D) if hopper_processors(queries.device) else 0
+
+
+def key_tiles(R: int, D: int) -> int:
+    """As many tiles of 64 keys as fit, 4 at the most, beside R heads' queries, their sums, and what each tile needs."""
+
+    def fits(tiles: int) -> bool:
+        return (R + tiles) * 128 * D + 256 * R + 512 * tiles + 8 * (R + 3 * tiles) + 768 <= SHARED_MEMORY
+
+    return max((tiles for tiles in range(1, 5) if fits(tiles)), default=0)
 
 
 @cache
@@ -270,7 +280,8 @@ def window_scores_triton(
         return out
     padded = max(16, triton.next_power_of_2(W))
     if config is None:
-        config = TENSOR_CORES if cores else PLAIN if padded <= 64 else PLAIN_WIDE
+        few, many, most = (TENSOR_CORES, TENSOR_CORES_WIDE, 128) if cores else (PLAIN, PLAIN_WIDE, 64)
+        config = few if padded <= most else many
     BD = max(16, triton.next_power_of_2(D))
     blocks = triton.cdiv(L, config.keys)
     shared = dict(

@@ -189,3 +189,14 @@ def test_other_sizes_take_the_reference() -> None:
     x, (tail, state) = make_x(70, net, F32), start(net)
     for a, b in zip(run(gdn_prefill, x, net, tail, state), run(gdn_prefill_ref, x, net, tail, state), strict=True):
         assert_same_bytes(a, b)
+
+
+@pytest.mark.parametrize("taps", (1, 2, 33, 40))
+def test_convolutions_of_any_length(taps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that reach over more than a tile of tokens, or over none, take the plain form."""
+    monkeypatch.setattr(module, "use_triton", lambda x: True)
+    net = on_device(make_net(taps=taps))
+    x, (tail, state) = make_x(70, net, torch.float32), start(net)
+    want, got = (run(form, x, net, tail, state) for form in (gdn_prefill_ref, gdn_prefill))
+    for name, a, b in zip(("output", "tail", "state"), want, got, strict=True):
+        assert_close_rms(name, a, b, 1e-5) if a.numel() else None

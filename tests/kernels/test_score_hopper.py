@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from hybridkv.kernels.score import GLUON, SHARED_MEMORY
+from hybridkv.kernels.score import GLUON, key_tiles
 from hybridkv.kernels.score_hopper import WARPS
 from hybridkv.kernels.score_hopper import score_known_hopper_kernel as kernel
 
@@ -23,9 +23,10 @@ assert triton.__version__.startswith(GLUON), "another Triton than score_hopper i
 NAMES = kernel.arg_names
 TYPES = dict(q="*bf16", when="*i64", table="*i32", positions="*i64", scale="fp32", log2_e="fp32")
 TYPES |= dict.fromkeys(("k_scale", "lse", "out"), "*fp32")
-for fp8, R, D in ((False, 6, 256), (True, 6, 256), (True, 4, 128)):
+for fp8, R, D in ((False, 6, 256), (True, 6, 256), (True, 4, 128), (True, 4, 256), (True, 3, 256), (True, 12, 128)):
     types = TYPES | {"k_pool": "*u8" if fp8 else "*bf16"}
-    tiles = min(4, SHARED_MEMORY // (64 * D * 2) - R)
+    tiles = key_tiles(R, D)
+    assert tiles > 0
     fixed = dict(R=R, D=D, P=64, TILES=tiles, FP8=fp8, stride_tn=1, stride_pl=1, stride_lh=1)
     signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in NAMES}
     at = {name: (i,) for i, name in enumerate(NAMES)}
@@ -44,7 +45,7 @@ def test_it_compiles_for_keys_of_both_kinds(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [[int(x) for x in line.split()] for line in done.stdout.splitlines()]
-    assert len(lines) == 3
+    assert len(lines) == 6
     for channels, shared, products in lines:
         assert 0 < shared <= SHARED_MEMORY
         assert products == 2 * channels // 16  # two workers, each with every head's products in steps of 16 channels

@@ -12,20 +12,27 @@ pytest.importorskip("triton", minversion="3.6")
 COMPILE = """
 import torch
 from kernels.no_device import built
-from hybridkv.kernels import attention_decode as decode, attention_prefill as prefill
+from hybridkv.kernels import attention_decode as decode, attention_exact as exact, attention_prefill as prefill
 from hybridkv.kernels import gdn_chunk as chunk
 from hybridkv.kernels.quant import Fp8Pages
+from hybridkv.kernels.score import window_scores_triton
 
 decode.on_gpu = lambda q: True
 decode.roomy = prefill.roomy = chunk.roomy = lambda device: False
-bf16, D, H, G = torch.bfloat16, 256, 24, 4
+bf16, G = torch.bfloat16, 4
 table, lengths = torch.zeros(2, G, 3, dtype=torch.int32), torch.zeros(2, G, dtype=torch.int64)
-plain = torch.zeros(4, 64, D, dtype=bf16)
-codes = Fp8Pages(torch.zeros(4, 64, D, dtype=torch.uint8), torch.zeros(4, 64))
-for pool in (plain, codes):
-    q = torch.zeros(2, H, D, dtype=bf16)
-    decode.attention_decode_triton(q, pool, pool, table, None, 1.0, lengths)
-    prefill.attention_prefill_triton(q, pool, pool, table, None, [0, 1, 2], 1.0, lengths)
+for H, D in ((24, 256), (256, 256), (8, 512)):  # the model's, many heads a KV head, wide heads
+    plain = torch.zeros(4, 64, D, dtype=bf16)
+    codes = Fp8Pages(torch.zeros(4, 64, D, dtype=torch.uint8), torch.zeros(4, 64))
+    for pool in (plain, codes) if H == 24 else (plain,):
+        q = torch.zeros(2, H, D, dtype=bf16)
+        decode.attention_decode_triton(q, pool, pool, table, None, 1.0, lengths)
+        prefill.attention_prefill_triton(q, pool, pool, table, None, [0, 1, 2], 1.0, lengths)
+        exact.attention_split_triton(q, pool, pool, table, lengths.numpy() + 9, 1.0, lengths)
+window, D = 256, 256
+q, pool = torch.zeros(window, 24, D, dtype=bf16), torch.zeros(4, 64, D, dtype=bf16)
+positions = torch.zeros(G, 9, dtype=torch.int64)
+window_scores_triton(q, torch.arange(window), pool, table[0], positions, 1.0)
 N, Hk, Hv, K, V = 2, 16, 48, 128, 128
 q, v = torch.zeros(N * 64, Hk, K, dtype=bf16), torch.zeros(N, Hv, V, 64, dtype=bf16)
 gates = torch.zeros(N, Hv, 64)
@@ -45,5 +52,6 @@ def test_kernels_fit_a_card_with_little_shared_memory(tmp_path: Path) -> None:
     env.pop("TRITON_INTERPRET", None)
     done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    built = "attention_decode_kernel attention_prefill_kernel gdn_scan_kernel gdn_solve_kernel join_parts_kernel"
-    assert done.stdout.split() == built.split()
+    built = "attention_decode attention_prefill attention_split gdn_scan gdn_solve join_parts join_splits "
+    built += "score_combine score_lse score_weights"
+    assert done.stdout.split() == [f"{name}_kernel" for name in built.split()]

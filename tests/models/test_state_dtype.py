@@ -27,7 +27,7 @@ def test_the_state_takes_half_the_bytes(oracle: Callable) -> None:
 
 
 def test_answers_move_by_the_rounding_of_the_state(oracle: Callable) -> None:
-    """A prompt rounds the state once a chunk, single tokens once each: 2^-9 of it, 60 times in six layers (seen 1.9e-2)."""
+    """A prompt rounds the state once a chunk, single tokens once each: 2^-9 of it, in six layers (seen 1.9e-2)."""
     tiny_model, ids = oracle("qwen3_5"), tiny.token_ids(100)
     want = opened(tiny_model.folder, "f32").logits(ids, prefill=40)
     got = opened(tiny_model.folder, "bf16").logits(ids, prefill=40)
