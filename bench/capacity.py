@@ -1,13 +1,11 @@
 """How many long requests are resident at once in a fixed amount of memory.
 
-The same as `hybridkv bench capacity`.
+The same as `hybridkv bench capacity`, without typer.
 
 python bench/capacity.py --help
 """
 
-import sys
-
-from hybridkv.cli import main
+from hybridkv.bench.script import main
 
 if __name__ == "__main__":
-    main(["bench", "capacity", *sys.argv[1:]])
+    main("capacity", __doc__)

@@ -1,13 +1,11 @@
 """Decode steps of a whole model with random weights: by context, by batch, with and without a budget.
 
-The same as `hybridkv bench decode`.
+The same as `hybridkv bench decode`, without typer.
 
 python bench/decode.py --help
 """
 
-import sys
-
-from hybridkv.cli import main
+from hybridkv.bench.script import main
 
 if __name__ == "__main__":
-    main(["bench", "decode", *sys.argv[1:]])
+    main("decode", __doc__)

@@ -1,11 +1,12 @@
 """DeepSeek-V4 at Flash widths, end to end on one GPU, beside the same model in transformers.
 
-    python bench/deepseek_model.py [--layers 8] [--experts 16] [--prefill 16384 65536] [--skip-transformers]
+    python bench/deepseek_model.py [--layers 8] [--experts 16] [--prefill 65536 16384] [--skip-transformers]
 
 Random weights, bf16, the same in both. Prefill: a prompt in chunks, seconds (ours after a first pass over the same
 prompt, which compiles) and peak memory beyond the weights, caches included. Decode: one token of one request after the
 prompt, by a forward of transformers and by a step of the engine (graph replay, sampling and bookkeeping included), and
-the graph's own time. The logits of both for a first chunk are compared. Ends with one JSON line.
+the graph's own time. The logits of both for a first chunk are compared. All times of ours come first; transformers
+reads no prompt beyond --peer-prefill tokens and takes few steps. Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -144,11 +145,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--experts", type=int, default=16)
-    parser.add_argument("--prefill", type=int, nargs="+", default=[16384, 65536])
+    parser.add_argument("--prefill", type=int, nargs="+", default=[65536, 16384])
     parser.add_argument("--chunk", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--kv", nargs="+", default=["bf16", "fp8"])
-    parser.add_argument("--skip-transformers", action="store_true")
+    parser.add_argument("--skip-transformers", action="store_true", help="also not compared with it")
+    parser.add_argument("--peer-prefill", type=int, default=16384, help="longest prompt that transformers reads")
+    parser.add_argument("--peer-steps", type=int, default=5)
     args = parser.parse_args()
     torch.manual_seed(0)
     print(heading())
@@ -166,17 +169,19 @@ def main() -> None:
 
     if not args.skip_transformers:
         print(f"last logits of 1024 tokens against transformers, relative RMS: {agreement(hf):.1e}", flush=True)
-    for length in args.prefill:
-        tokens = torch.randint(0, hf.config.vocab_size, (length,), device="cuda")
-        if not args.skip_transformers:
-            report("transformers", length, *run_transformers(hf, tokens, args.chunk, args.steps), None)
+    prompts = [torch.randint(0, hf.config.vocab_size, (length,), device="cuda") for length in args.prefill]
+    for tokens in prompts:
         for kv in args.kv:
-            engine = engine_for(hf, kv, 1, length + 64, args.chunk)
+            engine = engine_for(hf, kv, 1, len(tokens) + 64, args.chunk)
             run_ours(engine, tokens, 2)  # compiles
             meter, step = run_ours(engine, tokens, args.steps)
             meter.peak += engine.manager.memory_bytes() / GIB
-            report(f"hybridkv {kv}", length, meter, step, graph_ms(engine))
+            report(f"hybridkv {kv}", len(tokens), meter, step, graph_ms(engine))
             del engine
+    for tokens in sorted(prompts, key=len) if not args.skip_transformers else []:
+        if len(tokens) <= args.peer_prefill:
+            run_transformers(hf, tokens[: args.chunk], args.chunk, 1)  # warms up
+            report("transformers", len(tokens), *run_transformers(hf, tokens, args.chunk, args.peer_steps), None)
     print(json.dumps({"bench": "deepseek_model", "gpu": torch.cuda.get_device_name(), "rows": result}))
 
 

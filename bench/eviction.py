@@ -1,13 +1,11 @@
 """What it costs to cut a prompt to a budget, part by part.
 
-The same as `hybridkv bench eviction`.
+The same as `hybridkv bench eviction`, without typer.
 
 python bench/eviction.py --help
 """
 
-import sys
-
-from hybridkv.cli import main
+from hybridkv.bench.script import main
 
 if __name__ == "__main__":
-    main(["bench", "eviction", *sys.argv[1:]])
+    main("eviction", __doc__)

@@ -18,13 +18,15 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator
 
 # told apart also without colour: by marker and by the label at the line's end
 STYLES = {
     "bf16": ("#1f66c1", "o"), "f32": ("#1f66c1", "o"), "fp8": ("#c2560c", "s"), "with a budget": ("#3c8a4e", "^"),
     "transformers": ("#8a5fb0", "D"),
 }  # fmt: skip
-INK, FAINT = "#1d1f22", "#d9d7d1"
+INK, FAINT, DASHES = "#1d1f22", "#d9d7d1", (0, (4, 3))
+NAMES = {"bf16": "bf16 KV", "f32": "f32 KV", "fp8": "fp8 KV"}
 Point = tuple[float, float]
 
 
@@ -46,38 +48,42 @@ def tokens(n: float) -> str:
 
 
 def draw(
-    path: Path, title: str, xlabel: str, ylabel: str, lines: dict[str, list[Point]], floors: dict[str, list[Point]],
-    xname: Callable[[float], str], logy: bool,
+    path: Path, title: str, labels: tuple[str, str], lines: dict[str, list[Point]], floors: dict[str, list[Point]],
+    xname: Callable[[float], str], logy: bool = False,
 ) -> None:  # fmt: skip
     lines = {name: points for name, points in lines.items() if points}
     if not lines:
         return
-    plt.rcParams.update({"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 11})
+    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "hybridkv", "font.size": 11})
     figure, axes = plt.subplots(figsize=(7.2, 4.2))
     for name, points in floors.items():
         if points:
-            axes.plot(*zip(*points), color=STYLES[name][0], linewidth=1.2, linestyle=(0, (4, 3)), alpha=0.8)
+            axes.plot(*zip(*points), color=STYLES[name][0], linewidth=1.3, linestyle=DASHES)
     for name, points in lines.items():
         colour, marker = STYLES[name]
-        axes.plot(*zip(*points), color=colour, marker=marker, markersize=5, linewidth=2)
+        axes.plot(*zip(*points), color=colour, marker=marker, markersize=5.5, linewidth=2)
     places = sorted({x for points in lines.values() for x, _ in points})
     axes.set_xscale("log", base=2)
     axes.set_xticks(places, [xname(x) for x in places])
-    axes.minorticks_off()
+    values = [y for points in (*lines.values(), *floors.values()) for _, y in points]
     if logy:
         axes.set_yscale("log")
+        axes.set_ylim(min(values) / 1.6, max(values) * 2.2)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     else:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, max(values) * 1.18)
+    axes.minorticks_off()
     _name_ends(axes, lines)
     axes.set_title(title, loc="left", color=INK, fontsize=12, fontweight="bold")
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
+    axes.set_xlabel(labels[0])
+    axes.set_ylabel(labels[1])
     axes.grid(axis="y", color=FAINT, linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
+    axes.plot([], [], color=INK, linewidth=2, marker=".", label="measured")
     if any(floors.values()):
-        axes.plot([], [], color=INK, linewidth=1.2, linestyle=(0, (4, 3)), label="floor of the same colour")
-        axes.legend(loc="upper left", frameon=False)
+        axes.plot([], [], color=INK, linewidth=1.3, linestyle=DASHES, label="floor, same colour")
+    axes.legend(loc="upper left", ncols=2, handlelength=2.6, borderpad=0.2, edgecolor="none", framealpha=1)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
@@ -94,8 +100,9 @@ def _name_ends(axes: Any, lines: dict[str, list[Point]]) -> None:
         shift = max(0.0, (low + 14 - at)) if low is not None else 0.0
         low = at + shift
         axes.annotate(
-            name, (x, y), xytext=(8, shift * 0.72), textcoords="offset points", color=STYLES[name][0], va="center"
-        )
+            NAMES.get(name, name), (x, y), xytext=(8, shift * 0.72), textcoords="offset points",
+            color=STYLES[name][0], va="center",
+        )  # fmt: skip
 
 
 def by_kind(some: list[dict[str, Any]], x: str, y: str) -> dict[str, list[Point]]:
@@ -110,26 +117,29 @@ def main() -> None:
     given = parser.parse_args()
     found = [json.loads(text) for path in given.files for text in path.read_text().splitlines() if text[:1] == "{"]
     results = [r for each in found for r in each.get("results", [each])]
-    model = next((r["model"] for r in results if "model" in r), "")
-    out = given.out
+    first = next((r for r in results if "model" in r), {"model": "", "device": ""})
+    where, out = f"{first['model']}, {first['device'].removeprefix('NVIDIA ')}", given.out
     some = rows(results, "decode", "decode by context")
-    draw(out / "growth_decode_context.svg", f"{model}: a decode step by context, one request", "tokens of context",
-         "ms a token", by_kind(some, "context", "ms"), by_kind(some, "context", "floor_ms"), tokens, False)  # fmt: skip
+    draw(out / "growth_decode_context.svg", f"{where}: a decode step of one request",
+         ("tokens of context", "milliseconds a token"), by_kind(some, "context", "ms"),
+         by_kind(some, "context", "floor_ms"), tokens)  # fmt: skip
     some = rows(results, "decode", "decode by batch")
     length = tokens(some[0]["context"]) if some else ""
-    draw(out / "growth_decode_batch.svg", f"{model}: a decode step by batch, {length} of context", "requests",
-         "ms a step", by_kind(some, "batch", "ms"), by_kind(some, "batch", "floor_ms"), lambda n: f"{n:.0f}",
-         False)  # fmt: skip
+    draw(out / "growth_decode_batch.svg", f"{where}: a decode step, {length} of context each",
+         ("requests in the step", "milliseconds a step"), by_kind(some, "batch", "ms"),
+         by_kind(some, "batch", "floor_ms"), lambda n: f"{n:.0f}")  # fmt: skip
     every = rows(results, "prefill", "prefill")
-    some = [r for r in every if r["op"] == "prefill"]
-    full = [r for r in some if r.get("budget") is None]
+    full = [r for r in every if r["op"] == "prefill" and r.get("budget") is None and " chunk " not in r["case"]]
     lines = by_kind(full, "tokens", "s")
     lines["transformers"] = line([r for r in every if r["op"] == "prefill transformers"], "tokens", "s")
     floors = dict(list(by_kind(full, "tokens", "floor_s").items())[:1])  # the same products whatever is stored
-    draw(out / "growth_prefill.svg", f"{model}: reading a prompt", "tokens", "seconds", lines, floors, tokens, True)
+    draw(out / "growth_prefill.svg", f"{where}: reading a prompt", ("tokens of prompt", "seconds to the first token"),
+         lines, floors, tokens, True)  # fmt: skip
     some = rows(results, "eviction", "evict")
-    draw(out / "growth_eviction.svg", f"{model}: cutting a prompt to its budget, all layers", "tokens", "ms",
-         by_kind(some, "tokens", "ms"), by_kind(some, "tokens", "floor_ms"), tokens, True)  # fmt: skip
+    kept = next((f"{r['budget']} tokens" for r in results if r["bench"] == "eviction"), "")
+    draw(out / "growth_eviction.svg", f"{where}: cutting a prompt to {kept}, all layers",
+         ("tokens of prompt", "milliseconds"), by_kind(some, "tokens", "ms"), by_kind(some, "tokens", "floor_ms"),
+         tokens, True)  # fmt: skip
 
 
 if __name__ == "__main__":

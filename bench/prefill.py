@@ -1,13 +1,11 @@
 """Whole prompts through a model with random weights: seconds, tokens a second, peak memory.
 
-The same as `hybridkv bench prefill`.
+The same as `hybridkv bench prefill`, without typer.
 
 python bench/prefill.py --help
 """
 
-import sys
-
-from hybridkv.cli import main
+from hybridkv.bench.script import main
 
 if __name__ == "__main__":
-    main(["bench", "prefill", *sys.argv[1:]])
+    main("prefill", __doc__)

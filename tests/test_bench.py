@@ -1,17 +1,22 @@
 """The benchmarks on a tiny model on a CPU: each prints a table and one JSON line last; wrong results are not timed."""
 
+import importlib.util
 import json
+import signal
 import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from hybridkv.bench import cases_attention, cases_dense, compare, decode
-from hybridkv.bench.options import BENCHES, BenchOptions
+from hybridkv.bench import cases_attention, cases_dense, compare, decode, peers, script
+from hybridkv.bench.options import BENCHES, BenchOptions, from_json
 from hybridkv.bench.report import WrongResult, check, rounded
 from hybridkv.bench.shapes import find_shape
 from hybridkv.bench.standin import fill_pages, fill_state, make_engine, resident
@@ -25,10 +30,12 @@ from hybridkv.models.random_weights import random_decoder
 
 TINY = BenchOptions(model_shape="tiny", device="cpu", skip_peers=True)
 OPS = {
-    "append", "attention_inputs", "attention_decode", "attention_prefill", "gdn_step", "gdn_prefill", "window_scores",
-    "select_entries", "compact", "linear", "add_rms_norm", "silu_mul", "best_tokens", "draw",
+    "append", "attention_inputs", "attention_decode", "attention_prefill", "attention_exact", "gdn_step", "gdn_prefill",
+    "window_scores", "select_entries", "compact", "linear", "linear_exact", "add_rms_norm", "silu_mul", "best_tokens",
+    "draw",
 }  # fmt: skip
 Run = Callable[..., tuple[int, list[str], str]]
+BENCH = Path(__file__).parents[1] / "bench"
 
 
 @pytest.fixture
@@ -105,16 +112,61 @@ def test_a_wrong_decode_step_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsy
         return logits.roll(1, -1) if inputs.step.singles else logits  # type: ignore[attr-defined]
 
     monkeypatch.setattr(Runner, "forward", wrong)
-    result = run_bench("decode", replace(TINY, only="nothing else"))
+    result = run_bench("decode", TINY)
     assert not result["rows"] and "a decode step" in result["failures"][0]["problem"]
 
 
 def test_transformers_runs_beside_on_the_same_weights(capsys: pytest.CaptureFixture[str]) -> None:
-    options = replace(TINY, skip_peers=False, peer_layers=4, contexts=(64,), batches=(1,), only="peers alone")
-    result = run_bench("decode", options)
-    row = result["rows"][-1]
-    assert not result["failures"] and row["op"] == "decode beside peers" and row["peers"]["transformers"] > 0
-    assert any("against transformers" in note for note in result["notes"])
+    result = run_bench("decode", replace(TINY, skip_peers=False, peer_layers=4, only="peers"))
+    assert not result["failures"]
+    assert [row["op"] for row in result["rows"]] == ["decode beside peers", "decode transformers"]
+    assert any("times ours; logits apart" in note for note in result["notes"])
+    result = run_bench("prefill", replace(TINY, skip_peers=False, contexts=(96,)))
+    assert not result["failures"] and result["rows"][-1]["op"] == "prefill transformers"
+
+
+def test_a_peer_that_takes_too_long_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(peers, "eager_ms", lambda *_: time.sleep(60))
+    monkeypatch.setitem(peers.SECONDS, "transformers", 0.05)
+    result = run_bench("decode", replace(TINY, skip_peers=False, peer_layers=4, only="peers"))
+    assert [row["op"] for row in result["rows"]] == ["decode beside peers"] and not result["failures"]
+    assert any("skipped: TimeoutError: not ready" in note for note in result["notes"])
+
+
+def test_only_takes_the_parts_of_decode_that_match(capsys: pytest.CaptureFixture[str]) -> None:
+    for only, op in (
+        ("budget", "decode with budget"), ("weights", "decode fp8 weights"), ("state", "decode bf16 state")
+    ):  # fmt: skip
+        result = run_bench("decode", replace(TINY, only=only))
+        assert {row["op"] for row in result["rows"]} == {op} and not result["failures"]
+
+
+def test_a_prompt_with_a_budget_says_what_the_cut_took(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = run_bench("prefill", TINY)["rows"]
+    assert [row["op"] for row in rows] == [
+        "prefill", "prefill", "eviction in prefill", "prefill", "prefill", "prefill"
+    ]  # fmt: skip
+    assert 0 < rows[2]["part"] < 1 and rows[3]["chunk"] == 128, "the first length is read in other chunks too"
+
+
+def test_kernels_are_compiled_by_processes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_bench("kernels", replace(TINY, only="silu", warm=1))
+    assert result["rows"] and any("compiled by 1 processes" in note for note in result["notes"])
+    assert not any("failed" in note or "did not end" in note for note in result["notes"])
+
+
+def test_a_script_needs_no_typer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    given = "--model-shape tiny --device cpu --only silu --kv-dtype f32,fp8 --chunk 64,128 --skip-peers"
+    monkeypatch.setattr(sys, "argv", ["kernels.py", *given.split()])
+    script.main("kernels", "what it does")
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    monkeypatch.setattr(sys, "argv", ["kernels.py", "--model-shape", "28b"])
+    with pytest.raises(SystemExit, match="there is no model shape"):
+        script.main("kernels", None)
+    for path in BENCH.glob("*.py"):
+        assert "hybridkv.cli" not in path.read_text(), path
 
 
 def test_nothing_begins_after_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,6 +192,47 @@ def test_floors_are_bytes_or_operations_whichever_takes_longer() -> None:
 
 def test_numbers_of_a_json_line_are_short_and_finite() -> None:
     assert rounded({"a": [1.23456789, float("nan"), float("inf")], "b": 3}) == {"a": [1.2346, None, None], "b": 3}
+
+
+def session() -> Any:
+    spec = importlib.util.spec_from_file_location("gpu_session", BENCH / "gpu_session.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_script_that_is_stopped_gives_what_it_has(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cases_dense, "silu_case", lambda *_: signal.raise_signal(signal.SIGINT))
+    given = "--model-shape tiny --device cpu --only add_rms|silu --skip-peers"
+    monkeypatch.setattr(sys, "argv", ["kernels.py", *given.split()])
+    with pytest.raises(SystemExit, match="130"):
+        script.main("kernels", None)
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["op"] for row in result["rows"]] == ["add_rms_norm"]
+    assert result["notes"] == ["stopped before the end"]
+
+
+def test_a_session_asks_a_step_to_stop_and_takes_its_last_json_line(tmp_path: Path) -> None:
+    s, log = session(), tmp_path / "x.log"
+    code = """import time
+try:
+    print('{"rows": []}', flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    print('{"rows": [1]}')"""
+    ended, seconds = s.run_step(s.Step("x", 60, [sys.executable, "-c", code]), 2, log)
+    assert ended == 124 and seconds < 20 and s.json_line(log) in ({"rows": [1]}, None)  # None: not yet begun
+    assert s.run_step(s.Step("x", 60, [sys.executable, "-c", "raise SystemExit(3)"]), 60, log)[0] == 3
+
+
+def test_a_session_runs_scripts_that_are_there() -> None:
+    steps = session().steps()
+    assert [s.name for s in steps][:1] == ["tests"] and len({s.name for s in steps}) == len(steps)
+    files = [BENCH.parent / part for step in steps for part in step.command if part.endswith(".py")]
+    assert len(files) > 25 and all(path.is_file() for path in files)
 
 
 # ---- stand-in caches
@@ -210,7 +303,7 @@ def test_a_base_is_measured_in_its_own_tree(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(compare, "PACKAGE", package)
     found = compare.run_base("decode", TINY, "HEAD")
     assert found["bench"] == "decode" and found["options"]["skip_peers"] and "hybridkv-base-" in found["from"]
-    assert BenchOptions(**{k: tuple(v) if isinstance(v, list) else v for k, v in found["options"].items()})
+    assert from_json(json.dumps(found["options"]))
     left = subprocess.run([*git, "worktree", "list"], check=True, capture_output=True, text=True).stdout
     assert len(left.splitlines()) == 1, "the worktree is gone"
     (package / "bench" / "suite.py").write_text("raise SystemExit(3)")
@@ -269,5 +362,4 @@ def test_kernel_names_become_short() -> None:
 
 def test_options_survive_a_trip_through_json() -> None:
     options = replace(TINY, contexts=(64,), kv_dtypes=("fp8",))
-    back = json.loads(json.dumps(asdict(options)))
-    assert BenchOptions(**{k: tuple(v) if isinstance(v, list) else v for k, v in back.items()}) == options
+    assert from_json(json.dumps(asdict(options))) == options

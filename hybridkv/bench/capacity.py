@@ -91,7 +91,7 @@ def choices(shape: Shape, budget: int) -> list[tuple[str, CacheConfig, bool]]:
 
 
 def bf16_state(schema: CacheSchema) -> CacheSchema:
-    """Recurrent state in half the bytes. The kernels take it; no setting of the engine asks for it yet."""
+    """State in half the bytes, as CacheConfig's state_dtype does it: trees that --base measures may lack it."""
     states = tuple(
         replace(s, tensors=tuple(replace(t, dtype=torch.bfloat16) if t.name == "recurrent" else t for t in s.tensors))
         for s in schema.states

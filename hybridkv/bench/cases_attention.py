@@ -1,4 +1,4 @@
-"""Cases of what a full-attention layer runs: storing entries, paged decode, paged prefill."""
+"""Cases of what a full-attention layer runs: storing entries, paged decode, paged prefill, and its exact form."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ from hybridkv.bench.cases import PAGE, Case, Listed, Peers, Setup, clone, entry_
 from hybridkv.bench.report import check
 from hybridkv.bench.timing import copies
 from hybridkv.kernels.append import append, append_ref
-from hybridkv.kernels.attention_decode import attention_decode, attention_decode_ref, attention_decode_torch
-from hybridkv.kernels.attention_prefill import attention_prefill, attention_prefill_ref, attention_prefill_torch
+from hybridkv.kernels.attention_decode import attention_decode, attention_decode_torch
+from hybridkv.kernels.attention_prefill import attention_prefill, attention_prefill_torch
+from hybridkv.kernels.attention_tile import read_pages
+from hybridkv.kernels.quant import Pages
 
 # bf16 results of f32 sums in another order: two roundings of 2^-9 each at the worst, and P rounded to bf16 in between
 ROUNDING = 1e-2
 WINDOW = 64
+CHECKED = 8  # of a prompt's first and of its last tokens
+TORCH_MOST = 4096  # entries up to which the torch form, a loop over tiles, is cheap enough to be timed
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -34,17 +38,28 @@ def attention_cases(s: Setup) -> Iterator[Listed]:
     for kind in s.kv_dtypes:
         for B, L in s.some(full, [(1, 2 << 10), (1, 32 << 10), (64, 2 << 10)], [(1, 128), (3, 192)]):
             yield Listed("attention_decode", f"{kind} B={B} L={L}", partial(decode_case, s, kind, B, L))
-        for L in s.some((4 << 10, 16 << 10, 64 << 10), (4 << 10,), (128,)):
+    for kind in s.kv_dtypes:
+        for L in s.some((4 << 10, 16 << 10, 64 << 10) if kind != "fp8" else (16 << 10,), (4 << 10,), (128,)):
             yield Listed("attention_prefill", f"{kind} T={L}", partial(prefill_case, s, kind, L))
 
 
-def store_cases(s: Setup) -> Iterator[Listed]:
+def append_cases(s: Setup) -> Iterator[Listed]:
     for kind in s.kv_dtypes:
         for T in s.some((1, 4096), (1,), (3,)):
             yield Listed("append", f"{kind} T={T}", partial(append_case, s, kind, T))
-            for kept in (False, True):
-                name = f"{kind} T={T}" + (" window kept" if kept else "")
-                yield Listed("attention_inputs", name, partial(inputs_case, s, kind, T, kept))
+
+
+def inputs_cases(s: Setup) -> Iterator[Listed]:
+    for kind in s.kv_dtypes:
+        for T, kept in s.some(((1, False), (1, True), (4096, True)), ((1, True),), ((3, False), (3, True))):
+            name = f"{kind} T={T}" + (" window kept" if kept else "")
+            yield Listed("attention_inputs", name, partial(inputs_case, s, kind, T, kept))
+
+
+def exact_cases(s: Setup) -> Iterator[Listed]:
+    kind = s.kv_dtypes[0]
+    for L in s.some((4 << 10, 16 << 10), (4 << 10,), (128,)):
+        yield Listed("attention_exact", f"{kind} T={L}", partial(prefill_case, s, kind, L, exact=True))
 
 
 def append_case(s: Setup, kind: str, T: int) -> Case:
@@ -118,7 +133,7 @@ def decode_case(s: Setup, kind: str, B: int, L: int) -> Case:
         k, v = inputs[0]
         got = attention_decode(q, k, v, table, lengths, scale, ends)
         rows = [0, B - 1] if B > 1 else [0]
-        want = attention_decode_ref(q[rows], k, v, table[rows], lengths[rows], scale)
+        want = torch.cat([attended(q[b : b + 1], k, v, table[b], L, scale) for b in rows])
         return check(f"attention_decode {kind} B={B} L={L}", got[rows], want, ROUNDING)
 
     def torch_form(x: Any) -> Tensor:
@@ -131,36 +146,56 @@ def decode_case(s: Setup, kind: str, B: int, L: int) -> Case:
     flops = 4 * B * H * D * L
     return Case(
         lambda x: attention_decode(q, x[0], x[1], table, lengths, scale, ends),
-        inputs, verify, moved, flops, torch_form if B * L <= 1 << 15 else None, peers,
+        inputs, verify, moved, flops, torch_form if B * L <= TORCH_MOST else None, peers,
     )  # fmt: skip
 
 
-def prefill_case(s: Setup, kind: str, L: int) -> Case:
+def attended(q: Tensor, k: Pages, v: Pages, table: Tensor, length: int, scale: float) -> Tensor:
+    """The definition in f32, all keys at once: the last queries [n, H, D] of `length` entries of streams [G, pages]."""
+    (n, H, D), G = q.shape, len(table)
+    seen = torch.arange(length, device=q.device) <= torch.arange(length - n, length, device=q.device)[:, None]
+    parts = []
+    for g in range(G):
+        keys, values = (read_pages(pool, table[g], 0, length).float() for pool in (k, v))
+        logits = q.float().view(n, G, H // G, D)[:, g] @ keys.t() * scale  # [n, H/G, L]
+        parts.append(logits.masked_fill(~seen[:, None], -torch.inf).softmax(-1) @ values)
+    return torch.stack(parts, 1).view(n, H, D)
+
+
+def prefill_case(s: Setup, kind: str, L: int, exact: bool = False) -> Case:
+    """`exact`: the form whose results do not depend on how a prompt is cut, with the fast one beside it."""
+    from hybridkv.kernels.attention_exact import attention_exact
+
     c = s.shape.config
     H, G, D = c.heads, c.kv_heads, c.head_dim
-    scale, count, some = D**-0.5, G * L // PAGE, 8
+    scale, count = D**-0.5, G * L // PAGE
     table, lengths = s.table(1, G, pages=L // PAGE), np.full((1, G), L, np.int64)
     ends, q = torch.from_numpy(lengths).to(s.device), s.randn(L, H, D)
     pools = s.pages(kind, count, D), s.pages(kind, count, D)
     flops = 4 * H * D * L * (L + 1) / 2
     moved = 2 * G * L * entry_bytes(kind, D) + 2 * q.nbytes
 
-    def verify() -> float:
-        got = attention_prefill(q, *pools, table, lengths, [0, L], scale, ends)
-        last = attention_prefill_ref(q[-some:], *pools, table, lengths, [0, some], scale)
-        first = attention_prefill_ref(q[:some], *pools, table, np.full((1, G), some), [0, some], scale)
-        want = torch.cat((first, last))
-        return check(f"attention_prefill {kind} T={L}", torch.cat((got[:some], got[-some:])), want, ROUNDING)
+    def fast(x: Any) -> Tensor:
+        return attention_prefill(q, x[0], x[1], table, lengths, [0, L], scale, ends)
 
+    def plain(x: Any) -> Tensor:
+        return attention_prefill_torch(q, x[0], x[1], table, lengths, [0, L], scale)
+
+    def by_row(x: Any) -> Tensor:
+        return attention_exact(q, x[0], x[1], table, lengths, [0, L], scale)
+
+    def verify() -> float:
+        got, some = (by_row if exact else fast)(pools), CHECKED
+        want = [attended(part, *pools, table[0], n, scale) for part, n in ((q[:some], some), (q[-some:], L))]
+        return check(f"prompt {kind} T={L}", torch.cat((got[:some], got[-some:])), torch.cat(want), ROUNDING)
+
+    if exact:  # part of its launch is the host's, and exact mode has no graphs
+        return Case(by_row, [pools], verify, moved, flops, peers={"fast": (fast, [pools])}, graph=False)
     peers: Peers = {}
     if kind == "bf16" and s.device == "cuda":
         heads, *held = (s.randn(1, n, L, D) for n in (H, G, G))
         peers = sdpa(heads, [tuple(held)], causal=True)
-    return Case(
-        lambda x: attention_prefill(q, x[0], x[1], table, lengths, [0, L], scale, ends),
-        [pools], verify, moved, flops,
-        (lambda x: attention_prefill_torch(q, x[0], x[1], table, lengths, [0, L], scale)) if L <= 4096 else None, peers,
-    )  # fmt: skip
+    return Case(fast, [pools], verify, moved, flops, plain if L <= TORCH_MOST else None, peers)
 
 
 def sdpa(q: Tensor, held: list[Any], causal: bool) -> Peers:

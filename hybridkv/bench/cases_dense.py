@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from hybridkv.bench.cases import Case, Listed, Peers, Setup
 from hybridkv.bench.report import check
@@ -35,51 +36,71 @@ def projections(s: Setup) -> dict[str, tuple[int, int]]:
     return found
 
 
-def dense_cases(s: Setup) -> Iterator[Listed]:
+MANY = ("qkv", "gate_up", "down")  # that are measured with several rows too
+
+
+def linear_cases(s: Setup) -> Iterator[Listed]:
     for kind in ("bf16", "fp8") if s.device == "cuda" else ("f32",):
-        for name, (rows, inputs) in projections(s).items():
-            for T in s.some((1, 16, 64) if name == "gate_up" else (1,), (1,), (1, 3)):
-                build = partial(linear_case, s, kind, rows, inputs, T)
-                yield Listed("linear", f"{kind} {name} [{rows},{inputs}] T={T}", build)
+        for T in s.some((1, 8, 64), (1,), (1, 3)):
+            for name, (rows, inputs) in projections(s).items():
+                if T == 1 or s.shape.tiny or name in MANY:
+                    build = partial(linear_case, s, kind, rows, inputs, T)
+                    yield Listed("linear", f"{kind} {name} [{rows},{inputs}] T={T}", build)
+
+
+def exact_cases(s: Setup) -> Iterator[Listed]:
+    kind, (rows, inputs) = "bf16" if s.device == "cuda" else "f32", projections(s)["gate_up"]
+    for T in s.some((1, 64, 4096), (1,), (3,)):
+        build = partial(linear_case, s, kind, rows, inputs, T, exact=True)
+        yield Listed("linear_exact", f"{kind} gate_up [{rows},{inputs}] T={T}", build)
+
+
+def norm_cases(s: Setup) -> Iterator[Listed]:
     hidden, wide = s.shape.config.hidden, s.shape.config.intermediate
     for T in s.some((1, 4096), (1,), (3,)):
         yield Listed("add_rms_norm", f"T={T} width {hidden}", partial(norm_case, s, T))
         yield Listed("silu_mul", f"T={T} width {wide}", partial(silu_case, s, T))
+
+
+def sampling_cases(s: Setup) -> Iterator[Listed]:
     for B in s.some((1, 64), (1,), (2,)):
         yield Listed("best_tokens", f"B={B} of {s.shape.config.vocab}", partial(best_case, s, B))
         yield Listed("draw", f"B={B} of {s.shape.config.vocab}, top-k 50, top-p 0.9", partial(draw_case, s, B))
 
 
-def linear_case(s: Setup, kind: str, rows: int, inputs: int, T: int) -> Case:
-    def matrix() -> Linear:
-        weight = s.randn(rows, inputs) * inputs**-0.5
+def linear_case(s: Setup, kind: str, rows: int, inputs: int, T: int, exact: bool = False) -> Case:
+    """`exact`: the form whose rows do not depend on how many there are, with the fast one beside it."""
+
+    def matrix(weight: Tensor, exact: bool = exact) -> Linear:
         if kind != "fp8":
-            return Linear(weight)
+            return Linear(weight, exact=exact)
         from hybridkv.kernels.linear_fp8 import encode_weight
 
         codes, scale = encode_weight(weight)
         return Linear(codes, scale=scale)
 
     moved = rows * inputs * {"f32": 4, "bf16": 2, "fp8": 1}[kind] + T * (rows + inputs) * s.shape.dtype.itemsize
-    held = [(matrix(), s.randn(T, inputs)) for _ in range(copies(moved, s.device))]
+    weights = [s.randn(rows, inputs).mul_(inputs**-0.5) for _ in range(copies(moved, s.device))]
+    x = s.randn(T, inputs)
+    held = [(matrix(weight), x) for weight in weights]
 
     def verify() -> float:
-        x = held[0][1]
+        got, some = held[0][0](x), slice(0, 8)  # few rows of x, all of the weight
         if kind == "fp8":
             from hybridkv.kernels.linear_fp8 import encode_weight, linear_fp8_ref
             from hybridkv.kernels.linear_vector import MOST_ROWS
 
-            codes, scale = encode_weight(s.randn(rows, inputs) * inputs**-0.5)
             bound = ROUNDING if T <= MOST_ROWS else FP8_ROUNDING
-            return check(f"linear fp8 T={T}", Linear(codes, scale=scale)(x), linear_fp8_ref(x, codes, scale), bound)
-        weight = s.randn(rows, inputs) * inputs**-0.5
-        return check(f"linear T={T}", Linear(weight)(x), F.linear(x.float(), weight.float()), ROUNDING)
+            return check(f"linear fp8 T={T}", got[some], linear_fp8_ref(x[some], *encode_weight(weights[0])), bound)
+        want = F.linear(x[some].float(), weights[0].float())
+        return check(f"linear T={T}", got[some], want, ROUNDING)
 
     peers: Peers = {}
-    if s.device == "cuda":  # what cuBLAS takes for the bf16 matrix, whatever ours is stored in
-        plain = [(s.randn(rows, inputs), s.randn(T, inputs)) for _ in range(copies(2 * rows * inputs))]
-        peers = {"cuBLAS bf16": (lambda x: F.linear(x[1], x[0]), plain)}
-    return Case(lambda x: x[0](x[1]), held, verify, moved, 2 * T * rows * inputs, peers=peers)
+    if exact:
+        peers = {"fast": (lambda y: y[0](y[1]), [(matrix(weight, False), x) for weight in weights])}
+    elif s.device == "cuda":  # what cuBLAS takes for the bf16 matrix, whatever ours is stored in
+        peers = {"cuBLAS bf16": (lambda weight: F.linear(x, weight), weights)}
+    return Case(lambda y: y[0](y[1]), held, verify, moved, 2 * T * rows * inputs, peers=peers)
 
 
 def norm_case(s: Setup, T: int) -> Case:

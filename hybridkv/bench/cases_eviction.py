@@ -17,43 +17,56 @@ from hybridkv.kernels.quant import Fp8Pages, Pages
 from hybridkv.kernels.score import window_scores, window_scores_ref
 
 WINDOW = 64
+CHECKED = 2048  # a multiple of PAGE
+TORCH_MOST = 16 << 10  # entries up to which the torch form is timed
 SCORES_BOUND = 1e-2  # products in bf16 on the tensor cores, sums in f32
 
 
 def eviction_cases(s: Setup) -> Iterator[Listed]:
+    layers = len(s.shape.config.attention_layers)
     for kind in s.kv_dtypes:
         for L in s.some((16 << 10, 32 << 10, 128 << 10), (16 << 10,), (192,)):
-            for known in (True, False) if L <= 16 << 10 else (True,):
-                name = f"{kind} W={WINDOW} L={L}" + ("" if known else " sums unknown")
-                yield Listed("window_scores", name, partial(scores_case, s, kind, L, known))
+            yield Listed("window_scores", f"{kind} W={WINDOW} L={L}", partial(scores_case, s, kind, L))
+        L, few = s.some((16 << 10,), (16 << 10,), (192,))[0], s.some((layers,), (layers,), (3,))[0]
+        yield Listed(
+            "window_scores", f"{kind} W={WINDOW} L={L} {few} layers", partial(scores_case, s, kind, L, layers=few)
+        )
+        name = f"{kind} W={WINDOW} L={L} sums unknown"
+        yield Listed("window_scores", name, partial(scores_case, s, kind, L, known=False))
     rows, L, keep = s.some([(64, 16 << 10, 2048)], [(64, 16 << 10, 2048)], [(4, 192, 128)])[0]
     yield Listed("select_entries", f"{rows} rows keep {keep} of {L}", partial(select_case, s, rows, L, keep))
     for kind in s.kv_dtypes:
-        layers = len(s.shape.config.attention_layers)
         for fresh in (True, False):
             name = f"{kind} {layers} layers keep {keep} of {L}" + ("" if fresh else " in place")
             yield Listed("compact", name, partial(compact_case, s, kind, L, keep, fresh))
 
 
-def scores_case(s: Setup, kind: str, L: int, known: bool) -> Case:
-    """`known`: attention has left the log-sum-exp of the window's queries, so one pass is enough."""
+def scores_case(s: Setup, kind: str, L: int, known: bool = True, layers: int = 1) -> Case:
+    """`known`: attention has left the log-sum-exp of the window's queries, so one pass is enough. `layers`: in one
+    launch, as eviction does.
+    """
     c = s.shape.config
-    H, G, D, scale = c.heads, c.kv_heads, c.head_dim, c.head_dim**-0.5
+    H, G, D, scale = c.heads * layers, c.kv_heads * layers, c.head_dim, c.head_dim**-0.5
     flops, moved = 2 * WINDOW * H * D * L, G * L * entry_bytes(kind, D) + 4 * H * L
     when, at = torch.arange(L - WINDOW, L, device=s.device), torch.arange(L, device=s.device).repeat(G, 1)
-    inputs = []
-    for _ in range(min(8, copies(moved, s.device))):
+    inputs, sums = [], []
+    for _ in range(min(4, copies(moved, s.device))):
         pages, table, q = s.pages(kind, G * L // PAGE, D), s.table(G, pages=L // PAGE), s.randn(WINDOW, H, D)
-        sums = (log_sums(q, pages, table, L, scale),) if known else ()
-        inputs.append((q, when, pages, table, at, scale, *sums))
+        sums.append(log_sums(q, pages, table, L, scale))
+        inputs.append((q, when, pages, table, at, scale, *(sums[-1:] if known else ())))
 
     def verify() -> float:
-        got, want = window_scores(*inputs[0]), window_scores_ref(*inputs[0][:6])
-        return check(f"window_scores L={L}", got, want, SCORES_BOUND)
+        """The first and the last entries: with the sums known, each score stands for itself."""
+        (q, when, pages, table, at, scale, *_), errors = inputs[0], []
+        got, few = window_scores(*inputs[0]), min(L, CHECKED)
+        for begin in (0, L - few):
+            part = table[:, begin // PAGE : (begin + few) // PAGE], at[:, begin : begin + few]
+            want = window_scores_ref(q, when, pages, *part, scale, sums[0])
+            errors.append(check(f"window_scores L={L}", got[:, begin : begin + few], want, SCORES_BOUND))
+        return max(errors)
 
-    return Case(
-        lambda x: window_scores(*x), inputs, verify, moved, flops, torch=lambda x: window_scores_ref(*x)
-    )  # fmt: skip
+    torch_form = (lambda x: window_scores_ref(*x)) if L * layers <= TORCH_MOST else None
+    return Case(lambda x: window_scores(*x), inputs, verify, moved, flops, torch_form)
 
 
 def log_sums(q: Tensor, pages: Pages, table: Tensor, L: int, scale: float) -> Tensor:

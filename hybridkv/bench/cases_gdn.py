@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 STEP_BOUND = 1e-2
 # the chunked form multiplies in bf16 what the reference multiplies in f32
 PREFILL_BOUND = 2e-2
-CHECKED = 2048  # of a long prompt's tokens; the rule is causal
+CHECKED = 512  # of a long prompt's tokens; the rule is causal, and the reference goes token by token
 
 
 def gdn_cases(s: Setup) -> Iterator[Listed]:
@@ -113,11 +113,7 @@ def prefill_case(s: Setup, T: int) -> Case:
         return check(f"gdn_prefill T={T}", got[:few], want, PREFILL_BOUND)
 
     peers = fla_peers(s, "chunk_gated_delta_rule", 1, T)
-    return Case(
-        lambda x: gdn_prefill(x[0], net, x[1], x[2]),
-        inputs, verify, moved, chunk_flops(s, T),
-        (lambda x: gdn_prefill_ref(x[0], net, x[1], x[2])) if T <= 2048 else None, peers,
-    )  # fmt: skip
+    return Case(lambda x: gdn_prefill(x[0], net, x[1], x[2]), inputs, verify, moved, chunk_flops(s, T), peers=peers)
 
 
 def fla_peers(s: Setup, name: str, B: int, T: int) -> Peers:
@@ -134,13 +130,13 @@ def fla_peers(s: Setup, name: str, B: int, T: int) -> Peers:
     inputs = [
         (s.randn(B, T, H, K), s.randn(B, T, H, K), s.randn(B, T, H, V), -torch.rand(B, T, H, device=s.device),
          torch.rand(B, T, H, device=s.device, dtype=s.shape.dtype), s.randn(B, H, K, V, dtype=f32) * 0.1)
-        for _ in range(min(8, copies(moved)))
+        for _ in range(min(4, copies(moved)))
     ]  # fmt: skip
 
     def rule(x: Any) -> Tensor:
         q, k, v, g, beta, state = x
-        return op(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True)[
-            0
-        ]
+        # a prompt begins without a state, as transformers' does: what is tuned here serves that too
+        more = {"initial_state": state if T == 1 else None, "output_final_state": True}
+        return op(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True, **more)[0]
 
     return {"fla (rule alone)": (rule, inputs)}

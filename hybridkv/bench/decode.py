@@ -11,8 +11,10 @@ Before anything is timed, decode steps over a short real prompt are compared wit
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,54 +38,90 @@ COLUMNS = (
     Column("floor_ms", "floor ms", 9, ".2f"),
     Column("share", "of floor", 8, "%"),
     Column("tok_s", "tok/s", 9, ".0f"),
-    Column("peers", "peers ms", 9, "each"),
 )
 STEPS, WARM = 12, 3
 ANSWER = STEPS + WARM + 8  # tokens of room: no request ends while steps are timed
 # two bf16 passes whose sums run in another order, through all layers; a wrong step gives logits of its own (1.4)
 AGREE = 0.25
 CHECKED = 192  # tokens
+OURS = ("budget", "context", "batch", "weights", "state")  # parts that --only picks from, and "peers"
 
 
 def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
     kinds = options.kv_dtypes or (("bf16", "fp8") if shape.device == "cuda" else ("f32",))
-    layers = shape.config.layers
-    about = {"model": shape.name, "layers": layers, "weights": options.weight_dtype, "steps": STEPS}
+    about = {"model": shape.name, "layers": shape.config.layers, "weights": options.weight_dtype, "steps": STEPS}
     report = Report("decode", "ms", COLUMNS, shape.device, ceilings, about, deadline=options.deadline)
     report.start()
-    report.doing("making weights")
-    model = random_decoder(shape.config, shape.device, shape.dtype, options.weight_dtype == "fp8")
     contexts = options.contexts or (
         (128, 256) if shape.tiny else (2048, 32768) if options.quick else tuple(n << 10 for n in (2, 16, 64, 128, 256))
     )
+
+    def wanted(part: str) -> bool:
+        return re.search(options.only or "", part) is not None
+
+    if any(map(wanted, OURS)):
+        ours(shape, options, report, kinds, contexts, wanted)
+        free_memory(shape.device)
+    if wanted("peers") and not options.skip_peers:
+        from hybridkv.bench.peers import decode_peers
+
+        report.attempt("decode", "beside peers", lambda: decode_peers(shape, options, report))
+    return report
+
+
+def ours(
+    shape: Shape, options: BenchOptions, report: Report, kinds: tuple[str, ...], contexts: tuple[int, ...],
+    wanted: Callable[[str], bool],
+) -> None:  # fmt: skip
+    """The parts that were asked for; what matters most comes first, as time may be short."""
+    report.doing("making weights")
+    model = random_decoder(shape.config, shape.device, shape.dtype, options.weight_dtype == "fp8")
     batches = options.batches or ((1, 3) if shape.tiny else (1, 64) if options.quick else (1, 4, 16, 64, 128, 256))
-    short = min(contexts)
+    short, first = min(contexts), kinds[0]
+    many, length = (3, 256) if shape.tiny else (16 if options.quick else 64, 16384)
     for kind in kinds:
         bench = DecodeBench(shape, model, report, CacheConfig(kv_dtype=kind))
         error = report.attempt("decode", f"{kind}, compared with prefill", bench.agreement)
         if error is None:
             continue  # what is wrong is not timed
         report.note(f"{kind} KV: decode steps of {CHECKED} tokens against their prefill: {error:.0e} of the logits")
-        report.attempt("decode by context", kind, lambda b=bench: b.by_context(contexts))
-        free_memory(shape.device)
-        report.attempt("decode by batch", kind, lambda b=bench: b.by_batch(batches, short))
-        free_memory(shape.device)
-    if not options.only or "budget" in options.only:
-        many, length = (3, 256) if shape.tiny else (16 if options.quick else 64, 16384)
-        budget = 128 if shape.tiny else options.budget
-        with_budget(shape, model, report, kinds[0], many, length, budget)
-    if options.trace is not None:
-        from hybridkv.bench.trace import trace_decode
+        if kind == first and wanted("budget"):
+            with_budget(shape, model, report, kind, many, length, 128 if shape.tiny else options.budget)
+        if wanted("context"):
+            report.attempt("decode by context", kind, lambda b=bench: b.by_context(contexts))
+            free_memory(shape.device)
+        if wanted("batch"):
+            report.attempt("decode by batch", kind, lambda b=bench: b.by_batch(batches, short))
+            free_memory(shape.device)
+        if kind == first and wanted("weights") and options.weight_dtype != "fp8":
+            report.attempt("decode fp8 weights", kind, lambda k=kind: fp8_weights(shape, report, k, short))
+            free_memory(shape.device)
+        if kind == first and wanted("state") and shape.config.gdn is not None:
+            some = tuple(b for b in batches if b >= 64) or batches[-1:]
+            report.attempt(
+                "decode bf16 state", kind, lambda k=kind, b=some: bf16_state(shape, model, report, k, b, short)
+            )
+            free_memory(shape.device)
+        if kind == first and options.trace is not None:
+            from hybridkv.bench.trace import trace_decode
 
-        bench = DecodeBench(shape, model, report, CacheConfig(kv_dtype=kinds[0]))
-        report.attempt("trace", "decode step", lambda: trace_decode(bench, str(options.trace), short))
-    if not options.skip_peers:
-        del model, bench
-        free_memory(shape.device)
-        from hybridkv.bench.peers import decode_peers
+            report.attempt("trace", "decode step", lambda b=bench: trace_decode(b, str(options.trace), short))
+            free_memory(shape.device)
 
-        report.attempt("decode", "beside peers", lambda: decode_peers(shape, options, report, short))
-    return report
+
+def fp8_weights(shape: Shape, report: Report, kind: str, context: int) -> None:
+    """One request with the projections in E4M3, beside the model that is there."""
+    model = random_decoder(shape.config, shape.device, shape.dtype, True)
+    bench = DecodeBench(shape, model, report, CacheConfig(kv_dtype=kind))
+    bench.agreement()
+    bench.measure(bench.engine(1, context + ANSWER), "decode fp8 weights", 1, context)
+
+
+def bf16_state(shape: Shape, model: Model, report: Report, kind: str, batches: tuple[int, ...], context: int) -> None:
+    """Many requests whose recurrent state takes half the bytes."""
+    bench = DecodeBench(shape, model, report, CacheConfig(kv_dtype=kind, state_dtype="bf16"))
+    bench.agreement()
+    bench.by_batch(batches, context, "decode bf16 state")
 
 
 class DecodeBench:
@@ -113,7 +151,7 @@ class DecodeBench:
         del engine
         free_memory(self.shape.device)
 
-    def by_batch(self, batches: tuple[int, ...], context: int) -> None:
+    def by_batch(self, batches: tuple[int, ...], context: int, op: str = "decode by batch") -> None:
         room = free_bytes(self.shape.device)
         top = context + ANSWER
         engine = self.engine(1, top)
@@ -127,7 +165,7 @@ class DecodeBench:
             return
         engine = self.engine(max(fits), top)
         for batch in fits:
-            self.measure(engine, "decode by batch", batch, context)
+            self.measure(engine, op, batch, context)
         del engine
         free_memory(self.shape.device)
 

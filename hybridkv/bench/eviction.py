@@ -1,8 +1,9 @@
 """What it costs to cut a prompt of n tokens to a budget: all attention layers, the whole of it and its parts.
 
 The cache is a stand-in (standin.py). "whole" is `Evictor.evict` by the clock, host included: scores, choice,
-compaction, page tables. Of its parts scores, and scores with the choice of survivors, are timed alone; the rest is
-moving them and giving pages back. Keeping the window's queries is a part of storing keys (kernels: attention_inputs).
+compaction, page tables. Of its parts scores (as many layers in one launch as the engine takes), and scores with the
+choice of survivors, are timed alone; the rest is moving them and giving pages back. Keeping the window's queries is a
+part of storing keys (kernels: attention_inputs).
 """
 
 from __future__ import annotations
@@ -101,7 +102,9 @@ def measure(engine: Engine, length: int) -> dict[str, float]:
         if i == 0:
             verify(evictor, request, engine)
         calls: dict[str, Callable[[], object]] = {
-            "score": lambda r=request: [evictor.policy.score(x) for x in evictor.layers(r, manager)],
+            "score": lambda r=request: [
+                evictor.policy.score(part) for part in evictor.layers(r, manager, evictor.policy.together)
+            ],
             "choose": lambda r=request: evictor.choose(r, manager),
             "whole": lambda r=request: evictor.evict(r, manager),
         }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from hybridkv.config import KV_DTYPES
 from hybridkv.errors import HybridKVError
@@ -23,10 +25,11 @@ class BenchOptions:
     contexts: tuple[int, ...] = ()
     batches: tuple[int, ...] = ()
     budget: int = 2048
-    chunk: int = 8192  # prompt tokens a step
+    chunks: tuple[int, ...] = (8192,)  # prompt tokens a step; all but the first are compared with it
     memory: str = "80GiB"
     skip_peers: bool = False
-    peer_layers: int = 16
+    peer_layers: int = 8
+    warm: int = 0  # processes that compile before kernels are timed
     trace: str | None = None
     limit: float | None = None  # seconds after which no new row begins
 
@@ -40,11 +43,19 @@ class BenchOptions:
             raise HybridKVError(f"kv_dtype {wrong[0]!r} is not supported; choose {', '.join(KV_DTYPES)}")
         if self.weight_dtype not in ("auto", "fp8"):
             raise HybridKVError(f"weight_dtype must be auto or fp8, not {self.weight_dtype!r}")
-        for name in ("contexts", "batches"):
+        for name in ("contexts", "batches", "chunks"):
             if any(n < 1 for n in getattr(self, name)):
                 raise HybridKVError(f"{name} must be positive numbers")
-        for name in ("budget", "chunk", "peer_layers"):
+        for name in ("budget", "peer_layers"):
             if getattr(self, name) < 1:
                 raise HybridKVError(f"{name} must be a positive number, not {getattr(self, name)}")
-        if self.chunk % 64:
-            raise HybridKVError(f"chunk must be a multiple of 64, not {self.chunk}")
+        if not self.chunks:
+            raise HybridKVError("chunk must name one number at least")
+        for chunk in self.chunks:
+            if chunk % 64:
+                raise HybridKVError(f"chunk must be a multiple of 64, not {chunk}")
+
+
+def from_json(text: str) -> BenchOptions:
+    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(text).items()}
+    return BenchOptions(**given)

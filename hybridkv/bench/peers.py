@@ -5,9 +5,7 @@ Nothing else in the package imports it.
 
 from __future__ import annotations
 
-import signal
 import statistics
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,34 +16,42 @@ import torch
 from hybridkv.bench.options import BenchOptions
 from hybridkv.bench.report import Report, check, installed
 from hybridkv.bench.shapes import Shape
-from hybridkv.bench.timing import Meter, free_memory, sync
+from hybridkv.bench.timing import Meter, at_most, free_memory, sync
 from hybridkv.config import CacheConfig
 from hybridkv.models import FAMILIES
 from hybridkv.models.in_memory import InMemory
 from hybridkv.models.loader import Loader
 
 AGREE = 0.25  # of two bf16 models whose sums run in another order, through all layers
-STEPS = 8
-COMPILE_SECONDS = 50.0  # a peer that takes longer to get ready is left out
+PROMPT = 192  # tokens before the first step: a step's time is the host's and the weights', hardly the context's
+WARM, STEPS = 3, 8
+COMPILED_LAYERS = 4  # three DeltaNet layers and one of attention; compiling takes seconds a layer
+SECONDS = {"transformers": 40.0, "transformers compiled": 75.0}  # a form that takes longer is left out
 
 
 @contextmanager
-def at_most(seconds: float) -> Iterator[None]:
-    """TimeoutError if what is inside takes longer. In the main thread alone."""
-
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"not ready after {seconds:.0f} s")
-
-    if threading.current_thread() is not threading.main_thread():
+def few_configs(most: int = 2) -> Iterator[None]:
+    """fla tunes each kernel of a prompt over dozens of configurations, most of a minute. A decode step runs none of
+    them: here each takes the best of a few, and forgets it.
+    """
+    try:
+        from triton.runtime.autotuner import Autotuner
+    except ImportError:
         yield
         return
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    prune, seen = Autotuner.prune_configs, []
+
+    def few(self: Any, kwargs: Any) -> Any:
+        seen.append(self)
+        return prune(self, kwargs)[:most]
+
+    Autotuner.prune_configs = few
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        Autotuner.prune_configs = prune
+        for tuner in seen:
+            tuner.cache.clear()
 
 
 def available(shape: Shape, report: Report) -> bool:
@@ -91,116 +97,122 @@ def same_model(shape: Shape, hf: Any) -> Any:
     return FAMILIES[shape.config.architecture].load(shape.config, loader)
 
 
-def decode_peers(shape: Shape, options: BenchOptions, report: Report, context: int) -> None:
-    """One request: ours, transformers step by step, and transformers compiled into CUDA graphs, all at fewer layers."""
-    from hybridkv.bench.decode import ANSWER, DecodeBench
-
+def decode_peers(shape: Shape, options: BenchOptions, report: Report) -> None:
+    """One request: ours, transformers step by step, and transformers compiled into CUDA graphs (fewer layers)."""
     if not available(shape, report):
         return
     layers = min(options.peer_layers, shape.config.layers)
-    cut = shape.cut(layers)
     report.doing(f"transformers, {layers} layers")
-    hf = build(cut)
-    bench = DecodeBench(cut, same_model(cut, hf), report, CacheConfig(kv_dtype="auto"))
-    agreement(cut, hf, bench)
-    peers: dict[str, float] = {}
-    for name, form in (("transformers", eager_ms), ("transformers compiled", compiled_ms)):
-        if name.endswith("compiled") and shape.device == "cpu":
+    hf, cut = build(shape.cut(layers)), shape.cut(layers)
+    with few_configs():
+        beside(cut, hf, report, "transformers", eager_ms)
+        if shape.device == "cpu":
             report.note("transformers compiled: CUDA graphs need a GPU")
-            continue
-        report.doing(name)
-        try:
-            with at_most(COMPILE_SECONDS):
-                peers[name] = form(hf, context)
-        except Exception as problem:  # a version that cannot, no room, or no end
-            report.note(f"{name} skipped: {type(problem).__name__}: {str(problem).splitlines()[0][:100]}")
+            return
+        if layers > COMPILED_LAYERS:
+            cut = shape.cut(COMPILED_LAYERS)
+            hf.model.layers = hf.model.layers[:COMPILED_LAYERS]
+            hf.config.num_hidden_layers = COMPILED_LAYERS
+            hf.config.layer_types = hf.config.layer_types[:COMPILED_LAYERS]
+            free_memory(shape.device)
+        beside(cut, hf, report, "transformers compiled", compiled_ms)
+
+
+def beside(shape: Shape, hf: Any, report: Report, name: str, form: Any) -> None:
+    """A row of ours and one of theirs on the same weights; before, both models' logits are compared."""
+    from hybridkv.bench.decode import ANSWER, DecodeBench
+
+    layers, limit = f" {shape.config.layers} layers", SECONDS[name]
+    bench = DecodeBench(shape, same_model(shape, hf), report, CacheConfig(kv_dtype="auto"))
+    tokens = torch.randint(0, shape.config.vocab, (PROMPT,), generator=torch.Generator().manual_seed(0))
+    got = bench.engine(1, PROMPT + 64).score(tokens.tolist())[-1]
+    row = bench.measure(bench.engine(1, PROMPT + ANSWER), "decode beside peers", 1, PROMPT, layers)
+    del bench
+    free_memory(shape.device)
+    if report.deadline is not None:
+        limit = min(limit, report.deadline - time.monotonic())
+    report.doing(name)
+    try:
+        with at_most(limit):
+            want, ms = form(hf, tokens[None].to(shape.device))
+    except Exception as problem:  # no end, no room, or a version that cannot
+        report.note(f"{name}{layers} skipped: {type(problem).__name__}: {str(problem).splitlines()[0][:100]}")
+        return
+    finally:
         torch._dynamo.reset()
         free_memory(shape.device)
-    hf = None
-    engine = bench.engine(1, context + ANSWER)
-    row = bench.measure(engine, "decode beside peers", 1, context, f" {layers} layers")
-    if row is None:
-        return
-    report.rows[-1]["peers"] = peers
-    for name, ms in peers.items():
-        report.note(f"{layers} layers, context {context}: {name} {ms:.2f} ms, {ms / row['ms']:.2f} times ours")
+    error = check(f"logits against {name}", got, want[0, -1].float(), AGREE)
+    report.add(f"decode {name}", f"B=1 context {PROMPT}{layers}", ms=ms, tok_s=1e3 / ms, batch=1, context=PROMPT)
+    times = f", {ms / row['ms']:.2f} times ours" if row else ""
+    report.note(f"{name}{layers}, context {PROMPT}: {ms:.2f} ms{times}; logits apart by {error:.0e}")
 
 
-def agreement(shape: Shape, hf: Any, bench: Any) -> None:
-    tokens = torch.randint(0, shape.config.vocab, (192,), generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        want = hf(input_ids=tokens[None].to(shape.device), use_cache=False, logits_to_keep=1).logits[0, -1].float()
-    got = bench.engine(1, 256).score(tokens.tolist())[-1]
-    error = check("logits against transformers", got, want, AGREE)
-    bench.report.note(f"logits after 192 tokens against transformers: {error:.0e}")
-
-
-def prompt(hf: Any, tokens: int) -> torch.Tensor:
-    return torch.randint(0, hf.config.vocab_size, (1, tokens), device=hf.device)
-
-
-@torch.inference_mode()
-def eager_ms(hf: Any, context: int) -> float:
-    """A step of one request by plain calls, prompt read before."""
+@torch.no_grad()
+def eager_ms(hf: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """A prompt's last logits, then a step of one request by plain calls."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=hf.config)
-    out = hf(input_ids=prompt(hf, context), past_key_values=cache, logits_to_keep=1)
-    return steps_ms(lambda token, _: hf(input_ids=token, past_key_values=cache).logits, out.logits, context, hf)
+    out = hf(input_ids=tokens, past_key_values=cache, logits_to_keep=1)
+    return out.logits, steps_ms(lambda token, _: hf(input_ids=token, past_key_values=cache).logits, out.logits)
 
 
-@torch.inference_mode()
-def compiled_ms(hf: Any, context: int) -> float:
-    """The same with a cache of fixed size, compiled into CUDA graphs."""
+@torch.no_grad()
+def compiled_ms(hf: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """The same with a cache of fixed size, steps compiled into CUDA graphs."""
     from transformers import StaticCache
 
-    cache = StaticCache(config=hf.config, max_cache_len=context + 64)
-    out = hf(input_ids=prompt(hf, context), past_key_values=cache, logits_to_keep=1)
-    forward = torch.compile(hf.forward, mode="reduce-overhead", fullgraph=False)
+    cache = StaticCache(config=hf.config, max_cache_len=PROMPT + 64)
+    out = hf(input_ids=tokens, past_key_values=cache, logits_to_keep=1)
+    forward = torch.compile(hf.forward, mode="reduce-overhead", dynamic=False)
 
     def step(token: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         torch.compiler.cudagraph_mark_step_begin()
-        return forward(input_ids=token, past_key_values=cache, cache_position=at, position_ids=at[None]).logits
+        return forward(input_ids=token, past_key_values=cache, position_ids=at[None]).logits
 
-    return steps_ms(step, out.logits, context, hf, warm=6)
+    return out.logits, steps_ms(step, out.logits)
 
 
-def steps_ms(step: Any, logits: torch.Tensor, context: int, hf: Any, warm: int = 3) -> float:
-    times, device = [], hf.device.type
-    for i in range(warm + STEPS):
-        token, at = logits[:, -1:].argmax(-1), torch.tensor([context + i], device=hf.device)
-        sync(device)
+def steps_ms(step: Any, logits: torch.Tensor) -> float:
+    times, device = [], logits.device
+    for i in range(WARM + STEPS):
+        token, at = logits[:, -1:].argmax(-1), torch.tensor([PROMPT + i], device=device)
+        sync(device.type)
         begin = time.perf_counter()
         logits = step(token, at).clone()
-        sync(device)
+        sync(device.type)
         times.append((time.perf_counter() - begin) * 1e3)
-    return statistics.median(times[warm:])
+    return statistics.median(times[WARM:])
 
 
-@torch.inference_mode()
-def prefill_peers(shape: Shape, options: BenchOptions, report: Report, lengths: tuple[int, ...]) -> None:
-    """Whole prompts in one forward pass each, all layers."""
-    if not available(shape, report):
-        return
-    from transformers import DynamicCache
+class PrefillPeers:
+    """Whole prompts in one forward pass each, all layers. The model is built when the first one is read."""
 
-    report.doing("transformers")
-    hf = build(shape)
-    for length in lengths:
-        if report.deadline is not None and time.monotonic() > report.deadline:
-            report.note("time is up: the rest is left out")
+    def __init__(self, shape: Shape, report: Report) -> None:
+        self.shape, self.report = shape, report
+        self.usable = available(shape, report)
+        self.hf: Any = None
+
+    @torch.no_grad()
+    def read(self, length: int) -> None:
+        from transformers import DynamicCache
+
+        if not self.usable:
             return
-        tokens = prompt(hf, length)
+        shape, report = self.shape, self.report
+        tokens = torch.randint(0, shape.config.vocab, (1, length), device=shape.device)
         try:
-            for part in (min(length, 4096), length):  # the first one compiles
-                cache = DynamicCache(config=hf.config)
+            if self.hf is None:
+                self.hf = build(shape)
+            for part in (min(length, 4096), length):  # the first one compiles and tunes
+                cache = DynamicCache(config=self.hf.config)
                 with Meter(shape.device) as meter:
-                    hf(input_ids=tokens[:, :part], past_key_values=cache, logits_to_keep=1)
+                    self.hf(input_ids=tokens[:, :part], past_key_values=cache, logits_to_keep=1)
         except torch.OutOfMemoryError:
             report.note(f"transformers runs out of memory at {length} tokens")
-            break
+            return
         found = {"s": meter.seconds, "tok_s": length / meter.seconds, "peak_gib": meter.peak, "tokens": length}
         report.add("prefill transformers", f"T={length}", **found)
-        ours = next((r["s"] for r in report.rows if r["tokens"] == length and r.get("budget") is None), None)
+        ours = next((r["s"] for r in report.rows if r["op"] == "prefill" and r["tokens"] == length), None)
         if ours is not None:
             report.note(f"{length} tokens: transformers takes {meter.seconds / ours:.2f} times as long")

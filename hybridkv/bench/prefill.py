@@ -2,11 +2,15 @@
 
 Prompts are random tokens, read in chunks by `engine.step()`, once to compile (two chunks at the most) and once by the
 clock. Before, a short prompt is read in one piece and in several, and its logits compared. Peak memory is what the
-prompt adds to the weights: cache and workspace. With a budget the cache is cut when the prompt has been read: what that
-adds is eviction's share.
+prompt adds to the weights: cache and workspace. With a budget the cache is cut when the prompt has been read; what the
+cut takes, the device's work included, is a row of its own. The first length is the one that matters: other chunks and
+transformers are compared there, before the other lengths begin.
 """
 
 from __future__ import annotations
+
+import time
+from typing import ClassVar
 
 import torch
 
@@ -14,78 +18,136 @@ from hybridkv.bench.decode import AGREE, matrix_elements
 from hybridkv.bench.options import BenchOptions
 from hybridkv.bench.report import Column, Report, check
 from hybridkv.bench.shapes import Shape
-from hybridkv.bench.standin import make_engine
-from hybridkv.bench.timing import GIB, Ceilings, Meter, free_memory
+from hybridkv.bench.standin import fill_pages, make_engine, resident
+from hybridkv.bench.timing import GIB, Ceilings, Meter, free_memory, sync
+from hybridkv.cache import KVCacheManager
 from hybridkv.config import CacheConfig, SamplingParams
 from hybridkv.engine.engine import Engine
+from hybridkv.eviction import Evictor
 from hybridkv.kernels.gdn import CHUNK
 from hybridkv.models.config import ModelConfig
+from hybridkv.models.layers import Model
 from hybridkv.models.random_weights import random_decoder
+from hybridkv.request import Request
 
 CHECKED = 3 * 64 + 5  # tokens
+PEER_MOST = 16384  # tokens that transformers reads; longer ones take it many seconds
 COLUMNS = (
     Column("s", "seconds", 9, ".3f"),
     Column("tok_s", "tok/s", 9, ".0f"),
     Column("tflop_s", "TFLOP/s", 8, ".0f"),
     Column("share", "of matmul", 9, "%"),
     Column("peak_gib", "peak GiB", 9, ".2f"),
+    Column("part", "of prompt", 9, ".2%"),
 )
 
 
 def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
     kinds = options.kv_dtypes or (("bf16",) if shape.device == "cuda" else ("f32",))
-    lengths = options.contexts or ((96, 192) if shape.tiny else (4096,) if options.quick else (2048, 16384, 65536))
-    chunk = 64 if shape.tiny else options.chunk
+    lengths = options.contexts or ((192, 96) if shape.tiny else (4096,) if options.quick else (16384, 2048, 65536))
+    chunk, *others = (64, 128) if shape.tiny else options.chunks
     budget = 64 if shape.tiny else options.budget
     about = {"model": shape.name, "layers": shape.config.layers, "chunk": chunk, "weights": options.weight_dtype}
     report = Report("prefill", "s", COLUMNS, shape.device, ceilings, about, deadline=options.deadline)
     report.start()
     report.doing("making weights")
     model = random_decoder(shape.config, shape.device, shape.dtype, options.weight_dtype == "fp8")
-    for kind in kinds:
-        seconds: dict[int, float] = {}
-        for keep in (None, budget):
-            cache = CacheConfig(kv_dtype=kind, budget=keep, recent=min(64, budget), window=min(64, budget))
-            engine = make_engine(
-                model, cache, shape.device, shape.dtype, 1, max(*lengths, CHECKED) + 8, step_tokens=chunk
-            )
-            if keep is None:
-                error = report.attempt("prefill", f"{kind}, cut in two ways", lambda e=engine: agreement(e))
-                if error is None:
-                    break  # what is wrong is not timed
-                report.note(f"{kind} KV: two ways to cut a prompt agree to {error:.0e} of the logits")
-            for length in lengths:
-                name = f"{kind} T={length}" + ("" if keep is None else f" budget {keep}")
-                if keep is None or length == lengths[0]:
-                    report.attempt("compiling", name, lambda e=engine, n=length: read(e, min(n, 2 * chunk)))
-                meter = report.attempt("prefill", name, lambda e=engine, n=length: read(e, n))
-                if meter is None:
-                    continue
-                flops, rate = prefill_flops(shape.config, length), length / meter.seconds
-                cache_gib = engine.manager.schema.kv_bytes(length) / GIB
-                report.add(
-                    "prefill", name, s=meter.seconds, tok_s=rate, tflop_s=flops / meter.seconds / 1e12,
-                    share=flops / meter.seconds / 1e12 / ceilings.tflop_s, floor_s=ceilings.floor_us(0, flops) / 1e6,
-                    peak_gib=meter.peak + cache_gib, flops=flops, tokens=length, kv_dtype=kind, budget=keep,
-                    evict_s=meter.seconds - seconds[length] if keep is not None and length in seconds else None,
-                )  # fmt: skip
-                seconds.setdefault(length, meter.seconds)
-            if options.trace is not None and keep is None:
-                from hybridkv.bench.trace import trace_prefill
-
-                def traced(engine: Engine = engine) -> None:
-                    trace_prefill(engine, str(options.trace), min(lengths), shape.device)
-
-                report.attempt("trace", "prefill chunk", traced)
-            del engine
-            free_memory(shape.device)
+    peers = None
     if not options.skip_peers:
-        del model
-        free_memory(shape.device)
-        from hybridkv.bench.peers import prefill_peers
+        from hybridkv.bench.peers import PrefillPeers
 
-        report.attempt("prefill", "beside peers", lambda: prefill_peers(shape, options, report, lengths))
+        peers = PrefillPeers(shape, report)
+    for kind in kinds:
+        bench = PrefillBench(shape, model, report, kind, max(*lengths, CHECKED) + 8)
+        kept = bench.engine(chunk)
+        error = report.attempt("prefill", f"{kind}, cut in two ways", lambda e=kept: agreement(e))
+        if error is None:
+            continue  # what is wrong is not timed
+        report.note(f"{kind} KV: two ways to cut a prompt agree to {error:.0e} of the logits")
+        cut = bench.engine(chunk, budget)
+        for length in lengths:
+            bench.row(kept, length)
+            bench.row(cut, length)
+            if length == lengths[0]:
+                if options.trace is not None:
+                    bench.traced(kept, options.trace, min(lengths))
+                for other in others:
+                    bench.row(bench.engine(other), length, f" chunk {other}")
+                    free_memory(shape.device)
+            if peers is not None and kind == kinds[0] and length <= PEER_MOST:
+                report.attempt("prefill transformers", f"T={length}", lambda n=length: peers.read(n))
+        del kept, cut
+        free_memory(shape.device)
     return report
+
+
+class Timed(Evictor):
+    """Notes how long each cut takes."""
+
+    seconds: ClassVar[list[float]] = []
+
+    def evict(self, request: Request, manager: KVCacheManager) -> int:
+        sync(manager.device.type)
+        begin = time.perf_counter()
+        freed = super().evict(request, manager)
+        sync(manager.device.type)
+        self.seconds.append(time.perf_counter() - begin)
+        return freed
+
+
+class PrefillBench:
+    """One model, one kind of cache."""
+
+    def __init__(self, shape: Shape, model: Model, report: Report, kind: str, context: int) -> None:
+        self.shape, self.model, self.report, self.kind, self.context = shape, model, report, kind, context
+        self.warm: set[tuple[int, bool, int]] = set()  # (chunk, whether all is kept, tokens) that have been read
+
+    def engine(self, chunk: int, budget: int | None = None) -> Engine:
+        few = min(64, budget or 64)
+        cache = CacheConfig(kv_dtype=self.kind, budget=budget, recent=few, window=few)
+        shape = self.shape
+        engine = make_engine(self.model, cache, shape.device, shape.dtype, 1, self.context, step_tokens=chunk)
+        fill_pages(engine.manager)
+        if engine.evictor is not None:
+            e = engine.evictor
+            engine.evictor = Timed(e.config, e.policy, e.scale, e.step_tokens)
+        return engine
+
+    def row(self, engine: Engine, length: int, more: str = "") -> None:
+        budget = engine.evictor.config.budget if engine.evictor is not None else None
+        name = f"{self.kind} T={length}{more}" + ("" if budget is None else f" budget {budget}")
+        self.report.attempt("prefill", name, lambda: self._row(engine, length, name, budget))
+
+    def _row(self, engine: Engine, length: int, name: str, budget: int | None) -> None:
+        self.warm_up(engine, length)
+        Timed.seconds.clear()
+        meter = read(engine, length)
+        flops, ceilings = prefill_flops(self.shape.config, length), self.report.ceilings
+        about = {"tokens": length, "kv_dtype": self.kind, "budget": budget, "chunk": engine.scheduler.step_tokens}
+        self.report.add(
+            "prefill", name, s=meter.seconds, tok_s=length / meter.seconds, tflop_s=flops / meter.seconds / 1e12,
+            share=flops / meter.seconds / 1e12 / ceilings.tflop_s, floor_s=ceilings.floor_us(0, flops) / 1e6,
+            peak_gib=meter.peak + engine.manager.schema.kv_bytes(length) / GIB, flops=flops, **about,
+        )  # fmt: skip
+        if Timed.seconds:
+            spent = sum(Timed.seconds)
+            self.report.add("eviction in prefill", name, s=spent, part=spent / meter.seconds, **about)
+
+    def warm_up(self, engine: Engine, length: int) -> None:
+        """Compiles all that a prompt of this length runs: its chunks, and the cut of so many entries."""
+        some = min(length, 2 * engine.scheduler.step_tokens)
+        known = engine.scheduler.step_tokens, engine.evictor is None, some
+        if known not in self.warm:
+            read(engine, some)
+            self.warm.add(known)
+        if engine.evictor is not None and some < length:
+            engine.abort(resident(engine, length, 1))
+
+    def traced(self, engine: Engine, folder: str, length: int) -> None:
+        from hybridkv.bench.trace import trace_prefill
+
+        run = lambda: trace_prefill(engine, folder, length, self.shape.device)  # noqa: E731
+        self.report.attempt("trace", "prefill chunk", run)
 
 
 def agreement(engine: Engine) -> float:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ class Column:
             return "  " + ", ".join(f"{name} {t:.1f}" for name, t in (value or {}).items())
         if value is None:
             return f"{'-':>{self.width}}"
-        return f"{value:>{self.width}{self.form}}" if self.form != "%" else f"{value:>{self.width}.0%}"
+        return f"{value:>{self.width}{'.0%' if self.form == '%' else self.form}}"
 
 
 @dataclass
@@ -71,8 +71,10 @@ class Report:
     failures: list[dict[str, str]] = field(default_factory=list)  # rows that were wrong or broke: not timed
     deadline: float | None = None  # of time.monotonic(); rows after it are left out
     left_out: int = 0
+    latest: ClassVar[Report | None] = None  # what a run that is stopped has measured
 
     def start(self) -> None:
+        Report.latest = self
         print(heading(self.device))
         print(f"{self.bench}: " + ", ".join(f"{k} {v}" for k, v in self.about.items()))
         c = self.ceilings

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from importlib import import_module
 from typing import Any
 
 import torch
 
-from hybridkv.bench.options import BENCHES, BenchOptions
+from hybridkv.bench.options import BENCHES, BenchOptions, from_json
 from hybridkv.bench.report import finish
 from hybridkv.bench.shapes import find_shape
 from hybridkv.bench.timing import Ceilings, free_memory
@@ -29,5 +28,4 @@ def run_bench(name: str, options: BenchOptions) -> dict[str, Any]:
 
 def run_json(name: str, options: str) -> None:
     """For another process: options as JSON, the result as the last line."""
-    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(options).items()}
-    finish(run_bench(name, BenchOptions(**given)))
+    finish(run_bench(name, from_json(options)))

@@ -6,9 +6,12 @@ On a CPU there are no graphs: a median of plain calls.
 from __future__ import annotations
 
 import gc
+import signal
 import statistics
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +19,7 @@ import torch
 
 CALLS = 20  # in one replay
 ROTATE = 200_000_000  # bytes that the inputs of one replay hold together at least: several times an L2 cache
-MOST_COPIES = 64
+MOST_COPIES: int = 64
 GIB = 1 << 30
 
 
@@ -92,6 +95,25 @@ def wall_ms(run: Callable[[], object], repeats: int, device: str) -> float:
         sync(device)
         times.append((time.perf_counter() - begin) * 1e3)
     return statistics.median(times)
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """TimeoutError if what is inside takes longer. In the main thread alone."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"not ready after {seconds:.0f} s")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def sync(device: str) -> None:

@@ -20,7 +20,12 @@ def bench(
     layers: Annotated[int | None, Option("--layers", metavar="N", help="cut the model to its first N layers")] = None,
     device: Annotated[str, Option("--device", metavar="NAME", help="auto, cpu (tiny alone) or cuda")] = "auto",
     only: Annotated[
-        str | None, Option("--only", metavar="PATTERN", help="kernels: ops and cases whose name matches")
+        str | None,
+        Option(
+            "--only",
+            metavar="PATTERN",
+            help="kernels: ops and cases; decode: budget, context, batch, weights, state, peers",
+        ),
     ] = None,
     quick: Annotated[bool, Option("--quick", help="few cases")] = False,
     kv_dtype: Annotated[
@@ -36,12 +41,16 @@ def bench(
     budget: Annotated[
         int, Option("--budget", metavar="TOKENS", help="kept a stream where something is evicted")
     ] = 2048,
-    chunk: Annotated[int, Option("--chunk", metavar="TOKENS", help="prefill: tokens a step")] = 8192,
+    chunk: Annotated[
+        str,
+        Option("--chunk", metavar="LIST", help="prefill: tokens a step; more than one, such as 8192,4096: compared"),
+    ] = "8192",
     memory: Annotated[str, Option("--memory", metavar="SIZE", help="capacity: for weights and cache")] = "80GiB",
     skip_peers: Annotated[bool, Option("--skip-peers", help="measure nothing but hybridkv")] = False,
     peer_layers: Annotated[
         int, Option("--peer-layers", metavar="N", help="decode: layers of the model that transformers runs")
-    ] = 16,
+    ] = 8,
+    warm: Annotated[int, Option("--warm", metavar="N", help="kernels: compile first, in N processes")] = 0,
     base: Annotated[
         str | None, Option("--base", metavar="REF", help="run the same on another commit and compare; a git checkout")
     ] = None,
@@ -73,8 +82,9 @@ def bench(
     options = BenchOptions(
         model_shape=model_shape, layers=layers, device=device, only=only, quick=quick,
         kv_dtypes=tuple(kv_dtype.split(",")) if kv_dtype else (), weight_dtype=weight_dtype,
-        contexts=numbers("--contexts", contexts), batches=numbers("--batches", batches), budget=budget, chunk=chunk,
-        memory=memory, skip_peers=skip_peers, peer_layers=peer_layers, trace=trace, limit=limit,
+        contexts=numbers("--contexts", contexts), batches=numbers("--batches", batches), budget=budget,
+        chunks=numbers("--chunk", chunk), memory=memory, skip_peers=skip_peers, peer_layers=peer_layers, warm=warm,
+        trace=trace, limit=limit,
     )  # fmt: skip
     if base is not None:
         from hybridkv.bench.compare import repository

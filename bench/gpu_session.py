@@ -1,0 +1,129 @@
+"""All that needs a GPU, one thing after the other, in a given number of seconds: tests, memory checker, benchmarks.
+
+    python bench/gpu_session.py 600 [--only 'tests|kernels'] [--out gpu_session]
+
+Each has a limit of its own, is asked to stop when it is reached (what it has measured by then counts), and writes a
+log. The JSON lines of all benchmarks are added to results.jsonl. Needs no typer. The folder may be used again: what is
+there is kept. Ends with a table of what ran, and 1 if something failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+GRACE = 8.0  # seconds between asking and ending
+STARTING = 14.0  # seconds that a benchmark takes before its first row, and to end
+
+
+class Step(NamedTuple):
+    name: str
+    seconds: float  # at the most
+    command: list[str]
+
+
+def steps() -> list[Step]:
+    """In order. The tests come first, in one call: starting their workers takes most of a minute, and what they compile
+    is there for the rest.
+    """
+    here, many = sys.executable, str(min(12, os.cpu_count() or 1))
+    workers = ["-n", many, "--dist", "worksteal"] if importlib.util.find_spec("xdist") else []
+    tests = [here, "-m", "pytest", "-v", "--durations=15", "-p", "no:cacheprovider", "-p", "no:benchmark", "-m", "gpu"]
+    check = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1", here, "tests/gpu/memcheck.py"]
+    marked = [p for p in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in p.read_text(encoding="utf-8")]
+    found = [Step("tests", 240, [*tests, *workers, *(str(p.relative_to(ROOT)) for p in marked)])]
+    if shutil.which(check[0]):
+        found.append(Step("memcheck", 90, check))
+
+    def bench(name: str, seconds: float, *more: str, script: str | None = None) -> None:
+        path = f"bench/{script or name}.py"
+        limit = ["--limit", str(seconds - STARTING)] if script is None or not script.startswith("deepseek") else []
+        found.append(Step(name, seconds, [here, path, *limit, *more]))
+
+    bench("kernels", 110, "--warm", "8")
+    bench("decode", 85, "--skip-peers")
+    bench("prefill", 100, "--chunk", "8192,4096")
+    bench("peers", 110, "--only", "peers", "--peer-layers", "64", script="decode")
+    bench("eviction", 30)
+    bench("capacity", 35)
+    bench("v4_model", 60, script="deepseek_model")
+    bench("v4_kernels", 60, script="deepseek_kernels")
+    return found
+
+
+def run_step(step: Step, seconds: float, log: Path) -> tuple[int, float]:
+    """(exit code, seconds). 124: it had to be stopped."""
+    begin = time.monotonic()
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with log.open("w", encoding="utf-8") as out:
+        child = subprocess.Popen(
+            step.command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            child.wait(seconds)
+            return child.returncode, time.monotonic() - begin
+        except subprocess.TimeoutExpired:
+            child.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(GRACE)
+            return 124, time.monotonic() - begin
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # and what it has started
+            child.wait()
+
+
+def json_line(log: Path) -> dict[str, object] | None:
+    """The last one of a log."""
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line[:1] == "{"]
+    try:
+        return json.loads(lines[-1]) if lines else None
+    except ValueError:
+        return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seconds", type=float, help="for everything")
+    parser.add_argument("--only", default="", help="steps whose name matches: " + ", ".join(s.name for s in steps()))
+    parser.add_argument("--out", type=Path, default=Path("gpu_session"))
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    end, bad = time.monotonic() + given.seconds, 0
+    for step in steps():
+        if not re.search(given.only, step.name):
+            continue
+        left = min(step.seconds, end - time.monotonic() - GRACE)
+        if left < STARTING:
+            print(f"{step.name:12} left out: time is up", flush=True)
+            continue
+        log = given.out / f"{step.name}.log"
+        code, took = run_step(step, left, log)
+        found, last = json_line(log), log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+        bad += code != 0
+        if found is not None:
+            with (given.out / "results.jsonl").open("a", encoding="utf-8") as out:
+                out.write(json.dumps(found) + "\n")
+            last = [f"{len(found.get('rows', []))} rows, {len(found.get('failures', []))} failed"]  # type: ignore[arg-type]
+        print(
+            f"{step.name:12} {'ok' if code == 0 else f'exit {code}':8} {took:6.0f} s   {''.join(last)[:120]}",
+            flush=True,
+        )
+    sys.exit(bad > 0)
+
+
+if __name__ == "__main__":
+    main()
