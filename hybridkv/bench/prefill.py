@@ -14,9 +14,9 @@ from typing import ClassVar
 
 import torch
 
-from hybridkv.bench.decode import AGREE, matrix_elements
+from hybridkv.bench.decode import matrix_elements
 from hybridkv.bench.options import BenchOptions
-from hybridkv.bench.report import Column, Report, check
+from hybridkv.bench.report import Column, Report, check, rounding
 from hybridkv.bench.shapes import Shape
 from hybridkv.bench.standin import fill_pages, make_engine, resident
 from hybridkv.bench.timing import GIB, Ceilings, Meter, free_memory, sync
@@ -60,7 +60,7 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
     for kind in kinds:
         bench = PrefillBench(shape, model, report, kind, max(*lengths, CHECKED) + 8)
         kept = bench.engine(chunk)
-        error = report.attempt("prefill", f"{kind}, cut in two ways", lambda e=kept: agreement(e))
+        error = report.attempt("prefill", f"{kind}, cut in two ways", lambda e=kept: agreement(e, shape.config.layers))
         if error is None:
             continue  # what is wrong is not timed
         report.note(f"{kind} KV: two ways to cut a prompt agree to {error:.0e} of the logits")
@@ -150,11 +150,11 @@ class PrefillBench:
         self.report.attempt("trace", "prefill chunk", run)
 
 
-def agreement(engine: Engine) -> float:
+def agreement(engine: Engine, layers: int) -> float:
     """The same prompt in one piece and in several: another order of sums, the same logits."""
     tokens = random_tokens(engine.vocab, CHECKED)
     want, got = engine.score(tokens)[-1], engine.score(tokens, chunk=64)[-1]
-    return check("a prompt in chunks", got, want, AGREE)
+    return check("a prompt in chunks", got, want, rounding(layers))
 
 
 def random_tokens(vocab: int, count: int) -> list[int]:

@@ -85,18 +85,6 @@ def _median_cpu(op: Callable[[Any], object], inputs: Sequence[Any], repeats: int
     return statistics.median(times)
 
 
-def wall_ms(run: Callable[[], object], repeats: int, device: str) -> float:
-    """Median of whole calls by the clock, the device's work included."""
-    times = []
-    for _ in range(repeats):
-        sync(device)
-        begin = time.perf_counter()
-        run()
-        sync(device)
-        times.append((time.perf_counter() - begin) * 1e3)
-    return statistics.median(times)
-
-
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
     """TimeoutError if what is inside takes longer. In the main thread alone."""

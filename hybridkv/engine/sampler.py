@@ -47,17 +47,15 @@ class Drawn:
 
 
 @torch.inference_mode()
-def draw(logits: Tensor, requests: Sequence[Request], best: Tensor | None = None) -> Drawn:
-    """The next token of each request from logits [S, vocab] f32. `best`: their best_tokens, where already known."""
-    found = best_tokens(logits) if best is None else best
+def draw(logits: Tensor, requests: Sequence[Request]) -> Drawn:
+    """The next token of each request from logits [S, vocab] f32."""
+    found = best_tokens(logits)
     groups: dict[tuple, list[int]] = {}
     for i, request in enumerate(requests):
         p = request.params
         if p.temperature > 0 or p.repetition_penalty != 1:
             kind = (p.top_k, p.top_p < 1, p.min_p > 0) if p.temperature > 0 else ()
             groups.setdefault(kind, []).append(i)
-    if groups and best is not None:
-        found = found.clone()  # the caller's stays as it is
     for rows in groups.values():
         _draw_alike(logits, requests, rows, found[0])
     asked = [i for i, request in enumerate(requests) if request.params.logprobs is not None]
@@ -67,11 +65,6 @@ def draw(logits: Tensor, requests: Sequence[Request], best: Tensor | None = None
         drawn.ready = torch.cuda.Event()
         drawn.ready.record(torch.cuda.current_stream(logits.device))
     return drawn
-
-
-def sample(logits: Tensor, requests: Sequence[Request]) -> list[int]:
-    """The same at once."""
-    return draw(logits, requests).wait()[0]
 
 
 def _draw_alike(logits: Tensor, requests: Sequence[Request], rows: list[int], tokens: Tensor) -> None:

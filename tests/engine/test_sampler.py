@@ -14,10 +14,14 @@ from transformers import (
 )
 
 from hybridkv.config import SamplingParams
-from hybridkv.engine.sampler import draw, narrow, penalise, sample
+from hybridkv.engine.sampler import draw, narrow, penalise
 from hybridkv.request import Request, Status
 from hybridkv.text.stream import TextStream
 from numerics import assert_close_rms, assert_same_bytes
+
+
+def sample(logits: Tensor, requests: list[Request]) -> list[int]:
+    return draw(logits, requests).wait()[0]
 
 
 def request(tokens: list[int] | None = None, **params: Any) -> Request:
@@ -237,14 +241,6 @@ def test_broken_rows_are_reported_and_their_neighbours_are_not() -> None:
     tokens, bad = draw(logits, [request(seed=1, **ask) for ask in asks]).wait()
     assert bad == [False, True, False, False, False, True]
     assert tokens[0] == int(logits[0].argmax()) and tokens[3] == 0 and all(0 <= t < 50 for t in tokens)
-
-
-def test_known_best_tokens_are_used_and_left_alone() -> None:
-    logits, best = torch.randn(2, 50), torch.tensor([[3, 4], [0, 1]])
-    rows = [request(), request(temperature=1e-9)]
-    drawn = draw(logits, rows, best)
-    assert drawn.wait() == ([3, int(logits[1].argmax())], [False, True])
-    assert drawn.tokens.tolist() == [3, int(logits[1].argmax())] and best.tolist() == [[3, 4], [0, 1]]
 
 
 # ---- logprobs
