@@ -27,7 +27,9 @@ from hybridkv.kernels.attention_sparse_kernel import attention_sparse_kernel, jo
 from hybridkv.kernels.attention_tile import LOG2_E, TRITON_DTYPE, TileShape
 from hybridkv.kernels.backend import triton, use_triton
 from hybridkv.kernels.gather import flat_entries
-from hybridkv.kernels.page_format import PageFormat, load_entries_ref
+from hybridkv.kernels.overlap import can_overlap
+from hybridkv.kernels.page_format import load_entries_ref
+from hybridkv.kernels.page_layout import PageFormat
 from hybridkv.kernels.step_index import StepIndex
 
 BLOCK_VALUES = 2**23  # of the keys that the reference gathers at once
@@ -117,7 +119,9 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-HOPPER_SHAPE = TileShape(64, 64, 8, 2)  # attention_sparse_hopper's
+HOPPER_SHAPE = TileShape(64, 64, 4, 2)  # attention_sparse_hopper's; it adds warps of its own
+JOIN_EARLY = 0.7  # of the multiprocessors: where more are busy, a join that comes early crowds onto the first free
+MOST_SPLITS = 44  # with more, the join costs what shorter parts save
 GLUON = "3.6."  # the Triton whose Gluon it is written in: that language still changes
 
 
@@ -169,7 +173,7 @@ def attention_sparse_triton(
     N = 0 if table is None else table.shape[1]
     longest = triton.cdiv(window, shape.keys) + triton.cdiv(N * held.shape[1] if chosen is None else K, shape.keys)
     if splits is None:
-        splits = max(1, min(processors(q.device) // (T * blocks), longest))
+        splits = max(1, min(processors(q.device) // (T * blocks), longest, MOST_SPLITS))
     assert q.stride(2) == 1 and ring.is_contiguous() and held.is_contiguous() and held.dtype == ring.dtype == fmt.dtype
     assert cos.is_contiguous() and sin.is_contiguous() and cos.shape == sin.shape == (T, fmt.rope // 2)
     assert (table is None or table.stride(1) == 1) and (chosen is None or chosen.stride(1) == 1)
@@ -217,10 +221,20 @@ def attention_sparse_triton(
         num_warps=shape.warps,
     )
     grid = T * blocks, splits
+    early = hopper and can_overlap(q)
+    join_early = hopper and splits > 1 and T * blocks * splits <= JOIN_EARLY * processors(q.device)
     if hopper:
         from hybridkv.kernels.attention_sparse_hopper import attention_hopper_kernel
 
-        attention_hopper_kernel[grid](QUANTISED=not fmt.plain, E8M0=fmt.codec.scale_bytes == 1, **each, **whole)
+        attention_hopper_kernel[grid](
+            QUANTISED=not fmt.plain,
+            E8M0=fmt.codec.scale_bytes == 1,
+            OVERLAP=join_early,
+            EARLY=early,
+            launch_pdl=early,
+            **each,
+            **whole,
+        )
     else:
         attention_sparse_kernel[grid](
             FORMAT=fmt.code,
@@ -233,7 +247,15 @@ def attention_sparse_triton(
             **width,
         )
     if splits > 1:
-        join_sparse_kernel[(T * H,)](BS=min(16, triton.next_power_of_2(splits)), num_warps=4, **whole, **width)
+        join_sparse_kernel[(T * H,)](
+            BS=min(16, triton.next_power_of_2(splits)),
+            OVERLAP=join_early,
+            EARLY=early,
+            num_warps=4,
+            launch_pdl=join_early,
+            **whole,
+            **width,
+        )
     return out
 
 

@@ -4,11 +4,13 @@ Written in Gluon, the language below Triton: here layouts, shared memory and the
 attention_sparse_kernel a program has one token, 64 heads and a part of the token's keys, in tiles of 64 keys of the
 window or of the entries. Its warps share the work:
 
-    4 loaders   find a tile's rows, read them, and leave them in shared memory as bf16
-    8 workers   S = q K^T, softmax, O += P K: half of S's keys, then half of O's channels, for each four of them
+    8 loaders   find a tile's rows, read them, and leave them in shared memory as bf16
+    4 scorers   S = q K^T, softmax, and O += P K for the left half of the channels
+    4 others    O += P K for the right half
 
-Two tiles lie in shared memory. `full` tells the workers that a tile has come, `empty` the loaders that it has been
-read, so the loads of one tile run beside the products of the other.
+Two tiles lie in shared memory. `full` tells the scorers that a tile has come, `empty` the loaders that both halves have
+been read, so the loads of one tile run beside the products of the other. `ready` tells the others that weights have
+come, `taken` the scorers that they have been read.
 """
 
 from __future__ import annotations
@@ -16,202 +18,150 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from hybridkv.kernels import small_floats
+from hybridkv.kernels.attention_sparse_loaders import LOADERS, ROPE, D, loaders
 from hybridkv.kernels.attention_tile import LOG2_E
 
 # kernels are a language of their own, which a Python type checker does not know
 gluon: Any = import_module("triton.experimental.gluon")
 gl: Any = import_module("triton.experimental.gluon.language")
 hopper: Any = import_module("triton.experimental.gluon.language.nvidia.hopper")
-async_copy, mbarrier = hopper.async_copy, hopper.mbarrier
-fence_async_shared, warpgroup_mma = hopper.fence_async_shared, hopper.warpgroup_mma
+mbarrier, fence_async_shared, warpgroup_mma = hopper.mbarrier, hopper.fence_async_shared, hopper.warpgroup_mma
 
-D, ROPE = 512, 64
-WORKERS, LOADERS = 8, 4  # warps
-LOADER_REGISTERS = 96  # of a thread; the workers get what is left, 200
-_D, _ROPE, _KEPT = gl.constexpr(D), gl.constexpr(ROPE), gl.constexpr(D - ROPE)
-_GROUP = gl.constexpr(64)  # channels of a power-of-two scale
+SCORERS = 4  # warps; the others are as many
+LOADER_REGISTERS, OTHER_REGISTERS = 80, 160  # of a thread; the scorers get what is left, 192
+_D, _ROPE, _KEPT, _HALF = gl.constexpr(D), gl.constexpr(ROPE), gl.constexpr(D - ROPE), gl.constexpr(D // 2)
 _BH, _BN, _TILES = gl.constexpr(64), gl.constexpr(64), gl.constexpr(2)
-_WORKERS, _LOADERS, _LOADER_REGISTERS = gl.constexpr(WORKERS), gl.constexpr(LOADERS), gl.constexpr(LOADER_REGISTERS)
+_WIDE = gl.constexpr(128)  # channels of one product: with more, so many threads have too few registers each to compile
+_SCORERS, _LOADERS = gl.constexpr(SCORERS), gl.constexpr(LOADERS)
+_LOADER_REGISTERS, _OTHER_REGISTERS = gl.constexpr(LOADER_REGISTERS), gl.constexpr(OTHER_REGISTERS)
 _LOG2_E = gl.constexpr(LOG2_E)
-
-e4m3_value_tile = gluon.jit(small_floats.e4m3_value_tile.fn)
-e8m0_value_tile = gluon.jit(small_floats.e8m0_value_tile.fn)
 
 
 @gluon.jit
 def derotate_tile(b_o, p_cos, p_sin):
-    """b_o [BH, D] f32, turned back by the angles of one token."""
-    b_even, b_odd = gl.split(gl.reshape(b_o, [_BH, _D // 2, 2]))
-    o_p = gl.arange(0, _D // 2, layout=gl.SliceLayout(0, b_even.type.layout)) - _KEPT // 2
+    """b_o [BH, D / 2] f32, the right half, turned back by the angles of one token."""
+    b_even, b_odd = gl.split(gl.reshape(b_o, [_BH, _HALF // 2, 2]))
+    o_p = gl.arange(0, _HALF // 2, layout=gl.SliceLayout(0, b_even.type.layout)) - (_KEPT - _HALF) // 2
     b_cos = gl.load(p_cos + o_p, mask=o_p >= 0, other=1.0)[None, :]
     b_sin = gl.load(p_sin + o_p, mask=o_p >= 0, other=0.0)[None, :]
-    return gl.reshape(gl.join(b_even * b_cos + b_odd * b_sin, b_odd * b_cos - b_even * b_sin), [_BH, _D])
+    return gl.reshape(gl.join(b_even * b_cos + b_odd * b_sin, b_odd * b_cos - b_even * b_sin), [_BH, _HALF])
 
 
 @gluon.jit
-def find_keys(
-    i_n, first, count_w, count_e, visible, turn, p_table, p_chosen, L: gl.constexpr,
-    R: gl.constexpr, P: gl.constexpr, ENTRIES: gl.constexpr, CHOSEN: gl.constexpr,
+def write_part(b_o, part, i_t, i_s, i_h, begin, end, H, splits, FIRST: gl.constexpr):
+    V: gl.constexpr = b_o.type.layout
+    o_row = i_h + gl.arange(0, _BH, layout=gl.SliceLayout(1, V))
+    o_d = FIRST + gl.arange(0, _HALF, layout=gl.SliceLayout(0, V))
+    p_part = part + ((i_t * H + o_row) * splits + i_s)[:, None] * _D + o_d[None, :]
+    gl.store(p_part, b_o, mask=(o_row < H)[:, None] & (begin < end))
+
+
+@gluon.jit
+def write_out(b_o, q_tile, out, i_t, i_h, real, H, FIRST: gl.constexpr):
+    """By whole rows, through the queries' place."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [_SCORERS, 1], [1, 0])
+    q_tile.store(gl.where(real, b_o, 0.0).to(gl.bfloat16))
+    o_row = i_h + gl.arange(0, _BH, layout=gl.SliceLayout(1, L))
+    o_d = FIRST + gl.arange(0, _HALF, layout=gl.SliceLayout(0, L))
+    gl.thread_barrier()
+    gl.store(out + (i_t * H + o_row)[:, None] * _D + o_d[None, :], q_tile.load(L), mask=(o_row < H)[:, None])
+
+
+@gluon.jit
+def scorers(
+    q_tiles, k_tiles, p_tile, keeps, biases, full, empty, ready, taken, p_q, stride_q_h,
+    sink, out, part, lse, scale, i_t, i_s, i_h, real, begin, end, H, splits, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Page (0: the ring's; -1: no key) and row in it of a tile's keys, each [BN] int32."""
-    o_n = i_n + gl.arange(0, _BN, layout=gl.SliceLayout(1, L))
-    b_row = turn - o_n
-    b_row = gl.where(b_row < 0, b_row + R, b_row)
-    b_page = gl.where(o_n < count_w, 0, -1)
-    if ENTRIES:
-        b_e = o_n - first
-        m_e = (b_e >= 0) & (b_e < count_e)
-        if CHOSEN:
-            b_e = gl.load(p_chosen + b_e, mask=m_e, other=-1)
-        b_e = b_e.to(gl.uint32)  # what is negative is past all that is visible
-        m_e = m_e & (b_e < visible.to(gl.uint32))
-        b_held = gl.load(p_table + b_e // P, mask=m_e, other=-1)
-        b_page = gl.where(i_n < first, b_page, b_held)
-        b_row = gl.where(i_n < first, b_row, (b_e % P).to(gl.int32))
-    return b_page, b_row
-
-
-@gluon.jit
-def load_part(p_row, m_k, FIRST: gl.constexpr, COUNT: gl.constexpr, L: gl.constexpr):
-    o_d = FIRST + gl.arange(0, COUNT, layout=gl.SliceLayout(0, L))
-    return gl.load(p_row[:, None] + o_d[None, :], mask=m_k[:, None], other=0)
-
-
-@gluon.jit
-def store_part(k_tile, b_code, b_scale, FIRST: gl.constexpr, E8M0: gl.constexpr):
-    """Codes b_code [BN, COUNT] of channels from FIRST on, as bf16; b_scale [BN]: one f32, or a byte for each group."""
-    COUNT: gl.constexpr = b_code.shape[1]
-    b_x = e4m3_value_tile(b_code)
-    if E8M0:
-        b_x = gl.reshape(b_x, [_BN, COUNT // _GROUP, _GROUP])
-        G: gl.constexpr = gl.SliceLayout(2, b_x.type.layout)
-        o_g = FIRST // _GROUP + gl.arange(0, COUNT // _GROUP, layout=gl.SliceLayout(0, G))
-        b_bytes = gl.convert_layout(b_scale, gl.SliceLayout(1, G))[:, None]
-        b_byte = (b_bytes >> (8 * o_g)[None, :].to(gl.int64)).to(gl.int32) & 255
-        b_x = gl.reshape(b_x * e8m0_value_tile(b_byte)[:, :, None], [_BN, COUNT])
-    else:
-        b_x = b_x * b_scale[:, None]
-    k_tile.slice(FIRST, COUNT, dim=1).store(gl.convert_layout(b_x.to(gl.bfloat16), b_code.type.layout))
-
-
-@gluon.jit
-def loaders(
-    ring, pages, p_table, p_chosen, k_tiles, biases, full, empty,
-    i_ring, begin, end, first, count_w, count_e, visible, turn,
-    R: gl.constexpr, P: gl.constexpr, VALUE: gl.constexpr, SCALE: gl.constexpr,
-    QUANTISED: gl.constexpr, E8M0: gl.constexpr, ENTRIES: gl.constexpr, CHOSEN: gl.constexpr,
-):  # fmt: skip
-    # 64 channels of a row lie in 4 (bytes) or 8 (bf16) threads, 16 bytes each
-    L: gl.constexpr = gl.BlockedLayout(
-        [1, 16 if QUANTISED else 8], [8, 4] if QUANTISED else [4, 8], [_LOADERS, 1], [1, 0]
-    )
-    p_ring = ring + i_ring * (R * (VALUE + SCALE))
-    b_page, b_row = find_keys(
-        begin, first, count_w, count_e, visible, turn, p_table, p_chosen, L, R, P, ENTRIES, CHOSEN
-    )
-    i_tile, phase = 0, 1
-    for i_n in range(begin, end, _BN):
-        m_k = b_page >= 0
-        in_ring = i_n < first
-        p_held = p_ring
-        if ENTRIES:
-            p_held = gl.where(in_ring, p_ring, pages)
-        o_page = b_page.to(gl.int64) * (P * (VALUE + SCALE))
-        p_value = p_held + (o_page + b_row * VALUE)
-        p_scale = p_held + (o_page + gl.where(in_ring, R * VALUE, P * VALUE) + b_row * SCALE)
-        k_tile, bias = k_tiles.index(i_tile), biases.index(i_tile)
-        # the next tile's keys are found while the loads of this one are on their way
-        if QUANTISED:
-            b_scale = gl.load(p_scale.to(gl.pointer_type(gl.int64 if E8M0 else gl.float32)), mask=m_k, other=0)
-            b_0 = load_part(p_value, m_k, 0, 256, L)  # 448 in powers of two
-            b_1 = load_part(p_value, m_k, 256, 128, L)
-            b_2 = load_part(p_value, m_k, 384, 64, L)
-            b_tail = load_part((p_value + _KEPT).to(gl.pointer_type(gl.bfloat16)), m_k, 0, _ROPE, L)
-            b_page, b_row = find_keys(
-                i_n + _BN, first, count_w, count_e, visible, turn, p_table, p_chosen, L, R, P, ENTRIES, CHOSEN
-            )
-            mbarrier.wait(empty.index(i_tile), phase)
-            store_part(k_tile, b_0, b_scale, 0, E8M0)
-            store_part(k_tile, b_1, b_scale, 256, E8M0)
-            store_part(k_tile, b_2, b_scale, 384, E8M0)
-            k_tile.slice(_KEPT, _ROPE, dim=1).store(b_tail)
-        else:
-            mbarrier.wait(empty.index(i_tile), phase)
-            o_d = gl.arange(0, _D, layout=gl.SliceLayout(0, L))
-            p_x = p_value[:, None] + o_d[None, :]
-            async_copy.async_copy_global_to_shared(k_tile, p_x, mask=m_k[:, None])  # zeros where there is no key
-            async_copy.commit_group()
-            b_page, b_row = find_keys(
-                i_n + _BN, first, count_w, count_e, visible, turn, p_table, p_chosen, L, R, P, ENTRIES, CHOSEN
-            )
-            async_copy.wait_group(0)
-        bias.store(gl.where(m_k, 0.0, float("-inf")))
-        fence_async_shared()  # the tensor cores read what these threads wrote
-        gl.thread_barrier()
-        mbarrier.arrive(full.index(i_tile), count=1)
-        i_tile += 1
-        if i_tile == _TILES:
-            i_tile, phase = 0, phase ^ 1
-
-
-@gluon.jit
-def workers(
-    q_tile, k_tiles, p_tile, biases, full, empty,
-    sink, p_cos, p_sin, out, part, lse, scale, i_t, i_s, i_h, real, begin, end, H, splits, SPLIT: gl.constexpr,
-):  # fmt: skip
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, _BN // 2, 16])  # of scores [BH, BN]
-    V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, _D // 2, 16])  # of sums [BH, D]
+    Q: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [_SCORERS, 1], [1, 0])
+    o_q = i_h + gl.arange(0, _BH, layout=gl.SliceLayout(1, Q))
+    o_c = gl.arange(0, _HALF, layout=gl.SliceLayout(0, Q))
+    p_q = p_q + o_q[:, None] * stride_q_h + o_c[None, :]
+    b_left = gl.load(p_q, mask=(o_q < H)[:, None], other=0.0)
+    b_right = gl.load(p_q + _HALF, mask=(o_q < H)[:, None], other=0.0)
+    q_tiles.index(0).store(b_left)  # while the loaders find the first keys
+    q_tiles.index(1).store(b_right)
+    fence_async_shared()
+    gl.thread_barrier()
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_SCORERS, 1], [16, _BN, 16])  # of scores [BH, BN]
+    V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_SCORERS, 1], [16, _WIDE, 16])  # of sums [BH, D / 2]
     b_0 = gl.zeros([_BH, _BN], gl.float32, layout=S)
     b_m = gl.full([_BH], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S))
-    b_z = gl.zeros([_BH, _BN], gl.float32, layout=S)  # of every 64th key: their sum is taken once
-    b_o = gl.zeros([_BH, _D], gl.float32, layout=V)
-    i_tile, phase = 0, 0
+    b_z = gl.zeros([_BH], gl.float32, layout=gl.SliceLayout(1, S))
+    b_o = gl.zeros([_BH, _HALF], gl.float32, layout=V)
+    i_tile, phase, turn = 0, 0, 1
     for _ in range(begin, end, _BN):
-        k_tile = k_tiles.index(i_tile)
+        k_left, k_right = k_tiles.index(2 * i_tile), k_tiles.index(2 * i_tile + 1)
         mbarrier.wait(full.index(i_tile), phase)
-        b_s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), b_0, use_acc=False)
+        b_s = warpgroup_mma(q_tiles.index(0), k_left.permute((1, 0)), b_0, use_acc=False, is_async=True)
+        b_s = warpgroup_mma(q_tiles.index(1), k_right.permute((1, 0)), b_s)
         b_s = b_s * scale + biases.index(i_tile).load(gl.SliceLayout(0, S))[None, :]
         b_top = gl.maximum(b_m, gl.max(b_s, 1))
         b_base = gl.where(b_top == float("-inf"), 0.0, b_top)  # nothing seen yet: weights 0, not NaN
         b_p = gl.exp2(b_s - b_base[:, None])
         b_keep = gl.exp2(b_m - b_base)
         b_m = b_top
-        b_z = b_z * b_keep[:, None] + b_p
+        mbarrier.wait(taken, turn)  # the others have read the last weights
         p_tile.store(b_p.to(gl.bfloat16))
-        b_o = b_o * gl.convert_layout(b_keep, gl.SliceLayout(1, V))[:, None]
+        keeps.store(b_keep)
         fence_async_shared()
         gl.thread_barrier()
-        b_o = warpgroup_mma(p_tile, k_tile, b_o)
-        gl.thread_barrier()  # all eight have read the tile, and p_tile
+        mbarrier.arrive(ready, count=1)
+        b_z = b_z * b_keep + gl.sum(b_p, 1)
+        b_o = b_o * gl.convert_layout(b_keep, gl.SliceLayout(1, V))[:, None]
+        b_o = warpgroup_mma(p_tile, k_left, b_o)
+        gl.thread_barrier()  # all four have read the tile
         mbarrier.arrive(empty.index(i_tile), count=1)
+        turn = turn ^ 1
         i_tile += 1
         if i_tile == _TILES:
             i_tile, phase = 0, phase ^ 1
 
-    b_z = gl.sum(b_z, 1)
     o_h = i_h + gl.arange(0, _BH, layout=gl.SliceLayout(1, S))
     if SPLIT:
-        o_part = (i_t * H + o_h) * splits + i_s
         b_z = gl.where(b_z == 0, 1.0, b_z)  # no key in these tiles: zeros, of weight 2^-inf
-        gl.store(lse + o_part, b_m + gl.log2(b_z), mask=o_h < H)
-        b_o = b_o * gl.convert_layout(1 / b_z, gl.SliceLayout(1, V))[:, None]
-        o_row = i_h + gl.arange(0, _BH, layout=gl.SliceLayout(1, V))
-        o_d = gl.arange(0, _D, layout=gl.SliceLayout(0, V))
-        p_part = part + ((i_t * H + o_row) * splits + i_s)[:, None] * _D + o_d[None, :]
-        gl.store(p_part, b_o, mask=(o_row < H)[:, None] & (begin < end))
+        gl.store(lse + (i_t * H + o_h) * splits + i_s, b_m + gl.log2(b_z), mask=o_h < H)
+        b_w = 1 / b_z
     else:
         b_sink = gl.load(sink + o_h, mask=o_h < H, other=0.0).to(gl.float32) * _LOG2_E
         b_top = gl.maximum(b_m, b_sink)
         b_keep = gl.exp2(b_m - b_top)
         b_w = b_keep / (b_z * b_keep + gl.exp2(b_sink - b_top))
-        b_o = derotate_tile(b_o * gl.convert_layout(b_w, gl.SliceLayout(1, V))[:, None], p_cos, p_sin)
-        q_tile.store(gl.where(real, b_o, 0.0).to(gl.bfloat16))  # to be written by whole rows
-        L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [_WORKERS // 2, 2], [1, 0])
-        o_row = i_h + gl.arange(0, _BH, layout=gl.SliceLayout(1, L))
-        o_d = gl.arange(0, _D, layout=gl.SliceLayout(0, L))
+    mbarrier.wait(taken, turn)
+    keeps.store(b_w)
+    gl.thread_barrier()
+    mbarrier.arrive(ready, count=1)
+    b_o = b_o * gl.convert_layout(b_w, gl.SliceLayout(1, V))[:, None]
+    if SPLIT:
+        write_part(b_o, part, i_t, i_s, i_h, begin, end, H, splits, 0)
+    else:
+        write_out(b_o, q_tiles.index(0), out, i_t, i_h, real, H, 0)
+
+
+@gluon.jit
+def others(
+    q_tiles, k_tiles, p_tile, keeps, empty, ready, taken, p_cos, p_sin, out, part,
+    i_t, i_s, i_h, real, begin, end, H, splits, SPLIT: gl.constexpr,
+):  # fmt: skip
+    V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_SCORERS, 1], [16, _WIDE, 16])
+    b_o = gl.zeros([_BH, _HALF], gl.float32, layout=V)
+    i_tile, turn = 0, 0
+    for _ in range(begin, end, _BN):
+        mbarrier.wait(ready, turn)
+        b_o = b_o * keeps.load(gl.SliceLayout(1, V))[:, None]
+        b_o = warpgroup_mma(p_tile, k_tiles.index(2 * i_tile + 1), b_o)
         gl.thread_barrier()
-        gl.store(out + (i_t * H + o_row)[:, None] * _D + o_d[None, :], q_tile.load(L), mask=(o_row < H)[:, None])
+        mbarrier.arrive(empty.index(i_tile), count=1)
+        mbarrier.arrive(taken, count=1)
+        turn = turn ^ 1
+        i_tile += 1
+        if i_tile == _TILES:
+            i_tile = 0
+    mbarrier.wait(ready, turn)
+    b_o = b_o * keeps.load(gl.SliceLayout(1, V))[:, None]
+    if SPLIT:
+        write_part(b_o, part, i_t, i_s, i_h, begin, end, H, splits, _HALF)
+    else:
+        write_out(derotate_tile(b_o, p_cos, p_sin), q_tiles.index(1), out, i_t, i_h, real, H, _HALF)
 
 
 @gluon.jit(do_not_specialize=["H", "K", "N", "splits"])
@@ -251,15 +201,21 @@ def attention_hopper_kernel(
     ENTRIES: gl.constexpr,
     CHOSEN: gl.constexpr,
     SPLIT: gl.constexpr,
+    OVERLAP: gl.constexpr,  # join_sparse_kernel may come at once, and wait
+    EARLY: gl.constexpr,  # as this one does for the kernel before it
 ):
+    if EARLY:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], gl.int32, False, 1)
+    if OVERLAP:  # not before: the join reads what was there before this kernel, without a wait
+        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], gl.int32, False, 1)
     blocks = (H + _BH - 1) // _BH
     i_t = (gl.program_id(0) // blocks).to(gl.int64)
     i_h = (gl.program_id(0) % blocks) * _BH
     i_s = gl.program_id(1)
+    position = gl.load(positions + i_t).to(gl.int32)
     i_b = gl.load(owner + i_t)
     i_slot, i_ring = gl.load(slots + i_b), gl.load(rows + i_b)
     real = (i_slot >= 0) & (i_ring >= 0)  # else padding, which has no keys
-    position = gl.load(positions + i_t).to(gl.int32)
     turn = (position.to(gl.uint32) % R).to(gl.int32)
     count_w = gl.where(real, gl.minimum(position + 1, WINDOW), 0)
     first = (count_w + _BN - 1) // _BN * _BN  # where the entries' tiles begin
@@ -278,34 +234,41 @@ def attention_hopper_kernel(
     end = gl.minimum(begin + each, count)
 
     M: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    q_tile = gl.allocate_shared_memory(gl.bfloat16, [_BH, _D], M)
-    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [_TILES, _BN, _D], M)
+    q_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, _BH, _HALF], M)
+    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [2 * _TILES, _BN, _HALF], M)
+    k_words = k_tiles  # the same, of two channels a word; for codes
+    if QUANTISED:
+        k_words = k_tiles._reinterpret(gl.int32, [2 * _TILES, _BN, _HALF // 2], gl.NVMMASharedLayout(128, 32, 2))
     p_tile = gl.allocate_shared_memory(gl.bfloat16, [_BH, _BN], M)
-    biases = gl.allocate_shared_memory(gl.float32, [_TILES, _BN], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    W: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    keeps = gl.allocate_shared_memory(gl.float32, [_BH], W)
+    biases = gl.allocate_shared_memory(gl.float32, [_TILES, _BN], W)
     full = gl.allocate_shared_memory(gl.int64, [_TILES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [_TILES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(_TILES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [_WORKERS // 2, 2], [1, 0])
-    o_h = i_h + gl.arange(0, _BH, layout=gl.SliceLayout(1, L))
-    o_d = gl.arange(0, _D, layout=gl.SliceLayout(0, L))
-    p_q = q + i_t * stride_q_t + o_h[:, None] * stride_q_h + o_d[None, :]
-    q_tile.store(gl.load(p_q, mask=(o_h < H)[:, None], other=0.0))
-    fence_async_shared()
+        mbarrier.init(empty.index(i), count=2)
+    mbarrier.init(ready, count=1)
+    mbarrier.init(taken, count=1)
     p_cos, p_sin = cos + i_t * (_ROPE // 2), sin + i_t * (_ROPE // 2)
     gl.warp_specialize(
         [
-            (workers, (
-                q_tile, k_tiles, p_tile, biases, full, empty,
-                sink, p_cos, p_sin, out, part, lse, scale, i_t, i_s, i_h, real, begin, end, H, splits, SPLIT,
+            (scorers, (
+                q_tiles, k_tiles, p_tile, keeps, biases, full, empty, ready, taken, q + i_t * stride_q_t, stride_q_h,
+                sink, out, part, lse, scale, i_t, i_s, i_h, real, begin, end, H, splits, SPLIT,
+            )),
+            (others, (
+                q_tiles, k_tiles, p_tile, keeps, empty, ready, taken, p_cos, p_sin, out, part,
+                i_t, i_s, i_h, real, begin, end, H, splits, SPLIT,
             )),
             (loaders, (
-                ring, pages, p_table, p_chosen, k_tiles, biases, full, empty,
-                i_ring, begin, end, first, count_w, count_e, visible, turn,
+                ring + i_ring * (R * (VALUE + SCALE)), pages, p_table, p_chosen, k_tiles, k_words, biases, full, empty,
+                begin, end, first, count_w, count_e, visible, turn,
                 R, P, VALUE, SCALE, QUANTISED, E8M0, ENTRIES, CHOSEN,
             )),
         ],
-        [_LOADERS],
-        [_LOADER_REGISTERS],
+        [_SCORERS, _LOADERS],
+        [_OTHER_REGISTERS, _LOADER_REGISTERS],
     )  # fmt: skip

@@ -183,16 +183,23 @@ def join_sparse_kernel(
     BD: tl.constexpr,
     ROPE: tl.constexpr,
     BS: tl.constexpr,  # splits read at once
+    OVERLAP: tl.constexpr,  # launched beside the kernel that writes the parts, for whose end it waits
+    EARLY: tl.constexpr,  # the next kernel may come at once
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     i_row = tl.program_id(0).to(tl.int64)
     i_t, i_h = i_row // H, i_row % H
     o_d = tl.arange(0, BD)
     p_out = out + i_row * D + o_d[None, :]
     i_b = tl.load(owner + i_t)
-    if (tl.load(slots + i_b) < 0) | (tl.load(rows + i_b) < 0):
+    i_slot, i_ring = tl.load(slots + i_b), tl.load(rows + i_b)
+    b_m = tl.load(sink + i_h).to(tl.float32) * _LOG2_E
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()  # what was read so far was there before that kernel began
+    if (i_slot < 0) | (i_ring < 0):
         tl.store(p_out, tl.zeros([1, BD], out.dtype.element_ty), mask=(o_d < D)[None, :])
         return
-    b_m = tl.load(sink + i_h).to(tl.float32) * _LOG2_E
     b_z = tl.full([], 1.0, tl.float32)  # the sink, which has no value
     b_o = tl.zeros([BD], tl.float32)
     for i_s in tl.range(0, splits, BS):

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from hybridkv.kernels.backend import tl, triton
 from hybridkv.kernels.norm_rope import norm_rope_ref, turn_tile
-from hybridkv.kernels.page_format import PageFormat, store_entries_ref, store_tile
+from hybridkv.kernels.page_format import store_entries_ref, store_tile
+from hybridkv.kernels.page_layout import PageFormat
 
 
 def warps(columns: int) -> int:

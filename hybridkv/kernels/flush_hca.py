@@ -28,7 +28,7 @@ from torch import Tensor
 
 from hybridkv.kernels.backend import tl, triton, use_triton
 from hybridkv.kernels.flush_entry import store_pooled, store_pooled_ref, warps
-from hybridkv.kernels.page_format import PageFormat
+from hybridkv.kernels.page_layout import PageFormat
 from hybridkv.kernels.step_index import StepIndex
 
 BLOCK_CHANNELS = 128  # of a program of save_running

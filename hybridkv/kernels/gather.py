@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from hybridkv.kernels.backend import tl, triton, use_triton
-from hybridkv.kernels.page_format import PageFormat, load_entries_ref, load_tile
+from hybridkv.kernels.page_format import load_entries_ref, load_tile
+from hybridkv.kernels.page_layout import PageFormat
 
 BLOCK_VALUES = 4096  # of a tile at most
 BLOCK_INDICES = 512

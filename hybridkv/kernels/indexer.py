@@ -9,6 +9,7 @@ its logit. The reference gives -inf for what a token does not see, the kernels l
 entries or fewer are left out: there is nothing to choose.
 
 `decode_logits`: one token a program, its queries stay, its keys are dealt out in tiles over the programs of the token.
+On Hopper GPUs, where keys are FP8, it is indexer_hopper's.
 `prefill_logits`: a tile of keys stays, and the tokens of a group that see it pass by, a few at a time.
 `plain_logits`: f32, one token and one tile of keys a program.
 Every grid follows from the shapes alone; the ends come from the device.
@@ -21,11 +22,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridkv.kernels.backend import tl, triton, use_triton
+from hybridkv.kernels.backend import capability, tl, triton, use_triton
 from hybridkv.kernels.page_format import (
     FP8_INDEX,
     MXFP4,
-    PageFormat,
     fake_quantise,
     geometry,
     in_groups,
@@ -35,6 +35,7 @@ from hybridkv.kernels.page_format import (
     scale_at,
     value_at,
 )
+from hybridkv.kernels.page_layout import PageFormat
 from hybridkv.kernels.small_floats import e2m1_pairs_tile, e8m0_value_tile, largest_finite_tile, power_of_two_tile
 from hybridkv.kernels.step_index import StepIndex
 
@@ -42,6 +43,9 @@ REF_PRODUCTS = 1 << 22  # of the reference at once
 PROGRAMS = 264  # that decoding is dealt out to, at least: two for each multiprocessor of an H200
 MOST_TILES = 32  # of a decoding program, so that one long request among short ones gets its share
 ROUND_ROWS = 4  # one a warp
+HOPPER_PROGRAMS = 528  # of indexer_hopper: four for each multiprocessor
+HOPPER_TILES = 64  # of one of them at most
+GLUON = "3.6."  # the Triton whose Gluon indexer_hopper is written in: that language still changes
 
 
 class IndexerShape(NamedTuple):
@@ -59,6 +63,14 @@ DECODE_BF16 = IndexerShape(128, 1, 0, 4, 3)  # keys of twice the bytes and more:
 PREFILL = IndexerShape(256, 1, 64, 8, 3)
 SHAPES = (DECODE, DECODE_BF16, PREFILL, IndexerShape(64, 2, 16, 4, 2))
 PLAIN_KEYS, PLAIN_DIMS = 64, 16  # of a tile, and at once
+
+
+def on_hopper(q: Tensor, keys: Tensor, fmt: PageFormat) -> bool:
+    """Whether indexer_hopper can compute this. It reads 16 bytes of a key at a time."""
+    if not q.is_cuda or capability(q.device)[0] != 9 or not triton.__version__.startswith(GLUON):
+        return False
+    released = fmt.code == FP8_INDEX and fmt.dim == 128 and q.shape[1] <= 64 and q.dtype == torch.bfloat16
+    return released and keys.data_ptr() % 16 == 0
 
 
 def index_logits_ref(
@@ -298,6 +310,15 @@ def index_logits_triton(
             q, rounded, T * H, q.stride(0), q.stride(1), H, D=D, BM=ROUND_ROWS
         )
         q = rounded
+    if shape is None and 2 * len(index.slots) >= T and on_hopper(q, keys, fmt):
+        from hybridkv.kernels.indexer_hopper import KEYS, WARPS, decode_logits_hopper_kernel
+
+        tiles = triton.cdiv(width, KEYS)
+        decode_logits_hopper_kernel[T, min(tiles, max(HOPPER_PROGRAMS // T, triton.cdiv(tiles, HOPPER_TILES)))](
+            q, weights, keys, table, index.slots, index.owner, index.positions, out, width, skip,
+            q.stride(0), q.stride(1), weights.stride(0), table.stride(0), H, RATIO=ratio, P=P, num_warps=WARPS,
+        )  # fmt: skip
+        return out
     f32 = q.dtype != torch.bfloat16 or fmt.dtype == torch.float32
     decode = DECODE_BF16 if fmt.plain else DECODE
     shape = shape or (PREFILL if 2 * len(index.slots) < T else decode)

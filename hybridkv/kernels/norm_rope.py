@@ -36,16 +36,26 @@ def norm_rope_ref(
 
 
 @triton.jit
-def turn_tile(b_x, p_cos, p_sin, m_row, D, R):
-    """b_x [rows, columns], the last 2 R of its D channels turned by angles [R] at p_cos, p_sin ([rows, 1] pointers)."""
-    BC: tl.constexpr = b_x.shape[1] // 2
+def load_turns(p_cos, p_sin, m_row, D, R, BC: tl.constexpr):
+    """Of rows of BC pairs of channels, the last R of D // 2 turned: cos and sin [rows, BC], and which pairs [1, BC]."""
     o_r = (tl.arange(0, BC) - (D // 2 - R))[None, :]
     m_r = (o_r >= 0) & (o_r < R)
     b_cos = tl.load(p_cos + o_r, mask=m_row & m_r, other=1.0)
-    b_sin = tl.load(p_sin + o_r, mask=m_row & m_r, other=0.0)
-    b_a, b_b = tl.split(tl.reshape(b_x, [b_x.shape[0], BC, 2]))
+    return b_cos, tl.load(p_sin + o_r, mask=m_row & m_r, other=0.0), m_r
+
+
+@triton.jit
+def turn_pairs(b_x, b_cos, b_sin, m_r):
+    b_a, b_b = tl.split(tl.reshape(b_x, [b_x.shape[0], b_x.shape[1] // 2, 2]))
     b_to_a, b_to_b = b_a * b_cos - b_b * b_sin, b_b * b_cos + b_a * b_sin
     return tl.interleave(tl.where(m_r, b_to_a, b_a), tl.where(m_r, b_to_b, b_b))  # infinity x 0 would be NaN
+
+
+@triton.jit
+def turn_tile(b_x, p_cos, p_sin, m_row, D, R):
+    """b_x [rows, columns], the last 2 R of its D channels turned by angles [R] at p_cos, p_sin ([rows, 1] pointers)."""
+    b_cos, b_sin, m_r = load_turns(p_cos, p_sin, m_row, D, R, b_x.shape[1] // 2)
+    return turn_pairs(b_x, b_cos, b_sin, m_r)
 
 
 @triton.jit(do_not_specialize=["N"])

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridkv.kernels.backend import tl, triton, use_triton
-from hybridkv.kernels.topk import HELD, MOST, TILE, group_largest_kernel, keep_largest, order_keys, plan_levels
+from hybridkv.kernels.topk import HELD, MOST, TILE, choose_entries, group_largest_kernel, plan_levels
 
 POOL_BLOCK = 512
 
@@ -102,7 +102,7 @@ def select_kernel(
     counts,  # [R] int64
     lengths,  # [R] int64
     largest,  # [R, ...] int32, as group_largest_kernel writes them from `tiles` tiles
-    chosen,  # [R, LEVELS, K] int32: groups, from the largest on
+    chosen,  # [R, KEPT] int32: groups
     out,  # [R, K] int32
     K,
     width,
@@ -112,14 +112,13 @@ def select_kernel(
     RATIO: tl.constexpr,
     LEVELS: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    KEPT: tl.constexpr,
 ):
     i_r = tl.program_id(0).to(tl.int64)
     n = tl.minimum(tl.load(visible + i_r), width).to(tl.int32)
     k = tl.minimum(tl.load(counts + i_r), n).to(tl.int32)
     length = tl.load(lengths + i_r).to(tl.int32)
-    o_k = tl.arange(0, BLOCK_K)
+    o_k = tl.arange(0, KEPT)
     b_rest = n + o_k - k
     tl.store(out + i_r * K + o_k, tl.where(b_rest < length, b_rest, -1), mask=(o_k >= k) & (o_k < K))
     if k == n:
@@ -127,29 +126,10 @@ def select_kernel(
         return
     if k == 0:
         return
-    p_x, p_chosen = x + i_r * stride_x, chosen + i_r * LEVELS * K
-    p_level = largest + i_r * stride_l
-    for i in tl.static_range(1, LEVELS):
-        p_level += tiles * (TILE // RATIO**i)
-    low = 0x7FFFFFFF
-    for i in tl.static_range(LEVELS, -1, -1):
-        if i == LEVELS:
-            b_index = tl.arange(0, BLOCK)
-            m_group = b_index >= 0
-        else:
-            tl.debug_barrier()  # other threads wrote what follows
-            b_group = tl.load(p_chosen + o_k, mask=o_k < k, other=-1)[:, None]
-            b_index, m_group = b_group * RATIO + tl.arange(0, RATIO), b_group >= 0
-            p_chosen += K
-        if i > 0:
-            b_key = tl.load(p_level + b_index, mask=m_group & (b_index < tiles * (TILE // RATIO**i)), other=0)
-            p_level -= tiles * (TILE // RATIO ** (i - 1))
-        else:
-            b_key = order_keys(tl.load(p_x + b_index, mask=m_group & (b_index < width), other=0.0))
-        m_key = m_group & (b_index < tl.cdiv(n, RATIO**i))
-        b_key, b_index = tl.ravel(tl.where(m_key, b_key, -0x80000000)), tl.ravel(b_index)
-        p_out = p_chosen if i > 0 else out + i_r * K
-        low = keep_largest(b_key, b_index, low, p_out, k, BLOCK_K)
+    choose_entries(
+        x + i_r * stride_x, largest + i_r * stride_l, chosen + i_r * KEPT, out + i_r * K, n, k, width, tiles,
+        RATIO, LEVELS, TILE, KEPT,
+    )  # fmt: skip
 
 
 def select_entries_triton(scores: Tensor, visible: Tensor, count: Tensor, lengths: Tensor, width: int) -> Tensor:
@@ -159,19 +139,19 @@ def select_entries_triton(scores: Tensor, visible: Tensor, count: Tensor, length
     out = torch.empty((R, width), dtype=torch.int32, device=scores.device)
     if not R or not width:
         return out
-    ratio, levels = plan_levels(L, width)
+    kept, ratio, levels = plan_levels(L, width)
     tile = max(TILE, ratio**levels)
     tiles = triton.cdiv(L, tile) if levels else 0
     largest = out.new_empty((R, sum(tiles * (tile // ratio**i) for i in range(1, levels + 1))))
-    chosen = out.new_empty((R, levels * width))
+    chosen = out.new_empty((R, kept if levels else 0))
     plan = dict(RATIO=ratio, LEVELS=levels, TILE=tile)
     if levels:
-        group_largest_kernel[R, tiles](scores, visible, largest, 0, L, scores.stride(0), largest.stride(0), **plan)
-    block, block_k = max(128, triton.next_power_of_2(-(-L // ratio**levels))), triton.next_power_of_2(width)
+        group_largest_kernel[R, tiles](
+            scores, visible, largest, 0, L, scores.stride(0), largest.stride(0), **plan, OVERLAP=False, EARLY=False
+        )  # fmt: skip
     select_kernel[(R,)](
         scores, visible, count, lengths, largest, chosen, out, width, L, tiles, scores.stride(0), largest.stride(0),
-        **plan, BLOCK=block, BLOCK_K=block_k,
-        num_warps=min(16, max(4, max(block, block_k * ratio) // (32 * HELD))),
+        **plan, KEPT=kept, num_warps=min(16, max(4, kept * ratio // (32 * HELD))),
     )  # fmt: skip
     return out
 

@@ -5,12 +5,16 @@ all of them, then -1. What lies past `visible` has no say.
 
 A long row is searched from above: the k largest lie in the k groups of neighbours whose largest are the k largest, and
 of groups that tie the first hold the entries that win the tie. So one launch reads the row and writes the largest of
-every RATIO entries, and of those again; the next keeps k groups, k of their parts, and at last k entries:
+every RATIO entries, of those again, and again; the next keeps k groups or some more, their parts that may matter, the
+parts of those, and at last k entries:
 
-    262,144 logits -> 32,768 largest of 8 -> 4,096 largest of 64;  512 of 4,096 -> 512 of 512 x 8 -> 512 of 512 x 8
+    262,144 logits -> 65,536 largest of 4 -> 16,384 of 16 -> 4,096 of 64
+    about 530 of 4,096 -> 560 of 1,024 x 4 -> 560 of 1,024 x 4 -> 512 of 1,024 x 4
 
 A program holds what it chooses from in registers and finds the k-th largest by narrowing a bound. The bound of the
-groups is one for their parts, and a tight one. The launches follow from k and the rows' width.
+groups is one for their parts, and so tight that all parts that reach it nearly always find room: only the first and the
+last level search. All levels share one loop: code that runs once takes as long as it is. The launches follow from k and
+the rows' width. On Hopper the second starts beside the first and waits for its end.
 """
 
 from __future__ import annotations
@@ -19,13 +23,18 @@ import torch
 from torch import Tensor
 
 from hybridkv.kernels.backend import tl, triton, use_triton
+from hybridkv.kernels.overlap import can_overlap
 
-RATIO = 8  # of one level's groups to the next
-TOP = 8192  # groups to begin with, at most
+RATIO, WIDE_RATIO = 4, 8  # of one level's groups to the next; where groups are many
+KEPT = 1024  # groups of a level that there is room for, at least
+LOOSE = 1024  # k up to which there is room for 2 k or more
 MOST = 16384  # that a program chooses from, whatever k is
 TILE = 2048  # entries of a program that reads a row
 HELD = 32  # entries of a thread
-MANY, REGISTERS = 264, 128  # rows from which on four programs share a multiprocessor, with as many registers a thread
+FEW, HELD_FEW = 8, 16  # rows, and entries of a thread then
+GUESSES = 12  # turns of a search before it takes precautions
+_GUESSES = tl.constexpr(GUESSES)
+MANY, REGISTERS = 264, 128  # rows from which on programs share a multiprocessor, with as many registers a thread
 
 
 def top_entries_ref(logits: Tensor, visible: Tensor, k: int) -> Tensor:
@@ -54,54 +63,100 @@ def order_keys(b_x):
 
 
 @triton.jit
-def kth_largest(b_key, low, high, count, k):
-    """A bound that k keys or more reach; more than k only if it is the k-th largest itself, and has equals.
+def kth_largest(b_key, low, high, count, k, most):
+    """A bound that k keys or more reach, more than `most` only if it is the k-th largest itself and has equals; how
+    many reach it; and where those are more than `most`, how many are above it.
 
     low is reached by `count` keys, k or more; high by none.
     """
-    size, top, turn = tl.log2(k.to(tl.float32)), -1.0, 0  # top: log2 of the count at high, of a half for none
-    while (low + 1 < high) & (count != k):
-        # A guess as if the count fell exponentially is quick on ordinary numbers; the keys' middle ends the search in
-        # 32 turns whatever they are.
+    size, over, turn, side = tl.log2(k.to(tl.float32)), 0, 0, 0
+    # how far either bound's count is from k, in powers of two; none counts as a half
+    below, above = tl.log2(count.to(tl.float32)) - size, size + 1.0
+    while (low + 1 < high) & (count > most):
+        # A guess as if the count fell exponentially is quick on ordinary numbers; a bound that stays where it is twice
+        # in turn counts as half as far (the Illinois method). From turn GUESSES on every other is the keys' middle,
+        # which ends the search whatever they are.
         middle = (low & high) + ((low ^ high) >> 1)
         low_value = flip_negative(low).to(tl.float32, bitcast=True)
         high_value = flip_negative(high).to(tl.float32, bitcast=True)
-        at = tl.log2(count.to(tl.float32))
-        part = (at - size) / (at - top)
+        part = below / (below + above)
         guess = flip_negative((low_value * (1 - part) + high_value * part).to(tl.int32, bitcast=True))
-        middle = tl.where((turn % 2 == 0) & (guess > low) & (guess < high), guess, middle)
-        reach = tl.sum((b_key >= middle).to(tl.int32), 0)
-        count = tl.where(reach >= k, reach, count)
-        top = tl.where(reach >= k, top, tl.log2(tl.maximum(reach.to(tl.float32), 0.5)))
-        low = tl.where(reach >= k, middle, low)
-        high = tl.where(reach >= k, high, middle)
+        middle = tl.where(((turn < _GUESSES) | (turn % 2 == 1)) & (guess > low) & (guess < high), guess, middle)
+        reach = tl.sum((b_key >= middle).to(tl.int32))
+        away = tl.log2(tl.maximum(reach.to(tl.float32), 0.5)) - size
+        enough = reach >= k
+        below = tl.where(enough, away, tl.where(side < 0, below * 0.5, below))
+        above = tl.where(enough, tl.where(side > 0, above * 0.5, above), -away)
+        count = tl.where(enough, reach, count)
+        over = tl.where(enough, over, reach)
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+        side = tl.where(enough, 1, -1)
         turn += 1
-    return low
+    return low, count, over
 
 
 @triton.jit
-def keep_largest(b_key, b_index, low, p_out, k, BLOCK_K: tl.constexpr):
-    """Of the keys above -2^31 the k largest: their indices, in the order they have, to p_out, then -1.
+def keep_largest(b_key, b_index, low, high, p_out, n, k, most):
+    """Of the keys [rows, columns] above -2^31, n of them or k of more, the k largest, or all that reach a bound if
+    those are no more than `most`: their indices, in their order, to p_out.
 
-    low: a bound that k of them may reach. Returns such a bound for the keys of their parts.
+    low: a bound that k of them reach where there were k groups or more, high: one that none reaches.
+    Returns such a bound for the keys of their parts, and how many were kept.
     """
-    n = tl.sum((b_key > -0x80000000).to(tl.int32), 0)
     kept = tl.minimum(n, k)
-    count = tl.sum((b_key >= low).to(tl.int32), 0)
-    if count < kept:
-        low = tl.min(tl.where(b_key > -0x80000000, b_key, 0x7FFFFFFF), 0)
+    count = tl.sum((b_key >= low).to(tl.int32))
+    if count < kept:  # fewer groups than k
+        low = -0x7F800001  # the key of -inf
         count = n
-    low = kth_largest(b_key, low, tl.max(b_key, 0) + 1, count, kept)
-    b_over, b_equal = (b_key > low).to(tl.int32), (b_key == low).to(tl.int32)
-    room = kept - tl.sum(b_over, 0)  # for the first of the equals
-    b_both = (b_over << 16) + b_equal
-    b_before = tl.cumsum(b_both, 0) - b_both  # how many of either come before: one sum for both
+    low, count, over = kth_largest(b_key, low, high, count, kept, most)
+    bound = low
+    if count <= most:  # all that reach the bound
+        bound, over, kept = low - 1, count, count
+    room = kept - over  # for the first of the equals
+    b_both = ((b_key > bound).to(tl.int32) << 16) + (b_key == bound).to(tl.int32)
+    b_row = tl.sum(b_both, 1)
+    b_before = (tl.cumsum(b_row, 0) - b_row)[:, None] + tl.cumsum(b_both, 1) - b_both  # of either: one sum for both
     b_equals = b_before & 0xFFFF
-    m_kept = (b_key > low) | ((b_key == low) & (b_equals < room))
+    m_kept = (b_key > bound) | ((b_key == bound) & (b_equals < room))
     tl.store(p_out + (b_before >> 16) + tl.minimum(b_equals, room), b_index, mask=m_kept)
-    o_k = tl.arange(0, BLOCK_K)
-    tl.store(p_out + o_k, -1, mask=(o_k >= kept) & (o_k < k))
-    return low
+    return low, kept
+
+
+@triton.jit
+def choose_entries(
+    p_x, p_level, p_chosen, p_out, n, k, width, tiles,
+    RATIO: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """Indices of the k largest of a row's first n > k entries to p_out. The pointers are the row's own: of its entries,
+    of the keys that group_largest_kernel wrote from `tiles` tiles, of room for KEPT groups."""
+    size, groups = 1, tiles * TILE
+    for _ in tl.static_range(LEVELS):
+        size *= RATIO
+        groups = groups // RATIO
+        p_level += groups  # behind the last level
+    o_k = tl.arange(0, KEPT)
+    b_group, low, high = o_k, 0, 0
+    for i in tl.range(LEVELS, -1, -1):
+        b_index, m_group = b_group[:, None] * RATIO + tl.arange(0, RATIO), (b_group >= 0)[:, None]
+        seen = tl.cdiv(n, size)
+        if i > 0:
+            p_level -= groups
+            b_key = tl.load(p_level + b_index, mask=m_group & (b_index < groups), other=0)
+        else:
+            b_key = order_keys(tl.load(p_x + b_index, mask=m_group & (b_index < width), other=0.0))
+        b_key = tl.where(m_group & (b_index < seen), b_key, -0x80000000)
+        if i == LEVELS:
+            low, high = tl.min(tl.where(b_key > -0x80000000, b_key, 0x7FFFFFFF)), tl.max(b_key) + 1
+        p_kept, most = p_out, k
+        if i > 0:  # of the first level few more: its bound is for all
+            p_kept, most = p_chosen, tl.where(i == LEVELS, k + (KEPT - k) // 4, KEPT)
+        low, kept = keep_largest(b_key, b_index, low, high, p_kept, seen, k, most)
+        if i > 0:
+            tl.debug_barrier()  # other threads wrote what follows
+            b_group = tl.load(p_chosen + o_k, mask=o_k < kept, other=-1)
+            tl.debug_barrier()
+            size, groups = size // RATIO, groups * RATIO
 
 
 @triton.jit
@@ -121,7 +176,13 @@ def group_largest_kernel(
     RATIO: tl.constexpr,
     LEVELS: tl.constexpr,
     TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,  # top_entries_kernel is launched beside this one
+    EARLY: tl.constexpr,  # and this one beside the kernel before it
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()  # first: top_entries_kernel reads `visible` at once
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     i_t, i_p = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n = visible_of(visible, i_t, width)
     if (n <= k) | (i_p * TILE >= n):
@@ -142,7 +203,7 @@ def top_entries_kernel(
     x,  # [T, ...] f32
     visible,  # [T] int64
     largest,  # [T, ...] int32, as group_largest_kernel writes them from `tiles` tiles
-    chosen,  # [T, LEVELS, k] int32: groups, from the largest on
+    chosen,  # [T, KEPT] int32: groups
     out,  # [T, k] int32
     k,
     width,
@@ -152,47 +213,35 @@ def top_entries_kernel(
     RATIO: tl.constexpr,
     LEVELS: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    KEPT: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     i_t = tl.program_id(0).to(tl.int64)
     n = visible_of(visible, i_t, width)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    p_out = out + i_t * k
     if n <= k:
-        o_k = tl.arange(0, BLOCK_K)
-        tl.store(out + i_t * k + o_k, tl.where(o_k < n, o_k, -1), mask=o_k < k)
+        o_k = tl.arange(0, KEPT)
+        tl.store(p_out + o_k, tl.where(o_k < n, o_k, -1), mask=o_k < k)
         return
-    p_x, p_chosen = x + i_t * stride_x, chosen + i_t * LEVELS * k
-    p_level = largest + i_t * stride_l
-    for i in tl.static_range(1, LEVELS):
-        p_level += tiles * (TILE // RATIO**i)
-    low = 0x7FFFFFFF
-    for i in tl.static_range(LEVELS, -1, -1):
-        if i == LEVELS:
-            b_index = tl.arange(0, BLOCK)
-            m_group = b_index >= 0
-        else:
-            tl.debug_barrier()  # other threads wrote what follows
-            o_k = tl.arange(0, BLOCK_K)
-            b_group = tl.load(p_chosen + o_k, mask=o_k < k, other=-1)[:, None]
-            b_index, m_group = b_group * RATIO + tl.arange(0, RATIO), b_group >= 0
-            p_chosen += k
-        if i > 0:
-            b_key = tl.load(p_level + b_index, mask=m_group & (b_index < tiles * (TILE // RATIO**i)), other=0)
-            p_level -= tiles * (TILE // RATIO ** (i - 1))
-        else:
-            b_key = order_keys(tl.load(p_x + b_index, mask=m_group & (b_index < width), other=0.0))
-        m_key = m_group & (b_index < tl.cdiv(n, RATIO**i))
-        b_key, b_index = tl.ravel(tl.where(m_key, b_key, -0x80000000)), tl.ravel(b_index)
-        p_out = p_chosen if i > 0 else out + i_t * k
-        low = keep_largest(b_key, b_index, low, p_out, k, BLOCK_K)
+    choose_entries(
+        x + i_t * stride_x, largest + i_t * stride_l, chosen + i_t * KEPT, p_out, n, k, width, tiles,
+        RATIO, LEVELS, TILE, KEPT,
+    )  # fmt: skip
 
 
-def plan_levels(width: int, k: int) -> tuple[int, int]:
-    """The ratio of the groups, and how many levels of them."""
-    ratio, levels = min(RATIO, MOST // triton.next_power_of_2(k)), 0
-    while -(-width // ratio**levels) > max(TOP, k * ratio):
+def plan_levels(width: int, k: int) -> tuple[int, int, int]:
+    """Groups of a level that there is room for, the ratio of one level's groups to the next, how many levels."""
+    kept = triton.next_power_of_2(k)
+    kept, ratio = (max(KEPT, 2 * kept), RATIO) if k <= LOOSE else (kept, min(WIDE_RATIO, MOST // kept))
+    levels = 0
+    while -(-width // ratio**levels) > kept * ratio:
         levels += 1
-    return ratio, levels
+    return kept, ratio, levels
 
 
 def top_entries_triton(logits: Tensor, visible: Tensor, k: int) -> Tensor:
@@ -202,21 +251,22 @@ def top_entries_triton(logits: Tensor, visible: Tensor, k: int) -> Tensor:
     out = torch.empty((T, k), dtype=torch.int32, device=logits.device)
     if not T or not k:
         return out
-    ratio, levels = plan_levels(width, k)
+    kept, ratio, levels = plan_levels(width, k)
     tile = max(TILE, ratio**levels)
     tiles = triton.cdiv(width, tile) if levels else 0
     largest = out.new_empty((T, sum(tiles * (tile // ratio**i) for i in range(1, levels + 1))))
-    chosen = out.new_empty((T, levels * k))
-    plan = dict(RATIO=ratio, LEVELS=levels, TILE=tile)
+    chosen = out.new_empty((T, kept if levels else 0))
+    overlap = levels > 0 and can_overlap(logits[:1])  # the second launch, whatever the number of rows
+    early = overlap and can_overlap(logits)
+    plan = dict(RATIO=ratio, LEVELS=levels, TILE=tile, OVERLAP=overlap, EARLY=early)
     if levels:
         group_largest_kernel[T, tiles](
-            logits, visible, largest, k, width, logits.stride(0), largest.stride(0), **plan
+            logits, visible, largest, k, width, logits.stride(0), largest.stride(0), **plan, launch_pdl=early
         )  # fmt: skip
-    block, block_k = max(128, triton.next_power_of_2(-(-width // ratio**levels))), triton.next_power_of_2(k)
     top_entries_kernel[(T,)](
         logits, visible, largest, chosen, out, k, width, tiles, logits.stride(0), largest.stride(0), **plan,
-        BLOCK=block, BLOCK_K=block_k, num_warps=min(16, max(4, max(block, block_k * ratio) // (32 * HELD))),
-        maxnreg=REGISTERS if T > MANY else None,
+        KEPT=kept, launch_pdl=overlap, maxnreg=REGISTERS if T > MANY else None,
+        num_warps=min(16, max(4, kept * ratio // (32 * (HELD_FEW if T <= FEW else HELD)))),
     )  # fmt: skip
     return out
 

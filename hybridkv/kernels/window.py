@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from hybridkv.kernels.backend import tl, triton, use_triton
-from hybridkv.kernels.norm_rope import norm_rope_ref, turn_tile
-from hybridkv.kernels.page_format import PageFormat, store_entries_ref, store_rows
+from hybridkv.kernels.norm_rope import load_turns, norm_rope_ref, turn_pairs
+from hybridkv.kernels.overlap import can_overlap, wait_for_inputs
+from hybridkv.kernels.page_format import store_entries_ref, store_rows
+from hybridkv.kernels.page_layout import PageFormat
 from hybridkv.kernels.step_index import StepIndex
 
-BLOCK_VALUES = 2048  # of a tile of new rows at most
+BLOCK_VALUES = 1024  # of a tile of new rows at most: what one warp holds, whose sums need no barrier
 FEW_TOKENS = 512  # up to here a program for each token: more of them than the GPU runs at once are not to be had
 BLOCK_COPIED = 8  # rows a program copies
 
@@ -52,21 +54,24 @@ def append_window_ref(
 def append_window_kernel(
     ring, x, weight, cos, sin, owner, positions, starts, rows, T, S, R, eps, stride_xt, stride_ct, stride_st,
     D: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     o_t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     o_d = tl.arange(0, BD)
     m_t = o_t < T
-    b_x = tl.load(x + o_t[:, None] * stride_xt + o_d, mask=m_t[:, None] & (o_d < D), other=0.0).to(tl.float32)
     b_weight = tl.load(weight + o_d, mask=o_d < D, other=0.0)
-    b_norm = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(b_x * b_x, 1), D + 0.0) + eps))
-    b_x = b_x * b_norm[:, None] * b_weight
-    if ROPE > 0:
-        b_x = turn_tile(b_x, cos + o_t[:, None] * stride_ct, sin + o_t[:, None] * stride_st, m_t[:, None], D, ROPE // 2)
+    wait_for_inputs(OVERLAP)
+    # all loads before the first sum, whose barriers they would wait for
     b_owner = tl.load(owner + o_t, mask=m_t, other=0)
+    o_row = tl.load(positions + o_t, mask=m_t, other=0).to(tl.int32) % R  # 32 bits: a 64-bit remainder is slow
+    b_x = tl.load(x + o_t[:, None] * stride_xt + o_d, mask=m_t[:, None] & (o_d < D), other=0.0).to(tl.float32)
+    p_cos, p_sin = cos + o_t[:, None] * stride_ct, sin + o_t[:, None] * stride_st
+    b_cos, b_sin, m_r = load_turns(p_cos, p_sin, m_t[:, None], D, ROPE // 2, BD // 2)
     o_page = tl.load(rows + b_owner, mask=m_t, other=-1)
     b_end = tl.load(starts + b_owner + 1, mask=m_t, other=0)
     m_e = (o_page >= 0) & (o_page < S) & (o_t >= b_end - R)
-    o_row = tl.load(positions + o_t, mask=m_t, other=0).to(tl.int32) % R  # 32 bits: a 64-bit remainder is slow
+    b_norm = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(b_x * b_x, 1), D + 0.0) + eps))
+    b_x = turn_pairs(b_x * b_norm[:, None] * b_weight, b_cos, b_sin, m_r)
     store_rows(ring, o_page, o_row, m_e, o_d, b_x, R, D, ROPE, FORMAT)
 
 
@@ -89,10 +94,12 @@ def append_window_triton(
         return
     columns = max(2, triton.next_power_of_2(D))
     tokens = 1 if T <= FEW_TOKENS else max(1, min(8, BLOCK_VALUES // columns))
+    overlap = can_overlap(x[:1])  # of any number of tokens: one writes its last rows while the next begins
     append_window_kernel[(triton.cdiv(T, tokens),)](
         ring, x, weight, cos, sin, index.owner, index.positions, index.starts,
         index.slots if rows is None else rows, T, S, R, eps, x.stride(0), cos.stride(0), sin.stride(0),
-        D=D, ROPE=fmt.rope, FORMAT=fmt.code, BT=tokens, BD=columns, num_warps=4,
+        D=D, ROPE=fmt.rope, FORMAT=fmt.code, BT=tokens, BD=columns, num_warps=4 if tokens == 1 else 1, OVERLAP=overlap,
+        launch_pdl=overlap,
     )  # fmt: skip
 
 

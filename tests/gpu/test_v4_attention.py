@@ -13,7 +13,9 @@ from torch import Tensor
 from hybridkv.kernels import attention_sparse as file
 from hybridkv.kernels.attention_sparse import Entries, attention_sparse, attention_sparse_ref, attention_sparse_triton
 from hybridkv.kernels.attention_tile import TileShape
-from hybridkv.kernels.page_format import PageFormat, entry_format, load_entries_ref, store_entries_ref
+from hybridkv.kernels.overlap import MOST_TOKENS
+from hybridkv.kernels.page_format import load_entries_ref, store_entries_ref
+from hybridkv.kernels.page_layout import PageFormat, entry_format
 from hybridkv.kernels.step_index import StepIndex
 from numerics import assert_close_rms, assert_same_bytes
 
@@ -174,6 +176,24 @@ def test_a_nan_that_was_stored_is_seen_and_one_that_was_not_is_not(kind: str) ->
 
 
 @pytest.mark.parametrize("splits", (1, 4))
+def test_every_code_under_any_scale_is_widened_exactly(splits: int) -> None:
+    """A token that sees one key and no sink gives that key back."""
+    q, ring, fmt, rows, window, sink, scale, cos, sin, index, _ = case("fp8", 64, [(0, 1)] * 4, ratio=None)
+    for b, page in enumerate(rows.tolist()):
+        raw = ring[page].view(-1)
+        codes = ((torch.arange(D - ROPE) + 64 * b) % 256).to(torch.uint8)
+        raw[: D - ROPE] = codes.masked_fill(codes % 128 == 127, 0)  # NaN is another test's
+        scales = torch.tensor((40, 90, 120, 127, 134, 180, 240), dtype=torch.uint8).roll(b)
+        raw[ring.shape[1] * fmt.value_bytes :][:7] = scales
+    sink.fill_(-torch.inf)
+    ones, zeros = torch.ones_like(cos), torch.zeros_like(sin)
+    args = (torch.zeros_like(q), ring, fmt, rows, window, sink, scale, ones, zeros, index, None)
+    want = load_entries_ref(ring, fmt, rows * ring.shape[1])
+    got = attention_sparse_triton(*args, splits=splits)
+    assert torch.equal(want.to(BF16)[:, None].expand_as(got), got)  # whatever sign a zero has
+
+
+@pytest.mark.parametrize("splits", (1, 4))
 def test_sinks_of_any_size(splits: int) -> None:
     args = case("fp8", 64, [(300, 1)])
     sink = args[5]
@@ -205,8 +225,15 @@ def test_hopper_has_a_kernel_of_its_own() -> None:
 )
 def test_every_launch_gives_the_same(kind: str, shape: TileShape | None) -> None:
     args = case(kind, 64, [(4000, 1), (77, 1)], R=133)
-    for splits in (1, 3, 64):
+    for splits in (1, 3, 64):  # 3: the join comes early; 64: it does not
         check(args, attention_sparse_triton(*args, shape=shape, splits=splits))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_tokens_than_overlap_with_the_kernel_before(kind: str) -> None:
+    args = case(kind, 64, [(4000 + b, 1) for b in range(MOST_TOKENS + 1)], R=133)
+    for splits in (1, 2, 12):
+        check(args, attention_sparse_triton(*args, splits=splits))
 
 
 def test_hostile_rows_and_choices() -> None:

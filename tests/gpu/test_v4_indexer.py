@@ -8,8 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridkv.kernels.indexer import SHAPES, IndexerShape, index_logits, index_logits_ref, index_logits_triton
-from hybridkv.kernels.page_format import index_format, store_entries_ref
+from hybridkv.kernels.indexer import (
+    DECODE,
+    SHAPES,
+    IndexerShape,
+    index_logits,
+    index_logits_ref,
+    index_logits_triton,
+    on_hopper,
+)
+from hybridkv.kernels.page_format import store_entries_ref
+from hybridkv.kernels.page_layout import index_format
 from hybridkv.kernels.step_index import StepIndex
 from hybridkv.kernels.topk import top_entries, top_entries_ref
 from numerics import assert_close_rms
@@ -18,6 +27,7 @@ pytestmark = pytest.mark.gpu
 H, D, P, RATIO = 64, 128, 32, 4  # DeepSeek-V4-Flash
 BOUND = 2e-6  # exact products, f32 sums in another order: a few 2^-24
 NAMES = ("f32", "bf16", "fp8", "mxfp4", "nvfp4")
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +61,7 @@ KINDS = ("random", "constant", "few values", "rising", "falling", "one block sta
 
 
 @pytest.mark.parametrize("k", (1, 8, 512, 1024))
-@pytest.mark.parametrize("width", (600, 8192, 8193, 16384, 16385, 65536, 262143, 262144))
+@pytest.mark.parametrize("width", (600, 4096, 4097, 8193, 32768, 32769, 65536, 262143, 262144))
 def test_top_entries_of_every_width(width: int, k: int) -> None:
     for kind in KINDS:
         x = logits_of(kind, 6, width)
@@ -80,7 +90,7 @@ def test_top_entries_past_two_billion_logits() -> None:
 class Cache:
     """Requests of `entries` keys each, in random pages among hostile ones."""
 
-    def __init__(self, name: str, entries: list[int]) -> None:
+    def __init__(self, name: str, entries: list[int], P: int = P) -> None:
         self.fmt = index_format(name, D)
         held = [-(-n // P) for n in entries]
         shape = (sum(held) + 3, P, self.fmt.width)
@@ -123,6 +133,27 @@ def test_index_logits(entries: list[int], counts: list[int], dtype: torch.dtype,
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_every_launch_configuration(name: str, shape: IndexerShape) -> None:
     check(name, [3000, 77, 1111], [130, 1, 65], torch.bfloat16, shape)
+
+
+@pytest.mark.skipif(not HOPPER, reason="the kernel is for Hopper GPUs")
+@pytest.mark.parametrize("page, heads", ((32, 64), (1, 40), (6, 1)))
+def test_hopper_gives_what_other_cards_give(page: int, heads: int) -> None:
+    """One token a request, among padding; strided queries; a NaN code of one key is that key's alone."""
+    entries = [3000, 63, 64, 65, 20001]
+    cache = Cache("fp8", entries, page)
+    index = StepIndex.make([1, 2, -1, 3, 4, 5], [12001, 252, 2**40, 256, 260, 80007], [1] * 6, "cuda")
+    q = torch.randn(6, heads + 3, D).bfloat16()[:, :heads]
+    q[2] = torch.nan
+    weights = torch.randn(6, heads) * 0.01
+    args = (q, weights, cache.pages, cache.fmt, cache.table, index, RATIO, max(entries), 0)
+    assert on_hopper(q, cache.pages, cache.fmt)
+    seen = (torch.arange(max(entries)) < ((index.positions + 1) // RATIO)[:, None]) & (index.token_slots >= 0)[:, None]
+    want, plain = index_logits_triton(*args, shape=DECODE), index_logits_ref(*args)
+    assert_close_rms("other cards", want.where(seen, 0.0), index_logits(*args).where(seen, 0.0), BOUND)
+    assert_close_rms("reference", plain.where(seen, 0.0), index_logits(*args).where(seen, 0.0), BOUND)
+    at = cache.table[5, 777 // page].item()
+    cache.pages.view(len(cache.pages), -1)[at, 777 % page * D + 5] = 0x7F
+    assert (index_logits(*args).isnan() & seen).nonzero().tolist() == [[5, 777]]
 
 
 def test_index_logits_past_two_billion() -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 from hybridkv.kernels import gather as gather_file
 from hybridkv.kernels import window as window_file
 from hybridkv.kernels.gather import flat_entries, flat_entries_ref, gather_entries, gather_entries_ref
-from hybridkv.kernels.page_format import PageFormat, entry_format, index_format, load_entries_ref, store_entries_ref
+from hybridkv.kernels.page_format import load_entries_ref, store_entries_ref
+from hybridkv.kernels.page_layout import PageFormat, entry_format, index_format
 from hybridkv.kernels.step_index import StepIndex
 from hybridkv.kernels.window import append_window, append_window_ref, copy_window, copy_window_ref
 from numerics import assert_same_bytes

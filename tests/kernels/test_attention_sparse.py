@@ -20,7 +20,8 @@ from hybridkv.kernels.attention_sparse import (
     sparse_shape,
 )
 from hybridkv.kernels.attention_tile import TileShape
-from hybridkv.kernels.page_format import PageFormat, entry_format, fake_quantise, store_entries_ref
+from hybridkv.kernels.page_format import fake_quantise, store_entries_ref
+from hybridkv.kernels.page_layout import PageFormat, entry_format
 from hybridkv.kernels.step_index import StepIndex
 from numerics import assert_close_rms, assert_same_bytes, rel_rms
 from triton_interpreter import DEVICE

@@ -66,15 +66,21 @@ def test_nothing_to_choose(form: str) -> None:
     check(form, torch.randn(1, 1), [1], [1], [1])
 
 
-@pytest.mark.parametrize(("k", "levels"), ((1, 2), (20, 1), (60, 2)))
+@pytest.mark.parametrize(("k", "levels"), ((1, 3), (20, 1), (100, 2)))
 def test_rows_of_several_levels(k: int, levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name, size in ((topk, "TOP", 32), (topk, "MOST", 256), (select, "MOST", 256), (select, "TILE", 128)):
+    for module, name, size in (
+        (topk, "KEPT", 4),
+        (topk, "LOOSE", 32),
+        (topk, "MOST", 256),
+        (select, "MOST", 256),
+        (select, "TILE", 128),
+    ):
         monkeypatch.setattr(module, name, size)
     L = 1000
     visible, lengths = [997, 768, 385, 257, 120, 0], [999, 768, 390, 257, 121, 3]
     most = max(0, k - 6)
     count = [most, k, most, k, most // 2, 0]
-    assert topk.plan_levels(L, k)[1] == levels
+    assert topk.plan_levels(L, k)[2] == levels
     for x in (torch.randn(6, L), torch.randint(0, 3, (6, L)).float()):
         check("kernel", x, visible, count, lengths)
 

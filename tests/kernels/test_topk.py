@@ -109,16 +109,19 @@ def test_no_rows(form: Callable[..., Tensor]) -> None:
 
 @pytest.fixture
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topk, "TOP", 32)
+    monkeypatch.setattr(topk, "KEPT", 4)
+    monkeypatch.setattr(topk, "LOOSE", 32)
     monkeypatch.setattr(topk, "MOST", 256)
     monkeypatch.setattr(topk, "TILE", 128)
 
 
-@pytest.mark.parametrize("k, ratio, levels", ((1, 8, 2), (20, 8, 1), (60, 4, 2), (100, 2, 3), (128, 2, 2)))
+@pytest.mark.parametrize(
+    "k, ratio, levels", ((1, 4, 3), (3, 4, 3), (20, 4, 1), (32, 4, 1), (33, 4, 1), (100, 2, 2), (128, 2, 2))
+)
 def test_rows_of_several_levels(small_groups: None, k: int, ratio: int, levels: int) -> None:
     """The ends of groups and tiles, fewer groups than k, groups that nobody sees; ties across groups."""
     width = 1000
-    assert plan_levels(width, k) == (ratio, levels)
+    assert plan_levels(width, k)[1:] == (ratio, levels)
     visible = [1000, 769, 768, 385, 257, 255, k + 1, k, 0]
     check(top_entries_triton_on_device, torch.randn(len(visible), width), visible, k)
     check(top_entries_triton_on_device, torch.randint(0, 3, (len(visible), width)).float(), visible, k)
@@ -134,8 +137,7 @@ def top_entries_triton_on_device(logits: Tensor, visible: Tensor, k: int) -> Ten
 @pytest.mark.parametrize("k", (1, 8, 511, 512, 1024, 2048, 8192))
 @pytest.mark.parametrize("width", (0, 1, 8193, 16384, 16385, 65536, 262143, 262144, 1 << 20))
 def test_every_plan_fits_a_program(width: int, k: int) -> None:
-    ratio, levels = plan_levels(width, k)
-    assert ratio >= 2 and 2 ** (k - 1).bit_length() * ratio <= topk.MOST
-    assert -(-width // ratio**levels) <= topk.MOST
+    kept, ratio, levels = plan_levels(width, k)
+    assert ratio >= 2 and k <= kept and -(-width // ratio**levels) <= kept * ratio <= topk.MOST
     if k <= 1024 and width <= 262144:
-        assert levels <= 2
+        assert levels <= 3
