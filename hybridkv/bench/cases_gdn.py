@@ -31,7 +31,7 @@ def gdn_cases(s: Setup) -> Iterator[Listed]:
         name = {torch.float32: "f32", torch.bfloat16: "bf16"}[state]
         for B in s.some((1, 8, 64, 256), (1, 64), (2,)):
             yield Listed("gdn_step", f"{name} state B={B}", partial(step_case, s, state, B))
-    for T in s.some((2 << 10, 16 << 10, 128 << 10), (2 << 10,), (96,)):
+    for T in s.some((2 << 10, 4 << 10, 16 << 10, 128 << 10), (2 << 10,), (96,)):
         yield Listed("gdn_prefill", f"T={T}", partial(prefill_case, s, T))
 
 
@@ -57,12 +57,12 @@ def step_case(s: Setup, dtype: torch.dtype, B: int) -> Case:
     net, d = make_net(s), s.shape.config.gdn
     assert d is not None
     state = d.value_heads * d.key_dim * d.value_dim * dtype.itemsize
-    tail = (d.taps - 1) * d.channels * 4
     width, size = sum(net.columns), s.shape.dtype.itemsize
+    tail = (d.taps - 1) * d.channels * size
     moved = B * (2 * state + 2 * tail + (width + d.value_heads * d.value_dim) * size)
     turns = copies(moved, s.device)
     states = s.randn(turns * B, d.value_heads, d.key_dim, d.value_dim, dtype=dtype) * 0.1
-    tails = s.randn(turns * B, d.taps - 1, d.channels, dtype=torch.float32)
+    tails = s.randn(turns * B, d.taps - 1, d.channels)
     inputs = [(s.randn(B, width), torch.arange(B, device=s.device) + i * B) for i in range(turns)]
 
     def verify() -> float:
@@ -97,8 +97,7 @@ def prefill_case(s: Setup, T: int) -> Case:
     width, size = sum(net.columns), s.shape.dtype.itemsize
     moved = T * (width + d.value_heads * d.value_dim) * size
     inputs = [
-        (s.randn(T, width), s.randn(d.taps - 1, d.channels, dtype=torch.float32),
-         s.randn(*shape, dtype=torch.float32) * 0.1)
+        (s.randn(T, width), s.randn(d.taps - 1, d.channels), s.randn(*shape, dtype=torch.float32) * 0.1)
         for _ in range(min(4, copies(moved, s.device)))
     ]  # fmt: skip
 

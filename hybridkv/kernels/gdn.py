@@ -33,7 +33,7 @@ CHUNK = 64
 def causal_conv_ref(x: Tensor, weight: Tensor, tail: Tensor) -> Tensor:
     """silu of the depthwise causal convolution of x [T, C] with weight [C, taps]; the last tap meets the newest token.
 
-    `tail` [taps - 1, C] f32 holds the inputs before x, oldest first, and is left holding those before the next call.
+    `tail` [taps - 1, C] holds the inputs before x, oldest first, and is left holding those before the next call.
     """
     taps, T = weight.shape[1], len(x)
     rows = torch.cat((tail, x.float()))  # [taps - 1 + T, C]

@@ -3,8 +3,9 @@
     q, k, v = silu(conv(x));   q, k = l2norm(q) / sqrt(K), l2norm(k);   g = -decay softplus(a + dt_bias)
     o = delta rule (q, k, v, g, sigmoid(b));   out = rms_norm(o) silu(z)
 
-On the GPU: one kernel for all that comes before the delta rule, the two of gdn_chunk.py, one for the norm. What they
-hand on is in the dtype of x and whole chunks long, a last one filled with zeros; sums are f32.
+On the GPU: one kernel for all that comes before the delta rule, the two of gdn_chunk.py, one for the norm; on Hopper
+GPUs gdn_scan_hopper.py's does the work of the last two. What they hand on is in the dtype of x and whole chunks long;
+tokens behind the last one have g = 0 and beta = 0, and so change nothing. Sums are f32.
 """
 
 from __future__ import annotations
@@ -13,18 +14,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridkv.kernels.backend import tl, triton, use_triton
+from hybridkv.kernels.backend import capability, tl, triton, use_triton
 from hybridkv.kernels.gdn import CHUNK, causal_conv_ref, gated_delta_chunks
-from hybridkv.kernels.gdn_chunk import delta_chunks
+from hybridkv.kernels.gdn_chunk import delta_chunks, solve
 from hybridkv.kernels.gdn_weights import DeltaNet
 from hybridkv.kernels.norm import gated_rms_norm_ref, l2_norm_ref
 
 PIECE = 1 << 15  # tokens at a time: what the kernels hand on takes about 50 KB a token at 48 heads of 128
-DIMS = (16, 32, 64, 128)  # of heads, that the kernels take
+GLUON = "3.6."  # the Triton whose Gluon gdn_scan_hopper is written in: that language still changes
+DIMS, TAPS = (16, 32, 64, 128), 4  # of heads and of the convolution, that the kernels take
 
 
 def gdn_prefill_ref(x: Tensor, net: DeltaNet, tail: Tensor, state: Tensor) -> Tensor:
-    """x [T, q | k | v | z | b | a] -> [T, Hv * V]. tail [taps - 1, channels] f32, state [Hv, K, V]: moved on."""
+    """x [T, q | k | v | z | b | a] -> [T, Hv * V]. tail [taps - 1, channels], state [Hv, K, V]: moved on."""
     T, Hk, Hv, K, V = len(x), net.key_heads, net.value_heads, net.key_dim, net.value_dim
     mixed, z, b, a = x.split(net.columns, -1)
     q, k, v = causal_conv_ref(mixed, net.conv, tail).split([Hk * K, Hk * K, Hv * V], -1)
@@ -37,32 +39,58 @@ def gdn_prefill_ref(x: Tensor, net: DeltaNet, tail: Tensor, state: Tensor) -> Te
 
 
 @triton.jit
-def conv_tile(x, conv, tail, i_t, T, stride_x, o_c, channels, BT: tl.constexpr, TAPS: tl.constexpr):
-    """silu of the convolution of channels o_c [BD] at BT tokens, [BT, BD] f32, zeros past T. The first tile's program
-    leaves the tail of the next call.
+def silu(b_x):
+    """x / (1 + exp(-x)) in few instructions; 0 where exp(-x) is infinite."""
+    b_r = tl.rsqrt(1.0 + tl.exp2(b_x * -1.4426950408889634))
+    return b_x * b_r * b_r
+
+
+@triton.jit
+def load_rows(x, o_r, T, stride_x, o_c):
+    """Rows o_r of x in f32, zeros where there is none."""
+    m_r = (o_r >= 0) & (o_r < T)
+    return tl.load(x + o_r[:, None] * stride_x + o_c[None, :], mask=m_r[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def conv_four(x, conv, tail, o_r, T, stride_x, o_c, channels):
+    """The convolution of channels o_c [BD] at tokens o_r [BR] and the three after each: four times [BR, BD] f32.
+
+    Seven rows are read for four tokens. The program of the first tokens leaves the tail for the next call.
     """
-    o_t = i_t * BT + tl.arange(0, BT)
-    b_y = tl.zeros([BT, o_c.shape[0]], tl.float32)
-    for i in tl.static_range(TAPS):
-        o_r = o_t + (i + 1 - TAPS)
-        m_r = (o_r >= 0) & (o_r < T)
-        b_x = tl.load(x + o_r.to(tl.int64)[:, None] * stride_x + o_c[None, :], mask=m_r[:, None], other=0.0)
-        b_y += b_x.to(tl.float32) * tl.load(conv + o_c * TAPS + i)[None, :]
-    if i_t == 0:
-        for i in tl.static_range(TAPS - 1):  # what lies before x
-            p_tail = tail + (o_t + i)[:, None] * channels + o_c[None, :]
-            b_tail = tl.load(p_tail, mask=(o_t + i < TAPS - 1)[:, None], other=0.0)
-            b_y += b_tail * tl.load(conv + o_c * TAPS + i)[None, :]
-        for i in tl.static_range(TAPS - 1):  # row i of the next tail: row T + i of (tail, x)
-            last = T.to(tl.int64) + i - (TAPS - 1)
+    b_a, b_b = load_rows(x, o_r - 3, T, stride_x, o_c), load_rows(x, o_r - 2, T, stride_x, o_c)
+    b_c, b_d = load_rows(x, o_r - 1, T, stride_x, o_c), load_rows(x, o_r, T, stride_x, o_c)
+    b_e, b_f = load_rows(x, o_r + 1, T, stride_x, o_c), load_rows(x, o_r + 2, T, stride_x, o_c)
+    b_g = load_rows(x, o_r + 3, T, stride_x, o_c)
+    if tl.program_id(1) == 0:
+        p_tail, m_r = tail + o_c[None, :], (o_r == 0)[:, None]
+        b_a += tl.load(p_tail, mask=m_r, other=0.0)
+        b_b += tl.load(p_tail + channels, mask=m_r, other=0.0)
+        b_c += tl.load(p_tail + 2 * channels, mask=m_r, other=0.0)
+        for i in tl.static_range(3):  # row i of the next tail: row T + i of (tail, x)
+            last = T.to(tl.int64) + (i - 3)
             if last < 0:
-                b_last = tl.load(tail + (T + i) * channels + o_c)
+                b_last = tl.load(tail + (T + i) * channels + o_c).to(tl.float32)
             else:
                 b_last = tl.load(x + last * stride_x + o_c).to(tl.float32)
-            tl.debug_barrier()  # row i is read before it is written: above, and by no later i
+            tl.debug_barrier()  # a row is read before it is written: above, and for an earlier i
             tl.store(tail + i * channels + o_c, b_last)
-    b_y = b_y / (1.0 + tl.exp(-b_y))
-    return tl.where((o_t < T)[:, None], b_y, 0.0)
+    p_w = conv + o_c * 4
+    b_0, b_1 = tl.load(p_w)[None, :], tl.load(p_w + 1)[None, :]
+    b_2, b_3 = tl.load(p_w + 2)[None, :], tl.load(p_w + 3)[None, :]
+    return (
+        b_a * b_0 + b_b * b_1 + b_c * b_2 + b_d * b_3,
+        b_b * b_0 + b_c * b_1 + b_d * b_2 + b_e * b_3,
+        b_c * b_0 + b_d * b_1 + b_e * b_2 + b_f * b_3,
+        b_d * b_0 + b_e * b_1 + b_f * b_2 + b_g * b_3,
+    )
+
+
+@triton.jit
+def unit(b_y, scale):
+    """silu, then rows of length `scale`."""
+    b_y = silu(b_y)
+    return b_y * (tl.rsqrt(tl.sum(b_y * b_y, 1) + 1e-6) * scale)[:, None]
 
 
 @triton.jit
@@ -77,8 +105,8 @@ def softplus(b_x):
 @triton.jit(do_not_specialize=["T"])
 def gdn_inputs_kernel(
     x,  # [T, q | k | v | z | b | a], rows stride_x apart
-    conv,  # [channels, TAPS] f32
-    tail,  # [TAPS - 1, channels] f32
+    conv,  # [channels, 4] f32
+    tail,  # [3, channels]
     decay,  # [Hv] f32
     dt_bias,
     q,  # [N * 64, Hk, K]
@@ -93,27 +121,30 @@ def gdn_inputs_kernel(
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
-    TAPS: tl.constexpr,
     BT: tl.constexpr,
     BH: tl.constexpr,
 ):
     i_c, i_t = tl.program_id(0), tl.program_id(1)
     channels: tl.constexpr = 2 * HK * K + HV * V
     o_t = (i_t * BT + tl.arange(0, BT)).to(tl.int64)
+    o_r = i_t.to(tl.int64) * BT + tl.arange(0, BT // 4) * 4
     if i_c < 2 * HK:  # a query or a key
         o_k = tl.arange(0, K)
-        b_y = conv_tile(x, conv, tail, i_t, T, stride_x, i_c * K + o_k, channels, BT, TAPS)
-        b_y *= tl.rsqrt(tl.sum(b_y * b_y, 1) + 1e-6)[:, None]
-        if i_c < HK:
-            p_y, b_y = q + i_c * K, b_y * scale
-        else:
-            p_y, b_y = k + (i_c - HK) * K, b_y
-        tl.store(p_y + o_t[:, None] * (HK * K) + o_k[None, :], b_y.to(q.dtype.element_ty))
+        b_0, b_1, b_2, b_3 = conv_four(x, conv, tail, o_r, T, stride_x, i_c * K + o_k, channels)
+        by = tl.where(i_c < HK, scale, 1.0)
+        p_y = tl.where(i_c < HK, q + i_c * K, k + (i_c - HK) * K) + o_r[:, None] * (HK * K) + o_k[None, :]
+        tl.store(p_y, unit(b_0, by).to(q.dtype.element_ty))
+        tl.store(p_y + HK * K, unit(b_1, by).to(q.dtype.element_ty))
+        tl.store(p_y + 2 * HK * K, unit(b_2, by).to(q.dtype.element_ty))
+        tl.store(p_y + 3 * HK * K, unit(b_3, by).to(q.dtype.element_ty))
     elif i_c < 2 * HK + HV:
         i_h, o_v = i_c - 2 * HK, tl.arange(0, V)
-        b_y = conv_tile(x, conv, tail, i_t, T, stride_x, 2 * HK * K + i_h * V + o_v, channels, BT, TAPS)
-        p_y = v + ((o_t // 64 * HV + i_h) * (V * 64) + o_t % 64)[None, :] + o_v[:, None] * 64
-        tl.store(p_y, tl.trans(b_y.to(v.dtype.element_ty)))
+        b_0, b_1, b_2, b_3 = conv_four(x, conv, tail, o_r, T, stride_x, 2 * HK * K + i_h * V + o_v, channels)
+        b_even = tl.join(silu(b_0).to(v.dtype.element_ty), silu(b_2).to(v.dtype.element_ty))
+        b_odd = tl.join(silu(b_1).to(v.dtype.element_ty), silu(b_3).to(v.dtype.element_ty))
+        b_y = tl.join(b_even, b_odd)  # [BT / 4, V, 2, 2]
+        p_v = v + ((o_t // 64 * HV + i_h) * (V * 64) + o_t % 64)[None, :] + o_v[:, None] * 64
+        tl.store(p_v, tl.reshape(tl.permute(b_y, (1, 0, 2, 3)), [V, BT]))
     else:
         o_h = tl.arange(0, BH)
         m_h, m_t = (o_h < HV)[None, :], (o_t < T)[:, None]
@@ -143,12 +174,11 @@ def gdn_norm_kernel(
     i_h, i_t = tl.program_id(0), tl.program_id(1)
     o_t, o_v = (i_t * BT + tl.arange(0, BT)).to(tl.int64), tl.arange(0, V)
     p_o = o + ((o_t // 64 * HV + i_h) * (V * 64) + o_t % 64)[None, :] + o_v[:, None] * 64
-    b_o = tl.trans(tl.load(p_o)).to(tl.float32)  # rows past T are zeros
+    b_o = tl.trans(tl.load(p_o)).to(tl.float32)  # rows past T are not kept
     b_o *= tl.rsqrt(tl.sum(b_o * b_o, 1) / V + eps)[:, None] * tl.load(weight + o_v)[None, :]
     m_t = (o_t < T)[:, None]
     b_z = tl.load(z + o_t[:, None] * stride_z + (i_h * V + o_v)[None, :], mask=m_t, other=0.0).to(tl.float32)
-    b_o *= b_z / (1.0 + tl.exp(-b_z))
-    tl.store(out + (o_t[:, None] * HV + i_h) * V + o_v[None, :], b_o.to(out.dtype.element_ty), mask=m_t)
+    tl.store(out + (o_t[:, None] * HV + i_h) * V + o_v[None, :], (b_o * silu(b_z)).to(out.dtype.element_ty), mask=m_t)
 
 
 def prepare(x: Tensor, net: DeltaNet, tail: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -160,9 +190,17 @@ def prepare(x: Tensor, net: DeltaNet, tail: Tensor) -> tuple[Tensor, Tensor, Ten
     g, beta = (torch.empty(N * CHUNK, Hv, dtype=torch.float32, device=x.device) for _ in range(2))
     gdn_inputs_kernel[2 * Hk + Hv + 1, N * (CHUNK // BT)](
         x, net.conv, tail, net.decay, net.dt_bias, q, k, v, g, beta, T, x.stride(0), K**-0.5,
-        HK=Hk, HV=Hv, K=K, V=V, TAPS=net.conv.shape[1], BT=BT, BH=triton.next_power_of_2(Hv), num_warps=4,
+        HK=Hk, HV=Hv, K=K, V=V, BT=BT, BH=triton.next_power_of_2(Hv), num_warps=4,
     )  # fmt: skip
     return q, k, v, g, beta
+
+
+def on_hopper(x: Tensor, net: DeltaNet) -> bool:
+    """Whether gdn_scan_hopper takes the place of gdn_scan_kernel and the norm. Its copies begin at every 16 bytes."""
+    if not x.is_cuda or not triton.__version__.startswith(GLUON) or x.dtype != torch.bfloat16:
+        return False
+    aligned = (x.data_ptr() + 2 * net.channels) % 16 == 0 and x.stride(0) % 8 == 0
+    return aligned and net.key_dim == net.value_dim == 128 and capability(x.device) == (9, 0)
 
 
 def gdn_prefill_triton(x: Tensor, net: DeltaNet, tail: Tensor, state: Tensor) -> Tensor:
@@ -170,15 +208,21 @@ def gdn_prefill_triton(x: Tensor, net: DeltaNet, tail: Tensor, state: Tensor) ->
     assert x.stride(1) == 1 and tail.is_contiguous() and state.is_contiguous() and net.conv.is_contiguous()
     out = torch.empty(T, Hv * V, dtype=x.dtype, device=x.device)
     for start in range(0, T, PIECE):
-        part = x[start : start + PIECE]
-        o, z = delta_chunks(*prepare(part, net, tail), state), part[:, net.channels :]
-        gdn_norm_kernel[Hv, triton.cdiv(len(part), BT)](
-            o, z, net.norm, out[start:], len(part), x.stride(0), net.eps, HV=Hv, V=V, BT=BT, num_warps=4
-        )
+        part, to = x[start : start + PIECE], out[start : start + PIECE]
+        q, k, v, g, beta = prepare(part, net, tail)
+        z = part[:, net.channels : net.channels + Hv * V]
+        if on_hopper(x, net):
+            from hybridkv.kernels.gdn_scan_hopper import scan_norm_hopper  # Gluon, which not every Triton has
+
+            scan_norm_hopper(q, k, v, *solve(q, k, g, beta), state, z, net.norm, net.eps, to)
+        else:
+            o = delta_chunks(q, k, v, g, beta, state)
+            gdn_norm_kernel[Hv, triton.cdiv(len(part), BT)](
+                o, z, net.norm, to, len(part), x.stride(0), net.eps, HV=Hv, V=V, BT=BT, num_warps=4
+            )
     return out
 
 
 def gdn_prefill(x: Tensor, net: DeltaNet, tail: Tensor, state: Tensor) -> Tensor:
     taken = use_triton(x) and net.key_dim in DIMS and net.value_dim in DIMS
-    taken = taken and 1 < net.conv.shape[1] <= 33  # a tile of 32 tokens reads the tail, or the tile before it alone
-    return (gdn_prefill_triton if taken else gdn_prefill_ref)(x, net, tail, state)
+    return (gdn_prefill_triton if taken and net.conv.shape[1] == TAPS else gdn_prefill_ref)(x, net, tail, state)

@@ -13,23 +13,32 @@ slot -1: it touches no state and gives zeros.
 
 One launch, one program for each request and value head, with S in registers: S^T k and S^T q come from one pass over
 what was loaded, as o = exp(g) S^T q + (k . q) u. Value heads that share a key head all read its part of the tail; the
-last of them to have read it moves it on.
+last of them to have read it moves it on. Many requests take gdn_step_hopper.py's kernel where there is one.
+
+With few requests, and in that kernel, the launch overlaps the kernel before it (overlap.py): state, tail and weights
+are read before the wait. So between two steps over one slot there must be a kernel that was not launched so, as the
+look-up of embeddings.
 """
 
 from __future__ import annotations
 
+import os
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridkv.kernels.backend import tl, triton, use_triton
+from hybridkv.kernels.backend import HAS_TRITON, capability, tl, triton, use_triton
 from hybridkv.kernels.gdn import causal_conv_step_ref, gated_delta_step_ref
 from hybridkv.kernels.gdn_weights import DeltaNet
 from hybridkv.kernels.norm import gated_rms_norm_ref, l2_norm_ref
+from hybridkv.kernels.overlap import can_overlap
 
 TILE = 4096  # elements of S for each warp: more warps, and their sums, cost more than they hide
+MANY = 264  # programs: with more, a bf16 state is kept narrow, so that a third one fits beside two
+COMPILED = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") != "1"
+GLUON = "3.6."  # the Triton whose Gluon gdn_step_hopper.py is written in: that language still changes
 
 
 def gdn_step_ref(
@@ -68,6 +77,45 @@ def add_triples(a0, a1, a2, b0, b1, b2):
 
 
 @triton.jit
+def load_taps(conv, o_c, m_c, TAPS: tl.constexpr):
+    """Of channels o_c, oldest first; the four of a channel are one load."""
+    taps = ()
+    if TAPS == 4:
+        b_w = tl.load(conv + o_c[:, None] * 4 + tl.arange(0, 4)[None, :], mask=m_c[:, None], other=0.0)
+        b_even, b_odd = tl.split(tl.reshape(b_w, [o_c.shape[0], 2, 2]))
+        b_0, b_2 = tl.split(b_even)
+        b_1, b_3 = tl.split(b_odd)
+        taps += (b_0, b_1, b_2, b_3)
+    else:
+        for i in tl.static_range(TAPS):
+            taps += (tl.load(conv + o_c * TAPS + i, mask=m_c, other=0.0),)
+    return taps
+
+
+@triton.jit
+def load_tail(p_tail, channels: tl.constexpr, m_c, TAPS: tl.constexpr):
+    rows = ()
+    for i in tl.static_range(TAPS - 1):
+        rows += (tl.load(p_tail + i * channels, mask=m_c, other=0.0),)
+    return rows
+
+
+@triton.jit
+def convolve(b_x, rows, taps, TAPS: tl.constexpr):
+    b_y = b_x.to(tl.float32) * taps[TAPS - 1]
+    for i in tl.static_range(TAPS - 1):
+        b_y += rows[i].to(tl.float32) * taps[i]
+    return b_y * tl.sigmoid(b_y)
+
+
+@triton.jit
+def move_tail(p_tail, rows, b_x, channels: tl.constexpr, m_c, TAPS: tl.constexpr):
+    for i in tl.static_range(TAPS - 2):
+        tl.store(p_tail + i * channels, rows[i + 1], mask=m_c)
+    tl.store(p_tail + (TAPS - 2) * channels, b_x.to(p_tail.dtype.element_ty), mask=m_c)
+
+
+@triton.jit
 def gdn_step_kernel(
     x,  # [B, q | k | v, z, b, a]
     conv,  # [channels, TAPS]
@@ -89,7 +137,12 @@ def gdn_step_kernel(
     V: tl.constexpr,
     TAPS: tl.constexpr,
     BD: tl.constexpr,  # holds K and V
+    THREADS: tl.constexpr,
+    NARROW: tl.constexpr,  # a bf16 state stays so in registers between its two uses
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP and not NARROW:
+        tl.extra.cuda.gdc_launch_dependents()
     GROUP: tl.constexpr = HV // HK
     channels: tl.constexpr = 2 * HK * K + HV * V
     i_h, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -97,62 +150,63 @@ def gdn_step_kernel(
     o_d = tl.arange(0, BD)
     m_k, m_v = o_d < K, o_d < V
     p_out = out + (i_b * HV + i_h) * V + o_d
-    x += i_b * stride_x
-    # the convolution's channels: those of q, k, v and nothing, side by side
-    o_i, o_p = o_d[:, None], tl.arange(0, 4)[None, :]
-    o_c = tl.where(o_p < 2, (o_p * HK + i_g) * K, 2 * HK * K + i_h * V) + o_i  # [BD, 4]
-    m_qk, m_vc = (o_p < 2) & (o_i < K), (o_p == 2) & (o_i < V)
-    m_c = m_qk | m_vc
-    b_x = tl.load(x + o_c, mask=m_c, other=0.0).to(tl.float32)
-    taps = ()
-    for i in tl.static_range(TAPS):
-        taps += (tl.load(conv + o_c * TAPS + i, mask=m_c, other=0.0),)
-    b_beta = tl.sigmoid(tl.load(x + channels + HV * V + i_h).to(tl.float32))
-    b_a = tl.load(x + channels + HV * V + HV + i_h).to(tl.float32) + tl.load(dt_bias + i_h)
-    b_softplus = tl.maximum(b_a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(b_a)))
-    b_fade = tl.exp(-tl.load(decay + i_h) * b_softplus)
-    b_z = tl.load(x + channels + i_h * V + o_d, mask=m_v, other=0.0).to(tl.float32)
-    slot = tl.load(slots + i_b)
+    slot = tl.load(slots + i_b).to(tl.int64)
+    o_q, o_k, o_v = i_g * K + o_d, (HK + i_g) * K + o_d, 2 * HK * K + i_h * V + o_d
+    t_q, t_k, t_v = load_taps(conv, o_q, m_k, TAPS), load_taps(conv, o_k, m_k, TAPS), load_taps(conv, o_v, m_v, TAPS)
+    b_dt, b_decay = tl.load(dt_bias + i_h), tl.load(decay + i_h)
+    b_w = tl.load(norm + o_d, mask=m_v, other=0.0)
     if slot < 0:
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
         tl.store(p_out, tl.zeros([BD], out.dtype.element_ty), mask=m_v)
         return
-    p_tail = tails + slot * stride_tail + o_c
-    rows = ()  # of the tail, asked for before the state, which takes longer
-    for i in tl.static_range(TAPS - 1):
-        rows += (tl.load(p_tail + i * channels, mask=m_c, other=0.0).to(tl.float32),)
+    p_tail = tails + slot * stride_tail
+    r_q, r_k = load_tail(p_tail + o_q, channels, m_k, TAPS), load_tail(p_tail + o_k, channels, m_k, TAPS)
+    r_v = load_tail(p_tail + o_v, channels, m_v, TAPS)
     p_s = states + slot * stride_state + (i_h * K + o_d[:, None]) * V + o_d[None, :]
     m_s = m_k[:, None] & m_v[None, :]
-    b_s = tl.load(p_s, mask=m_s, other=0.0).to(tl.float32)
+    b_held = tl.load(p_s, mask=m_s, other=0.0, eviction_policy="evict_first")  # not wanted before the next step
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
 
-    b_y = b_x * taps[TAPS - 1]
-    for i in tl.static_range(TAPS - 1):
-        b_y += rows[i] * taps[i]
-    b_y *= tl.sigmoid(b_y)
-    b_qv, b_k = tl.split(tl.reshape(b_y, [BD, 2, 2]))  # q and v, k and nothing
-    b_q, b_v = tl.split(b_qv)
-    b_k, _ = tl.split(b_k)
+    x += i_b * stride_x
+    x_q, x_k = tl.load(x + o_q, mask=m_k, other=0.0), tl.load(x + o_k, mask=m_k, other=0.0)
+    x_v = tl.load(x + o_v, mask=m_v, other=0.0)
+    b_beta = tl.sigmoid(tl.load(x + channels + HV * V + i_h).to(tl.float32))
+    b_a = tl.load(x + channels + HV * V + HV + i_h).to(tl.float32) + b_dt
+    b_z = tl.load(x + channels + i_h * V + o_d, mask=m_v, other=0.0).to(tl.float32)
+    b_softplus = tl.maximum(b_a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(b_a)))
+    b_fade = tl.exp(-b_decay * b_softplus)
+    b_q, b_k = convolve(x_q, r_q, t_q, TAPS), convolve(x_k, r_k, t_k, TAPS)
+    b_v = convolve(x_v, r_v, t_v, TAPS)
     b_kk, b_qq, b_kq = tl.reduce((b_k * b_k, b_q * b_q, b_k * b_q), 0, add_triples)
     b_k_scale, b_q_scale = tl.rsqrt(b_kk + 1e-6), tl.rsqrt(b_qq + 1e-6) * (K**-0.5)
-    b_k, b_q = b_k * b_k_scale, b_q * b_q_scale
 
-    tl.debug_barrier()  # warps may read the same place of a tail: all have, before any writes or counts
-    if GROUP > 1:
-        p_arrivals = arrivals + slot * HK + i_g
-        last = tl.atomic_add(p_arrivals, 1, sem="relaxed") == GROUP - 1  # the sums above have used what was read
-        tl.store(p_arrivals, 0, mask=last)
-        m_c = m_vc | (m_qk & last)
-    for i in tl.static_range(TAPS - 2):
-        tl.store(p_tail + i * channels, rows[i + 1].to(tails.dtype.element_ty), mask=m_c)
-    tl.store(p_tail + (TAPS - 2) * channels, b_x.to(tails.dtype.element_ty), mask=m_c)
-
+    b_s = b_held.to(tl.float32)
     b_sk, b_sq = tl.reduce((b_s * b_k[:, None], b_s * b_q[:, None]), 0, add_pairs)
-    b_u = b_beta * (b_v - b_fade * b_sk)
-    b_o = b_fade * b_sq + b_kq * b_k_scale * b_q_scale * b_u
-    b_s = b_s * b_fade + b_k[:, None] * b_u[None, :]
-    tl.store(p_s, b_s.to(states.dtype.element_ty), mask=m_s)
-    b_w = tl.load(norm + o_d, mask=m_v, other=0.0)
+    b_u = b_beta * (b_v - b_fade * (b_sk * b_k_scale))
+    b_o = b_q_scale * (b_fade * b_sq + b_kq * b_k_scale * b_u)
+    if NARROW:  # widened again, so that what was widened above need not be kept
+        b_held = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_held], b_held.dtype, is_pure=False, pack=2)
+        b_s = b_held.to(tl.float32)
+    b_s = b_s * b_fade + b_k[:, None] * (b_k_scale * b_u)[None, :]
+    tl.debug_barrier()  # all have used their part of the tail in the sums: count it now, look at the answer last
+    o_n = tl.arange(0, THREADS)
+    p_arrivals, b_ticket = arrivals + slot * HK + i_g, o_n
+    if GROUP > 1:
+        b_ticket = tl.atomic_add(p_arrivals + o_n * 0, 1, mask=o_n == 0, sem="relaxed")
+    if OVERLAP and NARROW:  # the next kernel gets room only now
+        tl.extra.cuda.gdc_launch_dependents()
+    tl.store(p_s, b_s.to(states.dtype.element_ty), mask=m_s, eviction_policy="evict_first")
     b_o *= tl.rsqrt(tl.sum(b_o * b_o, 0) / V + eps)
     tl.store(p_out, (b_o * b_w * b_z * tl.sigmoid(b_z)).to(out.dtype.element_ty), mask=m_v)
+    move_tail(p_tail + o_v, r_v, x_v, channels, m_v, TAPS)
+    if GROUP > 1:
+        last = tl.sum(tl.where(o_n == 0, b_ticket, 0), 0) == GROUP - 1
+        tl.store(p_arrivals, 0, mask=last)
+        m_k = m_k & last
+    move_tail(p_tail + o_q, r_q, x_q, channels, m_k, TAPS)
+    move_tail(p_tail + o_k, r_k, x_k, channels, m_k, TAPS)
 
 
 @cache
@@ -162,19 +216,39 @@ def _arrivals(tails: int, count: int, device: torch.device) -> Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
+def on_hopper(x: Tensor, net: DeltaNet, states: Tensor) -> bool:
+    """Whether gdn_step_hopper.py's kernel computes this. Its copies take 16 bytes at a time."""
+    if not COMPILED or not triton.__version__.startswith(GLUON) or capability(x.device)[0] != 9:
+        return False
+    if net.key_dim != 128 or net.value_dim != 128 or net.conv.shape[1] != 4:
+        return False
+    return states.data_ptr() % 16 == 0 and states.stride(0) * states.element_size() % 16 == 0
+
+
 def gdn_step_triton(x: Tensor, net: DeltaNet, tails: Tensor, states: Tensor, slots: Tensor) -> Tensor:
     B, (HV, K, V), taps = len(x), states.shape[1:], net.conv.shape[1]
     assert x.stride(1) == 1 and tails.stride()[1:] == (net.channels, 1) and states.stride()[1:] == (K * V, V, 1)
     out = torch.empty((B, HV * V), dtype=x.dtype, device=x.device)
-    if B:
-        arrivals = _arrivals(tails.data_ptr(), len(tails) * net.key_heads, x.device)
-        BD = triton.next_power_of_2(max(K, V))
-        gdn_step_kernel[HV, B](
-            x, net.conv, net.decay, net.dt_bias, net.norm, tails, states, slots, arrivals, out, net.eps,
-            x.stride(0), tails.stride(0), states.stride(0),
-            HK=net.key_heads, HV=HV, K=K, V=V, TAPS=taps, BD=BD,
-            num_warps=max(1, min(16, BD * BD // TILE)),
-        )  # fmt: skip
+    if not B:
+        return out
+    arrivals = _arrivals(tails.data_ptr(), len(tails) * net.key_heads, x.device)
+    args = (
+        x, net.conv, net.decay, net.dt_bias, net.norm, tails, states, slots, arrivals, out, net.eps,
+        x.stride(0), tails.stride(0), states.stride(0),
+    )  # fmt: skip
+    heads, wide, overlap = {"HK": net.key_heads, "HV": HV}, states.dtype != torch.bfloat16, can_overlap(x)
+    if not overlap and on_hopper(x, net, states):
+        from hybridkv.kernels.gdn_step_hopper import gdn_step_hopper_kernel
+
+        gdn_step_hopper_kernel[HV, B](*args, **heads, num_warps=4 if wide else 2, launch_pdl=True)
+        return out
+    BD = triton.next_power_of_2(max(K, V))
+    warps = max(1, min(16, BD * BD // TILE))
+    narrow = COMPILED and not wide and B * HV > MANY and 64 * warps <= BD * BD
+    gdn_step_kernel[HV, B](
+        *args, **heads, K=K, V=V, TAPS=taps, BD=BD, THREADS=32 * warps, NARROW=narrow, OVERLAP=overlap,
+        num_warps=warps, launch_pdl=overlap, maxnreg=168 if narrow else None,
+    )  # fmt: skip
     return out
 
 

@@ -44,6 +44,7 @@ def test_the_layer_is_the_reference(
 ) -> None:
     net = make_net(*heads, device="cuda")
     x, (tail, state) = make_x(T, net, dtype), start(net, state_dtype)
+    tail = tail.to(dtype)  # as the cache keeps it
     own_tail, own_state = tail.clone(), state.clone()
     want, got = gdn_prefill_ref(x, net, tail, state), gdn_prefill(x, net, own_tail, own_state)
     assert got.dtype == dtype and own_state.dtype == state_dtype
@@ -67,3 +68,22 @@ def test_parts_of_a_long_prompt_give_what_the_prompt_gives(monkeypatch: pytest.M
         assert_close_rms("output", outs[0], out, LAYER[BF16])
         assert_close_rms("state", held[0][1], state, LAYER[BF16])
         assert_same_bytes(held[0][0], tail)
+
+
+def test_hopper_has_a_kernel_of_its_own() -> None:
+    """Rows that its copies cannot read take the other kernels; run after run gives the same bits."""
+    net, T = make_net(16, 48, 128, 128, device="cuda"), 1000
+    x, begin = make_x(T, net, BF16), start(net)
+    wide = torch.zeros(T, x.shape[1] + 9, device="cuda", dtype=BF16)
+    shifted = wide[:, 1 : 1 + x.shape[1]].copy_(x)
+    assert module.on_hopper(x, net) == (torch.cuda.get_device_capability() == (9, 0))
+    assert not module.on_hopper(shifted, net) and not module.on_hopper(x.float(), net)
+    runs = []
+    for given in (x, x, x, shifted):
+        tail, state = (t.clone() for t in begin)
+        runs.append((gdn_prefill(given, net, tail, state), tail, state))
+    for other in runs[1:3]:
+        for a, b in zip(runs[0], other, strict=True):
+            assert_same_bytes(a, b)
+    for a, b in zip(runs[0], runs[3], strict=True):
+        assert_close_rms("the general kernels", b, a, LAYER[BF16])

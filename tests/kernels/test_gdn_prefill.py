@@ -81,10 +81,12 @@ def test_equal_keys_of_strength_one_replace_the_value() -> None:
     assert_close_rms("last value", given[2][-1], answer[:, 0], 2e-5)
 
 
-def test_zeros_leave_the_state_as_it_is() -> None:
-    given, state = [torch.zeros_like(t) for t in rule_inputs(64, 1, 2, 16, 16, BF16)], torch.randn(2, 16, 16)
+def test_tokens_that_fill_a_chunk_leave_the_state_as_it_is() -> None:
+    """Neither decay nor strength, whatever else."""
+    given, state = rule_inputs(64, 1, 2, 16, 16, BF16), torch.randn(2, 16, 16)
+    given[3].zero_(), given[4].zero_()
     own = state.to(DEVICE)
-    assert not run_rule(given, own).any()
+    assert run_rule(given, own).any()
     assert_same_bytes(state, own)
 
 
@@ -103,9 +105,9 @@ def on_device(net: DeltaNet) -> DeltaNet:
 @pytest.mark.parametrize("dtype", ROUNDED)
 @pytest.mark.parametrize("T", (1, 2, 3, 65))
 def test_what_comes_before_the_rule(T: int, dtype: torch.dtype) -> None:
-    """Convolution, norms and gates; zeros behind the last token; the tail moves on even when T is under three."""
+    """Convolution, norms and gates; no gates behind the last token; the tail moves on even when T is under three."""
     net = make_net(2, 6, 16, 32)
-    x, (tail, _) = make_x(T, net, dtype), start(net)
+    x, tail = make_x(T, net, dtype), start(net)[0].to(dtype)
     rows = torch.cat((tail.double(), x[:, : net.channels].double()))
     y = sum(rows[i : i + T] * net.conv[:, i].double() for i in range(4))
     want_q, want_k, want_v = F.silu(y).split([32, 32, 192], -1)  # type: ignore[arg-type]
@@ -121,9 +123,9 @@ def test_what_comes_before_the_rule(T: int, dtype: torch.dtype) -> None:
         ("v", want_v.view(T, 6, 32), unchunked(v), ROUNDED[dtype]),
         ("g", -net.decay * F.softplus(a + net.dt_bias), g, 2e-6), ("beta", torch.sigmoid(b), beta, 2e-6),
     ):  # fmt: skip
-        assert len(got) == T + pad and not got[T:].any()
+        assert len(got) == T + pad and (name not in ("g", "beta") or not got[T:].any())
         assert_close_rms(name, want, got[:T], bound)
-    assert_same_bytes(rows[T:].float(), own)
+    assert_same_bytes(rows[T:].to(dtype), own)
 
 
 def test_gates_of_tokens_that_hardly_decay_keep_their_digits() -> None:
@@ -191,9 +193,9 @@ def test_other_sizes_take_the_reference() -> None:
         assert_same_bytes(a, b)
 
 
-@pytest.mark.parametrize("taps", (1, 2, 33, 40))
+@pytest.mark.parametrize("taps", (1, 2, 4, 5))
 def test_convolutions_of_any_length(taps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that reach over more than a tile of tokens, or over none, take the plain form."""
+    """The kernels are for four taps; others take the plain form."""
     monkeypatch.setattr(module, "use_triton", lambda x: True)
     net = on_device(make_net(taps=taps))
     x, (tail, state) = make_x(70, net, torch.float32), start(net)
