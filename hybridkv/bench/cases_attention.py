@@ -34,7 +34,7 @@ BACKENDS = {
 
 
 def attention_cases(s: Setup) -> Iterator[Listed]:
-    full = [(1, n << 10) for n in (2, 16, 32, 128, 256)] + [(8, 32 << 10), (64, 2 << 10), (64, 16 << 10)]
+    full = [(1, 512)] + [(1, n << 10) for n in (2, 16, 32, 128, 256)] + [(8, 32 << 10), (64, 2 << 10), (64, 16 << 10)]
     for kind in s.kv_dtypes:
         for B, L in s.some(full, [(1, 2 << 10), (1, 32 << 10), (64, 2 << 10)], [(1, 128), (3, 192)]):
             yield Listed("attention_decode", f"{kind} B={B} L={L}", partial(decode_case, s, kind, B, L))

@@ -30,6 +30,7 @@ from hybridkv.kernels.attention_tile import (
     tile_attention,
 )
 from hybridkv.kernels.backend import capability, roomy, triton, use_triton
+from hybridkv.kernels.overlap import can_overlap
 from hybridkv.kernels.quant import Pages
 
 
@@ -106,7 +107,7 @@ def _tile(
 
 
 class DecodeShape(NamedTuple):
-    """How the kernels are launched. Picked by head width, dtype and batch size, never by lengths."""
+    """How the kernels are launched. Picked by head width, dtype, batch size and room in the table, never by lengths."""
 
     keys: int  # of a tile
     warps: int
@@ -123,23 +124,30 @@ class JoinShape(NamedTuple):
 
 
 FEW = 4  # requests up to which a stream has many parts, and a program little to do
+SHORT = 32768  # keys up to which one program on each multiprocessor is the faster for FP8
 
 
-def decode_shape(B: int, D: int, dot: torch.dtype, pairs: bool, group: int = 1, room: bool = True) -> DecodeShape:
-    """The fastest on an H200 at D = 256. Without `room` in shared memory, or with many heads a KV head, less of it."""
-    shape = _fastest_shape(B, D, dot, pairs)
+def decode_shape(
+    B: int, D: int, dot: torch.dtype, pairs: bool, keys: int, group: int = 1, room: bool = True
+) -> DecodeShape:
+    """The fastest on an H200 at D = 256, where the table has room for so many keys a stream. Without `room` in shared
+    memory, or with many heads a KV head, less of it.
+    """
+    shape = _fastest_shape(B, D, dot, pairs, keys)
     if group > 32:
         return DecodeShape(32, 4, 1, 1)
     return shape if room else shape._replace(stages=min(shape.stages, 2))
 
 
-def _fastest_shape(B: int, D: int, dot: torch.dtype, pairs: bool) -> DecodeShape:
+def _fastest_shape(B: int, D: int, dot: torch.dtype, pairs: bool, keys: int) -> DecodeShape:
     if dot == torch.float32:
         return DecodeShape(32, 8 if D > 64 else 4, 1, 2)
     if D > 256:
         return DecodeShape(32, 4, 3, 1)
+    if pairs and B > FEW:
+        return DecodeShape(64, 4, 2, 3, registers=168)
     if pairs:
-        return DecodeShape(64, 4, 3, 2, registers=208) if B <= FEW else DecodeShape(64, 4, 3, 3, registers=168)
+        return DecodeShape(64, 8, 3, 1) if keys <= SHORT else DecodeShape(32, 4, 3, 3, registers=168)
     return DecodeShape(64, 4, 3, 1) if B <= FEW else DecodeShape(64, 4, 2, 2)
 
 
@@ -195,8 +203,10 @@ def attention_decode_triton(
         k, v = (pages[name].view(torch.int16) for name in ("k_pool", "v_pool"))
         pages.update(k_pool=k, v_pool=v, stride_page=k.stride(0), stride_entry=k.stride(1))
         q = q.view(torch.int32)
-    shape, join = shape or decode_shape(B, D, dot, pairs, H // G, roomy(q.device)), join_shape(B, pages["BD"])
-    programs = multiprocessors(q.device) * shape.programs
+    keys = table.shape[2] * pages["P"]
+    shape = shape or decode_shape(B, D, dot, pairs, keys, H // G, roomy(q.device))
+    join = join_shape(B, pages["BD"])
+    programs, early = multiprocessors(q.device) * shape.programs, can_overlap(q)
     part = torch.empty((B * G + programs, H // G, D), dtype=torch.float32, device=q.device)
     shared = dict(
         part=part,
@@ -226,6 +236,8 @@ def attention_decode_triton(
         PAIRS=pairs,
         LEAST=shape.least,
         GPU=on_gpu(q),
+        EARLY=early,
+        launch_pdl=early,
         num_warps=shape.warps,
         num_stages=shape.stages,
         maxnreg=shape.registers,

@@ -75,7 +75,7 @@ def attend_run(
     m_q = (o_m[:, None] < GROUP) & (o_d[None, :] < D)
     b_q = tl.load(p_q + o_m[:, None] * stride_q_h + o_d[None, :], mask=m_q, other=0).to(DOT)
     b_m = tl.full([BM], float("-inf"), tl.float32)
-    b_z = tl.zeros([BM], tl.float32)
+    b_z = tl.zeros([BM, BN], tl.float32)
     b_o = tl.zeros([BM, BD], tl.float32)
     page = load_page(p_table, begin, end, P, BN)
     for i_n in tl.range(begin, end, BN):
@@ -99,13 +99,14 @@ def attend_run(
         b_top = tl.maximum(b_m, tl.max(b_s, 1))
         b_p = tl.exp2(b_s - b_top[:, None])
         b_keep = tl.exp2(b_m - b_top)
-        b_z = b_z * b_keep + tl.sum(b_p, 1)
+        b_z = b_z * b_keep[:, None] + b_p
         if FP8:
             b_p *= tl.load(v_scale + i_scale + o_scale, mask=m_n, other=0)[None, :]
         b_o = b_o * b_keep[:, None] + tl.dot(b_p.to(DOT), b_v.to(DOT), input_precision="ieee")
         b_m = b_top
-    tl.store(p_part + o_m[:, None] * D + o_d[None, :], b_o / b_z[:, None], mask=m_q)
-    tl.store(p_lse + o_m, b_m + tl.log2(b_z), mask=o_m < GROUP)
+    b_sum = tl.sum(b_z, 1)
+    tl.store(p_part + o_m[:, None] * D + o_d[None, :], b_o / b_sum[:, None], mask=m_q)
+    tl.store(p_lse + o_m, b_m + tl.log2(b_sum), mask=o_m < GROUP)
 
 
 @triton.jit
@@ -151,9 +152,9 @@ def attend_run_fp8(
     b_shrink = ((254 - b_power) << 23).to(tl.float32, bitcast=True)[:, None]  # a power of two: no digit is lost
     b_even, b_odd = (b_even * b_shrink).to(tl.float16), (b_odd * b_shrink).to(tl.float16)
     b_size = (b_power << 23).to(tl.float32, bitcast=True) * scale
-    b_m = tl.full([BM], float("-inf"), tl.float32)
-    b_w = tl.full([BM], float("-inf"), tl.float32)  # the same of weight x power of two of its value's scale
-    b_z = tl.zeros([BM], tl.float32)
+    # weights are relative to the largest of weight x power of two of its value's scale: their products fit into f16
+    b_w = tl.full([BM], float("-inf"), tl.float32)
+    b_z = tl.zeros([BM, BN], tl.float32)
     b_o0 = tl.zeros([BM, BD // 2], tl.float32)
     b_o1 = tl.zeros([BM, BD // 2], tl.float32)
     page = load_page(p_table, begin, end, P, BN)
@@ -169,26 +170,31 @@ def attend_run_fp8(
             v_pool + i_entry + (o_entry[:, None] + o_d[None, :]), mask=m_n[:, None] & (o_d[None, :] < HALF), other=0
         )
         b_ks = tl.load(k_scale + i_scale + o_scale, mask=m_n, other=0)
-        b_vs = tl.load(v_scale + i_scale + o_scale, mask=m_n, other=1)
+        b_vs = tl.load(v_scale + i_scale + o_scale, mask=m_n, other=0)
+        b_vp = tl.maximum(((b_vs.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32), -100.0)  # f32 holds the sums
         b_k0, b_k1 = code_pairs(b_k, GPU)
         b_s = tl.dot(b_odd, b_k1, tl.dot(b_even, b_k0))  # [BM, BN]
         b_s = tl.where(m_n[None, :], b_s * b_size[:, None] * b_ks[None, :], float("-inf"))
-        b_top = tl.maximum(b_m, tl.max(b_s, 1))
-        b_z = b_z * tl.exp2(b_m - b_top) + tl.sum(tl.exp2(b_s - b_top[:, None]), 1)
-        b_m = b_top
-        b_vp = ((b_vs.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32)
         b_top = tl.maximum(b_w, tl.max(b_s + b_vp[None, :], 1))
-        b_p = (tl.exp2(b_s - b_top[:, None]) * b_vs[None, :]).to(tl.float16)  # 2 at most
+        b_p = tl.exp2(b_s - b_top[:, None])
         b_keep = tl.exp2(b_w - b_top)[:, None]
         b_w = b_top
+        b_z = b_z * b_keep + b_p
+        b_p = (b_p * b_vs[None, :]).to(tl.float16)  # 2 at most
         b_v0, b_v1 = code_pairs(b_v, GPU)
         b_o0 = tl.dot(b_p, b_v0, b_o0 * b_keep)
         b_o1 = tl.dot(b_p, b_v1, b_o1 * b_keep)
-    b_back = (tl.exp2(b_w - b_m) / b_z)[:, None]
-    p_even = p_part + o_m[:, None] * D + 2 * o_d[None, :]
-    tl.store(p_even, b_o0 * b_back, mask=m_q)
-    tl.store(p_even + 1, b_o1 * b_back, mask=m_q)
-    tl.store(p_lse + o_m, b_m + tl.log2(b_z), mask=o_m < GROUP)
+    b_sum = tl.sum(b_z, 1)
+    b_back = (1 / b_sum)[:, None]
+    o_c = tl.arange(0, BD)
+    m_c = (o_m[:, None] < GROUP) & (o_c[None, :] < D)
+    tl.store(p_part + o_m[:, None] * D + o_c[None, :], tl.interleave(b_o0 * b_back, b_o1 * b_back), mask=m_c)
+    tl.store(p_lse + o_m, b_w + tl.log2(b_sum), mask=o_m < GROUP)
+
+
+@triton.jit
+def count_and_largest(count, largest, more, other):
+    return count + more, tl.maximum(largest, other)
 
 
 @triton.jit(do_not_specialize=["stride_table_b", "stride_table_g", "stride_length_b", "stride_length_g", "B"])
@@ -229,19 +235,23 @@ def attention_decode_kernel(
     LEAST: tl.constexpr,
     GPU: tl.constexpr,
     OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr,  # launched before the kernel before it ends
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()  # the second kernel may come now and wait
     b_end = stream_ends(lengths, rows, stride_length_b, stride_length_g, B, G, BN, BS)
-    i_p, o_s = tl.program_id(0), tl.arange(0, BS)
-    total = tl.max(b_end, 0).to(tl.int64)
+    i_p = tl.program_id(0)
+    total = tl.max(b_end, 0)
     used = programs_used(total, tl.num_programs(0), LEAST)
-    i_t = (i_p * total // used).to(tl.int32)
-    last = tl.minimum((i_p + 1) * total // used, total).to(tl.int32)
+    share, more = total // used, total % used  # the first `more` programs have a tile more
+    i_t = tl.minimum(i_p * share + tl.minimum(i_p, more), total)
+    last = tl.minimum((i_p + 1) * share + tl.minimum(i_p + 1, more), total)
     while i_t < last:
-        # the last stream that ends before this tile, and where: one number, since both grow together
-        before = tl.max(tl.where(b_end <= i_t, b_end.to(tl.int64) * BS + o_s + 1, 0), 0)
-        i_s, first = (before % BS).to(tl.int32), (before // BS).to(tl.int32)
+        # streams that end before this tile, and where the last of them does
+        m_s = b_end <= i_t
+        i_s, first = tl.reduce((m_s.to(tl.int32), tl.where(m_s, b_end, 0)), 0, count_and_largest)
         i_b, i_g = (i_s // G).to(tl.int64), i_s % G
         length = tl.load(lengths + i_b * stride_length_b + i_g * stride_length_g).to(tl.int32)
         i_row = i_b
@@ -251,9 +261,11 @@ def attention_decode_kernel(
         p_q = q + i_b * stride_q_b + i_g * GROUP * stride_q_h
         i_part = (i_s + i_p).to(tl.int64) * GROUP
         if i_t == first:
-            i_last = (first + tl.cdiv(length, BN)).to(tl.int64) * used - 1
+            i_end = first + tl.cdiv(length, BN) - 1  # the stream's last tile, and who has it
+            past = i_end - more * (share + 1)
+            i_last = tl.where(past < 0, i_end // (share + 1), more + past // share)
             tl.store(parts + 2 * i_s, i_s + i_p)
-            tl.store(parts + 2 * i_s + 1, (i_last // total).to(tl.int32) - i_p + 1)
+            tl.store(parts + 2 * i_s + 1, i_last - i_p + 1)
         begin, end = (i_t - first) * BN, tl.minimum((last - first) * BN, length)
         if PAIRS:
             attend_run_fp8(

@@ -6,7 +6,7 @@ together. Prompt chunks and single tokens are the same rows; a chunk's rows only
 
 On a GPU a row's stream has at most 64 splits of at least SPLIT keys, one program each with the query heads of a KV head
 as its rows, and a second kernel joins the splits in ascending order. Splits follow from the row's own length alone.
-A Hopper GPU has a faster form for bf16 queries over bf16 pages (attention_exact_wide).
+A Hopper GPU has a faster form for bf16 queries over bf16 or FP8 pages (attention_exact_wide).
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ def attention_exact(
     counts = np.diff(starts)
     owner = np.repeat(np.arange(len(counts)), counts)  # [T]
     seen = lengths[owner] - (np.array(starts)[owner + 1] - 1 - np.arange(len(owner)))[:, None]  # [T, G]
-    if on_hopper(q, k_pool) and isinstance(k_pool, Tensor):
+    if on_hopper(q, k_pool):
         return attention_exact_wide(q, k_pool, v_pool, table, lengths, starts, scale)
     if use_triton(q):
         return _split_rows(q, k_pool, v_pool, table, owner, seen, scale)

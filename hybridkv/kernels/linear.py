@@ -24,6 +24,7 @@ from hybridkv.kernels.linear_vector import MOST_ROWS, linear_vector, suits_vecto
 
 linear_ref = F.linear
 EXACT_ROWS = 16
+MANY_ROWS = 1024  # of x: from here on the library's product adds to what is there
 
 
 def linear_exact(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -104,9 +105,19 @@ class Linear:
 
     def gated(self, x: Tensor) -> Tensor:
         """silu(gate) * up, where the first half of the rows are gates and the second ups."""
-        if self.scale is not None and len(x) <= MOST_ROWS or not self.exact and suits_vector(x, self.weight):
+        coded = self.scale is not None and len(x) <= MOST_ROWS
+        if coded or not self.exact and suits_vector(x, self.weight, gated=True):
             return linear_vector(x, self.weight, self.scale, self.bias, gated=True)
         return (silu_mul_exact if self.exact else silu_mul)(self(x))
+
+    def add_to(self, h: Tensor | None, x: Tensor) -> Tensor | None:
+        """x W^T; or, where the library adds it to h [T, rows] for less than a second pass, None and h is the sum."""
+        if h is None or not x.is_cuda or self.exact or self.scale is not None or self.bias is not None:
+            return self(x)
+        if len(x) < MANY_ROWS or not h.is_contiguous():
+            return self(x)
+        h.addmm_(x, self.weight.t())  # rounded once
+        return None
 
     def _product(self, x: Tensor) -> Tensor:
         if self.scale is not None:

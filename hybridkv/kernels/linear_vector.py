@@ -24,7 +24,7 @@ from hybridkv.kernels.backend import HAS_TRITON, capability, tl, triton, use_tri
 
 COMPILED = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") != "1"
 MOST_ROWS = 16
-FASTER_ROWS = 8  # of x: up to so many, faster than the library's product
+FASTER_ROWS = 8  # of x: up to so many, faster than the library's product; where that is two kernels, up to MOST_ROWS
 # Four E4M3 codes to four BF16. The seven low bits of a code, put at exponent and mantissa, are 2^120 times too small.
 WIDEN = tl.constexpr("""{
 .reg .b32 a, b, c;
@@ -172,7 +172,9 @@ def is_hopper(device: torch.device) -> bool:
     return HAS_TRITON and capability(device) >= (9, 0)
 
 
-def suits_vector(x: Tensor, weight: Tensor) -> bool:
+def suits_vector(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
     """Whether this kernel is faster than the library's product for these shapes, as measured on an H200."""
-    few = 0 < len(x) <= FASTER_ROWS and weight.shape[1] % 8 == 0  # rows of 16 bytes
+    N, K = weight.shape
+    two = gated or K > 2 * N  # silu comes after it, or parts of long sums are added up
+    few = 0 < len(x) <= (MOST_ROWS if two else FASTER_ROWS) and K % 8 == 0  # rows of 16 bytes
     return few and x.dtype == torch.bfloat16 and weight.is_contiguous() and is_hopper(x.device)

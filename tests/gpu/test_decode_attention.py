@@ -5,12 +5,14 @@ replayed for other lengths, and launch shapes that are not the default.
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from hybridkv.kernels.attention_decode import DecodeShape, attention_decode, attention_decode_triton
+from hybridkv.kernels.attention_decode import SHORT, DecodeShape, attention_decode, attention_decode_triton
+from hybridkv.kernels.attention_inputs import attention_inputs
 from hybridkv.kernels.quant import Fp8Pages
 from kernels.triton_cases import BF16, BOUND, FP8, Streams, dense, queries, streams
-from numerics import assert_close_rms, rel_rms
+from numerics import assert_close_rms, assert_same_bytes, rel_rms
 
 pytestmark = pytest.mark.gpu
 
@@ -40,12 +42,17 @@ def test_one_long_request_among_short_ones(pages: str, P: int) -> None:
 
 
 @pytest.mark.parametrize("pages", (BF16, FP8))
-@pytest.mark.parametrize(("shape", "P"), ((DecodeShape(32, 4, 3, 3), 64), (DecodeShape(64, 8, 3, 1, 3), 16)))
-def test_other_launch_shapes(shape: DecodeShape, pages: str, P: int) -> None:
+@pytest.mark.parametrize(
+    ("shape", "P"), ((None, 64), (DecodeShape(32, 4, 3, 3), 64), (DecodeShape(64, 8, 3, 1, 3), 16))
+)
+def test_launch_shapes_of_few_requests(shape: DecodeShape | None, pages: str, P: int) -> None:
     held = streams([[1, 63, 64, 65], [2000, 1, 0, 4097], [300, 300, 300, 300]], P, D, pages, "cuda")
     q = queries(3, H, D, BF16, "cuda")
-    got = attention_decode_triton(q, *held.args, D**-0.5, shape=shape)
-    assert_close_rms(str(shape), dense(q, held, [0, 1, 2, 3], D**-0.5), got, BOUND[BF16, pages])
+    k, v, table, lengths = held.args
+    for room in (0, SHORT // P) if shape is None else (0,):  # pages of a table that has room for more
+        wide = F.pad(table, (0, room), value=2**30)  # far outside the pool
+        got = attention_decode_triton(q, k, v, wide, lengths, D**-0.5, shape=shape)
+        assert_close_rms(f"{shape} {room}", dense(q, held, [0, 1, 2, 3], D**-0.5), got, BOUND[BF16, pages])
 
 
 @pytest.mark.parametrize("pages", (BF16, FP8))
@@ -85,6 +92,35 @@ def test_a_graph_is_replayed_for_other_rows_and_lengths(pages: str) -> None:
             assert torch.equal(want.isinf(), got.isinf())
             assert_close_rms("sums", want.nan_to_num(neginf=0), got.nan_to_num(neginf=0), 1e-5)  # sums in f32
             assert (kept[:3] == 7).all() and (kept[3 + n :] == 7).all()
+
+
+@pytest.mark.parametrize("pages", (BF16, FP8))
+def test_a_chain_in_a_graph_gives_the_bits_of_one_kernel_at_a_time(pages: str) -> None:
+    """It starts before the kernel that writes its queries and the last entries has ended."""
+    held = streams([[700, 1, 64, 65], [3000, 129, 2, 2000]], 64, D, pages, "cuda")
+    (k, v, table, _), ends = held.args, held.on_device
+    last = ends.t() - 1  # [G, B]
+    at = table.transpose(0, 1).gather(2, (last // 64).unsqueeze(2)).squeeze(2) * 64 + last % 64
+    xs = torch.randn(20, 2, (H + 2 * G) * D, device="cuda").to(torch.bfloat16)
+    turn = torch.rand(2, 1, 32, device="cuda")
+    cos, sin = turn.cos(), turn.sin()
+
+    def run(stop: bool) -> list[Tensor]:
+        out = []
+        for x in xs:
+            q = attention_inputs(x, cos, sin, k, v, at, H, G, D, False)
+            torch.cuda.synchronize() if stop else None
+            out.append(attention_decode(q, k, v, table, None, D**-0.5, ends))
+            torch.cuda.synchronize() if stop else None
+        return out
+
+    want = torch.stack(run(True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run(False)
+    for _ in range(10):
+        graph.replay()
+        assert_same_bytes(want, torch.stack(got))
 
 
 @pytest.mark.parametrize("pages", (BF16, FP8))

@@ -53,6 +53,20 @@ def test_few_rows_at_real_widths(N: int, K: int, gated: bool, codes: bool) -> No
         assert_close_rms(f"{T} rows", want[:T], got, BOUND)
 
 
+def test_a_product_of_many_rows_is_added_to_what_is_there() -> None:
+    """In one pass and with one rounding; few rows, biases and codes are left to the next norm."""
+    weight, x = drawn(5120, 6144), torch.randn(1030, 6144, device="cuda", dtype=torch.bfloat16)
+    h = torch.randn(1030, 5120, device="cuda", dtype=torch.bfloat16)
+    want, before = h.float() + dense(x, weight, False), h.clone()
+    codes, scale = encode_weight(weight)
+    for linear, T in ((Linear(weight), 9), (Linear(weight, weight[:, 0]), 1030), (Linear(codes, scale=scale), 1030)):
+        found = linear.add_to(h[:T], x[:T])
+        assert found is not None and found.shape == (T, 5120)
+        assert_same_bytes(before, h)
+    assert Linear(weight).add_to(h, x) is None
+    assert_close_rms("sum", want, h, BOUND)
+
+
 def test_a_chain_in_a_graph_gives_the_bits_of_one_kernel_at_a_time() -> None:
     """Each kernel starts before the one before has ended: what it reads and writes must wait."""
     up, down = drawn(34816, 5120), drawn(5120, 17408)
@@ -111,7 +125,7 @@ FORMS = (("cpu", "float32"), ("cuda", "bfloat16"))
 
 def test_a_model_with_fp8_weights(tmp_path: Path) -> None:
     """Codes on the GPU, rounded weights on the CPU: the same model. So few tokens at once that x is not rounded."""
-    tiny.save("llama", tmp_path)
+    tiny.save("llama", tmp_path, torch.bfloat16)  # weights of f32 would be rounded twice on the GPU, and to other codes
     assert keeps_codes(torch.device("cuda"), torch.bfloat16)
     settings: dict[str, Any] = dict(weight_dtype="fp8", max_requests=1, max_context=256)
     ids = tiny.token_ids(16)

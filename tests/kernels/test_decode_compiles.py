@@ -15,14 +15,16 @@ from kernels.no_device import SHARED_MEMORY, built
 from hybridkv.kernels import attention_decode as file
 from hybridkv.kernels.quant import Fp8Pages
 
-file.on_gpu = file.overlaps = lambda q: True
-table = torch.zeros(5, 4, 3, dtype=torch.int32)
+file.on_gpu = file.overlaps = file.can_overlap = lambda q: True
+table, wide = (torch.zeros(5, 4, n, dtype=torch.int32) for n in (3, file.SHORT // 64 + 1))
 codes = Fp8Pages(torch.zeros(4, 64, 256, dtype=torch.uint8), torch.zeros(4, 64))
 for B in (file.FEW, file.FEW + 1):
     q, rows = torch.zeros(B, 24, 256, dtype=torch.bfloat16), torch.zeros(B, dtype=torch.int64)
     lengths = torch.zeros(B, 4, dtype=torch.int64)
     for pool in (torch.zeros(4, 64, 256, dtype=torch.bfloat16), codes):
         file.attention_decode_triton(q, pool, pool, table, None, 1.0, lengths, rows, (torch.zeros(9, 24), rows))
+q, rows = torch.zeros(1, 24, 256, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int64)
+file.attention_decode_triton(q, codes, codes, wide, None, 1.0, torch.zeros(1, 4, dtype=torch.int64), rows)
 for name, kernel in built:
     ptx = kernel.asm["ptx"]
     assert kernel.metadata.shared <= SHARED_MEMORY, name
@@ -31,15 +33,13 @@ for name, kernel in built:
 
 
 def test_every_default_shape_compiles_and_fits(tmp_path: Path) -> None:
-    """In a process without the interpreter. The second kernel is told early, waits, and FP8 is converted in pairs."""
+    """In a process without the interpreter. Both kernels come early and wait; FP8 is converted in pairs."""
     tests = Path(__file__).parents[1]
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}"}
     env.pop("TRITON_INTERPRET", None)
     done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines() == 2 * [
-        "attention_decode_kernel ldmatrix launch_dependents",
-        "join_parts_kernel griddepcontrol.wait",
-        "attention_decode_kernel ldmatrix e4m3x2 launch_dependents",
-        "join_parts_kernel griddepcontrol.wait",
-    ]
+    second = "join_parts_kernel griddepcontrol.wait"
+    bf16 = ["attention_decode_kernel ldmatrix launch_dependents griddepcontrol.wait", second]
+    fp8 = ["attention_decode_kernel ldmatrix e4m3x2 launch_dependents griddepcontrol.wait", second]
+    assert done.stdout.splitlines() == [*bf16, *fp8, *bf16, *fp8, *fp8]

@@ -26,3 +26,13 @@ def test_a_slice_of_a_wider_row_and_of_a_wider_weight() -> None:
     wide, weight = torch.randn(5, 300), torch.randn(80, 96)
     layer = Linear(weight[::2])
     assert_close_rms("slice", wide[:, 100:196].double() @ weight[::2].double().T, layer(wide[:, 100:196]), 1e-6)
+
+
+def test_few_rows_are_not_added_but_handed_on() -> None:
+    weight, x, h = torch.randn(6, 16), torch.randn(3, 16), torch.randn(3, 6)
+    before, linear = h.clone(), Linear(weight)
+    for target in (h, None):
+        found = linear.add_to(target, x)
+        assert found is not None
+        assert_close_rms("product", x.double() @ weight.double().T, found, 1e-6)
+    assert torch.equal(before, h)

@@ -83,6 +83,14 @@ def test_the_library_has_the_product_where_the_kernel_does_not_pay() -> None:
     assert not file.suits_vector(x, weight) and not file.suits_vector(x.bfloat16(), weight.bfloat16())
 
 
+def test_more_rows_where_the_library_needs_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file, "is_hopper", lambda device: True)
+    x, square, long = (torch.zeros(n, k, dtype=torch.bfloat16) for n, k in ((16, 64), (64, 64), (16, 64)))
+    assert [file.suits_vector(x[:n], square) for n in (0, 1, 8, 9)] == [False, True, True, False]
+    for case in ((square, True), (long, False)):
+        assert [file.suits_vector(x.repeat(2, 1)[:n], *case) for n in (0, 9, 16, 17)] == [False, True, True, False]
+
+
 SHARED_MEMORY = 227 * 1024
 COMPILE = """
 import torch
