@@ -23,7 +23,7 @@ from hybridkv.config import (
 from hybridkv.embedded import Progress
 from hybridkv.engine.engine import Engine
 from hybridkv.errors import HybridKVError, RequestError, UnsupportedModel
-from hybridkv.eviction import Evictor, most_held
+from hybridkv.eviction import Evictor, most_held, rings_for
 from hybridkv.kernels.backend import HAS_TRITON, capability
 from hybridkv.kernels.linear import fast_bf16
 from hybridkv.models import cache_schema, check_exact, load_model
@@ -102,7 +102,9 @@ class LLM:
             self.plan = self._plan(checkpoint, limits, exact)
             self.model = load_model(self.config, checkpoint, self.device, self.dtype, load_progress, exact, self.fp8)
         plan = self.plan
-        self.manager = KVCacheManager(plan.schema, plan.pages, plan.slots, plan.max_tokens, self.device, exact)
+        self.manager = KVCacheManager(
+            plan.schema, plan.pages, plan.slots, plan.max_tokens, self.device, exact, plan.rings
+        )
         eos = self.tokenizer.eos_ids if self.tokenizer and self.tokenizer.eos_ids else frozenset(self.config.eos_ids)
         evictor = Evictor.make(self.cache_config, self.manager, self.config.head_dim)
         self.engine = Engine(self.model, self.manager, self.tokenizer, limits.step_tokens, eos, evictor)
@@ -131,7 +133,10 @@ class LLM:
                 f"max_context {context} exceeds the model's own limit of {self.config.max_positions} tokens"
             )
         held = most_held(self.cache_config, limits.step_tokens)
-        return plan_cache(schema, limits.max_requests, context, memory - weights, limits.max_context is None, held)
+        rings = rings_for(self.cache_config, limits.step_tokens, limits.max_requests)
+        return plan_cache(
+            schema, limits.max_requests, context, memory - weights, limits.max_context is None, held, rings
+        )
 
     # ---- answers
 

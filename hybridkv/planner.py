@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -26,6 +26,7 @@ class CachePlan:
     pages: dict[str, int]
     slots: int
     max_tokens: int  # longest request
+    rings: int = 0  # requests whose last queries are kept at the same time
 
     @property
     def pool_bytes(self) -> dict[str, int]:
@@ -33,11 +34,15 @@ class CachePlan:
 
     @property
     def state_bytes(self) -> int:
-        return self.slots * self.schema.slot_bytes
+        return self.slots * self.schema.slot_bytes + self.rings * self.schema.ring_bytes
+
+    @property
+    def table_bytes(self) -> int:
+        return self.slots * self.schema.table_bytes(self.max_tokens)
 
     @property
     def nbytes(self) -> int:
-        return self.schema.bytes(self.pages, self.slots)
+        return self.schema.bytes(self.pages, self.slots, self.max_tokens, self.rings)
 
 
 def human(size: float) -> str:
@@ -104,50 +109,57 @@ class _CountingLoader(Loader):
         return torch.empty(shape, device="meta")
 
 
-def longest_context(schema: CacheSchema, room: int, requests: int, limit: int) -> int:
-    """Most tokens, up to `limit`, that each of `requests` requests can have in `room` bytes."""
-    return longest_request(schema, room // requests - schema.slot_bytes, limit)
-
-
-def most_requests(schema: CacheSchema, room: int, context: int) -> int:
-    """How many requests of `context` tokens fit in `room` bytes."""
-    each = schema.kv_bytes(context) + schema.slot_bytes
-    return max(room, 0) // each if each else 0
-
-
-def longest_request(schema: CacheSchema, room: int, limit: int) -> int:
-    """Most tokens, up to `limit`, whose pages fit in `room` bytes."""
+def most_that_fits(need: Callable[[int], int], room: int, limit: int) -> int:
+    """The largest number up to `limit` whose need, which grows with it, is no more than `room`; 0 if none is."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if schema.kv_bytes(middle) <= room else (low, middle - 1)
+        low, high = (middle, high) if need(middle) <= room else (low, middle - 1)
     return low
+
+
+def longest_context(schema: CacheSchema, room: int, requests: int, limit: int) -> int:
+    """Most tokens, up to `limit`, that each of `requests` requests, of which none is cut, can have in `room` bytes."""
+    return most_that_fits(lambda n: schema.bytes(schema.pool_pages(requests, n), requests, n), room, limit)
+
+
+def most_requests(schema: CacheSchema, room: int, context: int) -> int:
+    """How many requests of `context` tokens, of which none is cut, fit in `room` bytes."""
+    each = schema.bytes(schema.pool_pages(1, context), 1, context)
+    return max(room, 0) // each if each else 0
 
 
 def plan_cache(
     schema: CacheSchema,
     requests: int,
     context: int,  # tokens of the longest request
-    room: int | None,  # bytes for pools and state; None: as much as it takes
+    room: int | None,  # bytes for pools, state and page tables; None: as much as it takes
     shrink_context: bool = False,  # whether a shorter longest request is acceptable
     held: int | None = None,  # tokens that a request holds at the most, where eviction bounds it; None: all of them
+    rings: int | None = None,  # requests whose last queries are kept at the same time; None: all
 ) -> CachePlan:
     """Pools for `requests` requests of `context` tokens, or as many pages as there is room for, but at least one such
     request.
     """
     held = context if held is None else min(held, context)
-    full = schema.pool_pages(requests, held)
-    if room is None or schema.bytes(full, requests) <= room:
-        return CachePlan(schema, full, requests, context)
-    pages_room = room - requests * schema.slot_bytes
-    tokens = longest_request(schema, max(pages_room, 0), requests * held)
+    rings = min(requests if rings is None else rings, requests) if schema.ring_bytes else 0
+    whole = CachePlan(schema, schema.pool_pages(requests, held), requests, context, rings)
+    if room is None or whole.nbytes <= room:
+        return whole
     bounded = held < context
-    if tokens < held and (bounded or not shrink_context) or tokens < 1 or pages_room < 0:
-        need = requests * schema.slot_bytes + schema.kv_bytes(held)
+
+    def shared(tokens: int) -> CachePlan:
+        """Pages of `tokens` tokens for all of them together."""
+        longest = context if bounded else min(context, tokens)
+        return replace(whole, pages=schema.pool_pages(1, tokens), max_tokens=longest)
+
+    tokens = most_that_fits(lambda n: shared(n).nbytes, room, requests * held)
+    if tokens < held and (bounded or not shrink_context) or tokens < 1:
+        need, pages = shared(held).nbytes, schema.kv_bytes(held)
         raise HybridKVError(
-            f"{human(need)} are needed for {requests} requests' state ({human(requests * schema.slot_bytes)}) and one "
-            f"context of {held} tokens ({human(schema.kv_bytes(held))}), but {human(max(room, 0))} are left for "
-            f"the cache; give more memory, lower max_context (at most {max(tokens, 0)} tokens fit) or max_requests, or "
+            f"{human(need)} are needed for {requests} requests' state and page tables ({human(need - pages)}) and one "
+            f"context of {held} tokens ({human(pages)}), but {human(max(room, 0))} are left for "
+            f"the cache; give more memory, lower max_context (at most {tokens} tokens fit) or max_requests, or "
             "use kv_dtype='bf16'"
         )
-    return CachePlan(schema, schema.pool_pages(1, tokens), requests, context if bounded else min(context, tokens))
+    return shared(tokens)

@@ -61,7 +61,8 @@ def test_the_published_bytes(model: str, kv: str, index: str, capsys: pytest.Cap
     assert choice["index_dtype"] == index and choice["kv_bytes"] == schema.kv_bytes(MILLION)
     state = {s["name"]: s["bytes"] for s in choice["states"]}
     assert round((choice["kv_bytes"] + state["window"]) / GIB, 3) == total
-    assert choice["cache_bytes"] == choice["kv_bytes"] + sum(state.values())
+    assert choice["table_bytes"] == 2 * MILLION // 128 * 4  # an id for each page of both kinds
+    assert choice["cache_bytes"] == choice["kv_bytes"] + sum(state.values()) + choice["table_bytes"]
 
 
 def test_bytes_of_one_block_and_of_one_request() -> None:
@@ -109,10 +110,11 @@ def test_a_config_alone_is_enough_and_memory_is_shared_out(tmp_path: Path, capsy
     found = json.loads(plan(capsys, "-m", tmp_path, "--memory", "4TiB", *arguments))
     [choice] = found["choices"]
     schema = schema_of(PRO, "fp8")
-    assert choice["cache_bytes"] == 3 * (schema.kv_bytes(131072) + schema.slot_bytes)
+    each = schema.kv_bytes(131072) + schema.slot_bytes + 2 * 131072 // 128 * 4
+    assert choice["cache_bytes"] == 3 * each
     assert choice["fits"] is True and choice["longest_context"] == MILLION and found["buys"] == []
     room = 4 * 1024**4 - found["weights_bytes"]
-    assert choice["most_requests"] == room // (schema.kv_bytes(131072) + schema.slot_bytes)
+    assert choice["most_requests"] == room // each
     text = plan(capsys, "-m", tmp_path, "--memory", "4TiB", *arguments[:-1])
     assert "requests of 131072" in text and "What a dtype and a budget buy" not in text
 

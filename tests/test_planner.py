@@ -9,9 +9,11 @@ import torch
 
 import tiny
 import tiny_gguf
+from hybridkv.bench.capacity import planned
 from hybridkv.cache import CacheSchema, KVCacheManager, StateSchema, StreamSchema, TensorSpec
 from hybridkv.cli import main
 from hybridkv.config import CacheConfig
+from hybridkv.eviction import rings_for
 from hybridkv.models import cache_schema
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.gguf_file import GgufFile
@@ -34,8 +36,8 @@ PUBLISHED = {
 }
 
 
-def schema_of(name: str, kv_dtype: str = "f32", page_size: int = 64) -> CacheSchema:
-    return cache_schema(ModelConfig.from_dict(KNOWN[name]), CacheConfig(kv_dtype, page_size), torch.float32)
+def schema_of(name: str, kv_dtype: str = "f32", page_size: int = 64, dtype: torch.dtype = torch.float32) -> CacheSchema:
+    return cache_schema(ModelConfig.from_dict(KNOWN[name]), CacheConfig(kv_dtype, page_size), dtype)
 
 
 def weights_of(raw: dict, dtype: torch.dtype, device: str) -> int:
@@ -65,7 +67,7 @@ def test_the_table_of_the_27b_model_shows_what_it_should(capsys: pytest.CaptureF
     lines = run(capsys, "plan", "--model", "Qwen3.5-27B", "--context", 4096, "--dtype", "bfloat16").splitlines()
     rows = [" ".join(line.split()) for line in lines]
     assert "attention pages 16 64 4096 4096 512.0 MiB 256.0 MiB 130.0 MiB" in rows
-    assert "gdn state 48 149.6 MiB 149.6 MiB 149.6 MiB" in rows
+    assert "gdn state 48 146.8 MiB 146.8 MiB 146.8 MiB" in rows
 
 
 @pytest.mark.parametrize("kv_dtype", KV)
@@ -74,7 +76,34 @@ def test_the_27b_plan_is_what_the_manager_allocates(kv_dtype: str, requests: int
     schema = schema_of("Qwen3.5-27B", kv_dtype)
     plan = plan_cache(schema, requests, context, None)
     manager = KVCacheManager(plan.schema, plan.pages, plan.slots, plan.max_tokens, "meta")
-    assert manager.memory_bytes() == plan.nbytes == requests * (schema.kv_bytes(context) + schema.slot_bytes)
+    ids = 64 * -(-context // 64) * 4  # of the pages of one request
+    assert manager.memory_bytes() == plan.nbytes == requests * (schema.kv_bytes(context) + schema.slot_bytes + ids)
+
+
+@pytest.mark.parametrize(("more", "rings"), [({}, 8), ({"bounded": True}, 100), ({"decode_every": 64}, 100)])
+def test_a_budget_of_the_27b_model_takes_rings_for_those_who_read(more: dict, rings: int) -> None:
+    cache = CacheConfig("bf16", budget=2048, **more)
+    schema = cache_schema(ModelConfig.from_dict(KNOWN["Qwen3.5-27B"]), cache, torch.bfloat16)
+    plan = plan_cache(schema, 100, 16384, None, rings=rings_for(cache, 4096, 100))
+    assert plan.rings == rings and plan.table_bytes == 100 * 64 * 256 * 4
+    assert plan.state_bytes == 100 * schema.slot_bytes + rings * 16 * 64 * 24 * (256 * 2 + 4)
+    manager = KVCacheManager(schema, plan.pages, plan.slots, plan.max_tokens, "meta", rings=plan.rings)
+    assert manager.memory_bytes() == plan.nbytes
+
+
+def test_four_times_as_many_requests_of_16384_tokens_are_resident_with_a_budget() -> None:
+    config, room = ModelConfig.from_dict(KNOWN["Qwen3.5-27B"]), 80 * 2**30
+    room -= weights_of(KNOWN["Qwen3.5-27B"], torch.bfloat16, "cuda")
+    found = []
+    for cache in (CacheConfig("bf16"), CacheConfig("bf16", budget=2048)):
+        found.append(planned(cache_schema(config, cache, torch.bfloat16), room, 16384, cache))
+    assert found == [26, 107]
+
+
+def test_none_waits_for_a_ring_where_prompts_are_just_long_enough_to_be_cut() -> None:
+    cache = CacheConfig(budget=192)  # prompts of 257 tokens
+    assert rings_for(cache, 4096, 512) == 1 + 15 + 1 and rings_for(cache, 4096, 12) == 12
+    assert rings_for(CacheConfig(), 4096, 512) == 0 and rings_for(CacheConfig(budget=2048), 512, 512) == 8
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5", "qwen3_5_moe"])
@@ -91,7 +120,7 @@ def test_a_tiny_plan_is_what_gets_allocated(
     assert llm.manager.memory_bytes() == plan.nbytes
     held = sum(t.nbytes for table in llm.manager.tables.values() for t in table.pool.tensors.values())
     assert held == sum(plan.pool_bytes.values())
-    assert llm.manager.memory_bytes() - held == plan.state_bytes
+    assert llm.manager.memory_bytes() - held == plan.state_bytes + plan.table_bytes
 
 
 @pytest.mark.parametrize("kind", sorted(tiny.KINDS))
@@ -133,7 +162,7 @@ MIXED = CacheSchema(
 @pytest.mark.parametrize("requests", [1, 3])
 def test_the_longest_context_fits_and_one_more_token_does_not(room: int, requests: int) -> None:
     def need(tokens: int) -> int:
-        return MIXED.bytes(MIXED.pool_pages(requests, tokens), requests)
+        return MIXED.bytes(MIXED.pool_pages(requests, tokens), requests, tokens)
 
     longest = longest_context(MIXED, room, requests, 3000)
     by_hand = [tokens for tokens in range(1, 3001) if need(tokens) <= room]
@@ -144,8 +173,8 @@ def test_the_longest_context_fits_and_one_more_token_does_not(room: int, request
 def test_as_many_requests_as_fit_and_not_one_more(context: int) -> None:
     room = 1_000_000
     most = most_requests(MIXED, room, context)
-    assert MIXED.bytes(MIXED.pool_pages(most, context), most) <= room
-    assert MIXED.bytes(MIXED.pool_pages(most + 1, context), most + 1) > room
+    assert MIXED.bytes(MIXED.pool_pages(most, context), most, context) <= room
+    assert MIXED.bytes(MIXED.pool_pages(most + 1, context), most + 1, context) > room
     assert most_requests(MIXED, -1, context) == 0
 
 
@@ -171,7 +200,7 @@ def test_the_plan_says_what_fits_in_memory(capsys: pytest.CaptureFixture[str]) -
     arguments = ("plan", "-m", "Qwen3.5-9B", "--context", 4096, "--dtype", "bfloat16", "--device", "cpu", "--json")
     found = json.loads(run(capsys, *arguments, "--kv-dtype", "bf16", "--memory", "18GiB"))
     [choice] = found["choices"]
-    each = choice["kv_bytes"] + choice["state_bytes"]
+    each = choice["kv_bytes"] + choice["state_bytes"] + choice["table_bytes"]
     room = 18 * 2**30 - found["weights_bytes"]
     assert choice["cache_bytes"] == each and choice["total_bytes"] == found["weights_bytes"] + each
     assert choice["fits"] is True and choice["most_requests"] == room // each
@@ -197,7 +226,7 @@ def buys(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[tuple, 
 def test_a_budget_of_2048_makes_the_27b_cache_eight_times_smaller(capsys: pytest.CaptureFixture[str]) -> None:
     found = buys(capsys, "-m", "Qwen3.5-27B", "--context", 16384, "--memory", "64GiB")
     for kv_dtype, full in (("f32", 2048), ("bf16", 1024), ("fp8", 520)):
-        schema = schema_of("Qwen3.5-27B", kv_dtype)
+        schema = schema_of("Qwen3.5-27B", kv_dtype, dtype=torch.bfloat16)
         whole, cut, bounded = (found[kv_dtype, *rest] for rest in ((None, False), (2048, False), (2048, True)))
         assert whole["held_bytes"] == whole["peak_bytes"] == schema.kv_bytes(16384) == full * MIB
         assert cut["held_bytes"] == bounded["held_bytes"] == schema.kv_bytes(2048) == full * MIB // 8
@@ -223,7 +252,9 @@ def test_what_a_budget_buys_fits_and_no_more_does(requests: int, capsys: pytest.
             ) -> int:
                 held = schema.kv_bytes(min(tokens, cut or tokens))
                 peak = schema.kv_bytes(min(tokens, budget + 512) if bounded else tokens)
-                return (many - 1) * held + peak + many * schema.slot_bytes
+                rings = 0 if cut is None else many if bounded else min(many, 8)
+                each = schema.slot_bytes + schema.streams[0].pages(tokens) * 4
+                return (many - 1) * held + peak + many * each + rings * schema.ring_bytes
 
             b = found[kv_dtype, cut, bounded]
             most, longest = b["most_requests"], b["longest_context"]

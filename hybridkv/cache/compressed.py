@@ -33,7 +33,7 @@ import torch
 
 from hybridkv.cache.schema import CacheSchema, CompressedLayer, StateSchema, StreamSchema, TensorSpec
 from hybridkv.errors import HybridKVError
-from hybridkv.kernels.page_format import PageFormat, entry_format, index_format
+from hybridkv.kernels.page_layout import PageFormat, entry_format, index_format
 
 BLOCK_SIZE_ORIGINAL_TOKENS = 128  # lcm of both compression ratios
 EMPTY = -torch.inf  # gate of a token that is not there: its weight is exactly 0
@@ -139,7 +139,7 @@ def compute_block_budget(schema: CacheSchema, memory: int, requests: int, max_to
     if requests < 1 or max_tokens < 0:
         raise HybridKVError(f"a budget is for one request at least, not for {requests} of {max_tokens} tokens")
     pages = schema.pool_pages(requests, max_tokens)
-    need = schema.bytes(pages, requests)
+    need = schema.bytes(pages, requests, max_tokens)
     if need > memory:
         raise HybridKVError(
             f"{requests} requests of {max_tokens} tokens take {need} bytes ({requests * schema.slot_bytes} of them "

@@ -30,7 +30,7 @@ from hybridkv.kernels.flush_csa import flush_csa, save_rows
 from hybridkv.kernels.flush_hca import flush_hca, save_running
 from hybridkv.kernels.gather import flat_entries, gather_entries
 from hybridkv.kernels.indexer import index_logits
-from hybridkv.kernels.page_format import PageFormat, entry_format
+from hybridkv.kernels.page_layout import PageFormat, entry_format
 from hybridkv.kernels.step_index import StepIndex
 from hybridkv.kernels.topk import top_entries
 from hybridkv.kernels.window import append_window, copy_window

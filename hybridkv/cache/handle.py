@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from hybridkv.kernels.gdn_weights import DeltaNet
 from hybridkv.kernels.quant import Fp8Pages, Pages
 
 Angles = tuple[Tensor, Tensor]  # cos, sin [T, 1, R]
+TAIL = 64  # tokens of a chunk whose attention the last layer computes at the least: as many as a budget's window has
 
 
 class LayerHandle:
@@ -71,8 +73,10 @@ class LayerHandle:
             ring, self.step.ring_rows if ring is not None else None,
         )  # fmt: skip
 
-    def attend(self, q: Tensor, scale: float) -> Tensor:
-        """Causal attention of q [T, H, D] over what is stored, this step's tokens included."""
+    def attend(self, q: Tensor, scale: float, last: bool = False) -> Tensor:
+        """Causal attention of q [T, H, D] over what is stored, this step's tokens included. `last`: this is the last
+        layer, where only the tails of chunks are computed; the other rows hold anything.
+        """
         assert self.view is not None
         step, n, pages = self.step, self.step.singles, (self.pages("k"), self.pages("v"))
         table, ends, rows = self.view.table[:, self.rows], self.view.device_lengths[:, self.rows], step.index.slots
@@ -80,7 +84,7 @@ class LayerHandle:
         if step.exact:
             assert lengths is not None
             return attention_exact(q, *pages, table[rows], lengths, step.starts, scale)
-        ring, kept = self.state.get("lse"), step.ring_rows  # [slots, W, H]
+        ring, kept = self.state.get("lse"), step.ring_rows  # [rings, W, H]
         lse = None if ring is None or kept is None else (ring.view(-1, ring.shape[-1]), kept)
         parts = []
         if n:
@@ -88,17 +92,23 @@ class LayerHandle:
             parts.append(attention_decode(q[:n], *pages, table, few, scale, ends[:n], rows=rows[:n], lse=part))
         if n < len(step.slots):
             assert lengths is not None
-            starts, part = [s - n for s in step.starts[n:]], None if lse is None else (lse[0], lse[1][n:])
-            args = (lengths[n:], starts, scale, ends[n:])
-            parts.append(attention_prefill(q[n:], *pages, table, *args, rows=rows[n:], lse=part))
+            keep = len(q) if step.tail is None or not last else max(step.tail, TAIL)
+            if lse is not None and ring is not None:
+                keep = max(keep, ring.shape[1])  # the sums of these queries are kept
+            some = [slice(max(a, b - keep), b) for a, b in pairwise(step.starts[n:])]
+            at = [0, *accumulate(part.stop - part.start for part in some)]
+            part = None if lse is None else (lse[0], _joined(lse[1], some))
+            args = (lengths[n:], at, scale, ends[n:])
+            mixed = attention_prefill(_joined(q, some), *pages, table, *args, rows=rows[n:], lse=part)
+            parts.append(mixed if at[-1] == len(q) - n else _spread(mixed, some, n, len(q)))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def capture(self, q: Tensor) -> None:
-        """Keep the last W queries of each request: the one of position p lies in row p mod W, whatever the chunks
-        were. `store` does it too.
+        """Keep the last W queries of each request that has a ring: the one of position p lies in row p mod W, whatever
+        the chunks were. `store` does it too.
         """
         if "queries" in self.state and self.step.ring_rows is not None:
-            ring, rows = self.state["queries"], self.step.ring_rows  # [slots, W, H, D]
+            ring, rows = self.state["queries"], self.step.ring_rows  # [rings, W, H, D]
             kept = rows >= 0
             ring.view(-1, *q.shape[1:])[rows[kept]] = q[kept].to(ring.dtype)
 
@@ -138,3 +148,18 @@ class LayerHandle:
         for slot, a, b in self.step.chunks:
             parts.append(run(state[slot : slot + 1], lambda x, a=a, b=b: x[a:b].unsqueeze(0)).squeeze(0))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _joined(x: Tensor, parts: list[slice]) -> Tensor:
+    """Parts of x one after the other, without a copy where there is nothing between them."""
+    if all(a.stop == b.start for a, b in pairwise(parts)):
+        return x[parts[0].start : parts[-1].stop]
+    return torch.cat([x[part] for part in parts])
+
+
+def _spread(x: Tensor, parts: list[slice], first: int, last: int) -> Tensor:
+    """The reverse, as rows `first` to `last` of what the parts are parts of; the others hold anything."""
+    out = x.new_empty(last - first, *x.shape[1:])
+    for part, own in zip(parts, x.split([part.stop - part.start for part in parts]), strict=True):
+        out[part.start - first : part.stop - first] = own
+    return out

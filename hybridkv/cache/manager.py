@@ -18,6 +18,7 @@ import torch
 
 from hybridkv.cache.compressed_handle import CompressedHandle
 from hybridkv.cache.handle import LayerHandle
+from hybridkv.cache.rings import Rings
 from hybridkv.cache.schema import CacheSchema
 from hybridkv.cache.state import StatePool
 from hybridkv.cache.step import CompressedStep, ForwardStep, Tokens, compressed_step, dense_step
@@ -46,11 +47,14 @@ class KVCacheManager:
         max_tokens: int,  # longest request
         device: torch.device | str = "cpu",
         exact: bool = False,  # steps run in exact mode
+        rings: int | None = None,  # requests whose last queries are kept at the same time; None: all
     ) -> None:
         self.exact = exact
         self.schema, self.slots, self.max_tokens, self.device = schema, slots, max_tokens, torch.device(device)
         self.tables = {s.name: StreamTable(s, pages[s.name], slots, max_tokens, self.device) for s in schema.streams}
-        self.state = StatePool(schema.states, slots, self.device)
+        most = slots if schema.query_window is not None else 0
+        self.rings = Rings(slots, most if rings is None else min(rings, most))
+        self.state = StatePool(schema.states, slots, self.device, self.rings.count)
         self.positions = np.zeros(slots, np.int64)
         self.reached = np.zeros(slots, np.int64)  # the furthest position that state has seen
         self.compactions: dict[int, Compaction] = {}  # of slots that were compacted
@@ -64,10 +68,12 @@ class KVCacheManager:
         return len(self._free_slots)
 
     def admit_request(self, request: Hashable) -> int:
-        """A slot with fresh state at position 0. Takes no pages."""
+        """A slot with fresh state at position 0. Takes no pages, and a ring only where there is one for every slot."""
         slot = self._take_slot(request)
         try:
             self.state.reset(slot)
+            if self.rings.count == self.slots:
+                self.rings.take(slot, 0)
         except BaseException:
             self.release_request(request)
             raise
@@ -80,12 +86,14 @@ class KVCacheManager:
         self.check_shareable(int(self.positions[origin]))
         slot = self._take_slot(request)
         try:
+            if self.rings.of[origin] >= 0:
+                self.rings.require(slot, int(self.rings.since[origin]))
             for table in self.tables.values():
                 table.share(origin, slot)
             self.positions[slot], self.reached[slot] = self.positions[origin], self.reached[origin]
             if origin in self.compactions:
                 self.compactions[slot] = self.compactions[origin]
-            self.state.copy(origin, slot)
+            self.state.copy(origin, slot, (int(self.rings.of[origin]), int(self.rings.of[slot])))
         except BaseException:
             self.release_request(request)
             raise
@@ -100,7 +108,17 @@ class KVCacheManager:
             table.lengths[slot] = 0
         self.positions[slot] = self.reached[slot] = 0
         self.compactions.pop(slot, None)
+        self.rings.drop(slot)
         self._free_slots.append(slot)
+
+    def take_ring(self, request: Hashable) -> bool:
+        """Whether the request has a ring, which keeps its last queries from here on; False: all are taken."""
+        slot = self._slot(request)
+        return self.rings.take(slot, int(self.positions[slot]))
+
+    def drop_ring(self, request: Hashable) -> None:
+        """No eviction will ask for the request's last queries any more."""
+        self.rings.drop(self._slot(request))
 
     def can_rewind(self, request: Hashable, position: int) -> bool:
         """Whether the request's state can go back to a position."""
@@ -139,7 +157,7 @@ class KVCacheManager:
         lists: dict[str, list[np.ndarray]] = {}  # of each table, one for each stream
         for name, table in self.tables.items():
             if keep.keys() & set(table.schema.layers):
-                lists[name] = self._checked(slot, table, keep)
+                lists[name] = table.checked(slot, keep)
         tables = [(self.tables[name], kept, np.array([len(e) for e in kept])) for name, kept in lists.items()]
         if all((counts == t.lengths[slot]).all() for t, _, counts in tables):
             return 0
@@ -153,30 +171,6 @@ class KVCacheManager:
             table.compact(slot, kept)
         self.compactions[slot] = Compaction(int(self.positions[slot]), where)
         return sum(before.values()) - sum(self.held_pages(request).values())
-
-    @staticmethod
-    def _checked(slot: int, table: StreamTable, keep: Mapping[int, Sequence[np.ndarray]]) -> list[np.ndarray]:
-        """The lists of all streams of a table, or ValueError."""
-        heads, lengths, found = table.schema.heads, table.lengths[slot], []
-        for layer in table.schema.layers:
-            lists = keep.get(layer, ())
-            if table.schema.shared or table.schema.tokens_per_entry > 1 or len(lists) != heads:
-                raise ValueError(f"layer {layer} needs a list of entries to keep for each of {heads} streams")
-            found += [np.asarray(given) for given in lists]
-        bad = [e.ndim != 1 or not e.size or e.dtype.kind not in "iu" for e in found]
-        found = [np.zeros(1, np.int64) if wrong else e for e, wrong in zip(found, bad, strict=True)]
-        ends = np.cumsum([len(e) for e in found])
-        starts = np.append(0, ends[:-1])
-        joined = np.concatenate(found, dtype=np.int64, casting="unsafe")  # differences of unsigned numbers never fall
-        falls = np.ones(len(joined), bool)
-        np.less_equal(joined[1:], joined[:-1], out=falls[:-1])
-        falls[ends - 1] = (joined[ends - 1] >= lengths) | (joined[starts] < 0)
-        for stream in np.flatnonzero(np.logical_or(bad, np.logical_or.reduceat(falls, starts))):
-            layer, length = table.schema.layers[stream // heads], lengths[stream]
-            raise ValueError(
-                f"layer {layer}: entries to keep must be ascending numbers, each once, from 0 to {length - 1}"
-            )
-        return np.split(joined, ends[:-1])
 
     def entry_positions(self, request: Hashable, name: str) -> list[np.ndarray]:
         """Absolute position of every entry of every stream of one schema (one token an entry)."""
@@ -237,7 +231,9 @@ class KVCacheManager:
         """All that the layers read is on its way to the device, in one copy, when this returns."""
         if not self.schema.compressed:
             plans = [t.stream_plan(tokens) for t in self.tables.values()]
-            return dense_step(tokens, plans, self.schema.query_window, self.device, self.exact, any_length)
+            window = self.schema.query_window
+            kept = None if window is None else tokens.ring_rows(window, self.rings.of)
+            return dense_step(tokens, plans, kept, self.device, self.exact, any_length)
         entries = [t.entry_plan(tokens) for t in self.tables.values()]
         if any_length:
             most = {t.schema.name: t.schema.entries(self.max_tokens) for t in self.tables.values()}
@@ -307,7 +303,7 @@ class KVCacheManager:
             raise RequestError(
                 f"a step that is not committed has taken this request's state to position {self.reached[slot]}, and it "
                 f"counts as being at {self.positions[slot]}: fork or save it after the commit (an engine on a GPU "
-                "launches steps ahead; set engine.launches_ahead = False to fork its requests between steps)"
+                "launches steps ahead: call engine.settle() first)"
             )
 
     def check_shareable(self, position: int) -> None:
@@ -368,8 +364,8 @@ class KVCacheManager:
         return min(found)
 
     def memory_bytes(self) -> int:
-        """Bytes that pools and state occupy."""
-        return sum(t.pool.nbytes for t in self.tables.values()) + self.state.nbytes
+        """Bytes that pools, state and page tables occupy on the device."""
+        return sum(t.pool.nbytes + t.mirror.nbytes for t in self.tables.values()) + self.state.nbytes
 
     def check_counts(self) -> None:
         """The cheap part of check_integrity: no page is lost or owned by nobody."""
@@ -380,18 +376,10 @@ class KVCacheManager:
     def check_integrity(self) -> None:
         """Every page is free or owned exactly as often as tables name it; free slots are empty."""
         for table in self.tables.values():
-            table.allocator.check()
-            named = table.pages[table.pages >= 0]
-            if not np.array_equal(np.bincount(named, minlength=table.allocator.total), table.allocator.refs):
-                raise AssertionError(f"pool '{table.schema.name}': page tables and reference counts disagree")
-            if not np.array_equal((table.pages >= 0).sum(2), table.held):
-                raise AssertionError(f"pool '{table.schema.name}': held page counts disagree with the table")
-            if (table.held * table.schema.entries_per_page < table.lengths).any():
-                raise AssertionError(f"pool '{table.schema.name}': a stream is longer than its pages")
-            if table.held[self._free_slots].any() or table.lengths[self._free_slots].any():
-                raise AssertionError(f"pool '{table.schema.name}': a free slot holds pages")
+            table.check(self._free_slots)
         if sorted([*self._free_slots, *self.slot_of.values()]) != list(range(self.slots)):
             raise AssertionError(f"slots are lost or owned twice: {self._free_slots} free, {self.slot_of} owned")
+        self.rings.check(self._free_slots)
 
     # ---- inside
 

@@ -20,6 +20,8 @@ then holds the entries of all of them. A `StreamSchema` declares a set of alike 
 
     state tensor = [layers, slots, *shape]                      one per TensorSpec, `init` is what a fresh row holds
 
+State that is **lent** has fewer rows than there are slots: a request has one only while it needs it (`rings.py`).
+
 Position is not slot
 --------------------
 `position` is the absolute number of tokens a request has seen: it drives RoPE and compression phase. `length` is how
@@ -35,7 +37,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from hybridkv.kernels.page_format import PageFormat
+from hybridkv.kernels.page_layout import PageFormat
 
 Count = TypeVar("Count", int, np.ndarray)
 
@@ -114,6 +116,7 @@ class StateSchema:
     name: str
     layers: tuple[int, ...]
     tensors: tuple[TensorSpec, ...]
+    lent: bool = False  # a request has a row of it for a while; else one row a slot
 
     @property
     def slot_bytes(self) -> int:
@@ -158,8 +161,13 @@ class CacheSchema:
 
     @property
     def slot_bytes(self) -> int:
-        """State bytes of one request, whatever its length."""
-        return sum(s.slot_bytes for s in self.states)
+        """State bytes of one request, whatever its length, as long as it is resident."""
+        return sum(s.slot_bytes for s in self.states if not s.lent)
+
+    @property
+    def ring_bytes(self) -> int:
+        """State bytes that are lent to one request."""
+        return sum(s.slot_bytes for s in self.states if s.lent)
 
     @property
     def query_window(self) -> int | None:
@@ -174,6 +182,11 @@ class CacheSchema:
         """Pages of each pool so that this many requests of this length fit."""
         return {s.name: requests * s.pages(tokens) for s in self.streams}
 
-    def bytes(self, pages: dict[str, int], slots: int) -> int:
-        """What pools of these sizes and this many slots allocate."""
-        return sum(pages[s.name] * s.page_bytes for s in self.streams) + slots * self.slot_bytes
+    def table_bytes(self, tokens: int) -> int:
+        """Bytes of one slot's page ids on the device, for requests of up to `tokens` tokens."""
+        return sum(s.pages(tokens) for s in self.streams) * torch.int32.itemsize
+
+    def bytes(self, pages: dict[str, int], slots: int, max_tokens: int, rings: int = 0) -> int:
+        """What pools of these sizes, this many slots for requests of `max_tokens` tokens and rings allocate."""
+        pools = sum(pages[s.name] * s.page_bytes for s in self.streams)
+        return pools + slots * (self.slot_bytes + self.table_bytes(max_tokens)) + rings * self.ring_bytes

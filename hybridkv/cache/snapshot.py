@@ -2,7 +2,8 @@
 
 A snapshot is dense: entries of all streams one after the other, without pages. It goes into any cache whose schema
 stores the same, also one with other page ids or (but for compressed entries) another page size. What is restored is
-what was taken, byte for byte: entries, lengths, position, which positions survived an eviction, and state rows.
+what was taken, byte for byte: entries, lengths, position, which positions survived an eviction, and state rows; last
+queries only if the request had a ring for them, and then it needs one again.
 
     file = a safetensors file; its metadata holds format, version, schema fingerprint, position and a SHA-256 of the
            whole file with the digest's own place filled with zeros
@@ -96,7 +97,8 @@ def snapshot_request(manager: KVCacheManager, request: Hashable) -> Snapshot:
         for key, pool in table.pool.tensors.items():
             flat = pool.view(pool.shape[0], -1, *pool.shape[3:])
             entries[name, key] = flat[:, at].cpu()
-    states = {key: t.cpu() for key, t in manager.state.snapshot(slot).items()}
+    ring = manager.rings.whole(slot, max(0, int(manager.positions[slot]) - (manager.schema.query_window or 0)))
+    states = {key: t.cpu() for key, t in manager.state.snapshot(slot, ring).items()}
     return Snapshot(
         fingerprint(manager.schema),
         int(manager.positions[slot]),
@@ -115,6 +117,9 @@ def restore_request(manager: KVCacheManager, snapshot: Snapshot, request: Hashab
         table.allocator.require(int(need[name].sum()))
     slot = manager.admit_request(request)
     try:
+        manager.rings.drop(slot)
+        if lent_keys(manager) & snapshot.states.keys():
+            manager.rings.require(slot, 0)
         for name, table in manager.tables.items():
             table.take(slot, need[name], np.zeros(len(need[name]), bool))
             at = _places(table, table.pages[slot], snapshot.lengths[name]).to(manager.device)
@@ -122,7 +127,7 @@ def restore_request(manager: KVCacheManager, snapshot: Snapshot, request: Hashab
                 flat = pool.view(pool.shape[0], -1, *pool.shape[3:])
                 flat[:, at] = snapshot.entries[name, key].to(manager.device)
             table.lengths[slot] = snapshot.lengths[name]
-        manager.state.restore(slot, snapshot.states)
+        manager.state.restore(slot, snapshot.states, int(manager.rings.of[slot]))
         manager.positions[slot] = snapshot.position
         manager.reached[slot] = snapshot.position + manager.schema.rewind  # what lies before it cannot come back
         if snapshot.compaction is not None:
@@ -131,6 +136,11 @@ def restore_request(manager: KVCacheManager, snapshot: Snapshot, request: Hashab
         manager.release_request(request)
         raise
     return slot
+
+
+def lent_keys(manager: KVCacheManager) -> set[tuple[str, str]]:
+    """Names of the state that a request has only while it has a ring."""
+    return {(s.name, t.name) for s in manager.schema.states if s.lent for t in s.tensors}
 
 
 def fingerprint(schema: CacheSchema) -> str:
@@ -183,9 +193,12 @@ def _check(manager: KVCacheManager, snapshot: Snapshot) -> None:
             shape = (s.lanes, int(found.sum()), *t.shape)
             if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != t.dtype:
                 raise RequestError(f"the snapshot's tensor '{t.name}' of '{name}' is not {shape} {t.dtype}")
+    lent = lent_keys(manager)
     for key, t in manager.state.tensors.items():
+        if key in lent and not lent & snapshot.states.keys():
+            continue  # its last queries were no longer needed
         tensor = snapshot.states.get(key)
-        if tensor is None or tensor.shape != t[:, 0].shape or tensor.dtype != t.dtype:
+        if tensor is None or tensor.shape != (t.shape[0], *t.shape[2:]) or tensor.dtype != t.dtype:
             raise RequestError(f"the snapshot's state {key} does not fit this cache")
 
 

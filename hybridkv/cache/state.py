@@ -1,4 +1,7 @@
-"""StatePool: what a request holds whatever its length (recurrent state, convolution tails, rings), one row a slot."""
+"""StatePool: what a request holds whatever its length (recurrent state, convolution tails, rings).
+
+One row a slot, and of what is lent one row a ring (`rings.py`).
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,14 @@ Snapshot = dict[tuple[str, str], Tensor]  # (state, tensor) -> [layers, *shape]
 
 
 class StatePool:
-    """One tensor [layers, slots, *shape] for each state spec."""
+    """One tensor [layers, slots or rings, *shape] for each state spec."""
 
-    def __init__(self, schemas: tuple[StateSchema, ...], slots: int, device: torch.device) -> None:
+    def __init__(self, schemas: tuple[StateSchema, ...], slots: int, device: torch.device, rings: int = 0) -> None:
         self.schemas, self.slots = schemas, slots
         self.tensors = {
-            (s.name, t.name): torch.full((len(s.layers), slots, *t.shape), t.init, dtype=t.dtype, device=device)
+            (s.name, t.name): torch.full(
+                (len(s.layers), rings if s.lent else slots, *t.shape), t.init, dtype=t.dtype, device=device
+            )
             for s in schemas
             for t in s.tensors
         }
@@ -26,7 +31,7 @@ class StatePool:
         return sum(t.nbytes for t in self.tensors.values())
 
     def layer(self, layer: int) -> dict[str, Tensor]:
-        """Views [slots, *shape] of all state that a model layer has."""
+        """Views [slots or rings, *shape] of all state that a model layer has."""
         return {
             t.name: self.tensors[s.name, t.name][s.layers.index(layer)]
             for s in self.schemas
@@ -34,23 +39,34 @@ class StatePool:
             for t in s.tensors
         }
 
+    def rows(self, slot: int, ring: int = -1) -> Snapshot:
+        """Views of all that a slot has, and of a ring; -1: it has none."""
+        return {
+            (s.name, t.name): self.tensors[s.name, t.name][:, ring if s.lent else slot]
+            for s in self.schemas
+            if not s.lent or ring >= 0
+            for t in s.tensors
+        }
+
     def reset(self, slot: int) -> None:
+        """What a fresh slot holds. A ring is not read where it was not written."""
         for s in self.schemas:
-            for t in s.tensors:
+            for t in s.tensors if not s.lent else ():
                 self.tensors[s.name, t.name][:, slot] = t.init
 
-    def copy(self, source: int, target: int) -> None:
-        for t in self.tensors.values():
-            t[:, target] = t[:, source]
+    def copy(self, source: int, target: int, rings: tuple[int, int] = (-1, -1)) -> None:
+        for key, row in self.rows(target, rings[1]).items():
+            row.copy_(self.rows(source, rings[0])[key])
 
-    def snapshot(self, slot: int) -> Snapshot:
-        return {key: t[:, slot].clone() for key, t in self.tensors.items()}
+    def snapshot(self, slot: int, ring: int = -1) -> Snapshot:
+        return {key: row.clone() for key, row in self.rows(slot, ring).items()}
 
-    def restore(self, slot: int, snapshot: Snapshot) -> None:
-        if snapshot.keys() != self.tensors.keys():
-            raise ValueError(f"the snapshot holds {sorted(snapshot)}, this pool {sorted(self.tensors)}")
-        for key, t in self.tensors.items():
-            if snapshot[key].shape != t[:, slot].shape or snapshot[key].dtype != t.dtype:
-                raise ValueError(f"snapshot tensor {key} is {snapshot[key].shape}, this pool needs {t[:, slot].shape}")
-        for key, t in self.tensors.items():
-            t[:, slot] = snapshot[key]
+    def restore(self, slot: int, snapshot: Snapshot, ring: int = -1) -> None:
+        rows = self.rows(slot, ring)
+        if snapshot.keys() != rows.keys():
+            raise ValueError(f"the snapshot holds {sorted(snapshot)}, this pool {sorted(rows)}")
+        for key, row in rows.items():
+            if snapshot[key].shape != row.shape or snapshot[key].dtype != row.dtype:
+                raise ValueError(f"snapshot tensor {key} is {snapshot[key].shape}, this pool needs {row.shape}")
+        for key, row in rows.items():
+            row.copy_(snapshot[key])

@@ -46,8 +46,9 @@ class ForwardStep:
     packed: Tensor  # all that the step has on the device; what follows are views of it
     index: StepIndex  # of all tokens
     streams: dict[str, StreamView]
-    ring_rows: Tensor | None = None  # [T] row of a token's query among the last ones of all slots; -1: not kept
+    ring_rows: Tensor | None = None  # [T] row of a token's query among those of all rings; -1: not kept
     exact: bool = False  # results of a token are the same bits whatever else is in the step
+    tail: int | None = None  # the last layer's results are wanted of so many last tokens of each chunk; None: of all
 
     @property
     def chunks(self) -> list[tuple[int, int, int]]:
@@ -78,6 +79,7 @@ class StreamPlan:
     table: Tensor  # [slots, streams, N]
     lengths: np.ndarray  # [B, streams]
     entry_index: np.ndarray | None  # [streams, T]
+    page: int | None = None  # entries of a page: the device finds the places of a prompt's many entries
 
 
 @dataclass(frozen=True)
@@ -127,36 +129,52 @@ class Tokens:
         owner = np.repeat(np.arange(len(self.slots)), self.counts)
         return owner, np.arange(len(owner)) - np.repeat(np.cumsum(self.counts) - self.counts, self.counts)
 
-    def ring_rows(self, window: int) -> np.ndarray:
-        """[T] slot * window + position mod window for the last `window` tokens of each request, -1 for the others."""
+    def ring_rows(self, window: int, rings: np.ndarray) -> np.ndarray:
+        """[T] ring * window + position mod window for the last `window` tokens of each request, -1 for the others.
+
+        `rings`: of each slot; -1: it has none.
+        """
         owner, inside = self.owner()
-        last = (inside >= self.counts[owner] - window) & (self.slots[owner] >= 0)
-        return np.where(last, self.slots[owner] * window + (self.begins[owner] + inside) % window, -1)
+        ring = np.where(self.slots >= 0, rings[self.slots], -1)[owner]
+        last = (inside >= self.counts[owner] - window) & (ring >= 0)
+        return np.where(last, ring * window + (self.begins[owner] + inside) % window, -1)
 
 
 def dense_step(
     tokens: Tokens,
     plans: Sequence[StreamPlan],
-    window: int | None,  # last queries that are kept
+    ring_rows: np.ndarray | None,  # [T] where queries are kept
     device: torch.device,
     exact: bool,
     any_length: bool = False,  # made to be captured: lengths are read on the device alone
 ) -> ForwardStep:
     """All that the layers read is on its way to the device, in one copy, when this returns."""
     arrays = [*StepIndex.host(*tokens.arrays)]
-    arrays += [tokens.ring_rows(window)] if window is not None else []
+    arrays += [ring_rows] if ring_rows is not None else []
     for plan in plans:
         arrays += [plan.lengths] + ([plan.entry_index] if plan.entry_index is not None else [])
     packed = upload([x.ravel() for x in arrays], device)
     parts = iter([part.view(x.shape) for part, x in zip(packed.split([x.size for x in arrays]), arrays, strict=True)])
     index = StepIndex(*(next(parts) for _ in range(5)))
-    ring_rows = next(parts) if window is not None else None
+    kept = next(parts) if ring_rows is not None else None
     views = {}
     for plan in plans:
         device_lengths, entry_index = next(parts), next(parts) if plan.entry_index is not None else None
+        if plan.page is not None:
+            entry_index = find_places(plan.table, index, device_lengths, plan.page)
         views[plan.name] = StreamView(plan.table, None if any_length else plan.lengths, device_lengths, entry_index)
     slots, begins = tokens.slots.tolist(), tokens.begins.tolist()
-    return ForwardStep(slots, begins, tokens.starts, tokens.singles, packed, index, views, ring_rows, exact)
+    return ForwardStep(slots, begins, tokens.starts, tokens.singles, packed, index, views, kept, exact)
+
+
+def find_places(table: Tensor, index: StepIndex, lengths: Tensor, page: int) -> Tensor:
+    """[streams, T] flat place of each new entry, of streams that hold lengths [B, streams] with them; -1: padding."""
+    owner, slots = index.owner, index.token_slots
+    before_end = index.starts[1:][owner] - torch.arange(len(owner), device=owner.device)
+    entry = lengths.t()[:, owner] - before_end  # [streams, T]
+    streams = torch.arange(len(entry), device=owner.device)[:, None]
+    places = table[slots, streams, entry // page].to(torch.int64) * page + entry % page
+    return torch.where(slots >= 0, places, -1)
 
 
 def compressed_step(tokens: Tokens, entries: Sequence[EntryPlan], device: torch.device) -> CompressedStep:

@@ -10,7 +10,7 @@ Ownership of one stream's pages (64 entries a page, length 150):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -108,6 +108,29 @@ class StreamTable:
         self._refresh(np.array([slot]))
         return self.mirror[slot]
 
+    def checked(self, slot: int, keep: Mapping[int, Sequence[np.ndarray]]) -> list[np.ndarray]:
+        """Entries that each stream is to keep, from the lists given for layers, or ValueError."""
+        heads, lengths, found = self.schema.heads, self.lengths[slot], []
+        for layer in self.schema.layers:
+            lists = keep.get(layer, ())
+            if self.schema.shared or self.schema.tokens_per_entry > 1 or len(lists) != heads:
+                raise ValueError(f"layer {layer} needs a list of entries to keep for each of {heads} streams")
+            found += [np.asarray(given) for given in lists]
+        bad = [e.ndim != 1 or not e.size or e.dtype.kind not in "iu" for e in found]
+        found = [np.zeros(1, np.int64) if wrong else e for e, wrong in zip(found, bad, strict=True)]
+        ends = np.cumsum([len(e) for e in found])
+        starts = np.append(0, ends[:-1])
+        joined = np.concatenate(found, dtype=np.int64, casting="unsafe")  # differences of unsigned numbers never fall
+        falls = np.ones(len(joined), bool)
+        np.less_equal(joined[1:], joined[:-1], out=falls[:-1])
+        falls[ends - 1] = (joined[ends - 1] >= lengths) | (joined[starts] < 0)
+        for stream in np.flatnonzero(np.logical_or(bad, np.logical_or.reduceat(falls, starts))):
+            layer, length = self.schema.layers[stream // heads], lengths[stream]
+            raise ValueError(
+                f"layer {layer}: entries to keep must be ascending numbers, each once, from 0 to {length - 1}"
+            )
+        return np.split(joined, ends[:-1])
+
     def compaction_pages(self, slot: int, counts: np.ndarray) -> np.ndarray:
         """Fresh pages that compacting each stream to so many entries takes at the least: none, unless a page that it
         would write has another owner.
@@ -182,6 +205,19 @@ class StreamTable:
         self.held[slot] = np.minimum(self.held[slot], keep)
         self._all_changed(slot)
 
+    def check(self, free_slots: list[int]) -> None:
+        """Every page is free or owned exactly as often as the table names it; free slots are empty."""
+        self.allocator.check()
+        named, what = self.pages[self.pages >= 0], f"pool '{self.schema.name}'"
+        if not np.array_equal(np.bincount(named, minlength=self.allocator.total), self.allocator.refs):
+            raise AssertionError(f"{what}: page tables and reference counts disagree")
+        if not np.array_equal((self.pages >= 0).sum(2), self.held):
+            raise AssertionError(f"{what}: held page counts disagree with the table")
+        if (self.held * self.schema.entries_per_page < self.lengths).any():
+            raise AssertionError(f"{what}: a stream is longer than its pages")
+        if self.held[free_slots].any() or self.lengths[free_slots].any():
+            raise AssertionError(f"{what}: a free slot holds pages")
+
     def stream_plan(self, tokens: Tokens) -> StreamPlan:
         """Where a step's new entries go and how long each stream is then. Slot -1: padding."""
         self._refresh(tokens.slots)
@@ -190,13 +226,15 @@ class StreamTable:
         new = ends // s.tokens_per_entry - tokens.begins // s.tokens_per_entry  # [B]
         real = tokens.slots >= 0
         before = np.where(real[:, None], self.lengths[tokens.slots], 0)  # [B, S]
-        index = None
+        after, index = before + np.where(real, new, 0)[:, None], None
+        if s.tokens_per_entry == 1 and tokens.singles < len(tokens.slots):  # arrays of this size take milliseconds here
+            return StreamPlan(s.name, self.mirror, after, None, P)
         if s.tokens_per_entry == 1:
             owner, inside = tokens.owner()
             entry = before[owner] + inside[:, None]  # [T, S]
             page = self.pages[tokens.slots[owner][:, None], np.arange(s.streams), entry // P].astype(np.int64)
             index = np.where(real[owner][:, None], page * P + entry % P, -1).T
-        return StreamPlan(s.name, self.mirror, before + np.where(real, new, 0)[:, None], index)
+        return StreamPlan(s.name, self.mirror, after, index)
 
     def entry_plan(self, tokens: Tokens) -> EntryPlan:
         """Where a step's new entries go, for a stream whose lengths follow from positions. Slot -1: padding."""

@@ -50,6 +50,9 @@ def bench(
     peer_layers: Annotated[
         int, Option("--peer-layers", metavar="N", help="decode: layers of the model that transformers runs")
     ] = 8,
+    compiled_layers: Annotated[
+        str, Option("--compiled-layers", metavar="LIST", help="decode: layers that transformers runs compiled")
+    ] = "4",
     warm: Annotated[int, Option("--warm", metavar="N", help="kernels: compile first, in N processes")] = 0,
     base: Annotated[
         str | None, Option("--base", metavar="REF", help="run the same on another commit and compare; a git checkout")
@@ -83,8 +86,8 @@ def bench(
         model_shape=model_shape, layers=layers, device=device, only=only, quick=quick,
         kv_dtypes=tuple(kv_dtype.split(",")) if kv_dtype else (), weight_dtype=weight_dtype,
         contexts=numbers("--contexts", contexts), batches=numbers("--batches", batches), budget=budget,
-        chunks=numbers("--chunk", chunk), memory=memory, skip_peers=skip_peers, peer_layers=peer_layers, warm=warm,
-        trace=trace, limit=limit,
+        chunks=numbers("--chunk", chunk), memory=memory, skip_peers=skip_peers, peer_layers=peer_layers,
+        compiled_layers=numbers("--compiled-layers", compiled_layers), warm=warm, trace=trace, limit=limit,
     )  # fmt: skip
     if base is not None:
         from hybridkv.bench.compare import repository

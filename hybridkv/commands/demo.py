@@ -144,7 +144,7 @@ def with_cache(llm: LLM, cache: CacheConfig) -> LLM:
 
     other, plan = copy.copy(llm), llm.plan
     other.cache_config = cache
-    other.plan = replace(plan, schema=cache_schema(llm.config, cache, llm.dtype), slots=1)
+    other.plan = replace(plan, schema=cache_schema(llm.config, cache, llm.dtype), slots=1, rings=1)
     plan = other.plan
     other.manager = KVCacheManager(plan.schema, plan.pages, plan.slots, plan.max_tokens, llm.device)
     evictor = Evictor.make(cache, other.manager, llm.config.head_dim)

@@ -147,7 +147,7 @@ def make_report(options: ModelOptions, requests: int) -> Report:
     ffn = ffn_layer_bytes(options.model)
     room = None if limits.memory_bytes is None else limits.memory_bytes - weights
     whole = cache_schema(config, replace(cache, kv_dtype="f32"), dtype)
-    base = requests * (whole.kv_bytes(context) + whole.slot_bytes)
+    base = requests * (whole.kv_bytes(context) + whole.slot_bytes)  # page tables are alike in all
     buys = []
     for choice in choices if evicts else ():
         for budget, bounded in cuts(evicting):
@@ -184,6 +184,8 @@ def buy(
     schema: CacheSchema, cache: CacheConfig, step: int, requests: int, context: int, room: int | None, limit: int
 ) -> Buy:
     """What a dtype and a budget cost for `requests` requests of `context` tokens, and what fits in `room` bytes."""
+    from hybridkv.eviction import rings_for
+    from hybridkv.planner import most_that_fits
 
     def held(tokens: int) -> int:
         return kv_bytes(schema, tokens, cache.budget)
@@ -191,20 +193,20 @@ def buy(
     def peak(tokens: int) -> int:
         return kv_bytes(schema, tokens, cache.budget + step if cache.bounded and cache.budget is not None else None)
 
-    def need(many: int, tokens: int) -> int:
-        return (many - 1) * held(tokens) + peak(tokens) + many * schema.slot_bytes
+    def state(many: int) -> int:
+        return many * schema.slot_bytes + rings_for(cache, step, many) * schema.ring_bytes
 
-    sizes = (requests * held(context), (requests - 1) * held(context) + peak(context), requests * schema.slot_bytes)
+    def need(many: int, tokens: int) -> int:
+        return (many - 1) * held(tokens) + peak(tokens) + state(many) + many * schema.table_bytes(tokens)
+
+    sizes = (requests * held(context), (requests - 1) * held(context) + peak(context), state(requests))
     found = Buy(cache.kv_dtype, cache.budget, cache.bounded, *sizes)
     if room is None:
         return found
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if need(requests, middle) <= room else (low, middle - 1)
+    longest = most_that_fits(lambda tokens: need(requests, tokens), room, limit)
     each = held(context) + schema.slot_bytes
-    most = max(room - peak(context) + held(context), 0) // each if each else 0
-    return replace(found, longest_context=low, most_requests=most)
+    most = most_that_fits(lambda many: need(many, context), room, max(room, 0) // each if each else 0)
+    return replace(found, longest_context=longest, most_requests=most)
 
 
 def ffn_layer_bytes(model: str | None) -> int | None:
@@ -273,6 +275,7 @@ def table(report: Report) -> Table:
     for i, s in enumerate(first.schema.states):
         sizes = [human(report.requests * c.plan.schema.states[i].slot_bytes) for c in report.choices]
         out.add_row(f"{s.name} state", str(len(s.layers)), "", "", "", *sizes)
+    out.add_row("page tables", "", "", "", "", *(human(c.plan.table_bytes) for c in report.choices))
     weights = human(report.weights)
     out.add_row(
         f"weights {report.dtype}", str(report.layers), "", "", "", *[weights] * len(report.choices), end_section=True
@@ -362,6 +365,7 @@ def as_dict(report: Report) -> dict[str, Any]:
                 ],
                 "kv_bytes": sum(choice.plan.pool_bytes.values()),
                 "state_bytes": choice.plan.state_bytes,
+                "table_bytes": choice.plan.table_bytes,
                 "cache_bytes": choice.plan.nbytes,
                 "total_bytes": choice.total,
                 "fits": choice.fits,

@@ -59,7 +59,8 @@ class Engine:
         self.runner = Runner(model, manager)
         graphs = self.runner.graphs
         held = most_held(evictor.config, step_tokens) if evictor is not None else None
-        self.scheduler = Scheduler(manager, step_tokens, held, graphs.rows if graphs is not None else None)
+        rows = graphs.rows if graphs is not None else None
+        self.scheduler = Scheduler(manager, step_tokens, held, rows, self._needs_ring)
         self.longest = manager.tokens_alone() if held is None else manager.max_tokens  # prompt and answer
         self.launches_ahead = manager.device.type == "cuda"  # a CPU would only compute in vain
         self.flying: Flying | None = None
@@ -171,6 +172,16 @@ class Engine:
             raise
         return updates
 
+    def settle(self) -> list[Update]:
+        """Finish the step that flies, if one does, and launch none: then requests can be forked or saved."""
+        if self.flying is None:
+            return []
+        ahead, self.launches_ahead = self.launches_ahead, False
+        try:
+            return self.step()
+        finally:
+            self.launches_ahead = ahead
+
     def _launch(self, batch: Batch) -> Flying:
         logits = self.runner.forward(self._inputs(batch))
         return Flying(batch, draw(logits, [batch.requests[i] for i in batch.sampled]))
@@ -207,12 +218,15 @@ class Engine:
         failed = []
         for request in requests if self.evictor is not None else ():
             try:
-                if self.evictor is not None and self.evictor.due(request, self.manager):
-                    self.evictor.evict(request, self.manager)
+                if self.evictor is not None:
+                    self.evictor.cut(request, self.manager)
             except HybridKVError as problem:
                 request.finish_reason, request.error = "error", str(problem)
                 failed.append(request)
         return failed
+
+    def _needs_ring(self, request: Request) -> bool:
+        return self.evictor is not None and self.evictor.reads(request, self.manager)
 
     def _inputs(self, batch: Batch) -> StepInputs:
         now = time.perf_counter()
@@ -335,11 +349,13 @@ class Engine:
             self.scheduler.make_room()
         self.manager.admit_request(key)
         try:
+            if not self.scheduler.give_ring(request):
+                raise HybridKVError(f"all {self.manager.rings.count} rings for last queries are taken; wait")
             parts = []
             for a, b in itertools.pairwise(sorted(cuts)):
                 step = self._reserve(key, b - a)
                 logits = self.runner.forward(self.runner.inputs([tokens[a:b]], [a], range(b - a), step))
-                parts.append(logits.clone() if b - a == 1 else logits)  # a graph's next replay writes to the same place
+                parts.append(logits.to(torch.float32, copy=True))  # a graph's next replay writes to the same place
                 self.manager.commit([(key, b - a)])
                 if self._evict([request]):
                     raise HybridKVError(str(request.error))

@@ -30,8 +30,7 @@ class Captured:
     graph: torch.cuda.CUDAGraph
     tokens: Tensor  # [B]
     packed: Tensor
-    wanted: Tensor  # [B] rows of the logits: all
-    logits: Tensor  # [B, vocab] f32
+    logits: Tensor  # [B, vocab]
 
 
 class DecodeGraphs:
@@ -79,11 +78,10 @@ class DecodeGraphs:
         """Run the step on padding alone, which changes nothing: once to compile and to warm up, once to record."""
         step = self.manager.padding_step(rows)
         tokens = torch.zeros(rows, dtype=torch.int64, device=self.manager.device)
-        wanted = torch.arange(rows, device=self.manager.device)
         handles = self.manager.acquire(step)
 
         def forward() -> Tensor:
-            return self.model.forward(tokens, step.index.positions, handles, wanted)
+            return self.model.forward(tokens, step.index.positions, handles, None)
 
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -93,4 +91,4 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
             logits = forward()
-        return Captured(graph, tokens, step.packed, wanted, logits)
+        return Captured(graph, tokens, step.packed, logits)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -36,9 +36,13 @@ class Runner:
     ) -> StepInputs:
         """Each request's tokens and first position, one request after the other; tokens of padding are 0."""
         spare = step.starts[-1] - sum(map(len, tokens))
-        positions = [p for begin, part in zip(begins, tokens, strict=True) for p in range(begin, begin + len(part))]
-        flat = [t for part in tokens for t in part]
-        arrays = [np.array(x, np.int64) for x in (flat + [0] * spare, positions + [0] * spare, list(rows))]
+        positions = [np.arange(begin, begin + len(part)) for begin, part in zip(begins, tokens, strict=True)]
+        padding = np.zeros(spare, np.int64)
+        flat = [np.concatenate([*(np.asarray(x, np.int64) for x in parts), padding]) for parts in (tokens, positions)]
+        arrays = [*flat, np.array(list(rows), np.int64)]
+        if step.singles < len(step.slots):
+            ends = np.array(step.starts[1:])
+            step = replace(step, tail=int((ends[np.searchsorted(ends, arrays[2], "right")] - arrays[2]).max(initial=0)))
         ids, at, wanted = upload(arrays, self.manager.device).split([len(x) for x in arrays])
         return StepInputs(ids, at, wanted, list(rows) == list(range(len(rows))), step)
 
@@ -48,7 +52,7 @@ class Runner:
         return StepInputs(F.pad(tokens, (0, rows - S)), step.index.positions, self.numbers[:S], True, step)
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        """Logits [S, vocab] f32, good until the next step. Pages and state of the step's requests are written."""
+        """Logits [S, vocab], good until the next step. Pages and state of the step's requests are written."""
         step = inputs.step
         if self.graphs is not None and self.graphs.ready(step):
             logits = self.graphs.replay(inputs.tokens, step)

@@ -48,7 +48,7 @@ class Drawn:
 
 @torch.inference_mode()
 def draw(logits: Tensor, requests: Sequence[Request]) -> Drawn:
-    """The next token of each request from logits [S, vocab] f32."""
+    """The next token of each request from logits [S, vocab]."""
     found = best_tokens(logits)
     groups: dict[tuple, list[int]] = {}
     for i, request in enumerate(requests):
@@ -75,7 +75,7 @@ def _draw_alike(logits: Tensor, requests: Sequence[Request], rows: list[int], to
     index, *bounds = _upload([*table, [p.min_p for p in params]], torch.float64, logits.device)
     temperature, top_p, min_p = (x.float().unsqueeze(1) for x in bounds)  # [n, 1]
     index, first = index.long(), params[0]
-    scores = logits.index_select(0, index)
+    scores = logits.index_select(0, index).float()
     for row, request in zip(scores, alike, strict=True):
         row.copy_(penalise(row, request))
     if first.temperature == 0:
@@ -86,7 +86,7 @@ def _draw_alike(logits: Tensor, requests: Sequence[Request], rows: list[int], to
         scores, ids = narrow(
             scores, first.top_k, top_p if first.top_p < 1 else None, min_p if first.min_p > 0 else None
         )
-        noise = torch.empty_like(logits[: len(rows)])
+        noise = torch.empty((len(rows), logits.shape[1]), device=logits.device)
         for row, request in zip(noise, alike, strict=True):
             row.exponential_(generator=request.generator)
         noise = noise if ids is None else noise.gather(1, ids)
@@ -151,7 +151,7 @@ def _largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def _logprobs(logits: Tensor, tokens: Tensor, requests: Sequence[Request], rows: list[int]) -> Tensor:
     """[rows, 1 + 2 n] f64: the token's log probability, those of the best tokens, and their ids."""
     index = _upload(rows, torch.int64, logits.device)
-    logs = logits.index_select(0, index).log_softmax(-1)
+    logs = logits.index_select(0, index).float().log_softmax(-1)
     most = max(requests[i].params.logprobs or 0 for i in rows)
     top = logs.topk(min(most, logs.shape[1]))
     own = logs.gather(1, tokens[index].unsqueeze(1))

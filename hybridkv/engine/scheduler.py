@@ -1,9 +1,10 @@
 """Scheduler: which requests run in the next step, and how many tokens of each.
 
 Every running request that has one pending token decodes. The rest of the step's token budget goes to prompt chunks,
-oldest request first, then to requests that wait, in order of arrival, as long as their pages are free. When pages run
-out, caches held for a next turn go first, then the youngest running request is preempted: its pages are released and
-it waits at the front to be computed again. The oldest request is never preempted, so work always ends.
+oldest request first, then to requests that wait, in order of arrival, as long as their pages are free. A prompt that
+will be cut needs a ring for its last queries; while all are taken, it waits where it is. When pages run out, caches
+held for a next turn go first, then the youngest running request is preempted: its pages are released and it waits at
+the front to be computed again. The oldest request is never preempted, so work always ends.
 """
 
 from __future__ import annotations
@@ -52,8 +53,10 @@ class Scheduler:
         step_tokens: int,
         most_held: int | None = None,
         graph_rows: Callable[[int], int] | None = None,  # rows of the graph that decodes so many requests
+        needs_ring: Callable[[Request], bool] = lambda request: False,  # whether its last queries are to be kept
     ) -> None:
         self.manager, self.step_tokens, self.graph_rows = manager, step_tokens, graph_rows
+        self.needs_ring = needs_ring
         self.most_held = most_held  # tokens a stream of a request holds at the most; None: all of them
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -122,7 +125,7 @@ class Scheduler:
 
     def _plan(self) -> list[tuple[Request, int]]:
         pending = {r: self.pending(r) for r in self.running}
-        plan = [(r, 1) for r, n in pending.items() if n == 1]
+        plan = [(r, 1) for r, n in pending.items() if n == 1 and self.give_ring(r)]
         # who decodes waits for no more than a small part of a prompt, and never keeps prompts from going on
         budget = max(min(self.step_tokens, BESIDE_DECODING) - len(plan), CHUNK_QUANTUM) if plan else self.step_tokens
         for request, n in pending.items():
@@ -133,12 +136,20 @@ class Scheduler:
                 if self.most_held is not None:  # a bounded request is cut at multiples of the step
                     stop = min(stop, self.step_tokens - position % self.step_tokens)
                 chunk = self._chunk(position, min(n, stop), budget)
-                if chunk:
+                if chunk and self.give_ring(request):
                     plan.append((request, chunk))
                     budget -= chunk
         # one-token chunks of prompts join the decoding requests; in order of slots their state rows are mostly a view
         plan.sort(key=lambda item: (item[1] > 1, self.manager.slot_of[item[0].key] if item[1] == 1 else 0))
         return plan
+
+    def give_ring(self, request: Request) -> bool:
+        """Whether the request can run: it has a ring, or needs none. Caches held for a next turn give up theirs."""
+        while self.needs_ring(request) and not self.manager.take_ring(request.key):
+            if not self.held:
+                return False
+            self.release_held(self.held[0])
+        return True
 
     @staticmethod
     def _chunk(position: int, pending: int, budget: int) -> int:

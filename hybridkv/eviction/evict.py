@@ -32,6 +32,7 @@ from hybridkv.request import Request
 
 STREAMS = "attention"
 SCORE_BYTES = 64 << 20  # of scores of query heads, at once
+RINGS = EngineConfig.max_requests  # of last queries, at the least: by default every request has one
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,24 @@ class Evictor:
         again = position > prompt and every > 0 and (position - prompt) % every == 0
         return (again or (bounded and position % self.step_tokens == 0)) and held > budget
 
+    def reads(self, request: Request, manager: KVCacheManager) -> bool:
+        """Whether an eviction that is still to come may choose by the request's last queries. Once no, always no."""
+        if self.config.bounded or self.config.decode_every or request.hold:  # held: a next turn may be short
+            return True
+        left = request.prompt_tokens - manager.position(request.key)
+        if left <= 0 or request.prompt_tokens in request.evictions:  # chosen already, if it is computed again
+            return False
+        assert self.config.budget is not None
+        held = float(manager.lengths(request.key)[STREAMS].mean())
+        return held + left > self.config.budget + self.config.window
+
+    def cut(self, request: Request, manager: KVCacheManager) -> None:
+        """After a step: evict if that is due, and keep last queries no longer than they may be asked for."""
+        if self.due(request, manager):
+            self.evict(request, manager)
+        if not self.reads(request, manager):
+            manager.drop_ring(request.key)
+
     def evict(self, request: Request, manager: KVCacheManager) -> int:
         """Score, choose, compact. Returns the pages that went back."""
         position, layers = manager.position(request.key), manager.tables[STREAMS].schema.layers
@@ -104,11 +123,17 @@ class Evictor:
         schema, position, past = table.schema, manager.position(request.key), manager.compactions.get(slot)
         begin, G, count = max(0, position - self.config.window), schema.heads, len(schema.layers)
         when, pages, places = torch.arange(begin, position, device=device), table.rows(slot), positions(slot, manager)
-        queries = last(manager.state.tensors["queries", "queries"], slot, when)  # [W, layers, H, D]
+        ring = manager.rings.whole(slot, begin)
+        if ring < 0:
+            raise HybridKVError(
+                f"the last queries of request {request.key!r} were not kept, and its cache cannot be scored without "
+                "them; give it a ring (take_ring) before its prompt is read"
+            )
+        queries = last(manager.state.tensors["queries", "queries"], ring, when)  # [W, layers, H, D]
         # what softmax summed to holds as long as nothing that was summed is gone
         known = not manager.exact and (past is None or past.position <= begin)
         sums = manager.state.tensors.get(("queries", "lse")) if known else None
-        lse = None if sums is None else last(sums, slot, when)
+        lse = None if sums is None else last(sums, ring, when)
         size = SCORE_BYTES // (4 * queries.shape[2] * max(1, places.shape[1])) if together else 1
         found = []
         for i in range(0, count, max(1, size)):
@@ -133,9 +158,9 @@ class Evictor:
         return found
 
 
-def last(ring: torch.Tensor, slot: int, when: torch.Tensor) -> torch.Tensor:
-    """[W, layers, ...] of positions `when`, from a ring [layers, slots, W, ...] in which p lies in row p mod W."""
-    return ring[:, slot].transpose(0, 1).index_select(0, when % ring.shape[2])
+def last(rings: torch.Tensor, ring: int, when: torch.Tensor) -> torch.Tensor:
+    """[W, layers, ...] of positions `when`, from a ring of [layers, rings, W, ...] in which p lies in row p mod W."""
+    return rings[:, ring].transpose(0, 1).index_select(0, when % rings.shape[2])
 
 
 def positions(slot: int, manager: KVCacheManager) -> torch.Tensor:
@@ -165,6 +190,19 @@ def most_held(config: CacheConfig, step_tokens: int) -> int | None:
     # streams of different lengths each fill a last page of their own
     uneven = type(find_policy(config.policy)).budgets is not Policy.budgets
     return config.budget + step_tokens + (config.page_size if uneven else 0)
+
+
+def rings_for(config: CacheConfig, step_tokens: int, slots: int) -> int:
+    """Requests whose last queries must be kept at the same time, so that none waits for a ring; 0: nothing is evicted.
+
+    After its prompt a request needs none, unless it is cut again. A prompt that is cut has more than budget + window
+    tokens: a step ends one, reads some whole and begins one. Conversations, which keep theirs, share what is left.
+    """
+    if config.budget is None:
+        return 0
+    if config.bounded or config.decode_every:
+        return slots
+    return min(slots, max(RINGS, step_tokens // (config.budget + config.window + 1) + 2))
 
 
 def find_policy(policy: object) -> Policy:

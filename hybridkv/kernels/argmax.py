@@ -15,7 +15,7 @@ PIECE = 2048  # logits that a program looks at
 
 
 def best_tokens_ref(logits: Tensor) -> Tensor:
-    """logits [S, V] f32 -> [2, S] int64: the tokens, and 1 where a row holds a NaN."""
+    """logits [S, V] -> [2, S] int64: the tokens, and 1 where a row holds a NaN."""
     largest, best = logits.max(-1)  # a NaN counts as the largest
     return torch.stack((best, largest.isnan().long()))
 

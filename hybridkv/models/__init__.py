@@ -40,7 +40,7 @@ def cache_schema(config: ModelConfig, cache: CacheConfig, model_dtype: torch.dty
     if cache.index_dtype != "auto":
         raise HybridKVError(f"index_dtype is for deepseek_v4: {config.architecture} has no index keys")
     kv_dtype = model_dtype if cache.kv_dtype == "auto" else getattr(torch, KV_DTYPES[cache.kv_dtype])
-    schema: CacheSchema = FAMILIES[config.architecture].cache_schema(config, kv_dtype, cache.page_size)
+    schema: CacheSchema = FAMILIES[config.architecture].cache_schema(config, model_dtype, kv_dtype, cache.page_size)
     if cache.state_dtype == "bf16":
         schema = replace(schema, states=tuple(with_bf16_state(s) for s in schema.states))
     if cache.budget is None or not config.attention_layers:
@@ -50,11 +50,11 @@ def cache_schema(config: ModelConfig, cache: CacheConfig, model_dtype: torch.dty
         TensorSpec("queries", (cache.window, config.heads, config.head_dim), model_dtype),
         TensorSpec("lse", (cache.window, config.heads), torch.float32),
     )
-    return replace(schema, states=(*schema.states, StateSchema("queries", config.attention_layers, ring)))
+    return replace(schema, states=(*schema.states, StateSchema("queries", config.attention_layers, ring, lent=True)))
 
 
 def with_bf16_state(state: StateSchema) -> StateSchema:
-    """Its recurrent tensor in bf16; convolution tails, which are small, stay as they are."""
+    """Its recurrent tensor in bf16; convolution tails stay as they are, in the dtype of the activations."""
     tensors = (replace(t, dtype=torch.bfloat16) if t.name == "recurrent" else t for t in state.tensors)
     return replace(state, tensors=tuple(tensors))
 

@@ -212,7 +212,7 @@ class DeepseekV4:
         tokens: Tensor,  # [T] int64
         positions: Tensor,  # [T] int64 absolute
         handles: Mapping[int, CompressedHandle],
-        rows: Tensor,  # [S] which tokens' logits are wanted
+        rows: Tensor | None,  # [S] which tokens' logits are wanted; None: of all
     ) -> Tensor:  # [S, vocab] f32
         v = _v4(self.config)
         angles = StepAngles.at(positions, v, self.window_freq, self.compress_freq)

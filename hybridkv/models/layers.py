@@ -1,8 +1,9 @@
 """The decoder that all models share, and the parts that most of them use.
 
-A layer is `h += mixer(norm(h)); h += feed_forward(norm(h))`. What a part adds is handed on, and the next norm adds it:
-one pass over h instead of two. Models differ in their mixers (full attention, gated
-attention, Gated DeltaNet) and feed-forward parts, which llama.py and qwen3_5.py define.
+A layer is `h += mixer(norm(h)); h += feed_forward(norm(h))`. A part's last product adds to h where that is free (many
+tokens on a GPU); else what it adds is handed on, and the next norm adds it: one pass over h instead of two. Models
+differ in their mixers (full attention, gated attention, Gated DeltaNet) and feed-forward parts, which llama.py and
+qwen3_5.py define.
 """
 
 from __future__ import annotations
@@ -25,11 +26,17 @@ Angles = tuple[Tensor, Tensor]  # cos, sin [T, 1, R]
 
 
 class Mixer(Protocol):
-    def __call__(self, x: Tensor, angles: Angles, handle: LayerHandle) -> Tensor: ...
+    def __call__(
+        self, x: Tensor, angles: Angles, handle: LayerHandle, rows: Tensor | None, h: Tensor | None
+    ) -> Tensor | None:
+        """`rows`: in the last layer, which tokens' results are wanted; all are stored. `h`: the result may be added
+        here instead, and is None then.
+        """
+        ...
 
 
 class FeedForward(Protocol):
-    def __call__(self, x: Tensor) -> Tensor: ...
+    def __call__(self, x: Tensor, h: Tensor | None = None) -> Tensor | None: ...
 
 
 class Model(Protocol):
@@ -41,7 +48,7 @@ class Model(Protocol):
     def nbytes(self) -> int: ...
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, handles: Mapping[int, LayerHandle], rows: Tensor
+        self, tokens: Tensor, positions: Tensor, handles: Mapping[int, LayerHandle], rows: Tensor | None
     ) -> Tensor: ...
 
 
@@ -66,8 +73,8 @@ class GatedMlp:
     gate_up: Linear  # [2 I, hidden]
     down: Linear  # [hidden, I]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.gate_up.gated(x))
+    def __call__(self, x: Tensor, h: Tensor | None = None) -> Tensor | None:
+        return self.down.add_to(h, self.gate_up.gated(x))
 
 
 @dataclass(frozen=True)
@@ -79,14 +86,15 @@ class DecoderLayer:
 
     def __call__(
         self, h: Tensor, delta: Tensor | None, angles: Angles, handle: LayerHandle, rows: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """h + delta comes in, and goes out as such a pair. `rows`: which tokens go on; all are stored."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """h + delta comes in, and goes out as such a pair; h may be written to. `rows`: which tokens go on; all are
+        stored.
+        """
         h, x = self.mixer_norm.add(h, delta)
-        delta = self.mixer(x, angles, handle)
-        if rows is not None:
-            h, delta = h[rows], delta[rows]
+        delta = self.mixer(x, angles, handle, rows, h if rows is None else None)
+        h = h if rows is None else h[rows]
         h, x = self.feed_norm.add(h, delta)
-        return h, self.feed(x) if len(h) else delta
+        return h, self.feed(x, h) if len(h) else delta
 
 
 @dataclass(frozen=True)
@@ -106,14 +114,14 @@ class Decoder:
         tokens: Tensor,  # [T] int64
         positions: Tensor,  # [T] int64 absolute
         handles: Mapping[int, LayerHandle],
-        rows: Tensor,  # [S] which tokens' logits are wanted
-    ) -> Tensor:  # [S, vocab] f32
+        rows: Tensor | None,  # [S] which tokens' logits are wanted; None: of all
+    ) -> Tensor:  # [S, vocab] in the dtype of the weights
         h, delta = F.embedding(tokens, self.embedding), None
         angles = rope_angles(positions, self.inv_freq)
         last = len(self.layers) - 1
         for i, layer in enumerate(self.layers):
             h, delta = layer(h, delta, angles, handles[i], rows if i == last else None)
-        return self.head(self.norm.add(h, delta)[1]).float()
+        return self.head(self.norm.add(h, delta)[1])
 
     @property
     def nbytes(self) -> int:

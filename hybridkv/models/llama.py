@@ -15,7 +15,7 @@ from hybridkv.models.layers import Angles, Decoder, DecoderLayer, GatedMlp, Norm
 from hybridkv.models.loader import Loader
 
 
-def cache_schema(config: ModelConfig, kv_dtype: torch.dtype, page_size: int) -> CacheSchema:
+def cache_schema(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int) -> CacheSchema:
     return CacheSchema(streams=(attention_streams(config, kv_dtype, page_size),))
 
 
@@ -26,7 +26,9 @@ class Attention:
     out: Linear  # [hidden, H D]
     ops: RowOps
 
-    def __call__(self, x: Tensor, angles: Angles, handle: LayerHandle) -> Tensor:
+    def __call__(
+        self, x: Tensor, angles: Angles, handle: LayerHandle, rows: Tensor | None, h: Tensor | None
+    ) -> Tensor | None:
         c, x = self.config, self.qkv(x)
         if not self.ops.exact:
             q = handle.store(x, angles, c.heads, c.head_dim)
@@ -36,7 +38,8 @@ class Attention:
             q = turned[:, : c.heads]
             handle.append(turned[:, c.heads :], heads[:, c.heads + c.kv_heads :])
             handle.capture(q)
-        return self.out(handle.attend(q, c.head_dim**-0.5).reshape(len(x), -1))
+        mixed = handle.attend(q, c.head_dim**-0.5, rows is not None).flatten(1)
+        return self.out.add_to(h, mixed if rows is None else mixed[rows])
 
 
 def load(config: ModelConfig, loader: Loader) -> Decoder:

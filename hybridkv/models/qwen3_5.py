@@ -22,11 +22,11 @@ from hybridkv.models.llama import assemble, gated_mlp
 from hybridkv.models.loader import Loader
 
 
-def cache_schema(config: ModelConfig, kv_dtype: torch.dtype, page_size: int) -> CacheSchema:
+def cache_schema(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int) -> CacheSchema:
     gdn = config.gdn
     assert gdn is not None
     state = (
-        TensorSpec("conv", (gdn.taps - 1, gdn.channels), torch.float32),
+        TensorSpec("conv", (gdn.taps - 1, gdn.channels), dtype),  # inputs, as the projection gave them
         TensorSpec("recurrent", (gdn.value_heads, gdn.key_dim, gdn.value_dim), torch.float32),
     )
     return CacheSchema(
@@ -46,7 +46,9 @@ class GatedAttention:
     k_norm: Norm
     ops: RowOps
 
-    def __call__(self, x: Tensor, angles: Angles, handle: LayerHandle) -> Tensor:
+    def __call__(
+        self, x: Tensor, angles: Angles, handle: LayerHandle, rows: Tensor | None, h: Tensor | None
+    ) -> Tensor | None:
         c, T, x = self.config, len(x), self.qkv(x)
         both, kv = x.split([2 * c.heads * c.head_dim, 2 * c.kv_heads * c.head_dim], -1)
         q, gate = both.view(T, c.heads, 2 * c.head_dim).chunk(2, -1)
@@ -58,7 +60,9 @@ class GatedAttention:
             q, k = self.ops.rope(self.q_norm(q), *angles), self.ops.rope(self.k_norm(k), *angles)
             handle.append(k, v)
             handle.capture(q)
-        return self.out(self.ops.sigmoid_mul(handle.attend(q, c.head_dim**-0.5), gate))
+        mixed = handle.attend(q, c.head_dim**-0.5, rows is not None)
+        mixed, gate = (mixed, gate) if rows is None else (mixed[rows], gate[rows])
+        return self.out.add_to(h, self.ops.sigmoid_mul(mixed, gate))
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,12 @@ class GatedDeltaNet:
     out: Linear  # [hidden, Hv V]
     ops: RowOps
 
-    def __call__(self, x: Tensor, angles: Angles, handle: LayerHandle) -> Tensor:
-        mixed = self.inputs(x)
-        return self.out(self._exact(mixed, handle) if self.ops.exact else handle.delta_net(mixed, self.net))
+    def __call__(
+        self, x: Tensor, angles: Angles, handle: LayerHandle, rows: Tensor | None, h: Tensor | None
+    ) -> Tensor | None:
+        x = self.inputs(x)
+        mixed = self._exact(x, handle) if self.ops.exact else handle.delta_net(x, self.net)
+        return self.out.add_to(h, mixed if rows is None else mixed[rows])
 
     def _exact(self, x: Tensor, handle: LayerHandle) -> Tensor:
         d, ops, T = self.net, self.ops, len(x)
@@ -98,11 +105,12 @@ class SparseMoe:
     renormalise: bool
     ops: RowOps
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, h: Tensor | None = None) -> Tensor:
         ops = self.ops
         weights, chosen = ops.route(ops.linear(x, self.router), self.per_token, self.renormalise)  # [T, k]
         routed = ops.run_experts(x, weights, chosen, self.gate_up, self.down)
-        return ops.add_shared(routed, self.shared(x), x, self.shared_gate)
+        shared = self.shared.down(self.shared.gate_up.gated(x))
+        return ops.add_shared(routed, shared, x, self.shared_gate)
 
 
 def load(config: ModelConfig, loader: Loader) -> Decoder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybridkv.kernels.rows import EXACT, FAST
 from hybridkv.models import FAMILIES
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.layers import Decoder
@@ -14,7 +15,8 @@ from hybridkv.models.loader import Loader
 class RandomLoader(Loader):
     """Gives weights of the size that keeps activations near 1, from a seed."""
 
-    def __init__(self, device: str, dtype: torch.dtype, seed: int = 0, fp8: bool = False) -> None:
+    def __init__(self, device: str, dtype: torch.dtype, seed: int = 0, fp8: bool = False, exact: bool = False) -> None:
+        self.ops = EXACT if exact else FAST
         self.device, self.dtype, self.fp8 = torch.device(device), dtype, fp8
         self.runs_on = self.device
         self.used: set[str] = set()
@@ -30,10 +32,17 @@ class RandomLoader(Loader):
     def fill(self, out: Tensor, name: str) -> None:
         out.copy_(self.raw(name, *out.shape))
 
+    def indices(self, name: str, *shape: int, below: int) -> Tensor:
+        """Rows of different ones."""
+        rows = torch.rand(*shape[:-1], below, generator=self.generator, device=self.device)
+        return rows.topk(shape[-1]).indices
+
     def vector(self, name: str, *shape: int, plus: float = 0.0) -> Tensor:
         return self.raw(name, *shape).float() + (plus or (1.0 if name.endswith("norm.weight") else 0.0))
 
 
-def random_decoder(config: ModelConfig, device: str, dtype: torch.dtype, fp8: bool = False) -> Decoder:
-    """`fp8`: projections in E4M3."""
-    return FAMILIES[config.architecture].load(config, RandomLoader(device, dtype, fp8=fp8))
+def random_decoder(
+    config: ModelConfig, device: str, dtype: torch.dtype, fp8: bool = False, exact: bool = False
+) -> Decoder:
+    """`fp8`: projections in E4M3. `exact`: a model for exact mode, with the same weights."""
+    return FAMILIES[config.architecture].load(config, RandomLoader(device, dtype, fp8=fp8, exact=exact))

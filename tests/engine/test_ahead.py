@@ -166,8 +166,8 @@ def test_an_abort_between_steps_drops_what_flies(engine_of: Callable) -> None:
     assert_nothing_held(engine)
 
 
-def test_a_request_whose_next_step_runs_is_not_forked_or_saved(engine_of: Callable) -> None:
-    """Its recurrent state is a token further than its position."""
+def test_a_request_whose_next_step_runs_is_forked_and_saved_once_that_is_settled(engine_of: Callable) -> None:
+    """Before, its recurrent state is a token further than its position."""
     engine = engine_of("qwen3_5")
     engine.launches_ahead = True
     request = engine.add(prompt(9), greedy(20))
@@ -178,13 +178,16 @@ def test_a_request_whose_next_step_runs_is_not_forked_or_saved(engine_of: Callab
         lambda: engine.manager.fork_request(request.key, "copy"),
         lambda: snapshot_request(engine.manager, request.key),
     ):
-        with pytest.raises(RequestError, match="launches_ahead"):
+        with pytest.raises(RequestError, match="settle"):
             take()
-    engine.launches_ahead = False
-    for _ in range(2):
-        engine.step()
+    answered = request.answer_tokens
+    assert [u.token for u in engine.settle()] == request.generated[answered:] and engine.flying is None
+    assert engine.settle() == [] and request.answer_tokens == answered + 1
     engine.manager.fork_request(request.key, "copy")
+    snapshot_request(engine.manager, request.key)
     engine.manager.release_request("copy")
+    engine.step()
+    assert engine.flying is not None  # it goes on as before
     run(engine)
     assert request.generated == alone(engine_of("qwen3_5"), prompt(9), greedy(20)).generated
     assert_nothing_held(engine)

@@ -34,14 +34,14 @@ def decode(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> DecodeGraphs:
 
     def capture(self: DecodeGraphs, rows: int) -> Captured:
         step = self.manager.padding_step(rows)
-        tokens, wanted = torch.zeros(rows, dtype=torch.int64), torch.arange(rows)
+        tokens = torch.zeros(rows, dtype=torch.int64)
         handles, logits = self.manager.acquire(step), torch.empty(rows, tiny_v4.VOCAB)
 
         def run() -> None:
-            logits.copy_(self.model.forward(tokens, step.index.positions, handles, wanted))
+            logits.copy_(self.model.forward(tokens, step.index.positions, handles, None))
 
         run()
-        return Captured(Replayed(run), tokens, step.packed, wanted, logits)  # type: ignore[arg-type]
+        return Captured(Replayed(run), tokens, step.packed, logits)  # type: ignore[arg-type]
 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())

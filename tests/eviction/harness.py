@@ -104,7 +104,7 @@ class MaskedRun(Run):
 
     def feed(self, tokens: Sequence[int], chunk: int | None = None, key: object = "r") -> Tensor:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(LayerHandle, "attend", lambda handle, q, scale: self._attend(handle, q, scale))
+            patch.setattr(LayerHandle, "attend", lambda handle, q, scale, *_: self._attend(handle, q, scale))
             return super().feed(tokens, chunk, key)
 
     def _attend(self, handle: LayerHandle, q: Tensor, scale: float) -> Tensor:

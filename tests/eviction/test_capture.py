@@ -37,10 +37,10 @@ def feed(run: Run, ids: list[int], cuts: list[int], monkeypatch: pytest.MonkeyPa
     original = LayerHandle.attend
     place = run.manager.tables["attention"].schema.place
 
-    def attend(self: LayerHandle, q: Tensor, scale: float) -> Tensor:
+    def attend(self: LayerHandle, q: Tensor, scale: float, last: bool = False) -> Tensor:
         layer = next(x for x in run.layers if place(x)[1] == self.rows)
         seen[layer].append(q.clone())
-        return original(self, q, scale)
+        return original(self, q, scale, last)
 
     with monkeypatch.context() as patch:
         patch.setattr(LayerHandle, "attend", attend)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny
-from cache.machine import snapshot as facts
+from cache.machine_model import snapshot as facts
 from eviction.harness import Run, request_of
 from hybridkv.cache import CacheSchema, KVCacheManager, StateSchema, TensorSpec
 from hybridkv.config import CacheConfig

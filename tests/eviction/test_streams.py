@@ -117,7 +117,7 @@ def test_forks_and_compaction_do_not_touch_each_other(kind: str, first: str, run
 
 
 def test_compacting_shared_pages_without_room_changes_nothing(run_of: Callable) -> None:
-    from cache.machine import snapshot as facts
+    from cache.machine_model import snapshot as facts
 
     run = run_of("llama", pool=112)  # 7 pages a stream
     run.feed(tiny.token_ids(96))  # 6 of them

@@ -1,0 +1,52 @@
+"""Rings: which request has one of the rings that keep the last queries of a request, and since when.
+
+Only an eviction that is still to come reads a ring. So there may be fewer of them than slots: a request takes one when
+it begins to read its prompt and gives it back when nothing will ask for it any more. Where there is one for every slot,
+each request has its own from the start.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hybridkv.errors import HybridKVError
+
+
+class Rings:
+    def __init__(self, slots: int, rings: int) -> None:
+        self.of = np.full(slots, -1, np.int64)  # ring of each slot; -1: none
+        self.since = np.zeros(slots, np.int64)  # position from which on it has every query
+        self.count = rings
+        self._free = list(range(rings - 1, -1, -1))
+
+    def take(self, slot: int, position: int) -> bool:
+        """Whether the slot has a ring now."""
+        if self.of[slot] < 0:
+            if not self._free:
+                return False
+            self.of[slot], self.since[slot] = self._free.pop(), position
+        return True
+
+    def require(self, slot: int, position: int) -> None:
+        """A ring for a slot whose past has one, or HybridKVError."""
+        if not self.take(slot, position):
+            raise HybridKVError(
+                "the request keeps its last queries for an eviction to come, a copy of it must too, and all "
+                f"{self.count} rings for them are taken; wait until a request has been cut"
+            )
+
+    def whole(self, slot: int, begin: int) -> int:
+        """The slot's ring if it has every query from position `begin` on, -1 if not."""
+        return int(self.of[slot]) if self.since[slot] <= begin else -1
+
+    def drop(self, slot: int) -> None:
+        if self.of[slot] >= 0:
+            self._free.append(int(self.of[slot]))
+            self.of[slot] = -1
+
+    def check(self, free_slots: list[int]) -> None:
+        """Every ring is free or has one owner, and no free slot has one."""
+        if sorted([*self._free, *self.of[self.of >= 0].tolist()]) != list(range(self.count)):
+            raise AssertionError(f"rings are lost or owned twice: {self._free} free, {self.of.tolist()} owned")
+        if (self.of[free_slots] >= 0).any():
+            raise AssertionError("a free slot has a ring")
