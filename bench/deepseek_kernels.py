@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from hybridkv.bench.report import heading
 from hybridkv.bench.timing import copy_tb_s, matmul_tflop_s, median_us
 from hybridkv.kernels import attention_sparse as sparse
 from hybridkv.kernels import flush_csa, flush_hca, gather, indexer, topk, window
-from hybridkv.kernels.page_format import PageFormat, entry_format, index_format, store_entries_ref
+from hybridkv.kernels.page_format import store_entries_ref
+from hybridkv.kernels.page_layout import PageFormat, entry_format, index_format
 from hybridkv.kernels.step_index import StepIndex
 
 D, R, W = 512, 64, 128
@@ -37,7 +39,7 @@ ceiling: dict[str, float] = {}
 def report(op: str, case: str, ours: float, torch_us: float | None, floor: float, error: float) -> None:
     rows.append({"op": op, "case": case, "us": ours, "torch_us": torch_us, "floor_us": floor, "error": error})
     other = f"{torch_us:11.1f}" if torch_us is not None else "          -"
-    print(f"{op:22} {case:34} {ours:9.1f} {other} {floor:9.2f} {floor / ours:6.0%}  {error:8.1e}", flush=True)
+    print(f"{op:22} {case:34} {ours:9.2f} {other} {floor:9.2f} {floor / ours:6.0%}  {error:8.1e}", flush=True)
 
 
 def compared(got: Tensor, ref: Tensor) -> float:
@@ -239,10 +241,11 @@ def main() -> None:
     print(heading())
     print(f"ceilings here: copy {ceiling['tb_s']:.2f} TB/s, bf16 matmul {ceiling['tflop_s']:.0f} TFLOP/s")
     print("op                     case                               triton us    torch us  floor us  share     error")
-    for name, bench in BENCHES.items():
-        if only in (None, name):
-            bench()
-            torch.cuda.empty_cache()
+    with suppress(KeyboardInterrupt):  # what there is counts
+        for name, bench in BENCHES.items():
+            if only in (None, name):
+                bench()
+                torch.cuda.empty_cache()
     print(json.dumps({"bench": "deepseek_kernels", "gpu": torch.cuda.get_device_name(), **ceiling, "rows": rows}))
 
 

@@ -1,6 +1,11 @@
 """All that needs a GPU, one thing after the other, in a given number of seconds: tests, memory checker, benchmarks.
 
-    python bench/gpu_session.py 600 [--only 'tests|kernels'] [--out gpu_session]
+    python bench/gpu_session.py 920 [--only 'tests|kernels'] [--out gpu_session]
+
+Where a machine is lent for less, two calls do the same, on two machines if need be:
+
+    python bench/gpu_session.py 580 --only 'tests|memcheck|kernels|v4'
+    python bench/gpu_session.py 340 --only 'decode|peers|prefill|eviction|capacity'
 
 Each has a limit of its own, is asked to stop when it is reached (what it has measured by then counts), and writes a
 log. The JSON lines of all benchmarks are added to results.jsonl. Needs no typer. The folder may be used again: what is
@@ -43,23 +48,24 @@ def steps() -> list[Step]:
     tests = [here, "-m", "pytest", "-v", "--durations=15", "-p", "no:cacheprovider", "-p", "no:benchmark", "-m", "gpu"]
     check = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1", here, "tests/gpu/memcheck.py"]
     marked = [p for p in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in p.read_text(encoding="utf-8")]
-    found = [Step("tests", 240, [*tests, *workers, *(str(p.relative_to(ROOT)) for p in marked)])]
+    found = [Step("tests", 270, [*tests, *workers, *(str(p.relative_to(ROOT)) for p in marked)])]
     if shutil.which(check[0]):
-        found.append(Step("memcheck", 90, check))
+        found.append(Step("memcheck", 75, check))
 
     def bench(name: str, seconds: float, *more: str, script: str | None = None) -> None:
         path = f"bench/{script or name}.py"
-        limit = ["--limit", str(seconds - STARTING)] if script is None or not script.startswith("deepseek") else []
+        limit = [] if script == "deepseek_kernels" else ["--limit", str(seconds - STARTING)]
         found.append(Step(name, seconds, [here, path, *limit, *more]))
 
-    bench("kernels", 110, "--warm", "8")
-    bench("decode", 85, "--skip-peers")
-    bench("prefill", 100, "--chunk", "8192,4096")
-    bench("peers", 110, "--only", "peers", "--peer-layers", "64", script="decode")
-    bench("eviction", 30)
-    bench("capacity", 35)
-    bench("v4_model", 60, script="deepseek_model")
-    bench("v4_kernels", 60, script="deepseek_kernels")
+    bench("v4_model", 70, script="deepseek_model")
+    bench("kernels", 90, "--warm", "8")
+    bench("v4_kernels", 55, script="deepseek_kernels")
+    bench("decode", 80, "--skip-peers")
+    bench("peers", 95, "--only", "peers", "--peer-layers", "64", "--compiled-layers", "4,16", script="decode")
+    bench("prefill", 85, "--chunk", "8192,4096", "--contexts", "16384,2048")
+    bench("eviction", 25)
+    bench("capacity", 25)
+    bench("prefill_long", 45, "--contexts", "65536", "--skip-peers", script="prefill")
     return found
 
 

@@ -5,7 +5,9 @@ NaN, or with the largest value for integers. An output that some path never writ
 (`test_poison.py`). `warn_only` keeps operations without a deterministic form usable.
 """
 
+# ruff: noqa: E402  what is set here must be set before those imports
 import os
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported; several test processes share the cores
 
@@ -13,6 +15,7 @@ import triton_interpreter  # before anything that imports triton
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("USE_HUB_KERNELS", "0")
+sys.modules.setdefault("fla", None)  # type: ignore[arg-type]  # transformers would run its GPU kernels on a CPU
 
 import random
 import zlib

@@ -122,7 +122,15 @@ def test_transformers_runs_beside_on_the_same_weights(capsys: pytest.CaptureFixt
     assert [row["op"] for row in result["rows"]] == ["decode beside peers", "decode transformers"]
     assert any("times ours; logits apart" in note for note in result["notes"])
     result = run_bench("prefill", replace(TINY, skip_peers=False, contexts=(96,)))
-    assert not result["failures"] and result["rows"][-1]["op"] == "prefill transformers"
+    assert not result["failures"] and "prefill transformers" in [row["op"] for row in result["rows"]]
+
+
+def test_tuning_is_as_it_was_after_a_peer() -> None:
+    tuner = pytest.importorskip("triton.runtime.autotuner").Autotuner
+    before = tuner.prune_configs, vars(tuner)["do_bench"]
+    with peers.tuned_together():
+        assert tuner.prune_configs is not before[0] and vars(tuner)["do_bench"] is not before[1]
+    assert (tuner.prune_configs, vars(tuner)["do_bench"]) == before
 
 
 def test_a_peer_that_takes_too_long_is_left_out(
@@ -146,8 +154,9 @@ def test_only_takes_the_parts_of_decode_that_match(capsys: pytest.CaptureFixture
 def test_a_prompt_with_a_budget_says_what_the_cut_took(capsys: pytest.CaptureFixture[str]) -> None:
     rows = run_bench("prefill", TINY)["rows"]
     assert [row["op"] for row in rows] == [
-        "prefill", "prefill", "eviction in prefill", "prefill", "prefill", "prefill"
+        "prefill", "prefill", "eviction in prefill", "prefill", "prefill", "prefill", *["prefill", "decode step"] * 2
     ]  # fmt: skip
+    assert [row["exact"] for row in rows[6:]] == [False, False, True, True]
     assert 0 < rows[2]["part"] < 1 and rows[3]["chunk"] == 128, "the first length is read in other chunks too"
 
 

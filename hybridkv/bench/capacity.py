@@ -3,12 +3,14 @@
 "plan" is what the planner's arithmetic says. "admitted" is how many really go in: pools and state are allocated in the
 memory that the weights leave, and prompts that were read (standin.py: pages and lengths are real) are admitted until
 pages or slots run out. Prompts are read one after the other: with a budget each holds all its pages for a moment, or if
-it is bounded those of its budget and one step, then the survivors'. What a step needs to compute comes on top.
+it is bounded those of its budget and one step, then the survivors'. State is what requests hold, page tables and the
+rings that are lent to those who read. What a step needs to compute comes on top.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -26,7 +28,13 @@ from hybridkv.eviction import Evictor, most_held
 from hybridkv.models import cache_schema
 from hybridkv.planner import model_bytes
 
-STEP_TOKENS = 4096  # of a bounded prompt at once
+try:
+    from hybridkv.eviction import rings_for
+except ImportError:  # trees that --base measures have a ring for every slot, and count it there
+    rings_for = None  # type: ignore[assignment]
+
+STEP_TOKENS = 4096  # of prompts at once
+ANSWER = 2  # tokens of room for one
 COLUMNS = (
     Column("plan", "plan", 9, ".0f"),
     Column("requests", "admitted", 9, ".0f"),
@@ -69,8 +77,9 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
         held, count = found
         first = first or count
         report.add(
-            "resident", name, plan=plan, requests=count, kv_gib=held / GIB, state_gib=count * schema.slot_bytes / GIB,
-            each_mib=(held / max(count, 1) + schema.slot_bytes) / (1 << 20), times=count / max(first, 1),
+            "resident", name, plan=plan, requests=count, kv_gib=held / GIB,
+            state_gib=(slot_bytes(schema, context) * count + ring_bytes(schema, cache, count)) / GIB,
+            each_mib=(held / max(count, 1) + slot_bytes(schema, context)) / (1 << 20), times=count / max(first, 1),
         )  # fmt: skip
     return report
 
@@ -82,7 +91,6 @@ def choices(shape: Shape, budget: int) -> list[tuple[str, CacheConfig, bool]]:
     return [
         (f"{kv}, all kept", CacheConfig(kv_dtype=kv), False),
         (f"{kv}, budget {budget}", cut, False),
-        (f"{kv}, budget {budget}, window 32", replace(cut, window=32), False),
         ("fp8, all kept", CacheConfig(kv_dtype="fp8"), False),
         (f"fp8, budget {budget}", replace(cut, kv_dtype="fp8"), False),
         (f"fp8, budget {budget}, bf16 state", replace(cut, kv_dtype="fp8"), True),
@@ -104,7 +112,20 @@ def planned(schema: CacheSchema, room: int, context: int, cache: CacheConfig) ->
     held = context if cache.budget is None else min(cache.budget, context)
     most = most_held(cache, STEP_TOKENS)
     kept, whole = schema.kv_bytes(held), schema.kv_bytes(context if most is None else min(most, context))
-    return max(0, room - whole - schema.slot_bytes) // (kept + schema.slot_bytes) + 1
+    each, count = kept + slot_bytes(schema, context), 1
+    while whole - kept + (count + 1) * each + ring_bytes(schema, cache, count + 1) <= room:
+        count += 1
+    return count
+
+
+def slot_bytes(schema: CacheSchema, context: int) -> int:
+    """What a resident request takes besides pages: state, and its page ids on the device."""
+    return schema.slot_bytes + 4 * sum(s.pages(context + ANSWER) for s in schema.streams)
+
+
+def ring_bytes(schema: CacheSchema, cache: CacheConfig, slots: int) -> int:
+    """What requests that read a prompt keep their last queries in."""
+    return 0 if rings_for is None else rings_for(cache, STEP_TOKENS, slots) * schema.ring_bytes
 
 
 def admitted(
@@ -112,8 +133,11 @@ def admitted(
 ) -> tuple[int, int]:
     """(page bytes held, requests) when no more go in."""
     page = sum(s.page_bytes for s in schema.streams)
-    pages = {s.name: (room - slots * schema.slot_bytes) // page for s in schema.streams}
-    manager = KVCacheManager(schema, pages, slots, context + 2, shape.device)
+    rest = room - slots * slot_bytes(schema, context) - ring_bytes(schema, cache, slots)
+    rings: dict[str, Any] = {} if rings_for is None else {"rings": rings_for(cache, STEP_TOKENS, slots)}
+    manager = KVCacheManager(
+        schema, {s.name: rest // page for s in schema.streams}, slots, context + ANSWER, shape.device, **rings
+    )
     evictor = Evictor.make(cache, manager, shape.config.head_dim)
     engine = Engine(Configured(shape.config), manager, step_tokens=STEP_TOKENS, evictor=evictor)
     for table in manager.tables.values():

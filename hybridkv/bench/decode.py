@@ -77,7 +77,7 @@ def ours(
     batches = options.batches or ((1, 3) if shape.tiny else (1, 64) if options.quick else (1, 4, 16, 64, 128, 256))
     short, first = min(contexts), kinds[0]
     many, length = (3, 256) if shape.tiny else (16 if options.quick else 64, 16384)
-    for kind in kinds:
+    for kind in kinds if wanted("context") or wanted("batch") else kinds[:1]:
         bench = DecodeBench(shape, model, report, CacheConfig(kv_dtype=kind))
         error = report.attempt("decode", f"{kind}, compared with prefill", bench.agreement)
         if error is None:

@@ -80,7 +80,9 @@ class Configured:
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
 
-    def forward(self, tokens: Tensor, positions: Tensor, handles: Mapping[int, LayerHandle], rows: Tensor) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, handles: Mapping[int, LayerHandle], rows: Tensor | None
+    ) -> Tensor:
         raise AssertionError("there is no model to run")
 
 

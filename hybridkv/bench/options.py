@@ -29,6 +29,7 @@ class BenchOptions:
     memory: str = "80GiB"
     skip_peers: bool = False
     peer_layers: int = 8
+    compiled_layers: tuple[int, ...] = (4,)  # of those, one measurement each; compiling takes seconds a layer
     warm: int = 0  # processes that compile before kernels are timed
     trace: str | None = None
     limit: float | None = None  # seconds after which no new row begins
@@ -43,7 +44,7 @@ class BenchOptions:
             raise HybridKVError(f"kv_dtype {wrong[0]!r} is not supported; choose {', '.join(KV_DTYPES)}")
         if self.weight_dtype not in ("auto", "fp8"):
             raise HybridKVError(f"weight_dtype must be auto or fp8, not {self.weight_dtype!r}")
-        for name in ("contexts", "batches", "chunks"):
+        for name in ("contexts", "batches", "chunks", "compiled_layers"):
             if any(n < 1 for n in getattr(self, name)):
                 raise HybridKVError(f"{name} must be positive numbers")
         for name in ("budget", "peer_layers"):

@@ -5,10 +5,15 @@ Nothing else in the package imports it.
 
 from __future__ import annotations
 
+import inspect
+import os
 import statistics
+import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,33 +29,51 @@ from hybridkv.models.loader import Loader
 
 PROMPT = 192  # tokens before the first step: a step's time is the host's and the weights', hardly the context's
 WARM, STEPS = 3, 8
-COMPILED_LAYERS = 4  # three DeltaNet layers and one of attention; compiling takes seconds a layer
 SECONDS = {"transformers": 40.0, "transformers compiled": 75.0}  # a form that takes longer is left out
 
 
 @contextmanager
-def few_configs(most: int = 2) -> Iterator[None]:
-    """fla tunes each kernel of a prompt over dozens of configurations, most of a minute. A decode step runs none of
-    them: here each takes the best of a few, and forgets it.
+def plain_prompt(hf: Any) -> Iterator[None]:
+    """The prompt's delta rule by transformers' own torch code: compiling and tuning fla's kernels for a prompt takes
+    most of a minute, and a decode step runs none of them.
     """
-    try:
-        from triton.runtime.autotuner import Autotuner
-    except ImportError:
-        yield
-        return
-    prune, seen = Autotuner.prune_configs, []
-
-    def few(self: Any, kwargs: Any) -> Any:
-        seen.append(self)
-        return prune(self, kwargs)[:most]
-
-    Autotuner.prune_configs = few
+    module, name = sys.modules[type(hf).__module__], "torch_chunk_gated_delta_rule"
+    usual = getattr(module, name)
+    setattr(module, name, inspect.unwrap(usual))
     try:
         yield
     finally:
-        Autotuner.prune_configs = prune
-        for tuner in seen:
-            tuner.cache.clear()
+        setattr(module, name, usual)
+
+
+@contextmanager
+def tuned_together() -> Iterator[None]:
+    """fla tunes each kernel of a prompt over dozens of configurations. Here as well, but all of one kernel are compiled
+    at the same time, and each runs for a fifth of the usual time.
+    """
+    try:
+        from triton.runtime._async_compile import AsyncCompileMode
+        from triton.runtime.autotuner import Autotuner
+        from triton.testing import do_bench
+    except ImportError:
+        yield
+        return
+    prune, usual = Autotuner.prune_configs, Autotuner.__dict__["do_bench"]
+
+    def compiled(self: Any, kwargs: dict[str, Any]) -> Any:
+        configs = prune(self, kwargs)
+        with AsyncCompileMode(pool, ignore_errors=True):  # what fails fails again where the tuner sees it
+            for config in configs:
+                self.fn.run(*self.nargs.values(), **(kwargs | config.all_kwargs() | {"warmup": True}))
+        return configs
+
+    Autotuner.prune_configs = compiled
+    Autotuner.do_bench = property(lambda _: partial(do_bench, warmup=5, rep=20))  # type: ignore[assignment]
+    try:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            yield
+    finally:
+        Autotuner.prune_configs, Autotuner.do_bench = prune, usual
 
 
 def available(shape: Shape, report: Report) -> bool:
@@ -101,20 +124,29 @@ def decode_peers(shape: Shape, options: BenchOptions, report: Report) -> None:
     if not available(shape, report):
         return
     layers = min(options.peer_layers, shape.config.layers)
-    report.doing(f"transformers, {layers} layers")
-    hf, cut = build(shape.cut(layers)), shape.cut(layers)
-    with few_configs():
-        beside(cut, hf, report, "transformers", eager_ms)
-        if shape.device == "cpu":
-            report.note("transformers compiled: CUDA graphs need a GPU")
-            return
-        if layers > COMPILED_LAYERS:
-            cut = shape.cut(COMPILED_LAYERS)
-            hf.model.layers = hf.model.layers[:COMPILED_LAYERS]
-            hf.config.num_hidden_layers = COMPILED_LAYERS
-            hf.config.layer_types = hf.config.layer_types[:COMPILED_LAYERS]
-            free_memory(shape.device)
-        beside(cut, hf, report, "transformers compiled", compiled_ms)
+    if shape.device == "cuda":
+        wake_compilers()
+    report.doing(f"building transformers, {layers} layers")
+    hf = build(shape.cut(layers))
+    beside(shape.cut(layers), hf, report, "transformers", eager_ms)
+    if shape.device == "cpu":
+        report.note("transformers compiled: CUDA graphs need a GPU")
+        return
+    whole = hf.model.layers, hf.config.layer_types
+    for few in sorted({min(n, layers) for n in options.compiled_layers}):
+        hf.model.layers, hf.config.layer_types = (part[:few] for part in whole)
+        hf.config.num_hidden_layers = few
+        beside(shape.cut(few), hf, report, "transformers compiled", compiled_ms)
+
+
+def wake_compilers() -> None:
+    """torch.compile's worker processes start while models are built."""
+    try:
+        from torch._inductor.async_compile import AsyncCompile
+
+        AsyncCompile.wakeup()
+    except Exception:  # a version that starts them in another way
+        return
 
 
 def beside(shape: Shape, hf: Any, report: Report, name: str, form: Any) -> None:
@@ -122,6 +154,7 @@ def beside(shape: Shape, hf: Any, report: Report, name: str, form: Any) -> None:
     from hybridkv.bench.decode import ANSWER, DecodeBench
 
     layers, limit = f" {shape.config.layers} layers", SECONDS[name]
+    report.doing(f"our model on the same weights,{layers}")
     bench = DecodeBench(shape, same_model(shape, hf), report, CacheConfig(kv_dtype="auto"))
     tokens = torch.randint(0, shape.config.vocab, (PROMPT,), generator=torch.Generator().manual_seed(0))
     got = bench.engine(1, PROMPT + 64).score(tokens.tolist())[-1]
@@ -130,9 +163,9 @@ def beside(shape: Shape, hf: Any, report: Report, name: str, form: Any) -> None:
     free_memory(shape.device)
     if report.deadline is not None:
         limit = min(limit, report.deadline - time.monotonic())
-    report.doing(name)
+    report.doing(name + layers)
     try:
-        with at_most(limit):
+        with at_most(limit), plain_prompt(hf):
             want, ms = form(hf, tokens[None].to(shape.device))
     except Exception as problem:  # no end, no room, or a version that cannot
         report.note(f"{name}{layers} skipped: {type(problem).__name__}: {str(problem).splitlines()[0][:100]}")
@@ -202,11 +235,15 @@ class PrefillPeers:
         tokens = torch.randint(0, shape.config.vocab, (1, length), device=shape.device)
         try:
             if self.hf is None:
+                report.doing("building transformers")
                 self.hf = build(shape)
-            for part in (min(length, 4096), length):  # the first one compiles and tunes
-                cache = DynamicCache(config=self.hf.config)
-                with Meter(shape.device) as meter:
-                    self.hf(input_ids=tokens[:, :part], past_key_values=cache, logits_to_keep=1)
+            with tuned_together():
+                for part in (min(length, 4096), length):  # the first one compiles and tunes
+                    report.doing(f"transformers, prompt of {part}")
+                    cache = DynamicCache(config=self.hf.config)
+                    with Meter(shape.device) as meter:
+                        self.hf(input_ids=tokens[:, :part], past_key_values=cache, logits_to_keep=1)
+                    del cache
         except torch.OutOfMemoryError:
             report.note(f"transformers runs out of memory at {length} tokens")
             return

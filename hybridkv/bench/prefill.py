@@ -4,11 +4,12 @@ Prompts are random tokens, read in chunks by `engine.step()`, once to compile (t
 clock. Before, a short prompt is read in one piece and in several, and its logits compared. Peak memory is what the
 prompt adds to the weights: cache and workspace. With a budget the cache is cut when the prompt has been read; what the
 cut takes, the device's work included, is a row of its own. The first length is the one that matters: other chunks and
-transformers are compared there, before the other lengths begin.
+transformers are compared there, before the other lengths begin. Exact mode is measured last, on few layers.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from typing import ClassVar
 
@@ -31,9 +32,11 @@ from hybridkv.models.random_weights import random_decoder
 from hybridkv.request import Request
 
 CHECKED = 3 * 64 + 5  # tokens
+EXACT_LAYERS = 4  # that exact mode is measured on, beside fast mode
+DECODED = 5  # steps that its median is of
 PEER_MOST = 16384  # tokens that transformers reads; longer ones take it many seconds
 COLUMNS = (
-    Column("s", "seconds", 9, ".3f"),
+    Column("s", "seconds", 9, ".4f"),
     Column("tok_s", "tok/s", 9, ".0f"),
     Column("tflop_s", "TFLOP/s", 8, ".0f"),
     Column("share", "of matmul", 9, "%"),
@@ -78,7 +81,33 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
                 report.attempt("prefill transformers", f"T={length}", lambda n=length: peers.read(n))
         del kept, cut
         free_memory(shape.device)
+        if kind == kinds[0]:
+            report.attempt(
+                "exact", f"{kind} T={lengths[0]}", lambda k=kind: exact_mode(shape, report, k, lengths[0], chunk)
+            )
     return report
+
+
+def exact_mode(shape: Shape, report: Report, kind: str, length: int, chunk: int) -> None:
+    """What the same bits from any batch and any chunks cost: a prompt, and a decode step after it, on few layers."""
+    few = shape.cut(min(EXACT_LAYERS, shape.config.layers))
+    for exact in (False, True):
+        model = random_decoder(few.config, few.device, few.dtype, exact=exact)
+        cache, context = CacheConfig(kv_dtype=kind), length + 2 * CHECKED
+        engine = make_engine(model, cache, few.device, few.dtype, 1, context, step_tokens=chunk, exact=exact)
+        read(engine, min(length, 2 * chunk))
+        name = f"{'exact' if exact else 'fast'} mode, {few.config.layers} layers"
+        about = {"tokens": length, "kv_dtype": kind, "exact": exact, "layers": few.config.layers}
+        report.add("prefill", f"{kind} T={length} {name}", s=read(engine, length).seconds, **about)
+        request, steps = resident(engine, length, DECODED + 8), []
+        for _ in range(DECODED + 4):
+            with Meter(few.device) as meter:
+                engine.step()
+            steps.append(meter.seconds)
+        engine.abort(request)
+        report.add("decode step", f"{kind} T={length} {name}", s=statistics.median(steps[4:]), **about)
+        del model, engine
+        free_memory(few.device)
 
 
 class Timed(Evictor):

@@ -13,6 +13,7 @@ from torch import Tensor
 from hybridkv.cache import KVCacheManager
 from hybridkv.config import CacheConfig, SamplingParams
 from hybridkv.engine.engine import Engine
+from hybridkv.errors import HybridKVError
 from hybridkv.eviction import Evictor
 from hybridkv.eviction.evict import STREAMS
 from hybridkv.kernels.quant import fp8_encode_ref
@@ -25,14 +26,14 @@ BLOCK = 256  # pages of random numbers, repeated all over a pool
 
 def make_engine(
     model: Model, cache: CacheConfig, device: str, dtype: torch.dtype, slots: int, context: int,
-    held: int | None = None, step_tokens: int = 2048, spare: int = 0,
+    held: int | None = None, step_tokens: int = 2048, spare: int = 0, exact: bool = False,
 ) -> Engine:  # fmt: skip
     """An engine for `slots` requests of which each holds `held` tokens (all of them without a budget), and pages for
     `spare` tokens more, which one prompt needs before it is cut.
     """
     schema = cache_schema(model.config, cache, dtype)
     pages = {s.name: slots * s.pages(held or context) + s.pages(spare) for s in schema.streams}
-    manager = KVCacheManager(schema, pages, slots, context, device)
+    manager = KVCacheManager(schema, pages, slots, context, device, exact)
     evictor = Evictor.make(cache, manager, model.config.head_dim)
     return Engine(model, manager, step_tokens=step_tokens, evictor=evictor)
 
@@ -65,6 +66,7 @@ def fill_state(manager: KVCacheManager) -> None:
 def fill_sums(evictor: Evictor, request: Request, manager: KVCacheManager) -> None:
     """What attention notes beside the window's queries: the logarithm of each one's sum of exp(q . k * scale)."""
     slot = manager.slot_of[request.key]
+    row = manager.rings.of[slot] if hasattr(manager, "rings") else slot  # trees that --base measures have one a slot
     for layer, seen in zip(manager.tables[STREAMS].schema.layers, evictor.layers(request, manager), strict=True):
         ring = manager.state.layer(layer).get("lse")
         if ring is None:
@@ -76,7 +78,7 @@ def fill_sums(evictor: Evictor, request: Request, manager: KVCacheManager) -> No
             later = seen.positions[g] > seen.query_positions[:, None]
             sums = logits.masked_fill(later[:, None], -torch.inf).logsumexp(-1)
             per = H // len(seen.lengths)
-            ring[slot, seen.query_positions % W, g * per : (g + 1) * per] = sums
+            ring[row, seen.query_positions % W, g * per : (g + 1) * per] = sums
 
 
 def take_pages(manager: KVCacheManager, request: Request, tokens: int) -> None:
@@ -99,12 +101,17 @@ def resident(engine: Engine, tokens: int, answer: int, evict: bool = True) -> Re
     manager = engine.manager
     manager.admit_request(request.key)
     evictor = engine.evictor if evict else None
+    lender = evictor if hasattr(evictor, "reads") else None  # trees that --base measures have a ring for every slot
     step = evictor.step_tokens if evictor is not None and evictor.config.bounded else tokens
     try:
+        if lender is not None and not engine.scheduler.give_ring(request):
+            raise HybridKVError("no ring is free")
         for begin in range(0, tokens, step):
             take_pages(manager, request, min(step, tokens - begin))
             if evictor is not None and evictor.due(request, manager):
                 evictor.evict(request, manager)
+        if lender is not None and not lender.reads(request, manager):
+            manager.drop_ring(request.key)
     except BaseException:
         manager.release_request(request.key)
         raise

@@ -153,7 +153,7 @@ class Meter:
         self.device, self.seconds, self.peak = device, 0.0, 0.0
 
     def __enter__(self) -> Meter:
-        free_memory(self.device)
+        gc.collect()  # freed blocks stay with torch: taking them from the driver again is not what is measured
         sync(self.device)
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()

@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cache.machine import snapshot
+from cache.machine_model import snapshot
 from hybridkv.cache import CompressedHandle, CompressedSpec, ForwardStep, KVCacheManager, compressed_schema
-from hybridkv.kernels.page_format import PageFormat
+from hybridkv.kernels.page_layout import PageFormat
 from kernels.compressor import EPS, Compressor
 
 NUMBERS, INDEX_HEADS = 499, 4

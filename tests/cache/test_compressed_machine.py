@@ -163,11 +163,11 @@ def a_fork_counts_no_owner() -> Patch:
 
 
 def a_fork_starts_with_fresh_state() -> Patch:
-    return StatePool, "copy", lambda self, source, target: None
+    return StatePool, "copy", lambda self, source, target, rings: None
 
 
 def a_restore_forgets_the_state() -> Patch:
-    return StatePool, "restore", lambda self, slot, snapshot: None
+    return StatePool, "restore", lambda self, slot, snapshot, ring: None
 
 
 def a_reused_slot_keeps_its_state() -> Patch:

@@ -64,10 +64,10 @@ def test_bytes_of_a_million_tokens_are_the_published_ones(
     assert schema.kv_bytes(MiB) == per_token * MiB  # 2**20 tokens fill every page
     total = schema.kv_bytes(MiB) + state_bytes(schema, "window")
     assert total == pytest.approx(gib * GiB, abs=0.0005 * GiB)
-    need = schema.kv_bytes(MiB) + schema.slot_bytes
+    need = schema.kv_bytes(MiB) + schema.slot_bytes + 2 * 2**13 * 4  # page ids of 4 bytes
     pages = {s.name: 2**13 for s in schema.streams}  # pages of 128 tokens each, of either kind
     assert compute_block_budget(schema, need, 1, MiB) == pages
-    assert schema.bytes(pages, 1) == need == plan_cache(schema, 1, MiB, need).nbytes
+    assert schema.bytes(pages, 1, MiB) == need == plan_cache(schema, 1, MiB, need).nbytes
     with pytest.raises(HybridKVError, match=str(need)):
         compute_block_budget(schema, need - 1, 1, MiB)
 
@@ -174,8 +174,9 @@ def test_physical_bytes_are_logical_bytes_are_planned_bytes(tokens: int, kv: str
     plan = plan_cache(schema, requests, tokens, None)
     m = KVCacheManager(schema, plan.pages, plan.slots, plan.max_tokens)
     tensors = [*(t for table in m.tables.values() for t in table.pool.tensors.values()), *m.state.tensors.values()]
+    tensors += [table.mirror for table in m.tables.values()]
     assert sum(t.untyped_storage().nbytes() for t in tensors) == m.memory_bytes() == plan.nbytes
-    assert plan.nbytes == requests * (pages + state)
+    assert plan.nbytes == requests * (pages + state + 2 * tokens // 128 * 4)
     for r in range(requests):  # and all of it can be used
         m.admit_request(r)
         m.prepare_forward([(r, tokens)])
@@ -190,7 +191,7 @@ def test_bytes_grow_by_whole_blocks(tokens: int) -> None:
     schema = few_layers()
     blocks = [-(-(tokens // ratio) // (128 // ratio)) for ratio in (4, 128)]
     assert schema.kv_bytes(tokens) == blocks[0] * 32 * 652 + blocks[1] * 584
-    need = schema.kv_bytes(tokens) + schema.slot_bytes
+    need = schema.kv_bytes(tokens) + schema.slot_bytes + 4 * sum(blocks)
     assert list(compute_block_budget(schema, need, 1, tokens).values()) == blocks
     assert list(compute_block_budget(schema, 3 * need, 3, tokens).values()) == [3 * n for n in blocks]
     with pytest.raises(HybridKVError, match=f"3 requests of {tokens} tokens"):
@@ -237,9 +238,14 @@ def test_pool_shapes() -> None:
     assert shapes == {"csa.entries": (1, 5, 64, 584), "csa.index": (1, 5, 64, 68), "hca.entries": (1, 3, 2, 584)}
     state = {name: tuple(t.shape) for (_, name), t in m.state.tensors.items()}
     assert state["window"] == (3, 2, 128, 584) and state["main_z"] == (1, 2, 8, 1024) and state["top"] == (1, 2, 1, 512)
-    assert m.memory_bytes() == 5 * 64 * 652 + 3 * 2 * 584 + 4 * sum(
-        prod(s) for name, s in state.items() if name != "window"
-    ) + prod(state["window"])
+    assert (
+        m.memory_bytes()
+        == 5 * 64 * 652
+        + 3 * 2 * 584
+        + 4 * sum(prod(s) for name, s in state.items() if name != "window")
+        + prod(state["window"])
+        + 2 * (4 + 4) * 4
+    )  # page ids: 4 pages of 64 and of 2 entries hold 1000 tokens
 
 
 @pytest.mark.parametrize("wrong", [{"csa_ratio": 0}, {"hca_ratio": -1}, {"window": 0}, {"heads": 0}])

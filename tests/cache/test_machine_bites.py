@@ -135,7 +135,7 @@ def a_reused_slot_keeps_its_state() -> Patch:
 
 
 def a_fork_starts_with_fresh_state() -> Patch:
-    return StatePool, "copy", lambda self, source, target: self.reset(target)
+    return StatePool, "copy", lambda self, source, target, *_: self.reset(target)
 
 
 def cut(self: StreamTable, slot: int, s: int, pages: np.ndarray, length: int, returned: np.ndarray) -> None:
@@ -209,7 +209,7 @@ def a_fork_forgets_what_was_evicted() -> Patch:
 
 
 def a_restore_forgets_the_state() -> Patch:
-    return StatePool, "restore", lambda self, slot, snapshot: None
+    return StatePool, "restore", lambda self, slot, snapshot, ring: None
 
 
 FAULTS = (

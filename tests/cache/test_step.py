@@ -9,7 +9,7 @@ WINDOW, P = 3, 4
 KV = StreamSchema(
     "kv", (0, 1), (TensorSpec("k", (2,), torch.float32), TensorSpec("v", (2,), torch.float32)), P, heads=2
 )
-RING = StateSchema("queries", (0, 1), (TensorSpec("queries", (WINDOW, 2, 2), torch.float32),))
+RING = StateSchema("queries", (0, 1), (TensorSpec("queries", (WINDOW, 2, 2), torch.float32),), lent=True)
 
 
 def manager(pages: int = 64) -> KVCacheManager:

@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 import tiny
+from gpu.stepping import feed, replay_beside_hostile_rows, replay_quietly
 from hybridkv import LLM, CacheConfig, SamplingParams
+from hybridkv.cache import KVCacheManager
+from hybridkv.engine.engine import Engine
 from numerics import assert_close_rms, assert_same_bytes
 
 pytestmark = pytest.mark.gpu
@@ -28,23 +31,6 @@ def open_gpu(oracle: Callable) -> Callable[..., LLM]:
         return LLM(str(oracle(kind).folder), "cuda", dtype, cache=settings, max_requests=requests, max_context=1024)
 
     return build
-
-
-def feed(llm: LLM, streams: dict[str, list[int]], begin: int, tokens: int, graph: bool) -> Tensor:
-    """The next tokens of some streams as one step, replayed or computed plainly."""
-    manager, runner = llm.engine.manager, llm.engine.runner
-    plan = [(key, tokens) for key in streams]
-    assert runner.graphs is not None
-    step = manager.prepare_forward(plan, runner.graphs.rows(len(plan)) if graph else None)
-    assert not graph or runner.graphs.ready(step)
-    parts = [each[begin : begin + tokens] for each in streams.values()]
-    inputs = runner.inputs(parts, [begin] * len(plan), [(i + 1) * tokens - 1 for i in range(len(plan))], step)
-    if graph:
-        out = runner.forward(inputs)
-    else:
-        out = runner.model.forward(inputs.tokens, inputs.positions, manager.acquire(step), inputs.rows)
-    manager.commit(plan)
-    return out.clone()
 
 
 @pytest.mark.parametrize("requests", (1, 3, 6))
@@ -79,28 +65,14 @@ def test_a_replay_moves_no_memory_and_waits_for_nothing(kind: str, open_gpu: Cal
         llm.manager.admit_request(key)
     feed(llm, streams, 0, 60, False)
     feed(llm, streams, 60, 1, True)  # captures
-    graphs, manager = llm.engine.runner.graphs, llm.engine.manager
-    for position in range(61, 100):
-        plan = [(key, 1) for key in streams]
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            step = manager.prepare_forward(plan, graphs.rows(2))
-            tokens = torch.zeros(2, dtype=torch.int64, device="cuda")
-            before = torch.cuda.memory_allocated()
-            graphs.replay(tokens, step)
-            assert torch.cuda.memory_allocated() == before
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        manager.commit(plan)
-        assert manager.position("a") == position + 1
+    replay_quietly(llm, streams, 61, 100)
 
 
 @pytest.mark.parametrize("kind", ("llama", "qwen3_5"))
 def test_empty_rows_touch_nothing(kind: str, open_gpu: Callable) -> None:
     """One request in a graph of eight rows: whatever else is resident keeps every byte."""
     llm = open_gpu(kind, "bfloat16", "fp8", requests=8, budget=512)
-    manager, runner = llm.manager, llm.engine.runner
+    manager = llm.manager
     others, mine = {f"o{i}": ids(300, seed=i) for i in range(5)}, {"mine": ids(300, seed=9)}
     for key in (*others, *mine):
         manager.admit_request(key)
@@ -121,12 +93,7 @@ def test_empty_rows_touch_nothing(kind: str, open_gpu: Callable) -> None:
 
     manager.allocate_block("mine", "attention")  # the page that the tokens will fill is its own from the start
     before = held()
-    for position in range(126, 134):
-        step = manager.prepare_forward([("mine", 1)], 8)
-        inputs = runner.inputs([mine["mine"][position : position + 1]], [position], [0], step)
-        inputs.tokens[1:] = 7  # hostile: padding rows name a real token
-        assert runner.graphs.ready(step) and runner.forward(inputs).isfinite().all()
-        manager.commit([("mine", 1)])
+    replay_beside_hostile_rows(llm, "mine", mine["mine"], 126, 134, rows=8)
     for a, b in zip(before, held(), strict=True):
         assert_same_bytes(a, b)
 
@@ -157,6 +124,25 @@ def test_answers_on_the_gpu_are_those_of_the_cpu(
         assert [o.token_ids for o in gpu.generate(prompts, params)] == [
             o.token_ids for o in cpu.generate(prompts, params)
         ]
+
+
+@pytest.mark.parametrize("kind", ("llama", "qwen3_5"))
+def test_requests_that_wait_for_a_ring_are_cut_as_those_that_do_not(kind: str, open_gpu: Callable) -> None:
+    """Prompts are read beside answers that replay graphs in which nothing is kept; f32: greedy tokens are the same."""
+    llm, found = open_gpu(kind, "float32", "f32", budget=128), {}
+    plan, evictor = llm.plan, llm.engine.evictor
+    for rings in (6, 1):
+        manager = KVCacheManager(plan.schema, plan.pages, plan.slots, plan.max_tokens, "cuda", rings=rings)
+        engine = Engine(llm.model, manager, step_tokens=512, evictor=evictor)
+        params = SamplingParams(max_tokens=24, ignore_eos=True)
+        requests = [engine.add(ids(n, seed=n), params) for n in (300, 70, 250, 400, 193)]
+        while not engine.idle:
+            engine.step()
+        assert [len(r.evictions) for r in requests] == [1, 0, 1, 1, 1] and engine.runner.graphs.captured
+        assert not any(r.error or r.preemptions for r in requests)
+        manager.check_integrity()
+        found[rings] = [r.generated for r in requests]
+    assert found[1] == found[6]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 import tiny_v4
-from hybridkv import LLM, CacheConfig
+from gpu.stepping import feed, replay_beside_hostile_rows, replay_quietly
+from hybridkv import LLM, CacheConfig, SamplingParams
 from hybridkv.cache import KVCacheManager
 from numerics import assert_same_bytes
 
@@ -31,24 +32,6 @@ def open_v4(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LLM]:
 def bytes_of(manager: KVCacheManager) -> list[Tensor]:
     pools = [t for table in manager.tables.values() for t in table.pool.tensors.values()]
     return [t.clone() for t in (*pools, *manager.state.tensors.values())]
-
-
-def feed(llm: LLM, streams: dict[str, list[int]], begin: int, tokens: int, graph: bool) -> Tensor:
-    """The next tokens of some streams through the engine's runner, as one step."""
-    manager, runner = llm.engine.manager, llm.engine.runner
-    plan = [(key, tokens) for key in streams]
-    assert runner.graphs is not None
-    rows = runner.graphs.rows(len(plan)) if graph else None
-    step = manager.prepare_forward(plan, rows)
-    assert not graph or runner.graphs.ready(step)
-    parts = [ids[begin : begin + tokens] for ids in streams.values()]
-    inputs = runner.inputs(parts, [begin] * len(plan), [(i + 1) * tokens - 1 for i in range(len(plan))], step)
-    if graph:
-        out = runner.forward(inputs)
-    else:
-        out = runner.model.forward(inputs.tokens, inputs.positions, manager.acquire(step), inputs.rows)
-    manager.commit(plan)
-    return out.clone()
 
 
 @pytest.mark.parametrize(("dtype", "kv"), CASES)
@@ -87,24 +70,7 @@ def test_a_replay_moves_no_memory_and_waits_for_nothing(open_v4: Callable) -> No
         llm.manager.admit_request(key)
     feed(llm, streams, 0, 120, False)
     feed(llm, streams, 120, 1, True)  # captures
-    graphs, manager = llm.engine.runner.graphs, llm.engine.manager
-    for position in range(121, 137):
-        plan = [(key, 1) for key in streams]
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            step = manager.prepare_forward(plan, graphs.rows(2))
-            before = torch.cuda.memory_allocated()
-            manager.acquire(step)
-            assert torch.cuda.memory_allocated() == before
-            tokens = torch.zeros(2, dtype=torch.int64, device="cuda")
-            before = torch.cuda.memory_allocated()
-            graphs.replay(tokens, step)
-            assert torch.cuda.memory_allocated() == before
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        manager.commit(plan)
-        assert manager.position("a") == position + 1
+    replay_quietly(llm, streams, 121, 137)
 
 
 def test_empty_rows_touch_nothing(open_v4: Callable) -> None:
@@ -127,13 +93,7 @@ def test_empty_rows_touch_nothing(open_v4: Callable) -> None:
         ]
 
     before = held()
-    graphs, runner = llm.engine.runner.graphs, llm.engine.runner
-    for position in range(126, 134):
-        step = manager.prepare_forward([("mine", 1)], 8)
-        inputs = runner.inputs([mine["mine"][position : position + 1]], [position], [0], step)
-        inputs.tokens[1:] = 7  # hostile: padding rows name a real token
-        assert graphs.ready(step) and runner.forward(inputs).isfinite().all()
-        manager.commit([("mine", 1)])
+    replay_beside_hostile_rows(llm, "mine", mine["mine"], 126, 134, rows=8)
     for a, b in zip(before, held(), strict=True):
         assert_same_bytes(a, b)
 
@@ -141,8 +101,6 @@ def test_empty_rows_touch_nothing(open_v4: Callable) -> None:
 @pytest.mark.parametrize(("dtype", "kv"), CASES)
 def test_the_engine_decodes_through_graphs(dtype: str, kv: str, open_v4: Callable) -> None:
     """Greedy answers of several prompts together are those of each alone (f32: batch blocking flips no argmax here)."""
-    from hybridkv import SamplingParams
-
     llm = open_v4(dtype, kv)
     prompts = [tiny_v4.token_ids(n, seed=n) for n in (3, 126, 250)]
     params = SamplingParams(max_tokens=12, ignore_eos=True)

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from hybridkv.kernels import flush_csa as csa
 from hybridkv.kernels import flush_hca as hca
-from hybridkv.kernels.page_format import PageFormat, entry_format, index_format, load_entries_ref
+from hybridkv.kernels.page_format import load_entries_ref
+from hybridkv.kernels.page_layout import PageFormat, entry_format, index_format
 from hybridkv.kernels.step_index import StepIndex
 
 EPS = 1e-6

@@ -17,7 +17,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from hybridkv.kernels.attention_sparse import GLUON, HOPPER_SHAPE
 from hybridkv.kernels.attention_sparse_hopper import attention_hopper_kernel as kernel
-from hybridkv.kernels.page_format import entry_format
+from hybridkv.kernels.page_layout import entry_format
 
 assert triton.__version__.startswith(GLUON), "another Triton than attention_sparse_hopper is written for"
 NAMES = kernel.arg_names
@@ -31,6 +31,7 @@ for kind, entries, chosen, split in CASES:
     fixed = dict(
         WINDOW=128, RATIO=4, R=135, P=32, VALUE=fmt.width if fmt.plain else fmt.value_bytes, SCALE=fmt.scale_bytes,
         QUANTISED=not fmt.plain, E8M0=kind == "fp8", ENTRIES=entries, CHOSEN=chosen, SPLIT=split,
+        OVERLAP=split, EARLY=split,
     )
     absent = {"table": entries, "chosen": chosen, "part": split, "lse": split}
     fixed |= {name: None for name, there in absent.items() if not there}
@@ -39,7 +40,8 @@ for kind, entries, chosen, split in CASES:
     aligned = {at[name]: [["tt.divisibility", 16]] for name, type_ in signature.items() if type_[0] == "*"}
     source = GluonASTSource(kernel, signature, {at[name]: value for name, value in fixed.items()}, aligned)
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": HOPPER_SHAPE.warps})
-    print(kind, built.metadata.shared, built.asm["ptx"].count("wgmma.mma_async"))
+    counts = [built.asm["ptx"].count(name) for name in ("wgmma.mma_async", "setmaxnreg", "griddepcontrol")]
+    print(kind, built.metadata.shared, *counts)
 """
 
 
@@ -51,6 +53,9 @@ def test_it_compiles_in_every_format(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [kind for kind, *_ in lines] == ["bf16", "fp8", "fp8_entry"]
-    for _, shared, products in lines:
+    for kind, shared, products, registers, waits in lines:
         assert 0 < int(shared) <= SHARED_MEMORY
-        assert int(products) == 512 // 16 + 64 // 16  # steps of 16: channels of S = q K^T, keys of O += P K
+        # steps of 16: channels of S = q K^T; keys of O += P K, for each 128 channels
+        assert int(products) == 512 // 16 + 512 // 128 * 64 // 16
+        assert int(registers) > 0  # dropped where those asked for are more than there are
+        assert int(waits) == (2 if kind == "fp8" else 0)

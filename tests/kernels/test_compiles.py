@@ -59,12 +59,13 @@ from hybridkv.kernels import flush_csa, flush_hca, gather, gdn_prefill, gdn_step
 from hybridkv.kernels import norm_rope, topk, window
 from hybridkv.kernels.attention_sparse import Entries, attention_sparse_triton
 from hybridkv.kernels.gdn_weights import DeltaNet
-from hybridkv.kernels.page_format import entry_format, index_format
+from hybridkv.kernels.page_layout import entry_format, index_format
 from hybridkv.kernels.step_index import StepIndex
 
 B, D, C = 64, 512, 128
 decode, prompt = StepIndex.make([*range(B)], [127] * B, [1] * B), StepIndex.make([0], [1000], [2048])
 whole = torch.zeros(B, dtype=torch.int64)
+window.can_overlap = topk.can_overlap = lambda x: True
 
 
 def zeros(*shape, dtype=torch.float32):
@@ -119,15 +120,18 @@ for T in (1, 4096):
     moe.run_experts_triton(x, weights, chosen, gate_up, down, 10.0)
 net = DeltaNet(16, 48, 128, 128, zeros(10240, 4), zeros(48), zeros(48), zeros(128), 1e-6)
 for dtype in (torch.float32, torch.bfloat16):
-    x, states = zeros(2, sum(net.columns), dtype=torch.bfloat16), zeros(2, 48, 128, 128, dtype=dtype)
-    gdn_step.gdn_step_triton(x, net, zeros(2, 3, 10240), states, whole[:2])
+    tails, states = zeros(9, 3, 10240, dtype=torch.bfloat16), zeros(9, 48, 128, 128, dtype=dtype)
+    for on_hopper in (False, True):
+        gdn_step.on_hopper = lambda *given: on_hopper
+        x = zeros(9, sum(net.columns), dtype=torch.bfloat16)
+        gdn_step.gdn_step_triton(x, net, tails, states, whole[:1].expand(9))
 gdn_prefill.gdn_prefill_triton(x, net, zeros(3, 10240), zeros(48, 128, 128))
 """
 KERNELS = {
     "append_window_kernel", "attention_sparse_kernel", "combine_kernel", "copy_window_kernel", "decode_logits_kernel",
     "enter_kernel", "expand_kernel", "expert_down_kernel", "expert_up_kernel", "flat_entries_kernel",
     "flush_csa_kernel", "flush_hca_kernel", "gather_kernel", "gdn_inputs_kernel", "gdn_norm_kernel",
-    "gdn_scan_kernel", "gdn_solve_kernel", "gdn_step_kernel", "group_largest_kernel",
+    "gdn_scan_kernel", "gdn_solve_kernel", "gdn_step_hopper_kernel", "gdn_step_kernel", "group_largest_kernel",
     "join_sparse_kernel", "norm_rope_kernel", "order_kernel", "plain_logits_kernel", "prefill_logits_kernel",
     "project_kernel", "round_queries_kernel", "route_kernel", "save_rows_kernel", "save_running_kernel",
     "top_entries_kernel",

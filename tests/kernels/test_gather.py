@@ -12,7 +12,8 @@ from hybridkv.kernels.gather import (
     gather_entries_ref,
     gather_entries_triton,
 )
-from hybridkv.kernels.page_format import PageFormat, entry_format, fake_quantise, index_format, store_entries_ref
+from hybridkv.kernels.page_format import fake_quantise, store_entries_ref
+from hybridkv.kernels.page_layout import PageFormat, entry_format, index_format
 from numerics import assert_same_bytes
 from triton_interpreter import DEVICE
 

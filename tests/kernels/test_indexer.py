@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from hybridkv.kernels.indexer import SHAPES, IndexerShape, index_logits_ref, index_logits_triton
-from hybridkv.kernels.page_format import PageFormat, fake_quantise, index_format, store_entries_ref
+from hybridkv.kernels.page_format import fake_quantise, store_entries_ref
+from hybridkv.kernels.page_layout import PageFormat, index_format
 from hybridkv.kernels.step_index import StepIndex
 from numerics import assert_close_rms, assert_same_bytes
 from triton_interpreter import DEVICE

@@ -1,10 +1,14 @@
 """A step of several requests through LayerHandle: each gets what it would get alone, and nobody else's rows change."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from hybridkv.cache import handle as handle_file
 from hybridkv.cache.handle import ForwardStep, LayerHandle, StreamView
+from hybridkv.cache.step import Tokens
 from hybridkv.kernels.append import append
 from hybridkv.kernels.attention_decode import attention_decode
 from hybridkv.kernels.attention_prefill import attention_prefill
@@ -91,3 +95,38 @@ def test_a_layer_appends_to_and_attends_over_its_own_streams(counts: list[int]) 
         else:
             alone = attention_prefill(part, *args, [0, counts[b]], 0.25)
         assert_close_rms(f"request {b}", alone, out[begin:end], 1e-6)
+
+
+@pytest.mark.parametrize("tail", (0, 1, 3, 64))
+@pytest.mark.parametrize(
+    ("counts", "window"), (([1, 5, 9], None), ([1, 5, 9], 2), ([1, 5, 9], 7), ([8], 1), ([1, 1], 2))
+)
+def test_of_the_last_layer_only_tails_are_computed(
+    counts: list[int], window: int | None, tail: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is wanted and the sums of the window's queries are those of the whole; no other query is looked at."""
+    B, T, P, D = len(counts), sum(counts), 4, 16
+    after = np.array([[n + 3] * 2 for n in counts])
+    table = torch.randperm(B * 2 * 4).view(B, 2, 4).int()
+    pools = {name: torch.randn(B * 8, P, D) for name in ("k", "v")}
+    view, step, state = StreamView(table, after, torch.from_numpy(after), None), step_of(list(range(B)), counts), {}
+    if window is not None:
+        made = Tokens(np.arange(B), np.full(B, 3), np.array(counts), counts.count(1)).ring_rows(window, np.arange(B))
+        step = replace(step, ring_rows=torch.from_numpy(made))
+        state = {"lse": torch.zeros(B, window, 6)}
+    handle, q = LayerHandle(step, view, slice(0, 2), pools, state), torch.randn(T, 6, D)
+    whole, sums = handle.attend(q, 0.25, last=True), {name: x.clone() for name, x in state.items()}
+    for x in state.values():
+        x.zero_()
+    ran, least = [], 2
+    monkeypatch.setattr(handle_file, "TAIL", least)
+    original = handle_file.attention_prefill
+    monkeypatch.setattr(handle_file, "attention_prefill", lambda q, *a, **k: ran.append(len(q)) or original(q, *a, **k))
+    got = LayerHandle(replace(step, tail=tail), view, slice(0, 2), pools, state).attend(q, 0.25, last=True)
+    assert got.shape == whole.shape
+    few = [n if n == 1 else min(n, tail) for n in counts]
+    for end, n in zip(step.starts[1:], few):
+        assert_close_rms("output", whole[end - n : end], got[end - n : end], 1e-6)
+    for name in state:
+        assert_close_rms("sums", sums[name], state[name], 1e-6)
+    assert sum(ran) == sum(min(n, max(tail, least, window or 0)) for n in counts if n > 1)

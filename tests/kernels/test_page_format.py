@@ -10,20 +10,16 @@ from torch import Tensor
 from hybridkv.errors import HybridKVError
 from hybridkv.kernels.backend import tl, triton
 from hybridkv.kernels.page_format import (
-    ENTRY_CODECS,
-    INDEX_CODECS,
-    PageFormat,
-    entry_format,
     fake_quantise,
     hadamard,
     hadamard_tile,
-    index_format,
     load_entries_ref,
     load_tile,
     mxfp4_round_tile,
     store_entries_ref,
     store_tile,
 )
+from hybridkv.kernels.page_layout import ENTRY_CODECS, INDEX_CODECS, PageFormat, entry_format, index_format
 from kernels.v4_encoder import E2M1, E4M3, page_bytes
 from numerics import assert_close_rms, assert_same_bytes
 from triton_interpreter import DEVICE

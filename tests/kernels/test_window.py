@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridkv.kernels.page_format import PageFormat, entry_format, fake_quantise, load_entries_ref
+from hybridkv.kernels.page_format import fake_quantise, load_entries_ref
+from hybridkv.kernels.page_layout import PageFormat, entry_format
 from hybridkv.kernels.step_index import StepIndex
 from hybridkv.kernels.window import (
     append_window,

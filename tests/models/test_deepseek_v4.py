@@ -14,7 +14,8 @@ import tiny_v4
 from hybridkv import LLM, CacheConfig, SamplingParams
 from hybridkv.cache import CompressedHandle
 from hybridkv.kernels import flush_entry, window
-from hybridkv.kernels.page_format import PageFormat, entry_format, fake_quantise, index_format, store_entries_ref
+from hybridkv.kernels.page_format import fake_quantise, store_entries_ref
+from hybridkv.kernels.page_layout import PageFormat, entry_format, index_format
 from hybridkv.models.deepseek_v4 import cache_schema
 from numerics import assert_same_bytes, logit_gap, rel_rms
 

@@ -19,7 +19,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
 import tiny_v4
 from hybridkv import LLM, CacheConfig
 from hybridkv.cache import CompressedHandle, CompressedSpec, KVCacheManager, compressed_handle, compressed_schema
-from hybridkv.kernels.page_format import PageFormat, entry_format, index_format
+from hybridkv.kernels.page_layout import PageFormat, entry_format, index_format
 from kernels.v4_encoder import ENCODERS
 from numerics import assert_same_bytes, logit_gap, rel_rms
 from v4_layer import stored_vectors

@@ -1,0 +1,141 @@
+"""`hybridkv chat` and `hybridkv demo`, interrupts and closed pipes."""
+
+import os
+import shutil
+import signal
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from cli.commands import TINY, Run, of, process, short_prompt
+from engine.ascii_tokenizer import write_tokenizer
+from hybridkv import LLM, SamplingParams
+from hybridkv.commands import demo, options
+from hybridkv.commands.chat import Interrupt
+from hybridkv.config import CacheConfig
+from hybridkv.conversation import Conversation
+
+# ---- chat
+
+
+def test_a_chat_gives_the_answers_of_a_conversation(run: Run, folder: Path, llm: LLM) -> None:
+    talk = Conversation(llm, None, SamplingParams(max_tokens=8))
+    expected = ["".join(talk.send(text)) for text in ("Hello", "And then?")]
+    talk.close()
+    stdin = b"Hello\nAnd then?\n/stats\n/reset\n/stats\nHello\n/exit\nnot read\n"
+    code, out, _ = run("chat", "-m", folder, *TINY, "--max-tokens", 8, stdin=stdin)
+    lines = out.splitlines()
+    assert code == 0 and lines[:2] == expected
+    assert lines[2].startswith("2 turns, ") and " 0 of " not in lines[2]
+    assert lines[-2].startswith("0 turns, 0 of 512 tokens, 0 of ")
+    assert lines[-1] == expected[0]
+
+
+def test_a_piped_chat_that_outgrows_its_context_is_an_error(run: Run, folder: Path) -> None:
+    code, _, err = run("chat", "-m", folder, *TINY, stdin=b"x" * 600 + b"\n")
+    assert code == 2 and "--context" in err
+
+
+def test_a_model_without_a_template_cannot_chat(run: Run, folder: Path, tmp_path: Path) -> None:
+    plain = shutil.copytree(folder, tmp_path / "plain")
+    write_tokenizer(plain)
+    code, _, err = run("chat", "-m", plain, *TINY)
+    assert code == 2 and "chat template" in err
+
+
+def test_the_first_interrupt_asks_and_the_second_leaves() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), Interrupt() as interrupt:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupt.asked
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+    with Interrupt() as interrupt:
+        assert not interrupt.asked
+
+
+def test_an_interrupt_ends_the_answer_and_not_the_chat(long_folder: Path) -> None:
+    arguments = ("--device", "cpu", "--dtype", "float32", "--context", 100000, "--max-tokens", 90000, "--ignore-eos")
+    with process("chat", "-m", long_folder, *arguments) as chat:
+        of(chat.stdin).write("Hello\n/stats\n/exit\n")
+        of(chat.stdin).flush()
+        first = of(chat.stdout).read(1)
+        chat.send_signal(signal.SIGINT)
+        rest, err = chat.communicate()
+    assert first and chat.returncode == 0, err
+    answer, _, stats = rest.rstrip("\n").rpartition("\n1 turns")  # a line on the answer's speed may follow
+    stats = "1 turns" + stats
+    assert answer.endswith(" ...") and len(answer) < 80000
+    assert stats.startswith("1 turns, ")
+
+
+def test_an_interrupt_stops_generate_with_130(long_folder: Path) -> None:
+    arguments = ("--device", "cpu", "--dtype", "float32", "--context", 100000, "--max-tokens", 90000, "--ignore-eos")
+    with process("generate", "Hello", "-m", long_folder, *arguments) as generate:
+        assert of(generate.stdout).read(1)
+        generate.send_signal(signal.SIGINT)
+        _, err = generate.communicate()
+    assert generate.returncode == 130 and "Traceback" not in err
+
+
+def test_a_closed_pipe_is_a_quiet_end(long_folder: Path) -> None:
+    arguments = ("--device", "cpu", "--dtype", "float32", "--context", 100000, "--max-tokens", 90000, "--ignore-eos")
+    with process("generate", "Hello", "-m", long_folder, *arguments) as generate:
+        assert of(generate.stdout).read(1)
+        of(generate.stdout).close()
+        err = of(generate.stderr).read()
+    assert generate.returncode == 141 and err == ""
+
+
+def test_a_poor_terminal_is_enough() -> None:
+    with process("plan", LANG="C", LC_ALL="C", PYTHONIOENCODING="ascii", COLUMNS="1", TERM="dumb") as plan:
+        out, err = plan.communicate()
+    assert plan.returncode == 0 and out and err == ""
+
+
+# ---- demo
+
+
+def test_the_document_comes_with_the_package() -> None:
+    text = files("hybridkv").joinpath("data", demo.DOCUMENT).read_text(encoding="utf-8")
+    assert len(text.split()) > 2000 and text.isascii()
+
+
+def test_the_demo_reads_its_document_once_where_all_is_kept(
+    run: Run, folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(demo, "_prompt", short_prompt)
+    page = tmp_path / "page.html"
+    code, out, err = run("demo", "-m", folder, *TINY, "--budget", 100, "-o", page)
+    assert code == 0, err
+    text = files("hybridkv").joinpath("data", demo.DOCUMENT).read_text(encoding="utf-8")
+    same = os.path.commonprefix([short_prompt(llm, text, question) for question in demo.QUESTIONS])
+    words = " ".join(out.split())
+    assert f"{len(same)} tokens were in the cache already" in words
+    for question in demo.QUESTIONS:
+        n = len(short_prompt(llm, text, question))
+        assert f"{n} of {n}" in words and f"100 of {n}" in words
+    assert str(page) in out.replace("\n", "") and "100 tokens a stream" in page.read_text()
+
+
+def test_the_demo_at_a_budget_gives_the_librarys_answers(folder: Path, llm: LLM) -> None:
+    cache = CacheConfig(kv_dtype="f32", budget=100, window=16, recent=16)
+    tokens = llm.encode("The ship left the harbour at dawn. " * 8)
+    params = SamplingParams(max_tokens=6)
+    own = LLM(folder, device="cpu", dtype="float32", cache=cache, max_requests=1, max_context=512)
+    row, page = demo.short_answer(demo.with_cache(llm, cache), options.ModelOptions(), "?", tokens, params)
+    [expected] = own.generate([tokens], params)
+    assert row.answer == page.answer == expected.text
+    assert (row.kept, row.tokens) == (100, len(tokens))
+    assert llm.engine.evictor is None and llm.cache_config.budget is None  # the first LLM is as it was
+
+
+def test_the_demo_page_goes_elsewhere_if_the_folder_is_not_writable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HYBRIDKV_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    assert demo.page_place(demo.PAGE) == Path(demo.PAGE)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert demo.page_place(demo.PAGE) == tmp_path / "cache" / demo.PAGE

@@ -1,0 +1,217 @@
+"""The command line: its start, help and defaults, mistakes, and the environment."""
+
+import subprocess
+import sys
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import pytest
+
+from cli.commands import LONG, ROOT, TINY, Run, short_prompt
+from hybridkv import LLM, SamplingParams
+from hybridkv.cli import main
+from hybridkv.commands import demo, options
+from hybridkv.config import CacheConfig, EngineConfig
+from hybridkv.overrides import overridden
+
+# ---- start, help, defaults
+
+
+def test_importing_the_command_line_does_not_import_torch() -> None:
+    code = "import sys, hybridkv.cli; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_the_version_is_shown(run: Run) -> None:
+    assert run("--version") == (0, "hybridkv 0.1.0\n", "")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], []])
+def test_help_names_every_command(arguments: list[str], run: Run) -> None:
+    code, out, err = run(*arguments)
+    assert code == 0 and err == ""
+    assert all(name in out for name in ("generate", "chat", "plan", "inspect", "demo"))
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "plan", "inspect", "demo"])
+def test_shared_options_have_the_same_names_everywhere(command: str, run: Run) -> None:
+    _, out, _ = run(command, "--help")
+    names = ["--model", "--device", "--dtype", "--kv-dtype", "--max-requests", "--context", "--memory"]
+    names += ["--budget", "--window", "--recent", "--policy", "--scope", "--pooling", "--spread", "--bounded"]
+    names += ["--decode-every"]
+    if command in ("generate", "chat"):
+        names += ["--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty", "--seed"]
+        names += ["--stop", "--ignore-eos"]
+    assert [name for name in names if name not in out] == []
+
+
+def test_defaults_are_those_of_the_dataclasses() -> None:
+    options_of = {f.name: f.default for group in (options.ModelOptions, options.SamplingOptions) for f in fields(group)}
+    options_of["max_context"] = options_of.pop("context")
+    checked = 0
+    for config in (CacheConfig, EngineConfig, SamplingParams):
+        for f in fields(config):
+            if f.name in options_of and f.name not in ("max_requests", "stop") and f.default is not MISSING:
+                assert options_of[f.name] == f.default, f.name
+                checked += 1
+    assert checked >= 10
+    assert options.SamplingOptions().params() == SamplingParams()
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["bogus"], "bogus"),
+        (["--bogus"], "--bogus"),
+        (["generate", "hi", "--bogus"], "--bogus"),
+        (["generate", "hi", "--max-tokens"], "--max-tokens"),
+        (["generate", "hi", "--max-tokens", "many"], "--max-tokens"),
+        (["generate", "hi", "--max-tokens", "0"], "--max-tokens"),
+        (["generate", "hi", "--top-p", "2"], "--top-p"),
+        (["generate", "hi", "--temperature", "nan"], "temperature"),
+        (["generate", "hi", "--logprobs", "-1"], "logprobs"),
+        (["generate"], "--prompt-file"),
+        (["generate", "hi", "--prompt-file", "x"], "--prompt-file"),
+        (["generate", "--prompt-file", "no/such\nfile"], "--prompt-file"),
+        (["generate", "--prompts-file", "/"], "--prompts-file"),
+        (["generate", "hi", "--raw", "--system", "be kind"], "--system"),
+        (["generate", "hi", "-m", "no/such/model"], "no/such/model"),
+        (["generate", "hi", "--kv-dtype", "fp4"], "--kv-dtype"),
+        (["generate", "hi", "--dtype", "float64"], "float64"),
+        (["generate", "hi", "--device", "abacus"], "abacus"),
+        (["generate", "hi", "--memory", "lots"], "lots"),
+        (["generate", "hi", "--memory", "1MiB"], "1.0 MiB"),
+        (["generate", "hi", "--context", "0"], "--context"),
+        (["generate", "hi", "--max-requests", "0"], "--max-requests"),
+        (["generate", "hi", "--budget", "0"], "budget"),
+        (["generate", "hi", "--budget", "-5"], "budget"),
+        (["generate", "hi", "--budget", "some"], "--budget"),
+        (["generate", "hi", "--budget", "10"], "recent"),
+        (["generate", "hi", "--budget", "100", "--window", "0"], "window"),
+        (["generate", "hi", "--budget", "100", "--recent", "-1"], "recent"),
+        (["generate", "hi", "--budget", "100", "--decode-every", "-1"], "--decode-every"),
+        (["generate", "hi", "--budget", "100", "--policy", "bogus"], "snapkv"),
+        (["generate", "hi", "--budget", "100", "--scope", "word"], "scope"),
+        (["generate", "hi", "--budget", "100", "--pooling", "min"], "--pooling"),
+        (["generate", "hi", "--budget", "100", "--policy", "knorm", "--pooling", "max"], "--pooling"),
+        (["generate", "hi", "--budget", "100", "--spread", "thin"], "--spread"),
+        (["generate", "hi", "--budget", "100", "--spread", "ada", "--scope", "layer"], "--scope head"),
+        (["generate", "hi", "--policy", "bogus"], "bogus"),
+        (["generate", "hi", "--policy", "knorm"], "--budget"),
+        (["generate", "hi", "--bounded"], "--budget"),
+        (["generate", "hi", "--decode-every", "64"], "--budget"),
+        (["inspect"], "--prompt-file"),
+        (["inspect", "hi", "--budget", "0"], "budget"),
+        (["inspect", "hi", "--raw", "--system", "be kind"], "--system"),
+        (["demo", "--budget", "0"], "budget"),
+        (["demo", "-o", "no/such/folder/page.html"], "--output"),
+        (["plan", "--budget", "0"], "budget"),
+        (["plan", "-m", "Qwen9-1T"], "Qwen3.5-27B"),
+        (["plan", "--context", "9999999"], "--context"),
+        (["plan", "--requests", "0"], "--max-requests"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], said: str, run: Run) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("hybridkv: error: ") and err.count("\n") == 1 and said in err
+
+
+def test_an_unsupported_architecture_says_which_are_supported(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    for command in (["plan"], ["generate", "hi"]):
+        (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+        code, _, err = run(*command, "-m", tmp_path)
+        assert code == 2 and err.count("\n") == 1 and "gpt2" in err
+        assert "llama" in err and "qwen3_5" in err
+
+
+def test_text_that_is_not_utf8_is_refused(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "prompt").write_bytes(b"caf\xe9")
+    code, _, err = run("generate", "--prompt-file", tmp_path / "prompt")
+    assert code == 2 and "UTF-8" in err
+
+
+@pytest.mark.parametrize(
+    "problem", [MemoryError("no"), RuntimeError("DefaultCPUAllocator: can't allocate memory:\nyou tried 1 byte")]
+)
+def test_running_out_of_memory_is_one_line(problem: Exception, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: LLM, *_: object, **__: object) -> None:
+        raise problem
+
+    monkeypatch.setattr(LLM, "__init__", fail)
+    code, _, err = run("generate", "hi")
+    assert code == 2 and "out of memory" in err and "--context" in err and err.count("\n") == 1
+
+
+def test_a_mistake_of_ours_is_not_hidden(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: LLM, *_: object, **__: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(LLM, "__init__", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["generate", "hi"])
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("use kv_dtype='bf16' or lower max_context", "use --kv-dtype bf16 or lower --context"),
+        ("top_p must be above 0", "--top-p must be above 0"),
+        ("use device='cpu'", "use --device cpu"),
+        ("give more memory, the device is full", "give more memory, the device is full"),
+        ("'/models/top_k/x.gguf': page_size='x'", "'/models/top_k/x.gguf': page_size='x'"),
+    ],
+)
+def test_errors_speak_of_flags(message: str, shown: str) -> None:
+    assert options.in_flags(message) == shown
+
+
+# ---- environment
+
+
+def test_the_environment_overrides_flags_and_says_so(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRIDKV_BUDGET", "80")
+    monkeypatch.setenv("HYBRIDKV_KV_DTYPE", "bf16")
+    code, _, err = run("generate", LONG, "-m", folder, *TINY, "--raw", "--max-tokens", 2, "--budget", 200)
+    assert code == 0 and "kept 80 of " in err
+    assert err.count("HYBRIDKV_BUDGET=80 is in force") == err.count("HYBRIDKV_KV_DTYPE=bf16 is in force") == 1
+
+
+def test_the_environment_reaches_the_demo(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(demo, "_prompt", short_prompt)
+    monkeypatch.setenv("HYBRIDKV_BUDGET", "90")
+    code, out, err = run("demo", "-m", folder, *TINY, "--policy", "knorm", "-o", tmp_path / "page.html")
+    assert code == 0 and "HYBRIDKV_BUDGET=90 is in force" in err and " 90 of " in out
+
+
+def test_the_environment_can_switch_eviction_off(capsys: pytest.CaptureFixture[str]) -> None:
+    evicting = CacheConfig(budget=100, bounded=True, decode_every=8)
+    found = overridden(evicting, {"HYBRIDKV_BUDGET": "none"})
+    assert found == CacheConfig() and "HYBRIDKV_BUDGET=none" in capsys.readouterr().err
+    assert overridden(found, {"HYBRIDKV_BUDGET": "none"}) == found and capsys.readouterr().err == ""
+    assert overridden(evicting, {"HYBRIDKV_BUDGET": " ", "HYBRIDKV_KV_DTYPE": ""}) is evicting
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("BUDGET", "0"),
+        ("BUDGET", "-1"),
+        ("BUDGET", "lots"),
+        ("BUDGET", "1" * 500),
+        ("KV_DTYPE", "fp4"),
+        ("BUDGET", "9"),
+    ],
+)
+def test_nonsense_in_the_environment_is_one_line(
+    variable: str, value: str, run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"HYBRIDKV_{variable}", value)
+    code, _, err = run("generate", "hi", "-m", folder, *TINY)
+    assert code == 2 and err.count("\n") == 1 and f"HYBRIDKV_{variable}" in err
