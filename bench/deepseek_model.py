@@ -1,13 +1,13 @@
 """DeepSeek-V4 at Flash widths, end to end on one GPU, beside the same model in transformers.
 
-    python bench/deepseek_model.py [--layers 8] [--experts 16] [--prefill 16384 65536] [--limit 60]
+    python bench/deepseek_model.py [--layers 8] [--experts 16] [--prefill 16384 65536] [--skip-transformers]
 
 Random weights, bf16, the same in both. Prefill: a prompt in chunks, seconds (ours after a first pass over the same
 prompt, which compiles) and peak memory beyond the weights, caches included. Decode: one token of one request after the
 prompt, by a forward of transformers and by a step of the engine (graph replay, sampling and bookkeeping included), and
-the graph's own time. The logits of both for a first chunk are compared. While the models are made, a process for each
-kind of cache compiles on a cut of four layers. What matters most comes first; no row begins after --limit seconds. Ends
-with one JSON line.
+the graph's own time. transformers reads all prompts, too, and after the first one the logits of both for 1024 tokens
+are compared; --skip-transformers leaves out both. While the models are made, a process for each kind of cache compiles
+on a cut of four layers. What matters most comes first; no row begins after --limit seconds. Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -205,12 +205,11 @@ def main() -> None:
         print(f"last logits of 1024 tokens against transformers, relative RMS: {agreement(hf, model):.1e}", flush=True)
 
     rows: list[Any] = []
-    for tokens in (torch.randint(0, hf.config.vocab_size, (length,), device="cuda") for length in args.prefill):
+    for i, length in enumerate(args.prefill):
+        tokens = torch.randint(0, hf.config.vocab_size, (length,), device="cuda")
         rows += [lambda t=tokens, kv=kv: ours(t, kv) for kv in args.kv]
         if not args.skip_transformers:
-            rows.append(lambda t=tokens: theirs(t))
-    if not args.skip_transformers:
-        rows.insert(len(args.kv) + 1, agree)
+            rows += [lambda t=tokens: theirs(t), agree] if i == 0 else [lambda t=tokens: theirs(t)]
     left_out = 0
     with suppress(KeyboardInterrupt):  # what there is counts
         for row in rows:

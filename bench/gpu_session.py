@@ -5,7 +5,7 @@
 Where a machine is lent for less, two calls do the same, on two machines if need be:
 
     python bench/gpu_session.py 580 --only 'tests|memcheck|kernels|v4'
-    python bench/gpu_session.py 340 --only 'decode|peers|prefill|eviction|capacity'
+    python bench/gpu_session.py 360 --only 'decode|peers|prefill|eviction|capacity'
 
 Each has a limit of its own, is asked to stop when it is reached (what it has measured by then counts), and writes a
 log. The JSON lines of all benchmarks are added to results.jsonl. Needs no typer. The folder may be used again: what is

@@ -33,6 +33,7 @@ class CacheConfig:
     scope: str = "head"  # a list of survivors for each head, each layer, or one for all: head | layer | global
     bounded: bool = False  # evict at every step of prompt and answer: no more than budget + one step is ever held
     decode_every: int = 0  # evict again to the budget every so many generated tokens; 0: never
+    rings: int | None = None  # requests that keep their last queries at once: prompts not yet cut and conversations
     state_dtype: str = (
         "f32"  # recurrent state of Gated DeltaNet layers: f32 | bf16, half the bytes of a request's state
     )
@@ -45,6 +46,8 @@ class CacheConfig:
         for name, low in (("window", 1), ("recent", 0), ("decode_every", 0)):
             if not is_whole(getattr(self, name)) or not low <= getattr(self, name) <= 1 << 20:
                 raise HybridKVError(f"{name} must be a whole number from {low}, not {shown(getattr(self, name))}")
+        if self.rings is not None and (not is_whole(self.rings) or not 1 <= self.rings <= 4096):
+            raise HybridKVError(f"rings must be from 1 to 4096, or None, not {shown(self.rings)}")
         if self.budget is not None and self.budget < self.recent:
             raise HybridKVError(
                 f"budget {self.budget} is smaller than the {self.recent} recent tokens that always stay; raise budget "

@@ -155,11 +155,16 @@ def plan_cache(
 
     tokens = most_that_fits(lambda n: shared(n).nbytes, room, requests * held)
     if tokens < held and (bounded or not shrink_context) or tokens < 1:
-        need, pages = shared(held).nbytes, schema.kv_bytes(held)
+        least = shared(held)
+        parts = {
+            f"one context of {held} tokens": schema.kv_bytes(held),
+            f"the state of {requests} requests": requests * schema.slot_bytes,
+            f"the page tables of {requests} requests": least.table_bytes,
+            f"the last queries of {rings} requests": rings * schema.ring_bytes,
+        }
+        named = ", ".join(f"{human(size)} for {what}" for what, size in parts.items() if size)
         raise HybridKVError(
-            f"{human(need)} are needed for {requests} requests' state and page tables ({human(need - pages)}) and one "
-            f"context of {held} tokens ({human(pages)}), but {human(max(room, 0))} are left for "
-            f"the cache; give more memory, lower max_context (at most {tokens} tokens fit) or max_requests, or "
-            "use kv_dtype='bf16'"
+            f"{human(least.nbytes)} are needed ({named}), but {human(max(room, 0))} are left for the cache; "
+            f"give more memory, lower max_context (at most {tokens} tokens fit) or max_requests, or use kv_dtype='bf16'"
         )
     return shared(tokens)

@@ -295,8 +295,10 @@ def test_a_base_needs_a_git_checkout_and_a_commit(
 def test_a_base_is_measured_in_its_own_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A repository whose package has no benchmarks: ours are put over it, and its own code runs under them."""
     package = tmp_path / "hybridkv"
-    (package / "models").mkdir(parents=True)
-    (package / "__init__.py").write_text("")
+    for folder in ("models", "cache"):
+        (package / folder).mkdir(parents=True)
+    for name in ("__init__.py", "cache/rings.py"):
+        (package / name).write_text("")
     git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x"]
     for arguments in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "a tree"]):
         subprocess.run([*git, *arguments], check=True)
@@ -318,6 +320,12 @@ def test_a_base_is_measured_in_its_own_tree(tmp_path: Path, monkeypatch: pytest.
     (package / "bench" / "suite.py").write_text("raise SystemExit(3)")
     with pytest.raises(HybridKVError, match="does not run on that commit"):
         compare.run_base("decode", TINY, "HEAD")
+    (package / "cache" / "rings.py").unlink()
+    subprocess.run([*git, "commit", "-q", "-a", "-m", "without rings"], check=True)
+    with pytest.raises(HybridKVError, match=r"has no hybridkv/cache/rings.py.*measure it with its own benchmark"):
+        compare.run_base("decode", TINY, "HEAD")
+    left = subprocess.run([*git, "worktree", "list"], check=True, capture_output=True, text=True).stdout
+    assert len(left.splitlines()) == 1, "the worktree is gone"
 
 
 # ---- the command line

@@ -1,7 +1,9 @@
 """The plan: what it predicts is what gets allocated, byte for byte, and it needs no files to predict it."""
 
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from hybridkv.bench.capacity import planned
 from hybridkv.cache import CacheSchema, KVCacheManager, StateSchema, StreamSchema, TensorSpec
 from hybridkv.cli import main
 from hybridkv.config import CacheConfig
+from hybridkv.errors import HybridKVError
 from hybridkv.eviction import rings_for
 from hybridkv.models import cache_schema
 from hybridkv.models.config import ModelConfig
@@ -178,6 +181,20 @@ def test_as_many_requests_as_fit_and_not_one_more(context: int) -> None:
     assert most_requests(MIXED, -1, context) == 0
 
 
+def test_what_a_refused_cache_needs_is_named_and_adds_up() -> None:
+    lent = StateSchema("lent", (0,), (TensorSpec("queries", (64, 32), torch.float32),), lent=True)
+    schema, sizes = replace(MIXED, states=(*MIXED.states, lent)), {"B": 1, "KiB": 1024, "MiB": 1 << 20}
+    with pytest.raises(HybridKVError) as refused:
+        plan_cache(schema, 3, 1000, 5000, rings=2)
+    found = re.findall(r"([\d.]+) (B|KiB|MiB) (are needed|for [^,)]+)", str(refused.value))
+    assert [what for _, _, what in found] == [
+        "are needed", "for one context of 1000 tokens", "for the state of 3 requests",
+        "for the page tables of 3 requests", "for the last queries of 2 requests",
+    ]  # fmt: skip
+    need, *parts = (float(n) * sizes[unit] for n, unit, _ in found)
+    assert need == pytest.approx(sum(parts), abs=0.05 * 1024 * len(found))  # each is rounded to a tenth of a KiB
+
+
 def test_a_mixed_schema_is_allocated_as_planned() -> None:
     plan = plan_cache(MIXED, 3, 1000, None)
     assert KVCacheManager(MIXED, plan.pages, plan.slots, plan.max_tokens).memory_bytes() == plan.nbytes
@@ -298,3 +315,13 @@ def test_the_second_table_comes_with_memory_or_a_budget(capsys: pytest.CaptureFi
     out = run(capsys, *common, "--budget", 1024)
     assert "1024, bounded" in out and "longest" not in out and "FFN" not in out
     assert "longest" in run(capsys, *common, "--memory", "64GiB")
+
+
+def test_the_readme_shows_what_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```\n\$ hybridkv (plan .*)\n([^`]*)\n```$", readme, re.MULTILINE)
+    assert len(blocks) == readme.count("$ hybridkv plan") == 2
+    for command, shown in blocks:
+        printed = run(capsys, *command.split(), "--device", "cpu").rstrip()
+        assert [line.rstrip() for line in printed.splitlines()] == shown.splitlines(), command

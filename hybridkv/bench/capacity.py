@@ -10,7 +10,6 @@ rings that are lent to those who read. What a step needs to compute comes on top
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -24,14 +23,9 @@ from hybridkv.cache import CacheSchema, KVCacheManager
 from hybridkv.config import CacheConfig, parse_bytes
 from hybridkv.engine.engine import Engine
 from hybridkv.errors import HybridKVError, OutOfPages
-from hybridkv.eviction import Evictor, most_held
+from hybridkv.eviction import Evictor, most_held, rings_for
 from hybridkv.models import cache_schema
 from hybridkv.planner import model_bytes
-
-try:
-    from hybridkv.eviction import rings_for
-except ImportError:  # trees that --base measures have a ring for every slot, and count it there
-    rings_for = None  # type: ignore[assignment]
 
 STEP_TOKENS = 4096  # of prompts at once
 ANSWER = 2  # tokens of room for one
@@ -64,9 +58,8 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
         raise HybridKVError(f"memory {options.memory} does not hold the weights, {weights / GIB:.1f} GiB")
     report.start()
     first, room = None, memory - weights
-    for name, cache, small_state in choices(shape, budget):
+    for name, cache in choices(shape, budget):
         schema = cache_schema(shape.config, cache, shape.dtype)
-        schema = bf16_state(schema) if small_state else schema
         plan = planned(schema, room, context, cache)
         found = report.attempt(
             "resident", name, lambda s=schema, c=cache, n=plan: admitted(shape, s, c, room, context, n)
@@ -84,27 +77,19 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
     return report
 
 
-def choices(shape: Shape, budget: int) -> list[tuple[str, CacheConfig, bool]]:
-    """(name, cache, whether the recurrent state is bf16): what can be bought."""
+def choices(shape: Shape, budget: int) -> list[tuple[str, CacheConfig]]:
+    """(name, cache): what can be bought."""
     kv = "bf16" if shape.dtype == torch.bfloat16 else "f32"
     cut = CacheConfig(kv_dtype=kv, budget=budget)
+    narrow = (f"fp8, budget {budget}, bf16 state", replace(cut, kv_dtype="fp8", state_dtype="bf16"))
     return [
-        (f"{kv}, all kept", CacheConfig(kv_dtype=kv), False),
-        (f"{kv}, budget {budget}", cut, False),
-        ("fp8, all kept", CacheConfig(kv_dtype="fp8"), False),
-        (f"fp8, budget {budget}", replace(cut, kv_dtype="fp8"), False),
-        (f"fp8, budget {budget}, bf16 state", replace(cut, kv_dtype="fp8"), True),
-        (f"{kv}, budget {budget}, bounded", replace(cut, bounded=True), False),
+        (f"{kv}, all kept", CacheConfig(kv_dtype=kv)),
+        (f"{kv}, budget {budget}", cut),
+        ("fp8, all kept", CacheConfig(kv_dtype="fp8")),
+        (f"fp8, budget {budget}", replace(cut, kv_dtype="fp8")),
+        *([narrow] if shape.config.gdn is not None else []),
+        (f"{kv}, budget {budget}, bounded", replace(cut, bounded=True)),
     ]
-
-
-def bf16_state(schema: CacheSchema) -> CacheSchema:
-    """State in half the bytes, as CacheConfig's state_dtype does it: trees that --base measures may lack it."""
-    states = tuple(
-        replace(s, tensors=tuple(replace(t, dtype=torch.bfloat16) if t.name == "recurrent" else t for t in s.tensors))
-        for s in schema.states
-    )
-    return replace(schema, states=states)
 
 
 def planned(schema: CacheSchema, room: int, context: int, cache: CacheConfig) -> int:
@@ -125,7 +110,7 @@ def slot_bytes(schema: CacheSchema, context: int) -> int:
 
 def ring_bytes(schema: CacheSchema, cache: CacheConfig, slots: int) -> int:
     """What requests that read a prompt keep their last queries in."""
-    return 0 if rings_for is None else rings_for(cache, STEP_TOKENS, slots) * schema.ring_bytes
+    return rings_for(cache, STEP_TOKENS, slots) * schema.ring_bytes
 
 
 def admitted(
@@ -134,10 +119,8 @@ def admitted(
     """(page bytes held, requests) when no more go in."""
     page = sum(s.page_bytes for s in schema.streams)
     rest = room - slots * slot_bytes(schema, context) - ring_bytes(schema, cache, slots)
-    rings: dict[str, Any] = {} if rings_for is None else {"rings": rings_for(cache, STEP_TOKENS, slots)}
-    manager = KVCacheManager(
-        schema, {s.name: rest // page for s in schema.streams}, slots, context + ANSWER, shape.device, **rings
-    )
+    pages, rings = {s.name: rest // page for s in schema.streams}, rings_for(cache, STEP_TOKENS, slots)
+    manager = KVCacheManager(schema, pages, slots, context + ANSWER, shape.device, rings=rings)
     evictor = Evictor.make(cache, manager, shape.config.head_dim)
     engine = Engine(Configured(shape.config), manager, step_tokens=STEP_TOKENS, evictor=evictor)
     for table in manager.tables.values():

@@ -1,7 +1,7 @@
 """The same benchmark on another commit, and the two side by side.
 
 The other tree is a git worktree in a temporary folder. It is measured by this tree's benchmark code, so that both are
-measured alike; cases whose ops it does not have are left out.
+measured alike; cases whose ops it does not have are left out. Trees that lack what this code is built on are refused.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from hybridkv.errors import HybridKVError
 PACKAGE = Path(hybridkv.__file__).parent
 # what measures; put over the other tree's own
 MEASURING = ("bench", "models/random_weights.py")
+NEEDED = "cache/rings.py"  # what the other tree must have: older caches are built in another way
 
 
 def repository() -> Path:
@@ -65,6 +66,11 @@ def run_base(name: str, options: BenchOptions, ref: str) -> dict[str, Any]:
     """The result of a benchmark on another commit, in a process of its own."""
     root = repository()
     with worktree(root, ref) as tree:
+        if not (tree / "hybridkv" / NEEDED).is_file():
+            raise HybridKVError(
+                f"--base {ref}: that commit has no hybridkv/{NEEDED}, which this benchmark needs; measure it with its "
+                "own benchmark"
+            )
         for part in MEASURING:
             source, target = PACKAGE / part, tree / "hybridkv" / part
             if source.is_dir():

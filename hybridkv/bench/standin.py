@@ -65,8 +65,7 @@ def fill_state(manager: KVCacheManager) -> None:
 
 def fill_sums(evictor: Evictor, request: Request, manager: KVCacheManager) -> None:
     """What attention notes beside the window's queries: the logarithm of each one's sum of exp(q . k * scale)."""
-    slot = manager.slot_of[request.key]
-    row = manager.rings.of[slot] if hasattr(manager, "rings") else slot  # trees that --base measures have one a slot
+    row = manager.rings.of[manager.slot_of[request.key]]
     for layer, seen in zip(manager.tables[STREAMS].schema.layers, evictor.layers(request, manager), strict=True):
         ring = manager.state.layer(layer).get("lse")
         if ring is None:
@@ -101,16 +100,15 @@ def resident(engine: Engine, tokens: int, answer: int, evict: bool = True) -> Re
     manager = engine.manager
     manager.admit_request(request.key)
     evictor = engine.evictor if evict else None
-    lender = evictor if hasattr(evictor, "reads") else None  # trees that --base measures have a ring for every slot
     step = evictor.step_tokens if evictor is not None and evictor.config.bounded else tokens
     try:
-        if lender is not None and not engine.scheduler.give_ring(request):
+        if evictor is not None and not engine.scheduler.give_ring(request):
             raise HybridKVError("no ring is free")
         for begin in range(0, tokens, step):
             take_pages(manager, request, min(step, tokens - begin))
             if evictor is not None and evictor.due(request, manager):
                 evictor.evict(request, manager)
-        if lender is not None and not lender.reads(request, manager):
+        if evictor is not None and not evictor.reads(request, manager):
             manager.drop_ring(request.key)
     except BaseException:
         manager.release_request(request.key)

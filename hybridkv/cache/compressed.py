@@ -141,8 +141,9 @@ def compute_block_budget(schema: CacheSchema, memory: int, requests: int, max_to
     pages = schema.pool_pages(requests, max_tokens)
     need = schema.bytes(pages, requests, max_tokens)
     if need > memory:
+        state, tables = requests * schema.slot_bytes, requests * schema.table_bytes(max_tokens)
         raise HybridKVError(
-            f"{requests} requests of {max_tokens} tokens take {need} bytes ({requests * schema.slot_bytes} of them "
-            f"state), and {memory} are given; lower one of the two, or use kv_dtype='fp8'"
+            f"{requests} requests of {max_tokens} tokens take {need} bytes ({need - state - tables} of pages, {state} "
+            f"of state, {tables} of page tables), and {memory} are given; lower one of the two, or use kv_dtype='fp8'"
         )
     return pages

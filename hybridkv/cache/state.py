@@ -55,8 +55,9 @@ class StatePool:
                 self.tensors[s.name, t.name][:, slot] = t.init
 
     def copy(self, source: int, target: int, rings: tuple[int, int] = (-1, -1)) -> None:
+        rows = self.rows(source, rings[0])
         for key, row in self.rows(target, rings[1]).items():
-            row.copy_(self.rows(source, rings[0])[key])
+            row.copy_(rows[key])
 
     def snapshot(self, slot: int, ring: int = -1) -> Snapshot:
         return {key: row.clone() for key, row in self.rows(slot, ring).items()}

@@ -144,9 +144,10 @@ def with_cache(llm: LLM, cache: CacheConfig) -> LLM:
 
     other, plan = copy.copy(llm), llm.plan
     other.cache_config = cache
-    other.plan = replace(plan, schema=cache_schema(llm.config, cache, llm.dtype), slots=1, rings=1)
-    plan = other.plan
-    other.manager = KVCacheManager(plan.schema, plan.pages, plan.slots, plan.max_tokens, llm.device)
+    schema = cache_schema(llm.config, cache, llm.dtype)
+    plan = other.plan = replace(plan, schema=schema, slots=1, rings=1 if schema.ring_bytes else 0)
+    sizes = (plan.schema, plan.pages, plan.slots, plan.max_tokens)
+    other.manager = KVCacheManager(*sizes, llm.device, rings=plan.rings)
     evictor = Evictor.make(cache, other.manager, llm.config.head_dim)
     steps = llm.engine.scheduler.step_tokens
     other.engine = Engine(llm.model, other.manager, llm.tokenizer, steps, llm.engine.eos_ids, evictor)

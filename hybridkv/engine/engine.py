@@ -174,7 +174,9 @@ class Engine:
 
     def settle(self) -> list[Update]:
         """Finish the step that flies, if one does, and launch none: then requests can be forked or saved."""
-        if self.flying is None:
+        flying = self.flying
+        if flying is None or all(request.finished for request in flying.batch.requests):
+            self.flying = None
             return []
         ahead, self.launches_ahead = self.launches_ahead, False
         try:
@@ -350,7 +352,10 @@ class Engine:
         self.manager.admit_request(key)
         try:
             if not self.scheduler.give_ring(request):
-                raise HybridKVError(f"all {self.manager.rings.count} rings for last queries are taken; wait")
+                raise HybridKVError(
+                    f"all {self.manager.rings.count} rings for last queries are taken by prompts that are being read; "
+                    "let the engine run until one has been cut, or raise max_requests"
+                )
             parts = []
             for a, b in itertools.pairwise(sorted(cuts)):
                 step = self._reserve(key, b - a)

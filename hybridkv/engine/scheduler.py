@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hybridkv.cache import ForwardStep, KVCacheManager
 from hybridkv.config import CHUNK_QUANTUM
-from hybridkv.errors import OutOfPages
+from hybridkv.errors import HybridKVError, OutOfPages
 from hybridkv.request import Request, Status
 
 BESIDE_DECODING = 512  # tokens of a step in which others decode
@@ -79,6 +79,11 @@ class Scheduler:
         while True:
             self._admit()
             plan = self._plan()
+            if not plan and self.running:  # nobody here can give a ring back
+                raise HybridKVError(
+                    f"all {self.manager.rings.count} rings for last queries are taken by requests outside the engine; "
+                    "release a fork or a restored snapshot"
+                )
             if not plan:
                 return None
             begins = [self.manager.position(r.key) for r, _ in plan]
@@ -144,7 +149,10 @@ class Scheduler:
         return plan
 
     def give_ring(self, request: Request) -> bool:
-        """Whether the request can run: it has a ring, or needs none. Caches held for a next turn give up theirs."""
+        """Whether the request can run: it has a ring, or needs none.
+
+        Caches held for a next turn are dropped for theirs, longest unused first.
+        """
         while self.needs_ring(request) and not self.manager.take_ring(request.key):
             if not self.held:
                 return False

@@ -196,13 +196,14 @@ def rings_for(config: CacheConfig, step_tokens: int, slots: int) -> int:
     """Requests whose last queries must be kept at the same time, so that none waits for a ring; 0: nothing is evicted.
 
     After its prompt a request needs none, unless it is cut again. A prompt that is cut has more than budget + window
-    tokens: a step ends one, reads some whole and begins one. Conversations, which keep theirs, share what is left.
+    tokens: a step ends one, reads some whole and begins one. Conversations, which keep theirs, share what is left: who
+    has many at once sets `rings`.
     """
     if config.budget is None:
         return 0
     if config.bounded or config.decode_every:
         return slots
-    return min(slots, max(RINGS, step_tokens // (config.budget + config.window + 1) + 2))
+    return min(slots, config.rings or max(RINGS, step_tokens // (config.budget + config.window + 1) + 2))
 
 
 def find_policy(policy: object) -> Policy:

@@ -283,7 +283,7 @@ def attention_exact(
     counts = np.diff(starts)
     owner = np.repeat(np.arange(len(counts)), counts)  # [T]
     seen = lengths[owner] - (np.array(starts)[owner + 1] - 1 - np.arange(len(owner)))[:, None]  # [T, G]
-    if on_hopper(q, k_pool):
+    if on_hopper(q[:1], k_pool):  # whatever the number of queries
         return attention_exact_wide(q, k_pool, v_pool, table, lengths, starts, scale)
     if use_triton(q):
         return _split_rows(q, k_pool, v_pool, table, owner, seen, scale)

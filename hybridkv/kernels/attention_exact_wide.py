@@ -19,7 +19,6 @@ from hybridkv.kernels.quant import Pages
 
 SPLIT = 2048
 WORKSPACE = 1 << 29  # bytes of what the splits have gathered
-MOST_QUERIES = (1 << 16) - 1  # a grid's second axis
 
 
 def exact_runs(lengths: list[int], starts: list[int], room: int) -> list[list[tuple[int, int, int]]]:
@@ -47,7 +46,7 @@ def attention_exact_wide(
     q: Tensor, k_pool: Pages, v_pool: Pages, table: Tensor, lengths: np.ndarray, starts: list[int], scale: float
 ) -> Tensor:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    room = min(WORKSPACE // (4 * q[:1].numel()), MOST_QUERIES) if len(q) else 0
+    room = WORKSPACE // (4 * q[:1].numel()) if len(q) else 0
     for run in exact_runs(lengths.max(1).tolist(), starts, room) if len(q) else []:
         owner = [b for b, _, _ in run]
         seen = lengths[owner] - np.array([starts[b + 1] - last for b, _, last in run])[:, None]

@@ -19,26 +19,25 @@ import torch
 from torch import Tensor
 
 from hybridkv.kernels.attention_tile import LOG2_E
-from hybridkv.kernels.backend import tl, triton, use_triton
+from hybridkv.kernels.backend import has_gluon, tl, triton
 from hybridkv.kernels.quant import Pages
 from hybridkv.kernels.widen import KEYS, widen
 
 ROWS = 128  # query rows of a block
 PIECE = 32768  # keys that are widened at once, in all
-GLUON = "3.6."  # the Triton whose Gluon the kernel is written in: that language still changes
 WIDTHS = (64, 128, 256)
 Sink = tuple[Tensor, Tensor]  # where log-sum-exps go: [R, H] f32, and each query's row of it [T] int64 (-1: nowhere)
 
 
 def on_hopper(q: Tensor, k_pool: Pages) -> bool:
     """Whether the kernel computes this."""
-    if not use_triton(q) or not triton.__version__.startswith(GLUON) or q.dtype != torch.bfloat16:
+    if not has_gluon(q.device) or q.dtype != torch.bfloat16:
         return False
-    if len(q) >= 1 << 16:  # a grid's second and third axis
+    if len(q) * q.shape[1] >= ROWS << 15:  # blocks, which are a grid's second axis
         return False
     if isinstance(k_pool, Tensor) and k_pool.dtype != torch.bfloat16:
         return False
-    return q.shape[2] in WIDTHS and torch.cuda.get_device_capability(q.device) == (9, 0)
+    return q.shape[2] in WIDTHS
 
 
 def is_tiled(*pools: Pages) -> bool:
@@ -95,36 +94,37 @@ def widened_parts(lengths: tuple[int, ...], G: int, piece: int, device: torch.de
     return parts
 
 
-@triton.jit(do_not_specialize=["T", "splits"])
+@triton.jit(do_not_specialize=["N", "splits"])
 def join_states_kernel(
-    state_o,  # [splits, T, H, D] f32
-    state_m,  # [splits, T, H] f32, in powers of two
+    state_o,  # [splits, N, D] f32, N = T H
+    state_m,  # [splits, N] f32, in powers of two
     state_z,
-    out,  # [T, H, D]
+    out,  # [N, D]
     lse,  # [R, H] f32
     lse_index,  # [T]
-    T,
+    N,
+    H,
     splits,
     D: tl.constexpr,
     LN_2: tl.constexpr = 0.6931471805599453,
 ):
-    i_h, i_t, H = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
+    i, N = tl.program_id(0).to(tl.int64), tl.cast(N, tl.int64)
     o_d = tl.arange(0, D)
     top = float("-inf")
     for i_s in tl.range(0, splits):
-        top = tl.maximum(top, tl.load(state_m + (i_s * T + i_t) * H + i_h))
+        top = tl.maximum(top, tl.load(state_m + i_s * N + i))
     base = tl.where(top == float("-inf"), 0.0, top)
     b_o, z = tl.zeros([D], tl.float32), 0.0
     for i_s in tl.range(0, splits):
-        i_row = (i_s * T + i_t) * H + i_h
+        i_row = i_s * N + i
         w = tl.exp2(tl.load(state_m + i_row) - base)
         z += tl.load(state_z + i_row) * w
         b_o += tl.load(state_o + i_row * D + o_d) * w
     z = tl.where(z == 0, 1.0, z)  # nothing seen
-    tl.store(out + (i_t * H + i_h) * D + o_d, (b_o / z).to(out.dtype.element_ty))
+    tl.store(out + i * D + o_d, (b_o / z).to(out.dtype.element_ty))
     if lse is not None:
-        at = tl.load(lse_index + i_t)
-        tl.store(lse + at * H + i_h, (top + tl.log2(z)) * LN_2, mask=at >= 0)
+        at = tl.load(lse_index + i // H)
+        tl.store(lse + at * H + i % H, (top + tl.log2(z)) * LN_2, mask=at >= 0)
 
 
 @lru_cache(maxsize=8)
@@ -234,7 +234,7 @@ def _attend(
         _launch(q, piece(i), ends, blocks, scale, out, lse, own, count, each, *order)
         at += 0 if carried else count
     if not carried:
-        join_states_kernel[H, T](*state, out, *(lse or (None, None)), T, at, D=D, num_warps=2)
+        join_states_kernel[(T * H,)](*state, out, *(lse or (None, None)), T * H, H, at, D=D, num_warps=2)
 
 
 def _launch(

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hybridkv.kernels.attention_sparse_kernel import attention_sparse_kernel, join_sparse_kernel
 from hybridkv.kernels.attention_tile import LOG2_E, TRITON_DTYPE, TileShape
-from hybridkv.kernels.backend import triton, use_triton
+from hybridkv.kernels.backend import has_gluon, triton, use_triton
 from hybridkv.kernels.gather import flat_entries
 from hybridkv.kernels.overlap import can_overlap
 from hybridkv.kernels.page_format import load_entries_ref
@@ -122,15 +122,13 @@ def processors(device: torch.device) -> int:
 HOPPER_SHAPE = TileShape(64, 64, 4, 2)  # attention_sparse_hopper's; it adds warps of its own
 JOIN_EARLY = 0.7  # of the multiprocessors: where more are busy, a join that comes early crowds onto the first free
 MOST_SPLITS = 44  # with more, the join costs what shorter parts save
-GLUON = "3.6."  # the Triton whose Gluon it is written in: that language still changes
 
 
 def on_hopper(q: Tensor, fmt: PageFormat, *pages: Tensor) -> bool:
     """Whether attention_sparse_hopper computes this. Its copies take 16 bytes at a time."""
-    if not q.is_cuda or not triton.__version__.startswith(GLUON) or any(x.data_ptr() % 16 for x in pages):
+    if not has_gluon(q.device) or any(x.data_ptr() % 16 for x in pages):
         return False
-    released = (fmt.dim, fmt.rope) == (512, 64) and q.dtype == torch.bfloat16 and fmt.dtype != torch.float32
-    return released and torch.cuda.get_device_capability(q.device)[0] == 9
+    return (fmt.dim, fmt.rope) == (512, 64) and q.dtype == torch.bfloat16 and fmt.dtype != torch.float32
 
 
 def sparse_shape(H: int, D: int, dot: torch.dtype) -> TileShape:

@@ -6,6 +6,7 @@ below make its decorators harmless, and `use_triton` then never picks a kernel.
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,9 @@ else:
 
         triton = tl = _Absent()
 
+COMPILED = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") != "1"  # and not interpreted
+GLUON = "3.6."  # the Triton whose Gluon the kernels for Hopper are written in: that language still changes
+
 
 def use_triton(x: Tensor) -> bool:
     """Whether an op on this tensor runs its Triton kernel."""
@@ -48,9 +52,14 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
+def has_gluon(device: torch.device) -> bool:
+    """Whether kernels in Gluon run there: they are written for one card, in one version of the language."""
+    return COMPILED and triton.__version__.startswith(GLUON) and capability(device) == (9, 0)
+
+
 def roomy(device: torch.device) -> bool:
     """Whether a program may have the shared memory of a data-centre GPU: 160 KiB or more, where others have 99."""
     return capability(device) in ((0, 0), (8, 0), (9, 0), (10, 0), (10, 3))
 
 
-__all__ = ["HAS_TRITON", "capability", "roomy", "tl", "triton", "use_triton"]
+__all__ = ["COMPILED", "GLUON", "HAS_TRITON", "capability", "has_gluon", "roomy", "tl", "triton", "use_triton"]

@@ -158,7 +158,7 @@ def flush_csa_triton(
     if not T:
         return
     rows, columns = triton.next_power_of_2(2 * ratio), triton.next_power_of_2(C)
-    overlap = can_overlap(p[:1])  # of any number of tokens: the kernel is short
+    overlap = can_overlap(p, None)  # the kernel is short
     flush_csa_kernel[(T,)](
         pages, entry_index, p, z, row_p, row_z, bias, weight, cos, sin,
         index.slots, index.begins, index.owner, index.positions, N * P, P, eps,
@@ -176,7 +176,7 @@ def save_rows_triton(
     assert all(x.is_contiguous() for x in (row_p, row_z, bias)) and bias.shape == (ratio, W)
     if not T:
         return
-    columns, overlap = triton.next_power_of_2(W), can_overlap(p[:1])
+    columns, overlap = triton.next_power_of_2(W), can_overlap(p, None)
     save_rows_kernel[(T,)](
         row_p, row_z, p, z, bias, index.slots, index.begins, index.starts, index.owner, index.positions,
         p.stride(0), z.stride(0), R=R, M=ratio, W=W, BW=columns, OVERLAP=overlap, num_warps=warps(columns),

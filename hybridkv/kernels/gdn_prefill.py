@@ -14,15 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridkv.kernels.backend import capability, tl, triton, use_triton
+from hybridkv.kernels.attention_tile import LOG2_E
+from hybridkv.kernels.backend import has_gluon, tl, triton, use_triton
 from hybridkv.kernels.gdn import CHUNK, causal_conv_ref, gated_delta_chunks
 from hybridkv.kernels.gdn_chunk import delta_chunks, solve
 from hybridkv.kernels.gdn_weights import DeltaNet
 from hybridkv.kernels.norm import gated_rms_norm_ref, l2_norm_ref
 
 PIECE = 1 << 15  # tokens at a time: what the kernels hand on takes about 50 KB a token at 48 heads of 128
-GLUON = "3.6."  # the Triton whose Gluon gdn_scan_hopper is written in: that language still changes
 DIMS, TAPS = (16, 32, 64, 128), 4  # of heads and of the convolution, that the kernels take
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
 def gdn_prefill_ref(x: Tensor, net: DeltaNet, tail: Tensor, state: Tensor) -> Tensor:
@@ -41,7 +42,7 @@ def gdn_prefill_ref(x: Tensor, net: DeltaNet, tail: Tensor, state: Tensor) -> Te
 @triton.jit
 def silu(b_x):
     """x / (1 + exp(-x)) in few instructions; 0 where exp(-x) is infinite."""
-    b_r = tl.rsqrt(1.0 + tl.exp2(b_x * -1.4426950408889634))
+    b_r = tl.rsqrt(1.0 + tl.exp2(b_x * -_LOG2_E))
     return b_x * b_r * b_r
 
 
@@ -197,10 +198,10 @@ def prepare(x: Tensor, net: DeltaNet, tail: Tensor) -> tuple[Tensor, Tensor, Ten
 
 def on_hopper(x: Tensor, net: DeltaNet) -> bool:
     """Whether gdn_scan_hopper takes the place of gdn_scan_kernel and the norm. Its copies begin at every 16 bytes."""
-    if not x.is_cuda or not triton.__version__.startswith(GLUON) or x.dtype != torch.bfloat16:
+    if not has_gluon(x.device) or x.dtype != torch.bfloat16:
         return False
     aligned = (x.data_ptr() + 2 * net.channels) % 16 == 0 and x.stride(0) % 8 == 0
-    return aligned and net.key_dim == net.value_dim == 128 and capability(x.device) == (9, 0)
+    return aligned and net.key_dim == net.value_dim == 128
 
 
 def gdn_prefill_triton(x: Tensor, net: DeltaNet, tail: Tensor, state: Tensor) -> Tensor:

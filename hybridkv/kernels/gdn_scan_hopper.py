@@ -19,6 +19,8 @@ from typing import Any
 
 from torch import Tensor
 
+from hybridkv.kernels.attention_tile import LOG2_E
+
 # kernels are a language of their own, which a Python type checker does not know
 gluon: Any = import_module("triton.experimental.gluon")
 gl: Any = import_module("triton.experimental.gluon.language")
@@ -29,6 +31,7 @@ warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_w
 
 _C, _D, _BV = gl.constexpr(64), gl.constexpr(128), gl.constexpr(64)  # tokens, dim of a head, channels of a program
 _TILES = gl.constexpr(3)  # chunks in shared memory
+_LOG2_E = gl.constexpr(LOG2_E)
 
 
 @gluon.jit
@@ -100,7 +103,7 @@ def chain_warps(gates, state, chain, s_tile, f_tile, full, free, handed, taken, 
 
 
 @gluon.jit
-def finish(b_gated, b_sum, p_sum, out, o_tile, i_n, i_o, eps, O: gl.constexpr):
+def finish(b_gated, b_sum, p_sum, out, o_tile, i_n, i_o, eps):
     """The norm of a chunk, when the other half's sums of squares are there, and its result on its way."""
     b_other = gl.load(p_sum, volatile=True)
     while gl.min(b_other, 0) < 0.0:
@@ -139,7 +142,7 @@ def output_warps(
         mbarrier.wait(handed.index(1), i_n & 1)
         o_done = warpgroup_mma(p_tiles.index(i_tile), f_tile.permute((1, 0)), b_o, is_async=True)
         b_z = z_tiles.index(i_tile).load(O).to(gl.float32)
-        b_r = gl.rsqrt(1.0 + gl.exp2(b_z * -1.4426950408889634))
+        b_r = gl.rsqrt(1.0 + gl.exp2(b_z * -_LOG2_E))
         b_z = b_z * b_r * b_r * b_weight
         b_o = warpgroup_mma_wait(0, deps=[o_done])
         gl.thread_barrier()
@@ -148,10 +151,10 @@ def output_warps(
         b_new = gl.sum(b_o * b_o, 1)
         gl.store(p_g + mine, b_new)
         if i_n > 0:
-            finish(b_gated, b_sum, p_g - HV * (4 * _C) + other, out, o_tile, i_n - 1, i_h * _D + i_v, eps, O)
+            finish(b_gated, b_sum, p_g - HV * (4 * _C) + other, out, o_tile, i_n - 1, i_h * _D + i_v, eps)
         b_gated, b_sum = b_o * b_z, b_new
         p_g += HV * (4 * _C)
-    finish(b_gated, b_sum, p_g - HV * (4 * _C) + other, out, o_tile, N - 1, i_h * _D + i_v, eps, O)
+    finish(b_gated, b_sum, p_g - HV * (4 * _C) + other, out, o_tile, N - 1, i_h * _D + i_v, eps)
     tma.store_wait(0)
 
 

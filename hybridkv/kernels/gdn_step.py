@@ -22,14 +22,13 @@ look-up of embeddings.
 
 from __future__ import annotations
 
-import os
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridkv.kernels.backend import HAS_TRITON, capability, tl, triton, use_triton
+from hybridkv.kernels.backend import COMPILED, has_gluon, tl, triton, use_triton
 from hybridkv.kernels.gdn import causal_conv_step_ref, gated_delta_step_ref
 from hybridkv.kernels.gdn_weights import DeltaNet
 from hybridkv.kernels.norm import gated_rms_norm_ref, l2_norm_ref
@@ -37,8 +36,6 @@ from hybridkv.kernels.overlap import can_overlap
 
 TILE = 4096  # elements of S for each warp: more warps, and their sums, cost more than they hide
 MANY = 264  # programs: with more, a bf16 state is kept narrow, so that a third one fits beside two
-COMPILED = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") != "1"
-GLUON = "3.6."  # the Triton whose Gluon gdn_step_hopper.py is written in: that language still changes
 
 
 def gdn_step_ref(
@@ -218,7 +215,7 @@ def _arrivals(tails: int, count: int, device: torch.device) -> Tensor:
 
 def on_hopper(x: Tensor, net: DeltaNet, states: Tensor) -> bool:
     """Whether gdn_step_hopper.py's kernel computes this. Its copies take 16 bytes at a time."""
-    if not COMPILED or not triton.__version__.startswith(GLUON) or capability(x.device)[0] != 9:
+    if not has_gluon(x.device):
         return False
     if net.key_dim != 128 or net.value_dim != 128 or net.conv.shape[1] != 4:
         return False
@@ -244,7 +241,7 @@ def gdn_step_triton(x: Tensor, net: DeltaNet, tails: Tensor, states: Tensor, slo
         return out
     BD = triton.next_power_of_2(max(K, V))
     warps = max(1, min(16, BD * BD // TILE))
-    narrow = COMPILED and not wide and B * HV > MANY and 64 * warps <= BD * BD
+    narrow = COMPILED and not wide and B * HV > MANY and 64 * warps <= BD * BD and warps <= 8  # 168 registers a thread
     gdn_step_kernel[HV, B](
         *args, **heads, K=K, V=V, TAPS=taps, BD=BD, THREADS=32 * warps, NARROW=narrow, OVERLAP=overlap,
         num_warps=warps, launch_pdl=overlap, maxnreg=168 if narrow else None,

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridkv.kernels.backend import capability, tl, triton, use_triton
+from hybridkv.kernels.backend import has_gluon, tl, triton, use_triton
 from hybridkv.kernels.page_format import (
     FP8_INDEX,
     MXFP4,
@@ -45,7 +45,6 @@ MOST_TILES = 32  # of a decoding program, so that one long request among short o
 ROUND_ROWS = 4  # one a warp
 HOPPER_PROGRAMS = 528  # of indexer_hopper: four for each multiprocessor
 HOPPER_TILES = 64  # of one of them at most
-GLUON = "3.6."  # the Triton whose Gluon indexer_hopper is written in: that language still changes
 
 
 class IndexerShape(NamedTuple):
@@ -67,7 +66,7 @@ PLAIN_KEYS, PLAIN_DIMS = 64, 16  # of a tile, and at once
 
 def on_hopper(q: Tensor, keys: Tensor, fmt: PageFormat) -> bool:
     """Whether indexer_hopper can compute this. It reads 16 bytes of a key at a time."""
-    if not q.is_cuda or capability(q.device)[0] != 9 or not triton.__version__.startswith(GLUON):
+    if not has_gluon(q.device):
         return False
     released = fmt.code == FP8_INDEX and fmt.dim == 128 and q.shape[1] <= 64 and q.dtype == torch.bfloat16
     return released and keys.data_ptr() % 16 == 0

@@ -14,15 +14,12 @@ own sums are done. Not earlier: programs that come while others run gather on th
 
 from __future__ import annotations
 
-import os
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridkv.kernels.backend import HAS_TRITON, capability, tl, triton, use_triton
+from hybridkv.kernels.backend import COMPILED, HAS_TRITON, capability, tl, triton, use_triton
 
-COMPILED = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") != "1"
 MOST_ROWS = 16
 FASTER_ROWS = 8  # of x: up to so many, faster than the library's product; where that is two kernels, up to MOST_ROWS
 # Four E4M3 codes to four BF16. The seven low bits of a code, put at exponent and mantissa, are 2^120 times too small.

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridkv.kernels.attention_tile import KEY_TILE, read_pages
-from hybridkv.kernels.backend import tl, triton, use_triton
+from hybridkv.kernels.attention_tile import KEY_TILE, LOG2_E, read_pages
+from hybridkv.kernels.backend import has_gluon, tl, triton, use_triton
 from hybridkv.kernels.quant import Fp8Pages, Pages
 
 
@@ -41,8 +41,6 @@ PLAIN = ScoreBlocks(128, 32, 4)
 PLAIN_WIDE = ScoreBlocks(128, 32, 8)  # windows of more than 64: the sums of a tile would not fit 4 warps' registers
 CONFIGS = (TENSOR_CORES, TENSOR_CORES_WIDE, PLAIN, PLAIN_WIDE)
 COMBINE_BLOCKS, COMBINE_ROWS = 64, 16
-LOG2_E = 1.4426950408889634
-GLUON = "3.6."  # the Triton whose Gluon score_hopper.py is written in: that language still changes
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have
 
 
@@ -217,10 +215,7 @@ def score_weights_kernel(
 @cache
 def hopper_processors(device: torch.device) -> int:
     """Multiprocessors of a GPU that score_hopper.py's kernel runs on; 0: it does not."""
-    if device.type != "cuda" or not triton.__version__.startswith(GLUON):
-        return 0
-    facts = torch.cuda.get_device_properties(device)
-    return facts.multi_processor_count if facts.major == 9 else 0
+    return torch.cuda.get_device_properties(device).multi_processor_count if has_gluon(device) else 0
 
 
 def hopper_tiles(queries: Tensor, keys: Tensor, G: int) -> int:

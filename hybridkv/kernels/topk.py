@@ -256,7 +256,7 @@ def top_entries_triton(logits: Tensor, visible: Tensor, k: int) -> Tensor:
     tiles = triton.cdiv(width, tile) if levels else 0
     largest = out.new_empty((T, sum(tiles * (tile // ratio**i) for i in range(1, levels + 1))))
     chosen = out.new_empty((T, kept if levels else 0))
-    overlap = levels > 0 and can_overlap(logits[:1])  # the second launch, whatever the number of rows
+    overlap = levels > 0 and can_overlap(logits, None)  # the second launch
     early = overlap and can_overlap(logits)
     plan = dict(RATIO=ratio, LEVELS=levels, TILE=tile, OVERLAP=overlap, EARLY=early)
     if levels:

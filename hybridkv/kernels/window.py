@@ -94,7 +94,7 @@ def append_window_triton(
         return
     columns = max(2, triton.next_power_of_2(D))
     tokens = 1 if T <= FEW_TOKENS else max(1, min(8, BLOCK_VALUES // columns))
-    overlap = can_overlap(x[:1])  # of any number of tokens: one writes its last rows while the next begins
+    overlap = can_overlap(x, None)  # one writes its last rows while the next begins
     append_window_kernel[(triton.cdiv(T, tokens),)](
         ring, x, weight, cos, sin, index.owner, index.positions, index.starts,
         index.slots if rows is None else rows, T, S, R, eps, x.stride(0), cos.stride(0), sin.stride(0),

@@ -76,6 +76,10 @@ class GatedMlp:
     def __call__(self, x: Tensor, h: Tensor | None = None) -> Tensor | None:
         return self.down.add_to(h, self.gate_up.gated(x))
 
+    def product(self, x: Tensor) -> Tensor:
+        """The result alone, added to nothing."""
+        return self.down(self.gate_up.gated(x))
+
 
 @dataclass(frozen=True)
 class DecoderLayer:

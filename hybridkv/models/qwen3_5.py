@@ -106,10 +106,11 @@ class SparseMoe:
     ops: RowOps
 
     def __call__(self, x: Tensor, h: Tensor | None = None) -> Tensor:
+        """The result; it is not added to `h`."""
         ops = self.ops
         weights, chosen = ops.route(ops.linear(x, self.router), self.per_token, self.renormalise)  # [T, k]
         routed = ops.run_experts(x, weights, chosen, self.gate_up, self.down)
-        shared = self.shared.down(self.shared.gate_up.gated(x))
+        shared = self.shared.product(x)
         return ops.add_shared(routed, shared, x, self.shared_gate)
 
 

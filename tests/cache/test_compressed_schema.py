@@ -1,5 +1,6 @@
 """What a model with compressed attention stores: the released models' sizes, to the byte, and what cannot be built."""
 
+import re
 from dataclasses import replace
 from math import prod
 
@@ -68,8 +69,10 @@ def test_bytes_of_a_million_tokens_are_the_published_ones(
     pages = {s.name: 2**13 for s in schema.streams}  # pages of 128 tokens each, of either kind
     assert compute_block_budget(schema, need, 1, MiB) == pages
     assert schema.bytes(pages, 1, MiB) == need == plan_cache(schema, 1, MiB, need).nbytes
-    with pytest.raises(HybridKVError, match=str(need)):
+    with pytest.raises(HybridKVError, match=str(need)) as refused:
         compute_block_budget(schema, need - 1, 1, MiB)
+    parts = re.findall(r"(\d+) of (?:pages|state|page tables)", str(refused.value))
+    assert len(parts) == 3 and sum(map(int, parts)) == need
 
 
 @pytest.mark.parametrize(("model", "block", "window"), [("flash", 449_824, 3.07), ("pro", 644_024, 4.35)])

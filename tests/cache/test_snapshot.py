@@ -199,6 +199,21 @@ def test_a_snapshot_that_contradicts_itself_is_refused(run_of: Callable) -> None
         assert facts(run.manager) == before
 
 
+def test_a_snapshot_without_state_is_refused_where_state_is_not_lent(run_of: Callable) -> None:
+    """What is left out may be last queries, which are lent; the state of DeltaNet layers may not."""
+    run = run_of("qwen3_5")
+    before = facts(run.manager)
+    with pytest.raises(RequestError, match="does not fit"):
+        restore_request(run.manager, replace(taken(run_of("qwen3_5")), states={}), "back")
+    assert facts(run.manager) == before
+    run = run_of("llama")
+    snapshot = taken(run_of("llama"))
+    assert snapshot.states
+    slot = restore_request(run.manager, replace(snapshot, states={}), "back")
+    assert run.manager.rings.of[slot] == -1 and run.manager.rings.count
+    run.manager.check_integrity()
+
+
 def test_a_damaged_file_is_refused_wherever_it_is_damaged(run_of: Callable, tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     taken(run_of("llama")).save(path)

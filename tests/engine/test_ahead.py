@@ -191,3 +191,18 @@ def test_a_request_whose_next_step_runs_is_forked_and_saved_once_that_is_settled
     run(engine)
     assert request.generated == alone(engine_of("qwen3_5"), prompt(9), greedy(20)).generated
     assert_nothing_held(engine)
+
+
+def test_settling_launches_nothing_where_all_that_flies_has_ended(engine_of: Callable) -> None:
+    engine = engine_of("qwen3_5")
+    engine.launches_ahead = True
+    request = engine.add(prompt(9), greedy(20))
+    for _ in range(3):
+        engine.step()
+    assert engine.flying is not None
+    engine.abort(request)
+    other = engine.add(prompt(5), greedy(4))
+    assert engine.settle() == [] and engine.flying is None and other.answer_tokens == 0
+    run(engine)
+    assert other.generated == alone(engine_of("qwen3_5"), prompt(5), greedy(4)).generated
+    assert_nothing_held(engine)

@@ -13,7 +13,7 @@ from hybridkv.cache.snapshot import restore_request, snapshot_request
 from hybridkv.config import CacheConfig, SamplingParams
 from hybridkv.engine.engine import Engine
 from hybridkv.errors import HybridKVError
-from hybridkv.eviction import Evictor
+from hybridkv.eviction import Evictor, rings_for
 from hybridkv.request import Request
 
 SAY = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -99,7 +99,9 @@ def test_a_ring_is_there_from_the_first_chunk_to_the_cut(evicting: Callable) -> 
 
     engine.manager.prepare_forward = prepared  # type: ignore[method-assign,assignment]
     had: dict[Request, set[bool]] = {r: set() for r in (long, short, third, fourth)}
-    while not engine.idle:
+    for _ in range(200):
+        if engine.idle:
+            break
         before = {r: len(r.evictions) for r in had}
         engine.step()
         for request in had.keys() & {*engine.scheduler.running}:
@@ -111,6 +113,8 @@ def test_a_ring_is_there_from_the_first_chunk_to_the_cut(evicting: Callable) -> 
             kept = steps[-1].ring_rows
             if position > request.prompt_tokens and slot in steps[-1].slots:  # a decode step keeps nothing
                 assert kept[steps[-1].starts[steps[-1].slots.index(slot)]] == -1
+    else:
+        pytest.fail("no end")
     assert had[short] == {False} and had[long] == had[third] == had[fourth] == {True, False}
     assert_nothing_held(engine)
 
@@ -188,8 +192,12 @@ def test_forks_and_snapshots_take_a_ring_only_if_their_origin_has_one(evicting: 
     restore_request(manager, saved, "back")
     back = manager.rings.of[manager.slot_of["back"]]
     assert all((t[:, own] == t[:, back]).all() for key, t in manager.state.tensors.items() if key[0] == "queries")
-    while not request.evictions:
+    for _ in range(200):
+        if request.evictions:
+            break
         engine.step()
+    else:
+        pytest.fail("no end")
     assert manager.rings.of[manager.slot_of[request.key]] < 0
     manager.fork_request(request.key, "fork")  # what was cut needs none
     restore_request(manager, snapshot_request(manager, request.key), "again")
@@ -198,6 +206,23 @@ def test_forks_and_snapshots_take_a_ring_only_if_their_origin_has_one(evicting: 
         manager.release_request(key)
     run(engine)
     assert_nothing_held(engine)
+
+
+def test_prompts_do_not_wait_for_ever_for_rings_outside_the_engine(evicting: Callable) -> None:
+    engine = evicting("llama", budget=BUDGET, slots=3, rings=1)
+    request = engine.add(ids(150), SAY)
+    engine.step()
+    saved = snapshot_request(engine.manager, request.key)
+    engine.abort(request)
+    restore_request(engine.manager, saved, "copy")
+    other = engine.add(ids(120), SAY)
+    for _ in range(2):
+        with pytest.raises(HybridKVError, match="all 1 rings .* outside the engine; release"):
+            engine.step()
+    engine.manager.release_request("copy")
+    run(engine)
+    [want] = answers(evicting("llama", budget=BUDGET), [120])
+    assert_same(other, want)
 
 
 def test_what_needs_a_ring_and_has_none_is_said(evicting: Callable) -> None:
@@ -217,6 +242,18 @@ def test_what_needs_a_ring_and_has_none_is_said(evicting: Callable) -> None:
     run(engine)
     assert request.finish_reason == "length" and request.evictions  # 86 tokens later the ring has the whole window
     assert_nothing_held(engine)
+
+
+def test_as_many_rings_as_asked_for(oracle: Callable) -> None:
+    for asked, made in ((None, 8), (1, 1), (11, 11), (30, 12)):
+        config = CacheConfig(budget=BUDGET + 4096, window=WINDOW, recent=8, rings=asked)
+        assert rings_for(config, 512, 12) == made
+    for wrong in (0, -1, True, 1.5):
+        with pytest.raises(HybridKVError, match="rings must be"):
+            CacheConfig(budget=BUDGET, rings=wrong)  # type: ignore[arg-type]
+    cache = CacheConfig(budget=BUDGET, window=WINDOW, recent=8, rings=2)
+    llm = LLM(oracle("llama").folder, cache=cache, max_requests=4, max_context=256, dtype="float32")
+    assert llm.engine.manager.rings.count == 2
 
 
 def test_more_requests_than_rings_run_as_planned(oracle: Callable) -> None:

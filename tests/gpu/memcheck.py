@@ -1,12 +1,13 @@
 """Every kernel of a small Qwen3.5 and a small DeepSeek-V4 once, for a memory checker. Not a test: run it under one.
 
-    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/memcheck.py
+    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/memcheck.py [0 1 2 3: which of RUNS]
 
 Qwen3.5: prompts in chunks, eviction, decode steps through graphs with rows of padding, in bf16 and FP8, and FP8
 weights. DeepSeek-V4: the same without eviction, through window, compressed entries, index and choice, sparse attention
 and experts. Head widths are the real ones, so that the kernels are those of large models.
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -50,9 +51,14 @@ def run(raw: dict[str, Any], cache: CacheConfig, fp8_weights: bool = False, devi
     print(f"{raw['model_type']}, {cache.kv_dtype} KV, {weights} weights: {[r.generated for r in asked]}", flush=True)
 
 
+RUNS: list[tuple[dict[str, Any], CacheConfig, bool]] = [
+    (QWEN, CacheConfig("bf16", budget=128), False),
+    (DEEPSEEK, CacheConfig("fp8"), False),
+    (QWEN, CacheConfig("fp8", budget=128), True),
+    (DEEPSEEK, CacheConfig("bf16"), False),
+]
+
 if __name__ == "__main__":
-    run(QWEN, CacheConfig("bf16", budget=128))
-    run(DEEPSEEK, CacheConfig("fp8"))
-    run(QWEN, CacheConfig("fp8", budget=128), fp8_weights=True)
-    run(DEEPSEEK, CacheConfig("bf16"))
+    for i in map(int, sys.argv[1:] or range(len(RUNS))):
+        run(*RUNS[i])
     print("done")

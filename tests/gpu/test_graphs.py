@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import tiny
+from engine.driving import run
 from gpu.stepping import feed, replay_beside_hostile_rows, replay_quietly
 from hybridkv import LLM, CacheConfig, SamplingParams
 from hybridkv.cache import KVCacheManager
@@ -136,8 +137,7 @@ def test_requests_that_wait_for_a_ring_are_cut_as_those_that_do_not(kind: str, o
         engine = Engine(llm.model, manager, step_tokens=512, evictor=evictor)
         params = SamplingParams(max_tokens=24, ignore_eos=True)
         requests = [engine.add(ids(n, seed=n), params) for n in (300, 70, 250, 400, 193)]
-        while not engine.idle:
-            engine.step()
+        run(engine)
         assert [len(r.evictions) for r in requests] == [1, 0, 1, 1, 1] and engine.runner.graphs.captured
         assert not any(r.error or r.preemptions for r in requests)
         manager.check_integrity()

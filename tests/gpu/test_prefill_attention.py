@@ -12,12 +12,13 @@ from hybridkv.kernels import attention_prefill as file
 from hybridkv.kernels.attention_exact_wide import attention_exact_wide
 from hybridkv.kernels.attention_prefill import attention_prefill, attention_prefill_triton
 from hybridkv.kernels.attention_prefill_wide import attention_prefill_wide, on_hopper
+from hybridkv.kernels.backend import has_gluon
 from kernels.triton_cases import BF16, BOUND, F32, FP8, Streams, dense, log_sums, queries, streams
 from numerics import assert_close_rms, assert_same_bytes
 
 pytestmark = pytest.mark.gpu
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+HOPPER = torch.cuda.is_available() and has_gluon(torch.device("cuda"))
 hopper = pytest.mark.skipif(not HOPPER, reason="the kernel is for Hopper GPUs")
 LENGTHS = [[300] * 4, [1000, 900, 77, 500], [1] * 4, [129, 130, 2000, 64], [64, 65, 63, 0]]
 STARTS = [0, 300, 377, 378, 442, 443]

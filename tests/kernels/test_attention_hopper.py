@@ -15,7 +15,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from hybridkv.kernels.attention_sparse import GLUON, HOPPER_SHAPE
+from hybridkv.kernels.attention_sparse import HOPPER_SHAPE
+from hybridkv.kernels.backend import GLUON
 from hybridkv.kernels.attention_sparse_hopper import attention_hopper_kernel as kernel
 from hybridkv.kernels.page_layout import entry_format
 

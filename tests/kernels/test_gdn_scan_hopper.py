@@ -14,9 +14,10 @@ import torch
 import triton
 from kernels.no_device import SHARED_MEMORY, built
 from hybridkv.kernels import gdn_prefill as file
+from hybridkv.kernels.backend import GLUON
 from hybridkv.kernels.gdn_weights import DeltaNet
 
-assert triton.__version__.startswith(file.GLUON), "another Triton than gdn_scan_hopper is written for"
+assert triton.__version__.startswith(GLUON), "another Triton than gdn_scan_hopper is written for"
 file.on_hopper = lambda x, net: True
 net = DeltaNet(16, 48, 128, 128, torch.zeros(10240, 4), torch.zeros(48), torch.zeros(48), torch.zeros(128), 1e-6)
 x = torch.zeros(70, sum(net.columns), dtype=torch.bfloat16)

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from hybridkv.kernels.indexer import GLUON
+from hybridkv.kernels.backend import GLUON
 from hybridkv.kernels.indexer_hopper import WARPS
 from hybridkv.kernels.indexer_hopper import decode_logits_hopper_kernel as kernel
 

@@ -15,10 +15,11 @@ import torch
 import triton
 from kernels.no_device import SHARED_MEMORY, built
 from hybridkv.kernels import attention_prefill_wide as file
+from hybridkv.kernels.backend import GLUON
 from hybridkv.kernels.quant import Fp8Pages
 from hybridkv.kernels.widen import widen_triton
 
-assert triton.__version__.startswith(file.GLUON), "another Triton than attention_prefill_hopper is written for"
+assert triton.__version__.startswith(GLUON), "another Triton than attention_prefill_hopper is written for"
 file.widen = widen_triton
 lengths, rows = np.full((2, 4), 200), torch.zeros(2, dtype=torch.int64)
 table, sink = torch.zeros(5, 4, 4, dtype=torch.int32), (torch.zeros(9, 24), torch.zeros(50, dtype=torch.int64))

@@ -15,7 +15,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from hybridkv.kernels.score import GLUON, key_tiles
+from hybridkv.kernels.backend import GLUON
+from hybridkv.kernels.score import key_tiles
 from hybridkv.kernels.score_hopper import WARPS
 from hybridkv.kernels.score_hopper import score_known_hopper_kernel as kernel
 
