@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from hybridkv.bench import cases_attention, cases_dense, compare, decode, peers, script
 from hybridkv.bench.options import BENCHES, BenchOptions, from_json
@@ -26,7 +27,11 @@ from hybridkv.bench.trace import short
 from hybridkv.cli import main
 from hybridkv.config import CacheConfig
 from hybridkv.errors import HybridKVError
+from hybridkv.kernels.linear import Linear
+from hybridkv.kernels.linear_fp8 import encode_weight
+from hybridkv.models.layers import GatedMlp
 from hybridkv.models.random_weights import random_decoder
+from numerics import assert_close_rms
 
 TINY = BenchOptions(model_shape="tiny", device="cpu", skip_peers=True)
 OPS = {
@@ -380,3 +385,13 @@ def test_kernel_names_become_short() -> None:
 def test_options_survive_a_trip_through_json() -> None:
     options = replace(TINY, contexts=(64,), kv_dtypes=("fp8",))
     assert from_json(json.dumps(asdict(options))) == options
+
+
+def test_codes_become_the_weights_that_they_stand_for() -> None:
+    weight, x = torch.randn(48, 64), torch.randn(5, 64)
+    layer = Linear(*encode_weight(weight)[:1], scale=encode_weight(weight)[1])
+    want = layer(x)
+    decode.widen_weights((GatedMlp(layer, Linear(weight)),))
+    assert layer.scale is None and layer.weight.dtype == torch.bfloat16
+    assert_close_rms("product", want, F.linear(x, layer.weight.float()), 2e-3)  # a weight has four bits; a scale more
+    assert not torch.equal(F.linear(x, weight), want)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hybridkv.bench.options import BenchOptions
 from hybridkv.bench.report import Column, Report, check, rounding
@@ -26,6 +27,8 @@ from hybridkv.bench.standin import fill_pages, fill_state, make_engine, resident
 from hybridkv.bench.timing import GIB, Ceilings, free_memory
 from hybridkv.config import CacheConfig
 from hybridkv.engine.engine import Engine
+from hybridkv.kernels.linear import Linear
+from hybridkv.kernels.quant import fp8_decode
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.layers import Model
 from hybridkv.models.random_weights import random_decoder
@@ -42,6 +45,7 @@ COLUMNS = (
 STEPS, WARM = 12, 3
 ANSWER = STEPS + WARM + 8  # tokens of room: no request ends while steps are timed
 CHECKED = 192  # tokens
+CHECKED_LAYERS = 4  # of FP8 weights, by steps alone
 OURS = ("budget", "context", "batch", "weights", "state")  # parts that --only picks from, and "peers"
 
 
@@ -108,11 +112,37 @@ def ours(
 
 
 def fp8_weights(shape: Shape, report: Report, kind: str, context: int) -> None:
-    """One request with the projections in E4M3, beside the model that is there."""
+    """One request with the projections in E4M3, beside the model that is there.
+
+    A prompt's activations are rounded to E4M3 too, a step's are not, so one cannot be compared with the other. Steps of
+    the first layers are compared with those of the weights that the codes stand for.
+    """
+    few = shape.cut(min(CHECKED_LAYERS, shape.config.layers))
+    model = random_decoder(few.config, few.device, few.dtype, True)
+    got = steps_alone(few, model, kind)
+    widen_weights(model)
+    check("a decode step with FP8 weights", got, steps_alone(few, model, kind), rounding(few.config.layers))
+    del model
     model = random_decoder(shape.config, shape.device, shape.dtype, True)
     bench = DecodeBench(shape, model, report, CacheConfig(kv_dtype=kind))
-    bench.agreement()
     bench.measure(bench.engine(1, context + ANSWER), "decode fp8 weights", 1, context)
+
+
+def steps_alone(shape: Shape, model: Model, kind: str) -> Tensor:
+    """Logits [8, vocab] of the last of some steps of one token each."""
+    tokens = torch.randint(0, shape.config.vocab, (24,), generator=torch.Generator().manual_seed(0)).tolist()
+    engine = make_engine(model, CacheConfig(kv_dtype=kind), shape.device, shape.dtype, 1, len(tokens))
+    return engine.score(tokens, prefill=1)[-8:]
+
+
+def widen_weights(part: object) -> None:
+    """In place: codes become the weights that they stand for."""
+    if isinstance(part, Linear):
+        if part.scale is not None:
+            part.weight, part.scale = fp8_decode(part.weight, part.scale).to(torch.bfloat16), None
+    elif isinstance(part, tuple) or hasattr(part, "__dataclass_fields__"):
+        for item in part if isinstance(part, tuple) else vars(part).values():
+            widen_weights(item)
 
 
 def bf16_state(shape: Shape, model: Model, report: Report, kind: str, batches: tuple[int, ...], context: int) -> None:

@@ -32,8 +32,8 @@ class Rings:
         if not self.take(slot, position):
             raise HybridKVError(
                 "the request keeps its last queries for an eviction to come, a copy of it must too, and all "
-                f"{self.count} rings for them are taken; wait until a request has been cut, or release a fork or a held "
-                "cache"
+                f"{self.count} rings for them are taken; wait until a request has been cut, or release a fork or a "
+                "held cache"
             )
 
     def whole(self, slot: int, begin: int) -> int:
