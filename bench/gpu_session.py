@@ -50,7 +50,7 @@ def steps() -> list[Step]:
     marked = [p for p in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in p.read_text(encoding="utf-8")]
     found = [Step("tests", 270, [*tests, *workers, *(str(p.relative_to(ROOT)) for p in marked)])]
     if shutil.which(check[0]):
-        found.append(Step("memcheck", 75, check))
+        found.append(Step("memcheck", 130, check))
 
     def bench(name: str, seconds: float, *more: str, script: str | None = None) -> None:
         path = f"bench/{script or name}.py"

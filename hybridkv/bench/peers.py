@@ -238,7 +238,7 @@ class PrefillPeers:
                 report.doing("building transformers")
                 self.hf = build(shape)
             with tuned_together():
-                for part in (min(length, 4096), length):  # the first one compiles and tunes
+                for part in (min(length, 4096), length, length):  # some kernels are tuned again for a longer prompt
                     report.doing(f"transformers, prompt of {part}")
                     cache = DynamicCache(config=self.hf.config)
                     with Meter(shape.device) as meter:
