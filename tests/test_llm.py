@@ -172,7 +172,7 @@ def test_too_little_memory_is_an_error_before_weights_are_read(
         open_model(folder, memory="200KiB")
     with pytest.raises(AssertionError, match="a weight was read"):  # guard: enough memory gets that far
         open_model(folder, memory="64MiB", max_context=256)
-    with pytest.raises(HybridKVError, match=r"one context of 512 tokens .*max_context \(at most \d+ tokens fit\)"):
+    with pytest.raises(HybridKVError, match=r"one context of 512 tokens, .*max_context \(at most \d+ tokens fit\)"):
         open_model(folder, memory=weights_of(folder) + 200_000, max_context=512, max_requests=1)
 
 
