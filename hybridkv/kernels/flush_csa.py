@@ -23,7 +23,6 @@ from torch import Tensor
 
 from hybridkv.kernels.backend import tl, triton, use_triton
 from hybridkv.kernels.flush_entry import store_pooled, store_pooled_ref, warps
-from hybridkv.kernels.overlap import can_overlap, wait_for_inputs
 from hybridkv.kernels.page_layout import PageFormat
 from hybridkv.kernels.step_index import StepIndex
 
@@ -85,9 +84,8 @@ def flush_csa_kernel(
     pages, entry_index, p, z, row_p, row_z, bias, weight, cos, sin, slots, begins, owner, positions,
     E, P, eps, stride_p, stride_z, stride_cos, stride_sin,
     R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, TURNED: tl.constexpr,
-    ROPE: tl.constexpr, FORMAT: tl.constexpr, OVERLAP: tl.constexpr,
+    ROPE: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(OVERLAP)
     i_t = tl.program_id(0).to(tl.int64)
     i_b = tl.load(owner + i_t)
     i_e, i_s = tl.load(entry_index + i_t), tl.load(slots + i_b)
@@ -117,9 +115,8 @@ def flush_csa_kernel(
 @triton.jit
 def save_rows_kernel(
     row_p, row_z, p, z, bias, slots, begins, starts, owner, positions, stride_p, stride_z,
-    R: tl.constexpr, M: tl.constexpr, W: tl.constexpr, BW: tl.constexpr, OVERLAP: tl.constexpr,
+    R: tl.constexpr, M: tl.constexpr, W: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(OVERLAP)
     i_t = tl.program_id(0).to(tl.int64)
     i_b, u = tl.load(owner + i_t), tl.load(positions + i_t)
     i_s = tl.load(slots + i_b)
@@ -158,13 +155,12 @@ def flush_csa_triton(
     if not T:
         return
     rows, columns = triton.next_power_of_2(2 * ratio), triton.next_power_of_2(C)
-    overlap = can_overlap(p, None)  # the kernel is short
     flush_csa_kernel[(T,)](
         pages, entry_index, p, z, row_p, row_z, bias, weight, cos, sin,
         index.slots, index.begins, index.owner, index.positions, N * P, P, eps,
         p.stride(0), z.stride(0), cos.stride(0), sin.stride(0),
         R=R, M=ratio, C=C, BR=rows, BC=columns, TURNED=2 * cos.shape[1], ROPE=fmt.rope, FORMAT=fmt.code,
-        OVERLAP=overlap, num_warps=max(1, min(8, rows * columns // 1024)), launch_pdl=overlap,
+        num_warps=max(1, min(8, rows * columns // 1024)),
     )  # fmt: skip
 
 
@@ -176,11 +172,10 @@ def save_rows_triton(
     assert all(x.is_contiguous() for x in (row_p, row_z, bias)) and bias.shape == (ratio, W)
     if not T:
         return
-    columns, overlap = triton.next_power_of_2(W), can_overlap(p, None)
+    columns = triton.next_power_of_2(W)
     save_rows_kernel[(T,)](
         row_p, row_z, p, z, bias, index.slots, index.begins, index.starts, index.owner, index.positions,
-        p.stride(0), z.stride(0), R=R, M=ratio, W=W, BW=columns, OVERLAP=overlap, num_warps=warps(columns),
-        launch_pdl=overlap,
+        p.stride(0), z.stride(0), R=R, M=ratio, W=W, BW=columns, num_warps=warps(columns),
     )  # fmt: skip
 
 
