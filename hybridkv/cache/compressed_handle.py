@@ -26,7 +26,7 @@ from hybridkv.cache.handle import LayerHandle
 from hybridkv.cache.schema import CompressedLayer
 from hybridkv.cache.step import CompressedStep, EntryView
 from hybridkv.kernels.attention_sparse import Entries, attention_sparse
-from hybridkv.kernels.flush_csa import flush_csa, save_rows
+from hybridkv.kernels.flush_csa import flush_csa
 from hybridkv.kernels.flush_hca import flush_hca, save_running
 from hybridkv.kernels.gather import flat_entries, gather_entries
 from hybridkv.kernels.indexer import index_logits
@@ -137,8 +137,8 @@ class CompressedHandle(LayerHandle):
         view, ratio = self._entries(), self.schema.ratio
         pages, fmt = self._pages("entries" if which == "main" else "index")
         rows = self.state[f"{which}_p"], self.state[f"{which}_z"]
-        flush_csa(pages, fmt, view.entry_index, p, z, *rows, bias, weight, eps, *angles, self.index, ratio)
-        save_rows(*rows, p, z, bias, self.index, ratio)
+        longest = max(self._chunk_counts(), default=1)
+        flush_csa(pages, fmt, view.entry_index, p, z, *rows, bias, weight, eps, *angles, self.index, ratio, longest)
 
     def maybe_flush_hca(self, p: Tensor, z: Tensor, bias: Tensor, weight: Tensor, eps: float, angles: Angles) -> None:
         """The same for p, z [T, head_dim] of a layer whose entries do not overlap."""

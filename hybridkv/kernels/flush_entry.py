@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hybridkv.kernels.backend import tl, triton
-from hybridkv.kernels.norm_rope import norm_rope_ref, turn_tile
-from hybridkv.kernels.page_format import store_entries_ref, store_tile
+from hybridkv.kernels.norm_rope import norm_rope_ref, turn_pairs
+from hybridkv.kernels.page_format import store_entries_ref, store_rows
 from hybridkv.kernels.page_layout import PageFormat
 
 
@@ -35,15 +35,11 @@ def store_pooled_ref(
 
 @triton.jit
 def store_pooled(
-    pages, i_e, b_x, weight, eps, cos, sin, i_t, P, stride_cos, stride_sin,
-    C: tl.constexpr, BC: tl.constexpr, TURNED: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr,
+    pages, i_page, i_row, b_x, b_weight, turns, eps, P, C: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr
 ):  # fmt: skip
-    """A pooled vector [BC], 0 past C, into place i_e. TURNED: how many last channels are rotated."""
-    o_c = tl.arange(0, BC)
-    b_scale = tl.rsqrt(tl.sum(b_x * b_x, 0) / C + eps)
-    b_x = b_x * b_scale * tl.load(weight + o_c, mask=o_c < C, other=0.0)
-    o_e = i_e + tl.zeros([1], tl.int64)
-    o_t = i_t + tl.zeros([1, 1], tl.int64)
-    b_x = tl.reshape(b_x, [1, BC])
-    b_x = turn_tile(b_x, cos + o_t * stride_cos, sin + o_t * stride_sin, o_t >= 0, C, TURNED // 2)
-    store_tile(pages, o_e, o_e >= 0, o_c, b_x, P, C, ROPE, FORMAT)
+    """A pooled vector, 0 past its C channels, into row i_row of page i_page. turns: of `load_turns`, for one row."""
+    b_cos, b_sin, m_r = turns
+    b_x = b_x * tl.rsqrt(tl.sum(b_x * b_x, 0) / C + eps) * b_weight
+    b_x = turn_pairs(b_x[None, :], b_cos, b_sin, m_r)
+    o_page, o_row = i_page + tl.zeros([1], tl.int64), i_row + tl.zeros([1], tl.int64)
+    store_rows(pages, o_page, o_row, o_page >= 0, tl.arange(0, b_x.shape[1]), b_x, P, C, ROPE, FORMAT)

@@ -28,6 +28,8 @@ from torch import Tensor
 
 from hybridkv.kernels.backend import tl, triton, use_triton
 from hybridkv.kernels.flush_entry import store_pooled, store_pooled_ref, warps
+from hybridkv.kernels.norm_rope import load_turns
+from hybridkv.kernels.overlap import can_overlap
 from hybridkv.kernels.page_layout import PageFormat
 from hybridkv.kernels.step_index import StepIndex
 
@@ -161,19 +163,26 @@ def flush_hca_kernel(
     pages, entry_index, p, z, top, total, mixed, bias, weight, cos, sin, slots, begins, owner, positions,
     E, P, eps, stride_p, stride_z, stride_cos, stride_sin,
     K: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, TURNED: tl.constexpr, ROPE: tl.constexpr,
-    FORMAT: tl.constexpr, STAGES: tl.constexpr,
+    FORMAT: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     i_t = tl.program_id(0).to(tl.int64)
-    i_b = tl.load(owner + i_t)
-    i_e, i_s = tl.load(entry_index + i_t), tl.load(slots + i_b)
-    if (i_e < 0) | (i_e >= E) | (i_s < 0):
-        return
-    begin, first = tl.load(begins + i_b), tl.load(positions + i_t) + 1 - M
-    held = tl.maximum(begin - first, 0).to(tl.int32)  # rows that the bank stands for
+    i_b, i_e, last = tl.load(owner + i_t), tl.load(entry_index + i_t), tl.load(positions + i_t)
+    i_s, begin = tl.load(slots + i_b), tl.load(begins + i_b)
     o_c = tl.arange(0, BC)
     m_c = o_c < C
+    b_weight = tl.load(weight + o_c, mask=m_c, other=0.0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()  # the index, like the weights, was there before the step
+    if (i_e < 0) | (i_e >= E) | (i_s < 0):
+        return
+    first = last + 1 - M
+    held = tl.maximum(begin - first, 0).to(tl.int32)  # rows that the bank stands for
     o_pool = (i_s * K + (begin - 1) % K) * C + o_c
     b_top, b_total, b_mixed = load_pool(top, total, mixed, o_pool, m_c, held > 0)
+    o_t, i_page = i_t + tl.zeros([1, 1], tl.int64), i_e // P
+    turns = load_turns(cos + o_t * stride_cos, sin + o_t * stride_sin, o_t >= 0, C, TURNED // 2, BC // 2)
     for i in tl.range(held, M, num_stages=STAGES):
         i_row = i_t + 1 - M + i
         b_p = tl.load(p + i_row * stride_p + o_c, mask=m_c, other=0.0)
@@ -181,19 +190,21 @@ def flush_hca_kernel(
         b_z += tl.load(bias + i * C + o_c, mask=m_c, other=0.0)
         b_top, b_total, b_mixed = pool_row(b_top, b_total, b_mixed, b_p, b_z)
     b_x = tl.where(m_c, b_mixed / b_total, 0.0)
-    store_pooled(
-        pages, i_e, b_x, weight, eps, cos, sin, i_t, P, stride_cos, stride_sin, C, BC, TURNED, ROPE, FORMAT
-    )  # fmt: skip
+    store_pooled(pages, i_page, i_e - i_page * P, b_x, b_weight, turns, eps, P, C, ROPE, FORMAT)
 
 
 @triton.jit
 def save_running_kernel(
     top, total, mixed, p, z, bias, slots, begins, starts, stride_p, stride_z,
-    K: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+    K: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     i_b = tl.program_id(0).to(tl.int64)
     i_s, begin, start = tl.load(slots + i_b), tl.load(begins + i_b), tl.load(starts + i_b)
     end = begin + tl.load(starts + i_b + 1) - start
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     if (i_s < 0) | (end == begin):
         return
     saved = tl.maximum(begin, end - K)  # the first position whose pool is kept
@@ -243,13 +254,13 @@ def flush_hca_triton(
     assert all(x.is_contiguous() for x in (pages, entry_index, top, total, mixed, bias, weight))
     if not T:
         return
-    columns = triton.next_power_of_2(C)
+    columns, overlap = triton.next_power_of_2(C), can_overlap(p, None)
     flush_hca_kernel[(T,)](
         pages, entry_index, p, z, top, total, mixed, bias, weight, cos, sin,
         index.slots, index.begins, index.owner, index.positions, N * P, P, eps,
         p.stride(0), z.stride(0), cos.stride(0), sin.stride(0),
         K=K, M=ratio, C=C, BC=columns, TURNED=2 * cos.shape[1], ROPE=fmt.rope, FORMAT=fmt.code,
-        STAGES=STAGES, num_warps=warps(columns),
+        STAGES=STAGES, OVERLAP=overlap, num_warps=warps(columns), launch_pdl=overlap,
     )  # fmt: skip
 
 
@@ -262,10 +273,10 @@ def save_running_triton(
     assert all(x.is_contiguous() for x in (top, total, mixed, bias))
     if not T:
         return
-    columns = min(BLOCK_CHANNELS, triton.next_power_of_2(C))
+    columns, overlap = min(BLOCK_CHANNELS, triton.next_power_of_2(C)), can_overlap(p, None)
     save_running_kernel[(B, triton.cdiv(C, columns))](
         top, total, mixed, p, z, bias, index.slots, index.begins, index.starts, p.stride(0), z.stride(0),
-        K=K, M=ratio, C=C, BC=columns, STAGES=STAGES, num_warps=warps(columns),
+        K=K, M=ratio, C=C, BC=columns, STAGES=STAGES, OVERLAP=overlap, num_warps=warps(columns), launch_pdl=overlap,
     )  # fmt: skip
 
 

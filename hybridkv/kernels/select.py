@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridkv.kernels.backend import tl, triton, use_triton
-from hybridkv.kernels.topk import HELD, MOST, TILE, choose_entries, group_largest_kernel, plan_levels
+from hybridkv.kernels.topk import MOST, top_entries_triton
 
 POOL_BLOCK = 512
 
@@ -95,65 +95,8 @@ def select_entries_ref(scores: Tensor, visible: Tensor, count: Tensor, lengths: 
     return torch.where(place[:width] < count, chosen, out).to(torch.int32)
 
 
-@triton.jit(do_not_specialize=["K"])
-def select_kernel(
-    x,  # [R, ...] f32
-    visible,  # [R] int64
-    counts,  # [R] int64
-    lengths,  # [R] int64
-    largest,  # [R, ...] int32, as group_largest_kernel writes them from `tiles` tiles
-    chosen,  # [R, KEPT] int32: groups
-    out,  # [R, K] int32
-    K,
-    width,
-    tiles,
-    stride_x,
-    stride_l,
-    RATIO: tl.constexpr,
-    LEVELS: tl.constexpr,
-    TILE: tl.constexpr,
-    KEPT: tl.constexpr,
-):
-    i_r = tl.program_id(0).to(tl.int64)
-    n = tl.minimum(tl.load(visible + i_r), width).to(tl.int32)
-    k = tl.minimum(tl.load(counts + i_r), n).to(tl.int32)
-    length = tl.load(lengths + i_r).to(tl.int32)
-    o_k = tl.arange(0, KEPT)
-    b_rest = n + o_k - k
-    tl.store(out + i_r * K + o_k, tl.where(b_rest < length, b_rest, -1), mask=(o_k >= k) & (o_k < K))
-    if k == n:
-        tl.store(out + i_r * K + o_k, o_k, mask=o_k < k)
-        return
-    if k == 0:
-        return
-    choose_entries(
-        x + i_r * stride_x, largest + i_r * stride_l, chosen + i_r * KEPT, out + i_r * K, n, k, width, tiles,
-        RATIO, LEVELS, TILE, KEPT,
-    )  # fmt: skip
-
-
 def select_entries_triton(scores: Tensor, visible: Tensor, count: Tensor, lengths: Tensor, width: int) -> Tensor:
-    R, L = scores.shape
-    assert width <= MOST // 2, "groups of one would be no groups"
-    assert scores.dtype == torch.float32 and (L <= 1 or scores.stride(1) == 1)
-    out = torch.empty((R, width), dtype=torch.int32, device=scores.device)
-    if not R or not width:
-        return out
-    kept, ratio, levels = plan_levels(L, width)
-    tile = max(TILE, ratio**levels)
-    tiles = triton.cdiv(L, tile) if levels else 0
-    largest = out.new_empty((R, sum(tiles * (tile // ratio**i) for i in range(1, levels + 1))))
-    chosen = out.new_empty((R, kept if levels else 0))
-    plan = dict(RATIO=ratio, LEVELS=levels, TILE=tile)
-    if levels:
-        group_largest_kernel[R, tiles](
-            scores, visible, largest, 0, L, scores.stride(0), largest.stride(0), **plan, OVERLAP=False, EARLY=False
-        )  # fmt: skip
-    select_kernel[(R,)](
-        scores, visible, count, lengths, largest, chosen, out, width, L, tiles, scores.stride(0), largest.stride(0),
-        **plan, KEPT=kept, num_warps=min(16, max(4, kept * ratio // (32 * HELD))),
-    )  # fmt: skip
-    return out
+    return top_entries_triton(scores, visible, width, count, lengths)
 
 
 def select_entries(scores: Tensor, visible: Tensor, count: Tensor, lengths: Tensor, width: int) -> Tensor:

@@ -15,6 +15,8 @@ A program holds what it chooses from in registers and finds the k-th largest by 
 groups is one for their parts, and so tight that all parts that reach it nearly always find room: only the first and the
 last level search. All levels share one loop: code that runs once takes as long as it is. The launches follow from k and
 the rows' width. On Hopper the second starts beside the first and waits for its end.
+
+The same kernel takes another number of each row, and lets entries follow that stay unseen (select.py).
 """
 
 from __future__ import annotations
@@ -63,27 +65,41 @@ def order_keys(b_x):
 
 
 @triton.jit
+def rough_log2(count):
+    """log2 of a number above 0, plus 127, off by 0.01 at most: few instructions, and every turn of a search waits."""
+    bits = count.to(tl.float32).to(tl.int32, bitcast=True)
+    part = (bits & 0x7FFFFF).to(tl.float32) * 1.1920929e-07  # 2^-23
+    return bits.to(tl.float32) * 1.1920929e-07 + 0.344 * part * (1 - part)
+
+
+@triton.jit
 def kth_largest(b_key, low, high, count, k, most):
     """A bound that k keys or more reach, more than `most` only if it is the k-th largest itself and has equals; how
     many reach it; and where those are more than `most`, how many are above it.
 
     low is reached by `count` keys, k or more; high by none.
     """
-    size, over, turn, side = tl.log2(k.to(tl.float32)), 0, 0, 0
+    size, over, turn, side = rough_log2(k), 0, 0, 0
     # how far either bound's count is from k, in powers of two; none counts as a half
-    below, above = tl.log2(count.to(tl.float32)) - size, size + 1.0
+    below, above = rough_log2(count) - size, size - 126.0
     while (low + 1 < high) & (count > most):
         # A guess as if the count fell exponentially is quick on ordinary numbers; a bound that stays where it is twice
         # in turn counts as half as far (the Illinois method). From turn GUESSES on every other is the keys' middle,
-        # which ends the search whatever they are.
+        # which ends the search whatever they are. One away from k there is nothing to guess.
         middle = (low & high) + ((low ^ high) >> 1)
         low_value = flip_negative(low).to(tl.float32, bitcast=True)
         high_value = flip_negative(high).to(tl.float32, bitcast=True)
         part = below / (below + above)
         guess = flip_negative((low_value * (1 - part) + high_value * part).to(tl.int32, bitcast=True))
         middle = tl.where(((turn < _GUESSES) | (turn % 2 == 1)) & (guess > low) & (guess < high), guess, middle)
+        if count == k + 1:  # the smallest goes, if it has no equals
+            low = tl.min(tl.where(b_key >= low, b_key, 0x7FFFFFFF))
+            middle = low + 1
+        elif over == k - 1:  # the next one comes, with its equals
+            middle = tl.max(tl.where(b_key < high, b_key, -0x80000000))
+            high = middle + 1
         reach = tl.sum((b_key >= middle).to(tl.int32))
-        away = tl.log2(tl.maximum(reach.to(tl.float32), 0.5)) - size
+        away = rough_log2(tl.maximum(reach.to(tl.float32), 0.5)) - size
         enough = reach >= k
         below = tl.where(enough, away, tl.where(side < 0, below * 0.5, below))
         above = tl.where(enough, tl.where(side > 0, above * 0.5, above), -away)
@@ -97,7 +113,19 @@ def kth_largest(b_key, low, high, count, k, most):
 
 
 @triton.jit
-def keep_largest(b_key, b_index, low, high, p_out, n, k, most):
+def before_each(b_x, ROWS: tl.constexpr):
+    """[rows, columns] -> sums of what comes before each, where row i * rows / ROWS + j is the (j * ROWS + i)-th.
+
+    A thread that holds row j of each i adds up its own, which follow one another, and passes on one sum.
+    """
+    b_row = tl.reshape(tl.sum(b_x, 1), [ROWS, b_x.shape[0] // ROWS])
+    b_own = tl.sum(b_row, 0)
+    b_row = tl.cumsum(b_row, 0) - b_row + (tl.cumsum(b_own, 0) - b_own)[None, :]
+    return tl.reshape(b_row, [b_x.shape[0], 1]) + tl.cumsum(b_x, 1) - b_x
+
+
+@triton.jit
+def keep_largest(b_key, b_index, low, high, p_out, n, k, most, ROWS: tl.constexpr):
     """Of the keys [rows, columns] above -2^31, n of them or k of more, the k largest, or all that reach a bound if
     those are no more than `most`: their indices, in their order, to p_out.
 
@@ -110,23 +138,24 @@ def keep_largest(b_key, b_index, low, high, p_out, n, k, most):
         low = -0x7F800001  # the key of -inf
         count = n
     low, count, over = kth_largest(b_key, low, high, count, kept, most)
-    bound = low
     if count <= most:  # all that reach the bound
-        bound, over, kept = low - 1, count, count
-    room = kept - over  # for the first of the equals
-    b_both = ((b_key > bound).to(tl.int32) << 16) + (b_key == bound).to(tl.int32)
-    b_row = tl.sum(b_both, 1)
-    b_before = (tl.cumsum(b_row, 0) - b_row)[:, None] + tl.cumsum(b_both, 1) - b_both  # of either: one sum for both
-    b_equals = b_before & 0xFFFF
-    m_kept = (b_key > bound) | ((b_key == bound) & (b_equals < room))
-    tl.store(p_out + (b_before >> 16) + tl.minimum(b_equals, room), b_index, mask=m_kept)
+        kept = count
+        b_before = before_each((b_key >= low).to(tl.int32), ROWS)
+        tl.store(p_out + b_before, b_index, mask=b_key >= low)
+    else:
+        room = kept - over  # for the first of the equals
+        b_both = ((b_key > low).to(tl.int32) << 16) + (b_key == low).to(tl.int32)
+        b_before = before_each(b_both, ROWS)  # of either: one sum for both
+        b_equals = b_before & 0xFFFF
+        m_kept = (b_key > low) | ((b_key == low) & (b_equals < room))
+        tl.store(p_out + (b_before >> 16) + tl.minimum(b_equals, room), b_index, mask=m_kept)
     return low, kept
 
 
 @triton.jit
 def choose_entries(
     p_x, p_level, p_chosen, p_out, n, k, width, tiles,
-    RATIO: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.constexpr, KEPT: tl.constexpr,
+    RATIO: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Indices of the k largest of a row's first n > k entries to p_out. The pointers are the row's own: of its entries,
     of the keys that group_largest_kernel wrote from `tiles` tiles, of room for KEPT groups."""
@@ -136,22 +165,24 @@ def choose_entries(
         groups = groups // RATIO
         p_level += groups  # behind the last level
     o_k = tl.arange(0, KEPT)
+    o_k = o_k % (KEPT // ROWS) * ROWS + o_k // (KEPT // ROWS)  # as before_each takes them
     b_group, low, high = o_k, 0, 0
     for i in tl.range(LEVELS, -1, -1):
-        b_index, m_group = b_group[:, None] * RATIO + tl.arange(0, RATIO), (b_group >= 0)[:, None]
         seen = tl.cdiv(n, size)
+        b_index = b_group[:, None] * RATIO + tl.arange(0, RATIO)
+        m_group = ((b_group >= 0) & (b_group * RATIO < seen))[:, None]  # by groups: loads stay wide
         if i > 0:
             p_level -= groups
-            b_key = tl.load(p_level + b_index, mask=m_group & (b_index < groups), other=0)
+            b_key = tl.load(p_level + b_index, mask=m_group, other=-0x80000000)  # as is a key past the last
         else:
-            b_key = order_keys(tl.load(p_x + b_index, mask=m_group & (b_index < width), other=0.0))
-        b_key = tl.where(m_group & (b_index < seen), b_key, -0x80000000)
+            b_x = tl.load(p_x + b_index, mask=m_group & (b_index < width), other=0.0)
+            b_key = tl.where(m_group & (b_index < n), order_keys(b_x), -0x80000000)
         if i == LEVELS:
             low, high = tl.min(tl.where(b_key > -0x80000000, b_key, 0x7FFFFFFF)), tl.max(b_key) + 1
         p_kept, most = p_out, k
         if i > 0:  # of the first level few more: its bound is for all
             p_kept, most = p_chosen, tl.where(i == LEVELS, k + (KEPT - k) // 4, KEPT)
-        low, kept = keep_largest(b_key, b_index, low, high, p_kept, seen, k, most)
+        low, kept = keep_largest(b_key, b_index, low, high, p_kept, seen, k, most, ROWS)
         if i > 0:
             tl.debug_barrier()  # other threads wrote what follows
             b_group = tl.load(p_chosen + o_k, mask=o_k < kept, other=-1)
@@ -202,6 +233,8 @@ def group_largest_kernel(
 def top_entries_kernel(
     x,  # [T, ...] f32
     visible,  # [T] int64
+    counts,  # [T] int64, or None: k
+    lengths,  # [T] int64, or None: nothing follows
     largest,  # [T, ...] int32, as group_largest_kernel writes them from `tiles` tiles
     chosen,  # [T, KEPT] int32: groups
     out,  # [T, k] int32
@@ -214,6 +247,7 @@ def top_entries_kernel(
     LEVELS: tl.constexpr,
     TILE: tl.constexpr,
     KEPT: tl.constexpr,
+    ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -221,17 +255,20 @@ def top_entries_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     i_t = tl.program_id(0).to(tl.int64)
     n = visible_of(visible, i_t, width)
+    length = n if lengths is None else tl.load(lengths + i_t).to(tl.int32)
+    count = tl.minimum(k if counts is None else tl.load(counts + i_t), n).to(tl.int32)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    p_out = out + i_t * k
-    if n <= k:
-        o_k = tl.arange(0, KEPT)
-        tl.store(p_out + o_k, tl.where(o_k < n, o_k, -1), mask=o_k < k)
-        return
-    choose_entries(
-        x + i_t * stride_x, largest + i_t * stride_l, chosen + i_t * KEPT, p_out, n, k, width, tiles,
-        RATIO, LEVELS, TILE, KEPT,
-    )  # fmt: skip
+    p_out, o_k = out + i_t * k, tl.arange(0, KEPT)
+    b_rest = n + o_k - count
+    tl.store(p_out + o_k, tl.where(b_rest < length, b_rest, -1), mask=(o_k >= count) & (o_k < k))
+    if count == n:
+        tl.store(p_out + o_k, o_k, mask=o_k < n)
+    elif count > 0:
+        choose_entries(
+            x + i_t * stride_x, largest + i_t * stride_l, chosen + i_t * KEPT, p_out, n, count, width, tiles,
+            RATIO, LEVELS, TILE, KEPT, ROWS,
+        )  # fmt: skip
 
 
 def plan_levels(width: int, k: int) -> tuple[int, int, int]:
@@ -244,7 +281,10 @@ def plan_levels(width: int, k: int) -> tuple[int, int, int]:
     return kept, ratio, levels
 
 
-def top_entries_triton(logits: Tensor, visible: Tensor, k: int) -> Tensor:
+def top_entries_triton(
+    logits: Tensor, visible: Tensor, k: int, counts: Tensor | None = None, lengths: Tensor | None = None
+) -> Tensor:
+    """With counts [T] int64 so many of each row, and then, with lengths [T] int64, what follows `visible`."""
     T, width = logits.shape
     assert k <= MOST // 2, "groups of one would be no groups"
     assert logits.dtype == torch.float32 and (width <= 1 or logits.stride(1) == 1) and visible.is_contiguous()
@@ -252,7 +292,7 @@ def top_entries_triton(logits: Tensor, visible: Tensor, k: int) -> Tensor:
     if not T or not k:
         return out
     kept, ratio, levels = plan_levels(width, k)
-    tile = max(TILE, ratio**levels)
+    tile = max(TILE, ratio ** (levels + 1))  # groups that lie together are one program's
     tiles = triton.cdiv(width, tile) if levels else 0
     largest = out.new_empty((T, sum(tiles * (tile // ratio**i) for i in range(1, levels + 1))))
     chosen = out.new_empty((T, kept if levels else 0))
@@ -261,12 +301,15 @@ def top_entries_triton(logits: Tensor, visible: Tensor, k: int) -> Tensor:
     plan = dict(RATIO=ratio, LEVELS=levels, TILE=tile, OVERLAP=overlap, EARLY=early)
     if levels:
         group_largest_kernel[T, tiles](
-            logits, visible, largest, k, width, logits.stride(0), largest.stride(0), **plan, launch_pdl=early
+            logits, visible, largest, k if counts is None else 0, width, logits.stride(0), largest.stride(0), **plan,
+            launch_pdl=early,
         )  # fmt: skip
+    warps = min(16, max(4, kept * ratio // (32 * (HELD_FEW if T <= FEW else HELD))))
+    rows = max(1, kept // (32 * warps)) if T <= FEW else 1  # with many rows wide loads are worth more
     top_entries_kernel[(T,)](
-        logits, visible, largest, chosen, out, k, width, tiles, logits.stride(0), largest.stride(0), **plan,
-        KEPT=kept, launch_pdl=overlap, maxnreg=REGISTERS if T > MANY else None,
-        num_warps=min(16, max(4, kept * ratio // (32 * (HELD_FEW if T <= FEW else HELD)))),
+        logits, visible, counts, lengths, largest, chosen, out, k, width, tiles, logits.stride(0), largest.stride(0),
+        **plan, KEPT=kept, ROWS=rows, launch_pdl=overlap,
+        maxnreg=REGISTERS if T > MANY else None, num_warps=warps,
     )  # fmt: skip
     return out
 

@@ -7,7 +7,8 @@ position alone, so storing it again changes nothing, and no counter needs to be 
     stored by the ring's format, which rounds
 
 One launch stores every token of the step that stays: of a request with more than R new tokens only the last R, so that
-no row is written twice. A row of padding (slot -1) is not stored, whatever it holds.
+no row is written twice. A row of padding (slot -1) is not stored, whatever it holds. A few FP8 rows have a kernel of
+their own, in which no warp waits for another.
 
 A chunk whose first queries still need what its last tokens would overwrite is put in a longer ring of its own: `rows`
 names it for each request, and `copy_window` brings the past that the chunk sees, byte for byte.
@@ -21,13 +22,15 @@ from torch import Tensor
 from hybridkv.kernels.backend import tl, triton, use_triton
 from hybridkv.kernels.norm_rope import load_turns, norm_rope_ref, turn_pairs
 from hybridkv.kernels.overlap import can_overlap, wait_for_inputs
-from hybridkv.kernels.page_format import store_entries_ref, store_rows
+from hybridkv.kernels.page_format import FP8, SMALLEST_FP8, scale_at, store_entries_ref, store_rows, value_at
 from hybridkv.kernels.page_layout import PageFormat
+from hybridkv.kernels.small_floats import ceil_exponent_tile, e4m3_code_tile, largest_finite_tile, power_of_two_tile
 from hybridkv.kernels.step_index import StepIndex
 
 BLOCK_VALUES = 1024  # of a tile of new rows at most: what one warp holds, whose sums need no barrier
 FEW_TOKENS = 512  # up to here a program for each token: more of them than the GPU runs at once are not to be had
 BLOCK_COPIED = 8  # rows a program copies
+_SMALLEST_FP8 = tl.constexpr(SMALLEST_FP8)
 
 
 def append_window_ref(
@@ -75,6 +78,56 @@ def append_window_kernel(
     store_rows(ring, o_page, o_row, m_e, o_d, b_x, R, D, ROPE, FORMAT)
 
 
+@triton.jit(do_not_specialize=["S"])
+def append_fp8_kernel(
+    ring, x, weight, cos, sin, owner, positions, starts, rows, S, eps, stride_xt, stride_ct, stride_st,
+    R: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, VALUE: tl.constexpr, SCALE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A token. A thread has four channels, 16 of them a group of 64, a warp 128, and each warp adds up all of them."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    WARPS: tl.constexpr = D // 128
+    KEPT: tl.constexpr = D - ROPE
+    o_l = tl.arange(0, 32)[:, None] + tl.arange(0, WARPS) * 32  # lanes first, which is how the compiler deals them
+    o_d = o_l[:, :, None] * 4 + tl.arange(0, 4)  # [32, WARPS, 4]
+    b_weight = tl.load(weight + o_d)
+    i_t = tl.program_id(0).to(tl.int64)
+    i_b, i_row = tl.load(owner + i_t), tl.load(positions + i_t).to(tl.int32) % R
+    i_page, end = tl.load(rows + i_b), tl.load(starts + i_b + 1)
+    stored = (i_page >= 0) & (i_page < S) & (i_t >= end - R)
+    p_value = ring + value_at(i_page, i_row, R, VALUE, SCALE)
+    p_scale = ring + scale_at(i_page, i_row, R, VALUE, SCALE)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()  # the index, like the weights, was there before the step
+    x += i_t * stride_xt
+    b_x = tl.load(x + o_d).to(tl.float32)
+    o_r = o_l[:, :, None] * 2 + tl.arange(0, 2) - KEPT // 2  # pairs that are turned
+    b_cos = tl.load(cos + i_t * stride_ct + o_r, mask=o_r >= 0, other=1.0)
+    b_sin = tl.load(sin + i_t * stride_st + o_r, mask=o_r >= 0, other=0.0)
+    b_sum = tl.zeros([32, WARPS, 8], tl.float32)
+    for i in tl.static_range(D // 256):
+        o_all = i * 256 + (tl.arange(0, 32)[:, None] * 8 + tl.zeros([1, WARPS], tl.int32))[:, :, None] + tl.arange(0, 8)
+        b_all = tl.load(x + o_all).to(tl.float32)
+        b_sum += b_all * b_all
+    b_norm = tl.rsqrt(tl.sum(tl.sum(b_sum, 2), 0) / D + eps)[None, :]  # the same in every warp
+    b_x *= b_weight
+    b_most = tl.max(tl.reshape(largest_finite_tile(b_x, 2), [2, 16, WARPS]), 1)[:, None, :]
+    b_most = tl.reshape(tl.broadcast_to(b_most, [2, 16, WARPS]), [32, WARPS])
+    b_x *= b_norm[:, :, None]
+    b_most = (b_most * b_norm).to(tl.bfloat16).to(tl.float32)  # of a group, still: all are rounded alike
+    b_k = ceil_exponent_tile(tl.where(b_most > _SMALLEST_FP8, b_most, _SMALLEST_FP8), 8, 0x600000)  # NaN is not above
+    b_code = e4m3_code_tile(b_x.to(tl.bfloat16).to(tl.float32) * power_of_two_tile(-b_k)[:, :, None])
+    tl.store(p_value + o_d, b_code, mask=(o_d < KEPT) & stored)
+    o_g = o_l // 16
+    b_scale = tl.where(o_g < KEPT // 64, b_k + 127, 0).to(tl.uint8)  # a row of scales ends in zeros
+    tl.store(p_scale + o_g, b_scale, mask=(o_l % 16 == 0) & stored)
+    b_a, b_b = tl.split(tl.reshape(b_x, [32, WARPS, 2, 2]))
+    b_tail = tl.join(b_a * b_cos - b_b * b_sin, b_b * b_cos + b_a * b_sin)
+    p_tail = p_value.to(tl.pointer_type(tl.bfloat16)) + (o_d - KEPT // 2)
+    tl.store(p_tail, tl.reshape(b_tail, o_d.shape).to(tl.bfloat16), mask=(o_d >= KEPT) & stored)
+
+
 def append_window_triton(
     ring: Tensor,
     fmt: PageFormat,
@@ -95,9 +148,17 @@ def append_window_triton(
     columns = max(2, triton.next_power_of_2(D))
     tokens = 1 if T <= FEW_TOKENS else max(1, min(8, BLOCK_VALUES // columns))
     overlap = can_overlap(x, None)  # one writes its last rows while the next begins
+    where = index.owner, index.positions, index.starts, index.slots if rows is None else rows
+    strides = x.stride(0), cos.stride(0), sin.stride(0)
+    if tokens == 1 and fmt.code == FP8.value and D == columns == 64 * fmt.scale_bytes and (D - fmt.rope) % 64 == 0:
+        overlap = overlap and rows is None  # the index is of the step; rows may be of the kernel before
+        append_fp8_kernel[(T,)](
+            ring, x, weight, cos, sin, *where, S, eps, *strides, R=R, D=D, ROPE=fmt.rope, VALUE=fmt.value_bytes,
+            SCALE=fmt.scale_bytes, OVERLAP=overlap, num_warps=D // 128, launch_pdl=overlap,
+        )  # fmt: skip
+        return
     append_window_kernel[(triton.cdiv(T, tokens),)](
-        ring, x, weight, cos, sin, index.owner, index.positions, index.starts,
-        index.slots if rows is None else rows, T, S, R, eps, x.stride(0), cos.stride(0), sin.stride(0),
+        ring, x, weight, cos, sin, *where, T, S, R, eps, *strides,
         D=D, ROPE=fmt.rope, FORMAT=fmt.code, BT=tokens, BD=columns, num_warps=4 if tokens == 1 else 1, OVERLAP=overlap,
         launch_pdl=overlap,
     )  # fmt: skip

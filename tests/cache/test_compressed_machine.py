@@ -22,6 +22,7 @@ from hybridkv.cache import (
 )
 from hybridkv.cache.step import EntryPlan, Tokens
 from hybridkv.cache.table import StreamTable
+from hybridkv.kernels.flush_csa import save_rows_ref
 
 AT_LEAST = {
     "commit": 150,
@@ -94,7 +95,7 @@ def token_rows_are_saved_before_they_are_read() -> Patch:
 
     def maybe_flush_csa(self: CompressedHandle, which: str, p: Any, z: Any, bias: Any, *rest: Any) -> None:
         rows = self.state[f"{which}_p"], self.state[f"{which}_z"]
-        compressed_handle.save_rows(*rows, p, z, bias, self.index, self.schema.ratio)
+        save_rows_ref(*rows, p, z, bias, self.index, self.schema.ratio)
         original(self, which, p, z, bias, *rest)
 
     return CompressedHandle, "maybe_flush_csa", maybe_flush_csa

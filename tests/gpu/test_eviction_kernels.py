@@ -107,9 +107,9 @@ def test_a_nan_key_is_not_hidden() -> None:
     assert bad[6:, 131].all() and int(bad.sum()) == 6
 
 
+@pytest.mark.parametrize("R", (4, 64))
 @pytest.mark.parametrize(("L", "K"), ((16384, 2048), (131072, 2048), (131072, 8192), (700, 699)))
-def test_selection_of_long_rows(L: int, K: int) -> None:
-    R = 64
+def test_selection_of_long_rows(L: int, K: int, R: int) -> None:
     lengths = torch.full((R,), L)
     lengths[::5] = L - 1 - L // 3
     count = torch.randint(0, K - 32, (R,))

@@ -14,10 +14,10 @@ from hybridkv.kernels.step_index import StepIndex
 
 EPS = 1e-6
 P = 4  # entries of a page
-FORMS: dict[str, tuple[Callable[..., None], ...]] = {  # CSA flush and save, HCA flush and save
-    "ref": (csa.flush_csa_ref, csa.save_rows_ref, hca.flush_hca_ref, hca.save_running_ref),
-    "triton": (csa.flush_csa_triton, csa.save_rows_triton, hca.flush_hca_triton, hca.save_running_triton),
-    "public": (csa.flush_csa, csa.save_rows, hca.flush_hca, hca.save_running),
+FORMS: dict[str, tuple[Callable[..., None], ...]] = {  # CSA, HCA flush, HCA save
+    "ref": (csa.flush_csa_ref, hca.flush_hca_ref, hca.save_running_ref),
+    "triton": (csa.flush_csa_triton, hca.flush_hca_triton, hca.save_running_triton),
+    "public": (csa.flush_csa, hca.flush_hca, hca.save_running),
 }
 FORMATS = ("f32", "bf16", "fp8", "fp8_entry", "index f32", "index bf16", "index fp8", "index mxfp4", "index nvfp4")
 
@@ -135,9 +135,8 @@ class Cache:
         return torch.tensor(out, dtype=torch.int64, device=index.owner.device)
 
     def step(self, form: str, p: Tensor, z: Tensor, index: StepIndex, keys: list[int]) -> None:
-        """Flush and save. `keys`: whose entries they are, one of each request; -1 for padding."""
+        """`keys`: whose entries they are, one of each request; -1 for padding."""
         self.flush(form, p, z, index, self.entry_index(index, keys))
-        self.save(form, p, z, index)
 
     def flush(
         self,
@@ -147,16 +146,17 @@ class Cache:
         index: StepIndex,
         entry_index: Tensor,
         angles: tuple[Tensor, Tensor] | None = None,
+        longest: int = 0,
     ) -> None:
-        x, flush = self.compressor, FORMS[form][0 if self.compressor.streams == 2 else 2]
+        """And save. longest: new tokens of a request; 0: as the index says, which a graph cannot ask."""
+        x, (flush_csa, flush_hca, save_running) = self.compressor, FORMS[form]
         cos, sin = angles or x.angles(index.positions)
-        flush(
-            self.pages, self.fmt, entry_index, p, z, *self.state, x.bias, x.weight, EPS, cos, sin, index, ratio=x.ratio
-        )
-
-    def save(self, form: str, p: Tensor, z: Tensor, index: StepIndex) -> None:
-        save = FORMS[form][1 if self.compressor.streams == 2 else 3]
-        save(*self.state, p, z, self.compressor.bias, index, ratio=self.compressor.ratio)
+        args = (self.pages, self.fmt, entry_index, p, z, *self.state, x.bias, x.weight, EPS, cos, sin, index, x.ratio)
+        if x.streams == 2:
+            flush_csa(*args, longest=longest or int(index.starts.diff().max()))
+        else:
+            flush_hca(*args)
+            save_running(*self.state, p, z, x.bias, index, x.ratio)
 
     def request(self, form: str, p: Tensor, z: Tensor, slot: int, chunks: list[int], key: int = 0) -> None:
         """A whole request alone, in chunks of these sizes."""

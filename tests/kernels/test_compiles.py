@@ -65,7 +65,7 @@ from hybridkv.kernels.step_index import StepIndex
 B, D, C = 64, 512, 128
 decode, prompt = StepIndex.make([*range(B)], [127] * B, [1] * B), StepIndex.make([0], [1000], [2048])
 whole = torch.zeros(B, dtype=torch.int64)
-window.can_overlap = topk.can_overlap = lambda x, most=None: True
+window.can_overlap = topk.can_overlap = flush_csa.can_overlap = flush_hca.can_overlap = lambda x, most=None: True
 
 
 def zeros(*shape, dtype=torch.float32):
@@ -89,16 +89,16 @@ for name in ("f32", "bf16", "fp8", "fp8_entry"):
     gather.gather_entries_triton(pages, fmt, zeros(4, 128, dtype=torch.int64))
     rows = [zeros(B, 8, 2 * D) for _ in range(2)]
     p, z, bias, norm = zeros(B, 2 * D), zeros(B, 2 * D), zeros(4, 2 * D), (zeros(D), 1e-6)
-    flush_csa.flush_csa_triton(pages, fmt, whole, p, z, *rows, bias, *norm, *angles[B], decode, 4)
+    for longest in (1, 2):
+        flush_csa.flush_csa_triton(pages, fmt, whole, p, z, *rows, bias, *norm, *angles[B], decode, 4, longest)
     p, z, bias = zeros(B, D), zeros(B, D), zeros(128, D)
     flush_hca.flush_hca_triton(pages, fmt, whole, p, z, *running, bias, *norm, *angles[B], decode, 128)
-flush_csa.save_rows_triton(*rows, zeros(B, 2 * D), zeros(B, 2 * D), zeros(4, 2 * D), decode, 4)
 flush_hca.save_running_triton(*running, p, z, bias, decode, 128)
 for name in ("f32", "bf16", "fp8", "mxfp4", "nvfp4"):
     fmt = index_format(name, C)
     pages, rows = zeros(4, 32, fmt.width, dtype=fmt.dtype), [zeros(B, 8, 2 * C) for _ in range(2)]
     p, z, bias = zeros(B, 2 * C), zeros(B, 2 * C), zeros(4, 2 * C)
-    flush_csa.flush_csa_triton(pages, fmt, whole, p, z, *rows, bias, zeros(C), 1e-6, *angles[B], decode, 4)
+    flush_csa.flush_csa_triton(pages, fmt, whole, p, z, *rows, bias, zeros(C), 1e-6, *angles[B], decode, 4, 1)
     for index in (decode, prompt):
         T = len(index.owner)
         q = zeros(T, 64, C, dtype=torch.bfloat16)
@@ -128,13 +128,13 @@ for dtype in (torch.float32, torch.bfloat16):
 gdn_prefill.gdn_prefill_triton(x, net, zeros(3, 10240), zeros(48, 128, 128))
 """
 KERNELS = {
-    "append_window_kernel", "attention_sparse_kernel", "combine_kernel", "copy_window_kernel", "decode_logits_kernel",
-    "enter_kernel", "expand_kernel", "expert_down_kernel", "expert_up_kernel", "flat_entries_kernel",
-    "flush_csa_kernel", "flush_hca_kernel", "gather_kernel", "gdn_inputs_kernel", "gdn_norm_kernel",
-    "gdn_scan_kernel", "gdn_solve_kernel", "gdn_step_hopper_kernel", "gdn_step_kernel", "group_largest_kernel",
-    "join_sparse_kernel", "norm_rope_kernel", "order_kernel", "plain_logits_kernel", "prefill_logits_kernel",
-    "project_kernel", "round_queries_kernel", "route_kernel", "save_rows_kernel", "save_running_kernel",
-    "top_entries_kernel",
+    "append_fp8_kernel", "append_window_kernel", "attention_sparse_kernel", "combine_kernel", "copy_window_kernel",
+    "decode_logits_kernel", "enter_kernel", "expand_kernel", "expert_down_kernel", "expert_up_kernel",
+    "flat_entries_kernel", "flush_csa_kernel", "flush_hca_kernel", "gather_kernel", "gdn_inputs_kernel",
+    "gdn_norm_kernel", "gdn_scan_kernel", "gdn_solve_kernel", "gdn_step_hopper_kernel", "gdn_step_kernel",
+    "group_largest_kernel", "join_sparse_kernel", "norm_rope_kernel", "order_kernel", "plain_logits_kernel",
+    "prefill_logits_kernel", "project_kernel", "round_queries_kernel", "route_kernel", "save_rows_kernel",
+    "save_running_kernel", "top_entries_kernel",
 }  # fmt: skip
 
 

@@ -171,18 +171,19 @@ def test_a_new_request_sees_nothing_of_the_slots_last_one(shape: tuple[int, ...]
 @pytest.mark.parametrize("shape", SMALL, ids=str)
 def test_no_entry_and_no_slot_change_nothing(shape: tuple[int, ...], form: str) -> None:
     x = compressor(*shape)
-    cache = Cache(x, format_of("bf16", x.c, x.rope), 2, 20)
-    cache.request("ref", *x.rows(x.ratio + 2), 0, [x.ratio + 2])
-    before = cache.copy()
-    for slots, entry in (([-1, -1], 3), ([0, 1], -1)):
-        index = StepIndex.make(slots, [x.ratio + 2, 0], [x.ratio, x.ratio], DEVICE)
-        p, z = (torch.full((2 * x.ratio, x.streams * x.c), torch.nan, device=DEVICE) for _ in range(2))
-        cache.flush(form, p, z, index, torch.full((2 * x.ratio,), entry, device=DEVICE))
-        if slots[0] < 0:
-            cache.save(form, p, z, index)
-    none = StepIndex.make([1], [5], [0], DEVICE)
-    empty = torch.empty(0, x.streams * x.c, device=DEVICE)
-    cache.step(form, empty, empty, none, [1])
+    before = Cache(x, format_of("bf16", x.c, x.rope), 2, 20)
+    before.request("ref", *x.rows(x.ratio + 2), 0, [x.ratio + 2])
+    for count in (1, x.ratio):
+        for slots, entry in (([-1, -1], 3), ([0, 1], -1)):
+            cache = before.copy()
+            index = StepIndex.make(slots, [x.ratio + 2, 0], [count, count], DEVICE)
+            p, z = (torch.full((2 * count, x.streams * x.c), torch.nan, device=DEVICE) for _ in range(2))
+            cache.flush(form, p, z, index, torch.full((2 * count,), entry, device=DEVICE))
+            kept = len(cache.memory) if slots[0] < 0 else 1  # rows are saved
+            for a, b in zip(cache.memory[:kept], before.memory):
+                assert_same_bytes(a, b)
+    cache, empty = before.copy(), torch.empty(0, x.streams * x.c, device=DEVICE)
+    cache.step(form, empty, empty, StepIndex.make([1], [5], [0], DEVICE), [1])
     for a, b in zip(cache.memory, before.memory):
         assert_same_bytes(a, b)
 

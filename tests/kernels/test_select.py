@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridkv.kernels import select, topk
+from hybridkv.kernels import topk
 from hybridkv.kernels.select import pool_heads_ref, pool_heads_triton, select_entries_ref, select_entries_triton
 from triton_interpreter import DEVICE
 
@@ -72,8 +72,7 @@ def test_rows_of_several_levels(k: int, levels: int, monkeypatch: pytest.MonkeyP
         (topk, "KEPT", 4),
         (topk, "LOOSE", 32),
         (topk, "MOST", 256),
-        (select, "MOST", 256),
-        (select, "TILE", 128),
+        (topk, "TILE", 128),
     ):
         monkeypatch.setattr(module, name, size)
     L = 1000

@@ -130,6 +130,14 @@ def test_rows_of_several_levels(small_groups: None, k: int, ratio: int, levels: 
     check(top_entries_triton_on_device, falls.where(falls % 3 == 0, NAN), visible, k)
 
 
+@pytest.mark.parametrize("k", (1, 300, 513))
+def test_long_rows_of_the_real_plan(k: int) -> None:
+    visible = [5003, 4097, k + 1, k]
+    assert plan_levels(5003, k)[2] == (1 if k < 513 else 0)
+    check(top_entries_triton_on_device, torch.randn(4, 5003), visible, k)
+    check(top_entries_triton_on_device, torch.randint(0, 9, (4, 5003)).float(), visible, k)
+
+
 def top_entries_triton_on_device(logits: Tensor, visible: Tensor, k: int) -> Tensor:
     return top_entries_triton(logits.contiguous().to(DEVICE), visible.to(DEVICE), k).cpu()
 
