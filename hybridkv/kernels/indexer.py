@@ -9,7 +9,7 @@ its logit. The reference gives -inf for what a token does not see, the kernels l
 entries or fewer are left out: there is nothing to choose.
 
 `decode_logits`: one token a program, its queries stay, its keys are dealt out in tiles over the programs of the token.
-On Hopper GPUs, where keys are FP8, it is indexer_hopper's.
+On Hopper GPUs, where keys are FP8 or MXFP4, it is indexer_hopper's.
 `prefill_logits`: a tile of keys stays, and the tokens of a group that see it pass by, a few at a time.
 `plain_logits`: f32, one token and one tile of keys a program.
 Every grid follows from the shapes alone; the ends come from the device.
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.kernels.backend import has_gluon, tl, triton, use_triton
+from hybridkv.kernels.overlap import can_overlap, wait_for_inputs
 from hybridkv.kernels.page_format import (
     FP8_INDEX,
     MXFP4,
@@ -43,8 +44,6 @@ REF_PRODUCTS = 1 << 22  # of the reference at once
 PROGRAMS = 264  # that decoding is dealt out to, at least: two for each multiprocessor of an H200
 MOST_TILES = 32  # of a decoding program, so that one long request among short ones gets its share
 ROUND_ROWS = 4  # one a warp
-HOPPER_PROGRAMS = 528  # of indexer_hopper: four for each multiprocessor
-HOPPER_TILES = 64  # of one of them at most
 
 
 class IndexerShape(NamedTuple):
@@ -65,11 +64,12 @@ PLAIN_KEYS, PLAIN_DIMS = 64, 16  # of a tile, and at once
 
 
 def on_hopper(q: Tensor, keys: Tensor, fmt: PageFormat) -> bool:
-    """Whether indexer_hopper can compute this. It reads 16 bytes of a key at a time."""
-    if not has_gluon(q.device):
+    """Whether indexer_hopper can compute this. It copies 32 keys of a page at a time, and reads two channels of q."""
+    if not has_gluon(q.device) or fmt.code not in (FP8_INDEX, MXFP4) or fmt.dim != 128:
         return False
-    released = fmt.code == FP8_INDEX and fmt.dim == 128 and q.shape[1] <= 64 and q.dtype == torch.bfloat16
-    return released and keys.data_ptr() % 16 == 0
+    pages = len(keys) > 0 and keys.shape[1] % 32 == 0 and keys.data_ptr() % 16 == 0
+    aligned = q.data_ptr() % 4 == 0 and q.stride(0) % 2 == 0 and q.stride(1) % 2 == 0
+    return pages and aligned and q.shape[1] <= 64 and q.dtype == torch.bfloat16
 
 
 def index_logits_ref(
@@ -104,8 +104,11 @@ def index_logits_ref(
 
 
 @triton.jit
-def round_queries_kernel(q, out, rows, stride_t, stride_h, H, D: tl.constexpr, BM: tl.constexpr):
+def round_queries_kernel(
+    q, out, rows, stride_t, stride_h, H, D: tl.constexpr, BM: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
     """q [T, H, D] -> out [T * H, D] bf16: transformed and rounded to MXFP4, which bf16 holds exactly."""
+    wait_for_inputs(OVERLAP)
     o_m = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     o_d = tl.arange(0, D)
     m_q = (o_m < rows)[:, None] & (o_d < D)
@@ -305,18 +308,15 @@ def index_logits_triton(
         return out
     if fmt.hadamard:
         rounded = torch.empty((T, H, D), dtype=torch.bfloat16, device=q.device)
+        overlap = can_overlap(q, None)
         round_queries_kernel[(triton.cdiv(T * H, ROUND_ROWS),)](
-            q, rounded, T * H, q.stride(0), q.stride(1), H, D=D, BM=ROUND_ROWS
+            q, rounded, T * H, q.stride(0), q.stride(1), H, D=D, BM=ROUND_ROWS, OVERLAP=overlap, launch_pdl=overlap
         )
         q = rounded
     if shape is None and 2 * len(index.slots) >= T and on_hopper(q, keys, fmt):
-        from hybridkv.kernels.indexer_hopper import KEYS, WARPS, decode_logits_hopper_kernel
+        from hybridkv.kernels.indexer_hopper import decode_logits_hopper
 
-        tiles = triton.cdiv(width, KEYS)
-        decode_logits_hopper_kernel[T, min(tiles, max(HOPPER_PROGRAMS // T, triton.cdiv(tiles, HOPPER_TILES)))](
-            q, weights, keys, table, index.slots, index.owner, index.positions, out, width, skip,
-            q.stride(0), q.stride(1), weights.stride(0), table.stride(0), H, RATIO=ratio, P=P, num_warps=WARPS,
-        )  # fmt: skip
+        decode_logits_hopper(q, weights, keys, table, index, out, ratio, skip)
         return out
     f32 = q.dtype != torch.bfloat16 or fmt.dtype == torch.float32
     decode = DECODE_BF16 if fmt.plain else DECODE

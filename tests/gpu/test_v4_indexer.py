@@ -137,24 +137,44 @@ def test_every_launch_configuration(name: str, shape: IndexerShape) -> None:
 
 
 @pytest.mark.skipif(not HOPPER, reason="the kernel is for Hopper GPUs")
-@pytest.mark.parametrize("page, heads", ((32, 64), (1, 40), (6, 1)))
-def test_hopper_gives_what_other_cards_give(page: int, heads: int) -> None:
-    """One token a request, among padding; strided queries; a NaN code of one key is that key's alone."""
-    entries = [3000, 63, 64, 65, 20001]
-    cache = Cache("fp8", entries, page)
-    index = StepIndex.make([1, 2, -1, 3, 4, 5], [12001, 252, 2**40, 256, 260, 80007], [1] * 6, "cuda")
+@pytest.mark.parametrize("page, heads", ((32, 64), (96, 40), (64, 1)))
+@pytest.mark.parametrize("name", ("fp8", "mxfp4"))
+def test_hopper_gives_what_other_cards_give(name: str, page: int, heads: int) -> None:
+    """One token a request, among padding; strided queries; the same bits again; a NaN of one key is its alone."""
+    entries = [3000, 63, 64, 129, 20001]
+    cache = Cache(name, entries, page)
+    index = StepIndex.make([1, 2, -1, 3, 4, 5], [12001, 252, 2**40, 256, 516, 80007], [1] * 6, "cuda")
     q = torch.randn(6, heads + 3, D).bfloat16()[:, :heads]
     q[2] = torch.nan
+    q[4] *= 2.0**-80  # f16 alone would not hold it
     weights = torch.randn(6, heads) * 0.01
     args = (q, weights, cache.pages, cache.fmt, cache.table, index, RATIO, max(entries), 0)
     assert on_hopper(q, cache.pages, cache.fmt)
     seen = (torch.arange(max(entries)) < ((index.positions + 1) // RATIO)[:, None]) & (index.token_slots >= 0)[:, None]
     want, plain = index_logits_triton(*args, shape=DECODE), index_logits_ref(*args)
-    assert_close_rms("other cards", want.where(seen, 0.0), index_logits(*args).where(seen, 0.0), BOUND)
-    assert_close_rms("reference", plain.where(seen, 0.0), index_logits(*args).where(seen, 0.0), BOUND)
+    got = index_logits(*args)
+    for t in (0, 1, 3, 4, 5):
+        assert_close_rms(f"other cards, row {t}", want[t, seen[t]], got[t, seen[t]], BOUND)
+        assert_close_rms(f"reference, row {t}", plain[t, seen[t]], got[t, seen[t]], BOUND)
+    for _ in range(20):
+        assert torch.equal(index_logits(*args)[seen], got[seen])
     at = cache.table[5, 777 // page].item()
-    cache.pages.view(len(cache.pages), -1)[at, 777 % page * D + 5] = 0x7F
+    byte = 777 % page * D + 5 if name == "fp8" else page * D // 2 + 777 % page * 4 + 1  # a code; a scale
+    cache.pages.view(len(cache.pages), -1)[at, byte] = 0x7F if name == "fp8" else 0xFF
     assert (index_logits(*args).isnan() & seen).nonzero().tolist() == [[5, 777]]
+
+
+@pytest.mark.skipif(not HOPPER, reason="the kernel is for Hopper GPUs")
+@pytest.mark.parametrize("name", ("fp8", "mxfp4"))
+def test_hopper_leaves_other_layouts_to_other_kernels(name: str) -> None:
+    q = torch.randn(2, 65, D).bfloat16()
+    pages = Cache(name, [100], 32).pages
+    fmt = index_format(name, D)
+    assert on_hopper(q[:, :64], pages, fmt)
+    assert not on_hopper(q, pages, fmt) and not on_hopper(q[:, :64].float(), pages, fmt)
+    assert not on_hopper(q[:, :64], Cache(name, [100], 16).pages, fmt) and not on_hopper(q[:, :64], pages[:0], fmt)
+    odd = torch.randn(2 * 64 * D + 1).bfloat16()[1:].view(2, 64, D)
+    assert not on_hopper(odd, pages, fmt)
 
 
 def test_index_logits_past_two_billion() -> None:
