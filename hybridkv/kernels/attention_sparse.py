@@ -120,7 +120,7 @@ def processors(device: torch.device) -> int:
 
 
 HOPPER_SHAPE = TileShape(64, 64, 4, 2)  # attention_sparse_hopper's; it adds warps of its own
-JOIN_EARLY = 0.7  # of the multiprocessors: where more are busy, a join that comes early crowds onto the first free
+FEW = 0.7  # of the multiprocessors: where more are busy, a join that comes early crowds onto the first free
 MOST_SPLITS = 44  # with more, the join costs what shorter parts save
 
 
@@ -129,6 +129,11 @@ def on_hopper(q: Tensor, fmt: PageFormat, *pages: Tensor) -> bool:
     if not has_gluon(q.device) or any(x.data_ptr() % 16 for x in pages):
         return False
     return (fmt.dim, fmt.rope) == (512, 64) and q.dtype == torch.bfloat16 and fmt.dtype != torch.float32
+
+
+def hopper_heads(T: int, H: int, tiles: int, most: float) -> int:
+    """Of a program: few, so that each writes little, while every tile of keys can be another program's."""
+    return next((heads for heads in (16, 32) if T * triton.cdiv(H, heads) * tiles <= most), HOPPER_SHAPE.rows)
 
 
 def sparse_shape(H: int, D: int, dot: torch.dtype) -> TileShape:
@@ -164,12 +169,14 @@ def attention_sparse_triton(
     held = ring if entries is None else entries.pages
     hopper = shape is None and on_hopper(q, fmt, ring, held)
     shape = HOPPER_SHAPE if hopper else shape or sparse_shape(H, D, dot)
-    blocks = triton.cdiv(H, shape.rows)
     chosen = None if entries is None else entries.chosen
     table = None if entries is None else entries.table
     K = 0 if chosen is None else chosen.shape[1]
     N = 0 if table is None else table.shape[1]
     longest = triton.cdiv(window, shape.keys) + triton.cdiv(N * held.shape[1] if chosen is None else K, shape.keys)
+    few = FEW * processors(q.device)
+    heads = hopper_heads(T, H, min(longest, MOST_SPLITS), few) if hopper else shape.rows
+    blocks = triton.cdiv(H, heads)
     if splits is None:
         splits = max(1, min(processors(q.device) // (T * blocks), longest, MOST_SPLITS))
     assert q.stride(2) == 1 and ring.is_contiguous() and held.is_contiguous() and held.dtype == ring.dtype == fmt.dtype
@@ -218,13 +225,14 @@ def attention_sparse_triton(
         SPLIT=splits > 1,
         num_warps=shape.warps,
     )
-    grid = T * blocks, splits
+    programs = T * blocks
     early = hopper and can_overlap(q)
-    join_early = hopper and splits > 1 and T * blocks * splits <= JOIN_EARLY * processors(q.device)
+    join_early = hopper and splits > 1 and programs * splits <= few
     if hopper:
         from hybridkv.kernels.attention_sparse_hopper import attention_hopper_kernel
 
-        attention_hopper_kernel[grid](
+        attention_hopper_kernel[programs, splits](
+            HEADS=heads,
             QUANTISED=not fmt.plain,
             E8M0=fmt.codec.scale_bytes == 1,
             OVERLAP=join_early,
@@ -234,7 +242,7 @@ def attention_sparse_triton(
             **whole,
         )
     else:
-        attention_sparse_kernel[grid](
+        attention_sparse_kernel[programs, splits](
             FORMAT=fmt.code,
             BH=shape.rows,
             BN=shape.keys,

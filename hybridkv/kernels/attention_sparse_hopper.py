@@ -8,6 +8,8 @@ window or of the entries. Its warps share the work:
     4 scorers   S = q K^T, softmax, and O += P K for the left half of the channels
     4 others    O += P K for the right half
 
+Few tokens: a program has fewer heads, the rest of its 64 rows are zeros, so that it writes less of what is joined.
+
 Two tiles lie in shared memory. `full` tells the scorers that a tile has come, `empty` the loaders that both halves have
 been read, so the loads of one tile run beside the products of the other. `ready` tells the others that weights have
 come, `taken` the scorers that they have been read.
@@ -48,36 +50,37 @@ def derotate_tile(b_o, p_cos, p_sin):
 
 
 @gluon.jit
-def write_part(b_o, part, i_t, i_s, i_h, begin, end, H, splits, FIRST: gl.constexpr):
+def write_part(b_o, part, i_t, i_s, i_h, stop, begin, end, H, splits, FIRST: gl.constexpr):
     V: gl.constexpr = b_o.type.layout
     o_row = i_h + gl.arange(0, _BH, layout=gl.SliceLayout(1, V))
     o_d = FIRST + gl.arange(0, _HALF, layout=gl.SliceLayout(0, V))
     p_part = part + ((i_t * H + o_row) * splits + i_s)[:, None] * _D + o_d[None, :]
-    gl.store(p_part, b_o, mask=(o_row < H)[:, None] & (begin < end))
+    gl.store(p_part, b_o, mask=(o_row < stop)[:, None] & (begin < end))
 
 
 @gluon.jit
-def write_out(b_o, q_tile, out, i_t, i_h, real, H, FIRST: gl.constexpr):
+def write_out(b_o, q_tile, out, i_t, i_h, stop, real, H, FIRST: gl.constexpr):
     """By whole rows, through the queries' place."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [_SCORERS, 1], [1, 0])
     q_tile.store(gl.where(real, b_o, 0.0).to(gl.bfloat16))
     o_row = i_h + gl.arange(0, _BH, layout=gl.SliceLayout(1, L))
     o_d = FIRST + gl.arange(0, _HALF, layout=gl.SliceLayout(0, L))
     gl.thread_barrier()
-    gl.store(out + (i_t * H + o_row)[:, None] * _D + o_d[None, :], q_tile.load(L), mask=(o_row < H)[:, None])
+    gl.store(out + (i_t * H + o_row)[:, None] * _D + o_d[None, :], q_tile.load(L), mask=(o_row < stop)[:, None])
 
 
 @gluon.jit
 def scorers(
     q_tiles, k_tiles, p_tile, keeps, biases, full, empty, ready, taken, p_q, stride_q_h,
-    sink, out, part, lse, scale, i_t, i_s, i_h, real, begin, end, H, splits, SPLIT: gl.constexpr,
+    sink, out, part, lse, scale, i_t, i_s, i_h, stop, real, begin, end, H, splits, SPLIT: gl.constexpr,
+    HELD: gl.constexpr,  # the weights of the left half stay in registers
 ):  # fmt: skip
     Q: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [_SCORERS, 1], [1, 0])
     o_q = i_h + gl.arange(0, _BH, layout=gl.SliceLayout(1, Q))
     o_c = gl.arange(0, _HALF, layout=gl.SliceLayout(0, Q))
     p_q = p_q + o_q[:, None] * stride_q_h + o_c[None, :]
-    b_left = gl.load(p_q, mask=(o_q < H)[:, None], other=0.0)
-    b_right = gl.load(p_q + _HALF, mask=(o_q < H)[:, None], other=0.0)
+    b_left = gl.load(p_q, mask=(o_q < stop)[:, None], other=0.0)
+    b_right = gl.load(p_q + _HALF, mask=(o_q < stop)[:, None], other=0.0)
     q_tiles.index(0).store(b_left)  # while the loaders find the first keys
     q_tiles.index(1).store(b_right)
     fence_async_shared()
@@ -100,15 +103,19 @@ def scorers(
         b_p = gl.exp2(b_s - b_base[:, None])
         b_keep = gl.exp2(b_m - b_base)
         b_m = b_top
+        b_weight = b_p.to(gl.bfloat16)
         mbarrier.wait(taken, turn)  # the others have read the last weights
-        p_tile.store(b_p.to(gl.bfloat16))
+        p_tile.store(b_weight)
         keeps.store(b_keep)
         fence_async_shared()
         gl.thread_barrier()
         mbarrier.arrive(ready, count=1)
         b_z = b_z * b_keep + gl.sum(b_p, 1)
         b_o = b_o * gl.convert_layout(b_keep, gl.SliceLayout(1, V))[:, None]
-        b_o = warpgroup_mma(p_tile, k_left, b_o)
+        if HELD:
+            b_o = warpgroup_mma(gl.convert_layout(b_weight, gl.DotOperandLayout(0, V, 2)), k_left, b_o)
+        else:
+            b_o = warpgroup_mma(p_tile, k_left, b_o)
         gl.thread_barrier()  # all four have read the tile
         mbarrier.arrive(empty.index(i_tile), count=1)
         turn = turn ^ 1
@@ -119,10 +126,10 @@ def scorers(
     o_h = i_h + gl.arange(0, _BH, layout=gl.SliceLayout(1, S))
     if SPLIT:
         b_z = gl.where(b_z == 0, 1.0, b_z)  # no key in these tiles: zeros, of weight 2^-inf
-        gl.store(lse + (i_t * H + o_h) * splits + i_s, b_m + gl.log2(b_z), mask=o_h < H)
+        gl.store(lse + (i_t * H + o_h) * splits + i_s, b_m + gl.log2(b_z), mask=o_h < stop)
         b_w = 1 / b_z
     else:
-        b_sink = gl.load(sink + o_h, mask=o_h < H, other=0.0).to(gl.float32) * _LOG2_E
+        b_sink = gl.load(sink + o_h, mask=o_h < stop, other=0.0).to(gl.float32) * _LOG2_E
         b_top = gl.maximum(b_m, b_sink)
         b_keep = gl.exp2(b_m - b_top)
         b_w = b_keep / (b_z * b_keep + gl.exp2(b_sink - b_top))
@@ -132,15 +139,15 @@ def scorers(
     mbarrier.arrive(ready, count=1)
     b_o = b_o * gl.convert_layout(b_w, gl.SliceLayout(1, V))[:, None]
     if SPLIT:
-        write_part(b_o, part, i_t, i_s, i_h, begin, end, H, splits, 0)
+        write_part(b_o, part, i_t, i_s, i_h, stop, begin, end, H, splits, 0)
     else:
-        write_out(b_o, q_tiles.index(0), out, i_t, i_h, real, H, 0)
+        write_out(b_o, q_tiles.index(0), out, i_t, i_h, stop, real, H, 0)
 
 
 @gluon.jit
 def others(
     q_tiles, k_tiles, p_tile, keeps, empty, ready, taken, p_cos, p_sin, out, part,
-    i_t, i_s, i_h, real, begin, end, H, splits, SPLIT: gl.constexpr,
+    i_t, i_s, i_h, stop, real, begin, end, H, splits, SPLIT: gl.constexpr,
 ):  # fmt: skip
     V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_SCORERS, 1], [16, _WIDE, 16])
     b_o = gl.zeros([_BH, _HALF], gl.float32, layout=V)
@@ -159,9 +166,9 @@ def others(
     mbarrier.wait(ready, turn)
     b_o = b_o * keeps.load(gl.SliceLayout(1, V))[:, None]
     if SPLIT:
-        write_part(b_o, part, i_t, i_s, i_h, begin, end, H, splits, _HALF)
+        write_part(b_o, part, i_t, i_s, i_h, stop, begin, end, H, splits, _HALF)
     else:
-        write_out(derotate_tile(b_o, p_cos, p_sin), q_tiles.index(1), out, i_t, i_h, real, H, _HALF)
+        write_out(derotate_tile(b_o, p_cos, p_sin), q_tiles.index(1), out, i_t, i_h, stop, real, H, _HALF)
 
 
 @gluon.jit(do_not_specialize=["H", "K", "N", "splits"])
@@ -203,14 +210,16 @@ def attention_hopper_kernel(
     SPLIT: gl.constexpr,
     OVERLAP: gl.constexpr,  # join_sparse_kernel may come at once, and wait
     EARLY: gl.constexpr,  # as this one does for the kernel before it
+    HEADS: gl.constexpr,  # of a program: 64, or fewer, so that more programs share what few tokens need
 ):
     if EARLY:
         gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], gl.int32, False, 1)
     if OVERLAP:  # not before: the join reads what was there before this kernel, without a wait
         gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], gl.int32, False, 1)
-    blocks = (H + _BH - 1) // _BH
+    blocks = (H + HEADS - 1) // HEADS
     i_t = (gl.program_id(0) // blocks).to(gl.int64)
-    i_h = (gl.program_id(0) % blocks) * _BH
+    i_h = (gl.program_id(0) % blocks) * HEADS
+    stop = gl.minimum(i_h + HEADS, H)
     i_s = gl.program_id(1)
     position = gl.load(positions + i_t).to(gl.int32)
     i_b = gl.load(owner + i_t)
@@ -253,15 +262,16 @@ def attention_hopper_kernel(
     mbarrier.init(ready, count=1)
     mbarrier.init(taken, count=1)
     p_cos, p_sin = cos + i_t * (_ROPE // 2), sin + i_t * (_ROPE // 2)
+    HELD: gl.constexpr = HEADS < _BH
     gl.warp_specialize(
         [
             (scorers, (
                 q_tiles, k_tiles, p_tile, keeps, biases, full, empty, ready, taken, q + i_t * stride_q_t, stride_q_h,
-                sink, out, part, lse, scale, i_t, i_s, i_h, real, begin, end, H, splits, SPLIT,
+                sink, out, part, lse, scale, i_t, i_s, i_h, stop, real, begin, end, H, splits, SPLIT, HELD,
             )),
             (others, (
                 q_tiles, k_tiles, p_tile, keeps, empty, ready, taken, p_cos, p_sin, out, part,
-                i_t, i_s, i_h, real, begin, end, H, splits, SPLIT,
+                i_t, i_s, i_h, stop, real, begin, end, H, splits, SPLIT,
             )),
             (loaders, (
                 ring + i_ring * (R * (VALUE + SCALE)), pages, p_table, p_chosen, k_tiles, k_words, biases, full, empty,

@@ -22,8 +22,13 @@ from hybridkv.kernels.page_layout import entry_format
 
 assert triton.__version__.startswith(GLUON), "another Triton than attention_sparse_hopper is written for"
 NAMES = kernel.arg_names
-CASES = ("bf16", True, True, False), ("fp8", True, False, True), ("fp8_entry", False, False, False)
-for kind, entries, chosen, split in CASES:
+CASES = (
+    ("bf16", True, True, False, 64),
+    ("fp8", True, False, True, 16),
+    ("fp8_entry", False, False, False, 64),
+    ("fp8", True, True, False, 64),
+)
+for kind, entries, chosen, split, heads in CASES:
     fmt = entry_format(kind, 512, 64)
     held = "*bf16" if fmt.plain else "*u8"
     types = dict(q="*bf16", ring=held, pages=held, table="*i32", chosen="*i32", out="*bf16", scale="fp32")
@@ -32,7 +37,7 @@ for kind, entries, chosen, split in CASES:
     fixed = dict(
         WINDOW=128, RATIO=4, R=135, P=32, VALUE=fmt.width if fmt.plain else fmt.value_bytes, SCALE=fmt.scale_bytes,
         QUANTISED=not fmt.plain, E8M0=kind == "fp8", ENTRIES=entries, CHOSEN=chosen, SPLIT=split,
-        OVERLAP=split, EARLY=split,
+        OVERLAP=split, EARLY=split, HEADS=heads,
     )
     absent = {"table": entries, "chosen": chosen, "part": split, "lse": split}
     fixed |= {name: None for name, there in absent.items() if not there}
@@ -53,10 +58,10 @@ def test_it_compiles_in_every_format(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert [kind for kind, *_ in lines] == ["bf16", "fp8", "fp8_entry"]
-    for kind, shared, products, registers, waits in lines:
+    assert [kind for kind, *_ in lines] == ["bf16", "fp8", "fp8_entry", "fp8"]
+    for number, (_, shared, products, registers, waits) in enumerate(lines):
         assert 0 < int(shared) <= SHARED_MEMORY
         # steps of 16: channels of S = q K^T; keys of O += P K, for each 128 channels
         assert int(products) == 512 // 16 + 512 // 128 * 64 // 16
         assert int(registers) > 0  # dropped where those asked for are more than there are
-        assert int(waits) == (2 if kind == "fp8" else 0)
+        assert int(waits) == (2 if number == 1 else 0)
