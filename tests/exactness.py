@@ -60,8 +60,8 @@ def drive(llm: LLM, ids: list[int], cuts: list[int], monkeypatch: pytest.MonkeyP
     request = SimpleNamespace(key="it", prompt_tokens=len(ids), evictions={})
     attend, exact = LayerHandle.attend, handle_file.attention_exact
 
-    def watched(self: LayerHandle, q: Tensor, scale: float, last: bool = False) -> Tensor:
-        out = attend(self, q, scale, last)
+    def watched(self: LayerHandle, *args: Any) -> Tensor:
+        out = attend(self, *args)
         trace.attended[-1].append(out[here].clone())
         return out
 

@@ -237,15 +237,19 @@ def timed_steps(engine: Engine) -> tuple[float, float | None]:
         begin = time.perf_counter()
         engine.step()
         times.append((time.perf_counter() - begin) * 1e3)
-    return statistics.median(times), graph_ms(engine, len(engine.scheduler.running))
+    return statistics.median(times), graph_ms(engine)
 
 
-def graph_ms(engine: Engine, batch: int) -> float | None:
-    """The captured step alone, on the device; None where there is none."""
-    graphs = engine.runner.graphs
-    if graphs is None or graphs.rows(batch) not in graphs.captured:
+def graph_ms(engine: Engine) -> float | None:
+    """The captured step of what is running alone, on the device; None where there is none."""
+    graphs, running = engine.runner.graphs, engine.scheduler.running
+    if graphs is None or not running:
         return None
-    graph = graphs.captured[graphs.rows(batch)].graph
+    most = max(int(n.max()) for r in running for n in engine.manager.lengths(r.key).values())
+    found = graphs.captured.get(graphs.key(graphs.rows(len(running)), most))
+    if found is None:
+        return None
+    graph = found.graph
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     before = torch.cuda.memory_allocated()
     start.record()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache.step import ForwardStep, StreamView
+from hybridkv.kernels.activation import sigmoid_mul, sigmoid_mul_exact
 from hybridkv.kernels.append import append
 from hybridkv.kernels.attention_decode import attention_decode
 from hybridkv.kernels.attention_exact import attention_exact
@@ -73,9 +74,10 @@ class LayerHandle:
             ring, self.step.ring_rows if ring is not None else None,
         )  # fmt: skip
 
-    def attend(self, q: Tensor, scale: float, last: bool = False) -> Tensor:
-        """Causal attention of q [T, H, D] over what is stored, this step's tokens included. `last`: this is the last
-        layer, where only the tails of chunks are computed; the other rows hold anything.
+    def attend(self, q: Tensor, scale: float, last: bool = False, gate: Tensor | None = None) -> Tensor:
+        """Causal attention of q [T, H, D] over what is stored, this step's tokens included, multiplied by sigmoid(gate)
+        if there is one. `last`: this is the last layer, where only the tails of chunks are computed; the other rows
+        hold anything.
         """
         assert self.view is not None
         step, n, pages = self.step, self.step.singles, (self.pages("k"), self.pages("v"))
@@ -83,13 +85,19 @@ class LayerHandle:
         lengths = None if self.view.lengths is None else self.view.lengths[:, self.rows]
         if step.exact:
             assert lengths is not None
-            return attention_exact(q, *pages, table[rows], lengths, step.starts, scale)
+            mixed = attention_exact(q, *pages, table[rows], lengths, step.starts, scale)
+            return mixed if gate is None else sigmoid_mul_exact(mixed, gate).view_as(mixed)
         ring, kept = self.state.get("lse"), step.ring_rows  # [rings, W, H]
         lse = None if ring is None or kept is None else (ring.view(-1, ring.shape[-1]), kept)
         parts = []
         if n:
             part, few = None if lse is None else (lse[0], lse[1][:n]), None if lengths is None else lengths[:n]
-            parts.append(attention_decode(q[:n], *pages, table, few, scale, ends[:n], rows=rows[:n], lse=part))
+            own = None if gate is None else gate[:n]
+            parts.append(
+                attention_decode(
+                    q[:n], *pages, table, few, scale, ends[:n], rows=rows[:n], lse=part, gate=own, keys=self.view.most
+                )
+            )
         if n < len(step.slots):
             assert lengths is not None
             keep = len(q) if step.tail is None or not last else max(step.tail, TAIL)
@@ -100,6 +108,8 @@ class LayerHandle:
             part = None if lse is None else (lse[0], _joined(lse[1], some))
             args = (lengths[n:], at, scale, ends[n:])
             mixed = attention_prefill(_joined(q, some), *pages, table, *args, rows=rows[n:], lse=part)
+            if gate is not None:
+                mixed = sigmoid_mul(mixed, _joined(gate, some)).view_as(mixed)
             parts.append(mixed if at[-1] == len(q) - n else _spread(mixed, some, n, len(q)))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -223,20 +223,22 @@ class KVCacheManager:
                 f"{begins[i]} is gone; release the request and compute it again"
             )
 
-    def padding_step(self, rows: int) -> ForwardStep:
-        """A decode step of nothing but padding, for requests of any length: what a captured graph is made from."""
-        return self._step(Tokens.padding(rows), any_length=True)
+    def padding_step(self, rows: int, reach: int | None = None) -> ForwardStep:
+        """A decode step of nothing but padding, for requests of any length, or of up to `reach` entries a stream: what
+        a captured graph is made from.
+        """
+        return self._step(Tokens.padding(rows), self.max_tokens if reach is None else reach)
 
-    def _step(self, tokens: Tokens, any_length: bool = False) -> ForwardStep:
+    def _step(self, tokens: Tokens, reach: int | None = None) -> ForwardStep:
         """All that the layers read is on its way to the device, in one copy, when this returns."""
         if not self.schema.compressed:
             plans = [t.stream_plan(tokens) for t in self.tables.values()]
             window = self.schema.query_window
             kept = None if window is None else tokens.ring_rows(window, self.rings.of)
-            return dense_step(tokens, plans, kept, self.device, self.exact, any_length)
+            return dense_step(tokens, plans, kept, self.device, self.exact, reach)
         entries = [t.entry_plan(tokens) for t in self.tables.values()]
-        if any_length:
-            most = {t.schema.name: t.schema.entries(self.max_tokens) for t in self.tables.values()}
+        if reach is not None:
+            most = {t.schema.name: t.schema.entries(reach) for t in self.tables.values()}
             entries = [replace(e, most=most[e.name]) for e in entries]
         return compressed_step(tokens, entries, self.device)
 

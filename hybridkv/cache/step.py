@@ -26,6 +26,7 @@ class StreamView:
     lengths: np.ndarray | None  # [B, streams] entries held once the step's are appended; None: a graph's, of any length
     device_lengths: Tensor  # [B, streams] int64, the same where the kernels read it; 0: padding
     entry_index: Tensor | None  # [streams, T] flat place of each new entry; None where an entry is more than one token
+    most: int  # entries that the longest stream of the step may hold
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class ForwardStep:
     ring_rows: Tensor | None = None  # [T] row of a token's query among those of all rings; -1: not kept
     exact: bool = False  # results of a token are the same bits whatever else is in the step
     tail: int | None = None  # the last layer's results are wanted of so many last tokens of each chunk; None: of all
+
+    @property
+    def most(self) -> int:
+        """Entries that the longest stream may hold."""
+        return max((view.most for view in self.streams.values()), default=0)
 
     @property
     def chunks(self) -> list[tuple[int, int, int]]:
@@ -146,7 +152,7 @@ def dense_step(
     ring_rows: np.ndarray | None,  # [T] where queries are kept
     device: torch.device,
     exact: bool,
-    any_length: bool = False,  # made to be captured: lengths are read on the device alone
+    reach: int | None = None,  # made to be captured, for so many entries a stream: lengths are on the device alone
 ) -> ForwardStep:
     """All that the layers read is on its way to the device, in one copy, when this returns."""
     arrays = [*StepIndex.host(*tokens.arrays)]
@@ -162,7 +168,8 @@ def dense_step(
         device_lengths, entry_index = next(parts), next(parts) if plan.entry_index is not None else None
         if plan.page is not None:
             entry_index = find_places(plan.table, index, device_lengths, plan.page)
-        views[plan.name] = StreamView(plan.table, None if any_length else plan.lengths, device_lengths, entry_index)
+        lengths, most = (plan.lengths, int(plan.lengths.max(initial=0))) if reach is None else (None, reach)
+        views[plan.name] = StreamView(plan.table, lengths, device_lengths, entry_index, most)
     slots, begins = tokens.slots.tolist(), tokens.begins.tolist()
     return ForwardStep(slots, begins, tokens.starts, tokens.singles, packed, index, views, kept, exact)
 

@@ -1,5 +1,7 @@
 """DecodeGraphs: a whole decode step captured once for each batch size, then replayed whatever the positions are.
 
+Few requests with FP8 keys have two graphs, for short streams and for all, since the kernels are launched differently.
+
 A graph reads two buffers that never move: the tokens, and what `prepare_forward` packed. A replay is two small copies
 and one launch; it allocates nothing and waits for nothing. Rows that a batch does not fill are padding (slot -1), which
 no op reads or writes for.
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache import ForwardStep, KVCacheManager
+from hybridkv.kernels.attention_decode import same_shape_up_to
 from hybridkv.kernels.backend import HAS_TRITON
 from hybridkv.models.layers import Model
 
@@ -27,6 +30,7 @@ def can_capture(manager: KVCacheManager) -> bool:
 class Captured:
     """A graph and the tensors whose addresses it holds: they must live as long as it does."""
 
+    reach: int  # entries of a stream up to which it is replayed
     graph: torch.cuda.CUDAGraph
     tokens: Tensor  # [B]
     packed: Tensor
@@ -39,25 +43,31 @@ class DecodeGraphs:
         self.sizes = [1 << i for i in range(manager.slots.bit_length())]  # powers of two, the last holds all slots
         if self.sizes[-1] < manager.slots:
             self.sizes.append(manager.slots)
-        self.captured: dict[int, Captured] = {}
-        self.failed: set[int] = set()
+        self.fp8 = any("k_scale" in table.pool.tensors for table in manager.tables.values())
+        self.captured: dict[tuple[int, int], Captured] = {}  # by rows and reach
+        self.failed: set[tuple[int, int]] = set()
         self.pool = torch.cuda.graph_pool_handle()
 
     def rows(self, requests: int) -> int:
         """Rows of the smallest graph that holds so many requests."""
         return next(size for size in self.sizes if size >= requests)
 
+    def key(self, rows: int, most: int) -> tuple[int, int]:
+        """Rows and reach of the graph for so many rows whose streams hold up to `most` entries."""
+        return rows, same_shape_up_to(rows, most, self.manager.max_tokens, self.fp8)
+
     def ready(self, step: ForwardStep) -> bool:
-        """Whether the step can be replayed. The first of its size is captured; if that fails, they all run plainly."""
+        """Whether the step can be replayed. The first of its kind is captured; if that fails, they all run plainly."""
         rows = len(step.slots)
-        if step.singles < rows or rows not in self.sizes or rows in self.failed:
+        key = self.key(rows, step.most)
+        if step.singles < rows or rows not in self.sizes or key in self.failed:
             return False
-        if rows not in self.captured:
+        if key not in self.captured:
             try:
                 with torch.cuda.device(self.manager.device):
-                    self.captured[rows] = self._capture(rows)
+                    self.captured[key] = self._capture(*key)
             except RuntimeError as problem:  # no memory left, as a rule
-                self.failed.add(rows)
+                self.failed.add(key)
                 torch.cuda.empty_cache()
                 warnings.warn(f"decode steps of {rows} rows run without a CUDA graph: {problem}", stacklevel=2)
                 return False
@@ -66,7 +76,8 @@ class DecodeGraphs:
     @torch.inference_mode()
     def replay(self, tokens: Tensor, step: ForwardStep) -> Tensor:
         """Logits [B, vocab] of a step of one token a row; valid until the next replay of any size."""
-        found = self.captured[len(step.slots)]
+        found = self.captured[self.key(len(step.slots), step.most)]
+        assert step.most <= found.reach, f"a graph for {found.reach} entries was asked to read {step.most}"
         self.manager.begin(step)
         found.tokens.copy_(tokens)
         found.packed.copy_(step.packed)
@@ -74,9 +85,9 @@ class DecodeGraphs:
         return found.logits
 
     @torch.inference_mode()
-    def _capture(self, rows: int) -> Captured:
+    def _capture(self, rows: int, reach: int) -> Captured:
         """Run the step on padding alone, which changes nothing: once to compile and to warm up, once to record."""
-        step = self.manager.padding_step(rows)
+        step = self.manager.padding_step(rows, reach)
         tokens = torch.zeros(rows, dtype=torch.int64, device=self.manager.device)
         handles = self.manager.acquire(step)
 
@@ -91,4 +102,4 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
             logits = forward()
-        return Captured(graph, tokens, step.packed, logits)
+        return Captured(reach, graph, tokens, step.packed, logits)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridkv.kernels.backend import tl, triton, use_triton
 from hybridkv.kernels.exact import sigmoid_exact, silu_exact
-from hybridkv.kernels.overlap import can_overlap, wait_for_inputs
+from hybridkv.kernels.overlap import MANY_TOKENS, can_overlap, wait_for_inputs
 
 FEW_TOKENS = 8  # up to so many, tiles are small: a step of few tokens would leave most of the GPU without one
 
@@ -51,6 +51,13 @@ def silu_mul_kernel(gate_up, y, I, stride_t, OVERLAP: tl.constexpr, BI: tl.const
 
 
 @triton.jit
+def times_sigmoid(b_x, b_gate):
+    """b_x * sigmoid(b_gate) in the gate's dtype, which the sigmoid is rounded to first."""
+    b_sigmoid = (1.0 / (1.0 + tl.exp(-b_gate.to(tl.float32)))).to(b_gate.dtype)
+    return (b_x.to(tl.float32) * b_sigmoid.to(tl.float32)).to(b_gate.dtype)
+
+
+@triton.jit
 def sigmoid_mul_kernel(
     x, gate, y, D, HD, stride_xt, stride_xh, stride_gt, stride_gh, OVERLAP: tl.constexpr, BI: tl.constexpr
 ):  # x, gate [T, H, D], y [T, HD]
@@ -60,10 +67,9 @@ def sigmoid_mul_kernel(
     m_i = o_i < HD
     o_h, o_d = o_i // D, o_i % D
     wait_for_inputs(OVERLAP)
-    b_x = tl.load(x + i_t * stride_xt + o_h * stride_xh + o_d, mask=m_i, other=0.0).to(tl.float32)
-    b_gate = tl.load(gate + i_t * stride_gt + o_h * stride_gh + o_d, mask=m_i, other=0.0).to(tl.float32)
-    b_gate = (1.0 / (1.0 + tl.exp(-b_gate))).to(y.dtype.element_ty)
-    tl.store(y + i_t * HD + o_i, (b_x * b_gate.to(tl.float32)).to(y.dtype.element_ty), mask=m_i)
+    b_x = tl.load(x + i_t * stride_xt + o_h * stride_xh + o_d, mask=m_i, other=0.0)
+    b_gate = tl.load(gate + i_t * stride_gt + o_h * stride_gh + o_d, mask=m_i, other=0.0)
+    tl.store(y + i_t * HD + o_i, times_sigmoid(b_x, b_gate), mask=m_i)
 
 
 def silu_mul_triton(gate_up: Tensor) -> Tensor:
@@ -73,7 +79,7 @@ def silu_mul_triton(gate_up: Tensor) -> Tensor:
     y = torch.empty((T, I), dtype=gate_up.dtype, device=gate_up.device)
     BI = 512 if T <= FEW_TOKENS else 1024
     if y.numel():
-        overlap = can_overlap(gate_up)
+        overlap = can_overlap(gate_up, MANY_TOKENS)
         silu_mul_kernel[(T * triton.cdiv(I, BI),)](
             gate_up, y, I, gate_up.stride(0), OVERLAP=overlap, BI=BI, num_warps=4, launch_pdl=overlap
         )
@@ -87,7 +93,7 @@ def sigmoid_mul_triton(x: Tensor, gate: Tensor) -> Tensor:
     y = torch.empty((T, H * D), dtype=x.dtype, device=x.device)
     BI = 512 if T <= FEW_TOKENS else 1024
     if y.numel():
-        overlap = can_overlap(x)
+        overlap = can_overlap(x, MANY_TOKENS)
         sigmoid_mul_kernel[(T * triton.cdiv(H * D, BI),)](
             x, gate, y, D, H * D, *x.stride()[:2], *gate.stride()[:2],
             OVERLAP=overlap, BI=BI, num_warps=4, launch_pdl=overlap,

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybridkv.kernels.activation import sigmoid_mul_ref
 from hybridkv.kernels.attention_decode_kernel import attention_decode_kernel, join_parts_kernel
 from hybridkv.kernels.attention_prefill import Sink, attention_prefill_ref, keep_sums
 from hybridkv.kernels.attention_tile import (
@@ -30,7 +31,7 @@ from hybridkv.kernels.attention_tile import (
     tile_attention,
 )
 from hybridkv.kernels.backend import capability, roomy, triton, use_triton
-from hybridkv.kernels.overlap import can_overlap
+from hybridkv.kernels.overlap import MANY_TOKENS, can_overlap
 from hybridkv.kernels.quant import Pages
 
 
@@ -52,6 +53,7 @@ def attention_decode_torch(
     key_tile: int = KEY_TILE,
     rows: Tensor | None = None,
     lse: Sink | None = None,
+    gate: Tensor | None = None,
 ) -> Tensor:
     if lengths is None:
         assert device_lengths is not None, "attention_decode needs the lengths on the host or on the device"
@@ -85,7 +87,8 @@ def attention_decode_torch(
             assert total.lse is not None
             out[at], sums[at] = total.result(q.dtype), total.lse.float()
     keep_sums(sums.float().reshape(q.shape[:2]), lse)
-    return out.reshape(q.shape)
+    out = out.reshape(q.shape)
+    return out if gate is None else sigmoid_mul_ref(out, gate).view_as(q)
 
 
 def _tile(
@@ -107,7 +110,7 @@ def _tile(
 
 
 class DecodeShape(NamedTuple):
-    """How the kernels are launched. Picked by head width, dtype, batch size and room in the table, never by lengths."""
+    """How the kernels are launched. By head width, dtype, batch size and what a stream may hold, never by lengths."""
 
     keys: int  # of a tile
     warps: int
@@ -124,14 +127,14 @@ class JoinShape(NamedTuple):
 
 
 FEW = 4  # requests up to which a stream has many parts, and a program little to do
-SHORT = 32768  # keys up to which one program on each multiprocessor is the faster for FP8
+SHORT = 12288  # keys of all requests together up to which one program on each multiprocessor is the faster for FP8
 
 
 def decode_shape(
     B: int, D: int, dot: torch.dtype, pairs: bool, keys: int, group: int = 1, room: bool = True
 ) -> DecodeShape:
-    """The fastest on an H200 at D = 256, where the table has room for so many keys a stream. Without `room` in shared
-    memory, or with many heads a KV head, less of it.
+    """The fastest on an H200 at D = 256, where a stream may hold so many keys. Without `room` in shared memory, or
+    with many heads a KV head, less of it.
     """
     shape = _fastest_shape(B, D, dot, pairs, keys)
     if group > 32:
@@ -147,12 +150,18 @@ def _fastest_shape(B: int, D: int, dot: torch.dtype, pairs: bool, keys: int) -> 
     if pairs and B > FEW:
         return DecodeShape(64, 4, 2, 3, registers=168)
     if pairs:
-        return DecodeShape(64, 8, 3, 1) if keys <= SHORT else DecodeShape(32, 4, 3, 3, registers=168)
+        return DecodeShape(64, 8, 2, 1) if B * keys <= SHORT else DecodeShape(32, 4, 3, 3, registers=168)
     return DecodeShape(64, 4, 3, 1) if B <= FEW else DecodeShape(64, 4, 2, 2)
 
 
-def join_shape(B: int, BD: int) -> JoinShape:
-    return JoinShape(min(BD, 64), 64, 2) if B <= FEW else JoinShape(BD, 4, 2)
+def same_shape_up_to(B: int, keys: int, room: int, fp8: bool) -> int:
+    """The most keys of a stream for which the launch is that for `keys`, where a stream has room for `room`."""
+    return SHORT // B if fp8 and B <= FEW and B * keys <= SHORT < B * room else room
+
+
+def join_shape(B: int, BD: int, parts: int) -> JoinShape:
+    """Where a stream has about so many parts."""
+    return JoinShape(min(BD, 64), 64 if parts > 16 else 32, 2) if B <= FEW else JoinShape(BD, 4, 2)
 
 
 @lru_cache
@@ -185,6 +194,8 @@ def attention_decode_triton(
     device_lengths: Tensor | None = None,
     rows: Tensor | None = None,
     lse: Sink | None = None,
+    gate: Tensor | None = None,
+    keys: int | None = None,
     shape: DecodeShape | None = None,
 ) -> Tensor:
     B, H, D = q.shape
@@ -203,10 +214,10 @@ def attention_decode_triton(
         k, v = (pages[name].view(torch.int16) for name in ("k_pool", "v_pool"))
         pages.update(k_pool=k, v_pool=v, stride_page=k.stride(0), stride_entry=k.stride(1))
         q = q.view(torch.int32)
-    keys = table.shape[2] * pages["P"]
+    keys = table.shape[2] * pages["P"] if keys is None else keys
     shape = shape or decode_shape(B, D, dot, pairs, keys, H // G, roomy(q.device))
-    join = join_shape(B, pages["BD"])
-    programs, early = multiprocessors(q.device) * shape.programs, can_overlap(q)
+    programs, early = multiprocessors(q.device) * shape.programs, can_overlap(q, MANY_TOKENS)
+    join = join_shape(B, pages["BD"], programs // (B * G))
     part = torch.empty((B * G + programs, H // G, D), dtype=torch.float32, device=q.device)
     shared = dict(
         part=part,
@@ -245,10 +256,15 @@ def attention_decode_triton(
         **shared,
     )
     kept, index = lse or (None, None)
+    if gate is not None:
+        assert gate.shape == out.shape and gate.dtype == out.dtype and gate.stride(2) == 1
     join_parts_kernel[H, B, -(-D // join.channels)](
+        gate=gate,
         out=out,
         lse_out=kept,
         lse_index=index,
+        stride_gate_b=0 if gate is None else gate.stride(0),
+        stride_gate_h=0 if gate is None else gate.stride(1),
         stride_lse=0 if kept is None else kept.stride(0),
         D=D,
         BD=join.channels,
@@ -271,7 +287,9 @@ def attention_decode(
     key_tile: int = KEY_TILE,  # of the torch form
     rows: Tensor | None = None,  # [B] int64, each request's row of the table; -1: padding, which gives zeros
     lse: Sink | None = None,  # natural logarithms; index -1: nowhere
+    gate: Tensor | None = None,  # [B, H, D] as q: the result, rounded, is multiplied by its sigmoid
+    keys: int | None = None,  # that a stream may hold, if fewer than the table has room for: picks how it is launched
 ) -> Tensor:
     if use_triton(q):
-        return attention_decode_triton(q, k_pool, v_pool, table, lengths, scale, device_lengths, rows, lse)
-    return attention_decode_torch(q, k_pool, v_pool, table, lengths, scale, device_lengths, key_tile, rows, lse)
+        return attention_decode_triton(q, k_pool, v_pool, table, lengths, scale, device_lengths, rows, lse, gate, keys)
+    return attention_decode_torch(q, k_pool, v_pool, table, lengths, scale, device_lengths, key_tile, rows, lse, gate)

@@ -13,6 +13,7 @@ neighbours. The program with a stream's first tile leaves word where they begin 
 
 from __future__ import annotations
 
+from hybridkv.kernels.activation import times_sigmoid
 from hybridkv.kernels.backend import tl, triton
 
 
@@ -289,9 +290,12 @@ def join_parts_kernel(
     parts,  # [B * G, 2] int32
     rows,
     lengths,  # [B, G]
+    gate,  # [B, H, D] whose sigmoid the result is multiplied by, or None
     out,  # [B, H, D]
     lse_out,  # [R, H] natural log-sum-exp, or None
     lse_index,  # [B] rows of it, -1: nowhere
+    stride_gate_b,
+    stride_gate_h,
     stride_lse,
     stride_length_b,
     stride_length_g,
@@ -310,6 +314,10 @@ def join_parts_kernel(
         length = tl.where(tl.load(rows + i_b) < 0, 0, length)
     p_parts = parts + 2 * (i_b * G + i_g)
     o_d = i_d + tl.arange(0, BD)
+    b_gate = None
+    if gate is not None:  # it was there before the first kernel let this one come
+        p_gate = gate + i_b * stride_gate_b + i_h * stride_gate_h + o_d
+        b_gate = tl.load(p_gate, mask=(o_d < D) & (length > 0), other=0.0)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     i_part = tl.load(p_parts, mask=length > 0, other=0).to(tl.int64)
@@ -329,7 +337,10 @@ def join_parts_kernel(
         b_o = b_o * b_keep + tl.sum(b_weight[:, None] * b_part, 0)
         b_m = b_top
     b_z = tl.where(count == 0, 1.0, b_z)  # a stream without entries gives zeros
-    tl.store(out + (i_b * H + i_h) * D + o_d, (b_o / b_z).to(out.dtype.element_ty), mask=o_d < D)
+    b_out = (b_o / b_z).to(out.dtype.element_ty)
+    if gate is not None:
+        b_out = times_sigmoid(b_out, b_gate)
+    tl.store(out + (i_b * H + i_h) * D + o_d, b_out, mask=o_d < D)
     if lse_out is not None:
         i_row = tl.load(lse_index + i_b)
         p_out = lse_out + i_row * stride_lse + i_h + tl.arange(0, 1)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridkv.kernels.activation import sigmoid_mul, sigmoid_mul_exact, silu_mul, silu_mul_exact
+from hybridkv.kernels.activation import silu_mul, silu_mul_exact
 from hybridkv.kernels.exact import sigmoid_exact, softmax_exact, softplus_exact, tree_sum
 from hybridkv.kernels.experts import add_shared, loop_experts, route_softmax, run_softmax_experts, weighted_sum_exact
 from hybridkv.kernels.linear import linear_exact, linear_ref
@@ -39,7 +39,6 @@ class RowOps:
     rope: Callable[[Tensor, Tensor, Tensor], Tensor]
     sigmoid: RowOp
     silu_mul: RowOp  # (gate | up) [T, 2 I] -> silu(gate) * up
-    sigmoid_mul: Callable[[Tensor, Tensor], Tensor]  # x, gate [T, H, D] -> x * sigmoid(gate) [T, H D]
     softplus: RowOp
     route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]  # experts.route_softmax
     run_experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # experts.run_softmax_experts
@@ -71,7 +70,6 @@ FAST = RowOps(
     rope=rope,
     sigmoid=torch.sigmoid,
     silu_mul=silu_mul,
-    sigmoid_mul=sigmoid_mul,
     softplus=F.softplus,
     route=route_softmax,
     run_experts=run_softmax_experts,
@@ -87,7 +85,6 @@ EXACT = RowOps(
     rope=rope_exact,
     sigmoid=sigmoid_exact,
     silu_mul=silu_mul_exact,
-    sigmoid_mul=sigmoid_mul_exact,
     softplus=softplus_exact,
     route=route_exact,
     run_experts=run_experts_exact,

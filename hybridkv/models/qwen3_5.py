@@ -19,7 +19,7 @@ from hybridkv.kernels.rows import RowOps
 from hybridkv.models.config import GdnConfig, ModelConfig
 from hybridkv.models.layers import Angles, Decoder, DecoderLayer, FeedForward, GatedMlp, Norm, attention_streams
 from hybridkv.models.llama import assemble, gated_mlp
-from hybridkv.models.loader import Loader
+from hybridkv.models.loader import Loader, Part
 
 
 def cache_schema(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int) -> CacheSchema:
@@ -60,9 +60,8 @@ class GatedAttention:
             q, k = self.ops.rope(self.q_norm(q), *angles), self.ops.rope(self.k_norm(k), *angles)
             handle.append(k, v)
             handle.capture(q)
-        mixed = handle.attend(q, c.head_dim**-0.5, rows is not None)
-        mixed, gate = (mixed, gate) if rows is None else (mixed[rows], gate[rows])
-        return self.out.add_to(h, self.ops.sigmoid_mul(mixed, gate))
+        mixed = handle.attend(q, c.head_dim**-0.5, rows is not None, gate).flatten(1)
+        return self.out.add_to(h, mixed if rows is None else mixed[rows])
 
 
 @dataclass(frozen=True)
@@ -163,35 +162,32 @@ def _deltanet(config: ModelConfig, loader: Loader, name: str) -> GatedDeltaNet:
         norm=loader.vector(f"{name}.norm.weight", d.value_dim),
         eps=config.eps,
     )
-    inputs = loader.make_linear(_input_rows(d, hidden, loader, name))
+    inputs = _inputs(d, hidden, loader, name)
     out = loader.linear(d.value_heads * d.value_dim, (f"{name}.out_proj", hidden))
     return GatedDeltaNet(inputs, net, out, loader.ops)
 
 
-def _input_rows(d: GdnConfig, hidden: int, loader: Loader, name: str) -> Tensor:
+def _inputs(d: GdnConfig, hidden: int, loader: Loader, name: str) -> Linear:
     """All input projections in one matrix: q | k | v, z, b, a."""
-    values = d.value_heads * d.value_dim
-    out = torch.empty(d.channels + values + 2 * d.value_heads, hidden, dtype=loader.dtype, device=loader.device)
-    qkv, z, b, a = out.split([d.channels, values, d.value_heads, d.value_heads])
-    group = d.value_heads // d.key_heads
+    values, group = d.value_heads * d.value_dim, d.value_heads // d.key_heads
+    parts: list[Part] = []
     if loader.has(f"{name}.in_proj_qkvz.weight"):
         # for each key head: its query, its key, then the values and the gates of its value heads
         sizes = [d.key_dim, d.key_dim, group * d.value_dim, group * d.value_dim]
-        fused = loader.raw(f"{name}.in_proj_qkvz.weight", d.channels + values, hidden)
-        parts = [p.flatten(0, 1) for p in fused.view(d.key_heads, sum(sizes), hidden).split(sizes, 1)]
-        qkv.copy_(torch.cat(parts[:3]))
-        z.copy_(parts[3])
+        parts += [(f"{name}.in_proj_qkvz", _taken_apart(d.key_heads, sizes))]
     else:
-        qkv.copy_(loader.raw(f"{name}.in_proj_qkv.weight", d.channels, hidden))
-        z.copy_(loader.raw(f"{name}.in_proj_z.weight", values, hidden))
+        parts += [(f"{name}.in_proj_qkv", d.channels), (f"{name}.in_proj_z", values)]
     if loader.has(f"{name}.in_proj_ba.weight"):
-        fused = loader.raw(f"{name}.in_proj_ba.weight", 2 * d.value_heads, hidden)
-        for target, part in zip((b, a), fused.view(d.key_heads, 2 * group, hidden).split(group, 1), strict=True):
-            target.copy_(part.flatten(0, 1))
+        parts += [(f"{name}.in_proj_ba", _taken_apart(d.key_heads, [group, group]))]
     else:
-        b.copy_(loader.raw(f"{name}.in_proj_b.weight", d.value_heads, hidden))
-        a.copy_(loader.raw(f"{name}.in_proj_a.weight", d.value_heads, hidden))
-    return out
+        parts += [(f"{name}.in_proj_b", d.value_heads), (f"{name}.in_proj_a", d.value_heads)]
+    return loader.linear(hidden, *parts)
+
+
+def _taken_apart(heads: int, sizes: list[int]) -> Tensor:
+    """Rows that lie head by head, so many of each kind: which one stands at each place if they are to lie by kind."""
+    rows = torch.arange(heads * sum(sizes)).view(heads, -1)
+    return torch.cat([part.flatten() for part in rows.split(sizes, 1)])
 
 
 def _feed_forward(config: ModelConfig, loader: Loader, name: str, layer: int) -> FeedForward:

@@ -79,6 +79,7 @@ def test_rows_of_padding_have_no_place_anywhere() -> None:
     assert step.index.slots.tolist() == step.slots and step.index.positions.tolist() == [5, 2, 0, 0]
     assert view.lengths is not None and view.lengths.tolist() == [[6] * 4, [3] * 4, [0] * 4, [0] * 4]
     assert torch.equal(view.device_lengths, torch.from_numpy(view.lengths))
+    assert view.most == step.most == 6
     assert view.entry_index is not None and (view.entry_index[:, 2:] == -1).all()
     pages = torch.from_numpy(np.stack([table.pages[a, :, 1], table.pages[c, :, 0]], 1)).long()
     assert torch.equal(view.entry_index[:, :2], pages * P + torch.tensor([1, 2]))
@@ -92,6 +93,7 @@ def test_a_padding_step_is_all_padding_and_knows_no_length() -> None:
     step = m.padding_step(3)
     view = step.streams["kv"]
     assert step.slots == [-1] * 3 and view.lengths is None and not view.device_lengths.any()
+    assert step.most == view.most == m.max_tokens and m.padding_step(3, reach=8).most == 8
     assert view.entry_index is not None and (view.entry_index == -1).all() and (step.ring_rows == -1).all()
     assert np.array_equal(before[0], m.tables["kv"].pages) and np.array_equal(before[1], m.positions)
     real = m.prepare_forward([("a", 1)], rows=3)

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import tiny
 import tiny_v4
 from hybridkv import LLM, CacheConfig
 from hybridkv.engine import graphs
 from hybridkv.engine.graphs import Captured, DecodeGraphs
+from hybridkv.kernels import attention_decode as decode_file
 
 
 @pytest.fixture(scope="module")
@@ -29,23 +31,28 @@ class Replayed:
 
 
 @pytest.fixture
-def decode(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> DecodeGraphs:
-    """Graphs whose capture makes a call of the model on the same buffers."""
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture makes a call of the model on the same buffers."""
 
-    def capture(self: DecodeGraphs, rows: int) -> Captured:
-        step = self.manager.padding_step(rows)
+    def capture(self: DecodeGraphs, rows: int, reach: int) -> Captured:
+        step = self.manager.padding_step(rows, reach)
         tokens = torch.zeros(rows, dtype=torch.int64)
-        handles, logits = self.manager.acquire(step), torch.empty(rows, tiny_v4.VOCAB)
+        handles, logits = self.manager.acquire(step), torch.empty(rows, self.model.config.vocab)
 
         def run() -> None:
+            assert all(int(view.device_lengths.max()) <= view.most for view in step.streams.values())
             logits.copy_(self.model.forward(tokens, step.index.positions, handles, None))
 
         run()
-        return Captured(Replayed(run), tokens, step.packed, logits)  # type: ignore[arg-type]
+        return Captured(reach, Replayed(run), tokens, step.packed, logits)  # type: ignore[arg-type]
 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(DecodeGraphs, "_capture", capture)
+
+
+@pytest.fixture
+def decode(llm: LLM, stand_in: None) -> DecodeGraphs:
     return DecodeGraphs(llm.model, llm.manager)
 
 
@@ -79,12 +86,75 @@ def test_a_replay_is_the_plain_step(requests: int, llm: LLM, decode: DecodeGraph
             assert manager.reached[manager.slot_of[keys[0]]] == p + 1
         for key in keys:
             manager.release_request(key)
-    assert decode.captured.keys() == {decode.rows(requests)}
+    assert decode.captured.keys() == {(decode.rows(requests), 64)}
     for a, b in zip(found["a"], found["b"]):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)  # the head has a row of padding more or less
     want = llm.logits(streams["a0"][:20], prefill=0)
     # alone instead of beside others: f32 sums in another order, a few 1e-6 of logits of up to 5
     torch.testing.assert_close(torch.stack([x[0] for x in found["a"]]), want, rtol=0, atol=1e-4)
+
+
+def steps(llm: LLM, begin: int, end: int) -> list[torch.Tensor]:
+    """Logits of request "a" token by token, as its graphs give them."""
+    found, tokens = [], tiny.token_ids(64)
+    for p in range(begin, end):
+        step = llm.manager.prepare_forward([("a", 1)], 1)
+        inputs = llm.engine.runner.inputs([tokens[p : p + 1]], [p], [0], step)
+        found.append(llm.engine.runner.forward(inputs).clone())
+        llm.manager.commit([("a", 1)])
+    return found
+
+
+@pytest.fixture
+def open_qwen(oracle: Callable, stand_in: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
+    """Streams of up to 16 entries are short; request "a" is admitted."""
+
+    def build(kv: str = "fp8", requests: int = 2) -> LLM:
+        cache = CacheConfig(kv_dtype=kv, page_size=16)
+        llm = LLM(oracle("qwen3_5").folder, "cpu", "float32", cache=cache, max_requests=requests, max_context=64)
+        monkeypatch.setattr(llm.engine.runner, "graphs", DecodeGraphs(llm.model, llm.manager))
+        llm.manager.admit_request("a")
+        return llm
+
+    monkeypatch.setattr(decode_file, "SHORT", 16)
+    return build
+
+
+def test_a_stream_that_grows_past_short_goes_on_in_another_graph(
+    open_qwen: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = open_qwen()
+    found = steps(llm, 0, 16)
+    assert llm.engine.runner.graphs.captured.keys() == {(1, 16)}
+    found += steps(llm, 16, 20)
+    assert llm.engine.runner.graphs.captured.keys() == {(1, 16), (1, 64)}
+    monkeypatch.setattr(llm.engine.runner, "graphs", None)
+    llm.manager.release_request("a")
+    llm.manager.admit_request("a")
+    for replayed, plain in zip(found, steps(llm, 0, 20)):
+        torch.testing.assert_close(replayed, plain, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kv", "few", "short"), (("f32", 4, 16), ("fp8", 0, 16), ("fp8", 4, 64)))
+def test_where_the_launch_is_the_same_there_is_one_graph(
+    kv: str, few: int, short: int, open_qwen: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other pages than FP8, many requests, an engine for short contexts."""
+    monkeypatch.setattr(decode_file, "FEW", few)
+    monkeypatch.setattr(decode_file, "SHORT", short)
+    llm = open_qwen(kv)
+    steps(llm, 0, 20)
+    assert llm.engine.runner.graphs.captured.keys() == {(1, 64)}
+
+
+def test_a_graph_for_short_streams_refuses_longer_ones(open_qwen: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where it was picked by mistake."""
+    llm = open_qwen()
+    steps(llm, 0, 16)
+    monkeypatch.setattr(graphs, "same_shape_up_to", lambda *args: 16)
+    with pytest.raises(AssertionError, match="a graph for 16 entries was asked to read 17"):
+        steps(llm, 16, 17)
+    assert llm.manager.position("a") == 16
 
 
 def test_a_step_that_is_no_graphs_is_not_replayed(llm: LLM, decode: DecodeGraphs) -> None:
@@ -102,7 +172,7 @@ def test_a_capture_that_fails_is_not_tried_again(
     """For want of memory, say: the step runs as it is, with a warning, and other sizes still may be captured."""
     tries = []
 
-    def fails(self: DecodeGraphs, rows: int) -> Captured:
+    def fails(self: DecodeGraphs, rows: int, reach: int) -> Captured:
         tries.append(rows)
         raise torch.OutOfMemoryError("no memory for the graph")
 

@@ -104,10 +104,12 @@ class MaskedRun(Run):
 
     def feed(self, tokens: Sequence[int], chunk: int | None = None, key: object = "r") -> Tensor:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(LayerHandle, "attend", lambda handle, q, scale, *_: self._attend(handle, q, scale))
+            patch.setattr(
+                LayerHandle, "attend", lambda handle, q, scale, _, gate=None: self._attend(handle, q, scale, gate)
+            )
             return super().feed(tokens, chunk, key)
 
-    def _attend(self, handle: LayerHandle, q: Tensor, scale: float) -> Tensor:
+    def _attend(self, handle: LayerHandle, q: Tensor, scale: float, gate: Tensor | None) -> Tensor:
         layer = next(x for x in self.layers if self.manager.tables["attention"].schema.place(x)[1] == handle.rows)
         assert handle.view is not None
         n, begin = len(q), handle.step.begins[0]
@@ -121,7 +123,8 @@ class MaskedRun(Run):
         heads = q.reshape(n, len(k), -1, q.shape[-1]).double()
         scores = torch.einsum("ngfd,gld->gfnl", heads, k.double()) * scale
         weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
-        return torch.einsum("gfnl,gld->ngfd", weights, v.double()).reshape(q.shape).to(q.dtype)
+        mixed = torch.einsum("gfnl,gld->ngfd", weights, v.double()).reshape(q.shape)
+        return (mixed if gate is None else mixed * gate.double().sigmoid()).to(q.dtype)
 
 
 def _dense(paged: dict[str, Tensor], name: str) -> Tensor:

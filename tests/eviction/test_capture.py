@@ -1,6 +1,7 @@
 """The last W queries are captured as the layers saw them, however a prompt is cut."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -37,10 +38,10 @@ def feed(run: Run, ids: list[int], cuts: list[int], monkeypatch: pytest.MonkeyPa
     original = LayerHandle.attend
     place = run.manager.tables["attention"].schema.place
 
-    def attend(self: LayerHandle, q: Tensor, scale: float, last: bool = False) -> Tensor:
+    def attend(self: LayerHandle, q: Tensor, *rest: Any) -> Tensor:
         layer = next(x for x in run.layers if place(x)[1] == self.rows)
         seen[layer].append(q.clone())
-        return original(self, q, scale, last)
+        return original(self, q, *rest)
 
     with monkeypatch.context() as patch:
         patch.setattr(LayerHandle, "attend", attend)

@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridkv.kernels.activation import sigmoid_mul
 from hybridkv.kernels.attention_decode import SHORT, DecodeShape, attention_decode, attention_decode_triton
 from hybridkv.kernels.attention_inputs import attention_inputs
+from hybridkv.kernels.linear_vector import linear_vector
 from hybridkv.kernels.quant import Fp8Pages
 from kernels.triton_cases import BF16, BOUND, FP8, Streams, dense, queries, streams
 from numerics import assert_close_rms, assert_same_bytes, rel_rms
@@ -47,12 +49,15 @@ def test_one_long_request_among_short_ones(pages: str, P: int) -> None:
 )
 def test_launch_shapes_of_few_requests(shape: DecodeShape | None, pages: str, P: int) -> None:
     held = streams([[1, 63, 64, 65], [2000, 1, 0, 4097], [300, 300, 300, 300]], P, D, pages, "cuda")
-    q = queries(3, H, D, BF16, "cuda")
+    both = queries(3, H, 2 * D, BF16, "cuda")
+    q, gate = both[..., :D].contiguous(), both[..., D:]
     k, v, table, lengths = held.args
-    for room in (0, SHORT // P) if shape is None else (0,):  # pages of a table that has room for more
-        wide = F.pad(table, (0, room), value=2**30)  # far outside the pool
-        got = attention_decode_triton(q, k, v, wide, lengths, D**-0.5, shape=shape)
-        assert_close_rms(f"{shape} {room}", dense(q, held, [0, 1, 2, 3], D**-0.5), got, BOUND[BF16, pages])
+    wide = F.pad(table, (0, SHORT // P), value=2**30)  # room for more; these pages are far outside the pool
+    for keys in (None, 1):  # what a step says of its streams picks the launch, and nothing else
+        got = attention_decode_triton(q, k, v, wide, lengths, D**-0.5, keys=keys, shape=shape)
+        assert_close_rms(f"{shape} {keys}", dense(q, held, [0, 1, 2, 3], D**-0.5), got, BOUND[BF16, pages])
+        gated = attention_decode_triton(q, k, v, wide, lengths, D**-0.5, gate=gate, keys=keys, shape=shape)
+        assert_same_bytes(sigmoid_mul(got, gate), gated.flatten(1))
 
 
 @pytest.mark.parametrize("pages", (BF16, FP8))
@@ -96,21 +101,30 @@ def test_a_graph_is_replayed_for_other_rows_and_lengths(pages: str) -> None:
 
 @pytest.mark.parametrize("pages", (BF16, FP8))
 def test_a_chain_in_a_graph_gives_the_bits_of_one_kernel_at_a_time(pages: str) -> None:
-    """It starts before the kernel that writes its queries and the last entries has ended."""
+    """It starts before the kernel that writes its queries and the last entries has ended, reads its gates before the
+    parts are there, and the product behind it comes early.
+    """
     held = streams([[700, 1, 64, 65], [3000, 129, 2, 2000]], 64, D, pages, "cuda")
     (k, v, table, _), ends = held.args, held.on_device
     last = ends.t() - 1  # [G, B]
     at = table.transpose(0, 1).gather(2, (last // 64).unsqueeze(2)).squeeze(2) * 64 + last % 64
-    xs = torch.randn(20, 2, (H + 2 * G) * D, device="cuda").to(torch.bfloat16)
+    hs = torch.randn(20, 2, 64, device="cuda").to(torch.bfloat16)
+    inputs = torch.randn(2 * (H + G) * D, 64, device="cuda").to(torch.bfloat16)
+    outputs = torch.randn(64, H * D, device="cuda").to(torch.bfloat16)
     turn = torch.rand(2, 1, 32, device="cuda")
     cos, sin = turn.cos(), turn.sin()
 
     def run(stop: bool) -> list[Tensor]:
         out = []
-        for x in xs:
-            q = attention_inputs(x, cos, sin, k, v, at, H, G, D, False)
+        for h in hs:
+            x = linear_vector(h, inputs)
             torch.cuda.synchronize() if stop else None
-            out.append(attention_decode(q, k, v, table, None, D**-0.5, ends))
+            q = attention_inputs(x, cos, sin, k, v, at, H, G, D, True)
+            torch.cuda.synchronize() if stop else None
+            gate = x[:, : 2 * H * D].view(2, H, 2 * D)[..., D:]
+            mixed = attention_decode(q, k, v, table, None, D**-0.5, ends, gate=gate)
+            torch.cuda.synchronize() if stop else None
+            out.append(linear_vector(mixed.flatten(1), outputs))
             torch.cuda.synchronize() if stop else None
         return out
 

@@ -12,6 +12,7 @@ from gpu.stepping import feed, replay_beside_hostile_rows, replay_quietly
 from hybridkv import LLM, CacheConfig, SamplingParams
 from hybridkv.cache import KVCacheManager
 from hybridkv.engine.engine import Engine
+from hybridkv.kernels import attention_decode as decode_file
 from numerics import assert_close_rms, assert_same_bytes
 
 pytestmark = pytest.mark.gpu
@@ -51,7 +52,7 @@ def test_a_replay_gives_what_the_plain_step_gives(
         found[graph] = [feed(llm, streams, 0, 90, False)]
         found[graph] += [feed(llm, streams, p, 1, graph) for p in range(90, 130)]
         rings[graph] = [t.clone() for key, t in llm.manager.state.tensors.items() if key[0] == "queries"]
-    assert llm.engine.runner.graphs.captured.keys() == {llm.engine.runner.graphs.rows(requests)}
+    assert llm.engine.runner.graphs.captured.keys() == {(llm.engine.runner.graphs.rows(requests), 1024)}
     for plain, replayed in zip(rings[False], rings[True], strict=True):
         assert_close_rms("what is kept for scoring", plain.float(), replayed.float(), BOUND[dtype])
     for i, (plain, replayed) in enumerate(zip(found[False], found[True], strict=True)):
@@ -67,6 +68,32 @@ def test_a_replay_moves_no_memory_and_waits_for_nothing(kind: str, open_gpu: Cal
     feed(llm, streams, 0, 60, False)
     feed(llm, streams, 60, 1, True)  # captures
     replay_quietly(llm, streams, 61, 100)
+
+
+@pytest.mark.parametrize("kind", ("llama", "qwen3_5"))
+def test_a_stream_that_grows_past_short_goes_on_in_another_graph(
+    kind: str, open_gpu: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FP8 keys in a large room: the answers are those of an engine that has one graph, for all lengths."""
+    streams, found, keys, shape = {"a": ids(200), "b": ids(200, seed=1)}, {}, set(), decode_file.decode_shape
+    monkeypatch.setattr(decode_file, "decode_shape", lambda *args: keys.add(args[4]) or shape(*args))
+    for short in (0, 256):  # of both requests together
+        monkeypatch.setattr(decode_file, "SHORT", short)
+        keys.clear()
+        llm = open_gpu(kind, "bfloat16", "fp8")
+        for key in streams:
+            llm.manager.admit_request(key)
+        feed(llm, streams, 0, 120, False)
+        found[short] = [feed(llm, streams, p, 1, True) for p in range(120, 140)]
+    graphs = llm.engine.runner.graphs
+    assert graphs.captured.keys() == {(2, 128), (2, 1024)} and keys == {128, 1024}
+    for i, (one, two) in enumerate(zip(found[0], found[256], strict=True)):
+        assert_close_rms(f"step {i}", one, two, BOUND["bfloat16"])
+    again = {"c": ids(200), "d": ids(200, seed=1)}
+    for key in again:
+        llm.manager.admit_request(key)
+    feed(llm, again, 0, 120, False)
+    replay_quietly(llm, again, 120, 140)
 
 
 @pytest.mark.parametrize("kind", ("llama", "qwen3_5"))

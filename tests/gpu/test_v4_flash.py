@@ -90,7 +90,7 @@ def logits(theirs: Any, tokens: list[int]) -> Callable[..., Tensor]:
         schema = cache_schema(config, CacheConfig(kv_dtype=kv, index_dtype=index), dtype)
         engine = Engine(model, KVCacheManager(schema, schema.pool_pages(1, 1024), 1, 1024, "cuda"), step_tokens=512)
         out = engine.score(tokens, prefill=640, chunk=256)
-        assert engine.runner.graphs is not None and 1 in engine.runner.graphs.captured, "no step was captured"
+        assert engine.runner.graphs is not None and engine.runner.graphs.captured, "no step was captured"
         return out
 
     return run

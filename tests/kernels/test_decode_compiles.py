@@ -15,14 +15,15 @@ from kernels.no_device import SHARED_MEMORY, built
 from hybridkv.kernels import attention_decode as file
 from hybridkv.kernels.quant import Fp8Pages
 
-file.on_gpu = file.overlaps = file.can_overlap = lambda q: True
+file.on_gpu = file.overlaps = file.can_overlap = lambda q, most=None: True
 table, wide = (torch.zeros(5, 4, n, dtype=torch.int32) for n in (3, file.SHORT // 64 + 1))
 codes = Fp8Pages(torch.zeros(4, 64, 256, dtype=torch.uint8), torch.zeros(4, 64))
 for B in (file.FEW, file.FEW + 1):
     q, rows = torch.zeros(B, 24, 256, dtype=torch.bfloat16), torch.zeros(B, dtype=torch.int64)
     lengths = torch.zeros(B, 4, dtype=torch.int64)
     for pool in (torch.zeros(4, 64, 256, dtype=torch.bfloat16), codes):
-        file.attention_decode_triton(q, pool, pool, table, None, 1.0, lengths, rows, (torch.zeros(9, 24), rows))
+        lse = torch.zeros(9, 24), rows
+        file.attention_decode_triton(q, pool, pool, table, None, 1.0, lengths, rows, lse, q)
 q, rows = torch.zeros(1, 24, 256, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int64)
 file.attention_decode_triton(q, codes, codes, wide, None, 1.0, torch.zeros(1, 4, dtype=torch.int64), rows)
 for name, kernel in built:

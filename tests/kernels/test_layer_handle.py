@@ -9,6 +9,7 @@ import torch
 from hybridkv.cache import handle as handle_file
 from hybridkv.cache.handle import ForwardStep, LayerHandle, StreamView
 from hybridkv.cache.step import Tokens
+from hybridkv.kernels.activation import sigmoid_mul
 from hybridkv.kernels.append import append
 from hybridkv.kernels.attention_decode import attention_decode
 from hybridkv.kernels.attention_prefill import attention_prefill
@@ -79,7 +80,7 @@ def test_a_layer_appends_to_and_attends_over_its_own_streams(counts: list[int]) 
     slots = list(range(B, 0, -1))  # rows of the manager's table, which has one more
     mirror = torch.full((B + 1, 4, width), -1, dtype=torch.int32)
     mirror[slots] = table
-    view = StreamView(mirror, after, torch.from_numpy(after), index)
+    view = StreamView(mirror, after, torch.from_numpy(after), index, int(after.max()))
     handle = LayerHandle(step_of(slots, counts), view, slice(2, 4), pools, {})
     k, v, q = torch.randn(T, heads, D), torch.randn(T, heads, D), torch.randn(T, 6, D)
     handle.append(k, v)
@@ -95,6 +96,18 @@ def test_a_layer_appends_to_and_attends_over_its_own_streams(counts: list[int]) 
         else:
             alone = attention_prefill(part, *args, [0, counts[b]], 0.25)
         assert_close_rms(f"request {b}", alone, out[begin:end], 1e-6)
+    gate = torch.randn(T, 6, 2 * D)[..., D:]
+    assert_same_bytes(sigmoid_mul(out, gate).view_as(out), handle.attend(q, 0.25, gate=gate))
+
+
+def test_single_tokens_are_launched_for_what_the_step_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    after, table = np.array([[3, 5], [9, 2]]), torch.arange(16).view(2, 2, 4).int()
+    view, said = StreamView(table, after, torch.from_numpy(after), None, 11), []
+    original = handle_file.attention_decode
+    monkeypatch.setattr(handle_file, "attention_decode", lambda *a, **k: said.append(k["keys"]) or original(*a, **k))
+    pools = {name: torch.randn(16, 4, 16) for name in ("k", "v")}
+    LayerHandle(step_of([0, 1], [1, 1]), view, slice(0, 2), pools, {}).attend(torch.randn(2, 6, 16), 0.25)
+    assert said == [11]
 
 
 @pytest.mark.parametrize("tail", (0, 1, 3, 64))
@@ -109,20 +122,20 @@ def test_of_the_last_layer_only_tails_are_computed(
     after = np.array([[n + 3] * 2 for n in counts])
     table = torch.randperm(B * 2 * 4).view(B, 2, 4).int()
     pools = {name: torch.randn(B * 8, P, D) for name in ("k", "v")}
-    view, step, state = StreamView(table, after, torch.from_numpy(after), None), step_of(list(range(B)), counts), {}
+    view, step, state = StreamView(table, after, torch.from_numpy(after), None, 12), step_of(list(range(B)), counts), {}
     if window is not None:
         made = Tokens(np.arange(B), np.full(B, 3), np.array(counts), counts.count(1)).ring_rows(window, np.arange(B))
         step = replace(step, ring_rows=torch.from_numpy(made))
         state = {"lse": torch.zeros(B, window, 6)}
-    handle, q = LayerHandle(step, view, slice(0, 2), pools, state), torch.randn(T, 6, D)
-    whole, sums = handle.attend(q, 0.25, last=True), {name: x.clone() for name, x in state.items()}
+    handle, q, gate = LayerHandle(step, view, slice(0, 2), pools, state), torch.randn(T, 6, D), torch.randn(T, 6, D)
+    whole, sums = handle.attend(q, 0.25, True, gate), {name: x.clone() for name, x in state.items()}
     for x in state.values():
         x.zero_()
     ran, least = [], 2
     monkeypatch.setattr(handle_file, "TAIL", least)
     original = handle_file.attention_prefill
     monkeypatch.setattr(handle_file, "attention_prefill", lambda q, *a, **k: ran.append(len(q)) or original(q, *a, **k))
-    got = LayerHandle(replace(step, tail=tail), view, slice(0, 2), pools, state).attend(q, 0.25, last=True)
+    got = LayerHandle(replace(step, tail=tail), view, slice(0, 2), pools, state).attend(q, 0.25, True, gate)
     assert got.shape == whole.shape
     few = [n if n == 1 else min(n, tail) for n in counts]
     for end, n in zip(step.starts[1:], few):

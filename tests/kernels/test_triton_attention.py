@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridkv.kernels.attention_decode import DecodeShape, attention_decode_torch, attention_decode_triton
+from hybridkv.kernels.activation import sigmoid_mul_ref, sigmoid_mul_triton
+from hybridkv.kernels.attention_decode import (
+    FEW,
+    SHORT,
+    DecodeShape,
+    attention_decode_torch,
+    attention_decode_triton,
+    decode_shape,
+    same_shape_up_to,
+)
 from hybridkv.kernels.attention_exact import attention_split_triton
 from hybridkv.kernels.attention_prefill import attention_prefill_torch, attention_prefill_triton
 from hybridkv.kernels.attention_tile import TileShape
@@ -97,7 +106,7 @@ def test_decode_of_rows_of_a_larger_table_and_its_log_sum_exp(pages: str) -> Non
     index = torch.tensor([5, 1, -1, 0, -1], device=DEVICE)
     index[1] = -1
     got = attention_decode_triton(
-        q, held.k_pool, held.v_pool, table[:, 1:], None, 0.2, lengths, rows, (kept, index), SHARES
+        q, held.k_pool, held.v_pool, table[:, 1:], None, 0.2, lengths, rows, (kept, index), shape=SHARES
     )
     want = dense(q[of], held, [0, 1, 2, 3], 0.2)
     assert_close_rms("decode", want, got[of], BOUND[BF16, pages])
@@ -113,6 +122,36 @@ def test_decode_of_rows_of_a_larger_table_and_its_log_sum_exp(pages: str) -> Non
         q, held.k_pool, held.v_pool, table[:, 1:].clamp(max=0), None, 0.2, lengths, rows=rows, lse=(other, index)
     )
     assert not torch_form[[1, 4]].any() and (other[1:5] == 9).all()
+
+
+@pytest.mark.parametrize(("query", "pages"), ((F32, F32), (BF16, BF16), (BF16, FP8)))
+def test_a_gate_on_the_output_has_the_bits_of_its_own_kernel(query: str, pages: str) -> None:
+    """Gates lie beside the queries. A row of padding gives zeros, whatever its gate is."""
+    held = streams([[40, 33], [100, 17], [5, 0]], 16, 40, pages, DEVICE)
+    both = queries(3, 6, 80, query, DEVICE)
+    q, gate = both[..., :40].contiguous(), both[..., 40:]
+    rows = torch.tensor([0, -1, 2], device=DEVICE)
+    gate[1] = torch.nan
+    args = (q, *held.args, 0.2, held.on_device)
+    for decode, gated in ((attention_decode_triton, sigmoid_mul_triton), (attention_decode_torch, sigmoid_mul_ref)):
+        out, got = decode(*args, rows=rows), decode(*args, rows=rows, gate=gate)
+        assert got.shape == q.shape and got[0].any() and not out[1].any()
+        want = gated(out[[0, 2]], gate[[0, 2]]).view_as(got[::2])
+        # numpy's and torch's exp may end otherwise in blocks of another size, which bf16 does not show
+        assert_close_rms("f32", want, got[::2], 1e-6) if query == F32 else assert_same_bytes(want, got[::2])
+        assert decode is attention_decode_torch or not got[1].any()
+
+
+@pytest.mark.parametrize("fp8", (False, True))
+@pytest.mark.parametrize("B", (1, FEW, FEW + 1))
+@pytest.mark.parametrize("room", (SHORT // FEW, SHORT, 8 * SHORT))
+def test_streams_up_to_the_reach_of_a_launch_are_launched_alike(room: int, B: int, fp8: bool) -> None:
+    """A graph that was captured for one number of keys is replayed for others: its kernels must be those of all."""
+    for keys in {min(n, room) for n in (1, SHORT // B, SHORT // B + 1, room)}:
+        reach = same_shape_up_to(B, keys, room, fp8)
+        assert keys <= reach <= room
+        assert decode_shape(B, 256, torch.bfloat16, fp8, keys) == decode_shape(B, 256, torch.bfloat16, fp8, reach)
+        assert fp8 or reach == room
 
 
 @pytest.mark.parametrize("size", (1e-30, 1e30))
