@@ -18,7 +18,7 @@ from torch import Tensor
 from hybridkv.kernels.append import append
 from hybridkv.kernels.backend import tl, triton, use_triton
 from hybridkv.kernels.norm import rms_norm
-from hybridkv.kernels.overlap import can_overlap, wait_for_inputs
+from hybridkv.kernels.overlap import MANY_TOKENS, can_overlap, wait_for_inputs
 from hybridkv.kernels.quant import Fp8Pages, Pages, fp8_encode_tile
 from hybridkv.kernels.rope import rope
 
@@ -169,7 +169,7 @@ def attention_inputs_triton(
     columns = triton.next_power_of_2(D)
     rows = max(1, min(BLOCK_TOKENS, BLOCK // columns)) if T > 1 else 1
     if x.numel():
-        overlap = can_overlap(x)
+        overlap = can_overlap(x, MANY_TOKENS)
         attention_inputs_kernel[((H + 2 * G) * triton.cdiv(T, rows),)](
             x, cos, sin, k_values, v_values, k_scale, v_scale, entry_index,
             x if q_norm is None else q_norm, x if k_norm is None else k_norm, q,

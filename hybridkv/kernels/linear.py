@@ -2,7 +2,7 @@
 
 On a CPU the plain layout is re-ordered inside every call; oneDNN's own blocked layout, made once at load, halves the
 time of a one-row product (measured in docs/facts.md). Elsewhere W stays as it is: the library multiplies, and on a
-Hopper GPU a kernel of our own where x has few rows (linear_vector). W may also be FP8 (linear_fp8).
+Hopper GPU a kernel of our own where x has few rows (linear_vector, linear_rows). W may also be FP8 (linear_fp8).
 
 The library picks its blocking, and so the order of its sums, by the number of rows. In exact mode it is therefore
 always called with 16 rows, of which the last call pads what is missing with zeros. On a GPU exact mode has a kernel of
@@ -20,6 +20,7 @@ from torch import Tensor
 from hybridkv.kernels.activation import silu_mul, silu_mul_exact
 from hybridkv.kernels.backend import tl, triton, use_triton
 from hybridkv.kernels.linear_fp8 import linear_fp8
+from hybridkv.kernels.linear_rows import linear_rows, suits_rows
 from hybridkv.kernels.linear_vector import MOST_ROWS, linear_vector, suits_vector
 
 linear_ref = F.linear
@@ -106,6 +107,8 @@ class Linear:
     def gated(self, x: Tensor) -> Tensor:
         """silu(gate) * up, where the first half of the rows are gates and the second ups."""
         coded = self.scale is not None and len(x) <= MOST_ROWS
+        if self.scale is None and not self.exact and suits_rows(x, self.weight, gated=True):
+            return linear_rows(x, self.weight, self.bias, gated=True)
         if coded or not self.exact and suits_vector(x, self.weight, gated=True):
             return linear_vector(x, self.weight, self.scale, self.bias, gated=True)
         return (silu_mul_exact if self.exact else silu_mul)(self(x))
@@ -122,6 +125,8 @@ class Linear:
     def _product(self, x: Tensor) -> Tensor:
         if self.scale is not None:
             return linear_fp8(x, self.weight, self.scale, self.bias)
+        if suits_rows(x, self.weight):
+            return linear_rows(x, self.weight, self.bias)
         if suits_vector(x, self.weight):
             return linear_vector(x, self.weight, bias=self.bias)
         if self.packed:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridkv.kernels.backend import tl, triton, use_triton
 from hybridkv.kernels.exact import silu_exact, tree_sum
-from hybridkv.kernels.overlap import can_overlap, wait_for_inputs
+from hybridkv.kernels.overlap import MANY_TOKENS, can_overlap, wait_for_inputs
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -69,7 +69,7 @@ def add_rms_norm_triton(x: Tensor, delta: Tensor | None, weight: Tensor, eps: fl
     rows = x if x.ndim == 3 else x.reshape(-1, 1, D)
     rows = rows if rows.stride(2) == 1 else rows.contiguous()
     if y.numel():
-        BD, overlap = triton.next_power_of_2(D), can_overlap(x)
+        BD, overlap = triton.next_power_of_2(D), can_overlap(x, MANY_TOKENS)
         rms_norm_kernel[(y.numel() // D,)](
             rows, rows if delta is None else delta.contiguous(), weight, total, y, rows.shape[1], D, eps,
             rows.stride(0), rows.stride(1), ADD=delta is not None, OVERLAP=overlap, BD=BD,

@@ -1,11 +1,11 @@
 """Short kernels overlap: one starts while the kernel before it drains, reads what is constant, and waits for the rest.
 
 It lets the kernel after it start at once, which does the same if it was launched so, and waits for its end otherwise.
-Most kernels overlap only in steps of up to MOST_TOKENS tokens: with more, products run in the library's kernels, beside
-which a waiting kernel gains nothing. Short kernels of DeepSeek-V4, and the DeltaNet step of many requests
-(gdn_step_hopper.py), overlap with any number of rows.
+Kernels beside products overlap in steps of up to MANY_TOKENS tokens: with more, products run in the library's kernels,
+beside which a waiting kernel gains nothing. Others do up to MOST_TOKENS. Short kernels of DeepSeek-V4, and the DeltaNet
+step of many requests (gdn_step_hopper.py), overlap with any number of rows.
 
-A launch has `OVERLAP=overlap, launch_pdl=overlap` with `overlap = can_overlap(x)`, or `can_overlap(x, None)`.
+A launch has `OVERLAP=overlap, launch_pdl=overlap` with `overlap = can_overlap(x)`, or with another number of rows.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from hybridkv.kernels.backend import COMPILED, capability, tl, triton
 
 MOST_TOKENS = 8
+MANY_TOKENS = 64  # linear_rows takes so many
 
 
 def can_overlap(x: Tensor, most: int | None = MOST_TOKENS) -> bool:

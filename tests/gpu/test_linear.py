@@ -10,8 +10,10 @@ from torch import Tensor
 
 import tiny
 from hybridkv import LLM
+from hybridkv.kernels.backend import has_gluon
 from hybridkv.kernels.linear import Linear
 from hybridkv.kernels.linear_fp8 import encode_weight, keeps_codes, linear_fp8, linear_fp8_ref
+from hybridkv.kernels.linear_rows import linear_rows, suits_rows
 from hybridkv.kernels.linear_vector import is_hopper, linear_vector_triton
 from hybridkv.kernels.quant import fp8_decode
 from numerics import assert_close_rms, assert_same_bytes, logit_gap
@@ -53,6 +55,45 @@ def test_few_rows_at_real_widths(N: int, K: int, gated: bool, codes: bool) -> No
         assert_close_rms(f"{T} rows", want[:T], got, BOUND)
 
 
+ODD = [(1000, 1096, False), (40000, 520, False), (2080, 5120, True), (35000, 1096, True), (9, 8, False)]
+
+
+@pytest.mark.parametrize(("N", "K", "gated"), [*SHAPES, *ODD])
+def test_more_rows(N: int, K: int, gated: bool) -> None:
+    """Whole tiles, shared ones and both; the same bits each time, and in a graph with other launches behind it."""
+    if not has_gluon(torch.device("cuda")):
+        pytest.skip("written in another Triton's Gluon")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    weight, wide = drawn(N, K), torch.randn(64, K + 64, device="cuda", dtype=torch.bfloat16)
+    bias = torch.randn(N, device="cuda", dtype=torch.bfloat16) if (N, K, gated) in ODD else None
+    wide[10] = torch.nan  # a row does not see its neighbours
+    want = dense(wide[:, 32 : 32 + K], weight, False) + (0 if bias is None else bias.float())
+    want = F.silu(want[:, : N // 2]) * want[:, N // 2 :] if gated else want
+    for T in (9, 16, 17, 33, 64):
+        x = wide[:T, 32 : 32 + K]
+        got = linear_rows(x, weight, bias, gated)
+        assert got.isnan().all(1).nonzero().flatten().tolist() == ([10] if T > 10 else [])
+        assert_close_rms(f"{T} rows", want[:T].nan_to_num(), got.nan_to_num(), BOUND)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            again = [linear_rows(x, weight, bias, gated) for _ in range(3)]
+        for _ in range(3):
+            graph.replay()
+            for other in again:
+                assert_same_bytes(got, other)
+
+
+def test_more_rows_than_suit_and_fewer_are_left_to_others() -> None:
+    weight, x = drawn(16480, 5120), torch.randn(65, 5120, device="cuda", dtype=torch.bfloat16)
+    taken = [False, False, *[suits_rows(x[:n], weight) for n in (9, 64)], False]
+    assert [suits_rows(x[:n], weight) for n in (0, 8, 9, 64, 65)] == taken
+    assert not suits_rows(x[:9].float(), weight) and not suits_rows(x[:9], weight[:128])
+    assert not suits_rows(x[:9, 1:5113], weight[:, :5112].contiguous())  # rows do not begin at 16 bytes
+    want = dense(x, weight, False)
+    for n in (9, 64, 65):  # whoever takes it
+        assert_close_rms(f"{n} rows", want[:n], Linear(weight)(x[:n]), BOUND)
+
+
 def test_a_product_of_many_rows_is_added_to_what_is_there() -> None:
     """In one pass and with one rounding; few rows, biases and codes are left to the next norm."""
     weight, x = drawn(5120, 6144), torch.randn(1030, 6144, device="cuda", dtype=torch.bfloat16)
@@ -67,21 +108,22 @@ def test_a_product_of_many_rows_is_added_to_what_is_there() -> None:
     assert_close_rms("sum", want, h, BOUND)
 
 
-def test_a_chain_in_a_graph_gives_the_bits_of_one_kernel_at_a_time() -> None:
+@pytest.mark.parametrize("T", [3, 50])
+def test_a_chain_in_a_graph_gives_the_bits_of_one_kernel_at_a_time(T: int) -> None:
     """Each kernel starts before the one before has ended: what it reads and writes must wait."""
     up, down = drawn(34816, 5120), drawn(5120, 17408)
-    codes = [encode_weight(w) for w in (up, down)]
+    codes = [encode_weight(w) for w in (up, down)] if T <= 16 else []
 
     def run(x: Tensor, stop: bool) -> Tensor:
         for _ in range(10):
-            for (w, s), gated in zip(((up, None), (down, None), *codes), (True, False, True, False), strict=True):
-                x = linear_vector_triton(x, w, s, None, gated)
+            for (w, s), gated in zip(((up, None), (down, None), *codes), (True, False, True, False), strict=False):
+                x = linear_vector_triton(x, w, s, None, gated) if T <= 16 else linear_rows(x, w, None, gated)
                 if stop:
                     torch.cuda.synchronize()
                 x = F.normalize(x, dim=-1) * 70 if not gated else x  # a kernel of the library in between
         return x
 
-    start = torch.randn(3, 5120, device="cuda", dtype=torch.bfloat16)
+    start = torch.randn(T, 5120, device="cuda", dtype=torch.bfloat16)
     want, x = run(start, True), start.clone()
     run(x, False)
     torch.cuda.synchronize()
