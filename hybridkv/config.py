@@ -14,7 +14,7 @@ KV_DTYPES = {
 }  # names here and in torch, which this file does not import
 INDEX_DTYPES = ("f32", "bf16", "fp8", "mxfp4", "nvfp4")
 MODEL_DTYPES = ("float32", "bfloat16")
-WEIGHT_DTYPES = ("auto", "fp8")
+WEIGHT_DTYPES = ("auto", "fp8", "plain")
 # A prefill chunk is a whole number of these: the chunked delta rule gives the same bits however a prompt is cut at
 # multiples of 64.
 CHUNK_QUANTUM = 64

@@ -26,6 +26,7 @@ from hybridkv.errors import HybridKVError, RequestError, UnsupportedModel
 from hybridkv.eviction import Evictor, most_held, rings_for
 from hybridkv.kernels.backend import HAS_TRITON, capability
 from hybridkv.kernels.linear import fast_bf16
+from hybridkv.kernels.linear_packed import keeps_packed
 from hybridkv.models import cache_schema, check_exact, load_model
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.source import locate_model
@@ -78,7 +79,9 @@ class LLM:
         max_context: int | None = EngineConfig.max_context,
         memory: int | str | None = EngineConfig.memory,
         step_tokens: int | None = None,  # tokens one step computes at the most; None: 512, on a GPU 4096
-        weight_dtype: str = "auto",  # fp8: matrices as E4M3 codes, a scale for each row; auto: as dtype
+        # fp8: matrices as E4M3 codes, a scale for each row; plain: as dtype; auto: the same, but on a GPU those of a
+        # GGUF file stay packed
+        weight_dtype: str = "auto",
         fetch_progress: Progress | None = None,  # (bytes done, all bytes) while the embedded model is fetched
         load_progress: Progress | None = None,  # (tensors done, all tensors) while weights are read
     ) -> None:
@@ -99,8 +102,11 @@ class LLM:
             self.tokenizer, self._no_tokenizer = load_tokenizer(checkpoint)
             check_exact(self.config, exact, self.cache_config.state_dtype)
             check_fp8_cache(self.cache_config, self.device)
+            self.packed = weight_dtype == "auto" and not exact and keeps_packed(self.device, self.dtype)
             self.plan = self._plan(checkpoint, limits, exact)
-            self.model = load_model(self.config, checkpoint, self.device, self.dtype, load_progress, exact, self.fp8)
+            self.model = load_model(
+                self.config, checkpoint, self.device, self.dtype, load_progress, exact, self.fp8, self.packed
+            )
         plan = self.plan
         self.manager = KVCacheManager(
             plan.schema, plan.pages, plan.slots, plan.max_tokens, self.device, exact, plan.rings
@@ -119,7 +125,8 @@ class LLM:
         """Decide all sizes before any weight is read."""
         schema = cache_schema(self.config, self.cache_config, self.dtype)
         has, device = checkpoint.__contains__, self.device.type
-        weights = model_bytes(self.config, has, self.dtype, device, self.fp8 and not exact)
+        packed = checkpoint.packed_bytes() if self.packed else None
+        weights = model_bytes(self.config, has, self.dtype, device, self.fp8 and not exact, packed)
         memory = limits.memory_bytes or int(free_memory(self.device) * HEADROOM)
         if weights >= memory:
             given = "the limit" if limits.memory_bytes else "free memory"

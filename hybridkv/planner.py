@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -15,7 +15,7 @@ from hybridkv.kernels.linear import Linear
 from hybridkv.kernels.linear_fp8 import keeps_codes
 from hybridkv.models import FAMILIES
 from hybridkv.models.config import ModelConfig
-from hybridkv.models.loader import Loader
+from hybridkv.models.loader import Loader, Part, count
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,17 @@ def human(size: float) -> str:
 
 
 def model_bytes(
-    config: ModelConfig, has: Callable[[str], bool], dtype: torch.dtype, device: str, fp8: bool = False
+    config: ModelConfig,
+    has: Callable[[str], bool],
+    dtype: torch.dtype,
+    device: str,
+    fp8: bool = False,
+    packed: Mapping[str, int] | None = None,
 ) -> int:
-    """Bytes of all weights in memory. `has` answers whether the checkpoint holds a tensor that not every model has."""
-    loader = _CountingLoader(has, dtype, torch.device(device), fp8)
+    """Bytes of all weights in memory. `has` answers whether the checkpoint holds a tensor that not every model has;
+    `packed` gives the bytes of matrices that stay in a GGUF file's formats.
+    """
+    loader = _CountingLoader(has, dtype, torch.device(device), fp8, packed or {})
     FAMILIES[config.architecture].load(config, loader)
     tied = config.tied or not has("lm_head.weight")
     # on a CPU a tied head is a second, packed copy (kernels/linear.py)
@@ -81,8 +88,16 @@ def planned_tensors(config: ModelConfig, raw: Mapping[str, object]) -> Callable[
 class _CountingLoader(Loader):
     """A loader without files. The model's own loading code asks it for every tensor, so nothing is listed twice."""
 
-    def __init__(self, has: Callable[[str], bool], dtype: torch.dtype, runs_on: torch.device, fp8: bool) -> None:
+    def __init__(
+        self,
+        has: Callable[[str], bool],
+        dtype: torch.dtype,
+        runs_on: torch.device,
+        fp8: bool,
+        packed: Mapping[str, int],
+    ) -> None:
         self.has = has  # type: ignore[method-assign]
+        self.packed_bytes = packed
         self.device, self.dtype, self.runs_on = torch.device("meta"), dtype, runs_on
         self.codes = fp8 and keeps_codes(runs_on, dtype)
         self.used: set[str] = set()
@@ -94,6 +109,14 @@ class _CountingLoader(Loader):
 
     def fill(self, out: Tensor, name: str) -> None:
         self.nbytes += out.nbytes
+
+    def stays_packed(self, name: str) -> bool:
+        return name in self.packed_bytes
+
+    def packed_linear(self, inputs: int, parts: Sequence[Part], bias: Tensor | None) -> Linear:
+        for name, rows in parts:
+            self.nbytes += self.packed_bytes.get(name, count(rows) * inputs * self.dtype.itemsize)
+        return Linear(torch.empty(sum(count(rows) for _, rows in parts), inputs, device="meta"), bias)
 
     def make_linear(self, weight: Tensor, bias: Tensor | None = None, shared: bool = False) -> Linear:
         if self.codes and not shared:  # a byte each and a scale a row, where the dtype was counted

@@ -11,7 +11,7 @@ What the converter changes, and a reader has to undo:
 import copy
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import gguf
@@ -21,6 +21,9 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from packed_blocks import random_blocks
+
+Kinds = bool | Callable[[str], str]  # Q8_0 for all matrices, or what a tensor of the file gets
 Named = Iterator[
     tuple[str, str, Tensor]
 ]  # name in the model (decides whether it is quantised), name in the file, values
@@ -72,7 +75,7 @@ def quantised(model: PreTrainedModel) -> PreTrainedModel:
     return rounded
 
 
-def write_gguf_llama(model: PreTrainedModel, path: Path, q8: bool = False) -> Path:
+def write_gguf_llama(model: PreTrainedModel, path: Path, q8: Kinds = False) -> Path:
     config = model.config
 
     def tensors() -> Named:
@@ -95,7 +98,7 @@ def write_gguf_llama(model: PreTrainedModel, path: Path, q8: bool = False) -> Pa
 
 
 def write_gguf_qwen35(
-    model: PreTrainedModel, path: Path, moe: bool = False, q8: bool = False, reorder: bool = True, mtp: bool = False
+    model: PreTrainedModel, path: Path, moe: bool = False, q8: Kinds = False, reorder: bool = True, mtp: bool = False
 ) -> Path:
     """`reorder=False` leaves the value heads grouped: wrong on purpose. `mtp` adds a next-token block to set aside."""
     config, arch = model.config, "qwen35moe" if moe else "qwen35"
@@ -121,7 +124,7 @@ def write_gguf_qwen35(
     return _finish(writer, path, tensors(), q8)
 
 
-def write_gguf_qwen3next(model: PreTrainedModel, path: Path, q8: bool = False, fused: bool = False) -> Path:
+def write_gguf_qwen3next(model: PreTrainedModel, path: Path, q8: Kinds = False, fused: bool = False) -> Path:
     """`fused` keeps the interleaved projection as one tensor, `ssm_in`, as the first files of this kind did."""
     config = model.config
     k, v = config.linear_key_head_dim, config.linear_value_head_dim
@@ -241,13 +244,17 @@ def _qwen_metadata(writer: GGUFWriter, config: PreTrainedConfig, moe: bool) -> N
     writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
 
 
-def _finish(writer: GGUFWriter, path: Path, tensors: Named, q8: bool) -> Path:
+def _finish(writer: GGUFWriter, path: Path, tensors: Named, q8: Kinds) -> Path:
+    """Formats that the gguf package does not write get random weights of the same size."""
     for source, name, tensor in tensors:
         values = np.ascontiguousarray(tensor.float().numpy())
         if q8 and QUANTISED.search(source):
-            writer.add_tensor(
-                name, gguf.quantize(values, GGMLQuantizationType.Q8_0), raw_dtype=GGMLQuantizationType.Q8_0
-            )
+            kind = q8(name) if callable(q8) else "Q8_0"
+            if kind.endswith("_K"):
+                blocks = random_blocks(kind, *values.shape, size=float(values.std())).numpy()
+            else:
+                blocks = gguf.quantize(values, GGMLQuantizationType[kind])
+            writer.add_tensor(name, blocks, raw_dtype=GGMLQuantizationType[kind])
         else:
             writer.add_tensor(name, values)
     writer.write_header_to_file()

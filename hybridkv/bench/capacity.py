@@ -44,8 +44,8 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
     budget = 128 if shape.tiny else options.budget
     memory = parse_bytes("4MiB" if shape.tiny else options.memory)
     assert memory is not None
-    fp8 = {"fp8": True} if options.weight_dtype == "fp8" else {}
-    weights = model_bytes(shape.config, lambda name: name == "lm_head.weight", shape.dtype, "cuda", **fp8)
+    fp8 = options.weight_dtype == "fp8"
+    weights = model_bytes(shape.config, lambda name: name == "lm_head.weight", shape.dtype, "cuda", fp8)
     about = {
         "model": shape.name,
         "context": context,

@@ -14,10 +14,13 @@ from hybridkv.bench.report import check
 from hybridkv.bench.timing import copies
 from hybridkv.config import SamplingParams
 from hybridkv.kernels.linear import Linear
+from hybridkv.kernels.linear_parts import PackedLinear
+from hybridkv.kernels.packed_weights import BITS, BLOCK_BYTES, Packed, dequantise_ref, pack
 from hybridkv.text.stream import TextStream
 
 ROUNDING = 1e-2  # bf16 results of f32 sums in another order
 FP8_ROUNDING = 6e-2  # many rows: x is rounded to E4M3 too, each value by 1/16 of itself at the most
+BYTES = {"f32": 4, "bf16": 2, "fp8": 1, "q8_0": 34 / 32, "q4_k": 148 / 256}  # a weight
 
 
 def projections(s: Setup) -> dict[str, tuple[int, int]]:
@@ -36,16 +39,20 @@ def projections(s: Setup) -> dict[str, tuple[int, int]]:
     return found
 
 
-MANY = ("qkv", "gate_up", "down")  # that are measured with several rows too
+MANY = ("qkv", "gate_up", "down", "gdn_inputs")  # that are measured with several rows too
 
 
 def linear_cases(s: Setup) -> Iterator[Listed]:
-    for kind in ("bf16", "fp8") if s.device == "cuda" else ("f32",):
+    for kind in ("bf16", "fp8", "q8_0", "q4_k") if s.device == "cuda" else ("f32",):
         for T in s.some((1, 8, 64), (1,), (1, 3)):
             for name, (rows, inputs) in projections(s).items():
                 if T == 1 or s.shape.tiny or name in MANY:
                     build = partial(linear_case, s, kind, rows, inputs, T)
                     yield Listed("linear", f"{kind} {name} [{rows},{inputs}] T={T}", build)
+            if kind in ("bf16", "f32"):
+                rows, inputs = projections(s)["gate_up"]
+                build = partial(linear_case, s, kind, rows, inputs, T, gated=True)
+                yield Listed("linear", f"{kind} gate_up, gated [{rows},{inputs}] T={T}", build)
 
 
 def exact_cases(s: Setup) -> Iterator[Listed]:
@@ -68,10 +75,18 @@ def sampling_cases(s: Setup) -> Iterator[Listed]:
         yield Listed("draw", f"B={B} of {s.shape.config.vocab}, top-k 50, top-p 0.9", partial(draw_case, s, B))
 
 
-def linear_case(s: Setup, kind: str, rows: int, inputs: int, T: int, exact: bool = False) -> Case:
-    """`exact`: the form whose rows do not depend on how many there are, with the fast one beside it."""
+def linear_case(s: Setup, kind: str, rows: int, inputs: int, T: int, exact: bool = False, gated: bool = False) -> Case:
+    """`exact`: the form whose rows do not depend on how many there are, with the fast one beside it. `gated`: the first
+    half of the rows are gates of the second.
+    """
+    from hybridkv.kernels.activation import silu_mul, silu_mul_ref
+
+    def run(y: tuple[Linear, Tensor]) -> Tensor:
+        return y[0].gated(y[1]) if gated else y[0](y[1])
 
     def matrix(weight: Tensor, exact: bool = exact) -> Linear:
+        if kind.upper() in BITS:
+            return PackedLinear([random_packed(s, BITS[kind.upper()], rows, inputs)])
         if kind != "fp8":
             return Linear(weight, exact=exact)
         from hybridkv.kernels.linear_fp8 import encode_weight
@@ -79,28 +94,40 @@ def linear_case(s: Setup, kind: str, rows: int, inputs: int, T: int, exact: bool
         codes, scale = encode_weight(weight)
         return Linear(codes, scale=scale)
 
-    moved = rows * inputs * {"f32": 4, "bf16": 2, "fp8": 1}[kind] + T * (rows + inputs) * s.shape.dtype.itemsize
+    moved = rows * inputs * BYTES[kind] + T * (rows + inputs) * s.shape.dtype.itemsize
     weights = [s.randn(rows, inputs).mul_(inputs**-0.5) for _ in range(copies(moved, s.device))]
     x = s.randn(T, inputs)
     held = [(matrix(weight), x) for weight in weights]
 
     def verify() -> float:
-        got, some = held[0][0](x), slice(0, 8)  # few rows of x, all of the weight
+        got, some = run(held[0]), slice(0, 8)  # few rows of x, all of the weight
         if kind == "fp8":
             from hybridkv.kernels.linear_fp8 import encode_weight, linear_fp8_ref
             from hybridkv.kernels.linear_vector import MOST_ROWS
 
             bound = ROUNDING if T <= MOST_ROWS else FP8_ROUNDING
             return check(f"linear fp8 T={T}", got[some], linear_fp8_ref(x[some], *encode_weight(weights[0])), bound)
-        want = F.linear(x[some].float(), weights[0].float())
+        part = held[0][0].parts[0] if isinstance(held[0][0], PackedLinear) else None
+        wide = dequantise_ref(part) if isinstance(part, Packed) else weights[0].float()
+        want = F.linear(x[some].float(), wide)
+        want = silu_mul_ref(want) if gated else want
         return check(f"linear T={T}", got[some], want, ROUNDING)
 
     peers: Peers = {}
     if exact:
-        peers = {"fast": (lambda y: y[0](y[1]), [(matrix(weight, False), x) for weight in weights])}
+        peers = {"fast": (run, [(matrix(weight, False), x) for weight in weights])}
     elif s.device == "cuda":  # what cuBLAS takes for the bf16 matrix, whatever ours is stored in
-        peers = {"cuBLAS bf16": (lambda weight: F.linear(x, weight), weights)}
-    return Case(lambda y: y[0](y[1]), held, verify, moved, 2 * T * rows * inputs, peers=peers)
+        after = silu_mul if gated else lambda y: y
+        peers = {"cuBLAS bf16": (lambda weight: after(F.linear(x, weight)), weights)}
+    return Case(run, held, verify, moved, 2 * T * rows * inputs, peers=peers)
+
+
+def random_packed(s: Setup, bits: int, rows: int, inputs: int) -> Packed:
+    count = inputs // (32 if bits == 8 else 256)
+    blocks = torch.randint(0, 256, (rows, count, BLOCK_BYTES[bits]), dtype=torch.uint8, device=s.device)
+    for at in (0,) if bits == 8 else (0, 2):  # d and dmin
+        blocks[..., at], blocks[..., at + 1] = 0, 0x14  # 2^-10 in f16
+    return pack(blocks.flatten(1), bits)
 
 
 def norm_case(s: Setup, T: int) -> Case:

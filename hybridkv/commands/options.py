@@ -41,7 +41,12 @@ class ModelOptions:
     dtype: Annotated[str, Option("--dtype", metavar="NAME", help="of the weights: auto, float32 or bfloat16")] = "auto"
     weight_dtype: Annotated[
         str,
-        Option("--weight-dtype", metavar="NAME", help="of the matrices: auto (as dtype) or fp8 (E4M3, a scale a row)"),
+        Option(
+            "--weight-dtype",
+            metavar="NAME",
+            help="of the matrices: plain (as dtype), fp8 (E4M3, a scale a row), or auto: plain, on a GPU packed as in "
+            "a GGUF file",
+        ),
     ] = "auto"
     exact: Annotated[
         bool, Option("--exact", help="the same bits whatever the batch and the chunks, at some cost in speed")

@@ -108,6 +108,7 @@ def plan(
 def make_report(options: ModelOptions, requests: int) -> Report:
     from hybridkv.config import KV_DTYPES, EngineConfig
     from hybridkv.kernels.linear_fp8 import keeps_codes
+    from hybridkv.kernels.linear_packed import keeps_packed
     from hybridkv.llm import resolve_device, resolve_dtype, resolve_fp8
     from hybridkv.models import cache_schema, check_exact, check_fp8
     from hybridkv.models.config import ModelConfig
@@ -129,7 +130,9 @@ def make_report(options: ModelOptions, requests: int) -> Report:
     cache = replace(evicting, budget=None, bounded=False, decode_every=0) if evicts else evicting
     dtype = resolve_dtype(options.dtype, device, raw)
     kept = fp8 and not options.exact and keeps_codes(device, dtype)
-    weights = model_bytes(config, planned_tensors(config, raw), dtype, device.type, kept)
+    may_pack = options.weight_dtype == "auto" and not options.exact and keeps_packed(device, dtype)
+    packed = packed_bytes(options.model) if may_pack else {}
+    weights = model_bytes(config, planned_tensors(config, raw), dtype, device.type, kept, packed)
     context = limits.max_context or config.max_positions
     if context > config.max_positions:
         raise HybridKVError(f"max_context {context} exceeds the model's own limit of {config.max_positions} tokens")
@@ -160,6 +163,7 @@ def make_report(options: ModelOptions, requests: int) -> Report:
                 )
             buys.append(found)
     short = "fp8" if kept else ("fp8 as " if fp8 else "") + str(dtype).removeprefix("torch.")
+    short = "packed" if packed else short
     return Report(name, requests, context, short, config.layers, weights, limits.memory_bytes, choices, buys, ffn)
 
 
@@ -207,6 +211,17 @@ def buy(
     each = held(context) + schema.slot_bytes
     most = most_that_fits(lambda many: need(many, context), room, max(room, 0) // each if each else 0)
     return replace(found, longest_context=longest, most_requests=most)
+
+
+def packed_bytes(model: str | None) -> dict[str, int]:
+    """Bytes of the matrices that stay packed, by name. Of a GGUF file: nothing else has any."""
+    from hybridkv.models.weights import open_checkpoint
+
+    path = Path(model).expanduser() if model else Path()
+    if path.suffix != ".gguf" or not path.is_file():
+        return {}
+    with open_checkpoint(path) as checkpoint:
+        return checkpoint.packed_bytes()
 
 
 def ffn_layer_bytes(model: str | None) -> int | None:

@@ -81,12 +81,13 @@ def load_model(
     progress: Progress | None = None,
     exact: bool = False,
     fp8: bool = False,
+    packed: bool = False,  # keep what a GGUF file has packed
 ) -> Model:
     check_exact(config, exact)
     check_fp8(config, fp8)
     if config.v4 is not None:
         check_schedule(config, checkpoint.__contains__)
-    loader = Loader(checkpoint, device, dtype, progress, exact, fp8)
+    loader = Loader(checkpoint, device, dtype, progress, exact, fp8, packed)
     model: Model = FAMILIES[config.architecture].load(config, loader)
     loader.finish()
     return model

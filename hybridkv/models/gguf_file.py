@@ -116,9 +116,19 @@ class GgufFile:
 
     def dequantise(self, tensor: GgufTensor) -> torch.Tensor:
         out = self.rows(tensor, 0, tensor.n_rows).reshape(tensor.shape)
+        self._forget(tensor)
+        return out
+
+    def blocks(self, tensor: GgufTensor) -> torch.Tensor:
+        """u8 [rows, bytes per row]: a copy of what is stored."""
+        out = torch.empty(tensor.n_rows, tensor.nbytes // tensor.n_rows, dtype=torch.uint8)
+        out.numpy()[...] = self.raw(tensor)
+        self._forget(tensor)
+        return out
+
+    def _forget(self, tensor: GgufTensor) -> None:
         if tensor.nbytes > 1 << 20 and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)  # pages that were read would count as ours until the file is closed
-        return out
 
     def close(self) -> None:
         if hasattr(self, "_map"):

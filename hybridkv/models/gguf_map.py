@@ -74,6 +74,32 @@ def interleave_qkvz(qkv: Tensor, z: Tensor, k_heads: int, k_dim: int, v_dim: int
     return torch.cat([part.unflatten(0, (k_heads, -1)) for part in parts], dim=1).flatten(0, 1)
 
 
+MOVES = (unpermute, group_heads, interleave_qkvz)  # rows or columns change places, and nothing else
+
+
+def moved_heads(recipe: Recipe) -> int | None:
+    """In how many equal parts a matrix's columns change places: 1, they stay; None: more is done than that."""
+    if recipe.experts or len(recipe.shape) != 2:
+        return None
+    if recipe.make is None:
+        return 1
+    if not isinstance(recipe.make, partial) or recipe.make.func not in MOVES:
+        return None
+    known = recipe.make.keywords
+    return known["v_heads"] if known.get("dim") == 1 and known["k_heads"] != known["v_heads"] else 1
+
+
+def orders(recipe: Recipe, rows: list[int]) -> tuple[Tensor | None, Tensor | None]:
+    """Which of the parts' rows, and which of the columns' heads, stands at each place; None: they stay."""
+    heads, make = moved_heads(recipe), recipe.make
+    assert heads is not None
+    if make is None:
+        return None, None
+    if heads > 1:
+        return None, make(torch.arange(heads), dim=0)
+    return make(*torch.arange(sum(rows)).split(rows)), None
+
+
 # --- tensors --------------------------------------------------------------------------------------------------------
 
 # stored name, canonical name, its shape in the letters of _sizes (a 1 is not stored), and what undoes the converter

@@ -25,6 +25,9 @@ class InMemory:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.tensors[name].shape)
 
+    def packed_form(self, name: str) -> None:
+        """Nothing is packed."""
+
     def read(self, name: str) -> Tensor:
         return self.tensors[name]
 

@@ -1,12 +1,12 @@
 """Loader: takes tensors out of a checkpoint one by one, checks their shape, and puts them where the model runs.
 
 Projections that read the same input are joined along their rows in one buffer, filled part by part, so the peak stays
-near the size of the weights.
+near the size of the weights. On a GPU those of a GGUF file may stay in its formats (linear_packed).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,16 +15,24 @@ from hybridkv.errors import HybridKVError, ModelFileError
 from hybridkv.kernels.backend import HAS_TRITON
 from hybridkv.kernels.linear import Linear
 from hybridkv.kernels.linear_fp8 import encode_weight, keeps_codes, round_weight_
+from hybridkv.kernels.linear_parts import PackedLinear
+from hybridkv.kernels.packed_weights import Packed
 from hybridkv.kernels.rows import EXACT, FAST, RowOps
 from hybridkv.models.in_memory import InMemory
 from hybridkv.models.weights import Checkpoint
 
 Progress = Callable[[int, int], None]  # (tensors done, tensors in all)
+Part = tuple[str, int | Tensor]  # a name, and how many rows it has, or which of its rows stands at each place
+
+
+def count(rows: int | Tensor) -> int:
+    return rows if isinstance(rows, int) else len(rows)
 
 
 class Loader:
     ops: RowOps = FAST  # what the layers are to compute with
     fp8 = False
+    packed = False
 
     def __init__(
         self,
@@ -34,13 +42,14 @@ class Loader:
         progress: Progress | None = None,
         exact: bool = False,
         fp8: bool = False,  # projections in E4M3; embedding, norms, convolutions, routers and experts stay
+        packed: bool = False,  # projections as a GGUF file has them, where they have a packed form
     ) -> None:
         if exact and device.type == "cuda" and not HAS_TRITON:
             raise HybridKVError(
                 "exact mode on a GPU runs on Triton, which is not installed; use exact=False or install it"
             )
         self.ops = EXACT if exact else FAST
-        self.fp8 = fp8
+        self.fp8, self.packed = fp8, packed
         self.checkpoint, self.device, self.dtype, self.progress = checkpoint, device, dtype, progress
         self.runs_on = device  # a loader that only counts has its tensors elsewhere
         self.used: set[str] = set()
@@ -82,12 +91,30 @@ class Loader:
             raise ModelFileError(f"tensor {name} must hold whole numbers from 0 to {below - 1}")
         return table.to(device=self.device, dtype=torch.int64)
 
-    def linear(self, inputs: int, *parts: tuple[str, int]) -> Linear:
-        """Projections (name, rows) of the same input, with their biases where the checkpoint has them, as one."""
-        weight = self.joined(inputs, *((f"{name}.weight", rows) for name, rows in parts))
-        if not self.has(f"{parts[0][0]}.bias"):
-            return self.make_linear(weight)
-        return self.make_linear(weight, self.place(torch.cat([self.raw(f"{name}.bias", rows) for name, rows in parts])))
+    def linear(self, inputs: int, *parts: Part) -> Linear:
+        """Projections of the same input, with their biases where the checkpoint has them, as one."""
+        bias = None
+        if self.has(f"{parts[0][0]}.bias"):
+            bias = self.place(torch.cat([self.raw(f"{name}.bias", count(rows)) for name, rows in parts]))
+        named = [(f"{name}.weight", rows) for name, rows in parts]
+        if any(self.stays_packed(name) for name, _ in named):
+            return self.packed_linear(inputs, named, bias)
+        return self.make_linear(self.joined(inputs, *named), bias)
+
+    def stays_packed(self, name: str) -> bool:
+        return self.packed and name in self.checkpoint and self.checkpoint.packed_form(name) is not None
+
+    def packed_linear(self, inputs: int, parts: Sequence[Part], bias: Tensor | None) -> Linear:
+        found: list[Packed | Tensor] = []
+        for name, rows in parts:
+            if not self.stays_packed(name):
+                found.append(self.joined(inputs, (name, rows)))
+                continue
+            assert isinstance(self.checkpoint, Checkpoint)
+            self._take(name, (count(rows), inputs))
+            packed = self.checkpoint.read_packed(name, self.device)
+            found.append(packed if isinstance(rows, int) else packed.rows(rows.to(self.device)))
+        return PackedLinear(found, bias)
 
     def make_linear(self, weight: Tensor, bias: Tensor | None = None, shared: bool = False) -> Linear:
         """`shared`: the weight has another use (an embedding) and stays as it is."""
@@ -105,13 +132,17 @@ class Loader:
         """Norm weights and the like: f32 whatever the model's dtype."""
         return (self.raw(name, *shape).float() + plus).to(self.device)
 
-    def joined(self, inputs: int, *parts: tuple[str, int]) -> Tensor:
-        """Matrices (name, rows) [rows, inputs] one below the other."""
-        out = torch.empty(sum(rows for _, rows in parts), inputs, dtype=self.dtype, device=self.device)
+    def joined(self, inputs: int, *parts: Part) -> Tensor:
+        """Matrices [rows, inputs] one below the other."""
+        out = torch.empty(sum(count(rows) for _, rows in parts), inputs, dtype=self.dtype, device=self.device)
         at = 0
         for name, rows in parts:
-            self.fill(out[at : at + rows], name)
-            at += rows
+            target = out[at : at + count(rows)]
+            if isinstance(rows, int):
+                self.fill(target, name)
+            else:
+                target.copy_(self.raw(name, len(rows), inputs)[rows])
+            at += count(rows)
         return out
 
     def finish(self) -> None:

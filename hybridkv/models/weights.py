@@ -18,10 +18,11 @@ from torch import Tensor
 
 from hybridkv.errors import ModelFileError, UnsupportedModel
 from hybridkv.files import read_json
+from hybridkv.kernels.packed_weights import BITS, Packed, each_for, pack, plane_bytes
 from hybridkv.models.deepseek_names import deepseek_name
 from hybridkv.models.deepseek_quant import QuantisedStore, block_size
 from hybridkv.models.gguf_file import KEPT, GgufFile
-from hybridkv.models.gguf_map import Recipe, map_gguf
+from hybridkv.models.gguf_map import Recipe, map_gguf, moved_heads, orders
 from hybridkv.models.safetensors_file import SafetensorsFile
 from hybridkv.models.safetensors_store import SafetensorsStore
 
@@ -108,6 +109,30 @@ class Checkpoint:
                 out[expert, row : row + len(piece)] = piece
                 row += len(piece)
 
+    def packed_form(self, name: str) -> tuple[int, int] | None:
+        """(bits, columns for one d) of the planes that a matrix can be kept in; None: it has to be dequantised."""
+        recipe = self._recipe(name)
+        kinds = {self._store.kind(part) for part in recipe.parts} if isinstance(self._store, _GgufStore) else set()
+        heads = moved_heads(recipe)
+        bits = BITS.get(kinds.pop()) if len(kinds) == 1 else None
+        each = each_for(bits, recipe.shape[1], heads) if bits and heads else None
+        return (bits, each) if bits and each else None
+
+    def packed_bytes(self) -> dict[str, int]:
+        """Name -> bytes of the planes, for all that can be kept in them."""
+        forms = {name: form for name in self._recipes if (form := self.packed_form(name))}
+        return {n: self.shape(n)[0] * sum(plane_bytes(bits, self.shape(n)[1], e)) for n, (bits, e) in forms.items()}
+
+    def read_packed(self, name: str, device: torch.device) -> Packed:
+        """A matrix that has a packed form, on the device."""
+        recipe, form = self._recipe(name), self.packed_form(name)
+        assert isinstance(self._store, _GgufStore) and form is not None
+        parts = [self._store.blocks(part).to(device) for part in recipe.parts]
+        rows, heads = orders(recipe, [len(part) for part in parts])
+        packed = pack(parts[0] if len(parts) == 1 else torch.cat(parts), form[0], heads)
+        self._check_finite(name, packed.factors())
+        return packed if rows is None else packed.rows(rows.to(device))
+
     def _recipe(self, name: str) -> Recipe:
         if name not in self._recipes:
             raise ModelFileError(f"{str(self.path)!r}: the model has no tensor {name!r}")
@@ -185,6 +210,12 @@ class _GgufStore:
 
     def read(self, name: str) -> Tensor:
         return self._file.dequantise(self._file.tensors[name])
+
+    def kind(self, name: str) -> str:
+        return self._file.tensors[name].type.name
+
+    def blocks(self, name: str) -> Tensor:
+        return self._file.blocks(self._file.tensors[name])
 
     def expert(self, recipe: Recipe, expert: int) -> Iterator[Tensor]:
         for name in recipe.parts:  # [E, rows, columns] each

@@ -1,10 +1,11 @@
 """Every kernel of a small Qwen3.5 and a small DeepSeek-V4 once, for a memory checker. Not a test: run it under one.
 
-    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/memcheck.py [0 1 2 3: which of RUNS]
+    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/memcheck.py [0 1 2 3 4: which of RUNS, or 4]
 
 Qwen3.5: prompts in chunks, eviction, decode steps through graphs with rows of padding, in bf16 and FP8, and FP8
 weights. DeepSeek-V4: the same without eviction, through window, compressed entries, index and choice, sparse attention
-and experts. Head widths are the real ones, so that the kernels are those of large models.
+and experts. Head widths are the real ones, so that the kernels are those of large models. 4: products that small
+models do not reach, those of many requests with large matrices and with packed ones.
 """
 
 import sys
@@ -16,6 +17,10 @@ from hybridkv.cache import KVCacheManager
 from hybridkv.config import CacheConfig, SamplingParams
 from hybridkv.engine.engine import Engine
 from hybridkv.eviction import Evictor
+from hybridkv.kernels.linear_packed import linear_packed
+from hybridkv.kernels.linear_parts import ROWS
+from hybridkv.kernels.linear_rows import linear_rows
+from hybridkv.kernels.packed_weights import BLOCK, BLOCK_BYTES, GROUP, pack
 from hybridkv.models import cache_schema
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.known import KNOWN
@@ -58,7 +63,24 @@ RUNS: list[tuple[dict[str, Any], CacheConfig, bool]] = [
     (DEEPSEEK, CacheConfig("bf16"), False),
 ]
 
+
+def large_products(device: str = "cuda") -> None:
+    x = torch.randn(64, 5120, dtype=torch.bfloat16, device=device)
+    w = torch.randn(17000, 5120, dtype=torch.bfloat16, device=device)  # no whole number of tiles
+    for T, gated in ((9, False), (33, False), (64, False), (64, True)):
+        assert linear_rows(x[:T], w, gated=gated).isfinite().all()
+    for bits, size in BLOCK_BYTES.items():
+        columns = 5120 // (GROUP if bits == 8 else BLOCK) * size
+        blocks = torch.randint(0, 60, (528, columns), dtype=torch.uint8, device=device)  # numbers that are finite
+        for T in (1, 16, 64):
+            assert linear_packed(x[:T], pack(blocks, bits).laid(ROWS)).isfinite().all()
+    print("large and packed products", flush=True)
+
+
 if __name__ == "__main__":
-    for i in map(int, sys.argv[1:] or range(len(RUNS))):
-        run(*RUNS[i])
+    for i in map(int, sys.argv[1:] or range(len(RUNS) + 1)):
+        if i == len(RUNS):
+            large_products()
+        else:
+            run(*RUNS[i])
     print("done")
