@@ -48,14 +48,12 @@ def steps() -> list[Step]:
     workers = ["-n", many, "--dist", "worksteal"] if importlib.util.find_spec("xdist") else []
     tests = [here, "-m", "pytest", "-v", "--durations=15", "-p", "no:cacheprovider", "-p", "no:benchmark", "-m", "gpu"]
     checker = f"compute-sanitizer --tool memcheck --error-exitcode 1 {shlex.quote(here)} tests/gpu/memcheck.py"
-    begin, end = (
-        f'for i in 0 1 2 3; do {checker} $i & all="$all $!"; done',
-        "for one in $all; do wait $one || exit 1; done",
-    )
+    all_runs = f'for i in 0 1 2 3 4; do {checker} $i & all="$all $!"; done'
+    all_right = "for one in $all; do wait $one || exit 1; done"
     marked = [p for p in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in p.read_text(encoding="utf-8")]
     found = [Step("tests", 270, [*tests, *workers, *(str(p.relative_to(ROOT)) for p in marked)])]
     if shutil.which("compute-sanitizer"):
-        found.append(Step("memcheck", 130, ["sh", "-c", f"{begin}; {end}"]))
+        found.append(Step("memcheck", 130, ["sh", "-c", f"{all_runs}; {all_right}"]))
 
     def bench(name: str, seconds: float, *more: str, script: str | None = None) -> None:
         path = f"bench/{script or name}.py"
