@@ -128,7 +128,7 @@ def main() -> None:
     draw(out / "growth_decode_batch.svg", f"{where}: a decode step, {length} of context each",
          ("requests in the step", "milliseconds a step"), by_kind(some, "batch", "ms"),
          by_kind(some, "batch", "floor_ms"), lambda n: f"{n:.0f}")  # fmt: skip
-    every = rows(results, "prefill", "prefill")
+    every = [r for r in rows(results, "prefill", "prefill") if "exact" not in r]  # those are of few layers
     full = [r for r in every if r["op"] == "prefill" and r.get("budget") is None and " chunk " not in r["case"]]
     lines = by_kind(full, "tokens", "s")
     lines["transformers"] = line([r for r in every if r["op"] == "prefill transformers"], "tokens", "s")
