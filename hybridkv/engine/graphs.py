@@ -69,7 +69,8 @@ class DecodeGraphs:
             except RuntimeError as problem:  # no memory left, as a rule
                 self.failed.add(key)
                 torch.cuda.empty_cache()
-                warnings.warn(f"decode steps of {rows} rows run without a CUDA graph: {problem}", stacklevel=2)
+                which = f"{rows} rows with up to {key[1]} entries a stream"
+                warnings.warn(f"decode steps of {which} run without a CUDA graph: {problem}", stacklevel=2)
                 return False
         return True
 

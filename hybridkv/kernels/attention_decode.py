@@ -4,8 +4,9 @@ The torch form runs all requests together. A tile of keys is read for those requ
 than the tile's end are masked. The tile is the only copy made, so the workspace does not grow with the context.
 
 The Triton form (attention_decode_kernel.py) has a fixed number of programs, whatever the lengths, and gives each the
-same number of keys: it can be captured in a graph once for a batch size, and one long request among short ones is
-shared by all. So a request's last bits depend on who runs beside it; attention_exact is the form where they do not.
+same number of keys: it can be captured in a graph for a batch size (for few requests with FP8 keys in two, for short
+streams and for all), and one long request among short ones is shared by all. So a request's last bits depend on who
+runs beside it; attention_exact is the form where they do not.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _tile(
 
 
 class DecodeShape(NamedTuple):
-    """How the kernels are launched. By head width, dtype, batch size and what a stream may hold, never by lengths."""
+    """How the kernels are launched. By head width, dtype, batch size and what the longest stream may hold."""
 
     keys: int  # of a tile
     warps: int

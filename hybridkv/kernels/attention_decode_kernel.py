@@ -314,12 +314,12 @@ def join_parts_kernel(
         length = tl.where(tl.load(rows + i_b) < 0, 0, length)
     p_parts = parts + 2 * (i_b * G + i_g)
     o_d = i_d + tl.arange(0, BD)
-    b_gate = None
-    if gate is not None:  # it was there before the first kernel let this one come
-        p_gate = gate + i_b * stride_gate_b + i_h * stride_gate_h + o_d
-        b_gate = tl.load(p_gate, mask=(o_d < D) & (length > 0), other=0.0)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
+    b_gate = None
+    if gate is not None:  # on its way while the parts are found
+        p_gate = gate + i_b * stride_gate_b + i_h * stride_gate_h + o_d
+        b_gate = tl.load(p_gate, mask=(o_d < D) & (length > 0), other=0.0)
     i_part = tl.load(p_parts, mask=length > 0, other=0).to(tl.int64)
     count = tl.load(p_parts + 1, mask=length > 0, other=0)
     b_m = tl.full([1], float("-inf"), tl.float32)

@@ -107,7 +107,7 @@ class Linear:
     def gated(self, x: Tensor) -> Tensor:
         """silu(gate) * up, where the first half of the rows are gates and the second ups."""
         coded = self.scale is not None and len(x) <= MOST_ROWS
-        if self.scale is None and not self.exact and suits_rows(x, self.weight, gated=True):
+        if self.scale is None and not self.exact and suits_rows(x, self.weight):
             return linear_rows(x, self.weight, self.bias, gated=True)
         if coded or not self.exact and suits_vector(x, self.weight, gated=True):
             return linear_vector(x, self.weight, self.scale, self.bias, gated=True)

@@ -2,7 +2,8 @@
 
 On Hopper GPUs alone (linear_rows_hopper.py), in bf16; elsewhere linear.py takes the library's product. A program for
 each multiprocessor takes tiles of 128 rows of W over all columns. Tiles that are left when each has the same number of
-them are shared: the columns of one are dealt out to several programs, which then add up what they have.
+them are shared: the columns of one are dealt out to several programs, which then add up what they have. So programs
+wait for each other, and all launches on a device have to follow one another: on one stream, as an engine's do.
 
 GATED: the rows of W are N gates, then N ups, and the result is silu(gate) * up.
 """
@@ -46,10 +47,12 @@ def divide(tiles: int, steps: int, processors: int) -> Division:
     return Division(processors if whole else left * sharers, whole, left, sharers)
 
 
-def suits_rows(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
+def suits_rows(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernel is faster than the library's product for these shapes, as measured on an H200."""
     N, K = weight.shape
-    if not LEAST_ROWS <= len(x) <= MOST_ROWS or x.dtype != torch.bfloat16 or not has_gluon(x.device):
+    if not LEAST_ROWS <= len(x) <= MOST_ROWS or not x.dtype == weight.dtype == torch.bfloat16:
+        return False
+    if not has_gluon(x.device):
         return False
     if weight.numel() < LARGE or not weight.is_contiguous() or K % 8 or (x.stride(0) % 8, x.stride(1)) != (0, 1):
         return False  # copies begin at every 16 bytes

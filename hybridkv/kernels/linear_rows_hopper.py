@@ -238,6 +238,8 @@ def linear_rows_hopper_kernel(
 @lru_cache
 def zeros(count: int, device: torch.device) -> Tensor:
     """One for all launches on a device, which follow each other."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("linear_rows has to run once before it is captured: its counters would be the graph's own")
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 

@@ -275,17 +275,10 @@ def _fp8_encode_tile(b_x, GROUP: tl.constexpr):
 
 
 @triton.jit
-def store_tile(pages, o_e, m_e, o_d, b_x, P, D: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr):
-    """b_x [rows, columns] f32 into entries o_e [rows] int64 where m_e; o_d is arange(0, columns), columns the power of
-    two that holds D. m_e must be false for what is no entry.
-    """
-    o_page = o_e // P
-    store_rows(pages, o_page, o_e - o_page * P, m_e, o_d, b_x, P, D, ROPE, FORMAT)
-
-
-@triton.jit
 def store_rows(pages, o_page, o_row, m_e, o_d, b_x, P, D: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr):
-    """As store_tile, for entries named by page [rows] int64 and row in it."""
+    """b_x [rows, columns] f32 into rows o_row of pages o_page, [rows] int64, where m_e; o_d is arange(0, columns),
+    columns the power of two that holds D. m_e must be false for what is no entry.
+    """
     m_x = m_e[:, None] & (o_d < D)
     if FORMAT < FP8:
         tl.store(pages + (o_page * P + o_row)[:, None] * D + o_d, b_x.to(pages.dtype.element_ty), mask=m_x)

@@ -53,7 +53,7 @@ def test_it_is_taken_where_it_was_measured_to_be_faster(monkeypatch: pytest.Monk
     monkeypatch.setattr(file, "has_gluon", lambda device: True)
     monkeypatch.setattr(torch.Tensor, "data_ptr", lambda self: 0)  # of meta tensors
     assert [suits_rows(x[:n], weight(16480)) for n in (0, 8, 9, 64, 65)] == [False, False, True, True, False]
-    assert [suits_rows(x[:n], weight(34816), True) for n in (9, 32, 33, 64)] == [False, False, True, True]
+    assert [suits_rows(x[:n], weight(34816)) for n in (9, 32, 33, 64)] == [False, False, True, True]
     assert [suits_rows(x[:64], weight(N)) for N in (14336, 5120)] == [False, False]
     assert suits_rows(x.new_empty(9, 17408), weight(5120, 17408)) and not suits_rows(x[:9], weight(14700, 5120))
     assert not suits_rows(x.new_empty(9, 5121)[:, 1:], weight(16480)) and not suits_rows(x[:9].float(), weight(16480))
@@ -62,15 +62,18 @@ def test_it_is_taken_where_it_was_measured_to_be_faster(monkeypatch: pytest.Monk
 def test_a_layer_takes_it_unless_it_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     from hybridkv.kernels import linear
 
-    asked: list[bool] = []
-    monkeypatch.setattr(linear, "suits_rows", lambda x, weight, gated=False: asked.append(gated) or True)
+    taken: list[bool] = []
+    monkeypatch.setattr(linear, "suits_rows", lambda x, weight: True)
+    monkeypatch.setattr(
+        linear, "linear_rows", lambda *args, gated=False: taken.append(gated) or linear_rows(*args, gated)
+    )
     x, weight = torch.randn(9, 64).double(), torch.randn(16, 64).double()  # which no layer packs
     for exact in (False, True):
         layer = Linear(weight, exact=exact)
         gate, up = (x @ weight.T).chunk(2, -1)
         assert_close_rms("product", x @ weight.T, layer(x), 1e-6)
         assert_close_rms("gated", torch.nn.functional.silu(gate) * up, layer.gated(x), 1e-6)
-        assert asked == [False, True], "asked by the layer that is not exact alone"
+        assert taken == [False, True], "by the layer that is not exact alone"
 
 
 COMPILE = """

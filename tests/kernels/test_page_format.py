@@ -17,7 +17,7 @@ from hybridkv.kernels.page_format import (
     load_tile,
     mxfp4_round_tile,
     store_entries_ref,
-    store_tile,
+    store_rows,
 )
 from hybridkv.kernels.page_layout import ENTRY_CODECS, INDEX_CODECS, PageFormat, entry_format, index_format
 from kernels.v4_encoder import E2M1, E4M3, page_bytes
@@ -49,7 +49,8 @@ def store_kernel(
     o_m, o_d = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BD)
     o_e = tl.load(flat + o_m, mask=o_m < M, other=-1)
     b_x = tl.load(x + o_m[:, None] * D + o_d, mask=(o_m < M)[:, None] & (o_d < D), other=0.0)
-    store_tile(pages, o_e, (o_e >= 0) & (o_e < entries), o_d, b_x, P, D, ROPE, FORMAT)
+    m_e = (o_e >= 0) & (o_e < entries)
+    store_rows(pages, o_e // P, o_e % P, m_e, o_d, b_x, P, D, ROPE, FORMAT)
 
 
 @triton.jit
