@@ -26,6 +26,7 @@ from hybridkv.errors import HybridKVError, RequestError, UnsupportedModel
 from hybridkv.eviction import Evictor, most_held, rings_for
 from hybridkv.kernels.backend import HAS_TRITON, capability
 from hybridkv.kernels.linear import fast_bf16
+from hybridkv.kernels.linear_fp8 import keeps_codes
 from hybridkv.kernels.linear_packed import keeps_packed
 from hybridkv.models import cache_schema, check_exact, load_model
 from hybridkv.models.config import ModelConfig
@@ -124,15 +125,21 @@ class LLM:
     def _plan(self, checkpoint: Checkpoint, limits: EngineConfig, exact: bool) -> CachePlan:
         """Decide all sizes before any weight is read."""
         schema = cache_schema(self.config, self.cache_config, self.dtype)
-        has, device = checkpoint.__contains__, self.device.type
-        packed = checkpoint.packed_bytes() if self.packed else None
-        weights = model_bytes(self.config, has, self.dtype, device, self.fp8 and not exact, packed)
+        has, device, fp8 = checkpoint.__contains__, self.device.type, self.fp8 and not exact
+        plain = packed = model_bytes(self.config, has, self.dtype, device, fp8)
+        if not exact and keeps_packed(self.device, self.dtype):
+            packed = model_bytes(self.config, has, self.dtype, device, packed=checkpoint.packed_bytes())
+        weights = packed if self.packed else plain
         memory = limits.memory_bytes or int(free_memory(self.device) * HEADROOM)
         if weights >= memory:
             given = "the limit" if limits.memory_bytes else "free memory"
+            form = "fp8" if fp8 and keeps_codes(self.device, self.dtype) else str(self.dtype).removeprefix("torch.")
+            form = "packed" if weights < plain else f"in {form}"
+            less = "dtype='bfloat16', " if self.dtype == torch.float32 else ""
+            less = "weight_dtype='auto', " if packed < weights else less
             raise HybridKVError(
-                f"the weights take {human(weights)} in {str(self.dtype).removeprefix('torch.')}, {given} is "
-                f"{human(memory)}; use dtype='bfloat16', a smaller model, or more memory"
+                f"the weights take {human(weights)} {form}, {given} is {human(memory)}; use {less}a smaller model or "
+                "more memory"
             )
         context = limits.max_context or self.config.max_positions
         if context > self.config.max_positions:

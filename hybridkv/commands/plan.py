@@ -17,6 +17,8 @@ from hybridkv.commands.options import ModelOptions, with_options
 from hybridkv.errors import HybridKVError, ModelFileError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.table import Table
 
     from hybridkv.cache import CacheSchema
@@ -77,6 +79,7 @@ class Report:
     choices: list[Choice]
     buys: list[Buy]
     ffn_layer_bytes: int | None = None  # the largest FFN layer as the file stores it
+    packed_on_gpu: int | None = None  # bytes of a GGUF file's weights there, where they are for a CPU here
 
 
 @with_options
@@ -93,6 +96,9 @@ def plan(
     """
     from rich.console import Console
 
+    from hybridkv.kernels.linear_packed import WORKSPACE
+    from hybridkv.planner import human
+
     report = make_report(model, next((n for n in (requests, model.max_requests) if n is not None), 1))
     if as_json:
         print(json.dumps(as_dict(report)))
@@ -101,11 +107,16 @@ def plan(
     console.print(table(report))
     if report.buys and (report.memory is not None or model.budget is not None):
         console.print(buys_table(report))
+    if report.packed_on_gpu is not None:
+        console.print(f"Weights packed on a GPU: {human(report.packed_on_gpu)}", style="dim")
     if report.memory is not None:
-        console.print("What a step needs to compute comes on top; leave a few hundred MiB.", style="dim")
+        written = f", {human(2 * WORKSPACE)} of it for packed weights" if report.dtype == "packed" else ""
+        console.print(f"What a step needs to compute comes on top{written}; leave a few hundred MiB.", style="dim")
 
 
 def make_report(options: ModelOptions, requests: int) -> Report:
+    import torch
+
     from hybridkv.config import KV_DTYPES, EngineConfig
     from hybridkv.kernels.linear_fp8 import keeps_codes
     from hybridkv.kernels.linear_packed import keeps_packed
@@ -130,9 +141,15 @@ def make_report(options: ModelOptions, requests: int) -> Report:
     cache = replace(evicting, budget=None, bounded=False, decode_every=0) if evicts else evicting
     dtype = resolve_dtype(options.dtype, device, raw)
     kept = fp8 and not options.exact and keeps_codes(device, dtype)
-    may_pack = options.weight_dtype == "auto" and not options.exact and keeps_packed(device, dtype)
-    packed = packed_bytes(options.model) if may_pack else {}
-    weights = model_bytes(config, planned_tensors(config, raw), dtype, device.type, kept, packed)
+    has, packed = file_tensors(options.model) or (planned_tensors(config, raw), {})
+    weights = plain = model_bytes(config, has, dtype, device.type, kept)
+    may_pack = options.weight_dtype == "auto" and not options.exact
+    if may_pack and keeps_packed(device, dtype):
+        weights = model_bytes(config, has, dtype, device.type, packed=packed)
+    on_gpu = None
+    if packed and may_pack and device.type == "cpu":
+        least, most = (model_bytes(config, has, torch.bfloat16, "cuda", packed=found) for found in (packed, {}))
+        on_gpu = least if least < most else None
     context = limits.max_context or config.max_positions
     if context > config.max_positions:
         raise HybridKVError(f"max_context {context} exceeds the model's own limit of {config.max_positions} tokens")
@@ -163,8 +180,10 @@ def make_report(options: ModelOptions, requests: int) -> Report:
                 )
             buys.append(found)
     short = "fp8" if kept else ("fp8 as " if fp8 else "") + str(dtype).removeprefix("torch.")
-    short = "packed" if packed else short
-    return Report(name, requests, context, short, config.layers, weights, limits.memory_bytes, choices, buys, ffn)
+    short = "packed" if weights < plain else short
+    return Report(
+        name, requests, context, short, config.layers, weights, limits.memory_bytes, choices, buys, ffn, on_gpu
+    )
 
 
 def cuts(cache: CacheConfig) -> list[tuple[int | None, bool]]:
@@ -213,15 +232,15 @@ def buy(
     return replace(found, longest_context=longest, most_requests=most)
 
 
-def packed_bytes(model: str | None) -> dict[str, int]:
-    """Bytes of the matrices that stay packed, by name. Of a GGUF file: nothing else has any."""
+def file_tensors(model: str | None) -> tuple[Callable[[str], bool], dict[str, int]] | None:
+    """Which tensors a GGUF file has, and the bytes of those that can stay packed, by name. None for anything else."""
     from hybridkv.models.weights import open_checkpoint
 
     path = Path(model).expanduser() if model else Path()
     if path.suffix != ".gguf" or not path.is_file():
-        return {}
+        return None
     with open_checkpoint(path) as checkpoint:
-        return checkpoint.packed_bytes()
+        return set(checkpoint.names()).__contains__, checkpoint.packed_bytes()
 
 
 def ffn_layer_bytes(model: str | None) -> int | None:
@@ -352,6 +371,7 @@ def as_dict(report: Report) -> dict[str, Any]:
         "requests": report.requests,
         "dtype": report.dtype,
         "weights_bytes": report.weights,
+        "packed_on_gpu_bytes": report.packed_on_gpu,
         "memory_bytes": report.memory,
         "ffn_layer_bytes": report.ffn_layer_bytes,
         "buys": [asdict(b) for b in report.buys],

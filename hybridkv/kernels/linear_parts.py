@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from hybridkv.kernels.activation import silu_mul
@@ -28,6 +29,8 @@ class PackedLinear(Linear):
             last = joined[-1] if joined else None
             if isinstance(part, Packed) and isinstance(last, Packed) and last.like(part):
                 joined[-1] = join([last, part])
+            elif isinstance(part, Tensor) and isinstance(last, Tensor):
+                joined[-1] = torch.cat([last, part])
             else:
                 joined.append(part)
         self.parts = [part.laid(ROWS) if isinstance(part, Packed) else Linear(part) for part in joined]

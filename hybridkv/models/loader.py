@@ -95,7 +95,8 @@ class Loader:
         """Projections of the same input, with their biases where the checkpoint has them, as one."""
         bias = None
         if self.has(f"{parts[0][0]}.bias"):
-            bias = self.place(torch.cat([self.raw(f"{name}.bias", count(rows)) for name, rows in parts]))
+            found = [(self.raw(f"{name}.bias", count(rows)), rows) for name, rows in parts]
+            bias = self.place(torch.cat([b if isinstance(rows, int) else b[rows] for b, rows in found]))
         named = [(f"{name}.weight", rows) for name, rows in parts]
         if any(self.stays_packed(name) for name, _ in named):
             return self.packed_linear(inputs, named, bias)

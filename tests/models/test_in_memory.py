@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 import tiny_v4
 from hybridkv import LLM, CacheConfig
@@ -10,6 +11,14 @@ from hybridkv.models import FAMILIES
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.in_memory import InMemory
 from hybridkv.models.loader import Loader
+
+
+def test_a_bias_follows_its_rows() -> None:
+    weight, bias, rows = torch.randn(6, 4), torch.randn(6), torch.tensor([2, 0, 3, 1])
+    tensors = {"a.weight": weight[:4], "a.bias": bias[:4], "b.weight": weight[4:], "b.bias": bias[4:]}
+    layer = Loader(InMemory(tensors), torch.device("cpu"), torch.float32).linear(4, ("a", rows), ("b", 2))
+    x, order = torch.randn(3, 4), [2, 0, 3, 1, 4, 5]
+    torch.testing.assert_close(layer(x), F.linear(x, weight, bias)[:, order])
 
 
 def test_tensors_in_memory_are_the_folder(tmp_path: Path) -> None:

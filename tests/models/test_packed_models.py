@@ -15,7 +15,7 @@ import tiny
 import tiny_gguf
 from hybridkv import LLM
 from hybridkv.cli import main
-from hybridkv.errors import ModelFileError
+from hybridkv.errors import HybridKVError, ModelFileError
 from hybridkv.kernels import linear_packed
 from hybridkv.kernels.linear import Linear
 from hybridkv.kernels.linear_parts import PackedLinear
@@ -112,10 +112,11 @@ def test_matrices_of_several_formats_are_kept_in_parts(tmp_path: Path, monkeypat
         assert kinds_of(model.layers[3].mixer.qkv) == [4, 6] and kinds_of(model.head) == [6]
 
 
+@pytest.mark.parametrize("kind", WRITERS)
 def test_the_plan_counts_packed_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = written("qwen3_5", tmp_path, mixed, monkeypatch)
+    path = written(kind, tmp_path, mixed, monkeypatch)
     found = {}
     for packs in (False, True):
         monkeypatch.setattr(linear_packed, "keeps_packed", lambda device, dtype, packs=packs: packs)
@@ -126,6 +127,34 @@ def test_the_plan_counts_packed_bytes(
         model: Any = LLM(path, dtype="bfloat16", **SETTINGS).model
         assert found[packs]["weights_bytes"] == model.nbytes - model.inv_freq.nbytes
     assert [found[packs]["dtype"] for packs in (False, True)] == ["bfloat16", "packed"]
+    assert found[False]["packed_on_gpu_bytes"] == found[True]["weights_bytes"]
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", str(path), "--dtype", "bfloat16", "--device", "cpu", "--memory", "1GiB"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Weights packed on a GPU: " in shown and "comes on top, 128.0 MiB of it for packed weights; leave" in shown
+
+
+def test_an_embedding_alone_is_no_packed_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(linear_packed, "keeps_packed", lambda device, dtype: True)
+    path = written("llama", tmp_path, lambda name: "Q8_0" if name == "token_embd.weight" else "F16", monkeypatch)
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", str(path), "--dtype", "bfloat16", "--device", "cpu", "--context", "64", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["dtype"] == "bfloat16" and found["packed_on_gpu_bytes"] is None
+
+
+def test_too_little_memory_names_the_form_and_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written("llama", tmp_path, only("Q4_K"), monkeypatch)
+    monkeypatch.setattr("hybridkv.llm.keeps_packed", lambda device, dtype: dtype == torch.bfloat16)
+    for dtype, weight_dtype, message in (
+        ("bfloat16", "auto", r"KiB packed, .*; use a smaller model"),
+        ("bfloat16", "plain", r"KiB in bfloat16, .*; use weight_dtype='auto', a smaller"),
+        ("float32", "auto", r"iB in float32, .*; use dtype='bfloat16', a smaller"),
+    ):
+        with pytest.raises(HybridKVError, match=message):
+            LLM(path, dtype=dtype, weight_dtype=weight_dtype, memory="20KiB", **SETTINGS)
 
 
 def test_the_kernels_run_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
