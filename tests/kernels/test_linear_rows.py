@@ -85,7 +85,7 @@ from hybridkv.kernels.backend import GLUON
 
 assert triton.__version__.startswith(GLUON), "another Triton than linear_rows_hopper is written for"
 file.multiprocessors = lambda device: 132
-for T in (9, 17, 64):
+for T in (9, 64):
     x = torch.zeros(T, 256, dtype=torch.bfloat16)
     file.linear_rows_hopper(x, torch.zeros(2 * 17408, 256, dtype=torch.bfloat16), gated=True)
     file.linear_rows_hopper(x, torch.zeros(5120, 256, dtype=torch.bfloat16), torch.zeros(5120, dtype=torch.bfloat16))
@@ -107,5 +107,5 @@ def test_it_compiles(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = [line.split() for line in done.stdout.splitlines()]
     # two halves, steps of 16 columns; where tiles are shared, a loop for whole ones and one for shares
-    assert [shares for _, shares, _ in kernels] == ["True", "True", "False"] * 3
+    assert [shares for _, shares, _ in kernels] == ["True", "True", "False"] * 2
     assert all(int(count) % 8 == 0 and local == "False" for count, _, local in kernels)
