@@ -132,7 +132,7 @@ def test_a_stream_that_grows_past_short_goes_on_in_another_graph(
     llm.manager.release_request("a")
     llm.manager.admit_request("a")
     for replayed, plain in zip(found, steps(llm, 0, 20)):
-        torch.testing.assert_close(replayed, plain, rtol=0, atol=1e-5)
+        assert torch.equal(replayed, plain)  # one row either way
 
 
 @pytest.mark.parametrize(("kv", "few", "short"), (("f32", 4, 16), ("fp8", 0, 16), ("fp8", 4, 64)))

@@ -33,7 +33,7 @@ def test_scores_with_known_sums_equal_those_of_two_passes(
     for layer in layers_of(run):
         assert layer.lse is not None and layer.lse.shape == layer.queries.shape[:2]
         want = policy.score(replace(layer, lse=None))
-        assert torch.allclose(policy.score(layer), want, rtol=1e-4, atol=1e-6)
+        assert torch.allclose(policy.score(layer), want, rtol=2e-5, atol=1e-7)  # f32 sums in another order
         assert not torch.allclose(policy.score(replace(layer, lse=layer.lse + 0.1)), want, rtol=1e-2), "not used"
 
 
@@ -56,7 +56,7 @@ def test_sums_that_counted_evicted_entries_are_not_used(run_of: Callable) -> Non
     for layer in layers_of(run):
         assert layer.lse is not None
         want = SnapKV().score(replace(layer, lse=None))
-        assert torch.allclose(SnapKV().score(layer), want, rtol=1e-4, atol=1e-6)
+        assert torch.allclose(SnapKV().score(layer), want, rtol=2e-5, atol=1e-7)  # f32 sums in another order
 
 
 def test_positions_on_the_device_are_the_managers(run_of: Callable) -> None:
