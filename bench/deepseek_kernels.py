@@ -24,11 +24,12 @@ from torch import Tensor
 
 from hybridkv.bench.report import heading
 from hybridkv.bench.timing import copy_tb_s, matmul_tflop_s, median_us
-from hybridkv.kernels import attention_sparse as sparse
-from hybridkv.kernels import flush_csa, flush_hca, gather, indexer, topk, window
-from hybridkv.kernels.page_format import store_entries_ref
-from hybridkv.kernels.page_layout import PageFormat, entry_format, index_format
+from hybridkv.kernels import topk
+from hybridkv.kernels.formats.page_format import store_entries_ref
+from hybridkv.kernels.formats.page_layout import PageFormat, entry_format, index_format
 from hybridkv.kernels.step_index import StepIndex
+from hybridkv.kernels.v4 import flush_csa, flush_hca, gather, indexer, sparse
+from hybridkv.kernels.v4 import window_ring as window
 
 D, R, W = 512, 64, 128
 ENTRY_BYTES, SCALE = 584, 512**-0.5

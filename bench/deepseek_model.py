@@ -27,13 +27,13 @@ from hybridkv import CacheConfig, SamplingParams
 from hybridkv.bench.report import heading
 from hybridkv.bench.timing import GIB, Meter, free_memory
 from hybridkv.cache import KVCacheManager
+from hybridkv.checkpoint.in_memory import InMemory
+from hybridkv.checkpoint.loader import Loader
 from hybridkv.engine.engine import Engine
 from hybridkv.models import FAMILIES, cache_schema
 from hybridkv.models.config import ModelConfig
-from hybridkv.models.in_memory import InMemory
+from hybridkv.models.decoder import Model
 from hybridkv.models.known import KNOWN
-from hybridkv.models.layers import Model
-from hybridkv.models.loader import Loader
 from hybridkv.models.random_weights import random_decoder
 
 COMPILING = 45.0  # seconds at the most, beside the building of models

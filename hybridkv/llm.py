@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache import KVCacheManager
+from hybridkv.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from hybridkv.checkpoint.source import locate_model
 from hybridkv.config import (
     GPU_STEP_TOKENS,
     MODEL_DTYPES,
@@ -25,13 +27,11 @@ from hybridkv.engine.engine import Engine
 from hybridkv.errors import HybridKVError, RequestError, UnsupportedModel
 from hybridkv.eviction import Evictor, most_held, rings_for
 from hybridkv.kernels.backend import HAS_TRITON, capability
-from hybridkv.kernels.linear import fast_bf16
-from hybridkv.kernels.linear_fp8 import keeps_codes
-from hybridkv.kernels.linear_packed import keeps_packed
+from hybridkv.kernels.linear.fp8 import keeps_codes
+from hybridkv.kernels.linear.linear import fast_bf16
+from hybridkv.kernels.linear.packed import keeps_packed
 from hybridkv.models import cache_schema, check_exact, load_model
 from hybridkv.models.config import ModelConfig
-from hybridkv.models.source import locate_model
-from hybridkv.models.weights import Checkpoint, open_checkpoint
 from hybridkv.overrides import overridden
 from hybridkv.planner import CachePlan, human, model_bytes, plan_cache
 from hybridkv.request import Request, TokenLogprobs

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache import CacheSchema
+from hybridkv.checkpoint.loader import Loader, Part, count
 from hybridkv.errors import HybridKVError
-from hybridkv.kernels.linear import Linear
-from hybridkv.kernels.linear_fp8 import keeps_codes
+from hybridkv.kernels.linear.fp8 import keeps_codes
+from hybridkv.kernels.linear.linear import Linear
 from hybridkv.models import FAMILIES
 from hybridkv.models.config import ModelConfig
-from hybridkv.models.loader import Loader, Part, count
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from hypothesis import settings
-
-import tiny
 
 if TYPE_CHECKING:
     from hybridkv import LLM

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from numerics import assert_close_rms
 
 from hybridkv.bench import cases_attention, cases_dense, compare, decode, peers, script
 from hybridkv.bench.options import BENCHES, BenchOptions, from_json
@@ -27,11 +28,10 @@ from hybridkv.bench.trace import short
 from hybridkv.cli import main
 from hybridkv.config import CacheConfig
 from hybridkv.errors import HybridKVError
-from hybridkv.kernels.linear import Linear
-from hybridkv.kernels.linear_fp8 import encode_weight
-from hybridkv.models.layers import GatedMlp
+from hybridkv.kernels.linear.fp8 import encode_weight
+from hybridkv.kernels.linear.linear import Linear
+from hybridkv.models.decoder import GatedMlp
 from hybridkv.models.random_weights import random_decoder
-from numerics import assert_close_rms
 
 TINY = BenchOptions(model_shape="tiny", device="cpu", skip_peers=True)
 OPS = {
@@ -325,9 +325,11 @@ def test_a_base_is_measured_in_its_own_tree(tmp_path: Path, monkeypatch: pytest.
     (package / "bench" / "suite.py").write_text("raise SystemExit(3)")
     with pytest.raises(HybridKVError, match="does not run on that commit"):
         compare.run_base("decode", TINY, "HEAD")
-    (package / "cache" / "rings.py").unlink()
+    (package / "cache" / "query_buffers.py").unlink()
     subprocess.run([*git, "commit", "-q", "-a", "-m", "without rings"], check=True)
-    with pytest.raises(HybridKVError, match=r"has no hybridkv/cache/rings.py.*measure it with its own benchmark"):
+    with pytest.raises(
+        HybridKVError, match=r"has no hybridkv/cache/query_buffers.py.*measure it with its own benchmark"
+    ):
         compare.run_base("decode", TINY, "HEAD")
     left = subprocess.run([*git, "worktree", "list"], check=True, capture_output=True, text=True).stdout
     assert len(left.splitlines()) == 1, "the worktree is gone"

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-
 import tiny
+
 from engine.ascii_tokenizer import BOS, EOS, TEMPLATE, write_tokenizer
 from engine.driving import assert_nothing_held
 from hybridkv import LLM, CacheConfig, SamplingParams

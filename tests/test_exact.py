@@ -6,13 +6,13 @@ scores, keep lists, and the decode steps after eviction. Neighbours are other re
 """
 
 import pytest
-from torch import Tensor
-
 import tiny
 from exactness import BUDGET, STEPS, Models, differing, drive
+from torch import Tensor
+
 from hybridkv import SamplingParams
-from hybridkv.kernels import linear as linear_file
-from hybridkv.kernels.linear import Linear
+from hybridkv.kernels.linear import linear as linear_file
+from hybridkv.kernels.linear.linear import Linear
 
 KINDS = ("llama", "qwen3_5", "qwen3_5_moe")
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import tiny
+
 from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
 from hybridkv import LLM, CacheConfig, SamplingParams
 from hybridkv.cli import main

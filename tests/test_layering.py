@@ -10,8 +10,8 @@ PACKAGE = Path(__file__).parents[1] / "hybridkv"
 
 # each may import itself and what stands before it; "" is hybridkv/__init__.py, the public face
 ORDER = (
-    "errors", "files", "config", "overrides", "text", "request", "kernels", "cache", "eviction", "embedded", "models",
-    "planner", "engine", "llm", "conversation", "", "server", "evals", "report", "bench", "commands", "cli", "__main__",
+    "errors", "files", "config", "overrides", "text", "request", "kernels", "cache", "eviction", "embedded",
+    "checkpoint", "models", "planner", "engine", "llm", "conversation", "", "report", "bench", "commands", "cli",
 )  # fmt: skip
 # these stand beside the cache, not on top of it
 LEAVES = {"text": {"errors", "files"}, "embedded": {"errors", "config"}}
@@ -80,8 +80,8 @@ def test_imports_go_down_the_order_only() -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("hybridkv.kernels.append", "from hybridkv.cache.pools import PagedPool"),
-        ("hybridkv.kernels.append", "from ..cache.pools import PagedPool"),
+        ("hybridkv.kernels.attention.append", "from hybridkv.cache.pools import PagedPool"),
+        ("hybridkv.kernels.attention.append", "from ...cache.pools import PagedPool"),
         ("hybridkv.cache.pools", "import hybridkv.engine.engine"),
         ("hybridkv.cache.pools", "def f():\n    from hybridkv import llm"),
         ("hybridkv.engine.engine", "from hybridkv import LLM"),
@@ -98,7 +98,7 @@ def test_an_import_that_goes_up_is_found(module: str, source: str) -> None:
     [
         (
             "hybridkv.cache.pools",
-            "from hybridkv.kernels.append import append\nimport torch\nfrom .schema import CacheSchema",
+            "from hybridkv.kernels.attention.append import append\nimport torch\nfrom .schema import CacheSchema",
         ),
         ("hybridkv.text.chat", "from hybridkv.errors import RequestError\nfrom .tokenizer import Tokenizer"),
         ("hybridkv.cli", "from hybridkv import LLM, errors"),

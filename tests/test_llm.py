@@ -5,16 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
 import tiny
+import torch
+from numerics import assert_same_bytes, rel_rms
+
 from engine.ascii_tokenizer import BOS, write_tokenizer
 from engine.driving import assert_nothing_held, prompt
 from hybridkv import LLM, CacheConfig, SamplingParams
 from hybridkv import llm as llm_file
+from hybridkv.checkpoint.checkpoint import Checkpoint
 from hybridkv.errors import HybridKVError, ModelFileError, RequestError
-from hybridkv.models.weights import Checkpoint
-from numerics import assert_same_bytes, rel_rms
 
 ASK = SamplingParams(max_tokens=8, ignore_eos=True)
 KINDS = ("llama", "qwen3_5")

@@ -7,19 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-
 import tiny
 import tiny_gguf
+import torch
+
 from hybridkv.bench.capacity import planned
 from hybridkv.cache import CacheSchema, KVCacheManager, StateSchema, StreamSchema, TensorSpec
+from hybridkv.checkpoint.gguf_file import GgufFile
 from hybridkv.cli import main
 from hybridkv.config import CacheConfig
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction import rings_for
 from hybridkv.models import cache_schema
 from hybridkv.models.config import ModelConfig
-from hybridkv.models.gguf_file import GgufFile
 from hybridkv.models.known import KNOWN, known_config
 from hybridkv.planner import longest_context, model_bytes, most_requests, plan_cache, planned_tensors
 

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-
 from numerics import assert_close_rms, assert_same_bytes, logit_gap, rel_rms
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn)

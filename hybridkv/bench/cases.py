@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.bench.shapes import Shape
-from hybridkv.kernels.quant import Fp8Pages, Pages, fp8_encode_ref
+from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages, fp8_encode_ref
 
 Op = Callable[[Any], object]
 Peers = dict[str, tuple[Op, Sequence[Any]]]

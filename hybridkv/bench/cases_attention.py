@@ -15,11 +15,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hybridkv.bench.cases import PAGE, Case, Listed, Peers, Setup, clone, entry_bytes, flat_bytes
 from hybridkv.bench.report import check
 from hybridkv.bench.timing import copies
-from hybridkv.kernels.append import append, append_ref
-from hybridkv.kernels.attention_decode import attention_decode, attention_decode_torch
-from hybridkv.kernels.attention_prefill import attention_prefill, attention_prefill_torch
-from hybridkv.kernels.attention_tile import read_pages
-from hybridkv.kernels.quant import Pages
+from hybridkv.kernels.attention.append import append, append_ref
+from hybridkv.kernels.attention.decode import attention_decode, attention_decode_torch
+from hybridkv.kernels.attention.prefill import attention_prefill, attention_prefill_torch
+from hybridkv.kernels.attention.tile import read_pages
+from hybridkv.kernels.formats.fp8 import Pages
 
 # bf16 results of f32 sums in another order: two roundings of 2^-9 each at the worst, and P rounded to bf16 in between
 ROUNDING = 1e-2
@@ -87,7 +87,7 @@ def append_case(s: Setup, kind: str, T: int) -> Case:
 
 def inputs_case(s: Setup, kind: str, T: int, kept: bool) -> Case:
     """Norms, rotation and storing. `kept`: the last queries also go to where eviction finds them."""
-    from hybridkv.kernels.attention_inputs import attention_inputs, attention_inputs_ref
+    from hybridkv.kernels.attention.inputs import attention_inputs, attention_inputs_ref
 
     c = s.shape.config
     H, G, D, R = c.heads, c.kv_heads, c.head_dim, len(c.inv_freq)
@@ -164,7 +164,7 @@ def attended(q: Tensor, k: Pages, v: Pages, table: Tensor, length: int, scale: f
 
 def prefill_case(s: Setup, kind: str, L: int, exact: bool = False) -> Case:
     """`exact`: the form whose results do not depend on how a prompt is cut, with the fast one beside it."""
-    from hybridkv.kernels.attention_exact import attention_exact
+    from hybridkv.kernels.attention.exact import attention_exact
 
     c = s.shape.config
     H, G, D = c.heads, c.kv_heads, c.head_dim

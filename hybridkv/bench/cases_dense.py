@@ -13,9 +13,9 @@ from hybridkv.bench.cases import Case, Listed, Peers, Setup
 from hybridkv.bench.report import check
 from hybridkv.bench.timing import copies
 from hybridkv.config import SamplingParams
-from hybridkv.kernels.linear import Linear
-from hybridkv.kernels.linear_parts import PackedLinear
-from hybridkv.kernels.packed_weights import BITS, BLOCK_BYTES, Packed, dequantise_ref, pack
+from hybridkv.kernels.linear.linear import Linear
+from hybridkv.kernels.linear.packed_linear import PackedLinear
+from hybridkv.kernels.linear.packed_weights import BITS, BLOCK_BYTES, Packed, dequantise_ref, pack
 from hybridkv.text.stream import TextStream
 
 ROUNDING = 1e-2  # bf16 results of f32 sums in another order
@@ -89,7 +89,7 @@ def linear_case(s: Setup, kind: str, rows: int, inputs: int, T: int, exact: bool
             return PackedLinear([random_packed(s, BITS[kind.upper()], rows, inputs)])
         if kind != "fp8":
             return Linear(weight, exact=exact)
-        from hybridkv.kernels.linear_fp8 import encode_weight
+        from hybridkv.kernels.linear.fp8 import encode_weight
 
         codes, scale = encode_weight(weight)
         return Linear(codes, scale=scale)
@@ -102,8 +102,8 @@ def linear_case(s: Setup, kind: str, rows: int, inputs: int, T: int, exact: bool
     def verify() -> float:
         got, some = run(held[0]), slice(0, 8)  # few rows of x, all of the weight
         if kind == "fp8":
-            from hybridkv.kernels.linear_fp8 import encode_weight, linear_fp8_ref
-            from hybridkv.kernels.linear_vector import MOST_ROWS
+            from hybridkv.kernels.linear.fp8 import encode_weight, linear_fp8_ref
+            from hybridkv.kernels.linear.gemv import MOST_ROWS
 
             bound = ROUNDING if T <= MOST_ROWS else FP8_ROUNDING
             return check(f"linear fp8 T={T}", got[some], linear_fp8_ref(x[some], *encode_weight(weights[0])), bound)
@@ -161,7 +161,7 @@ def silu_case(s: Setup, T: int) -> Case:
 
 
 def best_case(s: Setup, B: int) -> Case:
-    from hybridkv.kernels.argmax import best_tokens, best_tokens_ref
+    from hybridkv.kernels.best_tokens import best_tokens, best_tokens_ref
 
     vocab = s.shape.config.vocab
     inputs = [s.randn(B, vocab, dtype=torch.float32) for _ in range(copies(4 * B * vocab, s.device))]

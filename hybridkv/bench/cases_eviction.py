@@ -11,10 +11,10 @@ from torch import Tensor
 from hybridkv.bench.cases import PAGE, Case, Listed, Setup, entry_bytes
 from hybridkv.bench.report import check
 from hybridkv.bench.timing import copies
-from hybridkv.kernels.attention_tile import read_pages
-from hybridkv.kernels.compact import compact, compact_ref
-from hybridkv.kernels.quant import Fp8Pages, Pages
-from hybridkv.kernels.score import window_scores, window_scores_ref
+from hybridkv.kernels.attention.tile import read_pages
+from hybridkv.kernels.eviction.compact import compact, compact_ref
+from hybridkv.kernels.eviction.score import window_scores, window_scores_ref
+from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages
 
 WINDOW = 64
 CHECKED = 2048  # a multiple of PAGE
@@ -83,7 +83,7 @@ def log_sums(q: Tensor, pages: Pages, table: Tensor, L: int, scale: float) -> Te
 
 def select_case(s: Setup, rows: int, L: int, keep: int) -> Case:
     """Streams of one length; the last WINDOW entries stay whatever their score."""
-    from hybridkv.kernels.select import select_entries, select_entries_ref
+    from hybridkv.kernels.eviction.select import select_entries, select_entries_ref
 
     moved = 4 * rows * (L + keep)
     full = torch.full((rows,), L, device=s.device)

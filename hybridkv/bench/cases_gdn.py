@@ -12,10 +12,10 @@ from torch import Tensor
 from hybridkv.bench.cases import Case, Listed, Peers, Setup
 from hybridkv.bench.report import check, installed
 from hybridkv.bench.timing import copies
-from hybridkv.kernels.gdn import CHUNK
+from hybridkv.kernels.gdn.rule import CHUNK
 
 if TYPE_CHECKING:
-    from hybridkv.kernels.gdn_weights import DeltaNet
+    from hybridkv.kernels.gdn.weights import DeltaNet
 
 # results rounded to bf16; a state in bf16 is rounded once more
 STEP_BOUND = 1e-2
@@ -36,7 +36,7 @@ def gdn_cases(s: Setup) -> Iterator[Listed]:
 
 
 def make_net(s: Setup) -> DeltaNet:
-    from hybridkv.kernels.gdn_weights import DeltaNet
+    from hybridkv.kernels.gdn.weights import DeltaNet
 
     d = s.shape.config.gdn
     assert d is not None
@@ -52,7 +52,7 @@ def make_net(s: Setup) -> DeltaNet:
 
 
 def step_case(s: Setup, dtype: torch.dtype, B: int) -> Case:
-    from hybridkv.kernels.gdn_step import gdn_step, gdn_step_ref
+    from hybridkv.kernels.gdn.step import gdn_step, gdn_step_ref
 
     net, d = make_net(s), s.shape.config.gdn
     assert d is not None
@@ -89,7 +89,7 @@ def chunk_flops(s: Setup, T: int) -> float:
 
 
 def prefill_case(s: Setup, T: int) -> Case:
-    from hybridkv.kernels.gdn_prefill import gdn_prefill, gdn_prefill_ref
+    from hybridkv.kernels.gdn.prefill import gdn_prefill, gdn_prefill_ref
 
     net, d = make_net(s), s.shape.config.gdn
     assert d is not None

@@ -27,10 +27,10 @@ from hybridkv.bench.standin import fill_pages, fill_state, make_engine, resident
 from hybridkv.bench.timing import GIB, Ceilings, free_memory
 from hybridkv.config import CacheConfig
 from hybridkv.engine.engine import Engine
-from hybridkv.kernels.linear import Linear
-from hybridkv.kernels.quant import fp8_decode
+from hybridkv.kernels.formats.fp8 import fp8_decode
+from hybridkv.kernels.linear.linear import Linear
 from hybridkv.models.config import ModelConfig
-from hybridkv.models.layers import Model
+from hybridkv.models.decoder import Model
 from hybridkv.models.random_weights import random_decoder
 from hybridkv.planner import model_bytes
 

@@ -23,7 +23,7 @@ from hybridkv.cache import LayerHandle
 from hybridkv.config import CacheConfig
 from hybridkv.engine.engine import Engine
 from hybridkv.eviction import Evictor
-from hybridkv.kernels.score import window_scores_ref
+from hybridkv.kernels.eviction.score import window_scores_ref
 from hybridkv.models.config import ModelConfig
 from hybridkv.request import Request
 

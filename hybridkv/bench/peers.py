@@ -22,10 +22,10 @@ from hybridkv.bench.options import BenchOptions
 from hybridkv.bench.report import Report, check, installed, rounding
 from hybridkv.bench.shapes import Shape
 from hybridkv.bench.timing import Meter, at_most, free_memory, sync
+from hybridkv.checkpoint.in_memory import InMemory
+from hybridkv.checkpoint.loader import Loader
 from hybridkv.config import CacheConfig
 from hybridkv.models import FAMILIES
-from hybridkv.models.in_memory import InMemory
-from hybridkv.models.loader import Loader
 
 PROMPT = 192  # tokens before the first step: a step's time is the host's and the weights', hardly the context's
 WARM, STEPS = 3, 8

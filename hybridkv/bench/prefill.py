@@ -25,9 +25,9 @@ from hybridkv.cache import KVCacheManager
 from hybridkv.config import CacheConfig, SamplingParams
 from hybridkv.engine.engine import Engine
 from hybridkv.eviction import Evictor
-from hybridkv.kernels.gdn import CHUNK
+from hybridkv.kernels.gdn.rule import CHUNK
 from hybridkv.models.config import ModelConfig
-from hybridkv.models.layers import Model
+from hybridkv.models.decoder import Model
 from hybridkv.models.random_weights import random_decoder
 from hybridkv.request import Request
 

@@ -16,9 +16,9 @@ from hybridkv.engine.engine import Engine
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction import Evictor
 from hybridkv.eviction.evict import STREAMS
-from hybridkv.kernels.quant import fp8_encode_ref
+from hybridkv.kernels.formats.fp8 import fp8_encode_ref
 from hybridkv.models import cache_schema
-from hybridkv.models.layers import Model
+from hybridkv.models.decoder import Model
 from hybridkv.request import Request
 
 BLOCK = 256  # pages of random numbers, repeated all over a pool

@@ -1,13 +1,13 @@
 """The cache: what is stored (schema), where (pools, state), and who holds it (allocator, manager)."""
 
 from hybridkv.cache.allocator import PageAllocator
-from hybridkv.cache.compressed import (
+from hybridkv.cache.compressed_handle import CompressedHandle
+from hybridkv.cache.compressed_schema import (
     BLOCK_SIZE_ORIGINAL_TOKENS,
     CompressedSpec,
     compressed_schema,
     compute_block_budget,
 )
-from hybridkv.cache.compressed_handle import CompressedHandle
 from hybridkv.cache.handle import LayerHandle
 from hybridkv.cache.manager import KVCacheManager
 from hybridkv.cache.pools import PagedPool

@@ -25,15 +25,15 @@ from torch import Tensor
 from hybridkv.cache.handle import LayerHandle
 from hybridkv.cache.schema import CompressedLayer
 from hybridkv.cache.step import CompressedStep, EntryView
-from hybridkv.kernels.attention_sparse import Entries, attention_sparse
-from hybridkv.kernels.flush_csa import flush_csa
-from hybridkv.kernels.flush_hca import flush_hca, save_running
-from hybridkv.kernels.gather import flat_entries, gather_entries
-from hybridkv.kernels.indexer import index_logits
-from hybridkv.kernels.page_layout import PageFormat, entry_format
+from hybridkv.kernels.formats.page_layout import PageFormat, entry_format
 from hybridkv.kernels.step_index import StepIndex
 from hybridkv.kernels.topk import top_entries
-from hybridkv.kernels.window import append_window, copy_window
+from hybridkv.kernels.v4.flush_csa import flush_csa
+from hybridkv.kernels.v4.flush_hca import flush_hca, save_running
+from hybridkv.kernels.v4.gather import flat_entries, gather_entries
+from hybridkv.kernels.v4.indexer import index_logits
+from hybridkv.kernels.v4.sparse import Entries, attention_sparse
+from hybridkv.kernels.v4.window_ring import append_window, copy_window
 
 Angles = tuple[Tensor, Tensor]  # cos, sin [T, rope / 2] f32
 LOGITS = 1 << 26  # index scores held at once

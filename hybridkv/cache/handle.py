@@ -10,16 +10,16 @@ from torch import Tensor
 
 from hybridkv.cache.step import ForwardStep, StreamView
 from hybridkv.kernels.activation import sigmoid_mul, sigmoid_mul_exact
-from hybridkv.kernels.append import append
-from hybridkv.kernels.attention_decode import attention_decode
-from hybridkv.kernels.attention_exact import attention_exact
-from hybridkv.kernels.attention_inputs import attention_inputs
-from hybridkv.kernels.attention_prefill import attention_prefill
-from hybridkv.kernels.gdn import causal_conv_exact, gated_delta_exact
-from hybridkv.kernels.gdn_prefill import gdn_prefill
-from hybridkv.kernels.gdn_step import gdn_step
-from hybridkv.kernels.gdn_weights import DeltaNet
-from hybridkv.kernels.quant import Fp8Pages, Pages
+from hybridkv.kernels.attention.append import append
+from hybridkv.kernels.attention.decode import attention_decode
+from hybridkv.kernels.attention.exact import attention_exact
+from hybridkv.kernels.attention.inputs import attention_inputs
+from hybridkv.kernels.attention.prefill import attention_prefill
+from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages
+from hybridkv.kernels.gdn.prefill import gdn_prefill
+from hybridkv.kernels.gdn.rule import causal_conv_exact, gated_delta_exact
+from hybridkv.kernels.gdn.step import gdn_step
+from hybridkv.kernels.gdn.weights import DeltaNet
 
 Angles = tuple[Tensor, Tensor]  # cos, sin [T, 1, R]
 TAIL = 64  # tokens of a chunk whose attention the last layer computes at the least: as many as a budget's window has

@@ -18,11 +18,11 @@ import torch
 
 from hybridkv.cache.compressed_handle import CompressedHandle
 from hybridkv.cache.handle import LayerHandle
-from hybridkv.cache.rings import Rings
+from hybridkv.cache.page_table import StreamTable
+from hybridkv.cache.query_buffers import Rings
 from hybridkv.cache.schema import CacheSchema
 from hybridkv.cache.state import StatePool
 from hybridkv.cache.step import CompressedStep, ForwardStep, Tokens, compressed_step, dense_step
-from hybridkv.cache.table import StreamTable
 from hybridkv.errors import HybridKVError, RequestError
 
 Plan = Sequence[tuple[Hashable, int]]  # (request, new tokens)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache.schema import StreamSchema
-from hybridkv.kernels.compact import compact
+from hybridkv.kernels.eviction.compact import compact
 
 
 class PagedPool:

@@ -37,7 +37,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from hybridkv.kernels.page_layout import PageFormat
+from hybridkv.kernels.formats.page_layout import PageFormat
 
 Count = TypeVar("Count", int, np.ndarray)
 

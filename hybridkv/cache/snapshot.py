@@ -26,8 +26,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from hybridkv.cache.manager import Compaction, KVCacheManager
+from hybridkv.cache.page_table import StreamTable
 from hybridkv.cache.schema import CacheSchema
-from hybridkv.cache.table import StreamTable
 from hybridkv.errors import HybridKVError, RequestError
 
 FORMAT, VERSION = "hybridkv-snapshot", "1"

@@ -95,7 +95,7 @@ def plan(
     from rich.console import Console
 
     from hybridkv.commands.plan_tables import as_dict, buys_table, table
-    from hybridkv.kernels.linear_packed import WORKSPACE
+    from hybridkv.kernels.linear.packed import WORKSPACE
     from hybridkv.planner import human
 
     report = make_report(model, next((n for n in (requests, model.max_requests) if n is not None), 1))
@@ -117,8 +117,8 @@ def make_report(options: ModelOptions, requests: int) -> Report:
     import torch
 
     from hybridkv.config import KV_DTYPES, EngineConfig
-    from hybridkv.kernels.linear_fp8 import keeps_codes
-    from hybridkv.kernels.linear_packed import keeps_packed
+    from hybridkv.kernels.linear.fp8 import keeps_codes
+    from hybridkv.kernels.linear.packed import keeps_packed
     from hybridkv.llm import resolve_device, resolve_dtype, resolve_fp8
     from hybridkv.models import cache_schema, check_exact, check_fp8
     from hybridkv.models.config import ModelConfig
@@ -233,7 +233,7 @@ def buy(
 
 def file_tensors(model: str | None) -> tuple[Callable[[str], bool], dict[str, int]] | None:
     """Which tensors a GGUF file has, and the bytes of those that can stay packed, by name. None for anything else."""
-    from hybridkv.models.weights import open_checkpoint
+    from hybridkv.checkpoint.checkpoint import open_checkpoint
 
     path = Path(model).expanduser() if model else Path()
     if path.suffix != ".gguf" or not path.is_file():
@@ -244,7 +244,7 @@ def file_tensors(model: str | None) -> tuple[Callable[[str], bool], dict[str, in
 
 def ffn_layer_bytes(model: str | None) -> int | None:
     """Bytes of the largest feed-forward layer of a GGUF file, as stored. None for anything else."""
-    from hybridkv.models.gguf_file import GgufFile
+    from hybridkv.checkpoint.gguf_file import GgufFile
 
     path = Path(model).expanduser() if model else Path()
     if path.suffix != ".gguf" or not path.is_file():
@@ -260,9 +260,9 @@ def ffn_layer_bytes(model: str | None) -> int | None:
 
 def read_config(model: str | None) -> tuple[str, dict[str, Any]]:
     """(name, config) of a model that may not be there yet. Never reaches for the network."""
+    from hybridkv.checkpoint.checkpoint import open_checkpoint
     from hybridkv.files import read_json
     from hybridkv.models.known import KNOWN, known_config
-    from hybridkv.models.weights import open_checkpoint
 
     if model is None:
         return EMBEDDED, KNOWN[EMBEDDED]

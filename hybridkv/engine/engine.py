@@ -20,7 +20,7 @@ from hybridkv.engine.sampler import Drawn, draw
 from hybridkv.engine.scheduler import Batch, Scheduler
 from hybridkv.errors import HybridKVError, OutOfPages, RequestError
 from hybridkv.eviction import Evictor, most_held
-from hybridkv.models.layers import Model
+from hybridkv.models.decoder import Model
 from hybridkv.request import Request
 from hybridkv.text.stream import TextStream
 from hybridkv.text.tokenizer import Tokenizer

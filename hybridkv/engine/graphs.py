@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache import ForwardStep, KVCacheManager
-from hybridkv.kernels.attention_decode import same_shape_up_to
+from hybridkv.kernels.attention.decode import same_shape_up_to
 from hybridkv.kernels.backend import HAS_TRITON
-from hybridkv.models.layers import Model
+from hybridkv.models.decoder import Model
 
 
 def can_capture(manager: KVCacheManager) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridkv.cache import ForwardStep, KVCacheManager
 from hybridkv.cache.step import upload
 from hybridkv.engine.graphs import DecodeGraphs, can_capture
-from hybridkv.models.layers import Model
+from hybridkv.models.decoder import Model
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hybridkv.kernels.argmax import best_tokens
+from hybridkv.kernels.best_tokens import best_tokens
 from hybridkv.request import Request, TokenLogprobs
 
 MIN_TEMPERATURE = 1e-6  # smaller ones are 0 or overflow in f32, and are as good as greedy here

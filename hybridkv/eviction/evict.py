@@ -27,7 +27,7 @@ from hybridkv.errors import HybridKVError
 from hybridkv.eviction.keep import Keep, choose
 from hybridkv.eviction.policies import POLICIES, Ada, Pyramid
 from hybridkv.eviction.policy import LayerCache, Policy
-from hybridkv.kernels.quant import Fp8Pages, Pages
+from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages
 from hybridkv.request import Request
 
 STREAMS = "attention"

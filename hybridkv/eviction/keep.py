@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybridkv.cache.step import upload
 from hybridkv.errors import HybridKVError
-from hybridkv.kernels.select import select_entries
+from hybridkv.kernels.eviction.select import select_entries
 
 Keep = list[list[np.ndarray]]  # [layers][G] ascending entry numbers
 

@@ -17,8 +17,8 @@ from hybridkv.cache.step import upload
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction.keep import joined, survivors
 from hybridkv.eviction.policy import LayerCache, Policy
-from hybridkv.kernels.score import window_scores
-from hybridkv.kernels.select import pool_heads
+from hybridkv.kernels.eviction.score import window_scores
+from hybridkv.kernels.eviction.select import pool_heads
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from functools import cached_property
 import numpy as np
 from torch import Tensor
 
-from hybridkv.kernels.attention_tile import read_pages
-from hybridkv.kernels.quant import Pages
+from hybridkv.kernels.attention.tile import read_pages
+from hybridkv.kernels.formats.fp8 import Pages
 
 
 @dataclass(frozen=True)

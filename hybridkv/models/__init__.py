@@ -8,14 +8,13 @@ from types import ModuleType
 import torch
 
 from hybridkv.cache import CacheSchema, StateSchema, TensorSpec
+from hybridkv.checkpoint.checkpoint import Checkpoint
+from hybridkv.checkpoint.loader import Loader, Progress
 from hybridkv.config import KV_DTYPES, CacheConfig
 from hybridkv.errors import HybridKVError
 from hybridkv.models import deepseek_v4, llama, qwen3_5
 from hybridkv.models.config import ModelConfig
-from hybridkv.models.deepseek_names import check_schedule
-from hybridkv.models.layers import Model
-from hybridkv.models.loader import Loader, Progress
-from hybridkv.models.weights import Checkpoint
+from hybridkv.models.decoder import Model
 
 FAMILIES: dict[str, ModuleType] = {
     "llama": llama,
@@ -86,7 +85,7 @@ def load_model(
     check_exact(config, exact)
     check_fp8(config, fp8)
     if config.v4 is not None:
-        check_schedule(config, checkpoint.__contains__)
+        deepseek_v4.check_schedule(config, checkpoint.__contains__)
     loader = Loader(checkpoint, device, dtype, progress, exact, fp8, packed)
     model: Model = FAMILIES[config.architecture].load(config, loader)
     loader.finish()

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hybridkv.checkpoint.config_reader import Raw, Reader
 from hybridkv.errors import ModelFileError, UnsupportedModel
-from hybridkv.models.config_reader import Raw, Reader
 from hybridkv.models.deepseek_config import DeepseekV4Config, parse_deepseek_v4
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hybridkv.checkpoint.config_reader import Raw, Reader, shown
 from hybridkv.errors import ModelFileError, UnsupportedModel
-from hybridkv.models.config_reader import Raw, Reader, shown
 
 CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
 LAYER_TYPES = {"sliding_attention": "window", CSA: "csa", HCA: "hca"}

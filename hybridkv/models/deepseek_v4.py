@@ -14,7 +14,7 @@ first token. Nothing here looks at a value on the device, so that a step can be 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,17 +22,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridkv.cache import CacheSchema, CompressedHandle, CompressedSpec, compressed_schema
+from hybridkv.checkpoint.loader import Loader
 from hybridkv.config import CacheConfig
-from hybridkv.kernels.hyper import HyperMap, hyper_enter, hyper_exit, hyper_expand
-from hybridkv.kernels.linear import Linear
-from hybridkv.kernels.linear_wide import linear_wide, wide_dtype
-from hybridkv.kernels.moe import Router, route, run_experts
-from hybridkv.kernels.norm_rope import norm_rope
+from hybridkv.errors import ModelFileError
+from hybridkv.kernels.linear.f32_out import linear_wide, wide_dtype
+from hybridkv.kernels.linear.linear import Linear
+from hybridkv.kernels.moe.v4 import Router, route, run_experts
 from hybridkv.kernels.rope import rope_angles
+from hybridkv.kernels.v4.hyper_connections import HyperMap, hyper_enter, hyper_exit, hyper_expand
+from hybridkv.kernels.v4.norm_rope import norm_rope
 from hybridkv.models.config import ModelConfig
+from hybridkv.models.decoder import weight_bytes
 from hybridkv.models.deepseek_config import DeepseekV4Config
-from hybridkv.models.layers import weight_bytes
-from hybridkv.models.loader import Loader
 
 Angles = tuple[Tensor, Tensor]  # cos, sin [T, rope / 2] f32
 INDEX_BESIDE = {"f32": "f32", "bf16": "bf16"}  # index keys for entries of this kind; for FP8 as the model was trained
@@ -349,3 +350,28 @@ def _experts(config: ModelConfig, v: DeepseekV4Config, loader: Loader, name: str
         down=down,
         limit=v.limit,
     )
+
+
+def check_schedule(config: ModelConfig, has: Callable[[str], bool]) -> None:
+    """The weights must be of the layers that the config names: a wrong schedule is said as such, not as a missing
+    tensor.
+    """
+    assert config.v4 is not None
+    for layer, kind in enumerate(config.v4.kinds):
+        of = f"model.layers.{layer}."
+        found = "window"
+        if has(f"{of}self_attn.compressor.kv_proj.weight"):
+            found = "csa" if has(f"{of}self_attn.compressor.indexer.kv_proj.weight") else "hca"
+        if found != kind:
+            raise ModelFileError(
+                f"layer {layer} is {kind.upper()} by the config (layer_types, compress_ratios), but has the weights of "
+                f"{found.upper()}: the config is not this checkpoint's, or a download is incomplete"
+            )
+        by_table, routed = has(f"{of}mlp.gate.tid2eid"), has(f"{of}mlp.gate.e_score_correction_bias")
+        hashed = layer in config.v4.hash_layers
+        if by_table != hashed or routed == hashed:
+            wanted, other = ("tid2eid", "a bias") if hashed else ("e_score_correction_bias", "tid2eid")
+            raise ModelFileError(
+                f"layer {layer} needs mlp.gate.{wanted} by the config (num_hash_layers, mlp_layer_types), and must "
+                f"not have {other}: the config is not this checkpoint's, or a download is incomplete"
+            )

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache import CacheSchema, LayerHandle
-from hybridkv.kernels.linear import Linear
-from hybridkv.kernels.rows import RowOps
+from hybridkv.checkpoint.loader import Loader
+from hybridkv.kernels.linear.linear import Linear
+from hybridkv.kernels.row_ops import RowOps
 from hybridkv.models.config import ModelConfig
-from hybridkv.models.layers import Angles, Decoder, DecoderLayer, GatedMlp, Norm, attention_streams
-from hybridkv.models.loader import Loader
+from hybridkv.models.decoder import Angles, Decoder, DecoderLayer, GatedMlp, Norm, attention_streams
 
 
 def cache_schema(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int) -> CacheSchema:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache import CacheSchema, LayerHandle, StateSchema, TensorSpec
-from hybridkv.kernels.gdn_weights import DeltaNet
-from hybridkv.kernels.linear import Linear
-from hybridkv.kernels.rows import RowOps
+from hybridkv.checkpoint.loader import Loader, Part
+from hybridkv.kernels.gdn.weights import DeltaNet
+from hybridkv.kernels.linear.linear import Linear
+from hybridkv.kernels.row_ops import RowOps
 from hybridkv.models.config import GdnConfig, ModelConfig
-from hybridkv.models.layers import Angles, Decoder, DecoderLayer, FeedForward, GatedMlp, Norm, attention_streams
+from hybridkv.models.decoder import Angles, Decoder, DecoderLayer, FeedForward, GatedMlp, Norm, attention_streams
 from hybridkv.models.llama import assemble, gated_mlp
-from hybridkv.models.loader import Loader, Part
 
 
 def cache_schema(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int) -> CacheSchema:

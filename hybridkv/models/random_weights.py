@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridkv.kernels.rows import EXACT, FAST
+from hybridkv.checkpoint.loader import Loader
+from hybridkv.kernels.row_ops import EXACT, FAST
 from hybridkv.models import FAMILIES
 from hybridkv.models.config import ModelConfig
-from hybridkv.models.layers import Decoder
-from hybridkv.models.loader import Loader
+from hybridkv.models.decoder import Decoder
 
 
 class RandomLoader(Loader):

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from compressor import EPS, Compressor
 from torch import Tensor
 
 from cache.machine_model import snapshot
 from hybridkv.cache import CompressedHandle, CompressedSpec, ForwardStep, KVCacheManager, compressed_schema
-from hybridkv.kernels.page_layout import PageFormat
-from kernels.compressor import EPS, Compressor
+from hybridkv.kernels.formats.page_layout import PageFormat
 
 NUMBERS, INDEX_HEADS = 499, 4
 KINDS = ("window", "csa", "hca", "csa")

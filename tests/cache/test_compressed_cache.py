@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from numerics import assert_close_rms, assert_same_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cache.compressed_rig import KINDS, REAL, Rig, facts, numbers, refused
 from hybridkv.cache import KVCacheManager, OutOfPages
 from hybridkv.errors import HybridKVError, RequestError
-from numerics import assert_close_rms, assert_same_bytes
 
 WINDOW, CSA, HCA = 0, 1, 2  # layers of the rig
 F32 = 2e-6  # sums of a few dozen terms in f32 against float64

@@ -9,12 +9,12 @@ from functools import cache
 
 import pytest
 import torch
-from torch import Tensor
-
-from hybridkv.cache import compressed_handle
 from numerics import assert_same_bytes, logit_gap
+from torch import Tensor
 from v4_layer import WRONG, CachedLayer
 from v4_stream import MISTAKES, LayerWeights, Shape, StreamLayer, random_weights
+
+from hybridkv.cache import compressed_handle
 
 FLOAT32 = 4e-6
 KINDS = ("window", "csa", "hca")

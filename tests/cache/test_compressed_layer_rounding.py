@@ -13,9 +13,8 @@ from functools import cache
 
 import pytest
 import torch
-from torch import Tensor
-
 from numerics import assert_close_rms, logit_gap, rel_rms
+from torch import Tensor
 from v4_layer import CachedLayer, stored_vectors
 from v4_rounding import count_flips
 from v4_stream import LayerWeights, Rounding, Shape, StreamLayer, random_weights

@@ -20,9 +20,9 @@ from hybridkv.cache import (
     compressed_handle,
     manager,
 )
+from hybridkv.cache.page_table import StreamTable
 from hybridkv.cache.step import EntryPlan, Tokens
-from hybridkv.cache.table import StreamTable
-from hybridkv.kernels.flush_csa import save_rows_ref
+from hybridkv.kernels.v4.flush_csa import save_rows_ref
 
 AT_LEAST = {
     "commit": 150,

@@ -2,13 +2,16 @@
 
 import pytest
 import torch
+from numerics import assert_close_rms, assert_same_bytes
 from torch import Tensor
 
 from cache.compressed_rig import KINDS, SMALL, Rig, facts, numbers, stored
 from hybridkv.cache import compressed_handle
-from hybridkv.kernels import attention_sparse, flush_csa, flush_hca, gather, indexer, topk, window
-from hybridkv.kernels.page_format import load_entries_ref
-from numerics import assert_close_rms, assert_same_bytes
+from hybridkv.kernels import topk
+from hybridkv.kernels.formats.page_format import load_entries_ref
+from hybridkv.kernels.v4 import flush_csa, flush_hca, gather, indexer
+from hybridkv.kernels.v4 import sparse as attention_sparse
+from hybridkv.kernels.v4 import window_ring as window
 
 WINDOW, CSA, HCA = 0, 1, 2  # layers of the rig
 F32 = 2e-6  # sums of a few dozen terms in f32 against float64

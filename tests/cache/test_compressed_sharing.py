@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from numerics import assert_close_rms, assert_same_bytes
 from torch import Tensor
 
 from cache.compressed_rig import REAL, Rig, numbers, refused, stored
 from hybridkv.cache import KVCacheManager, OutOfPages
 from hybridkv.cache.snapshot import Snapshot, restore_request, snapshot_request
 from hybridkv.errors import HybridKVError, RequestError
-from hybridkv.kernels.page_format import load_entries_ref
-from numerics import assert_close_rms, assert_same_bytes
+from hybridkv.kernels.formats.page_format import load_entries_ref
 
 FORMATS = [("f32", "f32"), ("bf16", "bf16"), ("fp8", "mxfp4"), ("fp8_entry", "nvfp4")]
 THEN, CUTS = numbers(18, 40), (1, 1, 2, 5, 9)  # what a request goes on with, and in which chunks

@@ -11,8 +11,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from cache.machine import CacheMachine
 from hybridkv.cache import KVCacheManager, OutOfPages, PageAllocator, PagedPool, StatePool
-from hybridkv.cache.table import StreamTable
-from hybridkv.kernels.compact import compact_ref
+from hybridkv.cache.page_table import StreamTable
+from hybridkv.kernels.eviction.compact import compact_ref
 
 Patch = tuple[type, str, Callable[..., Any]]
 

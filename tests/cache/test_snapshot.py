@@ -6,16 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-
 import tiny
+import torch
+from numerics import assert_same_bytes
+
 from cache.machine_model import snapshot as facts
 from eviction.harness import Run
 from hybridkv.cache.manager import Compaction
 from hybridkv.cache.snapshot import Snapshot, fingerprint, restore_request, snapshot_request
 from hybridkv.config import CacheConfig
 from hybridkv.errors import HybridKVError, OutOfPages, RequestError
-from numerics import assert_same_bytes
 
 KINDS = ("llama", "qwen3_5")
 DTYPES = ("f32", "bf16", "fp8")

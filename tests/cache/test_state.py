@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from numerics import assert_same_bytes
 
 from hybridkv.cache import CacheSchema, KVCacheManager, StatePool, StateSchema, TensorSpec
-from numerics import assert_same_bytes
 
 INF = float("inf")
 SCHEMAS = (

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 import tiny
+
 from cli.commands import Run
 from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
 from hybridkv import LLM

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import tiny
+
 from hybridkv.config import SamplingParams
 from hybridkv.engine.engine import Engine, Update
 from hybridkv.engine.runner import StepInputs

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tiny_v4
 import torch
 
-import tiny_v4
 from engine.driving import run
 from hybridkv import LLM, CacheConfig, SamplingParams
 from hybridkv.cache import KVCacheManager

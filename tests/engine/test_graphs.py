@@ -5,14 +5,14 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-import torch
-
 import tiny
 import tiny_v4
+import torch
+
 from hybridkv import LLM, CacheConfig
 from hybridkv.engine import graphs
 from hybridkv.engine.graphs import Captured, DecodeGraphs
-from hybridkv.kernels import attention_decode as decode_file
+from hybridkv.kernels.attention import decode as decode_file
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from numerics import assert_close_rms, assert_same_bytes
 from torch import Tensor
 from transformers import (
     MinPLogitsWarper,
@@ -17,7 +18,6 @@ from hybridkv.config import SamplingParams
 from hybridkv.engine.sampler import draw, narrow, penalise
 from hybridkv.request import Request, Status
 from hybridkv.text.stream import TextStream
-from numerics import assert_close_rms, assert_same_bytes
 
 
 def sample(logits: Tensor, requests: list[Request]) -> list[int]:

@@ -14,17 +14,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from torch import Tensor
 
-import tiny
 from hybridkv.cache import KVCacheManager, LayerHandle
 from hybridkv.config import CacheConfig, SamplingParams
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.runner import Runner
 from hybridkv.eviction import Evictor
 from hybridkv.models import cache_schema
-from hybridkv.models.layers import Decoder
+from hybridkv.models.decoder import Decoder
 from hybridkv.request import Request
 from hybridkv.text.stream import TextStream
 

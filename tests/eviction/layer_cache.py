@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.eviction import LayerCache
-from hybridkv.kernels.quant import Fp8Pages, fp8_decode, fp8_encode
+from hybridkv.kernels.formats.fp8 import Fp8Pages, fp8_decode, fp8_encode
 
 
 @dataclass

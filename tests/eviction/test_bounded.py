@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import tiny
 import torch
 
-import tiny
 from engine.driving import run
 from hybridkv import LLM, CacheConfig, SamplingParams
 from hybridkv.errors import HybridKVError

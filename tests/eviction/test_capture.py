@@ -4,13 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import tiny
 import torch
+from numerics import assert_close_rms, assert_same_bytes
 from torch import Tensor
 
-import tiny
 from eviction.harness import Run
 from hybridkv.cache import LayerHandle
-from numerics import assert_close_rms, assert_same_bytes
 
 KINDS = ("llama", "qwen3_5")
 CUTS = {

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from numerics import assert_same_bytes, logit_gap
 
 from eviction.harness import MaskedRun, masked_logits
 from hybridkv.eviction import POLICIES, Ada, Pyramid
 from hybridkv.eviction.policies import SnapKV
-from numerics import assert_same_bytes, logit_gap
 
 KINDS = ("llama", "qwen3_5")
 PROMPT, ALL = 150, 180

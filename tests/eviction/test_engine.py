@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 import torch
+from numerics import assert_same_bytes, logit_gap
 from torch import Tensor
 
-import tiny
 from engine.driving import assert_nothing_held, run
 from eviction.harness import MaskedRun, dropped_by, record_logits
 from hybridkv import LLM
@@ -17,7 +18,6 @@ from hybridkv.engine.engine import Engine
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.eviction import Ada, LayerCache, Policy, Pyramid
 from hybridkv.request import Request
-from numerics import assert_same_bytes, logit_gap
 
 KINDS = ("llama", "qwen3_5")
 SAY = SamplingParams(max_tokens=12, ignore_eos=True)

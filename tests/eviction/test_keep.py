@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import tiny
 from cache.machine_model import snapshot as facts
 from eviction.harness import Run, request_of
 from hybridkv.cache import CacheSchema, KVCacheManager, StateSchema, TensorSpec

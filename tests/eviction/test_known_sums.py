@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import tiny
 import torch
 
-import tiny
 from eviction.harness import Run, request_of
 from hybridkv.eviction import LayerCache
 from hybridkv.eviction import evict as evict_file

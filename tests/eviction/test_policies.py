@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import tiny
 from eviction.layer_cache import Dense, attention, make
 from hybridkv.eviction import POLICIES, Ada, Policy, Pyramid
 from hybridkv.eviction.keep import choose

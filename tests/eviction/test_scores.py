@@ -10,7 +10,7 @@ from eviction.layer_cache import Dense, attention, make
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction.keep import choose
 from hybridkv.eviction.policies import SnapKV
-from hybridkv.kernels.score import window_scores, window_scores_ref
+from hybridkv.kernels.eviction.score import window_scores, window_scores_ref
 
 CASES = {
     "equal lengths": dict(lengths=[40, 40]),

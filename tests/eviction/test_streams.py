@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-import torch
-
 import tiny
+import torch
+from numerics import assert_same_bytes, logit_gap
+
 from eviction.harness import MaskedRun, Run
 from hybridkv.errors import OutOfPages
-from numerics import assert_same_bytes, logit_gap
 
 KINDS = ("llama", "qwen3_5")
 

@@ -17,10 +17,10 @@ from hybridkv.cache import KVCacheManager
 from hybridkv.config import CacheConfig, SamplingParams
 from hybridkv.engine.engine import Engine
 from hybridkv.eviction import Evictor
-from hybridkv.kernels.linear_packed import linear_packed
-from hybridkv.kernels.linear_parts import ROWS
-from hybridkv.kernels.linear_rows import linear_rows
-from hybridkv.kernels.packed_weights import BLOCK, BLOCK_BYTES, GROUP, pack
+from hybridkv.kernels.linear.packed import linear_packed
+from hybridkv.kernels.linear.packed_linear import ROWS
+from hybridkv.kernels.linear.packed_weights import BLOCK, BLOCK_BYTES, GROUP, pack
+from hybridkv.kernels.linear.skinny import linear_rows
 from hybridkv.models import cache_schema
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.known import KNOWN

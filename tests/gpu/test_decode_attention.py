@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from numerics import assert_close_rms, assert_same_bytes, rel_rms
 from torch import Tensor
+from triton_cases import BF16, BOUND, FP8, Streams, dense, queries, streams
 
 from hybridkv.kernels.activation import sigmoid_mul
-from hybridkv.kernels.attention_decode import SHORT, DecodeShape, attention_decode, attention_decode_triton
-from hybridkv.kernels.attention_inputs import attention_inputs
-from hybridkv.kernels.linear_vector import linear_vector
-from hybridkv.kernels.quant import Fp8Pages
-from kernels.triton_cases import BF16, BOUND, FP8, Streams, dense, queries, streams
-from numerics import assert_close_rms, assert_same_bytes, rel_rms
+from hybridkv.kernels.attention.decode import SHORT, DecodeShape, attention_decode, attention_decode_triton
+from hybridkv.kernels.attention.inputs import attention_inputs
+from hybridkv.kernels.formats.fp8 import Fp8Pages
+from hybridkv.kernels.linear.gemv import linear_vector
 
 pytestmark = pytest.mark.gpu
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from random_model import engine_for, random_decoder
 
 from hybridkv.config import CacheConfig, SamplingParams
 from hybridkv.models.config import ModelConfig
+from hybridkv.models.decoder import Decoder
 from hybridkv.models.known import KNOWN
-from hybridkv.models.layers import Decoder
-from random_model import engine_for, random_decoder
 
 pytestmark = pytest.mark.gpu
 

@@ -6,27 +6,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numerics import assert_close_rms, assert_same_bytes
 from torch import Tensor
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.config import CacheConfig
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction import Evictor
-from hybridkv.kernels import score as score_file
-from hybridkv.kernels.attention_tile import read_pages
-from hybridkv.kernels.compact import compact_ref, compact_triton
-from hybridkv.kernels.quant import Fp8Pages, Pages, fp8_encode
-from hybridkv.kernels.score import window_scores
-from hybridkv.kernels.select import (
+from hybridkv.kernels.attention.tile import read_pages
+from hybridkv.kernels.eviction import score as score_file
+from hybridkv.kernels.eviction.compact import compact_ref, compact_triton
+from hybridkv.kernels.eviction.score import window_scores
+from hybridkv.kernels.eviction.select import (
     pool_heads_ref,
     pool_heads_triton,
     select_entries_ref,
     select_entries_triton,
 )
+from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages, fp8_encode
 from hybridkv.models import cache_schema
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.known import KNOWN
-from numerics import assert_close_rms, assert_same_bytes
 
 pytestmark = pytest.mark.gpu
 # f32 sums of exact products: errors of a few 2^-24 in a score, which a weight takes over

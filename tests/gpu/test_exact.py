@@ -1,14 +1,14 @@
 """Exact mode on the GPU: the same bits from any cut of a prompt and in any company, and its kernels at real sizes."""
 
 import pytest
+import tiny
 import torch
 import torch.nn.functional as F
-
-import tiny
 from exactness import BUDGET, Models, differing, drive
-from hybridkv.kernels.gdn import gated_delta_exact_torch, gated_delta_scan
-from hybridkv.kernels.linear import linear_exact
 from numerics import assert_close_rms, assert_same_bytes
+
+from hybridkv.kernels.gdn.rule import gated_delta_exact_torch, gated_delta_scan
+from hybridkv.kernels.linear.linear import linear_exact
 
 pytestmark = pytest.mark.gpu
 

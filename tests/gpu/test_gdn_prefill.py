@@ -5,13 +5,13 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-
 from gdn_cases import BOUND, chunked, delta_in_float64, make_net, make_x, start, unchunked
-from hybridkv.kernels import gdn_prefill as module
-from hybridkv.kernels.backend import has_gluon
-from hybridkv.kernels.gdn_chunk import delta_chunks
-from hybridkv.kernels.gdn_prefill import gdn_prefill, gdn_prefill_ref
 from numerics import assert_close_rms, assert_same_bytes
+
+from hybridkv.kernels.backend import has_gluon
+from hybridkv.kernels.gdn import prefill as module
+from hybridkv.kernels.gdn.chunk import delta_chunks
+from hybridkv.kernels.gdn.prefill import gdn_prefill, gdn_prefill_ref
 
 pytestmark = pytest.mark.gpu
 

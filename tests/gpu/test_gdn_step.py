@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridkv.kernels import gdn_step as module
-from hybridkv.kernels.gdn_step import gdn_step, gdn_step_ref
-from hybridkv.kernels.gdn_weights import DeltaNet
+from hybridkv.kernels.gdn import step as module
+from hybridkv.kernels.gdn.step import gdn_step, gdn_step_ref
+from hybridkv.kernels.gdn.weights import DeltaNet
 
 pytestmark = pytest.mark.gpu
 F32, BF16 = torch.float32, torch.bfloat16

@@ -3,17 +3,17 @@
 from collections.abc import Callable
 
 import pytest
+import tiny
 import torch
+from numerics import assert_close_rms, assert_same_bytes
 from torch import Tensor
 
-import tiny
 from engine.driving import run
 from gpu.stepping import feed, replay_beside_hostile_rows, replay_quietly
 from hybridkv import LLM, CacheConfig, SamplingParams
 from hybridkv.cache import KVCacheManager
 from hybridkv.engine.engine import Engine
-from hybridkv.kernels import attention_decode as decode_file
-from numerics import assert_close_rms, assert_same_bytes
+from hybridkv.kernels.attention import decode as decode_file
 
 pytestmark = pytest.mark.gpu
 KINDS = ("llama", "llama_bias", "qwen3_5", "qwen3_5_moe")

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from numerics import assert_close_rms, assert_same_bytes
 from torch import Tensor
 
-from hybridkv.kernels import append as append_file
-from hybridkv.kernels import compact as compact_file
-from hybridkv.kernels import quant as quant_file
-from hybridkv.kernels import score as score_file
-from hybridkv.kernels.append import append, append_ref
-from hybridkv.kernels.compact import compact, compact_ref, compact_triton
-from hybridkv.kernels.quant import Fp8Pages, Pages, fp8_decode, fp8_encode, fp8_encode_ref
-from hybridkv.kernels.score import CONFIGS, TENSOR_CORES, ScoreBlocks, window_scores, window_scores_triton
-from numerics import assert_close_rms, assert_same_bytes
+from hybridkv.kernels.attention import append as append_file
+from hybridkv.kernels.attention.append import append, append_ref
+from hybridkv.kernels.eviction import compact as compact_file
+from hybridkv.kernels.eviction import score as score_file
+from hybridkv.kernels.eviction.compact import compact, compact_ref, compact_triton
+from hybridkv.kernels.eviction.score import CONFIGS, TENSOR_CORES, ScoreBlocks, window_scores, window_scores_triton
+from hybridkv.kernels.formats import fp8 as quant_file
+from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages, fp8_decode, fp8_encode, fp8_encode_ref
 
 pytestmark = pytest.mark.gpu
 KINDS = ("f32", "bf16", "fp8")

@@ -5,16 +5,16 @@ many splits, pools past 2^31 elements, the same bits however the work is cut.
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-
-from hybridkv.kernels import attention_decode as decode_file
-from hybridkv.kernels import attention_prefill as prefill_file
-from hybridkv.kernels.attention_decode import attention_decode, attention_decode_triton
-from hybridkv.kernels.attention_exact import attention_exact
-from hybridkv.kernels.attention_prefill import attention_prefill, attention_prefill_triton
-from hybridkv.kernels.quant import Fp8Pages, Pages
-from kernels.triton_cases import BF16, BOUND, F32, FP8, Streams, dense, queries, store, streams
 from numerics import assert_close_rms, assert_same_bytes
+from torch import Tensor
+from triton_cases import BF16, BOUND, F32, FP8, Streams, dense, queries, store, streams
+
+from hybridkv.kernels.attention import decode as decode_file
+from hybridkv.kernels.attention import prefill as prefill_file
+from hybridkv.kernels.attention.decode import attention_decode, attention_decode_triton
+from hybridkv.kernels.attention.exact import attention_exact
+from hybridkv.kernels.attention.prefill import attention_prefill, attention_prefill_triton
+from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages
 
 pytestmark = pytest.mark.gpu
 

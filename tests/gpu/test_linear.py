@@ -4,19 +4,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 import torch.nn.functional as F
+from numerics import assert_close_rms, assert_same_bytes, logit_gap
 from torch import Tensor
 
-import tiny
 from hybridkv import LLM
 from hybridkv.kernels.backend import has_gluon
-from hybridkv.kernels.linear import Linear
-from hybridkv.kernels.linear_fp8 import encode_weight, keeps_codes, linear_fp8, linear_fp8_ref
-from hybridkv.kernels.linear_rows import linear_rows, suits_rows
-from hybridkv.kernels.linear_vector import is_hopper, linear_vector_triton
-from hybridkv.kernels.quant import fp8_decode
-from numerics import assert_close_rms, assert_same_bytes, logit_gap
+from hybridkv.kernels.formats.fp8 import fp8_decode
+from hybridkv.kernels.linear.fp8 import encode_weight, keeps_codes, linear_fp8, linear_fp8_ref
+from hybridkv.kernels.linear.gemv import is_hopper, linear_vector_triton
+from hybridkv.kernels.linear.linear import Linear
+from hybridkv.kernels.linear.skinny import linear_rows, suits_rows
 
 pytestmark = pytest.mark.gpu
 # (rows, inputs, gated); 16480 is no multiple of a tile

@@ -3,18 +3,18 @@
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-import tiny
-from hybridkv import LLM
-from hybridkv.kernels.linear_packed import FEW_ROWS, linear_packed, linear_packed_triton, linear_written_out
-from hybridkv.kernels.linear_parts import PackedLinear
-from hybridkv.kernels.packed_weights import BITS, Packed, dequantise_ref, dequantise_triton, pack
-from models.test_packed_models import SETTINGS, mixed, written
 from numerics import assert_close_rms, assert_same_bytes, logit_gap
 from packed_blocks import random_blocks
+from torch import Tensor
+
+from hybridkv import LLM
+from hybridkv.kernels.linear.packed import FEW_ROWS, linear_packed, linear_packed_triton, linear_written_out
+from hybridkv.kernels.linear.packed_linear import PackedLinear
+from hybridkv.kernels.linear.packed_weights import BITS, Packed, dequantise_ref, dequantise_triton, pack
+from models.test_packed_models import SETTINGS, mixed, written
 
 pytestmark = pytest.mark.gpu
 # (rows, inputs, gated, heads whose columns change places); 1032 is no multiple of a tile

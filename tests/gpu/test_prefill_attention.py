@@ -5,16 +5,16 @@ the Triton kernel, against the definition. Rows and places that belong to nobody
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-
-from hybridkv.kernels import attention_exact_wide as exact_file
-from hybridkv.kernels import attention_prefill as file
-from hybridkv.kernels.attention_exact_wide import attention_exact_wide
-from hybridkv.kernels.attention_prefill import attention_prefill, attention_prefill_triton
-from hybridkv.kernels.attention_prefill_wide import attention_prefill_wide, on_hopper
-from hybridkv.kernels.backend import has_gluon
-from kernels.triton_cases import BF16, BOUND, F32, FP8, Streams, dense, log_sums, queries, streams
 from numerics import assert_close_rms, assert_same_bytes
+from torch import Tensor
+from triton_cases import BF16, BOUND, F32, FP8, Streams, dense, log_sums, queries, streams
+
+from hybridkv.kernels.attention import exact_hopper as exact_file
+from hybridkv.kernels.attention import prefill as file
+from hybridkv.kernels.attention.exact_hopper import attention_exact_wide
+from hybridkv.kernels.attention.prefill import attention_prefill, attention_prefill_triton
+from hybridkv.kernels.attention.prefill_hopper_launch import attention_prefill_wide, on_hopper
+from hybridkv.kernels.backend import has_gluon
 
 pytestmark = pytest.mark.gpu
 

@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from numerics import assert_close_rms, assert_same_bytes
 from torch import Tensor
 
 from hybridkv.config import SamplingParams
 from hybridkv.engine.sampler import draw
 from hybridkv.kernels.activation import sigmoid_mul, sigmoid_mul_ref, silu_mul, silu_mul_ref
-from hybridkv.kernels.append import append
-from hybridkv.kernels.argmax import best_tokens, best_tokens_ref
-from hybridkv.kernels.attention_inputs import attention_inputs, attention_inputs_ref
-from hybridkv.kernels.experts import (
+from hybridkv.kernels.attention.append import append
+from hybridkv.kernels.attention.inputs import attention_inputs, attention_inputs_ref
+from hybridkv.kernels.best_tokens import best_tokens, best_tokens_ref
+from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages
+from hybridkv.kernels.moe.softmax import (
     add_shared,
     add_shared_ref,
     loop_experts,
@@ -25,10 +27,8 @@ from hybridkv.kernels.experts import (
     run_softmax_experts,
 )
 from hybridkv.kernels.norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
-from hybridkv.kernels.quant import Fp8Pages, Pages
 from hybridkv.request import Request
 from hybridkv.text.stream import TextStream
-from numerics import assert_close_rms, assert_same_bytes
 
 pytestmark = pytest.mark.gpu
 F32, BF16 = torch.float32, torch.bfloat16

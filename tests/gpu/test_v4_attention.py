@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from numerics import assert_close_rms, assert_same_bytes
 from torch import Tensor
 
-from hybridkv.kernels import attention_sparse as file
-from hybridkv.kernels.attention_sparse import Entries, attention_sparse, attention_sparse_ref, attention_sparse_triton
-from hybridkv.kernels.attention_tile import TileShape
+from hybridkv.kernels.attention.tile import TileShape
 from hybridkv.kernels.backend import has_gluon
+from hybridkv.kernels.formats.page_format import load_entries_ref, store_entries_ref
+from hybridkv.kernels.formats.page_layout import PageFormat, entry_format
 from hybridkv.kernels.overlap import MOST_TOKENS
-from hybridkv.kernels.page_format import load_entries_ref, store_entries_ref
-from hybridkv.kernels.page_layout import PageFormat, entry_format
 from hybridkv.kernels.step_index import StepIndex
-from numerics import assert_close_rms, assert_same_bytes
+from hybridkv.kernels.v4 import sparse as file
+from hybridkv.kernels.v4.sparse import Entries, attention_sparse, attention_sparse_ref, attention_sparse_triton
 
 pytestmark = pytest.mark.gpu
 D, ROPE, WINDOW = 512, 64, 128

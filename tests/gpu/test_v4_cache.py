@@ -4,13 +4,13 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
+from numerics import assert_close_rms, assert_same_bytes
 from torch import Tensor
 
 from cache.compressed_machine import CompressedMachine
 from cache.compressed_rig import KINDS, NUMBERS, SMALL, Rig, numbers
 from hybridkv.cache import CompressedSpec, KVCacheManager, compressed_schema
 from hybridkv.planner import plan_cache
-from numerics import assert_close_rms, assert_same_bytes
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"

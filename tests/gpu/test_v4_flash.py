@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from numerics import rel_rms
+from tiny_v4 import YARN
 from torch import Tensor
 
 from hybridkv.cache import KVCacheManager
+from hybridkv.checkpoint.in_memory import InMemory
+from hybridkv.checkpoint.loader import Loader
 from hybridkv.config import CacheConfig
 from hybridkv.engine.engine import Engine
 from hybridkv.models import FAMILIES, cache_schema
 from hybridkv.models.config import ModelConfig
-from hybridkv.models.in_memory import InMemory
-from hybridkv.models.loader import Loader
-from numerics import rel_rms
-from tiny_v4 import YARN
 
 pytestmark = pytest.mark.gpu
 VOCAB, TOKENS, TOPK = 4096, 700, 64

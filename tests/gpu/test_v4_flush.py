@@ -7,12 +7,12 @@ from dataclasses import fields
 
 import pytest
 import torch
-
-from hybridkv.kernels.page_format import store_entries_ref
-from hybridkv.kernels.page_layout import PageFormat
-from hybridkv.kernels.step_index import StepIndex
-from kernels.compressor import FORMATS, Cache, Compressor, format_of, pieces
+from compressor import FORMATS, Cache, Compressor, format_of, pieces
 from numerics import assert_close_rms, assert_same_bytes
+
+from hybridkv.kernels.formats.page_format import store_entries_ref
+from hybridkv.kernels.formats.page_layout import PageFormat
+from hybridkv.kernels.step_index import StepIndex
 
 pytestmark = pytest.mark.gpu
 

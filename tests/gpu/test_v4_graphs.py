@@ -4,14 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tiny_v4
 import torch
+from numerics import assert_same_bytes
 from torch import Tensor
 
-import tiny_v4
 from gpu.stepping import feed, replay_beside_hostile_rows, replay_quietly
 from hybridkv import LLM, CacheConfig, SamplingParams
 from hybridkv.cache import KVCacheManager
-from numerics import assert_same_bytes
 
 pytestmark = pytest.mark.gpu
 CASES = (("float32", "f32"), ("bfloat16", "bf16"), ("bfloat16", "fp8"))

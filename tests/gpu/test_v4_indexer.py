@@ -6,10 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from numerics import assert_close_rms
 from torch import Tensor
 
 from hybridkv.kernels.backend import has_gluon
-from hybridkv.kernels.indexer import (
+from hybridkv.kernels.formats.page_format import store_entries_ref
+from hybridkv.kernels.formats.page_layout import index_format
+from hybridkv.kernels.step_index import StepIndex
+from hybridkv.kernels.topk import top_entries, top_entries_ref
+from hybridkv.kernels.v4.indexer import (
     DECODE,
     SHAPES,
     IndexerShape,
@@ -18,11 +23,6 @@ from hybridkv.kernels.indexer import (
     index_logits_triton,
     on_hopper,
 )
-from hybridkv.kernels.page_format import store_entries_ref
-from hybridkv.kernels.page_layout import index_format
-from hybridkv.kernels.step_index import StepIndex
-from hybridkv.kernels.topk import top_entries, top_entries_ref
-from numerics import assert_close_rms
 
 pytestmark = pytest.mark.gpu
 H, D, P, RATIO = 64, 128, 32, 4  # DeepSeek-V4-Flash

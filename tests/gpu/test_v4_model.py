@@ -8,15 +8,19 @@ from functools import cache
 from typing import Any
 
 import pytest
+import tiny_v4
 import torch
+from numerics import assert_close_rms, logit_gap, rel_rms
 from torch import Tensor
 
-import tiny_v4
 from hybridkv import LLM, CacheConfig, SamplingParams
-from hybridkv.kernels import hyper as hyper_file
-from hybridkv.kernels import moe as moe_file
-from hybridkv.kernels import norm_rope as norm_file
-from hybridkv.kernels.hyper import (
+from hybridkv.kernels.linear.f32_out import linear_wide
+from hybridkv.kernels.linear.linear import Linear
+from hybridkv.kernels.moe import v4 as moe_file
+from hybridkv.kernels.moe.v4 import Router, route, route_ref, run_experts, run_experts_ref
+from hybridkv.kernels.v4 import hyper_connections as hyper_file
+from hybridkv.kernels.v4 import norm_rope as norm_file
+from hybridkv.kernels.v4.hyper_connections import (
     HyperMap,
     hyper_enter,
     hyper_enter_ref,
@@ -25,11 +29,7 @@ from hybridkv.kernels.hyper import (
     hyper_expand,
     hyper_expand_ref,
 )
-from hybridkv.kernels.linear import Linear
-from hybridkv.kernels.linear_wide import linear_wide
-from hybridkv.kernels.moe import Router, route, route_ref, run_experts, run_experts_ref
-from hybridkv.kernels.norm_rope import norm_rope, norm_rope_ref
-from numerics import assert_close_rms, logit_gap, rel_rms
+from hybridkv.kernels.v4.norm_rope import norm_rope, norm_rope_ref
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.bfloat16)

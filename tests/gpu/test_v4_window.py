@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from numerics import assert_same_bytes
 from torch import Tensor
 
-from hybridkv.kernels import gather as gather_file
-from hybridkv.kernels import window as window_file
-from hybridkv.kernels.gather import flat_entries, flat_entries_ref, gather_entries, gather_entries_ref
-from hybridkv.kernels.page_format import load_entries_ref, store_entries_ref
-from hybridkv.kernels.page_layout import PageFormat, entry_format, index_format
+from hybridkv.kernels.formats.page_format import load_entries_ref, store_entries_ref
+from hybridkv.kernels.formats.page_layout import PageFormat, entry_format, index_format
 from hybridkv.kernels.step_index import StepIndex
-from hybridkv.kernels.window import append_window, append_window_ref, copy_window, copy_window_ref
-from numerics import assert_same_bytes
+from hybridkv.kernels.v4 import gather as gather_file
+from hybridkv.kernels.v4 import window_ring as window_file
+from hybridkv.kernels.v4.gather import flat_entries, flat_entries_ref, gather_entries, gather_entries_ref
+from hybridkv.kernels.v4.window_ring import append_window, append_window_ref, copy_window, copy_window_ref
 
 pytestmark = pytest.mark.gpu
 NAMES = ("f32", "bf16", "fp8", "fp8_entry")

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from numerics import assert_close_rms, assert_same_bytes
 from torch import Tensor
+from triton_interpreter import DEVICE
 
 from hybridkv.kernels.activation import (
     sigmoid_mul,
@@ -14,8 +16,6 @@ from hybridkv.kernels.activation import (
     silu_mul_ref,
     silu_mul_triton,
 )
-from numerics import assert_close_rms, assert_same_bytes
-from triton_interpreter import DEVICE
 
 F32, BF16 = torch.float32, torch.bfloat16
 BOUND = {F32: 1e-6, BF16: 4e-3, torch.float16: 5e-4}  # two roundings of 2^-9 at most in bf16, of 2^-12 in f16

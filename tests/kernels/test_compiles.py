@@ -4,12 +4,10 @@ The launchers themselves run, with a driver that has no device: what they launch
 interpreter of the other tests takes more than the compiler does.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from own_process import compile_alone
 
 pytest.importorskip("triton", minversion="3.6")
 
@@ -55,11 +53,20 @@ def compile_only(self, *args, grid, warmup, **more):
 
 JITFunction.run = compile_only
 
-from hybridkv.kernels import flush_csa, flush_hca, gather, gdn_prefill, gdn_step, hyper, indexer, moe
-from hybridkv.kernels import norm_rope, topk, window
-from hybridkv.kernels.attention_sparse import Entries, attention_sparse_triton
-from hybridkv.kernels.gdn_weights import DeltaNet
-from hybridkv.kernels.page_layout import entry_format, index_format
+from hybridkv.kernels.v4 import flush_csa
+from hybridkv.kernels.v4 import flush_hca
+from hybridkv.kernels.v4 import gather
+from hybridkv.kernels.gdn import prefill as gdn_prefill
+from hybridkv.kernels.gdn import step as gdn_step
+from hybridkv.kernels.v4 import hyper_connections as hyper
+from hybridkv.kernels.v4 import indexer
+from hybridkv.kernels.moe import v4 as moe
+from hybridkv.kernels import topk
+from hybridkv.kernels.v4 import norm_rope
+from hybridkv.kernels.v4 import window_ring as window
+from hybridkv.kernels.v4.sparse import Entries, attention_sparse_triton
+from hybridkv.kernels.gdn.weights import DeltaNet
+from hybridkv.kernels.formats.page_layout import entry_format, index_format
 from hybridkv.kernels.step_index import StepIndex
 
 B, D, C = 64, 512, 128
@@ -140,10 +147,7 @@ KERNELS = {
 
 def test_every_launch_compiles_and_fits(tmp_path: Path) -> None:
     """In a process without the interpreter, which would take the place of the compiler."""
-    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    env.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    built = [line.split() for line in done.stdout.splitlines()]
+    printed = compile_alone(COMPILE, tmp_path)
+    built = [line.split() for line in printed.splitlines()]
     assert {name for name, _ in built} >= KERNELS, KERNELS - {name for name, _ in built}
     assert max(int(shared) for _, shared in built) <= SHARED_MEMORY

@@ -3,17 +3,17 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from numerics import assert_close_rms, assert_same_bytes
 from torch import Tensor
+from triton_interpreter import DEVICE
 
 from hybridkv.kernels.exact import sigmoid_exact, silu_exact, softmax_exact, softplus_exact, tree_sum
-from hybridkv.kernels.gdn import causal_conv_exact, causal_conv_ref, gated_delta_exact_torch, gated_delta_ref
-from hybridkv.kernels.gdn import gated_delta_scan as scan
-from hybridkv.kernels.linear import Linear, linear_exact, linear_triton
+from hybridkv.kernels.gdn.rule import causal_conv_exact, causal_conv_ref, gated_delta_exact_torch, gated_delta_ref
+from hybridkv.kernels.gdn.rule import gated_delta_scan as scan
+from hybridkv.kernels.linear.linear import Linear, linear_exact, linear_triton
 from hybridkv.kernels.norm import gated_rms_norm_exact, l2_norm_exact, rms_norm_exact
 from hybridkv.kernels.rope import rope_angles, rope_exact, rope_ref
-from hybridkv.kernels.rows import route_exact
-from numerics import assert_close_rms, assert_same_bytes
-from triton_interpreter import DEVICE
+from hybridkv.kernels.row_ops import route_exact
 
 WIDTHS = (1, 7, 20, 33, 64, 97, 576)
 ROW_OPS = {

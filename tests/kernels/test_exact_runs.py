@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybridkv.kernels.attention_exact_wide import SPLIT, exact_runs
+from hybridkv.kernels.attention.exact_hopper import SPLIT, exact_runs
 
 
 @pytest.mark.parametrize("room", (1, 7, 100, 10**6))

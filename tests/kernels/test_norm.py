@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from numerics import assert_close_rms, assert_same_bytes, rel_rms
 from torch import Tensor
+from triton_interpreter import DEVICE
 
 from hybridkv.kernels.norm import (
     add_rms_norm,
@@ -15,8 +17,6 @@ from hybridkv.kernels.norm import (
     rms_norm_exact,
     rms_norm_ref,
 )
-from numerics import assert_close_rms, assert_same_bytes, rel_rms
-from triton_interpreter import DEVICE
 
 F32, BF16 = torch.float32, torch.bfloat16
 BOUND = {F32: 5e-7, BF16: 2e-3}  # f32 mean and root; bf16: one rounding of the result, 2^-9

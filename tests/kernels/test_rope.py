@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from numerics import assert_close_rms, assert_same_bytes, rel_rms
 from torch import Tensor
 
 from hybridkv.kernels.rope import rope, rope_angles
-from numerics import assert_close_rms, assert_same_bytes, rel_rms
 
 # angles are products position * frequency in f32: an error of 2^-24 of the angle, which grows with the position
 BOUND = 2e-5

@@ -1,21 +1,21 @@
 """A 27B model's kernels compile for an RTX 40 card: 99 KiB of shared memory, and nothing that only Hopper has."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from own_process import compile_alone
 
 pytest.importorskip("triton", minversion="3.6")
 
 COMPILE = """
 import torch
-from kernels.no_device import built
-from hybridkv.kernels import attention_decode as decode, attention_exact as exact, attention_prefill as prefill
-from hybridkv.kernels import gdn_chunk as chunk
-from hybridkv.kernels.quant import Fp8Pages
-from hybridkv.kernels.score import window_scores_triton
+from no_device import built
+from hybridkv.kernels.attention import decode
+from hybridkv.kernels.attention import exact
+from hybridkv.kernels.attention import prefill
+from hybridkv.kernels.gdn import chunk
+from hybridkv.kernels.formats.fp8 import Fp8Pages
+from hybridkv.kernels.eviction.score import window_scores_triton
 
 decode.on_gpu = lambda q: True
 decode.roomy = prefill.roomy = chunk.roomy = lambda device: False
@@ -46,12 +46,7 @@ print(*sorted({name for name, _ in built}))
 
 def test_kernels_fit_a_card_with_little_shared_memory(tmp_path: Path) -> None:
     """In a process without the interpreter."""
-    tests = Path(__file__).parents[1]
-    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}"}
-    env |= {"COMPILE_FOR": "89"}
-    env.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    printed = compile_alone(COMPILE, tmp_path, COMPILE_FOR="89")
     built = "attention_decode attention_prefill attention_split gdn_scan gdn_solve join_parts join_splits "
     built += "score_combine score_lse score_weights"
-    assert done.stdout.split() == [f"{name}_kernel" for name in built.split()]
+    assert printed.split() == [f"{name}_kernel" for name in built.split()]

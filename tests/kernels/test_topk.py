@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from triton_interpreter import DEVICE
 
 from hybridkv.kernels import topk
 from hybridkv.kernels.topk import plan_levels, top_entries_ref, top_entries_triton
-from triton_interpreter import DEVICE
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, of a NaN in the interpreter
 INF, NAN = torch.inf, torch.nan

@@ -4,14 +4,14 @@ import copy
 from typing import Any
 
 import pytest
+import tiny
 import torch
+from numerics import assert_close_rms
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-import tiny
 from hybridkv.errors import ModelFileError, UnsupportedModel
 from hybridkv.models.config import ARCHITECTURES, ModelConfig
-from numerics import assert_close_rms
 
 LLAMA: dict[str, Any] = {**tiny.LLAMA, "model_type": "llama"}
 QWEN: dict[str, Any] = {

@@ -6,18 +6,19 @@ from functools import cache
 from typing import Any
 
 import pytest
+import tiny_v4
 import torch
+from numerics import assert_same_bytes, logit_gap, rel_rms
 from torch import Tensor
 from transformers import DeepseekV4ForCausalLM
 
-import tiny_v4
 from hybridkv import LLM, CacheConfig, SamplingParams
 from hybridkv.cache import CompressedHandle
-from hybridkv.kernels import flush_entry, window
-from hybridkv.kernels.page_format import fake_quantise, store_entries_ref
-from hybridkv.kernels.page_layout import PageFormat, entry_format, index_format
+from hybridkv.kernels.formats.page_format import fake_quantise, store_entries_ref
+from hybridkv.kernels.formats.page_layout import PageFormat, entry_format, index_format
+from hybridkv.kernels.v4 import flush_entry
+from hybridkv.kernels.v4 import window_ring as window
 from hybridkv.models.deepseek_v4 import cache_schema
-from numerics import assert_same_bytes, logit_gap, rel_rms
 
 KINDS = ("select", "all", "mini")
 # around the edges of CSA entries (4), of the window, of HCA entries and of pages (128)

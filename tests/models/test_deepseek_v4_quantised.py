@@ -12,18 +12,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_v4
 import torch
+from numerics import assert_same_bytes, logit_gap, rel_rms
 from torch import Tensor
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
-
-import tiny_v4
-from hybridkv import LLM, CacheConfig
-from hybridkv.cache import CompressedHandle, CompressedSpec, KVCacheManager, compressed_handle, compressed_schema
-from hybridkv.kernels.page_layout import PageFormat, entry_format, index_format
-from kernels.v4_encoder import ENCODERS
-from numerics import assert_same_bytes, logit_gap, rel_rms
+from v4_encoder import ENCODERS
 from v4_layer import stored_vectors
 from v4_rounding import count_flips, key_rounding, query_rounding, row_rounding
+
+from hybridkv import LLM, CacheConfig
+from hybridkv.cache import CompressedHandle, CompressedSpec, KVCacheManager, compressed_handle, compressed_schema
+from hybridkv.kernels.formats.page_layout import PageFormat, entry_format, index_format
 
 BOUND = 5e-5  # of the logits' scale, as for f32 pages
 FLIPS = 5e-4  # of stored values: f32 noise of 1e-6 against codes 2^-8 (BF16) or 2^-4 apart

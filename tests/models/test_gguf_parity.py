@@ -4,12 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedModel
-
 import tiny
 import tiny_gguf
-from hybridkv.models.weights import open_checkpoint
 from numerics import assert_close_rms, logit_gap
+from transformers import PreTrainedModel
+
+from hybridkv.checkpoint.checkpoint import open_checkpoint
 
 Writer = Callable[..., Path]
 

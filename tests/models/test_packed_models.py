@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
 import tiny
 import tiny_gguf
+import torch
+from numerics import logit_gap
+
 from hybridkv import LLM
+from hybridkv.checkpoint.checkpoint import open_checkpoint
+from hybridkv.checkpoint.gguf_file import GgufFile
 from hybridkv.cli import main
 from hybridkv.errors import HybridKVError, ModelFileError
-from hybridkv.kernels import linear_packed
-from hybridkv.kernels.linear import Linear
-from hybridkv.kernels.linear_parts import PackedLinear
-from hybridkv.kernels.packed_weights import Packed
+from hybridkv.kernels.linear import packed as linear_packed
+from hybridkv.kernels.linear.linear import Linear
+from hybridkv.kernels.linear.packed_linear import PackedLinear
+from hybridkv.kernels.linear.packed_weights import Packed
 from hybridkv.models.config import ModelConfig
-from hybridkv.models.gguf_file import GgufFile
-from hybridkv.models.weights import open_checkpoint
 from hybridkv.planner import model_bytes
-from numerics import logit_gap
 
 # every width that is summed over is a multiple of 256; value heads of 64 columns are no whole block
 WIDE: dict[str, Any] = dict(hidden_size=256, num_attention_heads=8)

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-
 import tiny
-from hybridkv.cache import handle
-from hybridkv.kernels.attention_tile import KEY_TILE
+import torch
 from numerics import logit_gap, rel_rms
+
+from hybridkv.cache import handle
+from hybridkv.kernels.attention.tile import KEY_TILE
 
 LENGTHS = (1, 3, 63, 64, 65, 127, 128, 129, 300)  # around the edges of 64-token chunks and pages
 KINDS = tuple(tiny.KINDS)

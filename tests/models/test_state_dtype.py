@@ -4,12 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-
 import tiny
+import torch
+from numerics import rel_rms
+
 from hybridkv import LLM, CacheConfig
 from hybridkv.errors import HybridKVError
-from numerics import rel_rms
 
 
 def opened(folder: Path, state: str, exact: bool = False) -> LLM:

@@ -1,12 +1,11 @@
 """The streaming layer is transformers' DeepSeek-V4 attention module: what the cache is tested against is the model."""
 
 import pytest
+import tiny_v4
 import torch
+from numerics import logit_gap
 from torch import Tensor
 from transformers.masking_utils import create_sliding_window_causal_mask
-
-import tiny_v4
-from numerics import logit_gap
 from v4_stream import CompressorWeights, LayerWeights, Shape, StreamLayer, frequencies
 
 KINDS = {"sliding_attention": "window", "compressed_sparse_attention": "csa", "heavily_compressed_attention": "hca"}

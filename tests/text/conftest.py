@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from hybridkv.checkpoint.gguf_file import GgufFile
 from hybridkv.embedded import embedded_model
-from hybridkv.models.gguf_file import GgufFile
 from hybridkv.text.tokenizer import Tokenizer
 
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from hybridkv.checkpoint.gguf_file import GgufFile
 from hybridkv.embedded import embedded_model
 from hybridkv.errors import RequestError
-from hybridkv.models.gguf_file import GgufFile
 from hybridkv.text.chat import ChatTemplate
 from hybridkv.text.prompt import encode_pieces, render_pieces
 from hybridkv.text.tokenizer import Tokenizer

@@ -1,0 +1,1 @@
+"""Checkpoints: model files on disk, and how tensors are read from them."""

@@ -1,0 +1,348 @@
+"""A model on disk, whatever its format: `open_checkpoint` gives it Hugging Face names, shapes and values.
+
+A checkpoint is a folder (config.json with model.safetensors, or an index and its shards) or one GGUF file. The files
+are opened and checked as a whole at once; tensors are read one by one when asked for. No code from a model folder is
+ever run and pickle is never loaded. The meaning of a config is left to `config.py`, GGUF to `gguf_map.py`, the names
+and formats of DeepSeek-V4 to `deepseek_names.py` and `deepseek_quant.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hybridkv.checkpoint.deepseek_names import deepseek_name
+from hybridkv.checkpoint.deepseek_quant import QuantisedStore, block_size
+from hybridkv.checkpoint.gguf_file import KEPT, GgufFile
+from hybridkv.checkpoint.gguf_map import Recipe, map_gguf, moved_heads, orders
+from hybridkv.checkpoint.safetensors_file import SafetensorsFile
+from hybridkv.checkpoint.safetensors_store import SafetensorsStore
+from hybridkv.errors import ModelFileError, UnsupportedModel
+from hybridkv.files import read_json
+from hybridkv.kernels.linear.packed_weights import BITS, Packed, each_for, pack, plane_bytes
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+INDEX_LIMIT = 64 << 20  # bytes
+
+_ASIDE = (
+    ("mtp", re.compile(r"(model\.|language_model\.)*mtp\.")),
+    ("vision", re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\.")),
+    ("rotary", re.compile(r".*\brotary_emb\.inv_freq$")),
+)
+_PREFIXES = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
+_BARE = ("embed_tokens.", "layers.", "norm.")  # a model saved without its head: names lack "model."
+_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d{1,6})\.(gate|up|down)_proj\.weight")
+
+
+class _Store(Protocol):
+    """The stored tensors of one model, under their stored names."""
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def dtype(self, name: str) -> torch.dtype: ...
+    def nbytes(self, name: str) -> int: ...
+    def read(self, name: str) -> Tensor: ...
+    def expert(self, recipe: Recipe, expert: int) -> Iterator[Tensor]: ...
+    def close(self) -> None: ...
+
+
+class Checkpoint:
+    """One opened model. `names()` are Hugging Face text-model names; `read` gives CPU tensors that own their memory."""
+
+    def __init__(
+        self,
+        path: Path,
+        kind: str,
+        config: dict[str, Any],
+        recipes: dict[str, Recipe],
+        store: _Store,
+        set_aside: dict[str, int],
+        metadata: dict[str, Any],
+    ) -> None:
+        self.path, self.kind, self.config = path, kind, config
+        self.set_aside = set_aside  # why -> how many tensors were recognised and are not loaded
+        self.metadata = metadata  # GGUF keys, for the tokenizer; empty for safetensors
+        self._recipes, self._store = recipes, store
+        self.nbytes = sum(store.nbytes(name) for name in {part for r in recipes.values() for part in r.parts})
+
+    def names(self) -> list[str]:
+        return list(self._recipes)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._recipes
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._recipe(name).shape
+
+    def read(self, name: str) -> Tensor:
+        """F32, F16, BF16 and integers as stored, quantised weights as float32, or as bfloat16 where it holds them
+        exactly.
+        """
+        recipe = self._recipe(name)
+        if recipe.experts:
+            dtypes = {self._store.dtype(part) for part in recipe.parts}
+            out = torch.empty(recipe.shape, dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32)
+            self.read_into(out, name)
+            return out
+        parts = [self._store.read(part) for part in recipe.parts]
+        tensor = (recipe.make(*parts) if recipe.make else parts[0]).reshape(recipe.shape).contiguous()
+        self._check_finite(name, tensor)
+        return tensor
+
+    def read_into(self, out: Tensor, name: str) -> None:
+        """Fill `out`, which may have another dtype and device. Experts are read one by one: the peak is one of them."""
+        recipe = self._recipe(name)
+        if not recipe.experts:
+            out.copy_(self.read(name))
+        for expert in range(recipe.experts):
+            row = 0
+            for piece in self._store.expert(recipe, expert):  # [rows, columns]
+                self._check_finite(name, piece)
+                out[expert, row : row + len(piece)] = piece
+                row += len(piece)
+
+    def packed_form(self, name: str) -> tuple[int, int] | None:
+        """(bits, columns for one d) of the planes that a matrix can be kept in; None: it has to be dequantised."""
+        recipe = self._recipe(name)
+        kinds = {self._store.kind(part) for part in recipe.parts} if isinstance(self._store, _GgufStore) else set()
+        heads = moved_heads(recipe)
+        bits = BITS.get(kinds.pop()) if len(kinds) == 1 else None
+        each = each_for(bits, recipe.shape[1], heads) if bits and heads else None
+        return (bits, each) if bits and each else None
+
+    def packed_bytes(self) -> dict[str, int]:
+        """Name -> bytes of the planes, for all that can be kept in them."""
+        forms = {name: form for name in self._recipes if (form := self.packed_form(name))}
+        return {n: self.shape(n)[0] * sum(plane_bytes(bits, self.shape(n)[1], e)) for n, (bits, e) in forms.items()}
+
+    def read_packed(self, name: str, device: torch.device) -> Packed:
+        """A matrix that has a packed form, on the device."""
+        recipe, form = self._recipe(name), self.packed_form(name)
+        assert isinstance(self._store, _GgufStore) and form is not None
+        parts = [self._store.blocks(part).to(device) for part in recipe.parts]
+        rows, heads = orders(recipe, [len(part) for part in parts])
+        packed = pack(parts[0] if len(parts) == 1 else torch.cat(parts), form[0], heads)
+        self._check_finite(name, packed.factors())
+        return packed if rows is None else packed.rows(rows.to(device))
+
+    def _recipe(self, name: str) -> Recipe:
+        if name not in self._recipes:
+            raise ModelFileError(f"{str(self.path)!r}: the model has no tensor {name!r}")
+        return self._recipes[name]
+
+    def _check_finite(self, name: str, tensor: Tensor) -> None:
+        if bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
+            return
+        raise ModelFileError(
+            f"{str(self.path)!r}: tensor {name!r} holds NaN or infinity; the file is damaged or was badly converted: "
+            "download it again, or take another conversion of the model"
+        )
+
+    def close(self) -> None:
+        self._store.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_checkpoint(model: str | Path) -> Checkpoint:
+    """Open a folder of safetensors, a .gguf file, or a folder that holds one .gguf file and no config.json."""
+    path = Path(model)
+    try:
+        return _open(path)
+    except OSError as error:  # a folder that may not be listed, and the like
+        raise ModelFileError(f"{str(path)!r}: {error}") from None
+
+
+def _open(path: Path) -> Checkpoint:
+    _refuse_pickle(path)
+    if not path.exists():
+        raise ModelFileError(f"{str(path)!r}: there is no such file or folder; give a model folder or a .gguf file")
+    is_folder = path.is_dir()
+    if is_folder and not (path / "config.json").exists():
+        found = sorted(entry for entry in path.iterdir() if entry.suffix.lower() == ".gguf")
+        if len(found) != 1:
+            raise ModelFileError(f"{str(path)!r} has no config.json, and {len(found)} .gguf files where one would do")
+        is_folder, path = False, found[0]
+    if is_folder:
+        return _open_folder(path)
+    if path.suffix.lower() != ".gguf":
+        hint = "give the folder it is in" if path.suffix == ".safetensors" else "give a model folder or a .gguf file"
+        raise ModelFileError(f"{str(path)!r} is not a model that can be opened; {hint}")
+    file = GgufFile(path)
+    try:
+        it = map_gguf(file)
+        store = _GgufStore(file)
+        return Checkpoint(path, "gguf", it.config, it.recipes, store, it.set_aside, file.metadata)
+    except BaseException:
+        file.close()
+        raise
+
+
+def _refuse_pickle(path: Path) -> None:
+    if path.suffix.lower() in PICKLES:
+        raise ModelFileError(f"{str(path)!r} is a pickle by its name; hybridkv never loads pickle: use safetensors")
+
+
+class _GgufStore:
+    def __init__(self, file: GgufFile) -> None:
+        self._file = file
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._file.tensors[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return KEPT.get(self._file.tensors[name].type, torch.float32)
+
+    def nbytes(self, name: str) -> int:
+        return self._file.tensors[name].nbytes
+
+    def read(self, name: str) -> Tensor:
+        return self._file.dequantise(self._file.tensors[name])
+
+    def kind(self, name: str) -> str:
+        return self._file.tensors[name].type.name
+
+    def blocks(self, name: str) -> Tensor:
+        return self._file.blocks(self._file.tensors[name])
+
+    def expert(self, recipe: Recipe, expert: int) -> Iterator[Tensor]:
+        for name in recipe.parts:  # [E, rows, columns] each
+            tensor = self._file.tensors[name]
+            rows = tensor.n_rows // recipe.experts
+            yield self._file.rows(tensor, expert * rows, (expert + 1) * rows)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    config = read_json(folder / "config.json")
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else {}
+    is_deepseek = config.get("model_type") == "deepseek_v4"
+    quantised = text.get("quantization_config") or config.get("quantization_config")
+    if quantised and not is_deepseek:
+        method = str(quantised.get("quant_method", "unknown"))[:40] if isinstance(quantised, dict) else "unknown"
+        raise UnsupportedModel(
+            f"{str(folder)!r}: is quantised ({method}); use BF16, F16 or F32 safetensors, or a quantised GGUF file"
+        )
+    files: list[SafetensorsFile] = []
+    try:
+        paths, index = _shards(folder)
+        for path in paths:
+            files.append(SafetensorsFile(path))
+        store = QuantisedStore(files, block_size(quantised)) if is_deepseek else SafetensorsStore(files)
+        for name, shard in index.items():
+            if store.file_of(name) != shard:
+                raise ModelFileError(
+                    f"{str(folder)!r}: the index has tensor {name[:200]!r} in {shard!r}, which lacks it"
+                )
+        tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings")) is True
+        recipes, set_aside = _canonical(folder, store, tied, deepseek_name if is_deepseek else hugging_face_name)
+        return Checkpoint(folder, "safetensors", config, recipes, store, set_aside, {})
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+
+
+def _shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """The files to open, and the index: tensor name -> file name."""
+    single, index_path = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.exists() or single.is_symlink():
+        return [single], {}
+    if not index_path.exists():
+        names = sorted(entry.name for entry in folder.iterdir())
+        if any(name.lower().endswith(PICKLES) for name in names):
+            raise ModelFileError(f"{str(folder)!r}: has pickle weights; hybridkv never loads pickle: use safetensors")
+        ggufs = [name for name in names if name.lower().endswith(".gguf")]
+        hint = f"; to use {ggufs[0]!r}, give its path" if ggufs else ""
+        raise ModelFileError(f"{str(folder)!r}: has neither model.safetensors nor model.safetensors.index.json{hint}")
+    index = read_json(index_path, INDEX_LIMIT).get("weight_map")
+    if not isinstance(index, dict) or not index or not all(isinstance(shard, str) for shard in index.values()):
+        raise ModelFileError(f"{str(index_path)!r}: weight_map must map tensor names to file names")
+    shards = sorted(set(index.values()))
+    for shard in shards:
+        _refuse_pickle(Path(shard))
+        if not shard.endswith(".safetensors") or re.search(r"[/\\\x00]", shard):
+            raise ModelFileError(f"{str(index_path)!r}: {shard[:200]!r} is not the plain name of a .safetensors file")
+        if not (folder / shard).exists():
+            raise ModelFileError(f"{str(folder)!r}: the shard {shard!r} is missing; is the download complete?")
+    return [folder / shard for shard in shards], index
+
+
+def hugging_face_name(name: str) -> str:
+    """Of the text model that a checkpoint holds, perhaps inside another or without its head."""
+    for prefix, instead in _PREFIXES:
+        if name.startswith(prefix):
+            return instead + name.removeprefix(prefix)
+    return "model." + name if name.startswith(_BARE) else name
+
+
+def _canonical(
+    folder: Path, store: SafetensorsStore, tied: bool, rename: Callable[[str], str]
+) -> tuple[dict[str, Recipe], dict[str, int]]:
+    """Stored names to canonical ones; what is recognised and not wanted is counted."""
+    set_aside: dict[str, int] = {}
+    recipes: dict[str, Recipe] = {}
+    experts: dict[str, dict[tuple[int, str], str]] = {}
+
+    def add(canonical: str, recipe: Recipe) -> None:
+        if canonical in recipes:
+            raise ModelFileError(f"{str(folder)!r}: two tensors stand for {canonical[:200]!r}")
+        recipes[canonical] = recipe
+
+    for name in store.names():
+        why = next((why for why, pattern in _ASIDE if pattern.match(name)), None)
+        canonical = rename(name)
+        if why is None and tied and canonical == "lm_head.weight":
+            why = "tied"
+        if why is not None:
+            set_aside[why] = set_aside.get(why, 0) + 1
+            continue
+        store.dtype(name)  # refuses what is not read
+        shape = store.shape(name)
+        if 0 in shape:
+            raise ModelFileError(f"{str(folder)!r}: tensor {name[:200]!r} has shape {list(shape)}: no values")
+        if match := _EXPERT.fullmatch(canonical):
+            parts = experts.setdefault(match[1], {})
+            if (int(match[2]), match[3]) in parts:
+                raise ModelFileError(f"{str(folder)!r}: two tensors stand for {canonical[:200]!r}")
+            parts[int(match[2]), match[3]] = name
+        else:
+            add(canonical, Recipe((name,), shape))
+    for prefix, parts in experts.items():
+        for canonical, kinds in ((f"{prefix}.gate_up_proj", ("gate", "up")), (f"{prefix}.down_proj", ("down",))):
+            add(canonical, _expert_recipe(folder, store, prefix, parts, kinds))
+    return recipes, set_aside
+
+
+def _expert_recipe(
+    folder: Path, store: SafetensorsStore, prefix: str, parts: dict[tuple[int, str], str], kinds: tuple[str, ...]
+) -> Recipe:
+    count = 1 + max(expert for expert, _ in parts)
+    names = []
+    for expert in range(min(count, len(parts) + 1)):  # a gap shows within as many steps
+        for kind in kinds:
+            if (expert, kind) not in parts:
+                raise ModelFileError(
+                    f"{str(folder)!r}: '{prefix}.{expert}.{kind}_proj.weight' is missing, of {count} experts"
+                )
+            names.append(parts[expert, kind])
+    shapes = {store.shape(name) for name in names}
+    shape = shapes.pop()
+    if shapes or len(shape) != 2:
+        raise ModelFileError(f"{str(folder)!r}: the {'/'.join(kinds)} matrices of '{prefix}' differ in shape")
+    return Recipe(tuple(names), (count, len(kinds) * shape[0], shape[1]), experts=count)

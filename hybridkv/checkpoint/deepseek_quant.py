@@ -1,0 +1,137 @@
+"""DeepSeek-V4's quantised weights: a store that pairs each with its scales and gives the values.
+
+    FP8   weight F8_E4M3 [rows, columns]          one scale for each block of 128 x 128, ragged at the edges
+    FP4   weight I8, U8 or F4 [rows, columns / 2]  two E2M1 values in a byte, the even column in the low half;
+                                                  one scale for 32 columns of a row
+
+A weight `x.weight` has its scales in `x.scale` or `x.weight_scale_inv`: powers of two (F8_E8M0, or the same byte as U8)
+or, in base models, F32. value = code * scale. A code times a power of two is exact in bfloat16.
+"""
+
+from __future__ import annotations
+
+import re
+from math import ceil
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridkv.checkpoint.config_reader import shown
+from hybridkv.checkpoint.safetensors_file import SafetensorsFile
+from hybridkv.checkpoint.safetensors_store import SafetensorsStore
+from hybridkv.errors import ModelFileError, UnsupportedModel
+
+BLOCK = (128, 128)
+GROUP = 32  # columns that share a scale in FP4
+FP4 = ("I8", "U8", "F4")
+POWERS = ("F8_E8M0", "U8")  # scales that are a power of two
+INDICES = ("I32", "I64")
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_SCALE = re.compile(r"(?P<of>.+)\.(scale|weight_scale_inv)")
+_NO_SCALE = re.compile(r"(.+\.)?(attn_hc|ffn_hc)\.scale|(model\.)?mtp\..+")  # parameters; and draft layers
+
+
+def block_size(quantised: object) -> tuple[int, int]:
+    """Rows and columns of an FP8 block, from a config's quantization_config."""
+    if not quantised:
+        return BLOCK
+    if not isinstance(quantised, dict) or quantised.get("quant_method") != "fp8":
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise UnsupportedModel(f"config: quantization_config has quant_method {shown(method)}; only fp8 is read")
+    if quantised.get("fmt", "e4m3") != "e4m3":
+        raise UnsupportedModel(f"config: quantization_config has fmt {shown(quantised['fmt'])}; only e4m3 is read")
+    size = quantised.get("weight_block_size", list(BLOCK))
+    good = isinstance(size, list | tuple) and len(size) == 2 and all(type(n) is int and 1 <= n <= 1 << 20 for n in size)
+    if not good:
+        raise ModelFileError(f"config: weight_block_size must be two whole numbers, not {shown(size)}")
+    return size[0], size[1]
+
+
+class QuantisedStore(SafetensorsStore):
+    """As `SafetensorsStore`; scales are no tensors of their own here, and a weight that has them is read as values."""
+
+    def __init__(self, files: list[SafetensorsFile], block: tuple[int, int]) -> None:
+        super().__init__(files)
+        self.block = block
+        self.scales: dict[str, str] = {}  # weight -> its scales
+        for name in self.home:
+            match = _SCALE.fullmatch(name)
+            if match is None or _NO_SCALE.fullmatch(name):
+                continue
+            weight = f"{match['of']}.weight"
+            if weight not in self.home:
+                raise ModelFileError(f"{self.where(name)}: {name[:200]!r} are the scales of a tensor that is missing")
+            if weight in self.scales:
+                raise ModelFileError(f"{self.where(name)}: {weight[:200]!r} has two tensors of scales")
+            self.scales[weight] = name
+        for weight in self.scales:
+            self._check(weight)
+
+    def names(self) -> list[str]:
+        return sorted(self.home.keys() - set(self.scales.values()))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the values."""
+        shape = super().shape(name)
+        packed = name in self.scales and self.stored(name).dtype in ("I8", "U8")
+        return (*shape[:-1], 2 * shape[-1]) if packed else shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        if name in self.scales:
+            return torch.bfloat16 if self.stored(self.scales[name]).dtype in POWERS else torch.float32
+        stored = self.stored(name).dtype
+        if name.endswith(".tid2eid"):
+            if stored not in INDICES:
+                raise ModelFileError(f"{self.where(name)}: tensor {name[:200]!r} is {stored}; it must be I64 or I32")
+            return torch.int64 if stored == "I64" else torch.int32
+        if stored == "F8_E4M3" or stored in FP4:
+            raise ModelFileError(f"{self.where(name)}: tensor {name[:200]!r} is {stored} and its scales are missing")
+        return super().dtype(name)
+
+    def nbytes(self, name: str) -> int:
+        return super().nbytes(name) + (super().nbytes(self.scales[name]) if name in self.scales else 0)
+
+    def read(self, name: str) -> Tensor:
+        stored = super().read(name)
+        if name not in self.scales:
+            return stored
+        scale = super().read(self.scales[name])
+        if scale.dtype != torch.float32:
+            scale = scale.view(torch.float8_e8m0fnu).float()  # 2 ** (byte - 127); 255 is NaN
+        if stored.dtype == torch.float8_e4m3fn:
+            return from_fp8(stored, scale, self.block, self.dtype(name))
+        return from_fp4(stored.view(torch.uint8), scale, self.dtype(name))
+
+    def _check(self, weight: str) -> None:
+        """Formats and shapes of a weight and its scales go together."""
+        stored, scale = self.stored(weight), self.stored(self.scales[weight])
+        what = f"{self.where(weight)}: tensor {weight[:200]!r}"
+        if stored.dtype != "F8_E4M3" and stored.dtype not in FP4:
+            raise ModelFileError(f"{what} is {stored.dtype} and has scales; F8_E4M3 and packed FP4 (I8, U8, F4) do")
+        if scale.dtype not in (*POWERS, "F32"):
+            raise ModelFileError(f"{what} has scales in {scale.dtype}; they must be F8_E8M0, U8 or F32")
+        shape = self.shape(weight)
+        if len(shape) != 2 or 0 in shape:
+            raise ModelFileError(f"{what} has shape {list(shape)}; with scales it must be a matrix")
+        rows, columns = self.block if stored.dtype == "F8_E4M3" else (1, GROUP)
+        wanted = (ceil(shape[0] / rows), ceil(shape[1] / columns))
+        if scale.shape != wanted:
+            raise ModelFileError(f"{what} of {list(shape)} needs scales of {list(wanted)}, not {list(scale.shape)}")
+
+
+def from_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """[rows, columns] E4M3 with a scale for each block, by rows of blocks, so that no second copy is made."""
+    out = torch.empty(weight.shape, dtype=dtype)
+    for i, row in enumerate(range(0, len(weight), block[0])):
+        columns = scale[i].repeat_interleave(block[1])[: weight.shape[1]]
+        out[row : row + block[0]] = weight[row : row + block[0]].float() * columns
+    return out
+
+
+def from_fp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """[rows, columns / 2] bytes with a scale for each 32 columns -> [rows, columns]"""
+    values = torch.tensor(E2M1, dtype=dtype)
+    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=1)  # of each byte, its low half first
+    out = F.embedding(packed.int(), pairs).flatten(1)
+    return out.mul_(scale.to(dtype).repeat_interleave(GROUP, dim=1)[:, : out.shape[1]])

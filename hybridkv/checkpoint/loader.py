@@ -1,0 +1,155 @@
+"""Loader: takes tensors out of a checkpoint one by one, checks their shape, and puts them where the model runs.
+
+Projections that read the same input are joined along their rows in one buffer, filled part by part, so the peak stays
+near the size of the weights. On a GPU those of a GGUF file may stay in its formats (linear_packed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hybridkv.checkpoint.checkpoint import Checkpoint
+from hybridkv.checkpoint.in_memory import InMemory
+from hybridkv.errors import HybridKVError, ModelFileError
+from hybridkv.kernels.backend import HAS_TRITON
+from hybridkv.kernels.linear.fp8 import encode_weight, keeps_codes, round_weight_
+from hybridkv.kernels.linear.linear import Linear
+from hybridkv.kernels.linear.packed_linear import PackedLinear
+from hybridkv.kernels.linear.packed_weights import Packed
+from hybridkv.kernels.row_ops import EXACT, FAST, RowOps
+
+Progress = Callable[[int, int], None]  # (tensors done, tensors in all)
+Part = tuple[str, int | Tensor]  # a name, and how many rows it has, or which of its rows stands at each place
+
+
+def count(rows: int | Tensor) -> int:
+    return rows if isinstance(rows, int) else len(rows)
+
+
+class Loader:
+    ops: RowOps = FAST  # what the layers are to compute with
+    fp8 = False
+    packed = False
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint | InMemory,
+        device: torch.device,
+        dtype: torch.dtype,
+        progress: Progress | None = None,
+        exact: bool = False,
+        fp8: bool = False,  # projections in E4M3; embedding, norms, convolutions, routers and experts stay
+        packed: bool = False,  # projections as a GGUF file has them, where they have a packed form
+    ) -> None:
+        if exact and device.type == "cuda" and not HAS_TRITON:
+            raise HybridKVError(
+                "exact mode on a GPU runs on Triton, which is not installed; use exact=False or install it"
+            )
+        self.ops = EXACT if exact else FAST
+        self.fp8, self.packed = fp8, packed
+        self.checkpoint, self.device, self.dtype, self.progress = checkpoint, device, dtype, progress
+        self.runs_on = device  # a loader that only counts has its tensors elsewhere
+        self.used: set[str] = set()
+        self.total = len(checkpoint.names())
+
+    def has(self, name: str) -> bool:
+        return name in self.checkpoint
+
+    def raw(self, name: str, *shape: int) -> Tensor:
+        """The tensor as stored, on the CPU."""
+        self._take(name, shape)
+        return self.checkpoint.read(name)
+
+    def _take(self, name: str, shape: tuple[int, ...]) -> None:
+        if name not in self.checkpoint:
+            raise ModelFileError(f"tensor {name} is missing from {self.checkpoint.path.name}")
+        found = tuple(self.checkpoint.shape(name))
+        if found != shape:
+            raise ModelFileError(f"tensor {name} has shape {list(found)}, the config asks for {list(shape)}")
+        self.used.add(name)
+        if self.progress is not None:
+            self.progress(len(self.used), self.total)
+
+    def weight(self, name: str, *shape: int) -> Tensor:
+        """A tensor in the model's dtype."""
+        out = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.fill(out, name)
+        return out
+
+    def fill(self, out: Tensor, name: str) -> None:
+        """Put a tensor of its shape into `out`, where it may be a part of something larger; experts go one by one."""
+        self._take(name, tuple(out.shape))
+        self.checkpoint.read_into(out, name)
+
+    def indices(self, name: str, *shape: int, below: int) -> Tensor:
+        """A table of whole numbers from 0 to `below` - 1, as int64."""
+        table = self.raw(name, *shape)
+        if table.is_floating_point() or not 0 <= int(table.min()) <= int(table.max()) < below:
+            raise ModelFileError(f"tensor {name} must hold whole numbers from 0 to {below - 1}")
+        return table.to(device=self.device, dtype=torch.int64)
+
+    def linear(self, inputs: int, *parts: Part) -> Linear:
+        """Projections of the same input, with their biases where the checkpoint has them, as one."""
+        bias = None
+        if self.has(f"{parts[0][0]}.bias"):
+            found = [(self.raw(f"{name}.bias", count(rows)), rows) for name, rows in parts]
+            bias = self.place(torch.cat([b if isinstance(rows, int) else b[rows] for b, rows in found]))
+        named = [(f"{name}.weight", rows) for name, rows in parts]
+        if any(self.stays_packed(name) for name, _ in named):
+            return self.packed_linear(inputs, named, bias)
+        return self.make_linear(self.joined(inputs, *named), bias)
+
+    def stays_packed(self, name: str) -> bool:
+        return self.packed and name in self.checkpoint and self.checkpoint.packed_form(name) is not None
+
+    def packed_linear(self, inputs: int, parts: Sequence[Part], bias: Tensor | None) -> Linear:
+        found: list[Packed | Tensor] = []
+        for name, rows in parts:
+            if not self.stays_packed(name):
+                found.append(self.joined(inputs, (name, rows)))
+                continue
+            assert isinstance(self.checkpoint, Checkpoint)
+            self._take(name, (count(rows), inputs))
+            packed = self.checkpoint.read_packed(name, self.device)
+            found.append(packed if isinstance(rows, int) else packed.rows(rows.to(self.device)))
+        return PackedLinear(found, bias)
+
+    def make_linear(self, weight: Tensor, bias: Tensor | None = None, shared: bool = False) -> Linear:
+        """`shared`: the weight has another use (an embedding) and stays as it is."""
+        if not self.fp8 or shared:
+            return Linear(weight, bias, self.ops.exact)
+        if self.ops.exact or not keeps_codes(self.device, self.dtype):
+            return Linear(round_weight_(weight), bias, self.ops.exact)
+        codes, scale = encode_weight(weight)
+        return Linear(codes, bias, scale=scale)
+
+    def place(self, tensor: Tensor) -> Tensor:
+        return tensor.to(device=self.device, dtype=self.dtype).contiguous()
+
+    def vector(self, name: str, *shape: int, plus: float = 0.0) -> Tensor:
+        """Norm weights and the like: f32 whatever the model's dtype."""
+        return (self.raw(name, *shape).float() + plus).to(self.device)
+
+    def joined(self, inputs: int, *parts: Part) -> Tensor:
+        """Matrices [rows, inputs] one below the other."""
+        out = torch.empty(sum(count(rows) for _, rows in parts), inputs, dtype=self.dtype, device=self.device)
+        at = 0
+        for name, rows in parts:
+            target = out[at : at + count(rows)]
+            if isinstance(rows, int):
+                self.fill(target, name)
+            else:
+                target.copy_(self.raw(name, len(rows), inputs)[rows])
+            at += count(rows)
+        return out
+
+    def finish(self) -> None:
+        """Every tensor must have found its place: one that is left over means a model that is not what its config
+        says.
+        """
+        left = sorted(set(self.checkpoint.names()) - self.used)
+        if left:
+            raise ModelFileError(f"{len(left)} tensors have no place in this model, for example {left[0]}")

@@ -1,0 +1,64 @@
+"""The tensors of all files of a safetensors model, under their stored names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hybridkv.checkpoint.gguf_map import Recipe
+from hybridkv.checkpoint.safetensors_file import DTYPES, SafetensorsFile, StoredTensor
+from hybridkv.errors import ModelFileError, UnsupportedModel
+
+
+class SafetensorsStore:
+    def __init__(self, files: list[SafetensorsFile]) -> None:
+        self._files = files
+        self.home: dict[str, SafetensorsFile] = {}
+        for file in files:
+            for name in file.tensors:
+                if name in self.home:
+                    both = f"{self.home[name].path.name!r} and {file.path.name!r}"
+                    raise ModelFileError(f"{str(file.path.parent)!r}: tensor {name[:200]!r} is in both {both}")
+                self.home[name] = file
+
+    def file_of(self, name: str) -> str | None:
+        return self.home[name].path.name if name in self.home else None
+
+    def names(self) -> list[str]:
+        return sorted(self.home)
+
+    def stored(self, name: str) -> StoredTensor:
+        return self.home[name].tensors[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.stored(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of what `read` gives. Refuses a tensor that is not read."""
+        found = DTYPES.get(self.stored(name).dtype)
+        if found is None:
+            raise UnsupportedModel(
+                f"{self.where(name)}: tensor {name[:200]!r} is {self.stored(name).dtype}; "
+                "BF16, F16, F32 and GGUF are read"
+            )
+        return found
+
+    def nbytes(self, name: str) -> int:
+        return self.stored(name).nbytes
+
+    def read(self, name: str) -> Tensor:
+        return self.home[name].read(name)
+
+    def expert(self, recipe: Recipe, expert: int) -> Iterator[Tensor]:
+        each = len(recipe.parts) // recipe.experts  # [rows, columns] each, those of one expert side by side
+        for name in recipe.parts[expert * each : (expert + 1) * each]:
+            yield self.read(name)
+
+    def where(self, name: str) -> str:
+        return repr(str(self.home[name].path.parent))
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()

@@ -1,0 +1,1 @@
+"""Scoring, choosing and moving the entries that survive."""

@@ -1,0 +1,1 @@
+"""Gated DeltaNet: convolution and delta rule."""

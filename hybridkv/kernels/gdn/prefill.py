@@ -1,0 +1,229 @@
+"""gdn_prefill: a Gated DeltaNet layer over a prompt chunk of one request, between its two projections.
+
+    q, k, v = silu(conv(x));   q, k = l2norm(q) / sqrt(K), l2norm(k);   g = -decay softplus(a + dt_bias)
+    o = delta rule (q, k, v, g, sigmoid(b));   out = rms_norm(o) silu(z)
+
+On the GPU: one kernel for all that comes before the delta rule, the two of gdn_chunk.py, one for the norm; on Hopper
+GPUs gdn_scan_hopper.py's does the work of the last two. What they hand on is in the dtype of x and whole chunks long;
+tokens behind the last one have g = 0 and beta = 0, and so change nothing. Sums are f32.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridkv.kernels.attention.tile import LOG2_E
+from hybridkv.kernels.backend import has_gluon, tl, triton, use_triton
+from hybridkv.kernels.gdn.chunk import delta_chunks, solve
+from hybridkv.kernels.gdn.rule import CHUNK, causal_conv_ref, gated_delta_chunks
+from hybridkv.kernels.gdn.weights import DeltaNet
+from hybridkv.kernels.norm import gated_rms_norm_ref, l2_norm_ref
+
+PIECE = 1 << 15  # tokens at a time: what the kernels hand on takes about 50 KB a token at 48 heads of 128
+DIMS, TAPS = (16, 32, 64, 128), 4  # of heads and of the convolution, that the kernels take
+_LOG2_E = tl.constexpr(LOG2_E)
+
+
+def gdn_prefill_ref(x: Tensor, net: DeltaNet, tail: Tensor, state: Tensor) -> Tensor:
+    """x [T, q | k | v | z | b | a] -> [T, Hv * V]. tail [taps - 1, channels], state [Hv, K, V]: moved on."""
+    T, Hk, Hv, K, V = len(x), net.key_heads, net.value_heads, net.key_dim, net.value_dim
+    mixed, z, b, a = x.split(net.columns, -1)
+    q, k, v = causal_conv_ref(mixed, net.conv, tail).split([Hk * K, Hk * K, Hv * V], -1)
+    q, k = (l2_norm_ref(t.view(T, Hk, K)).repeat_interleave(Hv // Hk, 1) for t in (q, k))
+    g = -net.decay * F.softplus(a.float() + net.dt_bias)
+    wide = state.float()
+    o = gated_delta_chunks(q * K**-0.5, k, v.view(T, Hv, V), g, torch.sigmoid(b.float()), wide)
+    state.copy_(wide)
+    return gated_rms_norm_ref(o, z.view(T, Hv, V), net.norm, net.eps).flatten(1).to(x.dtype)
+
+
+@triton.jit
+def silu(b_x):
+    """x / (1 + exp(-x)) in few instructions; 0 where exp(-x) is infinite."""
+    b_r = tl.rsqrt(1.0 + tl.exp2(b_x * -_LOG2_E))
+    return b_x * b_r * b_r
+
+
+@triton.jit
+def load_rows(x, o_r, T, stride_x, o_c):
+    """Rows o_r of x in f32, zeros where there is none."""
+    m_r = (o_r >= 0) & (o_r < T)
+    return tl.load(x + o_r[:, None] * stride_x + o_c[None, :], mask=m_r[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def conv_four(x, conv, tail, o_r, T, stride_x, o_c, channels):
+    """The convolution of channels o_c [BD] at tokens o_r [BR] and the three after each: four times [BR, BD] f32.
+
+    Seven rows are read for four tokens. The program of the first tokens leaves the tail for the next call.
+    """
+    b_a, b_b = load_rows(x, o_r - 3, T, stride_x, o_c), load_rows(x, o_r - 2, T, stride_x, o_c)
+    b_c, b_d = load_rows(x, o_r - 1, T, stride_x, o_c), load_rows(x, o_r, T, stride_x, o_c)
+    b_e, b_f = load_rows(x, o_r + 1, T, stride_x, o_c), load_rows(x, o_r + 2, T, stride_x, o_c)
+    b_g = load_rows(x, o_r + 3, T, stride_x, o_c)
+    if tl.program_id(1) == 0:
+        p_tail, m_r = tail + o_c[None, :], (o_r == 0)[:, None]
+        b_a += tl.load(p_tail, mask=m_r, other=0.0)
+        b_b += tl.load(p_tail + channels, mask=m_r, other=0.0)
+        b_c += tl.load(p_tail + 2 * channels, mask=m_r, other=0.0)
+        for i in tl.static_range(3):  # row i of the next tail: row T + i of (tail, x)
+            last = T.to(tl.int64) + (i - 3)
+            if last < 0:
+                b_last = tl.load(tail + (T + i) * channels + o_c).to(tl.float32)
+            else:
+                b_last = tl.load(x + last * stride_x + o_c).to(tl.float32)
+            tl.debug_barrier()  # a row is read before it is written: above, and for an earlier i
+            tl.store(tail + i * channels + o_c, b_last)
+    p_w = conv + o_c * 4
+    b_0, b_1 = tl.load(p_w)[None, :], tl.load(p_w + 1)[None, :]
+    b_2, b_3 = tl.load(p_w + 2)[None, :], tl.load(p_w + 3)[None, :]
+    return (
+        b_a * b_0 + b_b * b_1 + b_c * b_2 + b_d * b_3,
+        b_b * b_0 + b_c * b_1 + b_d * b_2 + b_e * b_3,
+        b_c * b_0 + b_d * b_1 + b_e * b_2 + b_f * b_3,
+        b_d * b_0 + b_e * b_1 + b_f * b_2 + b_g * b_3,
+    )
+
+
+@triton.jit
+def unit(b_y, scale):
+    """silu, then rows of length `scale`."""
+    b_y = silu(b_y)
+    return b_y * (tl.rsqrt(tl.sum(b_y * b_y, 1) + 1e-6) * scale)[:, None]
+
+
+@triton.jit
+def softplus(b_x):
+    """log(1 + exp(x)); log(1 + e) = log(u) e / (u - 1) keeps its digits where u = 1 + e is rounded."""
+    b_e = tl.exp(-tl.abs(b_x))
+    b_u = 1.0 + b_e
+    b_log = tl.where(b_u == 1.0, b_e, tl.log(b_u) * (b_e / tl.where(b_u == 1.0, 1.0, b_u - 1.0)))
+    return tl.maximum(b_x, 0.0) + b_log
+
+
+@triton.jit(do_not_specialize=["T"])
+def gdn_inputs_kernel(
+    x,  # [T, q | k | v | z | b | a], rows stride_x apart
+    conv,  # [channels, 4] f32
+    tail,  # [3, channels]
+    decay,  # [Hv] f32
+    dt_bias,
+    q,  # [N * 64, Hk, K]
+    k,
+    v,  # [N, Hv, V, 64]
+    g,  # [N * 64, Hv] f32
+    beta,
+    T,
+    stride_x,
+    scale,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BH: tl.constexpr,
+):
+    i_c, i_t = tl.program_id(0), tl.program_id(1)
+    channels: tl.constexpr = 2 * HK * K + HV * V
+    o_t = (i_t * BT + tl.arange(0, BT)).to(tl.int64)
+    o_r = i_t.to(tl.int64) * BT + tl.arange(0, BT // 4) * 4
+    if i_c < 2 * HK:  # a query or a key
+        o_k = tl.arange(0, K)
+        b_0, b_1, b_2, b_3 = conv_four(x, conv, tail, o_r, T, stride_x, i_c * K + o_k, channels)
+        by = tl.where(i_c < HK, scale, 1.0)
+        p_y = tl.where(i_c < HK, q + i_c * K, k + (i_c - HK) * K) + o_r[:, None] * (HK * K) + o_k[None, :]
+        tl.store(p_y, unit(b_0, by).to(q.dtype.element_ty))
+        tl.store(p_y + HK * K, unit(b_1, by).to(q.dtype.element_ty))
+        tl.store(p_y + 2 * HK * K, unit(b_2, by).to(q.dtype.element_ty))
+        tl.store(p_y + 3 * HK * K, unit(b_3, by).to(q.dtype.element_ty))
+    elif i_c < 2 * HK + HV:
+        i_h, o_v = i_c - 2 * HK, tl.arange(0, V)
+        b_0, b_1, b_2, b_3 = conv_four(x, conv, tail, o_r, T, stride_x, 2 * HK * K + i_h * V + o_v, channels)
+        b_even = tl.join(silu(b_0).to(v.dtype.element_ty), silu(b_2).to(v.dtype.element_ty))
+        b_odd = tl.join(silu(b_1).to(v.dtype.element_ty), silu(b_3).to(v.dtype.element_ty))
+        b_y = tl.join(b_even, b_odd)  # [BT / 4, V, 2, 2]
+        p_v = v + ((o_t // 64 * HV + i_h) * (V * 64) + o_t % 64)[None, :] + o_v[:, None] * 64
+        tl.store(p_v, tl.reshape(tl.permute(b_y, (1, 0, 2, 3)), [V, BT]))
+    else:
+        o_h = tl.arange(0, BH)
+        m_h, m_t = (o_h < HV)[None, :], (o_t < T)[:, None]
+        p_b = x + o_t[:, None] * stride_x + (channels + HV * V + o_h)[None, :]
+        b_b = tl.load(p_b, mask=m_t & m_h, other=0.0).to(tl.float32)
+        b_a = tl.load(p_b + HV, mask=m_t & m_h, other=0.0).to(tl.float32)
+        b_a += tl.load(dt_bias + o_h, mask=o_h < HV, other=0.0)[None, :]
+        b_g = -tl.load(decay + o_h, mask=o_h < HV, other=0.0)[None, :] * softplus(b_a)
+        o_g = o_t[:, None] * HV + o_h[None, :]
+        tl.store(g + o_g, tl.where(m_t, b_g, 0.0), mask=m_h)
+        tl.store(beta + o_g, tl.where(m_t, 1.0 / (1.0 + tl.exp(-b_b)), 0.0), mask=m_h)
+
+
+@triton.jit(do_not_specialize=["T"])
+def gdn_norm_kernel(
+    o,  # [N, Hv, V, 64]
+    z,  # [T, Hv, V], rows stride_z apart
+    weight,  # [V] f32
+    out,  # [T, Hv, V]
+    T,
+    stride_z,
+    eps,
+    HV: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+):
+    i_h, i_t = tl.program_id(0), tl.program_id(1)
+    o_t, o_v = (i_t * BT + tl.arange(0, BT)).to(tl.int64), tl.arange(0, V)
+    p_o = o + ((o_t // 64 * HV + i_h) * (V * 64) + o_t % 64)[None, :] + o_v[:, None] * 64
+    b_o = tl.trans(tl.load(p_o)).to(tl.float32)  # rows past T are not kept
+    b_o *= tl.rsqrt(tl.sum(b_o * b_o, 1) / V + eps)[:, None] * tl.load(weight + o_v)[None, :]
+    m_t = (o_t < T)[:, None]
+    b_z = tl.load(z + o_t[:, None] * stride_z + (i_h * V + o_v)[None, :], mask=m_t, other=0.0).to(tl.float32)
+    tl.store(out + (o_t[:, None] * HV + i_h) * V + o_v[None, :], (b_o * silu(b_z)).to(out.dtype.element_ty), mask=m_t)
+
+
+def prepare(x: Tensor, net: DeltaNet, tail: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v, g, beta as delta_chunks takes them; the tail moves on."""
+    T, Hk, Hv, K, V = len(x), net.key_heads, net.value_heads, net.key_dim, net.value_dim
+    N, BT = triton.cdiv(T, CHUNK), 32
+    q, k = (torch.empty(N * CHUNK, Hk, K, dtype=x.dtype, device=x.device) for _ in range(2))
+    v = torch.empty(N, Hv, V, CHUNK, dtype=x.dtype, device=x.device)
+    g, beta = (torch.empty(N * CHUNK, Hv, dtype=torch.float32, device=x.device) for _ in range(2))
+    gdn_inputs_kernel[2 * Hk + Hv + 1, N * (CHUNK // BT)](
+        x, net.conv, tail, net.decay, net.dt_bias, q, k, v, g, beta, T, x.stride(0), K**-0.5,
+        HK=Hk, HV=Hv, K=K, V=V, BT=BT, BH=triton.next_power_of_2(Hv), num_warps=4,
+    )  # fmt: skip
+    return q, k, v, g, beta
+
+
+def on_hopper(x: Tensor, net: DeltaNet) -> bool:
+    """Whether gdn_scan_hopper takes the place of gdn_scan_kernel and the norm. Its copies begin at every 16 bytes."""
+    if not has_gluon(x.device) or x.dtype != torch.bfloat16:
+        return False
+    aligned = (x.data_ptr() + 2 * net.channels) % 16 == 0 and x.stride(0) % 8 == 0
+    return aligned and net.key_dim == net.value_dim == 128
+
+
+def gdn_prefill_triton(x: Tensor, net: DeltaNet, tail: Tensor, state: Tensor) -> Tensor:
+    T, Hv, V, BT = len(x), net.value_heads, net.value_dim, 32
+    assert x.stride(1) == 1 and tail.is_contiguous() and state.is_contiguous() and net.conv.is_contiguous()
+    out = torch.empty(T, Hv * V, dtype=x.dtype, device=x.device)
+    for start in range(0, T, PIECE):
+        part, to = x[start : start + PIECE], out[start : start + PIECE]
+        q, k, v, g, beta = prepare(part, net, tail)
+        z = part[:, net.channels : net.channels + Hv * V]
+        if on_hopper(x, net):
+            from hybridkv.kernels.gdn.scan_hopper import scan_norm_hopper  # Gluon, which not every Triton has
+
+            scan_norm_hopper(q, k, v, *solve(q, k, g, beta), state, z, net.norm, net.eps, to)
+        else:
+            o = delta_chunks(q, k, v, g, beta, state)
+            gdn_norm_kernel[Hv, triton.cdiv(len(part), BT)](
+                o, z, net.norm, to, len(part), x.stride(0), net.eps, HV=Hv, V=V, BT=BT, num_warps=4
+            )
+    return out
+
+
+def gdn_prefill(x: Tensor, net: DeltaNet, tail: Tensor, state: Tensor) -> Tensor:
+    taken = use_triton(x) and net.key_dim in DIMS and net.value_dim in DIMS
+    return (gdn_prefill_triton if taken and net.conv.shape[1] == TAPS else gdn_prefill_ref)(x, net, tail, state)

@@ -1,0 +1,229 @@
+"""gdn_chunk's scan on Hopper GPUs together with the gated norm behind it, for bf16 and heads of 128.
+
+Written in Gluon, the language below Triton: here layouts, shared memory and the work of each warp are explicit. A
+program has 64 of a head's value channels and three kinds of warps:
+
+    loader     the copy engine brings the tiles of a chunk, three chunks ahead
+    4 of the chain    F and the state, transposed: what the next chunk waits for, and nothing else
+    4 of the output    O = enter (q S) + P F from the S and F that the chain leaves in shared memory, norm and gate
+
+A norm is over 128 channels, of which the head's other program has half. Each writes its sums of squares and finishes a
+chunk when it has the other's, a chunk later; before, -1 is there, from gdn_solve_kernel. Both are neighbours in the
+grid: one is started right after the other, and neither waits for any program but this one.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+from hybridkv.kernels.attention.tile import LOG2_E
+
+# kernels are a language of their own, which a Python type checker does not know
+gluon: Any = import_module("triton.experimental.gluon")
+gl: Any = import_module("triton.experimental.gluon.language")
+hopper: Any = import_module("triton.experimental.gluon.language.nvidia.hopper")
+TensorDescriptor: Any = import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor
+mbarrier, tma, fence_async_shared = hopper.mbarrier, hopper.tma, hopper.fence_async_shared
+warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
+
+_C, _D, _BV = gl.constexpr(64), gl.constexpr(128), gl.constexpr(64)  # tokens, dim of a head, channels of a program
+_TILES = gl.constexpr(3)  # chunks in shared memory
+_LOG2_E = gl.constexpr(LOG2_E)
+
+
+@gluon.jit
+def loader(k, q, v, inverse, within, z, chain, output, full, free, i_k, i_h, i_v, N, HV: gl.constexpr):
+    k_tiles, v_tiles, b_tiles = chain
+    q_tiles, p_tiles, z_tiles = output
+    for i_n in range(N):
+        i_tile, phase, row = i_n % _TILES, (i_n // _TILES) & 1, i_n * HV + i_h
+        mbarrier.wait(free.index(i_tile), phase ^ 1)
+        bar = full.index(i_tile)
+        mbarrier.expect(bar, 2 * (_C * _D + 2 * _C * _C))
+        tma.async_copy_global_to_shared(k, [i_n * _C, i_k], bar, k_tiles.index(i_tile))
+        tma.async_copy_global_to_shared(v, [row * _D + i_v, 0], bar, v_tiles.index(i_tile))
+        tma.async_copy_global_to_shared(inverse, [row * _C, 0], bar, b_tiles.index(i_tile))
+        mbarrier.wait(free.index(_TILES + i_tile), phase ^ 1)
+        bar = full.index(_TILES + i_tile)
+        mbarrier.expect(bar, 2 * (_C * _D + 2 * _C * _C))
+        tma.async_copy_global_to_shared(q, [i_n * _C, i_k], bar, q_tiles.index(i_tile))
+        tma.async_copy_global_to_shared(within, [row * _C, 0], bar, p_tiles.index(i_tile))
+        tma.async_copy_global_to_shared(z, [i_n * _C, i_h * _D + i_v], bar, z_tiles.index(i_tile))
+
+
+@gluon.jit
+def chain_warps(gates, state, chain, s_tile, f_tile, full, free, handed, taken, i_h, i_v, N, HV: gl.constexpr):
+    """State and F of every chunk. `handed` and `taken`: of S, of F."""
+    F: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _C, 16])  # of F^T [64, 64]
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _D, 16])  # of S^T [64, K]
+    k_tiles, v_tiles, b_tiles = chain
+    o_k, o_v = gl.arange(0, _D, layout=gl.SliceLayout(0, S)), gl.arange(0, _BV, layout=gl.SliceLayout(1, S))
+    p_s = state + (i_h * _D + o_k[None, :]) * _D + (i_v + o_v)[:, None]
+    b_s = gl.load(p_s).to(gl.float32)
+    p_g = gates + i_h * (4 * _C)
+    o_c = gl.arange(0, _C, layout=gl.SliceLayout(0, F))
+    b_enter, b_leave, fade = gl.load(p_g + o_c), gl.load(p_g + _C + o_c), gl.load(p_g + _C - 1)
+    b_0 = gl.zeros([_BV, _C], gl.float32, layout=F)
+    b_0s = gl.zeros([_BV, _D], gl.float32, layout=S)
+    for i_n in range(N):
+        i_tile, phase = i_n % _TILES, (i_n // _TILES) & 1
+        k_tile = k_tiles.index(i_tile)
+        b_half = b_s.to(gl.bfloat16)
+        b_start = gl.convert_layout(b_half, gl.DotOperandLayout(0, F, 2))
+        mbarrier.wait(full.index(i_tile), phase)
+        k_done = warpgroup_mma(b_start, k_tile.permute((1, 0)), b_0, use_acc=False, is_async=True)
+        mbarrier.wait(taken.index(0), (i_n & 1) ^ 1)
+        s_tile.store(b_half)
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(handed.index(0), count=1)
+        b_v = v_tiles.index(i_tile).load(F).to(gl.float32)
+        b_kept, b_start = warpgroup_mma_wait(0, deps=[k_done, b_start])
+        b_new = gl.convert_layout((b_v - b_kept * b_enter[None, :]).to(gl.bfloat16), gl.DotOperandLayout(0, F, 2))
+        f_done = warpgroup_mma(b_new, b_tiles.index(i_tile).permute((1, 0)), b_0, use_acc=False, is_async=True)
+        b_fresh, b_new = warpgroup_mma_wait(0, deps=[f_done, b_new])
+        b_late = gl.convert_layout((b_fresh * b_leave[None, :]).to(gl.bfloat16), gl.DotOperandLayout(0, S, 2))
+        s_done = warpgroup_mma(b_late, k_tile, b_0s, use_acc=False, is_async=True)
+        mbarrier.wait(taken.index(1), (i_n & 1) ^ 1)
+        f_tile.store(b_fresh.to(gl.bfloat16))
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(handed.index(1), count=1)
+        now = fade
+        p_g += gl.where(i_n + 1 < N, HV * (4 * _C), 0)
+        b_enter, b_leave, fade = gl.load(p_g + o_c), gl.load(p_g + _C + o_c), gl.load(p_g + _C - 1)
+        b_add, b_late = warpgroup_mma_wait(0, deps=[s_done, b_late])
+        gl.thread_barrier()
+        mbarrier.arrive(free.index(i_tile), count=1)
+        b_s = b_s * now + b_add
+    gl.store(p_s, b_s.to(state.dtype.element_ty))
+
+
+@gluon.jit
+def finish(b_gated, b_sum, p_sum, out, o_tile, i_n, i_o, eps):
+    """The norm of a chunk, when the other half's sums of squares are there, and its result on its way."""
+    b_other = gl.load(p_sum, volatile=True)
+    while gl.min(b_other, 0) < 0.0:
+        b_other = gl.load(p_sum, volatile=True)
+    b_norm = gl.rsqrt((b_sum + b_other) / _D + eps)
+    tma.store_wait(0)
+    gl.thread_barrier()
+    o_tile.store((b_gated * b_norm[:, None]).to(gl.bfloat16))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(out, [i_n * _C, i_o], o_tile)
+
+
+@gluon.jit
+def output_warps(
+    gates, weight, out, output, s_tile, f_tile, o_tile, full, free, handed, taken, eps, i_h, i_v, N, HV: gl.constexpr
+):
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BV, 16])  # of O [64, 64]
+    q_tiles, p_tiles, z_tiles = output
+    o_t, o_v = gl.arange(0, _C, layout=gl.SliceLayout(1, O)), gl.arange(0, _BV, layout=gl.SliceLayout(0, O))
+    b_weight = gl.load(weight + i_v + o_v)[None, :]
+    p_g = gates + i_h * (4 * _C) + o_t
+    mine, other = 2 * _C + i_v, 3 * _C - i_v  # i_v is 0 or 64: rows 2 and 3
+    b_0 = gl.zeros([_C, _BV], gl.float32, layout=O)
+    b_gated, b_sum = b_0, gl.zeros([_C], gl.float32, layout=gl.SliceLayout(1, O))
+    for i_n in range(N):
+        i_tile, phase = i_n % _TILES, (i_n // _TILES) & 1
+        b_enter = gl.load(p_g)
+        mbarrier.wait(full.index(_TILES + i_tile), phase)
+        mbarrier.wait(handed.index(0), i_n & 1)
+        q_done = warpgroup_mma(q_tiles.index(i_tile), s_tile.permute((1, 0)), b_0, use_acc=False, is_async=True)
+        b_o = warpgroup_mma_wait(0, deps=[q_done])
+        gl.thread_barrier()
+        mbarrier.arrive(taken.index(0), count=1)
+        b_o = b_o * b_enter[:, None]
+        mbarrier.wait(handed.index(1), i_n & 1)
+        o_done = warpgroup_mma(p_tiles.index(i_tile), f_tile.permute((1, 0)), b_o, is_async=True)
+        b_z = z_tiles.index(i_tile).load(O).to(gl.float32)
+        b_r = gl.rsqrt(1.0 + gl.exp2(b_z * -_LOG2_E))
+        b_z = b_z * b_r * b_r * b_weight
+        b_o = warpgroup_mma_wait(0, deps=[o_done])
+        gl.thread_barrier()
+        mbarrier.arrive(taken.index(1), count=1)
+        mbarrier.arrive(free.index(_TILES + i_tile), count=1)
+        b_new = gl.sum(b_o * b_o, 1)
+        gl.store(p_g + mine, b_new)
+        if i_n > 0:
+            finish(b_gated, b_sum, p_g - HV * (4 * _C) + other, out, o_tile, i_n - 1, i_h * _D + i_v, eps)
+        b_gated, b_sum = b_o * b_z, b_new
+        p_g += HV * (4 * _C)
+    finish(b_gated, b_sum, p_g - HV * (4 * _C) + other, out, o_tile, N - 1, i_h * _D + i_v, eps)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["N"])
+def gdn_scan_hopper_kernel(
+    k,  # [N * 64, Hk * K]
+    q,
+    v,  # [N * Hv * V, 64]
+    inverse,  # [N * Hv * 64, 64]
+    within,
+    z,  # [T, Hv * V]
+    gates,  # [N, Hv, 4, 64] f32
+    state,  # [Hv, K, V]
+    weight,  # [V] f32
+    out,  # [T, Hv * V]
+    N,
+    eps,
+    HK: gl.constexpr,
+    HV: gl.constexpr,
+):
+    i_v, i_h = gl.program_id(0) * _BV, gl.program_id(1)
+    i_k = i_h // (HV // HK) * _D
+    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [_TILES, _C, _D], k.layout)
+    q_tiles = gl.allocate_shared_memory(gl.bfloat16, [_TILES, _C, _D], q.layout)
+    v_tiles = gl.allocate_shared_memory(gl.bfloat16, [_TILES, _BV, _C], v.layout)
+    b_tiles = gl.allocate_shared_memory(gl.bfloat16, [_TILES, _C, _C], inverse.layout)
+    p_tiles = gl.allocate_shared_memory(gl.bfloat16, [_TILES, _C, _C], within.layout)
+    z_tiles = gl.allocate_shared_memory(gl.bfloat16, [_TILES, _C, _BV], z.layout)
+    s_tile = gl.allocate_shared_memory(gl.bfloat16, [_BV, _D], k.layout)
+    f_tile = gl.allocate_shared_memory(gl.bfloat16, [_BV, _C], v.layout)
+    o_tile = gl.allocate_shared_memory(gl.bfloat16, [_C, _BV], out.layout)
+    full = gl.allocate_shared_memory(gl.int64, [2 * _TILES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [2 * _TILES, 1], mbarrier.MBarrierLayout())
+    handed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2 * _TILES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(handed.index(i), count=1)
+        mbarrier.init(taken.index(i), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    chain, output = (k_tiles, v_tiles, b_tiles), (q_tiles, p_tiles, z_tiles)
+    gl.warp_specialize(
+        [
+            (chain_warps, (gates, state, chain, s_tile, f_tile, full, free, handed, taken, i_h, i_v, N, HV)),
+            (output_warps, (
+                gates, weight, out, output, s_tile, f_tile, o_tile, full, free, handed, taken, eps, i_h, i_v, N, HV,
+            )),
+            (loader, (k, q, v, inverse, within, z, chain, output, full, free, i_k, i_h, i_v, N, HV)),
+        ],
+        [4, 1],
+        [184, 40],
+    )  # fmt: skip
+
+
+def rows(x: Tensor, width: int) -> Any:
+    """x as a matrix of rows, read and written in tiles of 64 rows and `width` columns."""
+    layout = gl.NVMMASharedLayout.get_default_for([64, width], gl.bfloat16)
+    return TensorDescriptor.from_tensor(x, [64, width], layout)
+
+
+def scan_norm_hopper(
+    q: Tensor, k: Tensor, v: Tensor, inverse: Tensor, within: Tensor, gates: Tensor, state: Tensor,
+    z: Tensor, weight: Tensor, eps: float, out: Tensor,
+) -> None:  # fmt: skip
+    (_, Hk, K), (N, Hv, V, C) = k.shape, v.shape
+    gdn_scan_hopper_kernel[V // 64, Hv](
+        rows(k.flatten(1), K), rows(q.flatten(1), K), *(rows(t.view(-1, C), C) for t in (v, inverse, within)),
+        rows(z, 64), gates, state, weight, rows(out, 64), N, eps, HK=Hk, HV=Hv, num_warps=4,
+    )  # fmt: skip

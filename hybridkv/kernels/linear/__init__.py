@@ -1,0 +1,1 @@
+"""Products with weights, in every form that weights are stored in."""

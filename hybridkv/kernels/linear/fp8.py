@@ -1,0 +1,68 @@
+"""linear_fp8: x W^T + b with W [N, K] in E4M3 codes, one f32 scale for each of its rows (largest magnitude / 448).
+
+    y[t, n] = scale[n] * sum_k x[t, k] * code[n, k] + b[n]
+
+Few rows of x: the codes are widened in registers and the products are exact (linear_vector). More rows: x is rounded to
+E4M3 too, a scale for each of its rows, and FP8 tensor cores multiply. A GPU without these, and any CPU, holds W widened
+from the start: it computes the same model, and has no use for codes that it must widen again in every call.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridkv.kernels.formats.fp8 import fp8_decode, fp8_encode
+from hybridkv.kernels.linear.gemv import MOST_ROWS, is_hopper, linear_vector
+
+BLOCK = 1 << 24  # weights encoded at once: what is in between takes a few times their bytes
+
+
+def keeps_codes(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a model of this dtype computes with the codes on this device."""
+    return dtype == torch.bfloat16 and is_hopper(device)
+
+
+def encode_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, K] -> codes [N, K] uint8, scale [N] f32. A row with NaN has NaN for its scale."""
+    N, K = weight.shape
+    codes = torch.empty((N, K), dtype=torch.uint8, device=weight.device)
+    scale = torch.empty(N, dtype=torch.float32, device=weight.device)
+    rows = max(1, BLOCK // max(K, 1))
+    for a in range(0, N if K else 0, rows):
+        part = weight[a : a + rows]
+        codes[a : a + rows], found = fp8_encode(part)
+        scale[a : a + rows] = found.masked_fill(part.amax(-1).isnan(), torch.nan)  # amax hands NaN on
+    return codes, scale
+
+
+def round_weight_(weight: Tensor) -> Tensor:
+    """Every row to what its codes stand for, in place."""
+    N, K = weight.shape
+    rows = max(1, BLOCK // max(K, 1))
+    for a in range(0, N if K else 0, rows):
+        weight[a : a + rows] = fp8_decode(*encode_weight(weight[a : a + rows]))
+    return weight
+
+
+def linear_fp8_ref(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    y = F.linear(x.float(), codes.view(torch.float8_e4m3fn).float()) * scale
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def linear_fp8_rounded(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x rounded to E4M3 as well, a scale for each row."""
+    x_codes, x_scale = fp8_encode(x)
+    a, b = x_codes.view(torch.float8_e4m3fn), codes.view(torch.float8_e4m3fn).T
+    return torch._scaled_mm(a, b, x_scale.unsqueeze(1), scale.unsqueeze(0), bias=bias, out_dtype=x.dtype)
+
+
+def linear_fp8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, K] -> [T, N] in x's dtype."""
+    N, K = codes.shape
+    if is_hopper(x.device) and len(x) <= MOST_ROWS:
+        return linear_vector(x, codes, scale, bias)
+    if x.is_cuda and N % 16 == K % 16 == 0:  # what the library's product asks for
+        return linear_fp8_rounded(x, codes, scale, bias)
+    return linear_fp8_ref(x, codes, scale, bias)

@@ -1,0 +1,1 @@
+"""DeepSeek-V4: windows, compressed entries, index and sparse attention."""

@@ -1,0 +1,37 @@
+"""gdn_scan_hopper compiles where there is no GPU. What it computes is tested on one: tests/gpu."""
+
+from pathlib import Path
+
+import pytest
+from own_process import compile_alone
+
+pytest.importorskip("triton", minversion="3.6")
+
+COMPILE = """
+import torch
+import triton
+from no_device import SHARED_MEMORY, built
+from hybridkv.kernels.gdn import prefill as file
+from hybridkv.kernels.backend import GLUON
+from hybridkv.kernels.gdn.weights import DeltaNet
+
+assert triton.__version__.startswith(GLUON), "another Triton than gdn_scan_hopper is written for"
+file.on_hopper = lambda x, net: True
+net = DeltaNet(16, 48, 128, 128, torch.zeros(10240, 4), torch.zeros(48), torch.zeros(48), torch.zeros(128), 1e-6)
+x = torch.zeros(70, sum(net.columns), dtype=torch.bfloat16)
+for dtype in (torch.float32, torch.bfloat16):
+    file.gdn_prefill_triton(x, net, torch.zeros(3, 10240, dtype=dtype), torch.zeros(48, 128, 128, dtype=dtype))
+for name, kernel in built:
+    assert kernel.metadata.shared <= SHARED_MEMORY
+    print(name, kernel.asm["ptx"].count("wgmma.mma_async"))
+"""
+
+
+def test_it_compiles_for_either_state(tmp_path: Path) -> None:
+    """In a process without the interpreter, which would take the place of the compiler."""
+    printed = compile_alone(COMPILE, tmp_path)
+    # steps of 16: channels of k S and q S, tokens of B (..), P F and k^T F
+    products = 2 * 128 // 16 + 3 * 64 // 16
+    kernels = [line.split() for line in printed.splitlines()]
+    assert [name for name, _ in kernels] == ["gdn_inputs_kernel", "gdn_solve_kernel", "gdn_scan_hopper_kernel"] * 2
+    assert {int(count) for name, count in kernels if "scan" in name} == {products}

@@ -1,0 +1,77 @@
+"""Routing by a softmax, its experts and the shared one: against loops in float64, and the kernels against them."""
+
+import pytest
+import torch
+from numerics import assert_close_rms
+from torch import Tensor
+from triton_interpreter import DEVICE
+
+from hybridkv.kernels.moe import softmax as experts_file
+from hybridkv.kernels.moe.softmax import (
+    add_shared_ref,
+    add_shared_triton,
+    loop_experts,
+    route_softmax_ref,
+    route_softmax_triton,
+    run_softmax_experts,
+)
+
+pytest.importorskip("triton")
+F32, BF16 = torch.float32, torch.bfloat16
+# f32: sums of up to 100 products, twice. bf16: six roundings in the loop (gate, up, silu, product, result, sum), each
+# by 2^-8 of a value at most and 1.6e-3 RMS, two of which do not reach the end in full.
+BOUND = {F32: 3e-6, BF16: 6.5e-3}
+
+
+@pytest.mark.parametrize("form", (route_softmax_ref, route_softmax_triton))
+@pytest.mark.parametrize("dtype", (F32, BF16))
+@pytest.mark.parametrize("renormalise", (False, True))
+@pytest.mark.parametrize(("T", "E", "k"), ((0, 4, 2), (1, 1, 1), (3, 10, 3), (2, 256, 8), (5, 300, 10)))
+def test_routing(form, dtype: torch.dtype, renormalise: bool, T: int, E: int, k: int) -> None:
+    # different in every column, so that there is one best choice; rows of a wider product
+    logits = torch.stack([torch.randperm(E + 2) / 64 for _ in range(T)] or [torch.zeros(E + 2)])[:T, 1:-1].to(dtype)
+    weights, chosen = form(logits.to(DEVICE), k, renormalise)
+    assert weights.dtype == F32 and chosen.dtype == torch.int32 and chosen.shape == (T, k)
+    probs = logits.double().softmax(-1)
+    for t in range(T):
+        best = sorted(range(E), key=lambda e: -float(logits[t, e]))[:k]
+        assert sorted(chosen[t].tolist()) == sorted(best) or dtype == BF16  # of equal ones either may be taken
+        want = probs[t, chosen[t].long().cpu()]
+        want = want / want.sum() if renormalise else want
+        assert_close_rms("weights", want, weights[t], 1e-6)
+        assert chosen[t].unique().numel() == k
+        assert_close_rms("best", probs[t, best], probs[t, chosen[t].long().cpu()], 1e-12)
+
+
+def case(T: int, E: int, k: int, D: int, I: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    chosen = torch.stack([torch.randperm(E)[:k] for _ in range(T)]).int()
+    gate_up, down = torch.randn(E, 2 * I, D) * 2 / D**0.5, torch.randn(E, D, I) / I**0.5
+    return torch.randn(T, D).to(dtype), torch.rand(T, k), chosen, gate_up.to(dtype), down.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("T", (1, 5, 40))
+def test_experts(dtype: torch.dtype, T: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weights, chosen, gate_up, down = made = case(T, 6, 2, 40, 24, dtype)
+    want = torch.zeros(T, 40, dtype=torch.float64)
+    for t in range(T):
+        for w, e in zip(weights[t], chosen[t].tolist()):
+            gate, up = (gate_up[e].double() @ x[t].double()).chunk(2)
+            want[t] += w * (down[e].double() @ (gate * gate.sigmoid() * up))
+    assert_close_rms("loop", want, loop_experts(*made), BOUND[dtype])
+    monkeypatch.setattr(experts_file, "use_triton", lambda x: True)
+    there = [t.to(DEVICE) for t in made]
+    assert_close_rms("grouped kernels", want, run_softmax_experts(*there), BOUND[dtype])
+
+
+@pytest.mark.parametrize("dtype", (F32, BF16))
+@pytest.mark.parametrize(("T", "D"), ((0, 8), (1, 1), (3, 100), (2, 2048)))
+def test_the_shared_expert_joins(dtype: torch.dtype, T: int, D: int) -> None:
+    routed, shared, x = (torch.randn(T, D).to(dtype) for _ in range(3))
+    gate = (torch.randn(1, D) / D**0.5).to(dtype)
+    weight = (x.double() @ gate.double().T).sigmoid()
+    want = routed.double() + shared.double() * weight
+    for form in (add_shared_ref, add_shared_triton):
+        got = form(*(t.to(DEVICE) for t in (routed, shared, x, gate)))
+        assert got.dtype == dtype
+        assert_close_rms(form.__name__, want, got, 1e-6 if dtype == F32 else 4e-3)  # four roundings of 2^-9 at most
