@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import dataclass, field
 
 from hybridkv.errors import HybridKVError, RequestError
@@ -33,21 +34,27 @@ class CacheConfig:
     scope: str = "head"  # a list of survivors for each head, each layer, or one for all: head | layer | global
     bounded: bool = False  # evict at every step of prompt and answer: no more than budget + one step is ever held
     decode_every: int = 0  # evict again to the budget every so many generated tokens; 0: never
-    rings: int | None = None  # requests that keep their last queries at once: prompts not yet cut and conversations
+    # requests that keep their last queries at once: prompts not yet evicted, and conversations; None: as many as needed
+    query_buffers: int | None = None
     state_dtype: str = (
         "f32"  # recurrent state of Gated DeltaNet layers: f32 | bf16, half the bytes of a request's state
     )
     index_dtype: str = "auto"  # DeepSeek-V4's index keys: f32 | bf16 | fp8 | mxfp4 | nvfp4; auto: mxfp4 beside fp8 KV
     block: int = 128  # DeepSeek-V4 alone: tokens that a page covers, a multiple of both compression ratios (128)
+    rings: int | None = None  # the name of query_buffers before 0.2
 
     def __post_init__(self) -> None:
+        if self.rings is not None:
+            warnings.warn("CacheConfig.rings is now called query_buffers", DeprecationWarning, stacklevel=3)
+            object.__setattr__(self, "query_buffers", self.rings if self.query_buffers is None else self.query_buffers)
+            object.__setattr__(self, "rings", None)  # so that dataclasses.replace does not bring it back
         if self.budget is not None and (not is_whole(self.budget) or self.budget < 1):
             raise HybridKVError(f"budget must be a positive number of tokens, not {shown(self.budget)}; None keeps all")
         for name, low in (("window", 1), ("recent", 0), ("decode_every", 0)):
             if not is_whole(getattr(self, name)) or not low <= getattr(self, name) <= 1 << 20:
                 raise HybridKVError(f"{name} must be a whole number from {low}, not {shown(getattr(self, name))}")
-        if self.rings is not None and (not is_whole(self.rings) or not 1 <= self.rings <= 4096):
-            raise HybridKVError(f"rings must be from 1 to 4096, or None, not {shown(self.rings)}")
+        if self.query_buffers is not None and (not is_whole(self.query_buffers) or not 1 <= self.query_buffers <= 4096):
+            raise HybridKVError(f"query_buffers must be from 1 to 4096, or None, not {shown(self.query_buffers)}")
         if self.budget is not None and self.budget < self.recent:
             raise HybridKVError(
                 f"budget {self.budget} is smaller than the {self.recent} recent tokens that always stay; raise budget "

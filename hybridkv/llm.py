@@ -25,7 +25,7 @@ from hybridkv.config import (
 from hybridkv.embedded import Progress
 from hybridkv.engine.engine import Engine
 from hybridkv.errors import HybridKVError, RequestError, UnsupportedModel
-from hybridkv.eviction import Evictor, most_held, rings_for
+from hybridkv.eviction import Evictor, most_held, query_buffers_for
 from hybridkv.kernels.backend import HAS_TRITON, capability
 from hybridkv.kernels.linear.fp8 import keeps_codes
 from hybridkv.kernels.linear.linear import fast_bf16
@@ -110,7 +110,7 @@ class LLM:
             )
         plan = self.plan
         self.manager = KVCacheManager(
-            plan.schema, plan.pages, plan.slots, plan.max_tokens, self.device, exact, plan.rings
+            plan.schema, plan.pages, plan.slots, plan.max_tokens, self.device, exact, plan.query_buffers
         )
         eos = self.tokenizer.eos_ids if self.tokenizer and self.tokenizer.eos_ids else frozenset(self.config.eos_ids)
         evictor = Evictor.make(self.cache_config, self.manager, self.config.head_dim)
@@ -147,9 +147,9 @@ class LLM:
                 f"max_context {context} exceeds the model's own limit of {self.config.max_positions} tokens"
             )
         held = most_held(self.cache_config, limits.step_tokens)
-        rings = rings_for(self.cache_config, limits.step_tokens, limits.max_requests)
+        query_buffers = query_buffers_for(self.cache_config, limits.step_tokens, limits.max_requests)
         return plan_cache(
-            schema, limits.max_requests, context, memory - weights, limits.max_context is None, held, rings
+            schema, limits.max_requests, context, memory - weights, limits.max_context is None, held, query_buffers
         )
 
     # ---- answers

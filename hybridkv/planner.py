@@ -26,7 +26,7 @@ class CachePlan:
     pages: dict[str, int]
     slots: int
     max_tokens: int  # longest request
-    rings: int = 0  # requests whose last queries are kept at the same time
+    query_buffers: int = 0  # requests whose last queries are kept at the same time
 
     @property
     def pool_bytes(self) -> dict[str, int]:
@@ -34,7 +34,7 @@ class CachePlan:
 
     @property
     def state_bytes(self) -> int:
-        return self.slots * self.schema.slot_bytes + self.rings * self.schema.ring_bytes
+        return self.slots * self.schema.slot_bytes + self.query_buffers * self.schema.query_buffer_bytes
 
     @property
     def table_bytes(self) -> int:
@@ -42,7 +42,7 @@ class CachePlan:
 
     @property
     def nbytes(self) -> int:
-        return self.schema.bytes(self.pages, self.slots, self.max_tokens, self.rings)
+        return self.schema.bytes(self.pages, self.slots, self.max_tokens, self.query_buffers)
 
 
 def human(size: float) -> str:
@@ -159,14 +159,16 @@ def plan_cache(
     room: int | None,  # bytes for pools, state and page tables; None: as much as it takes
     shrink_context: bool = False,  # whether a shorter longest request is acceptable
     held: int | None = None,  # tokens that a request holds at the most, where eviction bounds it; None: all of them
-    rings: int | None = None,  # requests whose last queries are kept at the same time; None: all
+    query_buffers: int | None = None,  # requests whose last queries are kept at the same time; None: all
 ) -> CachePlan:
     """Pools for `requests` requests of `context` tokens, or as many pages as there is room for, but at least one such
     request.
     """
     held = context if held is None else min(held, context)
-    rings = min(requests if rings is None else rings, requests) if schema.ring_bytes else 0
-    whole = CachePlan(schema, schema.pool_pages(requests, held), requests, context, rings)
+    query_buffers = (
+        min(requests if query_buffers is None else query_buffers, requests) if schema.query_buffer_bytes else 0
+    )
+    whole = CachePlan(schema, schema.pool_pages(requests, held), requests, context, query_buffers)
     if room is None or whole.nbytes <= room:
         return whole
     bounded = held < context
@@ -183,7 +185,7 @@ def plan_cache(
             f"one context of {held} tokens": schema.kv_bytes(held),
             f"the state of {requests} requests": requests * schema.slot_bytes,
             f"the page tables of {requests} requests": least.table_bytes,
-            f"the last queries of {rings} requests": rings * schema.ring_bytes,
+            f"the last queries of {query_buffers} requests": query_buffers * schema.query_buffer_bytes,
         }
         named = ", ".join(f"{human(size)} for {what}" for what, size in parts.items() if size)
         raise HybridKVError(

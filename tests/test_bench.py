@@ -114,7 +114,7 @@ def test_a_wrong_decode_step_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsy
 
     def wrong(self: Runner, inputs: object) -> torch.Tensor:
         logits = right(self, inputs)  # type: ignore[arg-type]
-        return logits.roll(1, -1) if inputs.step.singles else logits  # type: ignore[attr-defined]
+        return logits.roll(1, -1) if inputs.step.num_decodes else logits  # type: ignore[attr-defined]
 
     monkeypatch.setattr(Runner, "forward", wrong)
     result = run_bench("decode", TINY)
@@ -302,7 +302,7 @@ def test_a_base_is_measured_in_its_own_tree(tmp_path: Path, monkeypatch: pytest.
     package = tmp_path / "hybridkv"
     for folder in ("models", "cache"):
         (package / folder).mkdir(parents=True)
-    for name in ("__init__.py", "cache/rings.py"):
+    for name in ("__init__.py", "cache/query_buffers.py"):
         (package / name).write_text("")
     git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x"]
     for arguments in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "a tree"]):
@@ -326,7 +326,7 @@ def test_a_base_is_measured_in_its_own_tree(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(HybridKVError, match="does not run on that commit"):
         compare.run_base("decode", TINY, "HEAD")
     (package / "cache" / "query_buffers.py").unlink()
-    subprocess.run([*git, "commit", "-q", "-a", "-m", "without rings"], check=True)
+    subprocess.run([*git, "commit", "-q", "-a", "-m", "without query_buffers"], check=True)
     with pytest.raises(
         HybridKVError, match=r"has no hybridkv/cache/query_buffers.py.*measure it with its own benchmark"
     ):

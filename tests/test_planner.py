@@ -17,7 +17,7 @@ from hybridkv.checkpoint.gguf_file import GgufFile
 from hybridkv.cli import main
 from hybridkv.config import CacheConfig
 from hybridkv.errors import HybridKVError
-from hybridkv.eviction import rings_for
+from hybridkv.eviction import query_buffers_for
 from hybridkv.models import cache_schema
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.known import KNOWN, known_config
@@ -83,14 +83,14 @@ def test_the_27b_plan_is_what_the_manager_allocates(kv_dtype: str, requests: int
     assert manager.memory_bytes() == plan.nbytes == requests * (schema.kv_bytes(context) + schema.slot_bytes + ids)
 
 
-@pytest.mark.parametrize(("more", "rings"), [({}, 8), ({"bounded": True}, 100), ({"decode_every": 64}, 100)])
-def test_a_budget_of_the_27b_model_takes_rings_for_those_who_read(more: dict, rings: int) -> None:
+@pytest.mark.parametrize(("more", "query_buffers"), [({}, 8), ({"bounded": True}, 100), ({"decode_every": 64}, 100)])
+def test_a_budget_of_the_27b_model_takes_rings_for_those_who_read(more: dict, query_buffers: int) -> None:
     cache = CacheConfig("bf16", budget=2048, **more)
     schema = cache_schema(ModelConfig.from_dict(KNOWN["Qwen3.5-27B"]), cache, torch.bfloat16)
-    plan = plan_cache(schema, 100, 16384, None, rings=rings_for(cache, 4096, 100))
-    assert plan.rings == rings and plan.table_bytes == 100 * 64 * 256 * 4
-    assert plan.state_bytes == 100 * schema.slot_bytes + rings * 16 * 64 * 24 * (256 * 2 + 4)
-    manager = KVCacheManager(schema, plan.pages, plan.slots, plan.max_tokens, "meta", rings=plan.rings)
+    plan = plan_cache(schema, 100, 16384, None, query_buffers=query_buffers_for(cache, 4096, 100))
+    assert plan.query_buffers == query_buffers and plan.table_bytes == 100 * 64 * 256 * 4
+    assert plan.state_bytes == 100 * schema.slot_bytes + query_buffers * 16 * 64 * 24 * (256 * 2 + 4)
+    manager = KVCacheManager(schema, plan.pages, plan.slots, plan.max_tokens, "meta", query_buffers=plan.query_buffers)
     assert manager.memory_bytes() == plan.nbytes
 
 
@@ -105,8 +105,10 @@ def test_four_times_as_many_requests_of_16384_tokens_are_resident_with_a_budget(
 
 def test_none_waits_for_a_ring_where_prompts_are_just_long_enough_to_be_cut() -> None:
     cache = CacheConfig(budget=192)  # prompts of 257 tokens
-    assert rings_for(cache, 4096, 512) == 1 + 15 + 1 and rings_for(cache, 4096, 12) == 12
-    assert rings_for(CacheConfig(), 4096, 512) == 0 and rings_for(CacheConfig(budget=2048), 512, 512) == 8
+    assert query_buffers_for(cache, 4096, 512) == 1 + 15 + 1 and query_buffers_for(cache, 4096, 12) == 12
+    assert (
+        query_buffers_for(CacheConfig(), 4096, 512) == 0 and query_buffers_for(CacheConfig(budget=2048), 512, 512) == 8
+    )
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5", "qwen3_5_moe"])
@@ -185,7 +187,7 @@ def test_what_a_refused_cache_needs_is_named_and_adds_up() -> None:
     lent = StateSchema("lent", (0,), (TensorSpec("queries", (64, 32), torch.float32),), lent=True)
     schema, sizes = replace(MIXED, states=(*MIXED.states, lent)), {"B": 1, "KiB": 1024, "MiB": 1 << 20}
     with pytest.raises(HybridKVError) as refused:
-        plan_cache(schema, 3, 1000, 5000, rings=2)
+        plan_cache(schema, 3, 1000, 5000, query_buffers=2)
     found = re.findall(r"([\d.]+) (B|KiB|MiB) (are needed|for [^,)]+)", str(refused.value))
     assert [what for _, _, what in found] == [
         "are needed", "for one context of 1000 tokens", "for the state of 3 requests",
@@ -269,9 +271,9 @@ def test_what_a_budget_buys_fits_and_no_more_does(requests: int, capsys: pytest.
             ) -> int:
                 held = schema.kv_bytes(min(tokens, cut or tokens))
                 peak = schema.kv_bytes(min(tokens, budget + 512) if bounded else tokens)
-                rings = 0 if cut is None else many if bounded else min(many, 8)
+                query_buffers = 0 if cut is None else many if bounded else min(many, 8)
                 each = schema.slot_bytes + schema.streams[0].pages(tokens) * 4
-                return (many - 1) * held + peak + many * each + rings * schema.ring_bytes
+                return (many - 1) * held + peak + many * each + query_buffers * schema.query_buffer_bytes
 
             b = found[kv_dtype, cut, bounded]
             most, longest = b["most_requests"], b["longest_context"]

@@ -4,7 +4,7 @@
 memory that the weights leave, and prompts that were read (standin.py: pages and lengths are real) are admitted until
 pages or slots run out. Prompts are read one after the other: with a budget each holds all its pages for a moment, or if
 it is bounded those of its budget and one step, then the survivors'. State is what requests hold, page tables and the
-rings that are lent to those who read. What a step needs to compute comes on top.
+query_buffers that are lent to those who read. What a step needs to compute comes on top.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hybridkv.cache import CacheSchema, KVCacheManager
 from hybridkv.config import CacheConfig, parse_bytes
 from hybridkv.engine.engine import Engine
 from hybridkv.errors import HybridKVError, OutOfPages
-from hybridkv.eviction import Evictor, most_held, rings_for
+from hybridkv.eviction import Evictor, most_held, query_buffers_for
 from hybridkv.models import cache_schema
 from hybridkv.planner import model_bytes
 
@@ -71,7 +71,7 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
         first = first or count
         report.add(
             "resident", name, plan=plan, requests=count, kv_gib=held / GIB,
-            state_gib=(slot_bytes(schema, context) * count + ring_bytes(schema, cache, count)) / GIB,
+            state_gib=(slot_bytes(schema, context) * count + query_buffer_bytes(schema, cache, count)) / GIB,
             each_mib=(held / max(count, 1) + slot_bytes(schema, context)) / (1 << 20), times=count / max(first, 1),
         )  # fmt: skip
     return report
@@ -98,7 +98,7 @@ def planned(schema: CacheSchema, room: int, context: int, cache: CacheConfig) ->
     most = most_held(cache, STEP_TOKENS)
     kept, whole = schema.kv_bytes(held), schema.kv_bytes(context if most is None else min(most, context))
     each, count = kept + slot_bytes(schema, context), 1
-    while whole - kept + (count + 1) * each + ring_bytes(schema, cache, count + 1) <= room:
+    while whole - kept + (count + 1) * each + query_buffer_bytes(schema, cache, count + 1) <= room:
         count += 1
     return count
 
@@ -108,9 +108,9 @@ def slot_bytes(schema: CacheSchema, context: int) -> int:
     return schema.slot_bytes + 4 * sum(s.pages(context + ANSWER) for s in schema.streams)
 
 
-def ring_bytes(schema: CacheSchema, cache: CacheConfig, slots: int) -> int:
+def query_buffer_bytes(schema: CacheSchema, cache: CacheConfig, slots: int) -> int:
     """What requests that read a prompt keep their last queries in."""
-    return rings_for(cache, STEP_TOKENS, slots) * schema.ring_bytes
+    return query_buffers_for(cache, STEP_TOKENS, slots) * schema.query_buffer_bytes
 
 
 def admitted(
@@ -118,9 +118,9 @@ def admitted(
 ) -> tuple[int, int]:
     """(page bytes held, requests) when no more go in."""
     page = sum(s.page_bytes for s in schema.streams)
-    rest = room - slots * slot_bytes(schema, context) - ring_bytes(schema, cache, slots)
-    pages, rings = {s.name: rest // page for s in schema.streams}, rings_for(cache, STEP_TOKENS, slots)
-    manager = KVCacheManager(schema, pages, slots, context + ANSWER, shape.device, rings=rings)
+    rest = room - slots * slot_bytes(schema, context) - query_buffer_bytes(schema, cache, slots)
+    pages, query_buffers = {s.name: rest // page for s in schema.streams}, query_buffers_for(cache, STEP_TOKENS, slots)
+    manager = KVCacheManager(schema, pages, slots, context + ANSWER, shape.device, query_buffers=query_buffers)
     evictor = Evictor.make(cache, manager, shape.config.head_dim)
     engine = Engine(Configured(shape.config), manager, step_tokens=STEP_TOKENS, evictor=evictor)
     for table in manager.tables.values():

@@ -65,7 +65,7 @@ def fill_state(manager: KVCacheManager) -> None:
 
 def fill_sums(evictor: Evictor, request: Request, manager: KVCacheManager) -> None:
     """What attention notes beside the window's queries: the logarithm of each one's sum of exp(q . k * scale)."""
-    row = manager.rings.of[manager.slot_of[request.key]]
+    row = manager.query_buffers.of[manager.slot_of[request.key]]
     for layer, seen in zip(manager.tables[STREAMS].schema.layers, evictor.layers(request, manager), strict=True):
         ring = manager.state.layer(layer).get("lse")
         if ring is None:
@@ -102,14 +102,14 @@ def resident(engine: Engine, tokens: int, answer: int, evict: bool = True) -> Re
     evictor = engine.evictor if evict else None
     step = evictor.step_tokens if evictor is not None and evictor.config.bounded else tokens
     try:
-        if evictor is not None and not engine.scheduler.give_ring(request):
+        if evictor is not None and not engine.scheduler.give_query_buffer(request):
             raise HybridKVError("no ring is free")
         for begin in range(0, tokens, step):
             take_pages(manager, request, min(step, tokens - begin))
             if evictor is not None and evictor.due(request, manager):
                 evictor.evict(request, manager)
         if evictor is not None and not evictor.reads(request, manager):
-            manager.drop_ring(request.key)
+            manager.drop_query_buffer(request.key)
     except BaseException:
         manager.release_request(request.key)
         raise

@@ -110,7 +110,7 @@ class CompressedHandle(LayerHandle):
     def write_swa(self, x: Tensor, weight: Tensor, eps: float, angles: Angles) -> None:
         """Norm, rotate and store the window rows x [T, head_dim] of this step's tokens."""
         self.begin()
-        fmt, n, ring = self.schema.entries, self.step.singles, self.state["window"]
+        fmt, n, ring = self.schema.entries, self.step.num_decodes, self.state["window"]
         if n < len(self.step.slots):
             before = self.schema.window - 1
             longest = max(self._chunk_counts())
@@ -156,15 +156,15 @@ class CompressedHandle(LayerHandle):
         q [T, index heads, index_dim] rotated, weights [T, index heads] f32 signed and scaled.
         """
         view, ratio = self._entries(), self.schema.ratio
-        if view.most <= topk:
+        if view.max_entries <= topk:
             return None
         pages, fmt = self._pages("index")
         index, parts = self.index, []
         visible = torch.where(index.token_slots >= 0, (index.positions + 1) // ratio, 0)
-        block = max(1, LOGITS // view.most)
+        block = max(1, LOGITS // view.max_entries)
         for a in range(0, len(q), block):
             part, some = slice(a, a + block), index.part(a, a + block)
-            logits = index_logits(q[part], weights[part], pages, fmt, view.table, some, ratio, view.most, topk)
+            logits = index_logits(q[part], weights[part], pages, fmt, view.table, some, ratio, view.max_entries, topk)
             parts.append(top_entries(logits, visible[part], topk))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -172,7 +172,7 @@ class CompressedHandle(LayerHandle):
         self, q: Tensor, sink: Tensor, scale: float, angles: Angles, chosen: Tensor | None = None
     ) -> Tensor:
         """Attention of q [T, heads, head_dim] over the window and the chosen entries, values turned back."""
-        n, window, (cos, sin) = self.step.singles, self.schema.window, angles
+        n, window, (cos, sin) = self.step.num_decodes, self.schema.window, angles
         ones, more = (None, None) if chosen is None else (chosen[:n], chosen[n:])
         parts = []
         if n:
@@ -210,7 +210,7 @@ class CompressedHandle(LayerHandle):
     def gather_compressed_kv(self, chosen: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Entries chosen [T, K] of each token's request -> [T, K, head_dim]; what does not exist is zeros."""
         view, (pages, fmt) = self._entries(), self._pages("entries")
-        lengths = (self._seen() // self.schema.ratio)[self.index.owner]
+        lengths = (self._seen() // self.schema.ratio)[self.index.token_to_req]
         chosen = torch.where(chosen < lengths[:, None], chosen.long(), -1)
         flat = flat_entries(view.table, self.index.token_slots[:, None], chosen, pages.shape[1])
         return gather_entries(pages, fmt, flat, dtype)
@@ -218,7 +218,7 @@ class CompressedHandle(LayerHandle):
     def gather_all_compressed_kv(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """All entries of each request [B, longest, head_dim]; rows past a request's end are zeros."""
         view, (pages, fmt) = self._entries(), self._pages("entries")
-        entry = torch.arange(view.most, device=pages.device)
+        entry = torch.arange(view.max_entries, device=pages.device)
         lengths = self._seen() // self.schema.ratio
         entry = torch.where(entry < lengths[:, None], entry, -1)
         flat = flat_entries(view.table, self.index.slots[:, None], entry, pages.shape[1])
@@ -228,7 +228,7 @@ class CompressedHandle(LayerHandle):
 
     def _seen(self) -> Tensor:
         """[B] tokens of each request once the step has run."""
-        return self.index.begins + self.index.starts.diff()
+        return self.index.num_computed + self.index.query_start_loc.diff()
 
     def _entries(self) -> EntryView:
         if self.entry_view is None:
@@ -259,7 +259,7 @@ class CompressedHandle(LayerHandle):
         if self.entry_view is not None:
             owner, number, table = (x.to(ring.device) for x in wide_pages(self._chunk_entries()))
             entry = number[:, None] * WIDE_PAGE + torch.arange(WIDE_PAGE, device=ring.device)
-            lengths = (index.begins + index.starts.diff()) // self.schema.ratio
+            lengths = (index.num_computed + index.query_start_loc.diff()) // self.schema.ratio
             entry = torch.where(entry < lengths[owner, None], entry, -1)
             stored = self.paged["entries"]
             flat = flat_entries(self.entry_view.table, index.slots[owner, None], entry, stored.shape[1])
@@ -268,11 +268,11 @@ class CompressedHandle(LayerHandle):
 
     def _chunk_counts(self) -> list[int]:
         """New tokens of each prompt chunk."""
-        return [b - a for a, b in pairwise(self.step.starts[self.step.singles :])]
+        return [b - a for a, b in pairwise(self.step.query_start_loc[self.step.num_decodes :])]
 
     def _chunk_entries(self) -> list[int]:
         """Entries of each prompt chunk's request once the step has run."""
-        begins = self.step.begins[self.step.singles :]
+        begins = self.step.num_computed[self.step.num_decodes :]
         return [(a + n) // self.schema.ratio for a, n in zip(begins, self._chunk_counts(), strict=True)]
 
     def _reads_little(self, chosen: Tensor | None) -> bool:

@@ -71,7 +71,7 @@ class LayerHandle:
         kv_heads = self.rows.stop - self.rows.start
         return attention_inputs(
             x, *angles, *pages, self.places, heads, kv_heads, head_dim, gated, q_norm, k_norm, eps,
-            ring, self.step.ring_rows if ring is not None else None,
+            ring, self.step.query_rows if ring is not None else None,
         )  # fmt: skip
 
     def attend(self, q: Tensor, scale: float, last: bool = False, gate: Tensor | None = None) -> Tensor:
@@ -80,14 +80,14 @@ class LayerHandle:
         hold anything.
         """
         assert self.view is not None
-        step, n, pages = self.step, self.step.singles, (self.pages("k"), self.pages("v"))
+        step, n, pages = self.step, self.step.num_decodes, (self.pages("k"), self.pages("v"))
         table, ends, rows = self.view.table[:, self.rows], self.view.device_lengths[:, self.rows], step.index.slots
         lengths = None if self.view.lengths is None else self.view.lengths[:, self.rows]
         if step.exact:
             assert lengths is not None
-            mixed = attention_exact(q, *pages, table[rows], lengths, step.starts, scale)
+            mixed = attention_exact(q, *pages, table[rows], lengths, step.query_start_loc, scale)
             return mixed if gate is None else sigmoid_mul_exact(mixed, gate).view_as(mixed)
-        ring, kept = self.state.get("lse"), step.ring_rows  # [rings, W, H]
+        ring, kept = self.state.get("lse"), step.query_rows  # [query_buffers, W, H]
         lse = None if ring is None or kept is None else (ring.view(-1, ring.shape[-1]), kept)
         parts = []
         if n:
@@ -95,7 +95,16 @@ class LayerHandle:
             own = None if gate is None else gate[:n]
             parts.append(
                 attention_decode(
-                    q[:n], *pages, table, few, scale, ends[:n], rows=rows[:n], lse=part, gate=own, keys=self.view.most
+                    q[:n],
+                    *pages,
+                    table,
+                    few,
+                    scale,
+                    ends[:n],
+                    rows=rows[:n],
+                    lse=part,
+                    gate=own,
+                    keys=self.view.max_entries,
                 )
             )
         if n < len(step.slots):
@@ -103,7 +112,7 @@ class LayerHandle:
             keep = len(q) if step.tail is None or not last else max(step.tail, TAIL)
             if lse is not None and ring is not None:
                 keep = max(keep, ring.shape[1])  # the sums of these queries are kept
-            some = [slice(max(a, b - keep), b) for a, b in pairwise(step.starts[n:])]
+            some = [slice(max(a, b - keep), b) for a, b in pairwise(step.query_start_loc[n:])]
             at = [0, *accumulate(part.stop - part.start for part in some)]
             part = None if lse is None else (lse[0], _joined(lse[1], some))
             args = (lengths[n:], at, scale, ends[n:])
@@ -117,8 +126,8 @@ class LayerHandle:
         """Keep the last W queries of each request that has a ring: the one of position p lies in row p mod W, whatever
         the chunks were. `store` does it too.
         """
-        if "queries" in self.state and self.step.ring_rows is not None:
-            ring, rows = self.state["queries"], self.step.ring_rows  # [rings, W, H, D]
+        if "queries" in self.state and self.step.query_rows is not None:
+            ring, rows = self.state["queries"], self.step.query_rows  # [query_buffers, W, H, D]
             kept = rows >= 0
             ring.view(-1, *q.shape[1:])[rows[kept]] = q[kept].to(ring.dtype)
 
@@ -126,7 +135,7 @@ class LayerHandle:
 
     def delta_net(self, x: Tensor, net: DeltaNet) -> Tensor:
         """What a layer computes between its projections: x [T, q | k | v, z, b, a] -> [T, Hv V]."""
-        step, n, tails, states = self.step, self.step.singles, self.state["conv"], self.state["recurrent"]
+        step, n, tails, states = self.step, self.step.num_decodes, self.state["conv"], self.state["recurrent"]
         parts = [gdn_step(x[:n], net, tails, states, step.index.slots[:n])] if n else []
         parts += [gdn_prefill(x[a:b], net, tails[slot], states[slot]) for slot, a, b in step.chunks]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -149,7 +158,7 @@ class LayerHandle:
 
         `part` cuts [T, ...] down to the tokens in question, [B, tokens, ...].
         """
-        n, parts = self.step.singles, []
+        n, parts = self.step.num_decodes, []
         if n:
             slots = self.step.index.slots[:n]
             rows = state[slots]

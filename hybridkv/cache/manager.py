@@ -18,8 +18,8 @@ import torch
 
 from hybridkv.cache.compressed_handle import CompressedHandle
 from hybridkv.cache.handle import LayerHandle
-from hybridkv.cache.page_table import StreamTable
-from hybridkv.cache.query_buffers import Rings
+from hybridkv.cache.page_table import PageTable
+from hybridkv.cache.query_buffers import QueryBuffers
 from hybridkv.cache.schema import CacheSchema
 from hybridkv.cache.state import StatePool
 from hybridkv.cache.step import CompressedStep, ForwardStep, Tokens, compressed_step, dense_step
@@ -47,14 +47,14 @@ class KVCacheManager:
         max_tokens: int,  # longest request
         device: torch.device | str = "cpu",
         exact: bool = False,  # steps run in exact mode
-        rings: int | None = None,  # requests whose last queries are kept at the same time; None: all
+        query_buffers: int | None = None,  # requests whose last queries are kept at the same time; None: all
     ) -> None:
         self.exact = exact
         self.schema, self.slots, self.max_tokens, self.device = schema, slots, max_tokens, torch.device(device)
-        self.tables = {s.name: StreamTable(s, pages[s.name], slots, max_tokens, self.device) for s in schema.streams}
+        self.tables = {s.name: PageTable(s, pages[s.name], slots, max_tokens, self.device) for s in schema.streams}
         most = slots if schema.query_window is not None else 0
-        self.rings = Rings(slots, most if rings is None else min(rings, most))
-        self.state = StatePool(schema.states, slots, self.device, self.rings.count)
+        self.query_buffers = QueryBuffers(slots, most if query_buffers is None else min(query_buffers, most))
+        self.state = StatePool(schema.states, slots, self.device, self.query_buffers.count)
         self.positions = np.zeros(slots, np.int64)
         self.reached = np.zeros(slots, np.int64)  # the furthest position that state has seen
         self.compactions: dict[int, Compaction] = {}  # of slots that were compacted
@@ -72,8 +72,8 @@ class KVCacheManager:
         slot = self._take_slot(request)
         try:
             self.state.reset(slot)
-            if self.rings.count == self.slots:
-                self.rings.take(slot, 0)
+            if self.query_buffers.count == self.slots:
+                self.query_buffers.take(slot, 0)
         except BaseException:
             self.release_request(request)
             raise
@@ -86,14 +86,14 @@ class KVCacheManager:
         self.check_shareable(int(self.positions[origin]))
         slot = self._take_slot(request)
         try:
-            if self.rings.of[origin] >= 0:
-                self.rings.require(slot, int(self.rings.since[origin]))
+            if self.query_buffers.of[origin] >= 0:
+                self.query_buffers.require(slot, int(self.query_buffers.since[origin]))
             for table in self.tables.values():
                 table.share(origin, slot)
             self.positions[slot], self.reached[slot] = self.positions[origin], self.reached[origin]
             if origin in self.compactions:
                 self.compactions[slot] = self.compactions[origin]
-            self.state.copy(origin, slot, (int(self.rings.of[origin]), int(self.rings.of[slot])))
+            self.state.copy(origin, slot, (int(self.query_buffers.of[origin]), int(self.query_buffers.of[slot])))
         except BaseException:
             self.release_request(request)
             raise
@@ -108,17 +108,17 @@ class KVCacheManager:
             table.lengths[slot] = 0
         self.positions[slot] = self.reached[slot] = 0
         self.compactions.pop(slot, None)
-        self.rings.drop(slot)
+        self.query_buffers.drop(slot)
         self._free_slots.append(slot)
 
-    def take_ring(self, request: Hashable) -> bool:
+    def take_query_buffer(self, request: Hashable) -> bool:
         """Whether the request has a ring, which keeps its last queries from here on; False: all are taken."""
         slot = self._slot(request)
-        return self.rings.take(slot, int(self.positions[slot]))
+        return self.query_buffers.take(slot, int(self.positions[slot]))
 
-    def drop_ring(self, request: Hashable) -> None:
+    def drop_query_buffer(self, request: Hashable) -> None:
         """No eviction will ask for the request's last queries any more."""
-        self.rings.drop(self._slot(request))
+        self.query_buffers.drop(self._slot(request))
 
     def can_rewind(self, request: Hashable, position: int) -> bool:
         """Whether the request's state can go back to a position."""
@@ -192,12 +192,12 @@ class KVCacheManager:
         counts = [tokens for _, tokens in plan]
         if len(set(slots)) != len(slots) or not plan or min(counts) < 1:
             raise ValueError(f"a step needs different requests with at least one new token each: {list(plan)}")
-        singles = counts.count(1)
-        if counts[:singles] != [1] * singles:
+        num_decodes = counts.count(1)
+        if counts[:num_decodes] != [1] * num_decodes:
             raise ValueError("requests with one token come first in a step")
-        if rows is not None and (rows < len(plan) or singles < len(plan)):
+        if rows is not None and (rows < len(plan) or num_decodes < len(plan)):
             raise ValueError(
-                f"{len(plan)} requests, {singles} of them with one token, do not make a step of {rows} rows"
+                f"{len(plan)} requests, {num_decodes} of them with one token, do not make a step of {rows} rows"
             )
         at, n = np.array(slots), np.array(counts)
         begins = self.positions[at]
@@ -209,7 +209,7 @@ class KVCacheManager:
             for i in np.flatnonzero((add.max(1) > 0) | copy.any(1)).tolist():
                 # two forks may both have asked for a copy of one page: the second no longer needs it
                 table.take(slots[i], add[i], table.shared(at[i : i + 1], copy[i : i + 1])[0])
-        tokens = Tokens(at, begins, n, singles)
+        tokens = Tokens(at, begins, n, num_decodes)
         return self._step(tokens if rows is None else tokens.padded(rows))
 
     def _check_reach(self, slots: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> None:
@@ -234,20 +234,20 @@ class KVCacheManager:
         if not self.schema.compressed:
             plans = [t.stream_plan(tokens) for t in self.tables.values()]
             window = self.schema.query_window
-            kept = None if window is None else tokens.ring_rows(window, self.rings.of)
+            kept = None if window is None else tokens.query_rows(window, self.query_buffers.of)
             return dense_step(tokens, plans, kept, self.device, self.exact, reach)
         entries = [t.entry_plan(tokens) for t in self.tables.values()]
         if reach is not None:
             most = {t.schema.name: t.schema.entries(reach) for t in self.tables.values()}
-            entries = [replace(e, most=most[e.name]) for e in entries]
+            entries = [replace(e, max_entries=most[e.name]) for e in entries]
         return compressed_step(tokens, entries, self.device)
 
     def begin(self, step: ForwardStep) -> None:
         """The step runs: state will have seen its tokens, committed or not."""
-        slots, begins = np.array(step.slots), np.array(step.begins)
+        slots, begins = np.array(step.slots), np.array(step.num_computed)
         real = slots >= 0
         before = np.where(begins > 0, self.reached[slots], 0)  # a step from 0 makes all state anew
-        self.reached[slots[real]] = np.maximum(before, begins + np.diff(step.starts))[real]
+        self.reached[slots[real]] = np.maximum(before, begins + np.diff(step.query_start_loc))[real]
 
     def acquire(self, step: ForwardStep) -> dict[int, LayerHandle]:
         """A handle for every layer that stores anything. Allocates nothing."""
@@ -381,7 +381,7 @@ class KVCacheManager:
             table.check(self._free_slots)
         if sorted([*self._free_slots, *self.slot_of.values()]) != list(range(self.slots)):
             raise AssertionError(f"slots are lost or owned twice: {self._free_slots} free, {self.slot_of} owned")
-        self.rings.check(self._free_slots)
+        self.query_buffers.check(self._free_slots)
 
     # ---- inside
 

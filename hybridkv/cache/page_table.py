@@ -1,4 +1,4 @@
-"""StreamTable: pages and lengths of one StreamSchema's streams, for all slots. When they change, the manager decides.
+"""PageTable: pages and lengths of one StreamSchema's streams, for all slots. When they change, the manager decides.
 
 Ownership of one stream's pages (64 entries a page, length 150):
 
@@ -22,7 +22,7 @@ from hybridkv.cache.step import EntryPlan, StreamPlan, Tokens, upload
 from hybridkv.errors import HybridKVError
 
 
-class StreamTable:
+class PageTable:
     """Pages and lengths of one StreamSchema's streams, for all slots."""
 
     def __init__(self, schema: StreamSchema, pages: int, slots: int, max_tokens: int, device: torch.device) -> None:
@@ -222,15 +222,17 @@ class StreamTable:
         """Where a step's new entries go and how long each stream is then. Slot -1: padding."""
         self._refresh(tokens.slots)
         s, P = self.schema, self.schema.entries_per_page
-        ends = tokens.begins + tokens.counts
-        new = ends // s.tokens_per_entry - tokens.begins // s.tokens_per_entry  # [B]
+        ends = tokens.num_computed + tokens.counts
+        new = ends // s.tokens_per_entry - tokens.num_computed // s.tokens_per_entry  # [B]
         real = tokens.slots >= 0
         before = np.where(real[:, None], self.lengths[tokens.slots], 0)  # [B, S]
         after, index = before + np.where(real, new, 0)[:, None], None
-        if s.tokens_per_entry == 1 and tokens.singles < len(tokens.slots):  # arrays of this size take milliseconds here
+        if s.tokens_per_entry == 1 and tokens.num_decodes < len(
+            tokens.slots
+        ):  # arrays of this size take milliseconds here
             return StreamPlan(s.name, self.mirror, after, None, P)
         if s.tokens_per_entry == 1:
-            owner, inside = tokens.owner()
+            owner, inside = tokens.token_to_req()
             entry = before[owner] + inside[:, None]  # [T, S]
             page = self.pages[tokens.slots[owner][:, None], np.arange(s.streams), entry // P].astype(np.int64)
             index = np.where(real[owner][:, None], page * P + entry % P, -1).T
@@ -240,14 +242,14 @@ class StreamTable:
         """Where a step's new entries go, for a stream whose lengths follow from positions. Slot -1: padding."""
         self._refresh(tokens.slots)
         s, P = self.schema, self.schema.entries_per_page
-        owner, inside = tokens.owner()
-        seen = tokens.begins[owner] + inside + 1  # tokens, the one in question included
+        owner, inside = tokens.token_to_req()
+        seen = tokens.num_computed[owner] + inside + 1  # tokens, the one in question included
         entry = seen // s.tokens_per_entry - 1
         index = np.full(len(owner), -1, np.int64)
         full = np.flatnonzero((seen % s.tokens_per_entry == 0) & (tokens.slots[owner] >= 0))
         page = self.pages[tokens.slots[owner[full]], 0, entry[full] // P].astype(np.int64)
         index[full] = page * P + entry[full] % P
-        longest = int((tokens.begins + tokens.counts).max(initial=0))
+        longest = int((tokens.num_computed + tokens.counts).max(initial=0))
         return EntryPlan(s.name, self.mirror[:, 0], index, s.entries(longest))
 
     def _all_changed(self, slot: int) -> None:

@@ -1,8 +1,8 @@
-"""Rings: which request has one of the rings that keep the last queries of a request, and since when.
+"""QueryBuffers: which request has a buffer for its last queries (SnapKV's observation window), and since when.
 
-Only an eviction that is still to come reads a ring. So there may be fewer of them than slots: a request takes one when
-it begins to read its prompt and gives it back when nothing will ask for it any more. Where there is one for every slot,
-each request has its own from the start.
+Only an eviction that is still to come reads a buffer. So there may be fewer buffers than slots: a request takes one
+when it begins to read its prompt and gives it back when no eviction will need it any more. Where there is one for every
+slot, each request has its own from the start.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import numpy as np
 from hybridkv.errors import HybridKVError
 
 
-class Rings:
-    def __init__(self, slots: int, rings: int) -> None:
-        self.of = np.full(slots, -1, np.int64)  # ring of each slot; -1: none
+class QueryBuffers:
+    def __init__(self, slots: int, count: int) -> None:
+        self.of = np.full(slots, -1, np.int64)  # buffer of each slot; -1: none
         self.since = np.zeros(slots, np.int64)  # position from which on it has every query
-        self.count = rings
-        self._free = list(range(rings - 1, -1, -1))
+        self.count = count
+        self._free = list(range(count - 1, -1, -1))
 
     def take(self, slot: int, position: int) -> bool:
-        """Whether the slot has a ring now."""
+        """Whether the slot has a buffer now."""
         if self.of[slot] < 0:
             if not self._free:
                 return False
@@ -28,16 +28,16 @@ class Rings:
         return True
 
     def require(self, slot: int, position: int) -> None:
-        """A ring for a slot whose past has one, or HybridKVError."""
+        """A buffer for a slot whose past has one, or HybridKVError."""
         if not self.take(slot, position):
             raise HybridKVError(
                 "the request keeps its last queries for an eviction to come, a copy of it must too, and all "
-                f"{self.count} rings for them are taken; wait until a request has been cut, or release a fork or a "
+                f"{self.count} query buffers are taken; wait until a request has been evicted, or release a fork or a "
                 "held cache"
             )
 
     def whole(self, slot: int, begin: int) -> int:
-        """The slot's ring if it has every query from position `begin` on, -1 if not."""
+        """The slot's buffer if it has every query from position `begin` on, -1 if not."""
         return int(self.of[slot]) if self.since[slot] <= begin else -1
 
     def drop(self, slot: int) -> None:
@@ -46,8 +46,8 @@ class Rings:
             self.of[slot] = -1
 
     def check(self, free_slots: list[int]) -> None:
-        """Every ring is free or has one owner, and no free slot has one."""
+        """Every buffer is free or has one owner, and no free slot has one."""
         if sorted([*self._free, *self.of[self.of >= 0].tolist()]) != list(range(self.count)):
-            raise AssertionError(f"rings are lost or owned twice: {self._free} free, {self.of.tolist()} owned")
+            raise AssertionError(f"query buffers are lost or owned twice: {self._free} free, {self.of.tolist()} owned")
         if (self.of[free_slots] >= 0).any():
-            raise AssertionError("a free slot has a ring")
+            raise AssertionError("a free slot has a query buffer")

@@ -16,11 +16,12 @@ then holds the entries of all of them. A `StreamSchema` declares a set of alike 
 
     pool tensor = [lanes, pages, entries_per_page, *shape]      one per TensorSpec
 
-*State* has a fixed size for each request (convolution tails, recurrent state, rings): `StateSchema`, one row a slot:
+*State* has a fixed size for each request (convolution tails, recurrent state, query buffers): `StateSchema`:
 
     state tensor = [layers, slots, *shape]                      one per TensorSpec, `init` is what a fresh row holds
 
-State that is **lent** has fewer rows than there are slots: a request has one only while it needs it (`rings.py`).
+State that is **lent** has fewer rows than there are slots: a request has one only while it needs it
+(`query_buffers.py`).
 
 Position is not slot
 --------------------
@@ -165,7 +166,7 @@ class CacheSchema:
         return sum(s.slot_bytes for s in self.states if not s.lent)
 
     @property
-    def ring_bytes(self) -> int:
+    def query_buffer_bytes(self) -> int:
         """State bytes that are lent to one request."""
         return sum(s.slot_bytes for s in self.states if s.lent)
 
@@ -186,7 +187,9 @@ class CacheSchema:
         """Bytes of one slot's page ids on the device, for requests of up to `tokens` tokens."""
         return sum(s.pages(tokens) for s in self.streams) * torch.int32.itemsize
 
-    def bytes(self, pages: dict[str, int], slots: int, max_tokens: int, rings: int = 0) -> int:
-        """What pools of these sizes, this many slots for requests of `max_tokens` tokens and rings allocate."""
+    def bytes(self, pages: dict[str, int], slots: int, max_tokens: int, query_buffers: int = 0) -> int:
+        """What pools of these sizes, this many slots for requests of `max_tokens` tokens and query buffers allocate."""
         pools = sum(pages[s.name] * s.page_bytes for s in self.streams)
-        return pools + slots * (self.slot_bytes + self.table_bytes(max_tokens)) + rings * self.ring_bytes
+        return (
+            pools + slots * (self.slot_bytes + self.table_bytes(max_tokens)) + query_buffers * self.query_buffer_bytes
+        )

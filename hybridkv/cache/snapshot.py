@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from hybridkv.cache.manager import Compaction, KVCacheManager
-from hybridkv.cache.page_table import StreamTable
+from hybridkv.cache.page_table import PageTable
 from hybridkv.cache.schema import CacheSchema
 from hybridkv.errors import HybridKVError, RequestError
 
@@ -97,7 +97,7 @@ def snapshot_request(manager: KVCacheManager, request: Hashable) -> Snapshot:
         for key, pool in table.pool.tensors.items():
             flat = pool.view(pool.shape[0], -1, *pool.shape[3:])
             entries[name, key] = flat[:, at].cpu()
-    ring = manager.rings.whole(slot, max(0, int(manager.positions[slot]) - (manager.schema.query_window or 0)))
+    ring = manager.query_buffers.whole(slot, max(0, int(manager.positions[slot]) - (manager.schema.query_window or 0)))
     states = {key: t.cpu() for key, t in manager.state.snapshot(slot, ring).items()}
     return Snapshot(
         fingerprint(manager.schema),
@@ -117,9 +117,9 @@ def restore_request(manager: KVCacheManager, snapshot: Snapshot, request: Hashab
         table.allocator.require(int(need[name].sum()))
     slot = manager.admit_request(request)
     try:
-        manager.rings.drop(slot)
+        manager.query_buffers.drop(slot)
         if lent_keys(manager) & snapshot.states.keys():
-            manager.rings.require(slot, 0)
+            manager.query_buffers.require(slot, 0)
         for name, table in manager.tables.items():
             table.take(slot, need[name], np.zeros(len(need[name]), bool))
             at = _places(table, table.pages[slot], snapshot.lengths[name]).to(manager.device)
@@ -127,7 +127,7 @@ def restore_request(manager: KVCacheManager, snapshot: Snapshot, request: Hashab
                 flat = pool.view(pool.shape[0], -1, *pool.shape[3:])
                 flat[:, at] = snapshot.entries[name, key].to(manager.device)
             table.lengths[slot] = snapshot.lengths[name]
-        manager.state.restore(slot, snapshot.states, int(manager.rings.of[slot]))
+        manager.state.restore(slot, snapshot.states, int(manager.query_buffers.of[slot]))
         manager.positions[slot] = snapshot.position
         manager.reached[slot] = snapshot.position + manager.schema.rewind  # what lies before it cannot come back
         if snapshot.compaction is not None:
@@ -155,11 +155,11 @@ def fingerprint(schema: CacheSchema) -> str:
     return hashlib.sha256(json.dumps([streams, states, formats, pages]).encode()).hexdigest()
 
 
-def _pages(table: StreamTable, lengths: np.ndarray) -> np.ndarray:
+def _pages(table: PageTable, lengths: np.ndarray) -> np.ndarray:
     return -(-lengths // table.schema.entries_per_page)
 
 
-def _places(table: StreamTable, rows: np.ndarray, lengths: np.ndarray) -> Tensor:
+def _places(table: PageTable, rows: np.ndarray, lengths: np.ndarray) -> Tensor:
     """Flat pool numbers of all entries, stream after stream."""
     parts = [table.flat(row, np.arange(n)) for row, n in zip(rows, lengths, strict=True)]
     return torch.from_numpy(np.concatenate(parts))

@@ -1,6 +1,6 @@
-"""StatePool: what a request holds whatever its length (recurrent state, convolution tails, rings).
+"""StatePool: what a request holds whatever its length (recurrent state, convolution tails, query buffers).
 
-One row a slot, and of what is lent one row a ring (`rings.py`).
+One row a slot, and of what is lent one row a query buffer (`query_buffers.py`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ Snapshot = dict[tuple[str, str], Tensor]  # (state, tensor) -> [layers, *shape]
 
 
 class StatePool:
-    """One tensor [layers, slots or rings, *shape] for each state spec."""
+    """One tensor [layers, slots or query buffers, *shape] for each state spec."""
 
-    def __init__(self, schemas: tuple[StateSchema, ...], slots: int, device: torch.device, rings: int = 0) -> None:
+    def __init__(
+        self, schemas: tuple[StateSchema, ...], slots: int, device: torch.device, query_buffers: int = 0
+    ) -> None:
         self.schemas, self.slots = schemas, slots
         self.tensors = {
             (s.name, t.name): torch.full(
-                (len(s.layers), rings if s.lent else slots, *t.shape), t.init, dtype=t.dtype, device=device
+                (len(s.layers), query_buffers if s.lent else slots, *t.shape), t.init, dtype=t.dtype, device=device
             )
             for s in schemas
             for t in s.tensors
@@ -31,7 +33,7 @@ class StatePool:
         return sum(t.nbytes for t in self.tensors.values())
 
     def layer(self, layer: int) -> dict[str, Tensor]:
-        """Views [slots or rings, *shape] of all state that a model layer has."""
+        """Views [slots or query buffers, *shape] of all state that a model layer has."""
         return {
             t.name: self.tensors[s.name, t.name][s.layers.index(layer)]
             for s in self.schemas
@@ -54,9 +56,9 @@ class StatePool:
             for t in s.tensors if not s.lent else ():
                 self.tensors[s.name, t.name][:, slot] = t.init
 
-    def copy(self, source: int, target: int, rings: tuple[int, int] = (-1, -1)) -> None:
-        rows = self.rows(source, rings[0])
-        for key, row in self.rows(target, rings[1]).items():
+    def copy(self, source: int, target: int, query_buffers: tuple[int, int] = (-1, -1)) -> None:
+        rows = self.rows(source, query_buffers[0])
+        for key, row in self.rows(target, query_buffers[1]).items():
             row.copy_(rows[key])
 
     def snapshot(self, slot: int, ring: int = -1) -> Snapshot:

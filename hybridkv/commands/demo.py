@@ -145,9 +145,9 @@ def with_cache(llm: LLM, cache: CacheConfig) -> LLM:
     other, plan = copy.copy(llm), llm.plan
     other.cache_config = cache
     schema = cache_schema(llm.config, cache, llm.dtype)
-    plan = other.plan = replace(plan, schema=schema, slots=1, rings=1 if schema.ring_bytes else 0)
+    plan = other.plan = replace(plan, schema=schema, slots=1, query_buffers=1 if schema.query_buffer_bytes else 0)
     sizes = (plan.schema, plan.pages, plan.slots, plan.max_tokens)
-    other.manager = KVCacheManager(*sizes, llm.device, rings=plan.rings)
+    other.manager = KVCacheManager(*sizes, llm.device, query_buffers=plan.query_buffers)
     evictor = Evictor.make(cache, other.manager, llm.config.head_dim)
     steps = llm.engine.scheduler.step_tokens
     other.engine = Engine(llm.model, other.manager, llm.tokenizer, steps, llm.engine.eos_ids, evictor)

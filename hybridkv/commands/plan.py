@@ -206,7 +206,7 @@ def buy(
     schema: CacheSchema, cache: CacheConfig, step: int, requests: int, context: int, room: int | None, limit: int
 ) -> Buy:
     """What a dtype and a budget cost for `requests` requests of `context` tokens, and what fits in `room` bytes."""
-    from hybridkv.eviction import rings_for
+    from hybridkv.eviction import query_buffers_for
     from hybridkv.planner import most_that_fits
 
     def held(tokens: int) -> int:
@@ -216,7 +216,7 @@ def buy(
         return kv_bytes(schema, tokens, cache.budget + step if cache.bounded and cache.budget is not None else None)
 
     def state(many: int) -> int:
-        return many * schema.slot_bytes + rings_for(cache, step, many) * schema.ring_bytes
+        return many * schema.slot_bytes + query_buffers_for(cache, step, many) * schema.query_buffer_bytes
 
     def need(many: int, tokens: int) -> int:
         return (many - 1) * held(tokens) + peak(tokens) + state(many) + many * schema.table_bytes(tokens)

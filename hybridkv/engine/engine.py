@@ -60,7 +60,7 @@ class Engine:
         graphs = self.runner.graphs
         held = most_held(evictor.config, step_tokens) if evictor is not None else None
         rows = graphs.rows if graphs is not None else None
-        self.scheduler = Scheduler(manager, step_tokens, held, rows, self._needs_ring)
+        self.scheduler = Scheduler(manager, step_tokens, held, rows, self._needs_query_buffer)
         self.longest = manager.tokens_alone() if held is None else manager.max_tokens  # prompt and answer
         self.launches_ahead = manager.device.type == "cuda"  # a CPU would only compute in vain
         self.flying: Flying | None = None
@@ -227,7 +227,7 @@ class Engine:
                 failed.append(request)
         return failed
 
-    def _needs_ring(self, request: Request) -> bool:
+    def _needs_query_buffer(self, request: Request) -> bool:
         return self.evictor is not None and self.evictor.reads(request, self.manager)
 
     def _inputs(self, batch: Batch) -> StepInputs:
@@ -236,9 +236,9 @@ class Engine:
             request.started_at = request.started_at or now
         if batch.tokens is not None:
             return self.runner.next_inputs(batch.tokens, batch.step)
-        parts = [r.tokens[b : b + n] for r, b, n in zip(batch.requests, batch.begins, batch.counts, strict=True)]
+        parts = [r.tokens[b : b + n] for r, b, n in zip(batch.requests, batch.num_computed, batch.counts, strict=True)]
         return self.runner.inputs(
-            parts, batch.begins, [batch.step.starts[i + 1] - 1 for i in batch.sampled], batch.step
+            parts, batch.num_computed, [batch.step.query_start_loc[i + 1] - 1 for i in batch.sampled], batch.step
         )
 
     def _extend(self, flying: Flying, failed: Sequence[Request]) -> list[Update]:
@@ -351,9 +351,9 @@ class Engine:
             self.scheduler.make_room()
         self.manager.admit_request(key)
         try:
-            if not self.scheduler.give_ring(request):
+            if not self.scheduler.give_query_buffer(request):
                 raise HybridKVError(
-                    f"all {self.manager.rings.count} rings for last queries are taken by prompts that are being read; "
+                    f"all {self.manager.query_buffers.count} query buffers are taken by prompts that are being read; "
                     "let the engine run until one has been cut, or raise max_requests"
                 )
             parts = []

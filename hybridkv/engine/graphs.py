@@ -59,8 +59,8 @@ class DecodeGraphs:
     def ready(self, step: ForwardStep) -> bool:
         """Whether the step can be replayed. The first of its kind is captured; if that fails, they all run plainly."""
         rows = len(step.slots)
-        key = self.key(rows, step.most)
-        if step.singles < rows or rows not in self.sizes or key in self.failed:
+        key = self.key(rows, step.max_entries)
+        if step.num_decodes < rows or rows not in self.sizes or key in self.failed:
             return False
         if key not in self.captured:
             try:
@@ -77,8 +77,10 @@ class DecodeGraphs:
     @torch.inference_mode()
     def replay(self, tokens: Tensor, step: ForwardStep) -> Tensor:
         """Logits [B, vocab] of a step of one token a row; valid until the next replay of any size."""
-        found = self.captured[self.key(len(step.slots), step.most)]
-        assert step.most <= found.reach, f"a graph for {found.reach} entries was asked to read {step.most}"
+        found = self.captured[self.key(len(step.slots), step.max_entries)]
+        assert step.max_entries <= found.reach, (
+            f"a graph for {found.reach} entries was asked to read {step.max_entries}"
+        )
         self.manager.begin(step)
         found.tokens.copy_(tokens)
         found.packed.copy_(step.packed)

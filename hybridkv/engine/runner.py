@@ -35,13 +35,13 @@ class Runner:
         self, tokens: Sequence[Sequence[int]], begins: Sequence[int], rows: Sequence[int], step: ForwardStep
     ) -> StepInputs:
         """Each request's tokens and first position, one request after the other; tokens of padding are 0."""
-        spare = step.starts[-1] - sum(map(len, tokens))
+        spare = step.query_start_loc[-1] - sum(map(len, tokens))
         positions = [np.arange(begin, begin + len(part)) for begin, part in zip(begins, tokens, strict=True)]
         padding = np.zeros(spare, np.int64)
         flat = [np.concatenate([*(np.asarray(x, np.int64) for x in parts), padding]) for parts in (tokens, positions)]
         arrays = [*flat, np.array(list(rows), np.int64)]
-        if step.singles < len(step.slots):
-            ends = np.array(step.starts[1:])
+        if step.num_decodes < len(step.slots):
+            ends = np.array(step.query_start_loc[1:])
             step = replace(step, tail=int((ends[np.searchsorted(ends, arrays[2], "right")] - arrays[2]).max(initial=0)))
         ids, at, wanted = upload(arrays, self.manager.device).split([len(x) for x in arrays])
         return StepInputs(ids, at, wanted, list(rows) == list(range(len(rows))), step)

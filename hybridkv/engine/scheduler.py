@@ -29,7 +29,7 @@ class Batch:
 
     requests: list[Request]
     counts: list[int]
-    begins: list[int]  # position of each request's first token in the step
+    num_computed: list[int]  # position of each request's first token in the step
     step: ForwardStep
     tokens: Tensor | None = None  # [B] one of each request, where they are on the device already
 
@@ -42,7 +42,7 @@ class Batch:
         """Indices of requests whose last token is in this step: they get a new one."""
         if self.tokens is not None:  # which are the last ones, known here or not
             return list(range(len(self.requests)))
-        ends = [b + n for b, n in zip(self.begins, self.counts, strict=True)]
+        ends = [b + n for b, n in zip(self.num_computed, self.counts, strict=True)]
         return [i for i, r in enumerate(self.requests) if ends[i] == len(r.tokens)]
 
 
@@ -53,10 +53,12 @@ class Scheduler:
         step_tokens: int,
         most_held: int | None = None,
         graph_rows: Callable[[int], int] | None = None,  # rows of the graph that decodes so many requests
-        needs_ring: Callable[[Request], bool] = lambda request: False,  # whether its last queries are to be kept
+        needs_query_buffer: Callable[[Request], bool] = lambda request: (
+            False
+        ),  # whether its last queries are to be kept
     ) -> None:
         self.manager, self.step_tokens, self.graph_rows = manager, step_tokens, graph_rows
-        self.needs_ring = needs_ring
+        self.needs_query_buffer = needs_query_buffer
         self.most_held = most_held  # tokens a stream of a request holds at the most; None: all of them
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -81,14 +83,17 @@ class Scheduler:
             plan = self._plan()
             if not plan and self.running:  # nobody here can give a ring back
                 raise HybridKVError(
-                    f"all {self.manager.rings.count} rings for last queries are taken by requests outside the engine; "
+                    f"all {self.manager.query_buffers.count} query buffers are taken by requests outside the engine; "
                     "release a fork or a restored snapshot"
                 )
             if not plan:
                 return None
             begins = [self.manager.position(r.key) for r, _ in plan]
             ahead, self.ahead = self.ahead, None
-            if ahead is not None and (ahead.requests, ahead.counts, ahead.begins) == (*map(list, zip(*plan)), begins):
+            if ahead is not None and (ahead.requests, ahead.counts, ahead.num_computed) == (
+                *map(list, zip(*plan)),
+                begins,
+            ):
                 return ahead
             try:
                 step = self.reserve([(r.key, n) for r, n in plan])
@@ -130,7 +135,7 @@ class Scheduler:
 
     def _plan(self) -> list[tuple[Request, int]]:
         pending = {r: self.pending(r) for r in self.running}
-        plan = [(r, 1) for r, n in pending.items() if n == 1 and self.give_ring(r)]
+        plan = [(r, 1) for r, n in pending.items() if n == 1 and self.give_query_buffer(r)]
         # who decodes waits for no more than a small part of a prompt, and never keeps prompts from going on
         budget = max(min(self.step_tokens, BESIDE_DECODING) - len(plan), CHUNK_QUANTUM) if plan else self.step_tokens
         for request, n in pending.items():
@@ -141,19 +146,19 @@ class Scheduler:
                 if self.most_held is not None:  # a bounded request is cut at multiples of the step
                     stop = min(stop, self.step_tokens - position % self.step_tokens)
                 chunk = self._chunk(position, min(n, stop), budget)
-                if chunk and self.give_ring(request):
+                if chunk and self.give_query_buffer(request):
                     plan.append((request, chunk))
                     budget -= chunk
         # one-token chunks of prompts join the decoding requests; in order of slots their state rows are mostly a view
         plan.sort(key=lambda item: (item[1] > 1, self.manager.slot_of[item[0].key] if item[1] == 1 else 0))
         return plan
 
-    def give_ring(self, request: Request) -> bool:
+    def give_query_buffer(self, request: Request) -> bool:
         """Whether the request can run: it has a ring, or needs none.
 
         Caches held for a next turn are dropped for theirs, longest unused first.
         """
-        while self.needs_ring(request) and not self.manager.take_ring(request.key):
+        while self.needs_query_buffer(request) and not self.manager.take_query_buffer(request.key):
             if not self.held:
                 return False
             self.release_held(self.held[0])

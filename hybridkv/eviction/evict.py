@@ -92,7 +92,7 @@ class Evictor:
         if self.due(request, manager):
             self.evict(request, manager)
         if not self.reads(request, manager):
-            manager.drop_ring(request.key)
+            manager.drop_query_buffer(request.key)
 
     def evict(self, request: Request, manager: KVCacheManager) -> int:
         """Score, choose, compact. Returns the pages that went back."""
@@ -123,11 +123,11 @@ class Evictor:
         schema, position, past = table.schema, manager.position(request.key), manager.compactions.get(slot)
         begin, G, count = max(0, position - self.config.window), schema.heads, len(schema.layers)
         when, pages, places = torch.arange(begin, position, device=device), table.rows(slot), positions(slot, manager)
-        ring = manager.rings.whole(slot, begin)
+        ring = manager.query_buffers.whole(slot, begin)
         if ring < 0:
             raise HybridKVError(
                 f"the last queries of request {request.key!r} were not kept, and its cache cannot be scored without "
-                "them; give it a ring (take_ring) before its prompt is read"
+                "them; give it a ring (take_query_buffer) before its prompt is read"
             )
         queries = last(manager.state.tensors["queries", "queries"], ring, when)  # [W, layers, H, D]
         # what softmax summed to holds as long as nothing that was summed is gone
@@ -158,9 +158,9 @@ class Evictor:
         return found
 
 
-def last(rings: torch.Tensor, ring: int, when: torch.Tensor) -> torch.Tensor:
-    """[W, layers, ...] of positions `when`, from a ring of [layers, rings, W, ...] in which p lies in row p mod W."""
-    return rings[:, ring].transpose(0, 1).index_select(0, when % rings.shape[2])
+def last(query_buffers: torch.Tensor, ring: int, when: torch.Tensor) -> torch.Tensor:
+    """[W, layers, ...] of positions `when`, from buffers [layers, B, W, ...] in which p lies in row p mod W."""
+    return query_buffers[:, ring].transpose(0, 1).index_select(0, when % query_buffers.shape[2])
 
 
 def positions(slot: int, manager: KVCacheManager) -> torch.Tensor:
@@ -192,18 +192,18 @@ def most_held(config: CacheConfig, step_tokens: int) -> int | None:
     return config.budget + step_tokens + (config.page_size if uneven else 0)
 
 
-def rings_for(config: CacheConfig, step_tokens: int, slots: int) -> int:
+def query_buffers_for(config: CacheConfig, step_tokens: int, slots: int) -> int:
     """Requests whose last queries must be kept at the same time, so that none waits for a ring; 0: nothing is evicted.
 
     After its prompt a request needs none, unless it is cut again. A prompt that is cut has more than budget + window
     tokens: a step ends one, reads some whole and begins one. Conversations, which keep theirs, share what is left: who
-    has many at once sets `rings`.
+    has many at once sets `query_buffers`.
     """
     if config.budget is None:
         return 0
     if config.bounded or config.decode_every:
         return slots
-    return min(slots, config.rings or max(RINGS, step_tokens // (config.budget + config.window + 1) + 2))
+    return min(slots, config.query_buffers or max(RINGS, step_tokens // (config.budget + config.window + 1) + 2))
 
 
 def find_policy(policy: object) -> Policy:

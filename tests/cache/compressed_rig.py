@@ -96,7 +96,7 @@ class Rig:
     def write(self, ran: Ran, fresh: Mapping[Hashable, Sequence[int]], attend: bool = False) -> None:
         """All that the layers do with the step's tokens. `fresh`: their numbers."""
         numbers = [n for name, _ in ran.plan for n in fresh[name]]
-        numbers += [-1] * (ran.step.starts[-1] - len(numbers))
+        numbers += [-1] * (ran.step.query_start_loc[-1] - len(numbers))
         at = torch.tensor(numbers, device=self.device)
         for i, layer in enumerate(self.layers):
             handle = ran.handles[i]

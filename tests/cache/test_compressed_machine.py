@@ -20,7 +20,7 @@ from hybridkv.cache import (
     compressed_handle,
     manager,
 )
-from hybridkv.cache.page_table import StreamTable
+from hybridkv.cache.page_table import PageTable
 from hybridkv.cache.step import EntryPlan, Tokens
 from hybridkv.kernels.v4.flush_csa import save_rows_ref
 
@@ -71,23 +71,23 @@ Patch = tuple[object, str, Callable[..., Any]]
 
 
 def entries_are_flushed_one_token_late() -> Patch:
-    original = StreamTable.entry_plan
+    original = PageTable.entry_plan
 
-    def entry_plan(self: StreamTable, tokens: Tokens) -> EntryPlan:
-        late = original(self, replace(tokens, begins=tokens.begins - 1))
-        return replace(late, most=original(self, tokens).most)
+    def entry_plan(self: PageTable, tokens: Tokens) -> EntryPlan:
+        late = original(self, replace(tokens, num_computed=tokens.num_computed - 1))
+        return replace(late, max_entries=original(self, tokens).max_entries)
 
-    return StreamTable, "entry_plan", entry_plan
+    return PageTable, "entry_plan", entry_plan
 
 
 def entries_lie_one_place_further() -> Patch:
-    original = StreamTable.entry_plan
+    original = PageTable.entry_plan
 
-    def entry_plan(self: StreamTable, tokens: Tokens) -> EntryPlan:
+    def entry_plan(self: PageTable, tokens: Tokens) -> EntryPlan:
         plan = original(self, tokens)
         return replace(plan, entry_index=np.where(plan.entry_index >= 0, plan.entry_index + 1, -1))
 
-    return StreamTable, "entry_plan", entry_plan
+    return PageTable, "entry_plan", entry_plan
 
 
 def token_rows_are_saved_before_they_are_read() -> Patch:
@@ -133,38 +133,38 @@ def the_window_lies_one_row_further() -> Patch:
 
 
 def the_device_is_not_told_of_new_pages() -> Patch:
-    original = StreamTable.take
+    original = PageTable.take
 
-    def take(self: StreamTable, slot: int, *rest: Any) -> None:
+    def take(self: PageTable, slot: int, *rest: Any) -> None:
         known = slot in self.changed
         original(self, slot, *rest)
         if not known and self.held[slot].max() > 1:
             self.changed.discard(slot)
 
-    return StreamTable, "take", take
+    return PageTable, "take", take
 
 
 def the_device_is_not_told_of_a_fork() -> Patch:
-    original = StreamTable.share
+    original = PageTable.share
 
-    def share(self: StreamTable, origin: int, slot: int) -> None:
+    def share(self: PageTable, origin: int, slot: int) -> None:
         original(self, origin, slot)
         self.changed.discard(slot)
 
-    return StreamTable, "share", share
+    return PageTable, "share", share
 
 
 def a_fork_counts_no_owner() -> Patch:
-    def share(self: StreamTable, origin: int, slot: int) -> None:
+    def share(self: PageTable, origin: int, slot: int) -> None:
         for array in (self.pages, self.held, self.lengths):
             array[slot] = array[origin]
         self.changed.add(slot)
 
-    return StreamTable, "share", share
+    return PageTable, "share", share
 
 
 def a_fork_starts_with_fresh_state() -> Patch:
-    return StatePool, "copy", lambda self, source, target, rings: None
+    return StatePool, "copy", lambda self, source, target, query_buffers: None
 
 
 def a_restore_forgets_the_state() -> Patch:
@@ -176,7 +176,7 @@ def a_reused_slot_keeps_its_state() -> Patch:
 
 
 def shared_pages_are_written() -> Patch:
-    return StreamTable, "shared", lambda self, slot, among: np.zeros(len(among), bool)
+    return PageTable, "shared", lambda self, slot, among: np.zeros(len(among), bool)
 
 
 def a_copied_page_loses_its_index_keys() -> Patch:

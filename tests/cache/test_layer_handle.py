@@ -47,7 +47,7 @@ def test_state_of_other_slots_stays_bit_for_bit(slots: list[int], counts: list[i
     before = tails.clone(), states.clone()
     x = torch.randn(sum(counts), sum(net.columns))
     out = LayerHandle(step, None, slice(0), {}, {"conv": tails[1], "recurrent": states[1]}).delta_net(x, net)
-    for slot, a, b in zip(slots, step.starts, step.starts[1:]):
+    for slot, a, b in zip(slots, step.query_start_loc, step.query_start_loc[1:]):
         tail, state = before[0][1, slot].clone(), before[1][1, slot].clone()
         alone = gdn_prefill(x[a:b], net, tail, state)
         assert_close_rms(f"slot {slot}", alone, out[a:b], 1e-5)  # f32, batches may be summed otherwise
@@ -124,8 +124,8 @@ def test_of_the_last_layer_only_tails_are_computed(
     pools = {name: torch.randn(B * 8, P, D) for name in ("k", "v")}
     view, step, state = StreamView(table, after, torch.from_numpy(after), None, 12), step_of(list(range(B)), counts), {}
     if window is not None:
-        made = Tokens(np.arange(B), np.full(B, 3), np.array(counts), counts.count(1)).ring_rows(window, np.arange(B))
-        step = replace(step, ring_rows=torch.from_numpy(made))
+        made = Tokens(np.arange(B), np.full(B, 3), np.array(counts), counts.count(1)).query_rows(window, np.arange(B))
+        step = replace(step, query_rows=torch.from_numpy(made))
         state = {"lse": torch.zeros(B, window, 6)}
     handle, q, gate = LayerHandle(step, view, slice(0, 2), pools, state), torch.randn(T, 6, D), torch.randn(T, 6, D)
     whole, sums = handle.attend(q, 0.25, True, gate), {name: x.clone() for name, x in state.items()}
@@ -138,7 +138,7 @@ def test_of_the_last_layer_only_tails_are_computed(
     got = LayerHandle(replace(step, tail=tail), view, slice(0, 2), pools, state).attend(q, 0.25, True, gate)
     assert got.shape == whole.shape
     few = [n if n == 1 else min(n, tail) for n in counts]
-    for end, n in zip(step.starts[1:], few):
+    for end, n in zip(step.query_start_loc[1:], few):
         assert_close_rms("output", whole[end - n : end], got[end - n : end], 1e-6)
     for name in state:
         assert_close_rms("sums", sums[name], state[name], 1e-6)

@@ -11,50 +11,50 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from cache.machine import CacheMachine
 from hybridkv.cache import KVCacheManager, OutOfPages, PageAllocator, PagedPool, StatePool
-from hybridkv.cache.page_table import StreamTable
+from hybridkv.cache.page_table import PageTable
 from hybridkv.kernels.eviction.compact import compact_ref
 
 Patch = tuple[type, str, Callable[..., Any]]
 
 
 def release_forgets_a_page() -> Patch:
-    def drop(self: StreamTable, slot: int, keep: int = 0) -> None:
+    def drop(self: PageTable, slot: int, keep: int = 0) -> None:
         rows = self.pages[slot, :, keep:]
         self.allocator.release(rows[rows >= 0][:-1])
         rows[:] = -1
         self.held[slot] = np.minimum(self.held[slot], keep)
 
-    return StreamTable, "drop", drop
+    return PageTable, "drop", drop
 
 
 def release_leaves_the_row() -> Patch:
-    def drop(self: StreamTable, slot: int, keep: int = 0) -> None:
+    def drop(self: PageTable, slot: int, keep: int = 0) -> None:
         rows = self.pages[slot, :, keep:]
         self.allocator.release(rows[rows >= 0])
         self.held[slot] = np.minimum(self.held[slot], keep)
 
-    return StreamTable, "drop", drop
+    return PageTable, "drop", drop
 
 
 def fork_counts_no_owner() -> Patch:
-    def share(self: StreamTable, origin: int, slot: int) -> None:
+    def share(self: PageTable, origin: int, slot: int) -> None:
         for array in (self.pages, self.held, self.lengths):
             array[slot] = array[origin]
 
-    return StreamTable, "share", share
+    return PageTable, "share", share
 
 
 def fork_shares_pages_reserved_for_later() -> Patch:
-    def share(self: StreamTable, origin: int, slot: int) -> None:
+    def share(self: PageTable, origin: int, slot: int) -> None:
         self.allocator.share(self.pages[origin][self.pages[origin] >= 0])
         for array in (self.pages, self.held, self.lengths):
             array[slot] = array[origin]
 
-    return StreamTable, "share", share
+    return PageTable, "share", share
 
 
 def copy_on_write_is_skipped() -> Patch:
-    return StreamTable, "shared", lambda self, slot, among: np.zeros(len(among), bool)
+    return PageTable, "shared", lambda self, slot, among: np.zeros(len(among), bool)
 
 
 def copy_on_write_copies_no_bytes() -> Patch:
@@ -82,7 +82,7 @@ def pages_are_taken_before_all_pools_are_asked() -> Patch:
 
 def a_retry_takes_pages_again() -> Patch:
     def grow(
-        self: StreamTable, slots: np.ndarray, positions: np.ndarray, tokens: np.ndarray
+        self: PageTable, slots: np.ndarray, positions: np.ndarray, tokens: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         P, lengths = self.schema.entries_per_page, self.lengths[slots]
         new = self.schema.new_entries(positions, tokens)[:, None]
@@ -90,7 +90,7 @@ def a_retry_takes_pages_again() -> Patch:
         add = np.minimum(add, self.pages.shape[2] - self.held[slots])
         return add, self.shared(slots, (lengths % P > 0) & (new > 0))
 
-    return StreamTable, "grow", grow
+    return PageTable, "grow", grow
 
 
 def commit_forgets_a_table() -> Patch:
@@ -126,8 +126,8 @@ def a_page_is_given_out_twice() -> Patch:
 
 
 def truncation_rounds_down() -> Patch:
-    original = StreamTable.drop
-    return StreamTable, "drop", lambda self, slot, keep=0: original(self, slot, max(keep - 1, 0))
+    original = PageTable.drop
+    return PageTable, "drop", lambda self, slot, keep=0: original(self, slot, max(keep - 1, 0))
 
 
 def a_reused_slot_keeps_its_state() -> Patch:
@@ -138,7 +138,7 @@ def a_fork_starts_with_fresh_state() -> Patch:
     return StatePool, "copy", lambda self, source, target, *_: self.reset(target)
 
 
-def cut(self: StreamTable, slot: int, s: int, pages: np.ndarray, length: int, returned: np.ndarray) -> None:
+def cut(self: PageTable, slot: int, s: int, pages: np.ndarray, length: int, returned: np.ndarray) -> None:
     """The last part of a compaction: the row, and what goes back."""
     row = self.pages[slot, s]
     self.allocator.release(returned)
@@ -149,7 +149,7 @@ def cut(self: StreamTable, slot: int, s: int, pages: np.ndarray, length: int, re
 
 
 def compaction_writes_into_shared_pages() -> Patch:
-    def compact(self: StreamTable, slot: int, keeps: Any) -> None:
+    def compact(self: PageTable, slot: int, keeps: Any) -> None:
         for s, keep in enumerate(keeps):
             row, n = self.pages[slot, s].copy(), -(-len(keep) // self.schema.entries_per_page)
             if len(keep) < self.lengths[slot, s]:
@@ -157,13 +157,13 @@ def compaction_writes_into_shared_pages() -> Patch:
                 self.pool.move_entries(0, *(torch.from_numpy(x) for x in places))
                 cut(self, slot, s, row[:n], len(keep), row[n:][row[n:] >= 0])
 
-    return StreamTable, "compact", compact
+    return PageTable, "compact", compact
 
 
 def compaction_forgets_to_return_a_page() -> Patch:
-    original = StreamTable.compact
+    original = PageTable.compact
 
-    def compact(self: StreamTable, *args: Any) -> None:
+    def compact(self: PageTable, *args: Any) -> None:
         release = self.allocator.release
         self.allocator.release = lambda ids: release(ids[: max(len(ids) - 1, 0)])  # type: ignore[method-assign]
         try:
@@ -171,7 +171,7 @@ def compaction_forgets_to_return_a_page() -> Patch:
         finally:
             self.allocator.release = release  # type: ignore[method-assign]
 
-    return StreamTable, "compact", compact
+    return PageTable, "compact", compact
 
 
 def compaction_turns_the_order_round() -> Patch:

@@ -76,7 +76,9 @@ def test_two_requests_in_one_step_keep_apart() -> None:
         m.admit_request(name)
     write(m, [("b", 6)], 5.0)
     step = m.prepare_forward([("b", 1), ("a", 1), ("c", 9)])
-    assert step.singles == 2 and step.starts == [0, 1, 2, 11] and step.slots == [m.slot_of[x] for x in "bac"]
+    assert (
+        step.num_decodes == 2 and step.query_start_loc == [0, 1, 2, 11] and step.slots == [m.slot_of[x] for x in "bac"]
+    )
     kv, compressed = step.streams["kv"], step.streams["compressed"]
     assert kv.lengths.tolist() == [[7] * 4, [1] * 4, [9] * 4] and compressed.lengths.tolist() == [[1], [0], [2]]
     tables = kv.table[step.index.slots]

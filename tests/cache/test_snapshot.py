@@ -210,7 +210,7 @@ def test_a_snapshot_without_state_is_refused_where_state_is_not_lent(run_of: Cal
     snapshot = taken(run_of("llama"))
     assert snapshot.states
     slot = restore_request(run.manager, replace(snapshot, states={}), "back")
-    assert run.manager.rings.of[slot] == -1 and run.manager.rings.count
+    assert run.manager.query_buffers.of[slot] == -1 and run.manager.query_buffers.count
     run.manager.check_integrity()
 
 

@@ -75,15 +75,15 @@ def test_rows_of_padding_have_no_place_anywhere() -> None:
     step = run(m, [("a", 1), ("c", 1)], rows=4)
     a, c = (m.slot_of[x] for x in "ac")
     view, table = step.streams["kv"], m.tables["kv"]
-    assert step.slots == [a, c, -1, -1] and step.singles == 4 and step.starts == [0, 1, 2, 3, 4]
+    assert step.slots == [a, c, -1, -1] and step.num_decodes == 4 and step.query_start_loc == [0, 1, 2, 3, 4]
     assert step.index.slots.tolist() == step.slots and step.index.positions.tolist() == [5, 2, 0, 0]
     assert view.lengths is not None and view.lengths.tolist() == [[6] * 4, [3] * 4, [0] * 4, [0] * 4]
     assert torch.equal(view.device_lengths, torch.from_numpy(view.lengths))
-    assert view.most == step.most == 6
+    assert view.max_entries == step.max_entries == 6
     assert view.entry_index is not None and (view.entry_index[:, 2:] == -1).all()
     pages = torch.from_numpy(np.stack([table.pages[a, :, 1], table.pages[c, :, 0]], 1)).long()
     assert torch.equal(view.entry_index[:, :2], pages * P + torch.tensor([1, 2]))
-    assert step.ring_rows is not None and step.ring_rows.tolist() == [a * WINDOW + 5 % WINDOW, c * WINDOW + 2, -1, -1]
+    assert step.query_rows is not None and step.query_rows.tolist() == [a * WINDOW + 5 % WINDOW, c * WINDOW + 2, -1, -1]
 
 
 def test_a_padding_step_is_all_padding_and_knows_no_length() -> None:
@@ -93,8 +93,8 @@ def test_a_padding_step_is_all_padding_and_knows_no_length() -> None:
     step = m.padding_step(3)
     view = step.streams["kv"]
     assert step.slots == [-1] * 3 and view.lengths is None and not view.device_lengths.any()
-    assert step.most == view.most == m.max_tokens and m.padding_step(3, reach=8).most == 8
-    assert view.entry_index is not None and (view.entry_index == -1).all() and (step.ring_rows == -1).all()
+    assert step.max_entries == view.max_entries == m.max_tokens and m.padding_step(3, reach=8).max_entries == 8
+    assert view.entry_index is not None and (view.entry_index == -1).all() and (step.query_rows == -1).all()
     assert np.array_equal(before[0], m.tables["kv"].pages) and np.array_equal(before[1], m.positions)
     real = m.prepare_forward([("a", 1)], rows=3)
     assert real.packed.shape == step.packed.shape  # a graph's buffer takes what a step brings
@@ -104,5 +104,5 @@ def test_the_last_queries_of_each_request_have_rows_in_the_ring() -> None:
     m = manager()
     step = m.prepare_forward([("b", 1), ("a", 2), ("c", 8)])
     b, a, c = (m.slot_of[x] * WINDOW for x in "bac")
-    assert step.ring_rows is not None
-    assert step.ring_rows.tolist() == [b, a, a + 1, *[-1] * 5, c + 5 % 3, c + 6 % 3, c + 7 % 3]
+    assert step.query_rows is not None
+    assert step.query_rows.tolist() == [b, a, a + 1, *[-1] * 5, c + 5 % 3, c + 6 % 3, c + 7 % 3]

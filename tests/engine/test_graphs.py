@@ -40,7 +40,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         handles, logits = self.manager.acquire(step), torch.empty(rows, self.model.config.vocab)
 
         def run() -> None:
-            assert all(int(view.device_lengths.max()) <= view.most for view in step.streams.values())
+            assert all(int(view.device_lengths.max()) <= view.max_entries for view in step.streams.values())
             logits.copy_(self.model.forward(tokens, step.index.positions, handles, None))
 
         run()

@@ -37,13 +37,13 @@ def evicting(oracle: Callable, open_llm: Callable) -> Callable[..., Engine]:
         slots: int = 4,
         context: int = 512,
         step_tokens: int = 64,
-        rings: int | None = None,
+        query_buffers: int | None = None,
         **config: Any,
     ) -> Engine:
         settings = CacheConfig(**{"kv_dtype": "f32", "page_size": 16, "window": 16, "recent": 8, **config})
         model = open_llm(oracle(kind).folder).model
         schema = cache_schema(model.config, settings, torch.float32)
-        manager = KVCacheManager(schema, schema.pool_pages(1, pool), slots, context, rings=rings)
+        manager = KVCacheManager(schema, schema.pool_pages(1, pool), slots, context, query_buffers=query_buffers)
         evictor = Evictor.make(settings, manager, model.config.head_dim)
         return Engine(model, manager, step_tokens=step_tokens, evictor=evictor)
 

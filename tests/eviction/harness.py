@@ -112,7 +112,7 @@ class MaskedRun(Run):
     def _attend(self, handle: LayerHandle, q: Tensor, scale: float, gate: Tensor | None) -> Tensor:
         layer = next(x for x in self.layers if self.manager.tables["attention"].schema.place(x)[1] == handle.rows)
         assert handle.view is not None
-        n, begin = len(q), handle.step.begins[0]
+        n, begin = len(q), handle.step.num_computed[0]
         length, P = begin + n, self.config.page_size
         pages = handle.view.table[handle.step.slots[0], handle.rows].long()  # [G, N]
         entry = torch.arange(length)

@@ -88,7 +88,7 @@ def test_any_window(window: int, run_of: Callable, monkeypatch: pytest.MonkeyPat
 
 
 def test_requests_in_one_step_capture_their_own(run_of: Callable) -> None:
-    """Two singles and a chunk in one step, against the same requests alone."""
+    """Two num_decodes and a chunk in one step, against the same requests alone."""
     ids = {name: tiny.token_ids(60, seed=i) for i, name in enumerate("abc")}
     run = run_of("qwen3_5", budget=32, slots=4)
     for name in "abc":

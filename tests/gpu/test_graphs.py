@@ -160,7 +160,7 @@ def test_requests_that_wait_for_a_ring_are_cut_as_those_that_do_not(kind: str, o
     llm, found = open_gpu(kind, "float32", "f32", budget=128), {}
     plan, evictor = llm.plan, llm.engine.evictor
     for rings in (6, 1):
-        manager = KVCacheManager(plan.schema, plan.pages, plan.slots, plan.max_tokens, "cuda", rings=rings)
+        manager = KVCacheManager(plan.schema, plan.pages, plan.slots, plan.max_tokens, "cuda", query_buffers=rings)
         engine = Engine(llm.model, manager, step_tokens=512, evictor=evictor)
         params = SamplingParams(max_tokens=24, ignore_eos=True)
         requests = [engine.add(ids(n, seed=n), params) for n in (300, 70, 250, 400, 193)]

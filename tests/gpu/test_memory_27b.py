@@ -132,7 +132,7 @@ def test_decode_goes_on_at_the_old_position() -> None:
     held = manager.held_pages("a")["attention"]
     for n in range(65):
         step = manager.prepare_forward([("a", 1)])
-        assert step.begins == [PROMPT + n] and (step.streams["attention"].lengths == BUDGET + n + 1).all()
+        assert step.num_computed == [PROMPT + n] and (step.streams["attention"].lengths == BUDGET + n + 1).all()
         manager.commit([("a", 1)])
     # a page for each stream, then one more
     assert manager.held_pages("a")["attention"] == held + 2 * 64

@@ -61,7 +61,7 @@ def case(
 ) -> tuple[Any, ...]:
     fmt, B = entry_format(kind, D, ROPE), len(requests)
     index = StepIndex.make(list(range(B)), [n for n, _ in requests], [n for _, n in requests], "cuda")
-    T, longest = len(index.owner), max(sum(request) for request in requests)
+    T, longest = len(index.token_to_req), max(sum(request) for request in requests)
     entries = None
     if ratio is not None:
         N = max(-(-(longest // ratio) // P), 1)
@@ -87,7 +87,7 @@ def case(
 def in_float64(args: tuple[Any, ...], token: int) -> Tensor:
     """One token's result [H, D] from the formula."""
     q, ring, fmt, rows, window, sink, scale, cos, sin, index, entries = args
-    b, t = int(index.owner[token]), int(index.positions[token])
+    b, t = int(index.token_to_req[token]), int(index.positions[token])
     seen = torch.arange(max(0, t - window + 1), t + 1)
     keys = load_entries_ref(ring, fmt, rows[b] * ring.shape[1] + seen % ring.shape[1])
     if entries is not None:

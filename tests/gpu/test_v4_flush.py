@@ -42,7 +42,7 @@ def test_prompts_and_decodes_in_a_launch_as_in_the_reference(streams: int, name:
             want.request("ref", *x.rows(begin), slot, [begin], key=slot)
     got, before = want.copy(), want.copy()
     index = StepIndex.make(slots, begins, counts, "cuda")
-    p, z = x.rows(len(index.owner))
+    p, z = x.rows(len(index.token_to_req))
     padding = index.token_slots < 0
     p[padding], z[padding] = torch.nan, torch.nan
     want.step("ref", p, z, index, slots)

@@ -111,7 +111,7 @@ def check(name: str, entries: list[int], counts: list[int], dtype: torch.dtype, 
     cache = Cache(name, entries)
     begins = [n * RATIO + 2 - count for n, count in zip(entries, counts)]
     index = StepIndex.make(list(range(1, len(entries) + 1)), begins, counts, "cuda")
-    T, width = len(index.owner), max(entries)
+    T, width = len(index.token_to_req), max(entries)
     q, weights = torch.randn(T, H, D).to(dtype), torch.randn(T, H) * 0.01
     args = (q, weights, cache.pages, cache.fmt, cache.table, index, RATIO, width, 0)
     got = index_logits_triton(*args, shape=shape) if shape else index_logits(*args)

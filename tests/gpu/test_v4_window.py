@@ -52,7 +52,7 @@ def exact_step(T: int) -> tuple[Tensor, ...]:
 
 def random_step(index: StepIndex) -> tuple[Tensor, ...]:
     angle = index.positions.float()[:, None] * 10_000 ** (-torch.arange(0, ROPE, 2) / ROPE)
-    return torch.randn(len(index.owner), D).to(torch.bfloat16) * 3, torch.rand(D) + 0.5, angle.cos(), angle.sin()
+    return torch.randn(len(index.token_to_req), D).to(torch.bfloat16) * 3, torch.rand(D) + 0.5, angle.cos(), angle.sin()
 
 
 @every_name
@@ -66,7 +66,7 @@ def test_append_stores_the_reference_bytes_for_exact_rows(name: str, ring_rows: 
         ([0, 1, 2], [0, 50, 1_000_000], [2000, 2049, 47]),
     ):
         index = make_index(slots, begins, counts)
-        x, weight, cos, sin = exact_step(len(index.owner))
+        x, weight, cos, sin = exact_step(len(index.token_to_req))
         x[index.token_slots < 0] = torch.nan
         before = random_pages(fmt, 65, ring_rows)
         want, got = before.clone(), before.clone()
@@ -172,7 +172,11 @@ def test_a_captured_append_follows_its_index() -> None:
     ring.zero_()
     for slots, begins in (([3, 1], [126, 5]), ([-1, 2], [9, 1_000_000]), ([-1, -1], [1, 1]), ([0, 3], [128, 127])):
         now = make_index(slots, begins, [1, 1])
-        for to, new in ((index.slots, now.slots), (index.begins, now.begins), (index.positions, now.positions)):
+        for to, new in (
+            (index.slots, now.slots),
+            (index.num_computed, now.num_computed),
+            (index.positions, now.positions),
+        ):
             to.copy_(new)
         x.copy_(exact_step(2)[0])
         graph.replay()

@@ -79,14 +79,14 @@ def zeros(*shape, dtype=torch.float32):
     return torch.zeros(shape, dtype=dtype)
 
 
-angles = {len(i.owner): (zeros(len(i.owner), 32), zeros(len(i.owner), 32)) for i in (decode, prompt)}
+angles = {T: (zeros(T, 32), zeros(T, 32)) for T in (len(decode.token_to_req), len(prompt.token_to_req))}
 table = zeros(B, 4, dtype=torch.int32)
 running = [zeros(B, 1, D) for _ in range(3)]
 for name in ("f32", "bf16", "fp8", "fp8_entry"):
     fmt = entry_format(name, D, 64)
     ring, longer, pages = (zeros(*shape, fmt.width, dtype=fmt.dtype) for shape in ((B, 128), (1, 4096), (4, 32)))
     for index in (decode, prompt):
-        T = len(index.owner)
+        T = len(index.token_to_req)
         window.append_window_triton(ring, fmt, zeros(T, D), zeros(D), 1e-6, *angles[T], index)
         q = zeros(T, 64, D, dtype=torch.bfloat16)
         for entries, splits in ((None, 1), (Entries(pages, table, 4, zeros(T, 512, dtype=torch.int32)), 4)):
@@ -107,7 +107,7 @@ for name in ("f32", "bf16", "fp8", "mxfp4", "nvfp4"):
     p, z, bias = zeros(B, 2 * C), zeros(B, 2 * C), zeros(4, 2 * C)
     flush_csa.flush_csa_triton(pages, fmt, whole, p, z, *rows, bias, zeros(C), 1e-6, *angles[B], decode, 4, 1)
     for index in (decode, prompt):
-        T = len(index.owner)
+        T = len(index.token_to_req)
         q = zeros(T, 64, C, dtype=torch.bfloat16)
         indexer.index_logits_triton(q, zeros(T, 64), pages, fmt, table, index, 4, 128, 0)
 for T, width in ((1, 262144), (B, 4096)):

@@ -130,9 +130,9 @@ class Cache:
 
     def entry_index(self, index: StepIndex, keys: list[int]) -> Tensor:
         m, out = self.compressor.ratio, []
-        for b, u in zip(index.owner.tolist(), index.positions.tolist()):
+        for b, u in zip(index.token_to_req.tolist(), index.positions.tolist()):
             out.append(self.place(keys[b], u // m) if (u + 1) % m == 0 and keys[b] >= 0 else -1)
-        return torch.tensor(out, dtype=torch.int64, device=index.owner.device)
+        return torch.tensor(out, dtype=torch.int64, device=index.token_to_req.device)
 
     def step(self, form: str, p: Tensor, z: Tensor, index: StepIndex, keys: list[int]) -> None:
         """`keys`: whose entries they are, one of each request; -1 for padding."""
@@ -153,7 +153,7 @@ class Cache:
         cos, sin = angles or x.angles(index.positions)
         args = (self.pages, self.fmt, entry_index, p, z, *self.state, x.bias, x.weight, EPS, cos, sin, index, x.ratio)
         if x.streams == 2:
-            flush_csa(*args, longest=longest or int(index.starts.diff().max()))
+            flush_csa(*args, longest=longest or int(index.query_start_loc.diff().max()))
         else:
             flush_hca(*args)
             save_running(*self.state, p, z, x.bias, index, x.ratio)

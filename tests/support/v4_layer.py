@@ -80,10 +80,10 @@ class CachedLayer:
         handle = self.manager.acquire(step)[LAYER]
         assert isinstance(handle, CompressedHandle)
         self.handle = handle
-        padding = torch.full((step.starts[-1] - sum(n for _, n in plan), self.w.shape.hidden), torch.nan)
+        padding = torch.full((step.query_start_loc[-1] - sum(n for _, n in plan), self.w.shape.hidden), torch.nan)
         self.out = self.forward(handle, step, torch.cat((*tokens.values(), padding)))
         self.manager.commit(plan)
-        return {request: self.out[a:b] for request, a, b in zip(tokens, step.starts, step.starts[1:])}
+        return {request: self.out[a:b] for request, a, b in zip(tokens, step.query_start_loc, step.query_start_loc[1:])}
 
     def run(self, x: Tensor, chunks: list[int], request: Hashable = 0) -> Tensor:
         """All of x [T, hidden] of one request, in chunks of these sizes."""

@@ -287,10 +287,10 @@ def attention_exact(
         return attention_exact_wide(q, k_pool, v_pool, table, lengths, starts, scale)
     if use_triton(q):
         return _split_rows(q, k_pool, v_pool, table, owner, seen, scale)
-    singles = int((counts == 1).argmin()) if (counts > 1).any() else len(counts)
+    num_decodes = int((counts == 1).argmin()) if (counts > 1).any() else len(counts)
     # requests with one token run together, each over its own pages; then each chunk over the pages it shares
-    runs = [(0, singles, slice(0, singles))] if singles else []
-    runs += [(starts[b], starts[b + 1], slice(b, b + 1)) for b in range(singles, len(counts))]
+    runs = [(0, num_decodes, slice(0, num_decodes))] if num_decodes else []
+    runs += [(starts[b], starts[b + 1], slice(b, b + 1)) for b in range(num_decodes, len(counts))]
     out = torch.empty_like(q)
     for begin, end, requests in runs:
         for a in range(begin, end, QUERY_BLOCK):

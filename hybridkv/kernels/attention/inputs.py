@@ -41,7 +41,7 @@ def attention_inputs_ref(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
     ring: Tensor | None = None,  # [..., H, D]
-    ring_rows: Tensor | None = None,  # [T] int64 rows of ring viewed as [rows, H, D], all different; -1: not kept
+    query_rows: Tensor | None = None,  # [T] int64 rows of ring viewed as [rows, H, D], all different; -1: not kept
 ) -> Tensor:  # q [T, H, D]
     H, G, step = heads, kv_heads, 2 if gated else 1
     rows = x.unflatten(1, (step * H + 2 * G, head_dim))
@@ -53,9 +53,9 @@ def attention_inputs_ref(
         q, k = (t if w is None else rms_norm(t, w, eps) for t, w in ((q, q_norm), (k, k_norm)))
         q, k = (rope(t, cos, sin) for t in (q, k))
     append(k_pool, v_pool, k, v, entry_index)
-    if ring is not None and ring_rows is not None:
-        kept = ring_rows >= 0
-        ring.view(-1, H, head_dim)[ring_rows[kept]] = q[kept].to(ring.dtype)
+    if ring is not None and query_rows is not None:
+        kept = query_rows >= 0
+        ring.view(-1, H, head_dim)[query_rows[kept]] = q[kept].to(ring.dtype)
     return q
 
 
@@ -100,7 +100,7 @@ def store_entries(b_x, pool, scale, o_e, D, FP8: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def attention_inputs_kernel(
-    x, cos, sin, k_pool, v_pool, k_scale, v_scale, entry_index, q_norm, k_norm, q, ring, ring_rows,
+    x, cos, sin, k_pool, v_pool, k_scale, v_scale, entry_index, q_norm, k_norm, q, ring, query_rows,
     T, H, G, D, R, eps, stride_x, stride_cos, stride_sin, stride_eg, stride_et,
     STEP: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, RING: tl.constexpr, FP8: tl.constexpr,
     OVERLAP: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
@@ -119,7 +119,7 @@ def attention_inputs_kernel(
         m_d = (o_d < D)[None, :]
         tl.store(q + o_t[:, None] * H * D + o_q, b_q, mask=m_t[:, None] & m_d)
         if RING:
-            o_r = tl.load(ring_rows + o_t, mask=m_t, other=-1)
+            o_r = tl.load(query_rows + o_t, mask=m_t, other=-1)
             tl.store(ring + o_r[:, None] * H * D + o_q, b_q.to(ring.dtype.element_ty), mask=(o_r >= 0)[:, None] & m_d)
     else:
         i_g = (i_h - H) % G
@@ -148,18 +148,18 @@ def attention_inputs_triton(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
     ring: Tensor | None = None,
-    ring_rows: Tensor | None = None,
+    query_rows: Tensor | None = None,
 ) -> Tensor:
     T, H, G, D, step = len(x), heads, kv_heads, head_dim, 2 if gated else 1
     fp8 = isinstance(k_pool, Fp8Pages)
     assert x.shape[1] == (step * H + 2 * G) * D and entry_index.shape == (G, T) and isinstance(v_pool, Fp8Pages) == fp8
     x, cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, cos, sin))
     q = torch.empty((T, H, D), dtype=x.dtype, device=x.device)
-    if ring is None or ring_rows is None:
-        ring = ring_rows = None
+    if ring is None or query_rows is None:
+        ring = query_rows = None
     else:
-        assert ring.is_contiguous() and ring.shape[-2:] == (H, D) and ring_rows.shape == (T,)
-        ring_rows = ring_rows.contiguous()
+        assert ring.is_contiguous() and ring.shape[-2:] == (H, D) and query_rows.shape == (T,)
+        query_rows = query_rows.contiguous()
     parts = []  # values and scales; without FP8 the place of the scales is taken by what is never read
     for pool in (k_pool, v_pool):
         values, scale = pool if isinstance(pool, Fp8Pages) else (pool, pool)
@@ -173,7 +173,7 @@ def attention_inputs_triton(
         attention_inputs_kernel[((H + 2 * G) * triton.cdiv(T, rows),)](
             x, cos, sin, k_values, v_values, k_scale, v_scale, entry_index,
             x if q_norm is None else q_norm, x if k_norm is None else k_norm, q,
-            q if ring is None else ring, entry_index if ring_rows is None else ring_rows,
+            q if ring is None else ring, entry_index if query_rows is None else query_rows,
             T, H, G, D, cos.shape[-1], eps, x.stride(0), cos.stride(0), sin.stride(0), *entry_index.stride(),
             STEP=step, Q_NORM=q_norm is not None, K_NORM=k_norm is not None, RING=ring is not None, FP8=fp8,
             OVERLAP=overlap, BT=rows, BD=columns, num_warps=min(4, max(1, rows * columns // 256)), launch_pdl=overlap,
@@ -196,10 +196,24 @@ def attention_inputs(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
     ring: Tensor | None = None,
-    ring_rows: Tensor | None = None,
+    query_rows: Tensor | None = None,
 ) -> Tensor:
     """Normed and turned queries [T, H, D] of a projection's output; its keys and values go to their pages."""
     form = attention_inputs_triton if use_triton(x) else attention_inputs_ref
     return form(
-        x, cos, sin, k_pool, v_pool, entry_index, heads, kv_heads, head_dim, gated, q_norm, k_norm, eps, ring, ring_rows
+        x,
+        cos,
+        sin,
+        k_pool,
+        v_pool,
+        entry_index,
+        heads,
+        kv_heads,
+        head_dim,
+        gated,
+        q_norm,
+        k_norm,
+        eps,
+        ring,
+        query_rows,
     )

@@ -52,7 +52,7 @@ def flush_csa_ref(
     last = ((entry_index >= 0) & (slots >= 0)).nonzero().squeeze(-1)  # [M] tokens that complete an entry
     back = torch.arange(2 * ratio - 1, -1, -1, device=p.device)  # previous window, then own
     at = index.positions[last, None] - back  # [M, 2m] positions
-    fresh = (at >= index.begins[index.owner[last], None]).unsqueeze(-1)
+    fresh = (at >= index.num_computed[index.token_to_req[last], None]).unsqueeze(-1)
     row = (last[:, None] - back).clamp(min=0)
     kept = (slots[last, None], at % R)
     pooled_p = torch.where(fresh, p[row], row_p[kept])  # [M, 2m, 2c]
@@ -76,9 +76,9 @@ def save_rows_ref(
     index: StepIndex,
     ratio: int,
 ) -> None:
-    R, ends = row_p.shape[1], index.begins + index.starts.diff()
+    R, ends = row_p.shape[1], index.num_computed + index.query_start_loc.diff()
     slots = index.token_slots
-    token = ((slots >= 0) & (index.positions >= ends[index.owner] - R)).nonzero().squeeze(-1)
+    token = ((slots >= 0) & (index.positions >= ends[index.token_to_req] - R)).nonzero().squeeze(-1)
     at = index.positions[token]
     row_p[slots[token], at % R] = p[token]
     row_z[slots[token], at % R] = z[token] + bias[at % ratio]
@@ -178,14 +178,15 @@ def flush_csa_triton(
     save, overlap = longest <= R + 1 - 2 * ratio, can_overlap(p, None)
     flush_csa_kernel[(T,)](
         pages, entry_index, p, z, row_p, row_z, bias, weight, cos, sin,
-        index.slots, index.begins, index.owner, index.positions, N * P, P, eps,
+        index.slots, index.num_computed, index.token_to_req, index.positions, N * P, P, eps,
         p.stride(0), z.stride(0), cos.stride(0), sin.stride(0),
         R=R, M=ratio, C=C, BR=rows, BC=columns, TURNED=2 * cos.shape[1], ROPE=fmt.rope, FORMAT=fmt.code,
         SAVE=save, OVERLAP=overlap, num_warps=max(1, min(8, rows * columns // 1024)), launch_pdl=overlap,
     )  # fmt: skip
     if not save:
         save_rows_kernel[(T,)](
-            row_p, row_z, p, z, bias, index.slots, index.begins, index.starts, index.owner, index.positions,
+            row_p, row_z, p, z, bias,
+            index.slots, index.num_computed, index.query_start_loc, index.token_to_req, index.positions,
             p.stride(0), z.stride(0), R=R, M=ratio, W=2 * C, BW=2 * columns, OVERLAP=overlap,
             num_warps=warps(2 * columns), launch_pdl=overlap,
         )  # fmt: skip

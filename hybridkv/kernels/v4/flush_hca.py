@@ -69,7 +69,7 @@ def pooled_hca_ref(
     index: StepIndex,
     ratio: int,
 ) -> Tensor:  # [M, c]
-    begins = index.begins[index.owner[last]]
+    begins = index.num_computed[index.token_to_req[last]]
     first = index.positions[last] + 1 - ratio
     now = open_pool_ref(banks, index.token_slots[last], begins, first)
     held = (begins - first).clamp(min=0)  # rows that the bank stands for
@@ -113,11 +113,11 @@ def save_running_ref(
     ratio: int,
 ) -> None:
     banks, K = (top, total, mixed), top.shape[1]
-    counts = index.starts.diff()
+    counts = index.query_start_loc.diff()
     live = ((index.slots >= 0) & (counts > 0)).nonzero().squeeze(-1)
     if not len(live):
         return
-    slots, begins, starts = index.slots[live], index.begins[live], index.starts[live]
+    slots, begins, starts = index.slots[live], index.num_computed[live], index.query_start_loc[live]
     ends = begins + counts[live]
     saved = torch.maximum(begins, ends - K)  # the first position whose pool is kept
     first = saved // ratio * ratio
@@ -257,7 +257,7 @@ def flush_hca_triton(
     columns, overlap = triton.next_power_of_2(C), can_overlap(p, None)
     flush_hca_kernel[(T,)](
         pages, entry_index, p, z, top, total, mixed, bias, weight, cos, sin,
-        index.slots, index.begins, index.owner, index.positions, N * P, P, eps,
+        index.slots, index.num_computed, index.token_to_req, index.positions, N * P, P, eps,
         p.stride(0), z.stride(0), cos.stride(0), sin.stride(0),
         K=K, M=ratio, C=C, BC=columns, TURNED=2 * cos.shape[1], ROPE=fmt.rope, FORMAT=fmt.code,
         STAGES=STAGES, OVERLAP=overlap, num_warps=warps(columns), launch_pdl=overlap,
@@ -275,7 +275,7 @@ def save_running_triton(
         return
     columns, overlap = min(BLOCK_CHANNELS, triton.next_power_of_2(C)), can_overlap(p, None)
     save_running_kernel[(B, triton.cdiv(C, columns))](
-        top, total, mixed, p, z, bias, index.slots, index.begins, index.starts, p.stride(0), z.stride(0),
+        top, total, mixed, p, z, bias, index.slots, index.num_computed, index.query_start_loc, p.stride(0), z.stride(0),
         K=K, M=ratio, C=C, BC=columns, STAGES=STAGES, OVERLAP=overlap, num_warps=warps(columns), launch_pdl=overlap,
     )  # fmt: skip
 

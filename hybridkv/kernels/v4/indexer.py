@@ -92,7 +92,7 @@ def index_logits_ref(
     q = fake_quantise(fmt, q.float()) if fmt.hadamard else q.float()
     out = torch.full((T, width), -torch.inf, device=q.device)
     visible = ((index.positions + 1) // ratio).clamp(max=width)
-    starts = index.starts.tolist()
+    starts = index.query_start_loc.tolist()
     for slot, start, stop in zip(index.slots.tolist(), starts, starts[1:]):
         n = int(visible[stop - 1]) if stop > start else 0
         if slot < 0 or n <= skip:
@@ -326,7 +326,7 @@ def index_logits_triton(
     f32 = q.dtype != torch.bfloat16 or fmt.dtype == torch.float32
     decode = DECODE_BF16 if fmt.plain else DECODE
     shape = shape or (PREFILL if 2 * len(index.slots) < T else decode)
-    read = (q, weights, keys, table, index.slots, index.owner)
+    read = (q, weights, keys, table, index.slots, index.token_to_req)
     strides = (q.stride(0), q.stride(1), weights.stride(0), table.stride(0))
     dims = dict(
         RATIO=ratio, H=H, D=D, P=P, FORMAT=fmt.code,
@@ -341,7 +341,7 @@ def index_logits_triton(
     dims |= dict(BN=shape.keys, num_warps=shape.warps, num_stages=shape.stages)
     if shape.group:
         prefill_logits_kernel[tiles, triton.cdiv(T, shape.group)](
-            *read, index.starts, index.positions, out, width, skip, T, *strides,
+            *read, index.query_start_loc, index.positions, out, width, skip, T, *strides,
             BT=shape.tokens, GROUP=shape.group, **dims,
         )  # fmt: skip
     else:

@@ -312,7 +312,7 @@ def decode_logits_hopper(
     factors = TensorDescriptor.from_tensor(rows, [1, 32], gl.NVMMASharedLayout(0, 32, 2))
     tiles = -(-width // KEYS)
     decode_logits_hopper_kernel[T, min(tiles, max(PROGRAMS // T, -(-tiles // MOST_TILES)))](
-        q, weights, codes, factors, table, index.slots, index.owner, index.positions, out, width, skip,
+        q, weights, codes, factors, table, index.slots, index.token_to_req, index.positions, out, width, skip,
         q.stride(0), q.stride(1), weights.stride(0), table.stride(0), H,
         RATIO=ratio, P=P, W=W, num_warps=WARPS, maxnreg=REGISTERS, launch_pdl=True,
     )  # fmt: skip

@@ -49,7 +49,7 @@ class Entries:
 
 def window_flat(rows: Tensor, R: int, window: int, index: StepIndex) -> Tensor:
     """Flat numbers [T, window] of the rows each token sees, newest first; -1: none."""
-    page = rows[index.owner].unsqueeze(1)
+    page = rows[index.token_to_req].unsqueeze(1)
     positions = index.positions.unsqueeze(1) - torch.arange(window, device=rows.device)
     return torch.where((page >= 0) & (positions >= 0), page * R + positions % R, -1)
 
@@ -98,7 +98,7 @@ def attention_sparse_ref(
         width += last if entries.chosen is None else entries.chosen.shape[1]
     block = max(1, BLOCK_VALUES // (width * D))
     for part in (slice(begin, begin + block) for begin in range(0, T, block)):
-        real = (index.token_slots[part] >= 0) & (rows[index.owner[part]] >= 0)
+        real = (index.token_slots[part] >= 0) & (rows[index.token_to_req[part]] >= 0)
         flat = seen[part]
         keys = load_entries_ref(ring, fmt, flat)
         if entries is not None:
@@ -189,7 +189,7 @@ def attention_sparse_triton(
     whole = dict(
         rows=rows,
         slots=index.slots,
-        owner=index.owner,
+        owner=index.token_to_req,
         sink=sink,
         cos=cos,
         sin=sin,

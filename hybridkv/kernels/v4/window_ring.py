@@ -51,9 +51,9 @@ def append_window_ref(
 ) -> None:
     S, R, _ = ring.shape
     y = norm_rope_ref(x[:, None], torch.float32, eps, weight, (cos, sin))[:, 0]
-    page = (index.slots if rows is None else rows)[index.owner]
+    page = (index.slots if rows is None else rows)[index.token_to_req]
     token = torch.arange(x.shape[0], device=x.device)
-    stored = (page >= 0) & (page < S) & (token >= index.starts[index.owner + 1] - R)
+    stored = (page >= 0) & (page < S) & (token >= index.query_start_loc[index.token_to_req + 1] - R)
     flat = torch.where(stored, page * R + index.positions % R, -1)
     store_entries_ref(ring, fmt, flat, y)
 
@@ -153,7 +153,7 @@ def append_window_triton(
     columns = max(2, triton.next_power_of_2(D))
     tokens = 1 if T <= FEW_TOKENS else max(1, min(8, BLOCK_VALUES // columns))
     overlap = can_overlap(x, None)  # one writes its last rows while the next begins
-    where = index.owner, index.positions, index.starts, index.slots if rows is None else rows
+    where = index.token_to_req, index.positions, index.query_start_loc, index.slots if rows is None else rows
     strides = x.stride(0), cos.stride(0), sin.stride(0)
     if tokens == 1 and fmt.code == FP8.value and D == columns == 64 * fmt.scale_bytes and (D - fmt.rope) % 64 == 0:
         overlap = overlap and rows is None  # the index is of the step; rows may be of the kernel before
@@ -194,7 +194,7 @@ def copy_window_ref(
     source: Tensor, target: Tensor, fmt: PageFormat, index: StepIndex, rows: Tensor, count: int
 ) -> None:
     (S, R), (S_to, R_to) = source.shape[:2], target.shape[:2]
-    position = index.begins[:, None] - count + torch.arange(count, device=source.device)  # [B, count]
+    position = index.num_computed[:, None] - count + torch.arange(count, device=source.device)  # [B, count]
     page, page_to = index.slots[:, None], rows[:, None]
     moved = (position >= 0) & (page >= 0) & (page < S) & (page_to >= 0) & (page_to < S_to)
     page, page_to = (x.expand_as(moved)[moved] for x in (page, page_to))
@@ -237,7 +237,7 @@ def copy_window_triton(
     (from_words, value, scale), (to_words, _, _) = _words(source, fmt), _words(target, fmt)
     if B and count:
         copy_window_kernel[(B, triton.cdiv(count, BLOCK_COPIED))](
-            from_words, to_words, index.slots, rows, index.begins, S, S_to, R, R_to, count,
+            from_words, to_words, index.slots, rows, index.num_computed, S, S_to, R, R_to, count,
             VALUE=value, SCALE=scale, BT=BLOCK_COPIED, BV=triton.next_power_of_2(value),
             BS=triton.next_power_of_2(max(1, scale)), num_warps=4,
         )  # fmt: skip

@@ -158,11 +158,11 @@ def test_the_last_queries_go_to_the_ring(form: Any, dtype: torch.dtype, ring_dty
     T, (H, G, D, R), slots, W = 7, (3, 2, 20, 3), 2, 5
     made = case(T, (H, G, D, R), True, dtype, "f32", True)
     made["ring"] = torch.randn(slots, W, H, D).to(ring_dtype)
-    made["ring_rows"] = torch.tensor([-1, 3, -1, 9, 0, 4, -1])
+    made["query_rows"] = torch.tensor([-1, 3, -1, 9, 0, 4, -1])
     given, q = run(form, made, DEVICE if form is attention_inputs_triton else "cpu")
     want = made["ring"].clone().view(slots * W, H, D)
     kept = [1, 3, 4, 5]
-    want[made["ring_rows"][kept]] = q.cpu()[kept].to(ring_dtype)
+    want[made["query_rows"][kept]] = q.cpu()[kept].to(ring_dtype)
     assert_same_bytes(want.view(slots, W, H, D), given["ring"])
 
 

@@ -105,7 +105,7 @@ def test_many_requests_in_a_launch_as_in_the_reference(shape: tuple[int, ...]) -
             want.request("ref", *x.rows(begin), slot, [begin], key=slot)
     got, before = want.copy(), want.copy()
     index = StepIndex.make(slots, begins, counts, DEVICE)
-    p, z = x.rows(len(index.owner))
+    p, z = x.rows(len(index.token_to_req))
     padding = index.token_slots < 0
     p[padding], z[padding] = torch.nan, torch.nan
     want.step("ref", p, z, index, keys)

@@ -50,7 +50,7 @@ class Case:
     def truth(self, exact: bool = False) -> Tensor:
         """[T, width] f64 on the stored keys, or on the exact ones; 0 where there is nothing to compare."""
         out = torch.zeros(len(self.q), self.width, dtype=torch.float64)
-        for t, (b, n) in enumerate(zip(self.index.owner.tolist(), self.visible.tolist())):
+        for t, (b, n) in enumerate(zip(self.index.token_to_req.tolist(), self.visible.tolist())):
             q, k = self.q[t].float(), self.keys[b][:n]
             if not exact:
                 q, k = (fake_quantise(self.fmt, q) if self.fmt.hadamard else q), fake_quantise(self.fmt, k)
@@ -91,7 +91,7 @@ def make(
     for _ in range(padding):  # rows of a captured graph that no request uses
         slots, begins, counts, keys = [*slots, -1], [*begins, 2**40], [*counts, 1], [*keys, torch.empty(0, D)]
     index = StepIndex.make(slots, begins, counts)
-    T = len(index.owner)
+    T = len(index.token_to_req)
     q = torch.randn(T, H + 2, D).to(dtype)[:, 1 : 1 + H]  # a slice of a wider row, as a fused projection gives it
     weights = torch.randn(T, H + 5)[:, :H] * H**-0.5
     q[index.token_slots < 0] = torch.nan

@@ -116,7 +116,7 @@ def build(
         if chosen is not None:
             picked = torch.stack([pick(int(t + 1) // ratio, chosen) for t in index.positions])
         entries = Entries(pages, table.to(DEVICE), ratio, None if picked is None else picked.to(DEVICE))
-    T = len(index.owner)
+    T = len(index.token_to_req)
     q = torch.randn(T, H + 2, D, device=DEVICE).to(dtype)[:, 1 : 1 + H]  # a slice of a wider projection
     angle = index.positions[:, None].float() * 10.0 ** -torch.arange(rope // 2, device=DEVICE)
     sink = torch.randn(H, device=DEVICE)
@@ -134,7 +134,7 @@ def pick(visible: int, K: int) -> Tensor:
 
 def oracle(case: Case, sink: bool = True, turn: bool = True) -> Tensor:
     out = torch.zeros(case.q.shape, dtype=torch.float64, device=DEVICE)
-    for i, (b, t) in enumerate(zip(case.index.owner.tolist(), case.index.positions.tolist())):
+    for i, (b, t) in enumerate(zip(case.index.token_to_req.tolist(), case.index.positions.tolist())):
         keys = case.raw[b][max(0, t - case.window + 1) : t + 1]
         if case.entries is not None:
             visible = range((t + 1) // case.entries.ratio)
@@ -281,7 +281,7 @@ def test_the_bounds_would_see_a_missing_sink_or_rotation(form: Form) -> None:
 def test_padding_gives_zeros_and_reads_nothing(form: Form, chosen: int | None) -> None:
     case = build(requests=((20, 1), (30, 1), (40, 1), (13, 2)), chosen=chosen)
     want = oracle(case)
-    case.index.slots[0], case.index.begins[0], case.index.positions[0] = -1, 2**40, 2**40
+    case.index.slots[0], case.index.num_computed[0], case.index.positions[0] = -1, 2**40, 2**40
     case.rows[2] = -1
     for row in (0, 2):
         case.q[row], case.cos[row], case.sin[row] = torch.nan, torch.nan, torch.nan

@@ -46,7 +46,7 @@ def angles(index: StepIndex, rope: int) -> tuple[Tensor, Tensor]:
 
 def exact_step(fmt: PageFormat, index: StepIndex) -> tuple[Any, ...]:
     """x, weight, cos, sin for which norm and rotation round nothing: magnitudes 1 and quarter turns."""
-    T, D = len(index.owner), fmt.dim
+    T, D = len(index.token_to_req), fmt.dim
     x = torch.randint(0, 2, (T, D)) * 2.0 - 1
     weight = torch.randint(-64, 65, (D,)) / 16
     turns = torch.randint(0, 4, (T, fmt.rope // 2))
@@ -83,7 +83,7 @@ def plainly(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> 
 def expected_places(index: StepIndex, page_of: list[int], R: int) -> dict[int, int]:
     """Flat place -> token, one token after the other: what a ring holds after a step."""
     places = {}
-    for t, (b, u) in enumerate(zip(index.owner.tolist(), index.positions.tolist())):
+    for t, (b, u) in enumerate(zip(index.token_to_req.tolist(), index.positions.tolist())):
         if page_of[b] >= 0:
             places[page_of[b] * R + u % R] = t
     return places
@@ -113,7 +113,7 @@ def test_bytes_are_those_of_the_independent_encoder_and_every_other_byte_stays(f
     fmt, S, R = entry_format(name, 200, 12), 5, 4
     index = StepIndex.make([3, -1, 0, 1], [2, 7, 10, 0], [1, 2, 3, 9])  # the last one is longer than the ring
     step = exact_step(fmt, index)
-    step[0][index.owner == 1] = torch.nan
+    step[0][index.token_to_req == 1] = torch.nan
     before = random_ring(fmt, S, R)
     after = run(form, before, fmt, step, index)
     rows = plainly(*step[:2], 0.0, *step[2:]).float()
@@ -268,7 +268,7 @@ def test_copied_rows_are_the_bytes_of_their_positions(name: str, R: int, R_to: i
     index = StepIndex.make([2, 0, -1, 3, 1], [3, 100, 50, 0, 9], [2, 1, 4, 3, 1])
     rows = torch.tensor([4, 0, 1, 2, -1])
     at = []  # (from, to), flat
-    for slot, row, begin in zip(index.slots.tolist(), rows.tolist(), index.begins.tolist()):
+    for slot, row, begin in zip(index.slots.tolist(), rows.tolist(), index.num_computed.tolist()):
         if slot >= 0 and row >= 0:
             at += [(slot * R + u % R, row * R_to + u % R_to) for u in range(max(0, begin - count), begin)]
     value, want = fmt.value_bytes, before.view(torch.uint8).clone().view(5, -1)
