@@ -113,7 +113,7 @@ class LLM:
             plan.schema, plan.pages, plan.slots, plan.max_tokens, self.device, exact, plan.query_buffers
         )
         eos = self.tokenizer.eos_ids if self.tokenizer and self.tokenizer.eos_ids else frozenset(self.config.eos_ids)
-        evictor = Evictor.make(self.cache_config, self.manager, self.config.head_dim)
+        evictor = Evictor.make(self.cache_config, self.manager, scale=self.config.head_dim**-0.5)
         self.engine = Engine(self.model, self.manager, self.tokenizer, limits.step_tokens, eos, evictor)
         template = self.tokenizer.chat_template if self.tokenizer else None
         self.chat_template = (

@@ -174,12 +174,12 @@ def best_case(s: Setup, B: int) -> Case:
 def draw_case(s: Setup, B: int) -> Case:
     """Sampling as a step does it, the host's part included: by plain calls."""
     from hybridkv.engine.sampler import draw
-    from hybridkv.request import Request
+    from hybridkv.request import Request, RequestKey
 
     def requests(temperature: float) -> list[Request]:
         params = SamplingParams(temperature=temperature, top_k=50, top_p=0.9)
         generator = torch.Generator(device=s.device)
-        return [Request(i, i, [0], 1, params, TextStream(None, ()), generator) for i in range(B)]
+        return [Request(RequestKey(i), i, [0], 1, params, TextStream(None, ()), generator) for i in range(B)]
 
     vocab, some, cold = s.shape.config.vocab, requests(0.7), requests(1e-9)
     inputs = [s.randn(B, vocab, dtype=torch.float32) for _ in range(copies(4 * B * vocab, s.device))]

@@ -105,7 +105,7 @@ def measure(engine: Engine, length: int) -> dict[str, float]:
             verify(evictor, request, engine)
         calls: dict[str, Callable[[], object]] = {
             "score": lambda r=request: [
-                evictor.policy.score(part) for part in evictor.layers(r, manager, evictor.policy.together)
+                evictor.policy.score(part) for part in evictor.layers(r, manager, evictor.policy.batchable)
             ],
             "choose": lambda r=request: evictor.choose(r, manager),
             "whole": lambda r=request: evictor.evict(r, manager),

@@ -139,11 +139,11 @@ class PrefillBench:
         fill_pages(engine.manager)
         if engine.evictor is not None:
             e = engine.evictor
-            engine.evictor = Timed(e.config, e.policy, e.scale, e.step_tokens)
+            engine.evictor = Timed(e.default, e.scale, e.step_tokens)
         return engine
 
     def row(self, engine: Engine, length: int, more: str = "") -> None:
-        budget = engine.evictor.config.budget if engine.evictor is not None else None
+        budget = engine.evictor.default.budget if engine.evictor is not None else None
         name = f"{self.kind} T={length}{more}" + ("" if budget is None else f" budget {budget}")
         self.report.attempt("prefill", name, lambda: self._row(engine, length, name, budget))
 

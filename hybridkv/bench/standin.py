@@ -34,7 +34,7 @@ def make_engine(
     schema = cache_schema(model.config, cache, dtype)
     pages = {s.name: slots * s.pages(held or context) + s.pages(spare) for s in schema.streams}
     manager = KVCacheManager(schema, pages, slots, context, device, exact)
-    evictor = Evictor.make(cache, manager, model.config.head_dim)
+    evictor = Evictor.make(cache, manager, scale=model.config.head_dim**-0.5)
     return Engine(model, manager, step_tokens=step_tokens, evictor=evictor)
 
 
@@ -100,15 +100,15 @@ def resident(engine: Engine, tokens: int, answer: int, evict: bool = True) -> Re
     manager = engine.manager
     manager.admit_request(request.key)
     evictor = engine.evictor if evict else None
-    step = evictor.step_tokens if evictor is not None and evictor.config.bounded else tokens
+    step = evictor.step_tokens if evictor is not None and evictor.default.bounded else tokens
     try:
         if evictor is not None and not engine.scheduler.give_query_buffer(request):
-            raise HybridKVError("no ring is free")
+            raise HybridKVError("no query buffer is free")
         for begin in range(0, tokens, step):
             take_pages(manager, request, min(step, tokens - begin))
             if evictor is not None and evictor.due(request, manager):
                 evictor.evict(request, manager)
-        if evictor is not None and not evictor.reads(request, manager):
+        if evictor is not None and not evictor.needs_queries(request, manager):
             manager.drop_query_buffer(request.key)
     except BaseException:
         manager.release_request(request.key)

@@ -13,7 +13,7 @@ from hybridkv.cache.manager import KVCacheManager
 from hybridkv.cache.pools import PagedPool
 from hybridkv.cache.schema import CacheSchema, CompressedLayer, StateSchema, StreamSchema, TensorSpec
 from hybridkv.cache.state import StatePool
-from hybridkv.cache.step import CompressedStep, EntryView, ForwardStep, StreamView
+from hybridkv.cache.step import ForwardStep, StreamView
 from hybridkv.errors import OutOfPages
 
 __all__ = [
@@ -22,8 +22,6 @@ __all__ = [
     "CompressedHandle",
     "CompressedLayer",
     "CompressedSpec",
-    "CompressedStep",
-    "EntryView",
     "ForwardStep",
     "KVCacheManager",
     "LayerHandle",

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hybridkv.cache.handle import LayerHandle
 from hybridkv.cache.schema import CompressedLayer
-from hybridkv.cache.step import CompressedStep, EntryView
+from hybridkv.cache.step import ForwardStep, StreamView
 from hybridkv.kernels.formats.page_layout import PageFormat, entry_format
 from hybridkv.kernels.step_index import StepIndex
 from hybridkv.kernels.topk import top_entries
@@ -84,7 +84,7 @@ def wide_pages(entries: list[int]) -> tuple[Tensor, Tensor, Tensor]:
 class CompressedHandle(LayerHandle):
     def __init__(
         self,
-        step: CompressedStep,
+        step: ForwardStep,
         layer: CompressedLayer,
         paged: dict[str, Tensor],  # [N, P, width]
         state: dict[str, Tensor],  # [slots, ...]
@@ -93,8 +93,9 @@ class CompressedHandle(LayerHandle):
         super().__init__(step, None, slice(0), paged, state)
         self.begin = begin
         self.schema = layer
+        assert step.chunk_index is not None
         self.index, self.chunks = step.index, step.chunk_index
-        self.entry_view: EntryView | None = step.entries.get(layer.kind)
+        self.entry_view: StreamView | None = step.streams.get(layer.kind)
         self.workspace: Tensor | None = None  # window of the prompt chunks, from write_swa to attend
 
     @property
@@ -138,14 +139,14 @@ class CompressedHandle(LayerHandle):
         pages, fmt = self._pages("entries" if which == "main" else "index")
         rows = self.state[f"{which}_p"], self.state[f"{which}_z"]
         longest = max(self._chunk_counts(), default=1)
-        flush_csa(pages, fmt, view.entry_index, p, z, *rows, bias, weight, eps, *angles, self.index, ratio, longest)
+        flush_csa(pages, fmt, view.entry_index[0], p, z, *rows, bias, weight, eps, *angles, self.index, ratio, longest)
 
     def maybe_flush_hca(self, p: Tensor, z: Tensor, bias: Tensor, weight: Tensor, eps: float, angles: Angles) -> None:
         """The same for p, z [T, head_dim] of a layer whose entries do not overlap."""
         view, ratio = self._entries(), self.schema.ratio
         pages, fmt = self._pages("entries")
         running = self.state["top"], self.state["total"], self.state["mixed"]
-        flush_hca(pages, fmt, view.entry_index, p, z, *running, bias, weight, eps, *angles, self.index, ratio)
+        flush_hca(pages, fmt, view.entry_index[0], p, z, *running, bias, weight, eps, *angles, self.index, ratio)
         save_running(*running, p, z, bias, self.index, ratio)
 
     # ---- computing
@@ -164,7 +165,9 @@ class CompressedHandle(LayerHandle):
         block = max(1, LOGITS // view.max_entries)
         for a in range(0, len(q), block):
             part, some = slice(a, a + block), index.part(a, a + block)
-            logits = index_logits(q[part], weights[part], pages, fmt, view.table, some, ratio, view.max_entries, topk)
+            logits = index_logits(
+                q[part], weights[part], pages, fmt, view.table[:, 0], some, ratio, view.max_entries, topk
+            )
             parts.append(top_entries(logits, visible[part], topk))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -212,7 +215,7 @@ class CompressedHandle(LayerHandle):
         view, (pages, fmt) = self._entries(), self._pages("entries")
         lengths = (self._seen() // self.schema.ratio)[self.index.token_to_req]
         chosen = torch.where(chosen < lengths[:, None], chosen.long(), -1)
-        flat = flat_entries(view.table, self.index.token_slots[:, None], chosen, pages.shape[1])
+        flat = flat_entries(view.table[:, 0], self.index.token_slots[:, None], chosen, pages.shape[1])
         return gather_entries(pages, fmt, flat, dtype)
 
     def gather_all_compressed_kv(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -221,7 +224,7 @@ class CompressedHandle(LayerHandle):
         entry = torch.arange(view.max_entries, device=pages.device)
         lengths = self._seen() // self.schema.ratio
         entry = torch.where(entry < lengths[:, None], entry, -1)
-        flat = flat_entries(view.table, self.index.slots[:, None], entry, pages.shape[1])
+        flat = flat_entries(view.table[:, 0], self.index.slots[:, None], entry, pages.shape[1])
         return gather_entries(pages, fmt, flat, dtype)
 
     # ---- inside
@@ -230,7 +233,7 @@ class CompressedHandle(LayerHandle):
         """[B] tokens of each request once the step has run."""
         return self.index.num_computed + self.index.query_start_loc.diff()
 
-    def _entries(self) -> EntryView:
+    def _entries(self) -> StreamView:
         if self.entry_view is None:
             raise ValueError(f"a {self.schema.kind} layer has no compressed entries")
         return self.entry_view
@@ -262,7 +265,7 @@ class CompressedHandle(LayerHandle):
             lengths = (index.num_computed + index.query_start_loc.diff()) // self.schema.ratio
             entry = torch.where(entry < lengths[owner, None], entry, -1)
             stored = self.paged["entries"]
-            flat = flat_entries(self.entry_view.table, index.slots[owner, None], entry, stored.shape[1])
+            flat = flat_entries(self.entry_view.table[:, 0], index.slots[owner, None], entry, stored.shape[1])
             found = Entries(gather_entries(stored, fmt, flat, wide.dtype), table, self.schema.ratio, chosen)
         return gather_entries(ring, fmt, every, wide.dtype), wide, rows, replace(index, slots=rows), found
 
@@ -282,8 +285,8 @@ class CompressedHandle(LayerHandle):
     def _sources(self, chosen: Tensor | None) -> Entries | None:
         if self.entry_view is None:
             return None
-        return Entries(self.paged["entries"], self.entry_view.table, self.schema.ratio, chosen)
+        return Entries(self.paged["entries"], self.entry_view.table[:, 0], self.schema.ratio, chosen)
 
     def _paged_view(self, name: str) -> PagedView:
         view, (pages, fmt) = self._entries(), self._pages(name)
-        return PagedView(pages, fmt, view.table, self.index.slots, self._seen() // self.schema.ratio)
+        return PagedView(pages, fmt, view.table[:, 0], self.index.slots, self._seen() // self.schema.ratio)

@@ -187,7 +187,7 @@ def table_is_right(m: KVCacheManager, handles: dict[int, Any]) -> bool:
     for layer in (CSA, HCA):
         h = handles[layer]
         pages = torch.from_numpy(m.tables[h.schema.kind].pages[:, 0])
-        if not all(torch.equal(h.entry_view.table[slot], pages[slot]) for slot in h.step.slots if slot >= 0):
+        if not all(torch.equal(h.entry_view.table[slot, 0], pages[slot]) for slot in h.step.slots if slot >= 0):
             return False
     return True
 

@@ -168,7 +168,7 @@ def prompt(request: pytest.FixtureRequest) -> tuple[Evictor, KVCacheManager]:
     manager.prepare_forward([("r", 4096)])
     manager.commit([("r", 4096)])
     state["queries", "queries"].copy_(torch.randn(state["queries", "queries"].shape))
-    evictor = Evictor.make(config, manager, model.head_dim)
+    evictor = Evictor.make(config, manager, scale=model.head_dim**-0.5)
     assert evictor is not None
     return evictor, manager
 
@@ -181,7 +181,7 @@ def test_a_whole_eviction_waits_for_the_device_once(prompt: tuple[Evictor, KVCac
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        [whole] = evictor.layers(request, manager, together=True)
+        [whole] = evictor.layers(request, manager, batched=True)
         scores = evictor.policy.score(whole).split(4)
     finally:
         torch.cuda.set_sync_debug_mode("default")
