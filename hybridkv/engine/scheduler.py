@@ -279,12 +279,12 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Release the cache; the tokens stay, and are computed again later."""
-        self.running.remove(request)
+        self.waiting.appendleft(request)  # in one queue at least at any moment, or an interrupt would lose it
         self.manager.release_request(request.key)
         request.status = Status.WAITING
         request.preemptions += 1
         request.cached_tokens = 0
-        self.waiting.appendleft(request)
+        self.running.remove(request)
 
     def finish(self, request: Request) -> None:
         """Take the request out of whatever queue it is in. Its cache is released, or held if it asked for that."""

@@ -1,4 +1,4 @@
-"""Every call of `step` ends, and says so when nothing can run: whatever was miscounted, and whoever holds the memory."""
+"""Every call of `step` ends, and says so when nothing can run, whatever was miscounted."""
 
 from collections.abc import Callable
 
@@ -61,9 +61,7 @@ def test_pages_that_a_fork_will_have_copied_are_counted_at_admission(engine_of: 
         engine.step()
     engine.drain()
     engine.manager.fork_request(first.key, "fork")
-    [free] = {
-        pages // engine.manager.tables["attention"].schema.streams for pages in engine.manager.free_pages().values()
-    }
+    free = engine.manager.free_pages()["attention"] // engine.manager.tables["attention"].schema.streams
     second = engine.add(prompt(free * 16 - 1, 1), SamplingParams(max_tokens=1))  # what is free, to the last page
     run(engine)
     assert first.answer_tokens == 30 and second.answer_tokens == 1

@@ -1,6 +1,7 @@
 """Query buffers are lent to requests that read: who has one when, who waits, and that nobody notices."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
