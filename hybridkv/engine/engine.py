@@ -255,7 +255,7 @@ class Engine:
             if bad:
                 request.finish_reason, request.error = (
                     "error",
-                    "the model gave NaN logits; its weights or inputs are broken",
+                    "the model gave logits that are NaN or infinite; its weights or inputs are broken",
                 )
                 updates.append(Update(request, None, ""))
                 continue

@@ -7,6 +7,7 @@ filter alike go together.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -25,25 +26,24 @@ class Drawn:
 
     tokens: Tensor  # [S] int64, on the device
     requests: Sequence[Request]
-    found: Tensor  # [2, S] int64, on the host: tokens, and 1 where the logits hold a NaN
-    logprobs: list[tuple[Request, Tensor]] = field(default_factory=list)  # [1 + 2 n] f64 on the host, see `_logprobs`
+    found: Tensor  # [2, S] int64, on the host: tokens, and 1 where a row of logits is broken
+    logprobs: list[tuple[int, Tensor]] = field(
+        default_factory=list
+    )  # row -> [1 + 2 n] f64 on the host, see `_logprobs`
     ready: torch.cuda.Event | None = None  # when the host tensors are; None: at once
 
     def wait(self) -> tuple[list[int], list[bool]]:
         """The tokens, and whether a row's logits were broken. Logprobs, where asked, are added to the requests."""
         if self.ready is not None:
             self.ready.synchronize()
-        for request, row in self.logprobs:
-            if request.finished:  # in a step launched before it was known
-                continue
-            if request.finish_reason is not None:  # it ended, or failed, while this was drawn
-                continue
-            token, values, ids = row[:1], *row[1:].chunk(2)
-            n = min(request.params.logprobs or 0, len(ids))
-            top = dict(zip(ids[:n].long().tolist(), values[:n].tolist(), strict=True))
-            request.logprobs.append(TokenLogprobs(float(token), top))
-        tokens, broken = self.found.tolist()
-        return tokens, [bool(bad) for bad in broken]
+        tokens, flags = self.found.tolist()
+        broken = [bool(flag) for flag in flags]
+        for i, row in self.logprobs:
+            request = self.requests[i]
+            if broken[i] or request.finished or request.finish_reason is not None:
+                continue  # no token for it, or it ended while this step ran
+            request.logprobs.append(_token_logprobs(row, request.params.logprobs or 0))
+        return tokens, broken
 
 
 @torch.inference_mode()
@@ -60,7 +60,7 @@ def draw(logits: Tensor, requests: Sequence[Request]) -> Drawn:
         _draw_alike(logits, requests, rows, found[0])
     asked = [i for i, request in enumerate(requests) if request.params.logprobs is not None]
     made = _host(_logprobs(logits, found[0], requests, asked)) if asked else ()
-    drawn = Drawn(found[0], requests, _host(found), [(requests[i], row) for i, row in zip(asked, made, strict=True)])
+    drawn = Drawn(found[0], requests, _host(found), list(zip(asked, made, strict=True)))
     if logits.is_cuda:
         drawn.ready = torch.cuda.Event()
         drawn.ready.record(torch.cuda.current_stream(logits.device))
@@ -156,6 +156,13 @@ def _logprobs(logits: Tensor, tokens: Tensor, requests: Sequence[Request], rows:
     top = logs.topk(min(most, logs.shape[1]))
     own = logs.gather(1, tokens[index].unsqueeze(1))
     return torch.cat([x.double() for x in (own, top.values, top.indices)], 1)
+
+
+def _token_logprobs(row: Tensor, count: int) -> TokenLogprobs:
+    """One row of `_logprobs`, as many of the best tokens as asked for; tokens with a probability of 0 are left out."""
+    values, ids = (half[:count].tolist() for half in row[1:].chunk(2))
+    top = {int(token): value for token, value in zip(ids, values, strict=True) if math.isfinite(value)}
+    return TokenLogprobs(float(row[0]), top)
 
 
 def _upload(values: Sequence, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,6 +1,9 @@
 """The sampler against brute force in float64, transformers' processors, and the distribution it should draw from."""
 
+import json
 import math
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -14,7 +17,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from engine.driving import prompt, run
 from hybridkv.config import SamplingParams
+from hybridkv.engine.runner import StepInputs
 from hybridkv.engine.sampler import draw, narrow, penalise
 from hybridkv.request import Request, Status
 from hybridkv.text.stream import TextStream
@@ -234,13 +239,47 @@ def test_rows_that_filter_differently_do_not_meet() -> None:
         assert together == alone
 
 
-def test_broken_rows_are_reported_and_their_neighbours_are_not() -> None:
-    logits = torch.randn(6, 50)
-    logits[1, 7], logits[3, 0], logits[5] = torch.nan, torch.inf, torch.nan
-    asks = ({}, {}, {"temperature": 1.0}, {}, {"temperature": 1.0, "top_k": 3}, {"temperature": 1.0, "top_p": 0.5})
-    tokens, bad = draw(logits, [request(seed=1, **ask) for ask in asks]).wait()
-    assert bad == [False, True, False, False, False, True]
-    assert tokens[0] == int(logits[0].argmax()) and tokens[3] == 0 and all(0 <= t < 50 for t in tokens)
+BROKEN = {"a NaN": {7: torch.nan}, "+inf": {7: torch.inf}, "all -inf": dict.fromkeys(range(50), -torch.inf)}
+
+
+@pytest.mark.parametrize("ask", ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 3}, {"top_p": 0.5}))
+def test_broken_rows_are_reported_and_their_neighbours_are_not(ask: dict) -> None:
+    logits = torch.randn(2 * len(BROKEN), 50)
+    logits[:, 3] = -torch.inf  # a token that is ruled out breaks nothing
+    for i, values in enumerate(BROKEN.values()):
+        logits[2 * i + 1, list(values)] = torch.tensor(list(values.values()))
+    rows = [request(seed=1, logprobs=50, **ask) for _ in logits]
+    tokens, broken = draw(logits, rows).wait()
+    assert broken == [False, True] * len(BROKEN)
+    assert all(0 <= token < 50 for token in tokens)
+    if not ask:
+        assert tokens[::2] == logits[::2].argmax(-1).tolist()
+    assert [len(row.logprobs) for row in rows] == [1, 0] * len(BROKEN)
+    for row in rows[::2]:
+        assert len(row.logprobs[0].top) == 49 and all(map(math.isfinite, row.logprobs[0].top.values()))
+
+
+@pytest.mark.parametrize("what", BROKEN)
+@pytest.mark.parametrize("ask", ({}, {"temperature": 0.8, "top_p": 0.9, "seed": 1}))
+def test_a_request_with_broken_logits_has_a_logprob_for_each_of_its_tokens(
+    what: str, ask: dict, engine_of: Callable
+) -> None:
+    engine = engine_of("llama")
+    forward = engine.runner.forward
+
+    def broken(inputs: StepInputs) -> Tensor:
+        logits = forward(inputs).clone()
+        if len(first.generated) == 2:
+            logits[0, list(BROKEN[what])] = torch.tensor(list(BROKEN[what].values()))
+            logits[0, 50:] = -torch.inf
+        return logits
+
+    engine.runner.forward = broken
+    first = engine.add(prompt(9), SamplingParams(max_tokens=6, logprobs=3, **ask))
+    run(engine)
+    assert first.finish_reason == "error" and "NaN or infinite" in (first.error or "")
+    assert len(first.generated) == len(first.logprobs) == 2
+    json.dumps([asdict(entry) for entry in first.logprobs], allow_nan=False)
 
 
 # ---- logprobs
