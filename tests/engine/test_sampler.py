@@ -2,6 +2,7 @@
 
 import json
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 from numerics import assert_close_rms, assert_same_bytes
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -19,6 +22,7 @@ from transformers import (
 
 from engine.driving import prompt, run
 from hybridkv.config import SamplingParams
+from hybridkv.engine import sampler
 from hybridkv.engine.runner import StepInputs
 from hybridkv.engine.sampler import draw, narrow, penalise
 from hybridkv.request import Request, Status
@@ -237,6 +241,68 @@ def test_rows_that_filter_differently_do_not_meet() -> None:
         together = sample(logits, [request(seed=i, **ask) for i, ask in enumerate(asks)])
         alone = [sample(logits[i : i + 1], [request(seed=i, **ask)])[0] for i, ask in enumerate(asks)]
         assert together == alone
+
+
+ASKS: tuple[dict, ...] = (
+    {}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.0, "top_k": 20},
+    {"temperature": 0.7, "top_k": 2999, "top_p": 0.95, "min_p": 0.01}, {"temperature": 1.0, "min_p": 0.05},
+    {"repetition_penalty": 1.3}, {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.2, "logprobs": 20},
+    {"logprobs": 100},
+)  # fmt: skip
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations make, while they live; `peak` is the largest sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given | self.known:
+                self._count(x.untyped_storage())
+        self.peak = max(self.peak, self.live)
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        size, number = storage.nbytes(), storage._cdata
+        self.live += size
+        self.known.add(number)
+        weakref.finalize(storage, self._forget, number, size)
+
+    def _forget(self, number: int, size: int) -> None:
+        self.known.discard(number)
+        self.live -= size
+
+
+@pytest.mark.parametrize("ask", ASKS, ids=str)
+def test_temporaries_stay_below_a_bound_and_blocks_change_no_token(ask: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    S, V = 40, 3000
+    logits = 3 * torch.randn(S, V)
+    whole = [request([1, 2], seed=i, **ask) for i in range(S)]
+    blocks = [request([1, 2], seed=i, **ask) for i in range(S)]
+    with LiveBytes() as unbounded:
+        want = [sample(logits, whole) for _ in range(2)]
+    monkeypatch.setattr(sampler, "BLOCK_BYTES", 3 * V * 96)  # three rows
+    with LiveBytes() as counted:
+        found = [sample(logits, blocks) for _ in range(2)]
+    bound = sampler.sampling_bytes(S, V)
+    assert bound == 3 * V * 96 + S * V and counted.peak <= bound
+    assert unbounded.peak > 2 * counted.peak or not ask  # guard: the count sees what blocks save
+    assert found == want
+    assert [r.logprobs for r in whole] == [r.logprobs for r in blocks]
+
+
+def test_a_block_is_never_less_than_a_row_and_plain_greedy_rows_need_none() -> None:
+    assert sampler.sampling_bytes(256, 248320) <= sampler.BLOCK_BYTES + 256 * 248320
+    assert sampler.sampling_bytes(2, 10**8) == 98 * 10**8
+    with LiveBytes() as counted:
+        sample(torch.randn(40, 3000), [request() for _ in range(40)])
+    assert counted.peak < 40 * 3000 * 4 + 4096  # the logits themselves
 
 
 BROKEN = {"a NaN": {7: torch.nan}, "+inf": {7: torch.inf}, "all -inf": dict.fromkeys(range(50), -torch.inf)}
