@@ -173,7 +173,7 @@ def best_case(s: Setup, B: int) -> Case:
 
 def draw_case(s: Setup, B: int) -> Case:
     """Sampling as a step does it, the host's part included: by plain calls."""
-    from hybridkv.engine.sampler import draw
+    from hybridkv.engine.sampler import sample
     from hybridkv.request import Request
 
     def requests(temperature: float) -> list[Request]:
@@ -184,7 +184,7 @@ def draw_case(s: Setup, B: int) -> Case:
     vocab, some, cold = s.shape.config.vocab, requests(0.7), requests(1e-9)
     inputs = [s.randn(B, vocab, dtype=torch.float32) for _ in range(copies(4 * B * vocab, s.device))]
     return Case(
-        lambda x: draw(x, some), inputs,
-        lambda: check("draw near temperature 0", draw(inputs[0], cold).tokens, inputs[0].argmax(-1), 0),
+        lambda x: sample(x, some), inputs,
+        lambda: check("draw near temperature 0", sample(inputs[0], cold).tokens, inputs[0].argmax(-1), 0),
         4 * B * vocab, graph=False,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 from hybridkv.cache import ForwardStep, KVCacheManager
 from hybridkv.config import SamplingParams
 from hybridkv.engine.runner import Runner, StepInputs
-from hybridkv.engine.sampler import Drawn, draw
+from hybridkv.engine.sampler import SampledTokens, sample
 from hybridkv.engine.scheduler import Batch, Scheduler
 from hybridkv.errors import HybridKVError, OutOfPages, RequestError
 from hybridkv.eviction import Evictor, most_held
@@ -40,7 +40,7 @@ class Flying:
     """A step that the device has been given, and the tokens it will bring."""
 
     batch: Batch
-    drawn: Drawn
+    drawn: SampledTokens
 
 
 class Engine:
@@ -186,7 +186,7 @@ class Engine:
 
     def _launch(self, batch: Batch) -> Flying:
         logits = self.runner.forward(self._inputs(batch))
-        return Flying(batch, draw(logits, [batch.requests[i] for i in batch.sampled]))
+        return Flying(batch, sample(logits, [batch.requests[i] for i in batch.sampled]))
 
     def _launch_ahead(self) -> Flying | None:
         """Start the step that was prepared ahead before the tokens of the one that runs are known here.

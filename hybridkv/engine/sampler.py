@@ -35,8 +35,8 @@ def _block_rows(vocab: int) -> int:
 
 
 @dataclass
-class Drawn:
-    """Tokens that a device may still be drawing. `wait` is called once."""
+class SampledTokens:
+    """Tokens that a device may still be sampling. `wait` is called once."""
 
     tokens: Tensor  # [S] int64, on the device
     requests: Sequence[Request]  # S
@@ -59,21 +59,21 @@ class Drawn:
 
 
 @torch.inference_mode()
-def draw(logits: Tensor, requests: Sequence[Request]) -> Drawn:
+def sample(logits: Tensor, requests: Sequence[Request]) -> SampledTokens:
     """The next token of each request from logits [S, vocab]."""
     found = best_tokens(logits)  # all that greedy requests without a penalty need
     tokens = found[0]
     for rows in _groups(requests):
-        _draw_group(logits, requests, rows, tokens)
+        _sample_group(logits, requests, rows, tokens)
     asked = [i for i, request in enumerate(requests) if request.params.logprobs is not None]
     logprobs = []
     if asked:
         logprobs = list(zip(asked, _host(_logprobs(logits, tokens, requests, asked)), strict=True))
-    drawn = Drawn(tokens, requests, _host(found), logprobs)
+    sampled = SampledTokens(tokens, requests, _host(found), logprobs)
     if logits.is_cuda:
-        drawn.ready = torch.cuda.Event()
-        drawn.ready.record(torch.cuda.current_stream(logits.device))
-    return drawn
+        sampled.ready = torch.cuda.Event()
+        sampled.ready.record(torch.cuda.current_stream(logits.device))
+    return sampled
 
 
 def _groups(requests: Sequence[Request]) -> list[list[int]]:
@@ -88,7 +88,7 @@ def _groups(requests: Sequence[Request]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _draw_group(logits: Tensor, requests: Sequence[Request], rows: list[int], tokens: Tensor) -> None:
+def _sample_group(logits: Tensor, requests: Sequence[Request], rows: list[int], tokens: Tensor) -> None:
     """Write the tokens of rows that have the same kind of filters (their bounds may differ), or are all greedy."""
     params = [requests[i].params for i in rows]
     columns = [
@@ -101,10 +101,10 @@ def _draw_group(logits: Tensor, requests: Sequence[Request], rows: list[int], to
     size = _block_rows(logits.shape[1])
     for begin in range(0, len(rows), size):
         block = rows[begin : begin + size]
-        _draw_block(logits, [requests[i] for i in block], table[:, begin : begin + size], tokens)
+        _sample_block(logits, [requests[i] for i in block], table[:, begin : begin + size], tokens)
 
 
-def _draw_block(logits: Tensor, requests: Sequence[Request], table: Tensor, tokens: Tensor) -> None:
+def _sample_block(logits: Tensor, requests: Sequence[Request], table: Tensor, tokens: Tensor) -> None:
     """One block of a group: table [4, n] f64 has row numbers, temperatures, top-p and min-p."""
     first = requests[0].params
     index = table[0].long()
@@ -118,7 +118,7 @@ def _draw_block(logits: Tensor, requests: Sequence[Request], table: Tensor, toke
     else:
         # relative to the best score: a temperature near 0 then makes the others -inf, and not the best one inf
         scores.sub_(scores.amax(-1, keepdim=True)).div_(temperature)
-        scores, ids = narrow(
+        scores, ids = filter_logits(
             scores, first.top_k, top_p if first.top_p < 1 else None, min_p if first.min_p > 0 else None
         )
         noise = _noise(requests, logits.shape[1], logits.device)
@@ -155,7 +155,7 @@ def penalise(logits: Tensor, request: Request) -> Tensor:
     return torch.where(request.seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def narrow(
+def filter_logits(
     scores: Tensor,  # [n, vocab] f32
     top_k: int,  # 0: all
     top_p: Tensor | None,  # [n, 1]
