@@ -9,7 +9,7 @@ twice. Tables change there; positions and lengths move only in `commit`, once th
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -50,6 +50,7 @@ class KVCacheManager:
         query_buffers: int | None = None,  # requests whose last queries are kept at the same time; None: all
     ) -> None:
         self.exact = exact
+        self.model_fingerprint: Callable[[], str] = lambda: ""  # names the model whose entries these are
         self.schema, self.slots, self.max_tokens, self.device = schema, slots, max_tokens, torch.device(device)
         self.tables = {s.name: PageTable(s, pages[s.name], slots, max_tokens, self.device) for s in schema.streams}
         most = slots if schema.query_window is not None else 0
