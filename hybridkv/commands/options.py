@@ -14,11 +14,12 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import Field, asdict, dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from typer import BadParameter, Option
 
+from hybridkv.bench.options import flag_of, is_list, read_list
 from hybridkv.config import CacheConfig, EngineConfig, SamplingParams
 from hybridkv.overrides import overridden
 
@@ -253,7 +254,9 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     groups = {name: kind for name, kind in hints.items() if is_dataclass(kind) and isinstance(kind, type)}
     own = [p.replace(annotation=hints[n]) for n, p in inspect.signature(command).parameters.items() if n not in groups]
     spread = [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=annotation)
+        inspect.Parameter(
+            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=_typer_annotation(f, annotation)
+        )
         for group in groups.values()
         for f, annotation in zip(fields(group), get_type_hints(group, include_extras=True).values(), strict=True)
     ]
@@ -268,6 +271,21 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run
+
+
+def _typer_annotation(f: Field[Any], hint: Any) -> Any:
+    """The field's own annotation; a benchmark's option, which is declared without typer, gets one."""
+    if "metavar" not in f.metadata:
+        return hint
+    about: dict[str, Any] = {"help": f.metadata["help"]}
+    if f.metadata["metavar"]:
+        about["metavar"] = f.metadata["metavar"]
+    if is_list(f):
+        default: Any = f.default
+        about["parser"] = functools.partial(read_list, f)
+        about["show_default"] = ",".join(str(item) for item in default) or False
+        hint = str
+    return Annotated[hint, Option(flag_of(f), **about)]
 
 
 def utf8(text: str) -> str:
