@@ -3,9 +3,9 @@
 Random weights, the same in both. Prefill: a prompt in chunks, seconds (ours after a first pass over the same prompt,
 which compiles) and peak memory beyond the weights, caches included. Decode: one token of one request after the prompt,
 by a forward of transformers and by a step of the engine (graph replay, sampling and bookkeeping included), and the
-graph's own time. transformers reads all prompts, too, and after the first one the logits of both for 1024 tokens are
-compared; --skip-peers leaves out both. While the models are made, a process for each kind of cache compiles on a cut of
-four layers. What matters most comes first.
+graph's own time. transformers reads all prompts, too, and after the first one the last logits of both are compared;
+--skip-peers leaves out both. While the models are made, a process for each kind of cache compiles on four layers. What
+matters most comes first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from hybridkv import CacheConfig, SamplingParams
 from hybridkv.bench.options import BenchOptions
 from hybridkv.bench.report import Column, Report, check, rounding
 from hybridkv.bench.shapes import Shape, find_shape, first_layers, make_shape
-from hybridkv.bench.timing import GIB, Ceilings, Meter, free_memory, sync
+from hybridkv.bench.timing import GIB, Ceilings, Meter, free_memory
 from hybridkv.cache import KVCacheManager
 from hybridkv.checkpoint.in_memory import InMemory
 from hybridkv.checkpoint.loader import Loader
@@ -32,6 +32,9 @@ from hybridkv.models import FAMILIES, cache_schema
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Model
 from hybridkv.models.random_weights import random_decoder
+
+if TYPE_CHECKING:
+    from hybridkv.bench.peers_v4 import V4Peer
 
 LAYERS, EXPERTS = 8, 16  # that one GPU holds twice
 CHUNK = 4096
@@ -59,19 +62,20 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
     compilers = start_compilers(shape, kinds, prompts, chunk)
     begin = time.monotonic()
     report.doing("making weights")
-    bench = V4Bench(shape, report, chunk)
+    bench = V4Bench(shape, report, chunk, options.skip_peers)
     report.note(f"models are made in {time.monotonic() - begin:.0f} s; {wait_for(compilers, begin)}")
     for prompt in prompts:
         tokens = torch.randint(0, shape.config.vocab, (prompt,), device=shape.device)
         for kind in kinds:
             report.attempt(f"hybridkv {kind}", f"prompt {prompt}", lambda t=tokens, k=kind: bench.ours(t, k))
             free_memory(shape.device)
-        if options.skip_peers:
+        peer = bench.peer
+        if peer is None:
             continue
-        report.attempt("transformers", f"prompt {prompt}", lambda t=tokens: bench.theirs(t))
+        report.attempt("transformers", f"prompt {prompt}", lambda t=tokens, peer=peer: bench.theirs(t, peer))
         free_memory(shape.device)
         if prompt == prompts[0]:
-            report.attempt("agreement", f"prompt {CHECKED}", bench.agreement)
+            report.attempt("agreement", f"prompt {CHECKED}", lambda peer=peer: bench.agreement(peer))
             free_memory(shape.device)
     return report
 
@@ -85,14 +89,20 @@ def smaller(shape: Shape, layers: int | None) -> Shape:
 
 
 class V4Bench:
-    """One set of weights, in transformers' model and in ours."""
+    """One set of weights in our model; with peers, those of transformers' model."""
 
-    def __init__(self, shape: Shape, report: Report, chunk: int) -> None:
+    def __init__(self, shape: Shape, report: Report, chunk: int, skip_peers: bool) -> None:
         self.shape, self.report, self.chunk = shape, report, chunk
-        self.hf = build(shape)
-        config = ModelConfig.from_dict(self.hf.config.to_dict())
-        loader = Loader(InMemory(self.hf.state_dict()), torch.device(shape.device), shape.dtype)
-        self.model: Model = FAMILIES[config.architecture].load(config, loader)
+        self.peer = None
+        if skip_peers:
+            self.model: Model = random_decoder(shape.config, shape.device, shape.dtype)
+            return
+        from hybridkv.bench.peers_v4 import V4Peer
+
+        self.peer = V4Peer(shape)
+        config = ModelConfig.from_dict(self.peer.config())
+        loader = Loader(InMemory(self.peer.weights()), torch.device(shape.device), shape.dtype)
+        self.model = FAMILIES[config.architecture].load(config, loader)
 
     def ours(self, tokens: Tensor, kind: str) -> None:
         engine = engine_for(self.model, self.shape, kind, len(tokens) + 64, self.chunk)
@@ -104,48 +114,22 @@ class V4Bench:
             peak_gib=meter.peak + engine.manager.memory_bytes() / GIB, tokens=len(tokens), kv_dtype=kind,
         )  # fmt: skip
 
-    def theirs(self, tokens: Tensor) -> None:
-        run_transformers(self.hf, tokens[: self.chunk], self.chunk, 1)  # warms up
-        meter, seconds = run_transformers(self.hf, tokens, self.chunk, PEER_STEPS)
+    def theirs(self, tokens: Tensor, peer: V4Peer) -> None:
+        peer.run(tokens[: self.chunk], self.chunk, 1)  # warms up
+        meter, seconds = peer.run(tokens, self.chunk, PEER_STEPS)
         self.report.add(
             "transformers", f"prompt {len(tokens)}", s=meter.seconds, ms=seconds * 1e3, peak_gib=meter.peak,
             tokens=len(tokens),
         )  # fmt: skip
 
-    @torch.inference_mode()
-    def agreement(self) -> None:
+    def agreement(self, peer: V4Peer) -> None:
         """Relative RMS between both models' last logits: two forms of one model whose sums run in other orders."""
         tokens = torch.randint(0, self.shape.config.vocab, (CHECKED,), device=self.shape.device)
-        want = self.hf(input_ids=tokens[None], use_cache=False, logits_to_keep=1).logits[0, -1].float()
         kind = "bf16" if self.shape.device == "cuda" else "f32"
         engine = engine_for(self.model, self.shape, kind, CHECKED + 64, CHECKED)
-        got = engine.score(tokens.tolist())[-1]
+        got, want = engine.score(tokens.tolist())[-1], peer.last_logits(tokens)
         error = check("the last logits beside transformers'", got, want, rounding(self.shape.config.layers))
         self.report.note(f"last logits of {CHECKED} tokens against transformers, relative RMS: {error:.1e}")
-
-
-def build(shape: Shape) -> Any:
-    """transformers' model; what it starts at zero is drawn too."""
-    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
-
-    config = DeepseekV4Config(**{k: v for k, v in shape.raw.items() if k not in ("model_type", "dtype")})
-    torch.set_default_dtype(shape.dtype)
-    try:
-        with torch.device(shape.device):
-            model = DeepseekV4ForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    experts = config.n_routed_experts
-    for name, p in [*model.named_parameters(), *model.named_buffers()]:
-        if name.endswith(("sinks", "position_bias")):
-            p.data.normal_()
-        elif name.endswith(("base", "e_score_correction_bias")):
-            p.data.normal_(0, 0.3)
-        elif name.endswith("tid2eid"):
-            p.data.copy_(torch.rand(p.shape[0], experts, device=p.device).topk(p.shape[1]).indices)
-        elif p.ndim >= 2 and p.is_floating_point():
-            p.data.mul_(2.0)  # the start of 0.02 leaves every softmax flat
-    return model
 
 
 def engine_for(model: Model, shape: Shape, kind: str, context: int, chunk: int) -> Engine:
@@ -183,27 +167,6 @@ def wait_for(compilers: list[subprocess.Popen], begin: float) -> str:
             each.wait()
     said = ", ".join("ended" if each.returncode == 0 else f"exit {each.returncode}" for each in compilers)
     return f"kernels are compiled after {time.monotonic() - begin:.0f} s ({said})"
-
-
-@torch.inference_mode()
-def run_transformers(model: Any, tokens: Tensor, chunk: int, steps: int) -> tuple[Meter, float]:
-    """The prompt in chunks, and the median seconds of a decode step."""
-    from transformers import DynamicCache
-
-    device = tokens.device.type
-    cache = DynamicCache(config=model.config)
-    out: Any = None
-    with Meter(device) as prefill:
-        for a in range(0, len(tokens), chunk):
-            out = model(input_ids=tokens[None, a : a + chunk], past_key_values=cache, logits_to_keep=1)
-    times = []
-    for _ in range(steps):
-        sync(device)
-        begin = time.perf_counter()
-        out = model(input_ids=out.logits[:, -1:].argmax(-1), past_key_values=cache)
-        sync(device)
-        times.append(time.perf_counter() - begin)
-    return prefill, sorted(times)[len(times) // 2]
 
 
 def run_ours(engine: Engine, tokens: Tensor, steps: int) -> tuple[Meter, float]:

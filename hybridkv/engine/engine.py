@@ -184,6 +184,8 @@ class Engine:
         finally:
             self.launches_ahead = ahead
 
+    drain = settle
+
     def _launch(self, batch: Batch) -> Flying:
         logits = self.runner.forward(self._inputs(batch))
         return Flying(batch, sample(logits, [batch.requests[i] for i in batch.sampled]))
