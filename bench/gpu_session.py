@@ -36,7 +36,7 @@ STARTING = 14.0  # seconds that a benchmark takes before its first row, and to e
 
 class Step(NamedTuple):
     name: str
-    seconds: float  # at the most
+    seconds: float  # at most
     command: list[str]
 
 

@@ -245,8 +245,8 @@ def graph_ms(engine: Engine) -> float | None:
     graphs, running = engine.runner.graphs, engine.scheduler.running
     if graphs is None or not running:
         return None
-    most = max(int(n.max()) for r in running for n in engine.manager.lengths(r.key).values())
-    found = graphs.captured.get(graphs.key(graphs.rows(len(running)), most))
+    longest = max(int(n.max()) for r in running for n in engine.manager.lengths(r.key).values())
+    found = graphs.captured.get(graphs.key(graphs.rows(len(running)), longest))
     if found is None:
         return None
     graph = found.graph

@@ -1,7 +1,7 @@
 """Every op alone, one layer, at the widths of a model: time, bytes or operations, and what bounds it.
 
-A row's time is the median of CUDA-graph replays over inputs that take turns, larger together than the chip's cache
-(sixty-four at the most: the smallest ops stay in it). "torch" is the op's reference in plain torch, by plain calls.
+A row's time is the median of CUDA-graph replays over inputs that alternate, larger together than the chip's cache
+(at most sixty-four: the smallest ops stay in it). "torch" is the op's reference in plain torch, by plain calls.
 The floor is the bytes that must move at the copy rate of this run, or the operations at its matmul rate. Peers are
 what is installed: torch's SDPA backends on contiguous keys, fla. Exact forms have the fast ones beside them.
 

@@ -75,10 +75,10 @@ def find_shape(name: str | None, layers: int | None = None, device: str = "auto"
 
 
 def first_layers(raw: dict[str, Any], layers: int) -> dict[str, Any]:
-    cut = {"num_hidden_layers": layers}
+    changed: dict[str, Any] = {"num_hidden_layers": layers}
     if "compress_ratios" in raw:
-        cut["compress_ratios"] = raw["compress_ratios"][:layers]
-    return raw | cut
+        changed["compress_ratios"] = raw["compress_ratios"][:layers]
+    return raw | changed
 
 
 def make_shape(name: str, raw: dict[str, Any], device: str, dtype: torch.dtype) -> Shape:

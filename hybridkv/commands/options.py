@@ -71,7 +71,7 @@ class ModelOptions:
         Option(
             "--max-requests",
             metavar="N",
-            help=f"requests resident at once; as many as there are prompts, {_ENGINE['max_requests']} at the most",
+            help=f"requests resident at once; as many as there are prompts, {_ENGINE['max_requests']} at most",
         ),
     ] = None
     context: Annotated[
@@ -220,7 +220,7 @@ _ONLY_WITH_BUDGET = {
 class SamplingOptions:
     """How tokens are chosen and when an answer ends."""
 
-    max_tokens: Annotated[int, Option("--max-tokens", metavar="N", help="most tokens of an answer")] = _SAMPLING[
+    max_tokens: Annotated[int, Option("--max-tokens", metavar="N", help="longest answer, in tokens")] = _SAMPLING[
         "max_tokens"
     ]
     temperature: Annotated[float, Option("--temperature", metavar="X", help="0 takes the likeliest token")] = _SAMPLING[
