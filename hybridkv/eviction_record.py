@@ -28,6 +28,7 @@ class EvictionRecord:
         total = int(lengths.sum())
         number = np.uint32 if total < 1 << 32 else np.uint64
         sizes = {"kept": 4 * len(stays), "dropped": 4 * (total - len(stays)), "mask": total // 8}
+        self._data: np.ndarray
         self._form = min(sizes, key=sizes.__getitem__)
         if self._form == "kept":
             self._data = stays.astype(number)

@@ -72,7 +72,7 @@ def norm_cases(s: Setup) -> Iterator[Listed]:
 def sampling_cases(s: Setup) -> Iterator[Listed]:
     for B in s.some((1, 64), (1,), (2,)):
         yield Listed("best_tokens", f"B={B} of {s.shape.config.vocab}", partial(best_case, s, B))
-        yield Listed("draw", f"B={B} of {s.shape.config.vocab}, top-k 50, top-p 0.9", partial(draw_case, s, B))
+        yield Listed("sample", f"B={B} of {s.shape.config.vocab}, top-k 50, top-p 0.9", partial(sample_case, s, B))
 
 
 def linear_case(s: Setup, kind: str, rows: int, inputs: int, T: int, exact: bool = False, gated: bool = False) -> Case:
@@ -171,9 +171,9 @@ def best_case(s: Setup, B: int) -> Case:
     )  # fmt: skip
 
 
-def draw_case(s: Setup, B: int) -> Case:
+def sample_case(s: Setup, B: int) -> Case:
     """Sampling as a step does it, the host's part included: by plain calls."""
-    from hybridkv.engine.sampler import draw
+    from hybridkv.engine.sampler import sample
     from hybridkv.request import Request, RequestKey
 
     def requests(temperature: float) -> list[Request]:
@@ -184,7 +184,7 @@ def draw_case(s: Setup, B: int) -> Case:
     vocab, some, cold = s.shape.config.vocab, requests(0.7), requests(1e-9)
     inputs = [s.randn(B, vocab, dtype=torch.float32) for _ in range(copies(4 * B * vocab, s.device))]
     return Case(
-        lambda x: draw(x, some), inputs,
-        lambda: check("draw near temperature 0", draw(inputs[0], cold).tokens, inputs[0].argmax(-1), 0),
+        lambda x: sample(x, some), inputs,
+        lambda: check("sampling near temperature 0", sample(inputs[0], cold).tokens, inputs[0].argmax(-1), 0),
         4 * B * vocab, graph=False,
     )  # fmt: skip

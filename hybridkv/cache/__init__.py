@@ -12,6 +12,7 @@ from hybridkv.cache.handle import LayerHandle
 from hybridkv.cache.manager import KVCacheManager
 from hybridkv.cache.pools import PagedPool
 from hybridkv.cache.schema import CacheSchema, CompressedLayer, StateSchema, StreamSchema, TensorSpec
+from hybridkv.cache.snapshot import Snapshot, restore_request, snapshot_request
 from hybridkv.cache.state import StatePool
 from hybridkv.cache.step import ForwardStep, StreamView
 from hybridkv.errors import OutOfPages
@@ -28,6 +29,7 @@ __all__ = [
     "OutOfPages",
     "PageAllocator",
     "PagedPool",
+    "Snapshot",
     "StatePool",
     "StateSchema",
     "StreamSchema",
@@ -35,4 +37,6 @@ __all__ = [
     "TensorSpec",
     "compressed_schema",
     "compute_block_budget",
+    "restore_request",
+    "snapshot_request",
 ]

@@ -78,6 +78,7 @@ class KVCacheManager(Facts):
         query_buffers: int | None = None,  # requests whose last queries are kept at the same time; None: all
     ) -> None:
         self.exact = exact
+        self.model_fingerprint: Callable[[], str] = lambda: ""  # names the model whose entries these are
         self.schema, self.slots, self.max_tokens, self.device = schema, slots, max_tokens, torch.device(device)
         self.tables = {s.name: PageTable(s, pages[s.name], slots, max_tokens, self.device) for s in schema.streams}
         most = slots if schema.query_window is not None else 0

@@ -243,8 +243,10 @@ class Engine:
 
     def _evict(self, requests: Sequence[Request]) -> list[Request]:
         """Evict the requests that are due. Returns those in which that failed; they end, and all others go on."""
+        if self.evictor is None:
+            return []
         failed = []
-        for request in requests if self.evictor is not None else ():
+        for request in requests:
             try:
                 self.evictor.after_step(request, self.manager)
             except Exception as problem:  # a policy of the user's, NaN scores, or no memory for them
@@ -271,7 +273,7 @@ class Engine:
             if request in failed or request.finished:
                 continue
             if bad:
-                request.error = "the model gave NaN logits; its weights or inputs are broken"
+                request.error = "the model gave logits that are NaN or infinite; its weights or inputs are broken"
                 request.finish_reason = "error"
                 updates.append(Update(request, None, ""))
                 continue

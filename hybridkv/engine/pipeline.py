@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hybridkv.engine.runner import Runner, StepInputs
-from hybridkv.engine.sampler import Drawn, draw
+from hybridkv.engine.sampler import SampledTokens, sample
 from hybridkv.engine.scheduler import Batch, Scheduler
 from hybridkv.request import Request
 
@@ -25,7 +25,7 @@ class InFlightStep:
     """A step that the device has been given, and the tokens it will bring."""
 
     batch: Batch
-    sampled: Drawn | None = None  # None: it is being launched
+    sampled: SampledTokens | None = None  # None: it is being launched
 
     @property
     def live(self) -> list[Request]:
@@ -99,7 +99,7 @@ class Pipeline:
     def _launch(self, step: InFlightStep) -> None:
         batch = step.batch
         logits = self.runner.forward(self._inputs(batch))
-        step.sampled = draw(logits, [batch.requests[i] for i in batch.sampled])
+        step.sampled = sample(logits, [batch.requests[i] for i in batch.sampled])
 
     def _inputs(self, batch: Batch) -> StepInputs:
         now = time.perf_counter()

@@ -104,7 +104,7 @@ def engine_for(kind: str) -> Engine:
 
 def work(engine: Engine, requests: list[Request]) -> None:
     """Four requests and a second turn. Goes on from wherever it stands, so that it can be called again."""
-    asked = [(3, 8), (4, 7), (14, 2), (9, 3)] if engine.evictor is not None else [(13, 8), (14, 7), (20, 2), (9, 3)]
+    asked = [(3, 8), (4, 7), (14, 2), (9, 3)] if engine.evictor is not None else [(13, 12), (14, 11), (20, 2), (9, 3)]
     while len(requests) < len(asked):
         n, answer = asked[len(requests)]
         requests.append(engine.add(prompt(n, n), SamplingParams(max_tokens=answer), hold=n == 9))

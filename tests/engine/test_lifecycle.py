@@ -261,7 +261,7 @@ def test_a_failure_after_the_forward_ends_its_batch_and_the_engine_serves_on(
 ) -> None:
     engine = engine_of("qwen3_5", slots=1)
     if what == "sampler":
-        monkeypatch.setattr(pipeline, "draw", fail_on_third(pipeline.draw))
+        monkeypatch.setattr(pipeline, "sample", fail_on_third(pipeline.sample))
     else:
         monkeypatch.setattr(TextStream, "push", fail_on_third(TextStream.push))
     broken, waiting = engine.add(prompt(9), ASK), engine.add(prompt(8, 1), ASK)
