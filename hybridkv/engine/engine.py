@@ -189,6 +189,7 @@ class Engine:
         """Give out the results of the step in flight, if there is one, and launch none: then requests can be forked or
         saved.
         """
+        self._check_owner()
         in_flight = self.pipeline.in_flight
         if in_flight is None or not in_flight.live:
             self.pipeline.in_flight = None
@@ -357,9 +358,13 @@ class Engine:
             raise
         self._changing = False
 
+    @property
+    def _device(self) -> torch.device:
+        return self.manager.device
+
     def _on_device(self) -> Any:
         """Triton launches on the current device: make it the engine's."""
-        device = self.manager.device
+        device = self._device
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     def _recover(self, why: str) -> None:

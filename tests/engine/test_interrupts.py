@@ -79,7 +79,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         num_key_value_heads=2, head_dim=8, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=8,
         linear_value_head_dim=8,
     ),
-    "deepseek_v4": tiny_v4.DeepseekV4Config(**tiny_v4.KINDS["mini"]).to_dict(),
+    "deepseek_v4": tiny_v4.DeepseekV4Config(
+        **tiny_v4.KINDS["mini"] | dict(
+            num_hidden_layers=3, num_hash_layers=1, layer_types=[tiny_v4.TYPES[ratio] for ratio in (0, 4, 128)],
+        )
+    ).to_dict(),
 }  # fmt: skip
 
 
