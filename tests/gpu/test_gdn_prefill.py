@@ -77,8 +77,8 @@ def test_hopper_has_a_kernel_of_its_own() -> None:
     x, begin = make_x(T, net, BF16), start(net)
     wide = torch.zeros(T, x.shape[1] + 9, device="cuda", dtype=BF16)
     shifted = wide[:, 1 : 1 + x.shape[1]].copy_(x)
-    assert module.on_hopper(x, net) == has_gluon(x.device)
-    assert not module.on_hopper(shifted, net) and not module.on_hopper(x.float(), net)
+    assert module.suits_hopper(x, net) == has_gluon(x.device)
+    assert not module.suits_hopper(shifted, net) and not module.suits_hopper(x.float(), net)
     runs = []
     for given in (x, x, x, shifted):
         tail, state = (t.clone() for t in begin)

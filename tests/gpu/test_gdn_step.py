@@ -58,7 +58,7 @@ def test_steps_in_a_row_match_the_composition(
     B: int, key_heads: int, tail_dtype: torch.dtype, hopper: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not hopper:  # what smaller cards run
-        monkeypatch.setattr(module, "on_hopper", lambda *given: False)
+        monkeypatch.setattr(module, "suits_hopper", lambda *given: False)
     net, N = delta_net(key_heads), B + 2
     tails, states = pools(net, N, dtype, tail_dtype)
     want_tails, want_states = tails.clone(), states.clone()

@@ -14,7 +14,7 @@ from hybridkv import LLM
 from hybridkv.kernels.backend import has_gluon
 from hybridkv.kernels.formats.fp8 import fp8_decode
 from hybridkv.kernels.linear.fp8 import encode_weight, keeps_codes, linear_fp8, linear_fp8_ref
-from hybridkv.kernels.linear.gemv import is_hopper, linear_vector_triton
+from hybridkv.kernels.linear.gemv import has_kernel, linear_vector_triton
 from hybridkv.kernels.linear.linear import Linear
 from hybridkv.kernels.linear.skinny import linear_rows, suits_rows
 
@@ -26,7 +26,7 @@ BOUND = 3e-3  # one rounding of the result to bf16
 
 @pytest.fixture(autouse=True)
 def needs_hopper() -> None:
-    if not is_hopper(torch.device("cuda")):
+    if not has_kernel(torch.device("cuda")):
         pytest.skip("the kernel needs a Hopper GPU or a newer one")
 
 

@@ -72,7 +72,7 @@ from hybridkv.kernels.step_index import StepIndex
 B, D, C = 64, 512, 128
 decode, prompt = StepIndex.make([*range(B)], [127] * B, [1] * B), StepIndex.make([0], [1000], [2048])
 whole = torch.zeros(B, dtype=torch.int64)
-window.can_overlap = topk.can_overlap = flush_csa.can_overlap = flush_hca.can_overlap = lambda x, most=None: True
+window.can_overlap = topk.can_overlap = flush_csa.can_overlap = flush_hca.can_overlap = lambda x, max_tokens=None: True
 
 
 def zeros(*shape, dtype=torch.float32):
@@ -128,8 +128,8 @@ for T in (1, 4096):
 net = DeltaNet(16, 48, 128, 128, zeros(10240, 4), zeros(48), zeros(48), zeros(128), 1e-6)
 for dtype in (torch.float32, torch.bfloat16):
     tails, states = zeros(9, 3, 10240, dtype=torch.bfloat16), zeros(9, 48, 128, 128, dtype=dtype)
-    for on_hopper in (False, True):
-        gdn_step.on_hopper = lambda *given: on_hopper
+    for hopper in (False, True):
+        gdn_step.suits_hopper = lambda *given: hopper
         x = zeros(9, sum(net.columns), dtype=torch.bfloat16)
         gdn_step.gdn_step_triton(x, net, tails, states, whole[:1].expand(9))
 gdn_prefill.gdn_prefill_triton(x, net, zeros(3, 10240), zeros(48, 128, 128))

@@ -17,7 +17,7 @@ from hybridkv.kernels.moe import softmax as experts
 from hybridkv.kernels.formats.fp8 import Fp8Pages
 
 for file in (activation, attention_inputs, norm):
-    file.can_overlap = lambda x, most=None: len(x) == 1
+    file.can_overlap = lambda x, max_tokens=None: len(x) == 1
 
 
 def zeros(*shape, dtype=torch.bfloat16):

@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridkv.kernels.backend import roomy, tl, triton
+from hybridkv.kernels.backend import LARGE_SHARED_MEMORY, shared_memory, tl, triton
 from hybridkv.kernels.gdn.rule import CHUNK
 
 
@@ -157,7 +157,12 @@ def delta_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state
     contiguous. Value heads that share a key head are neighbours.
     """
     (_, Hk, K), (N, Hv, V, _), wide = k.shape, v.shape, k.dtype == torch.float32
-    BV, stages, out = min(V, 64), 1 if wide else 3 if roomy(k.device) else 2, torch.empty_like(v)
+    out = torch.empty_like(v)
+    BV = min(V, 64)
+    if wide:
+        stages = 1
+    else:
+        stages = 3 if shared_memory(k.device) >= LARGE_SHARED_MEMORY else 2
     gdn_scan_kernel[V // BV, Hv](
         q, k, v, *solve(q, k, g, beta), state, out, N,
         HK=Hk, HV=Hv, K=K, V=V, BV=BV, WIDE=wide, STAGES=stages, num_warps=4,

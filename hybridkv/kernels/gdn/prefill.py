@@ -196,7 +196,7 @@ def prepare(x: Tensor, net: DeltaNet, tail: Tensor) -> tuple[Tensor, Tensor, Ten
     return q, k, v, g, beta
 
 
-def on_hopper(x: Tensor, net: DeltaNet) -> bool:
+def suits_hopper(x: Tensor, net: DeltaNet) -> bool:
     """Whether gdn_scan_hopper takes the place of gdn_scan_kernel and the norm. Its copies begin at every 16 bytes."""
     if not has_gluon(x.device) or x.dtype != torch.bfloat16:
         return False
@@ -212,7 +212,7 @@ def gdn_prefill_triton(x: Tensor, net: DeltaNet, tail: Tensor, state: Tensor) ->
         part, to = x[start : start + PIECE], out[start : start + PIECE]
         q, k, v, g, beta = prepare(part, net, tail)
         z = part[:, net.channels : net.channels + Hv * V]
-        if on_hopper(x, net):
+        if suits_hopper(x, net):
             from hybridkv.kernels.gdn.scan_hopper import scan_norm_hopper  # Gluon, which not every Triton has
 
             scan_norm_hopper(q, k, v, *solve(q, k, g, beta), state, z, net.norm, net.eps, to)

@@ -14,20 +14,21 @@ grid: one is started right after the other, and neither waits for any program bu
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 from torch import Tensor
 
 from hybridkv.kernels.attention.tile import LOG2_E
-
-# kernels are a language of their own, which a Python type checker does not know
-gluon: Any = import_module("triton.experimental.gluon")
-gl: Any = import_module("triton.experimental.gluon.language")
-hopper: Any = import_module("triton.experimental.gluon.language.nvidia.hopper")
-TensorDescriptor: Any = import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor
-mbarrier, tma, fence_async_shared = hopper.mbarrier, hopper.tma, hopper.fence_async_shared
-warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
+from hybridkv.kernels.gluon import (
+    TensorDescriptor,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 _C, _D, _BV = gl.constexpr(64), gl.constexpr(128), gl.constexpr(64)  # tokens, dim of a head, channels of a program
 _TILES = gl.constexpr(3)  # chunks in shared memory

@@ -213,7 +213,7 @@ def _arrivals(tails: int, count: int, device: torch.device) -> Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
-def on_hopper(x: Tensor, net: DeltaNet, states: Tensor) -> bool:
+def suits_hopper(x: Tensor, net: DeltaNet, states: Tensor) -> bool:
     """Whether gdn_step_hopper.py's kernel computes this. Its copies take 16 bytes at a time."""
     if not has_gluon(x.device):
         return False
@@ -234,7 +234,7 @@ def gdn_step_triton(x: Tensor, net: DeltaNet, tails: Tensor, states: Tensor, slo
         x.stride(0), tails.stride(0), states.stride(0),
     )  # fmt: skip
     heads, wide, overlap = {"HK": net.key_heads, "HV": HV}, states.dtype != torch.bfloat16, can_overlap(x)
-    if not overlap and on_hopper(x, net, states):
+    if not overlap and suits_hopper(x, net, states):
         from hybridkv.kernels.gdn.step_hopper import gdn_step_hopper_kernel
 
         gdn_step_hopper_kernel[HV, B](*args, **heads, num_warps=4 if wide else 2, launch_pdl=True)

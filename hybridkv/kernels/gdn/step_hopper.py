@@ -13,14 +13,7 @@ A thread has 16 bytes of each of 32 neighbouring rows, copies them itself and su
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
-
-# kernels are a language of their own, which a Python type checker does not know
-gluon: Any = import_module("triton.experimental.gluon")
-gl: Any = import_module("triton.experimental.gluon.language")
-cuda: Any = import_module("triton.language.extra.cuda")
-async_copy: Any = import_module("triton.experimental.gluon.language.nvidia.ampere").async_copy
+from hybridkv.kernels.gluon import async_copy, cuda, gl, gluon
 
 _D = gl.constexpr(128)  # K and V
 

@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridkv.kernels.formats.fp8 import fp8_decode, fp8_encode
-from hybridkv.kernels.linear.gemv import MOST_ROWS, is_hopper, linear_vector
+from hybridkv.kernels.linear.gemv import MOST_ROWS, has_kernel, linear_vector
 
 BLOCK = 1 << 24  # weights encoded at once: what is in between takes a few times their bytes
 
 
 def keeps_codes(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a model of this dtype computes with the codes on this device."""
-    return dtype == torch.bfloat16 and is_hopper(device)
+    return dtype == torch.bfloat16 and has_kernel(device)
 
 
 def encode_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,7 +61,7 @@ def linear_fp8_rounded(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | N
 def linear_fp8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, K] -> [T, N] in x's dtype."""
     N, K = codes.shape
-    if is_hopper(x.device) and len(x) <= MOST_ROWS:
+    if has_kernel(x.device) and len(x) <= MOST_ROWS:
         return linear_vector(x, codes, scale, bias)
     if x.is_cuda and N % 16 == K % 16 == 0:  # what the library's product asks for
         return linear_fp8_rounded(x, codes, scale, bias)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridkv.kernels.backend import COMPILED, HAS_TRITON, capability, tl, triton, use_triton
+from hybridkv.kernels.backend import COMPILED, has_pdl, tl, triton, use_triton
 
 MOST_ROWS = 16
 FASTER_ROWS = 8  # of x: up to so many, faster than the library's product; where that is two kernels, up to MOST_ROWS
@@ -160,13 +160,13 @@ def linear_vector(
     bias: Tensor | None = None,  # [N]
     gated: bool = False,  # weight [2 N, K]: silu(first half) * second half
 ) -> Tensor:  # [T, N]
-    taken = use_triton(x) and (not x.is_cuda or is_hopper(x.device))
+    taken = use_triton(x) and (not x.is_cuda or has_kernel(x.device))
     return (linear_vector_triton if taken else linear_vector_ref)(x, weight, scale, bias, gated)
 
 
-def is_hopper(device: torch.device) -> bool:
-    """Whether the kernel runs there: Hopper GPUs and what came after."""
-    return HAS_TRITON and capability(device) >= (9, 0)
+def has_kernel(device: torch.device) -> bool:
+    """Whether the kernel runs there. It is launched with PDL, and converts E4M3 with instructions as new as that."""
+    return has_pdl(device)
 
 
 def suits_vector(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
@@ -174,4 +174,4 @@ def suits_vector(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
     N, K = weight.shape
     two = gated or K > 2 * N  # silu comes after it, or parts of long sums are added up
     few = 0 < len(x) <= (MOST_ROWS if two else FASTER_ROWS) and K % 8 == 0  # rows of 16 bytes
-    return few and x.dtype == torch.bfloat16 and weight.is_contiguous() and is_hopper(x.device)
+    return few and x.dtype == torch.bfloat16 and weight.is_contiguous() and has_kernel(x.device)

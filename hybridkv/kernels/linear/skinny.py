@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridkv.kernels.attention.decode import multiprocessors
-from hybridkv.kernels.backend import has_gluon
+from hybridkv.kernels.backend import has_gluon, sm_count
 from hybridkv.kernels.linear.gemv import linear_vector_ref
 
 LEAST_ROWS, MOST_ROWS = 9, 64  # of x
@@ -56,7 +55,7 @@ def suits_rows(x: Tensor, weight: Tensor) -> bool:
         return False
     if weight.numel() < LARGE or not weight.is_contiguous() or K % 8 or (x.stride(0) % 8, x.stride(1)) != (0, 1):
         return False  # copies begin at every 16 bytes
-    processors = multiprocessors(x.device)
+    processors = sm_count(x.device)
     division = divide(-(-N // TILE), -(-K // STEP), processors)
     if division.whole == 0:  # all tiles are shared: faster where the library adds up parts, too
         fast = K > 2 * N

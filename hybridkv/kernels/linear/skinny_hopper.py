@@ -17,23 +17,24 @@ kernel may come when a program has asked for its last step.
 from __future__ import annotations
 
 from functools import lru_cache
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridkv.kernels.attention.decode import multiprocessors
+from hybridkv.kernels.backend import sm_count
+from hybridkv.kernels.gluon import (
+    TensorDescriptor,
+    cuda,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from hybridkv.kernels.linear.skinny import STEP, TILE, divide
-
-# kernels are a language of their own, which a Python type checker does not know
-gluon: Any = import_module("triton.experimental.gluon")
-gl: Any = import_module("triton.experimental.gluon.language")
-hopper: Any = import_module("triton.experimental.gluon.language.nvidia.hopper")
-cuda: Any = import_module("triton.language.extra.cuda")
-TensorDescriptor: Any = import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor
-mbarrier, tma, fence_async_shared = hopper.mbarrier, hopper.tma, hopper.fence_async_shared
-warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
 
 HALF = TILE // 2
 _HALF, _BK = gl.constexpr(HALF), gl.constexpr(STEP)
@@ -254,7 +255,7 @@ RINGS = {16: (12, 96), 32: (11, 112), 64: (9, 128)}
 
 def linear_rows_hopper(x: Tensor, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> Tensor:
     """Arguments as linear_rows'; rows of x and of W begin at 16 bytes."""
-    (T, K), N, processors = x.shape, len(weight) // (1 + gated), multiprocessors(x.device)
+    (T, K), N, processors = x.shape, len(weight) // (1 + gated), sm_count(x.device)
     BT, steps = max(16, 1 << (T - 1).bit_length()), -(-K // STEP)
     S, registers = RINGS[BT]
     P, whole, tiles, sharers = divide(-(-N // (HALF if gated else TILE)), steps, processors)

@@ -68,7 +68,7 @@ SHAPES = (DECODE, DECODE_BF16, PREFILL, IndexerShape(64, 2, 16, 4, 2))
 PLAIN_KEYS, PLAIN_DIMS = 64, 16  # of a tile, and at once
 
 
-def on_hopper(q: Tensor, keys: Tensor, fmt: PageFormat) -> bool:
+def suits_hopper(q: Tensor, keys: Tensor, fmt: PageFormat) -> bool:
     """Whether indexer_hopper can compute this. It copies 32 keys of a page at a time, and reads two channels of q."""
     if not has_gluon(q.device) or fmt.code not in (FP8_INDEX, MXFP4) or fmt.dim != 128:
         return False
@@ -318,7 +318,7 @@ def index_logits_triton(
             q, rounded, T * H, q.stride(0), q.stride(1), H, D=D, BM=ROUND_ROWS, OVERLAP=overlap, launch_pdl=overlap
         )
         q = rounded
-    if shape is None and 2 * len(index.slots) >= T and on_hopper(q, keys, fmt):
+    if shape is None and 2 * len(index.slots) >= T and suits_hopper(q, keys, fmt):
         from hybridkv.kernels.v4.indexer_hopper import decode_logits_hopper
 
         decode_logits_hopper(q, weights, keys, table, index, out, ratio, skip)

@@ -16,21 +16,21 @@ the key is lost, far less than f32 sums lose.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
-
 from torch import Tensor, int32
 
+from hybridkv.kernels.gluon import (
+    PropagateNan,
+    TensorDescriptor,
+    cuda,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from hybridkv.kernels.step_index import StepIndex
-
-# kernels are a language of their own, which a Python type checker does not know
-gluon: Any = import_module("triton.experimental.gluon")
-gl: Any = import_module("triton.experimental.gluon.language")
-hopper: Any = import_module("triton.experimental.gluon.language.nvidia.hopper")
-cuda: Any = import_module("triton.language.extra.cuda")
-TensorDescriptor: Any = import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor
-fence_async_shared, mbarrier, tma = hopper.fence_async_shared, hopper.mbarrier, hopper.tma
-warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
 
 D, HEADS = 128, 64
 KEYS, WARPS = 128, 4  # of a tile, whose rows are dealt out to four warps
@@ -41,7 +41,7 @@ PROGRAMS = 264  # two for each multiprocessor
 MOST_TILES = 64  # of one of them, so that one long request among short ones gets its share
 _D, _H, _N, _PAGE, _STAGES = (gl.constexpr(x) for x in (D, HEADS, KEYS // 2, PAGE, STAGES))
 _FP8 = gl.constexpr(32)  # words of a key's codes; MXFP4 has 16
-_NAN_STAYS = gl.constexpr(import_module("triton.language").PropagateNan.ALL)
+_NAN_STAYS = gl.constexpr(PropagateNan.ALL)
 
 WIDEN_FP8 = """
 {

@@ -18,13 +18,12 @@ released width in bf16 on the GPUs whose instructions it is written for, and thr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from hybridkv.kernels.attention.tile import LOG2_E, TRITON_DTYPE, TileShape
-from hybridkv.kernels.backend import has_gluon, triton, use_triton
+from hybridkv.kernels.backend import has_gluon, sm_count, triton, use_triton
 from hybridkv.kernels.formats.page_format import load_entries_ref
 from hybridkv.kernels.formats.page_layout import PageFormat
 from hybridkv.kernels.overlap import can_overlap
@@ -113,18 +112,12 @@ def attention_sparse_ref(
     return out
 
 
-@cache
-def processors(device: torch.device) -> int:
-    """How many programs of the kernel run at once; the interpreter runs one."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 HOPPER_SHAPE = TileShape(64, 64, 4, 2)  # attention_sparse_hopper's; it adds warps of its own
 FEW = 0.7  # of the multiprocessors: where more are busy, a join that comes early crowds onto the first free
 MOST_SPLITS = 44  # with more, the join costs what shorter parts save
 
 
-def on_hopper(q: Tensor, fmt: PageFormat, *pages: Tensor) -> bool:
+def suits_hopper(q: Tensor, fmt: PageFormat, *pages: Tensor) -> bool:
     """Whether attention_sparse_hopper computes this. Its copies take 16 bytes at a time."""
     if not has_gluon(q.device) or any(x.data_ptr() % 16 for x in pages):
         return False
@@ -167,18 +160,18 @@ def attention_sparse_triton(
     # every E4M3 value times its power of two is a bf16 number
     dot = torch.float32 if fmt.dtype == torch.float32 else q.dtype
     held = ring if entries is None else entries.pages
-    hopper = shape is None and on_hopper(q, fmt, ring, held)
+    hopper = shape is None and suits_hopper(q, fmt, ring, held)
     shape = HOPPER_SHAPE if hopper else shape or sparse_shape(H, D, dot)
     chosen = None if entries is None else entries.chosen
     table = None if entries is None else entries.table
     K = 0 if chosen is None else chosen.shape[1]
     N = 0 if table is None else table.shape[1]
     longest = triton.cdiv(window, shape.keys) + triton.cdiv(N * held.shape[1] if chosen is None else K, shape.keys)
-    few = FEW * processors(q.device)
+    few = FEW * sm_count(q.device)
     heads = hopper_heads(T, H, min(longest, MOST_SPLITS), few) if hopper else shape.rows
     blocks = triton.cdiv(H, heads)
     if splits is None:
-        splits = max(1, min(processors(q.device) // (T * blocks), longest, MOST_SPLITS))
+        splits = max(1, min(sm_count(q.device) // (T * blocks), longest, MOST_SPLITS))
     assert q.stride(2) == 1 and ring.is_contiguous() and held.is_contiguous() and held.dtype == ring.dtype == fmt.dtype
     assert cos.is_contiguous() and sin.is_contiguous() and cos.shape == sin.shape == (T, fmt.rope // 2)
     assert (table is None or table.stride(1) == 1) and (chosen is None or chosen.stride(1) == 1)

@@ -17,17 +17,9 @@ come, `taken` the scorers that they have been read.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
-
 from hybridkv.kernels.attention.tile import LOG2_E
+from hybridkv.kernels.gluon import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma
 from hybridkv.kernels.v4.sparse_loaders import LOADERS, ROPE, D, loaders
-
-# kernels are a language of their own, which a Python type checker does not know
-gluon: Any = import_module("triton.experimental.gluon")
-gl: Any = import_module("triton.experimental.gluon.language")
-hopper: Any = import_module("triton.experimental.gluon.language.nvidia.hopper")
-mbarrier, fence_async_shared, warpgroup_mma = hopper.mbarrier, hopper.fence_async_shared, hopper.warpgroup_mma
 
 SCORERS = 4  # warps; the others are as many
 LOADER_REGISTERS, OTHER_REGISTERS = 80, 160  # of a thread; the scorers get what is left, 192

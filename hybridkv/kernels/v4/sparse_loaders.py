@@ -7,14 +7,7 @@ pages two, its codes one.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
-
-# kernels are a language of their own, which a Python type checker does not know
-gluon: Any = import_module("triton.experimental.gluon")
-gl: Any = import_module("triton.experimental.gluon.language")
-hopper: Any = import_module("triton.experimental.gluon.language.nvidia.hopper")
-async_copy, mbarrier, fence_async_shared = hopper.async_copy, hopper.mbarrier, hopper.fence_async_shared
+from hybridkv.kernels.gluon import async_copy, fence_async_shared, gl, gluon, mbarrier
 
 D, ROPE = 512, 64
 LOADERS = 8  # warps

@@ -41,7 +41,7 @@ def test_without_the_kernel_it_is_the_product() -> None:
 
 
 def test_it_is_taken_where_it_was_measured_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(file, "sm_count", lambda device: 132)
     x = torch.zeros(65, 5120, dtype=torch.bfloat16, device="meta")
 
     def weight(N: int, K: int = 5120) -> torch.Tensor:
@@ -82,7 +82,7 @@ from hybridkv.kernels.linear import skinny_hopper as file
 from hybridkv.kernels.backend import GLUON
 
 assert triton.__version__.startswith(GLUON), "another Triton than linear_rows_hopper is written for"
-file.multiprocessors = lambda device: 132
+file.sm_count = lambda device: 132
 for T in (9, 64):
     x = torch.zeros(T, 256, dtype=torch.bfloat16)
     file.linear_rows_hopper(x, torch.zeros(2 * 17408, 256, dtype=torch.bfloat16), gated=True)
