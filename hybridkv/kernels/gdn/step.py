@@ -209,7 +209,8 @@ def gdn_step_kernel(
 @cache
 def _arrivals(tails: int, count: int, device: torch.device) -> Tensor:
     """How many programs have read a tail. One for each pool of tails: it lives on, as captured graphs hold it."""
-    assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "the first call cannot be captured"
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("gdn_step must run once on its states before it is captured: counters would be the graph's")
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
