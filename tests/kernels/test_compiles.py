@@ -127,11 +127,11 @@ for T in (1, 4096):
     moe.run_experts_triton(x, weights, chosen, gate_up, down, 10.0)
 net = DeltaNet(16, 48, 128, 128, zeros(10240, 4), zeros(48), zeros(48), zeros(128), 1e-6)
 for dtype in (torch.float32, torch.bfloat16):
-    tails, states = zeros(9, 3, 10240, dtype=torch.bfloat16), zeros(9, 48, 128, 128, dtype=dtype)
+    conv_states, states = zeros(9, 3, 10240, dtype=torch.bfloat16), zeros(9, 48, 128, 128, dtype=dtype)
     for hopper in (False, True):
         gdn_step.suits_hopper = lambda *given: hopper
         x = zeros(9, sum(net.columns), dtype=torch.bfloat16)
-        gdn_step.gdn_step_triton(x, net, tails, states, whole[:1].expand(9))
+        gdn_step.gdn_step_triton(x, net, conv_states, states, whole[:1].expand(9))
 gdn_prefill.gdn_prefill_triton(x, net, zeros(3, 10240), zeros(48, 128, 128))
 """
 KERNELS = {

@@ -1,4 +1,4 @@
-"""The gated delta rule over whole chunks of 64 tokens of one request, on the GPU (the formulas: gdn.py).
+"""The gated delta rule over whole chunks of 64 tokens of one request, on the GPU (the formulas: rule.py).
 
 Two kernels. `gdn_solve_kernel` does what no state is needed for, all chunks and heads at once; r_ij = exp(G_i - G_j):
 
@@ -80,7 +80,7 @@ def gdn_solve_kernel(
     b_sum = tl.cumsum(b_g, 0)
     tl.store(gates + o_c * (4 * C) + o_i, tl.exp(b_sum.to(tl.float32)))
     tl.store(gates + o_c * (4 * C) + C + o_i, tl.exp((tl.sum(b_g, 0) - b_sum).to(tl.float32)))
-    # sums of squares that gdn_scan_hopper's programs leave for each other are not there yet
+    # sums of squares that scan_hopper.py's programs leave for each other are not there yet
     tl.store(gates + o_c * (4 * C) + 2 * C + tl.arange(0, 2 * C), tl.full([2 * C], -1.0, tl.float32))
     b_reach = tl.exp(tl.minimum((b_sum[:, None] - b_sum[None, :]).to(tl.float32), 0.0))
     o_tile = o_c * (C * C) + o_i[:, None] * C + o_i[None, :]
