@@ -60,7 +60,7 @@ from hybridkv.kernels.gdn import prefill as gdn_prefill
 from hybridkv.kernels.gdn import step as gdn_step
 from hybridkv.kernels.v4 import hyper_connections as hyper
 from hybridkv.kernels.v4 import indexer
-from hybridkv.kernels.moe import v4 as moe
+from hybridkv.kernels.moe import grouped, v4_router
 from hybridkv.kernels import topk
 from hybridkv.kernels.v4 import norm_rope
 from hybridkv.kernels.v4 import window_ring as window
@@ -123,8 +123,8 @@ gate_up, down = zeros(5, 512, 4096, dtype=torch.bfloat16), zeros(5, 4096, 256, d
 for T in (1, 4096):
     x, tokens = zeros(T, 4096, dtype=torch.bfloat16), zeros(T, dtype=torch.int64)
     for bias, experts in ((zeros(4), None), (None, zeros(99, 2, dtype=torch.int64))):
-        weights, chosen = moe.route_triton(zeros(T, 4), tokens, moe.Router(2, 1.5, True, bias, experts))
-    moe.run_experts_triton(x, weights, chosen, gate_up, down, 10.0)
+        weights, chosen = v4_router.route_triton(zeros(T, 4), tokens, v4_router.Router(2, 1.5, True, bias, experts))
+    grouped.run_experts_triton(x, weights, chosen, gate_up, down, 10.0)
 net = DeltaNet(16, 48, 128, 128, zeros(10240, 4), zeros(48), zeros(48), zeros(128), 1e-6)
 for dtype in (torch.float32, torch.bfloat16):
     conv_states, states = zeros(9, 3, 10240, dtype=torch.bfloat16), zeros(9, 48, 128, 128, dtype=dtype)

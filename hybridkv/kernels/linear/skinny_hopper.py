@@ -7,7 +7,7 @@ A tile is two halves of 64 rows of W: neighbours, or GATED, gates and the ups th
 
 A tile that several programs share is taken first. Each writes its sums to `parts` and is counted in the tile's word.
 Before its last whole tile, so that it seldom has to wait, each adds up the parts for its share of the rows of x, always
-in the order of the columns: whoever does it, the bits are the same.
+in the order of the columns, so the bits do not depend on which program does it.
 
 No program waits for another one for ever, as the others may not run before this one ends: another process or stream
 may have their multiprocessors. A program looks a limited number of times, then decides with one atomic operation on the

@@ -105,7 +105,7 @@ def on_device(net: DeltaNet) -> DeltaNet:
 @pytest.mark.parametrize("dtype", ROUNDED)
 @pytest.mark.parametrize("T", (1, 2, 3, 65))
 def test_what_comes_before_the_rule(T: int, dtype: torch.dtype) -> None:
-    """Convolution, norms and gates; no gates after the last token; also where T is less than the convolution's width."""
+    """Convolution, norms and gates; no gates after the last token; also for T below the width."""
     net = make_net(2, 6, 16, 32)
     x, conv_state = make_x(T, net, dtype), start(net)[0].to(dtype)
     rows = torch.cat((conv_state.double(), x[:, : net.channels].double()))
