@@ -11,7 +11,8 @@ from hybridkv.kernels.exact import sigmoid_exact, silu_exact, softmax_exact, sof
 from hybridkv.kernels.gdn.rule import causal_conv_ref, gated_delta_ref
 from hybridkv.kernels.gdn.rule_exact import causal_conv_exact, gated_delta_exact_torch
 from hybridkv.kernels.gdn.rule_exact import gated_delta_scan as scan
-from hybridkv.kernels.linear.linear import Linear, linear_exact, linear_triton
+from hybridkv.kernels.linear.exact import linear_exact, linear_triton
+from hybridkv.kernels.linear.linear import Linear
 from hybridkv.kernels.norm import gated_rms_norm_exact, l2_norm_exact, rms_norm_exact
 from hybridkv.kernels.rope import rope_angles, rope_exact, rope_ref
 from hybridkv.kernels.row_ops import route_exact

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridkv.kernels.activation import silu_mul_ref
 from hybridkv.kernels.backend import use_triton
-from hybridkv.kernels.linear.linear import linear_ref
+from hybridkv.kernels.linear.exact import linear_ref
 from hybridkv.kernels.moe.grouped import run_experts_triton
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.kernels.backend import tl, triton, use_triton
-from hybridkv.kernels.linear.linear import linear_ref
+from hybridkv.kernels.linear.exact import linear_ref
 
 
 def add_shared_ref(routed: Tensor, shared: Tensor, x: Tensor, gate: Tensor) -> Tensor:
