@@ -55,6 +55,7 @@ JITFunction.run = compile_only
 
 from hybridkv.kernels.v4 import flush_csa
 from hybridkv.kernels.v4 import flush_hca
+from hybridkv.kernels.v4 import running_pool
 from hybridkv.kernels.v4 import gather
 from hybridkv.kernels.gdn import prefill as gdn_prefill
 from hybridkv.kernels.gdn import step as gdn_step
@@ -72,7 +73,8 @@ from hybridkv.kernels.step_index import StepIndex
 B, D, C = 64, 512, 128
 decode, prompt = StepIndex.make([*range(B)], [127] * B, [1] * B), StepIndex.make([0], [1000], [2048])
 whole = torch.zeros(B, dtype=torch.int64)
-window.can_overlap = topk.can_overlap = flush_csa.can_overlap = flush_hca.can_overlap = lambda x, max_tokens=None: True
+for file in (window, topk, flush_csa, flush_hca, running_pool):
+    file.can_overlap = lambda x, max_tokens=None: True
 
 
 def zeros(*shape, dtype=torch.float32):
@@ -100,7 +102,7 @@ for name in ("f32", "bf16", "fp8", "fp8_entry"):
         flush_csa.flush_csa_triton(pages, fmt, whole, p, z, *rows, bias, *norm, *angles[B], decode, 4, longest)
     p, z, bias = zeros(B, D), zeros(B, D), zeros(128, D)
     flush_hca.flush_hca_triton(pages, fmt, whole, p, z, *running, bias, *norm, *angles[B], decode, 128)
-flush_hca.save_running_triton(*running, p, z, bias, decode, 128)
+running_pool.save_running_triton(*running, p, z, bias, decode, 128)
 for name in ("f32", "bf16", "fp8", "mxfp4", "nvfp4"):
     fmt = index_format(name, C)
     pages, rows = zeros(4, 32, fmt.width, dtype=fmt.dtype), [zeros(B, 8, 2 * C) for _ in range(2)]
