@@ -14,8 +14,9 @@ from hybridkv.bench.report import check
 from hybridkv.bench.timing import copies
 from hybridkv.config import SamplingParams
 from hybridkv.kernels.linear.linear import Linear
+from hybridkv.kernels.linear.packed_dequantise import dequantise_ref
 from hybridkv.kernels.linear.packed_linear import PackedLinear
-from hybridkv.kernels.linear.packed_weights import BITS, BLOCK_BYTES, Packed, dequantise_ref, pack
+from hybridkv.kernels.linear.packed_weights import BITS, BLOCK_BYTES, Packed, pack
 from hybridkv.text.stream import TextStream
 
 ROUNDING = 1e-2  # bf16 results of f32 sums in another order

@@ -29,9 +29,10 @@ from hybridkv.kernels.formats.page_layout import PageFormat, entry_format
 from hybridkv.kernels.step_index import StepIndex
 from hybridkv.kernels.topk import top_entries
 from hybridkv.kernels.v4.flush_csa import flush_csa
-from hybridkv.kernels.v4.flush_hca import flush_hca, save_running
+from hybridkv.kernels.v4.flush_hca import flush_hca
 from hybridkv.kernels.v4.gather import flat_entries, gather_entries
 from hybridkv.kernels.v4.indexer import index_logits
+from hybridkv.kernels.v4.running_pool import save_running
 from hybridkv.kernels.v4.sparse import Entries, attention_sparse
 from hybridkv.kernels.v4.window_ring import append_window, copy_window
 

@@ -17,7 +17,7 @@ from hybridkv.kernels.attention.inputs import attention_inputs
 from hybridkv.kernels.attention.prefill import attention_prefill
 from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages
 from hybridkv.kernels.gdn.prefill import gdn_prefill
-from hybridkv.kernels.gdn.rule import causal_conv_exact, gated_delta_exact
+from hybridkv.kernels.gdn.rule_exact import causal_conv_exact, gated_delta_exact
 from hybridkv.kernels.gdn.step import gdn_step
 from hybridkv.kernels.gdn.weights import DeltaNet
 

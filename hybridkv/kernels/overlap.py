@@ -12,16 +12,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hybridkv.kernels.backend import COMPILED, capability, tl, triton
+from hybridkv.kernels.backend import has_pdl, tl, triton
 
 MOST_TOKENS = 8
 MANY_TOKENS = 64  # linear_rows takes so many
 
 
-def can_overlap(x: Tensor, most: int | None = MOST_TOKENS) -> bool:
-    """Whether a kernel on x [T, ...] is launched before the one before it ends; `most`: rows, None: any number."""
-    few = most is None or len(x) <= most
-    return COMPILED and x.is_cuda and few and capability(x.device) >= (9, 0)
+def can_overlap(x: Tensor, max_tokens: int | None = MOST_TOKENS) -> bool:
+    """Whether a kernel on x [T, ...] is launched with PDL: up to `max_tokens` tokens; None: with any number."""
+    return (max_tokens is None or len(x) <= max_tokens) and has_pdl(x.device)
 
 
 @triton.jit

@@ -11,14 +11,10 @@ from torch import Tensor
 
 from hybridkv.kernels.activation import silu_mul, silu_mul_exact
 from hybridkv.kernels.exact import sigmoid_exact, softmax_exact, softplus_exact, tree_sum
-from hybridkv.kernels.linear.linear import linear_exact, linear_ref
-from hybridkv.kernels.moe.softmax import (
-    add_shared,
-    loop_experts,
-    route_softmax,
-    run_softmax_experts,
-    weighted_sum_exact,
-)
+from hybridkv.kernels.linear.exact import linear_exact, linear_ref
+from hybridkv.kernels.moe.expert_loop import loop_experts, run_softmax_experts, weighted_sum_exact
+from hybridkv.kernels.moe.shared_expert import add_shared
+from hybridkv.kernels.moe.softmax_router import route_softmax
 from hybridkv.kernels.norm import (
     add_rms_norm,
     add_rms_norm_exact,

@@ -18,14 +18,9 @@ from hybridkv.kernels.attention.append import append
 from hybridkv.kernels.attention.inputs import attention_inputs, attention_inputs_ref
 from hybridkv.kernels.best_tokens import best_tokens, best_tokens_ref
 from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages
-from hybridkv.kernels.moe.softmax import (
-    add_shared,
-    add_shared_ref,
-    loop_experts,
-    route_softmax,
-    route_softmax_ref,
-    run_softmax_experts,
-)
+from hybridkv.kernels.moe.expert_loop import loop_experts, run_softmax_experts
+from hybridkv.kernels.moe.shared_expert import add_shared, add_shared_ref
+from hybridkv.kernels.moe.softmax_router import route_softmax, route_softmax_ref
 from hybridkv.kernels.norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from hybridkv.request import Request
 from hybridkv.text.stream import TextStream

@@ -211,11 +211,11 @@ def test_hopper_has_a_kernel_of_its_own() -> None:
     for kind in KINDS:
         args = case(kind, 64, [(400, 1)], K=64)
         q, ring, fmt, *middle, entries = args
-        assert file.on_hopper(q, fmt, ring, entries.pages) == has_gluon(q.device)
-        assert not file.on_hopper(q.float(), fmt, ring, entries.pages)
+        assert file.suits_hopper(q, fmt, ring, entries.pages) == has_gluon(q.device)
+        assert not file.suits_hopper(q.float(), fmt, ring, entries.pages)
         pool = torch.empty(entries.pages.numel() + 8, dtype=fmt.dtype)
         shifted = pool[8 // fmt.dtype.itemsize :][: entries.pages.numel()].view_as(entries.pages).copy_(entries.pages)
-        assert not file.on_hopper(q, fmt, ring, shifted)
+        assert not file.suits_hopper(q, fmt, ring, shifted)
         check(args, attention_sparse(q, ring, fmt, *middle, replace(entries, pages=shifted)))
 
 

@@ -16,7 +16,7 @@ from hybridkv.kernels.backend import GLUON
 from hybridkv.kernels.gdn.weights import DeltaNet
 
 assert triton.__version__.startswith(GLUON), "another Triton than gdn_scan_hopper is written for"
-file.on_hopper = lambda x, net: True
+file.suits_hopper = lambda x, net: True
 net = DeltaNet(16, 48, 128, 128, torch.zeros(10240, 4), torch.zeros(48), torch.zeros(48), torch.zeros(128), 1e-6)
 x = torch.zeros(70, sum(net.columns), dtype=torch.bfloat16)
 for dtype in (torch.float32, torch.bfloat16):
