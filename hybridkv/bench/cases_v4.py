@@ -20,9 +20,10 @@ from hybridkv.kernels.formats.page_layout import PageFormat, entry_format, index
 from hybridkv.kernels.step_index import StepIndex
 from hybridkv.kernels.topk import top_entries
 from hybridkv.kernels.v4.flush_csa import flush_csa, flush_csa_ref
-from hybridkv.kernels.v4.flush_hca import flush_hca, flush_hca_ref, save_running
+from hybridkv.kernels.v4.flush_hca import flush_hca, flush_hca_ref
 from hybridkv.kernels.v4.gather import gather_entries, gather_entries_ref
 from hybridkv.kernels.v4.indexer import index_logits, index_logits_ref
+from hybridkv.kernels.v4.running_pool import save_running
 from hybridkv.kernels.v4.sparse import Entries, attention_sparse, attention_sparse_ref
 from hybridkv.kernels.v4.window_ring import append_window, append_window_ref
 
