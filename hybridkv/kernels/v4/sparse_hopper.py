@@ -1,6 +1,6 @@
 """attention_sparse on Hopper GPUs, at the released width: 512 channels, the last 64 rotary, products in bf16.
 
-Written in Gluon, the language below Triton: here layouts, shared memory and the work of each warp are explicit. As in
+In Gluon. As in
 attention_sparse_kernel a program has one token, 64 heads and a part of the token's keys, in tiles of 64 keys of the
 window or of the entries. Its warps share the work:
 
