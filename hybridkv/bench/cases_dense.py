@@ -104,9 +104,9 @@ def linear_case(s: Setup, kind: str, rows: int, inputs: int, T: int, exact: bool
         got, some = run(held[0]), slice(0, 8)  # few rows of x, all of the weight
         if kind == "fp8":
             from hybridkv.kernels.linear.fp8 import encode_weight, linear_fp8_ref
-            from hybridkv.kernels.linear.gemv import MOST_ROWS
+            from hybridkv.kernels.linear.gemv import MAX_ROWS
 
-            bound = ROUNDING if T <= MOST_ROWS else FP8_ROUNDING
+            bound = ROUNDING if T <= MAX_ROWS else FP8_ROUNDING
             return check(f"linear fp8 T={T}", got[some], linear_fp8_ref(x[some], *encode_weight(weights[0])), bound)
         part = held[0][0].parts[0] if isinstance(held[0][0], PackedLinear) else None
         wide = dequantise_ref(part) if isinstance(part, Packed) else weights[0].float()

@@ -81,7 +81,7 @@ def step_case(s: Setup, dtype: torch.dtype, B: int) -> Case:
 
 
 def chunk_flops(s: Setup, T: int) -> float:
-    """Products of the rule in chunks of 64 (see kernels/gdn.py)."""
+    """Products of the rule in chunks of 64 (see kernels/gdn/rule.py)."""
     d = s.shape.config.gdn
     assert d is not None
     K, V = d.key_dim, d.value_dim

@@ -16,7 +16,7 @@ from hybridkv.kernels.gdn.prefill import gdn_prefill, gdn_prefill_ref
 pytestmark = pytest.mark.gpu
 
 F32, BF16 = torch.float32, torch.bfloat16
-# the whole layer against the reference, which rounds nothing on the way: see tests/kernels/test_gdn_prefill.py
+# the whole layer against the reference, which rounds nothing on the way: see tests/kernels/gdn/test_prefill.py
 LAYER = {F32: 5e-6, BF16: 8e-3}
 HEADS = (16, 48, 128, 128), (2, 4, 64, 32)
 

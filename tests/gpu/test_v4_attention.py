@@ -15,7 +15,7 @@ from hybridkv.kernels.attention.tile import TileShape
 from hybridkv.kernels.backend import has_gluon
 from hybridkv.kernels.formats.page_format import load_entries_ref, store_entries_ref
 from hybridkv.kernels.formats.page_layout import PageFormat, entry_format
-from hybridkv.kernels.overlap import MOST_TOKENS
+from hybridkv.kernels.overlap import FEW_TOKENS
 from hybridkv.kernels.step_index import StepIndex
 from hybridkv.kernels.v4 import sparse as file
 from hybridkv.kernels.v4.sparse import Entries, attention_sparse, attention_sparse_ref, attention_sparse_triton
@@ -245,7 +245,7 @@ def test_every_launch_gives_the_same_bits_each_time() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_tokens_than_overlap_with_the_kernel_before(kind: str) -> None:
-    args = case(kind, 64, [(4000 + b, 1) for b in range(MOST_TOKENS + 1)], R=133)
+    args = case(kind, 64, [(4000 + b, 1) for b in range(FEW_TOKENS + 1)], R=133)
     for splits in (1, 2, 12):
         check(args, attention_sparse_triton(*args, splits=splits))
 

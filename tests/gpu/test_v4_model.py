@@ -1,6 +1,6 @@
 """DeepSeek-V4 on the GPU: hyper-connections, experts and head norms at the released widths, and tiny models whole.
 
-The small cases are in tests/kernels/test_hyper.py, test_moe.py and test_norm_rope.py, which run here too, compiled.
+The small cases are in tests/kernels/v4 and tests/kernels/moe, which run here too, compiled.
 """
 
 from collections.abc import Callable

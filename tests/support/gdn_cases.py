@@ -6,7 +6,7 @@ from torch import Tensor
 from hybridkv.kernels.gdn.rule import CHUNK
 from hybridkv.kernels.gdn.weights import DeltaNet
 
-# Relative RMS of the delta rule against float64 on the same q, k, v. f32: sums of products of 64 and K, as in gdn.py.
+# Relative RMS of the delta rule against float64 on the same q, k, v. f32: sums of products of 64 and K, as in rule.py.
 # bf16: state, corrected values, (I + A)^-1 and P are rounded to bf16 on their way into products, 1.1e-3 RMS each, and a
 # result is a difference of two sums about its size.
 BOUND = {torch.float32: 4e-6, torch.bfloat16: 6e-3}

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridkv.kernels.formats.fp8 import fp8_decode, fp8_encode
-from hybridkv.kernels.linear.gemv import MOST_ROWS, has_kernel, linear_vector
+from hybridkv.kernels.linear.gemv import MAX_ROWS, has_kernel, linear_vector
 
 BLOCK = 1 << 24  # weights encoded at once: temporaries take a few times their bytes
 
@@ -61,7 +61,7 @@ def linear_fp8_rounded(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | N
 def linear_fp8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, K], codes [N, K] uint8, scale [N] f32, bias [N] -> [T, N] in x's dtype."""
     N, K = codes.shape
-    if has_kernel(x.device) and len(x) <= MOST_ROWS:
+    if has_kernel(x.device) and len(x) <= MAX_ROWS:
         return linear_vector(x, codes, scale, bias)
     if x.is_cuda and N % 16 == K % 16 == 0:  # what torch._scaled_mm needs
         return linear_fp8_rounded(x, codes, scale, bias)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from hybridkv.kernels.backend import COMPILED, has_pdl, tl, triton, use_triton
 
-MOST_ROWS = 16
-FASTER_ROWS = 8  # of x: up to this many, faster than cuBLAS; where cuBLAS needs two kernels, up to MOST_ROWS
+MAX_ROWS = 16
+FASTER_ROWS = 8  # of x: up to this many, faster than cuBLAS; where cuBLAS needs two kernels, up to MAX_ROWS
 # Four E4M3 to four BF16. The seven low bits, put at exponent and mantissa, are 2^120 times too small.
 E4M3_TO_BF16 = tl.constexpr("""{
 .reg .b32 a, b, c;
@@ -154,7 +154,7 @@ def linear_vector_triton(
 
 
 def linear_vector(
-    x: Tensor,  # [T, K], T <= MOST_ROWS
+    x: Tensor,  # [T, K], T <= MAX_ROWS
     weight: Tensor,  # [N, K] in x's dtype, or E4M3 as uint8
     scale: Tensor | None = None,  # [N] f32, of an E4M3 weight
     bias: Tensor | None = None,  # [N]
@@ -173,5 +173,5 @@ def suits_vector(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
     """Whether this kernel is faster than cuBLAS for these shapes, as measured on an H200."""
     N, K = weight.shape
     two = gated or K > 2 * N  # cuBLAS needs a second kernel, for silu or to add up parts of long sums
-    few = 0 < len(x) <= (MOST_ROWS if two else FASTER_ROWS) and K % 8 == 0  # rows of 16 bytes
+    few = 0 < len(x) <= (MAX_ROWS if two else FASTER_ROWS) and K % 8 == 0  # rows of 16 bytes
     return few and x.dtype == torch.bfloat16 and weight.is_contiguous() and has_kernel(x.device)

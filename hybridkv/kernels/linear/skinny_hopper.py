@@ -105,7 +105,7 @@ def write(b_y, y, row, i_t, T, N, L: gl.constexpr):
 
 @gluon.jit
 def finish(b_0, b_1, y, bias, row, i_t, T, N, GATED: gl.constexpr, BIAS: gl.constexpr, L: gl.constexpr):
-    """Of rows of W from `row` on, bias and gate, and the result."""
+    """Add the bias, apply the gate and write the results of the rows of W from `row` on."""
     if BIAS:
         o_n = row + gl.arange(0, _HALF, layout=gl.SliceLayout(1, b_0.type.layout))
         o_2 = o_n + (N if GATED else _HALF)

@@ -9,7 +9,7 @@ Sinkhorn divides the columns by their sums, then rows and columns in turn, `iter
 doubly stochastic. At the exit of the model there is only `pre`. All arithmetic is f32; streams and x have the model's
 dtype, and the collapsed row is rounded to it before it is normed.
 
-On a GPU a sub-layer takes three launches. F is long (n D) and thin, so its product is cut into chunks along the inputs
+On a GPU a sub-layer takes three launches. F is long (n D) and thin, so its product is split into chunks of inputs
 that run side by side; the programs that read their partial sums add them in one order: one program a token collapses,
 another keeps C in registers and balances it meanwhile.
 """

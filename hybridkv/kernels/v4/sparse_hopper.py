@@ -1,8 +1,7 @@
 """attention_sparse on Hopper GPUs, at the released width: 512 channels, the last 64 rotary, products in bf16.
 
-Written in Gluon, the language below Triton: here layouts, shared memory and the work of each warp are explicit. As in
-attention_sparse_kernel a program has one token, 64 heads and a part of the token's keys, in tiles of 64 keys of the
-window or of the entries. Its warps share the work:
+In Gluon. As in attention_sparse_kernel a program has one token, 64 heads and a part of the token's keys, in tiles of 64
+keys of the window or of the entries. Its warps share the work:
 
     8 loaders   find a tile's rows, read them, and leave them in shared memory as bf16
     4 scorers   S = q K^T, softmax, and O += P K for the left half of the channels

@@ -1,4 +1,4 @@
-"""The loaders of attention_sparse_hopper: they find a tile's rows, read them, and leave them in shared memory as bf16.
+"""The loaders of sparse_hopper.py: they find a tile's rows, read them, and leave them in shared memory as bf16.
 
 The kernel over FP8 is as fast as they dequantise. So there are eight warps, they use few instructions and no
 conversions, and what a tile is found by is read before it is needed: the entries chosen for it three tiles ahead, its

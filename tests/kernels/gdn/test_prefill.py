@@ -206,3 +206,14 @@ def test_convolutions_of_any_length(width: int, monkeypatch: pytest.MonkeyPatch)
     want, got = (run(form, x, net, conv_state, state) for form in (gdn_prefill_ref, gdn_prefill))
     for name, a, b in zip(("output", "conv_state", "state"), want, got, strict=True):
         assert_close_rms(name, a, b, 1e-5) if a.numel() else None
+
+
+@pytest.mark.parametrize(("sms", "taken"), [(16, False), (132, True)])
+def test_programs_in_pairs_are_left_to_cards_that_cannot_be_full_of_halves(
+    sms: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two programs of scan_hopper.py wait for each other: there must be more multiprocessors than processes."""
+    monkeypatch.setattr(module, "has_gluon", lambda device: True)
+    monkeypatch.setattr(module, "sm_count", lambda device: sms)
+    net = make_net(4, 8, 128, 128)  # rows of a multiple of 16 bytes
+    assert module.suits_hopper(make_x(70, net, BF16), net) == taken
