@@ -19,7 +19,7 @@ from hybridkv.kernels.attention.append import append, append_ref
 from hybridkv.kernels.attention.decode import attention_decode, attention_decode_torch
 from hybridkv.kernels.attention.prefill import attention_prefill, attention_prefill_torch
 from hybridkv.kernels.attention.tile import read_pages
-from hybridkv.kernels.formats.fp8 import Pages
+from hybridkv.kernels.formats.kv_format import Pages
 
 # bf16 results of f32 sums in another order: two roundings of 2^-9 each at the worst, and P rounded to bf16 in between
 ROUNDING = 1e-2

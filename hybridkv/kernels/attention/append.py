@@ -12,7 +12,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from hybridkv.kernels.backend import tl, triton, use_triton
-from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages, fp8_encode_ref, fp8_encode_tile
+from hybridkv.kernels.formats.fp8 import fp8_encode_tile
+from hybridkv.kernels.formats.kv_format import Pages, format_of, page_tensors, stored_tensors
 
 BLOCK_VALUES = 2048  # of a tile at most
 BLOCK_TOKENS = 8  # of a tile at most
@@ -30,12 +31,8 @@ def append_ref(
     index = entry_index if every else entry_index[stored]
     for pool, rows in ((k_pool, k.transpose(0, 1)), (v_pool, v.transpose(0, 1))):  # [G, T, D]
         new = rows if every else rows[stored]
-        if isinstance(pool, Fp8Pages):
-            codes, scale = fp8_encode_ref(new)
-            pool.codes.view(-1, pool.codes.shape[-1])[index] = codes
-            pool.scale.view(-1)[index] = scale
-        else:
-            pool.view(-1, pool.shape[-1])[index] = new.to(pool.dtype)
+        for tensor, encoded in zip(page_tensors(pool), format_of(pool).encode(new), strict=True):
+            tensor.view(-1, *tensor.shape[2:])[index] = encoded
 
 
 @triton.jit
@@ -70,6 +67,18 @@ def append_kernel(
         append_tile(v, v_pool, v_scale, o_e, o_v, o_d, D, FP8)
 
 
+def kernel_targets(k_pool: Pages, v_pool: Pages, D: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a kernel writes: values of keys, values of values, scales of keys, scales of values.
+
+    Without scales the values stand in their places: a kernel needs a tensor there, which it then never touches.
+    """
+    (k, k_scale), (v, v_scale) = stored_tensors(k_pool), stored_tensors(v_pool)
+    assert format_of(k_pool) is format_of(v_pool) and k.shape[-1] == v.shape[-1] == D
+    targets = k, v, k if k_scale is None else k_scale, v if v_scale is None else v_scale
+    assert all(x.is_contiguous() for x in targets)
+    return targets
+
+
 def append_triton(
     k_pool: Pages,
     v_pool: Pages,
@@ -77,21 +86,16 @@ def append_triton(
     v: Tensor,
     entry_index: Tensor,
 ) -> None:
-    (T, G, D), fp8 = k.shape, isinstance(k_pool, Fp8Pages)
-    assert v.shape == k.shape and entry_index.shape == (G, T) and isinstance(v_pool, Fp8Pages) == fp8
+    T, G, D = k.shape
+    assert v.shape == k.shape and entry_index.shape == (G, T)
     if not k.numel():
         return
     columns = triton.next_power_of_2(D)
     rows = max(1, min(BLOCK_TOKENS, BLOCK_VALUES // columns))
-    parts = []  # values and scales; without FP8 the place of the scales is taken by what is never read
-    for pool in (k_pool, v_pool):
-        values, scale = pool if isinstance(pool, Fp8Pages) else (pool, pool)
-        assert values.is_contiguous() and scale.is_contiguous() and values.shape[-1] == D
-        parts.append((values, scale))
-    (k_values, k_scale), (v_values, v_scale) = parts
     append_kernel[(triton.cdiv(T, rows), G, 2)](
-        k, v, k_values, v_values, k_scale, v_scale, entry_index, T, D,
-        *k.stride(), *v.stride(), *entry_index.stride(), BT=rows, BD=columns, FP8=fp8, num_warps=min(4, rows),
+        k, v, *kernel_targets(k_pool, v_pool, D), entry_index, T, D,
+        *k.stride(), *v.stride(), *entry_index.stride(),
+        BT=rows, BD=columns, FP8=format_of(k_pool).quantised, num_warps=min(4, rows),
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from hybridkv.kernels.attention.tile import (
     tile_attention,
 )
 from hybridkv.kernels.backend import LARGE_SHARED_MEMORY, has_pdl, shared_memory, sm_count, triton, use_triton
-from hybridkv.kernels.formats.fp8 import Pages
+from hybridkv.kernels.formats.kv_format import Pages, stored_values
 from hybridkv.kernels.overlap import MANY_TOKENS, can_overlap
 
 
@@ -63,7 +63,7 @@ def attention_decode_torch(
         if bool((rows < 0).any()):  # padding
             lengths = np.where(rows.cpu().numpy()[:, None] < 0, 0, lengths)
             ends = torch.from_numpy(lengths).to(q.device)
-        P = k_pool.shape[1] if isinstance(k_pool, Tensor) else k_pool.codes.shape[1]
+        P = stored_values(k_pool).shape[1]
         table = table[rows, :, : -(-int(lengths.max(initial=1)) // P)]
     B, G = table.shape[:2]
     if not B:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybridkv.kernels.attention.tile import kernel_pages, read_pages
 from hybridkv.kernels.backend import tl, triton, use_triton
-from hybridkv.kernels.formats.fp8 import Pages
+from hybridkv.kernels.formats.kv_format import Pages, stored_values
 
 KEYS = 64  # of a tile
 
@@ -23,7 +23,7 @@ def widen_ref(
     k_pool: Pages, v_pool: Pages, table: Tensor, lengths: Tensor, tiles: Tensor, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     G = table.shape[1]
-    D = (k_pool if isinstance(k_pool, Tensor) else k_pool.codes).shape[2]
+    D = stored_values(k_pool).shape[2]
     wide = torch.zeros((2, G, len(tiles), KEYS, D), dtype=torch.bfloat16, device=table.device)
     for i, (b, first) in enumerate(tiles.tolist()):
         row = b if rows is None else int(rows[b])

@@ -28,7 +28,7 @@ from hybridkv.kernels.attention.tile import (
     read_pages,
 )
 from hybridkv.kernels.backend import tl, triton, use_triton
-from hybridkv.kernels.formats.fp8 import Pages
+from hybridkv.kernels.formats.kv_format import Pages, stored_values
 
 KEY_TILE = 256
 SPLIT = 128  # keys of a split at least; longer streams take a multiple
@@ -47,7 +47,8 @@ def _rows(
     held: np.ndarray,  # [m, G] entries that hold anything
     scale: float,
 ) -> Tensor:
-    (n, G, folds, _), P = q.shape, (k_pool if isinstance(k_pool, Tensor) else k_pool.codes).shape[1]
+    n, G, folds, _ = q.shape
+    P = stored_values(k_pool).shape[1]
     width = -(-int(seen.max()) // KEY_TILE) * KEY_TILE
     table = F.pad(table, (0, max(0, -(-width // P) - table.shape[2])), value=-1)
     ends, stored = (torch.from_numpy(x).to(q.device).unsqueeze(-1) for x in (seen, held))

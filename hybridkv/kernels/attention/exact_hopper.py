@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.kernels.attention.prefill_hopper_launch import attention_prefill_wide
-from hybridkv.kernels.formats.fp8 import Pages
+from hybridkv.kernels.formats.kv_format import Pages
 
 SPLIT = 2048
 WORKSPACE = 1 << 29  # bytes of what the splits have gathered

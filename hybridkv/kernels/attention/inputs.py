@@ -15,9 +15,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridkv.kernels.attention.append import append
+from hybridkv.kernels.attention.append import append, kernel_targets
 from hybridkv.kernels.backend import tl, triton, use_triton
-from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages, fp8_encode_tile
+from hybridkv.kernels.formats.fp8 import fp8_encode_tile
+from hybridkv.kernels.formats.kv_format import Pages, format_of
 from hybridkv.kernels.norm import rms_norm
 from hybridkv.kernels.overlap import MANY_TOKENS, can_overlap, wait_for_inputs
 from hybridkv.kernels.rope import rope
@@ -151,8 +152,7 @@ def attention_inputs_triton(
     query_rows: Tensor | None = None,
 ) -> Tensor:
     T, H, G, D, step = len(x), heads, kv_heads, head_dim, 2 if gated else 1
-    fp8 = isinstance(k_pool, Fp8Pages)
-    assert x.shape[1] == (step * H + 2 * G) * D and entry_index.shape == (G, T) and isinstance(v_pool, Fp8Pages) == fp8
+    assert x.shape[1] == (step * H + 2 * G) * D and entry_index.shape == (G, T)
     x, cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, cos, sin))
     q = torch.empty((T, H, D), dtype=x.dtype, device=x.device)
     if ring is None or query_rows is None:
@@ -160,23 +160,18 @@ def attention_inputs_triton(
     else:
         assert ring.is_contiguous() and ring.shape[-2:] == (H, D) and query_rows.shape == (T,)
         query_rows = query_rows.contiguous()
-    parts = []  # values and scales; without FP8 the place of the scales is taken by what is never read
-    for pool in (k_pool, v_pool):
-        values, scale = pool if isinstance(pool, Fp8Pages) else (pool, pool)
-        assert values.is_contiguous() and scale.is_contiguous() and values.shape[-1] == D
-        parts.append((values, scale))
-    (k_values, k_scale), (v_values, v_scale) = parts
     columns = triton.next_power_of_2(D)
     rows = max(1, min(BLOCK_TOKENS, BLOCK // columns)) if T > 1 else 1
     if x.numel():
         overlap = can_overlap(x, MANY_TOKENS)
         attention_inputs_kernel[((H + 2 * G) * triton.cdiv(T, rows),)](
-            x, cos, sin, k_values, v_values, k_scale, v_scale, entry_index,
+            x, cos, sin, *kernel_targets(k_pool, v_pool, D), entry_index,
             x if q_norm is None else q_norm, x if k_norm is None else k_norm, q,
             q if ring is None else ring, entry_index if query_rows is None else query_rows,
             T, H, G, D, cos.shape[-1], eps, x.stride(0), cos.stride(0), sin.stride(0), *entry_index.stride(),
-            STEP=step, Q_NORM=q_norm is not None, K_NORM=k_norm is not None, RING=ring is not None, FP8=fp8,
-            OVERLAP=overlap, BT=rows, BD=columns, num_warps=min(4, max(1, rows * columns // 256)), launch_pdl=overlap,
+            STEP=step, Q_NORM=q_norm is not None, K_NORM=k_norm is not None, RING=ring is not None,
+            FP8=format_of(k_pool).quantised, OVERLAP=overlap, BT=rows, BD=columns,
+            num_warps=min(4, max(1, rows * columns // 256)), launch_pdl=overlap,
         )  # fmt: skip
     return q
 

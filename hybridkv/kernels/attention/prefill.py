@@ -36,7 +36,7 @@ from hybridkv.kernels.attention.tile import (
     tile_attention_ref,
 )
 from hybridkv.kernels.backend import LARGE_SHARED_MEMORY, shared_memory, tl, triton, use_triton
-from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages
+from hybridkv.kernels.formats.kv_format import Pages, format_of
 
 QUERY_BLOCK = 256  # queries that run over the same keys
 
@@ -221,7 +221,7 @@ def attention_prefill_triton(
     kept, index = lse or (None, None)
     dot = dot_dtype(q, k_pool)
     room = shared_memory(q.device) >= LARGE_SHARED_MEMORY
-    shape = shape or prefill_shape(D, dot, isinstance(k_pool, Fp8Pages), room)
+    shape = shape or prefill_shape(D, dot, format_of(k_pool).quantised, room)
     blocks = query_blocks(tuple(starts), shape.rows, H // G, q.device)
     attention_prefill_kernel[len(blocks), G](
         q=q,

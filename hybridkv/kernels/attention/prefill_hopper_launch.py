@@ -21,7 +21,7 @@ from torch import Tensor
 from hybridkv.kernels.attention.dequantise import KEYS, widen
 from hybridkv.kernels.attention.tile import LOG2_E
 from hybridkv.kernels.backend import has_gluon, sm_count, tl, triton
-from hybridkv.kernels.formats.fp8 import Pages
+from hybridkv.kernels.formats.kv_format import Pages, format_of
 from hybridkv.kernels.gluon import TensorDescriptor, gl
 
 ROWS = 128  # query rows of a block
@@ -36,9 +36,7 @@ def suits_hopper(q: Tensor, k_pool: Pages) -> bool:
         return False
     if len(q) * q.shape[1] >= ROWS << 15:  # blocks, which are a grid's second axis
         return False
-    if isinstance(k_pool, Tensor) and k_pool.dtype != torch.bfloat16:
-        return False
-    return q.shape[2] in WIDTHS
+    return format_of(k_pool).dot_dtype == torch.bfloat16 and q.shape[2] in WIDTHS
 
 
 def is_tiled(*pools: Pages) -> bool:

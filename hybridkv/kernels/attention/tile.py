@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.kernels.backend import tl, triton
-from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages, fp8_decode
+from hybridkv.kernels.formats.kv_format import Pages, format_of, page_tensors, stored_tensors
 
 KEY_TILE = 2048  # keys read at once
 LOG2_E = 1.4426950408889634
@@ -25,17 +25,20 @@ LOG2_E = 1.4426950408889634
 def read_pages(pool: Pages, table: Tensor, start: int, stop: int) -> Tensor:
     """Entries [start, stop) of each stream of `table` [..., N], out of pool [N, P, D] -> [..., stop - start, D].
 
-    FP8 entries come as f32. Table entries past a stream's pages are -1; what is read there must be masked by the
-    caller.
+    Quantised entries come as f32, others as they are stored. Table entries past a stream's pages are -1: the caller
+    masks what is read there.
     """
-    if isinstance(pool, Fp8Pages):
-        scale = read_pages(pool.scale.unsqueeze(-1), table, start, stop).squeeze(-1)
-        return fp8_decode(read_pages(pool.codes, table, start, stop), scale)
-    P, D = pool.shape[1:]
+    return format_of(pool).decode(*(_read_entries(x, table, start, stop) for x in page_tensors(pool)))
+
+
+def _read_entries(stored: Tensor, table: Tensor, start: int, stop: int) -> Tensor:
+    """The same for one of the pool's tensors [N, P, ...] -> [..., stop - start, ...]."""
+    P = stored.shape[1]
     first = start // P
     pages = table[..., first : -(-stop // P)].clamp(min=0)
-    entries = pool.index_select(0, pages.reshape(-1)).view(*pages.shape[:-1], -1, D)
-    return entries[..., start - first * P : stop - first * P, :]
+    entries = stored.index_select(0, pages.reshape(-1)).view(*pages.shape[:-1], -1, *stored.shape[2:])
+    inside = slice(start - first * P, stop - first * P)
+    return entries[(..., inside, *[slice(None)] * (stored.ndim - 2))]
 
 
 def causal_mask(M: int, L: int, diagonal: int, folds: int, like: Tensor) -> Tensor:
@@ -144,19 +147,16 @@ def dot_dtype(q: Tensor, pool: Pages) -> torch.dtype:
     """What the dot products multiply; they add in f32. 16-bit queries over 16-bit or FP8 pages run as they are stored
     (every E4M3 code is a bf16 number), all else in f32.
     """
-    stored = torch.bfloat16 if isinstance(pool, Fp8Pages) else pool.dtype
-    return q.dtype if q.dtype == stored else torch.float32
+    return q.dtype if q.dtype == format_of(pool).dot_dtype else torch.float32
 
 
 def kernel_pages(k_pool: Pages, v_pool: Pages) -> dict[str, Any]:
-    """The kernels' arguments for two pools of one shape."""
-    if isinstance(k_pool, Fp8Pages) and isinstance(v_pool, Fp8Pages):
-        k, v, k_scale, v_scale = k_pool.codes, v_pool.codes, k_pool.scale, v_pool.scale
+    """The arguments by which a kernel reads two pools of one shape and format."""
+    (k, k_scale), (v, v_scale) = stored_tensors(k_pool), stored_tensors(v_pool)
+    assert format_of(k_pool) is format_of(v_pool)
+    if k_scale is not None and v_scale is not None:
         assert k_scale.stride() == v_scale.stride() and k_scale.stride(1) == 1
-    else:
-        assert isinstance(k_pool, Tensor) and isinstance(v_pool, Tensor)
-        k, v, k_scale, v_scale = k_pool, v_pool, None, None
-    assert k.shape == v.shape and k.stride() == v.stride() and k.stride(2) == 1 and k.dtype == v.dtype
+    assert k.shape == v.shape and k.stride() == v.stride() and k.stride(2) == 1
     return dict(
         k_pool=k,
         v_pool=v,
@@ -168,7 +168,7 @@ def kernel_pages(k_pool: Pages, v_pool: Pages) -> dict[str, Any]:
         P=k.shape[1],
         D=k.shape[2],
         BD=max(16, triton.next_power_of_2(k.shape[2])),
-        FP8=k_scale is not None,
+        FP8=format_of(k_pool).quantised,
     )
 
 

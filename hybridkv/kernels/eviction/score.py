@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hybridkv.kernels.attention.tile import KEY_TILE, LOG2_E, read_pages
 from hybridkv.kernels.backend import has_gluon, sm_count, tl, triton, use_triton
-from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages
+from hybridkv.kernels.formats.kv_format import Pages, format_of, stored_tensors
 
 
 class ScoreBlocks(NamedTuple):
@@ -252,9 +252,10 @@ def window_scores_triton(
     out = torch.empty(H, L, device=queries.device)
     if not W or not L:
         return out.zero_()
-    fp8 = isinstance(k_pool, Fp8Pages)
-    keys, k_scale = k_pool if isinstance(k_pool, Fp8Pages) else (k_pool, k_pool)
-    cores = queries.dtype == torch.bfloat16 and keys.dtype in (torch.bfloat16, torch.uint8)
+    fmt = format_of(k_pool)
+    keys, k_scale = stored_tensors(k_pool)
+    k_scale = keys if k_scale is None else k_scale  # a kernel needs a tensor, which it then never reads
+    cores = queries.dtype == fmt.dot_dtype == torch.bfloat16
     queries, query_positions = queries if queries.stride(2) == 1 else queries.contiguous(), query_positions.contiguous()
     strides = (queries.stride(0), queries.stride(1), *table.stride(), *positions.stride())
     read = (queries, query_positions, keys, k_scale, table, positions)
@@ -264,7 +265,7 @@ def window_scores_triton(
         blocks = triton.cdiv(L, KEYS)
         score_known_hopper_kernel[(hopper_programs(sm_count(queries.device), G, blocks), G)](
             *read, lse, out, L, W, blocks, scale * LOG2_E, LOG2_E, *strides, *lse.stride(),
-            R=H // G, D=D, P=keys.shape[1], TILES=tiles, FP8=fp8, num_warps=WARPS,
+            R=H // G, D=D, P=keys.shape[1], TILES=tiles, FP8=fmt.quantised, num_warps=WARPS,
         )  # fmt: skip
         return out
     padded = max(16, triton.next_power_of_2(W))
@@ -275,7 +276,7 @@ def window_scores_triton(
     blocks = triton.cdiv(L, config.keys)
     shared = dict(
         R=H // G, P=keys.shape[1], BW=padded, BN=config.keys, BD=BD, BK=min(config.dims, BD),
-        DOT=tl.bfloat16 if cores else tl.float32, FP8=fp8, num_warps=config.warps, num_stages=2,
+        DOT=tl.bfloat16 if cores else tl.float32, FP8=fmt.quantised, num_warps=config.warps, num_stages=2,
     )  # fmt: skip
     factor = LOG2_E
     if lse is None:

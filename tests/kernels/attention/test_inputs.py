@@ -11,7 +11,8 @@ from triton_interpreter import DEVICE
 
 from hybridkv.kernels.attention.append import append_ref
 from hybridkv.kernels.attention.inputs import attention_inputs, attention_inputs_ref, attention_inputs_triton
-from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages
+from hybridkv.kernels.formats.fp8 import Fp8Pages
+from hybridkv.kernels.formats.kv_format import Pages
 
 pytest.importorskip("triton")
 EPS, P, N = 1e-6, 4, 12
