@@ -30,7 +30,7 @@ from hybridkv.kernels.overlap import can_overlap
 RATIO, WIDE_RATIO = 4, 8  # of one level's groups to the next; where groups are many
 KEPT = 1024  # groups of a level that there is room for, at least
 LOOSE = 1024  # k up to which there is room for 2 k or more
-MOST = 16384  # that a program chooses from, whatever k is
+MAX_CHOICES = 16384  # entries that a program chooses from, whatever k is
 TILE = 2048  # entries of a program that reads a row
 HELD = 32  # entries of a thread
 FEW, HELD_FEW = 8, 16  # rows, and entries of a thread then
@@ -274,11 +274,27 @@ def top_entries_kernel(
 def plan_levels(width: int, k: int) -> tuple[int, int, int]:
     """Groups of a level that there is room for, the ratio of one level's groups to the next, how many levels."""
     kept = triton.next_power_of_2(k)
-    kept, ratio = (max(KEPT, 2 * kept), RATIO) if k <= LOOSE else (kept, min(WIDE_RATIO, MOST // kept))
+    kept, ratio = (max(KEPT, 2 * kept), RATIO) if k <= LOOSE else (kept, min(WIDE_RATIO, MAX_CHOICES // kept))
     levels = 0
     while -(-width // ratio**levels) > kept * ratio:
         levels += 1
     return kept, ratio, levels
+
+
+def plan_tiles(width: int, ratio: int, levels: int) -> tuple[int, int, int]:
+    """Entries that a program reads, how many programs a row takes, and the groups of all its levels together."""
+    tile = max(TILE, ratio ** (levels + 1))  # groups that lie together are one program's
+    tiles = -(-width // tile) if levels else 0
+    return tile, tiles, sum(tiles * (tile // ratio**i) for i in range(1, levels + 1))
+
+
+def scratch_bytes(rows: int, width: int, k: int) -> int:
+    """Bytes that top_entries takes beside its result for logits [rows, width]."""
+    if not rows or not k:
+        return 0
+    kept, ratio, levels = plan_levels(width, k)
+    groups = plan_tiles(width, ratio, levels)[2]
+    return 4 * rows * (groups + kept) if levels else 0
 
 
 def top_entries_triton(
@@ -286,15 +302,14 @@ def top_entries_triton(
 ) -> Tensor:
     """With counts [T] int64 so many of each row, and then, with lengths [T] int64, what follows `visible`."""
     T, width = logits.shape
-    assert k <= MOST // 2, "groups of one would be no groups"
+    assert k <= MAX_CHOICES // 2, "groups of one would be no groups"
     assert logits.dtype == torch.float32 and (width <= 1 or logits.stride(1) == 1) and visible.is_contiguous()
     out = torch.empty((T, k), dtype=torch.int32, device=logits.device)
     if not T or not k:
         return out
     kept, ratio, levels = plan_levels(width, k)
-    tile = max(TILE, ratio ** (levels + 1))  # groups that lie together are one program's
-    tiles = triton.cdiv(width, tile) if levels else 0
-    largest = out.new_empty((T, sum(tiles * (tile // ratio**i) for i in range(1, levels + 1))))
+    tile, tiles, groups = plan_tiles(width, ratio, levels)
+    largest = out.new_empty((T, groups))
     chosen = out.new_empty((T, kept if levels else 0))
     overlap = levels > 0 and can_overlap(logits, None)  # the second launch
     early = overlap and can_overlap(logits)
@@ -316,5 +331,5 @@ def top_entries_triton(
 
 def top_entries(logits: Tensor, visible: Tensor, k: int) -> Tensor:
     """Indices [T, k] int32 of the k largest of logits [T, width] f32 before visible [T] int64; ascending, then -1."""
-    form = top_entries_triton if use_triton(logits) and k <= MOST // 2 else top_entries_ref
+    form = top_entries_triton if use_triton(logits) and k <= MAX_CHOICES // 2 else top_entries_ref
     return form(logits, visible, k)
