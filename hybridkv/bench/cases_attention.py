@@ -99,7 +99,7 @@ def inputs_case(s: Setup, kind: str, T: int, kept: bool) -> Case:
     ring: dict[str, Tensor] = {}
     if kept:
         last = torch.arange(T, device=s.device)
-        ring = {"ring": s.randn(WINDOW, H, D), "query_rows": torch.where(last >= T - WINDOW, last % WINDOW, -1)}
+        ring = {"query_buffer": s.randn(WINDOW, H, D), "query_rows": torch.where(last >= T - WINDOW, last % WINDOW, -1)}
     inputs: list[Any] = []
     for _ in range(copies(moved, s.device)):
         angle = torch.rand(T, 1, R, device=s.device) * 6

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache import ForwardStep, KVCacheManager
-from hybridkv.kernels.attention.decode import same_shape_up_to
+from hybridkv.kernels.attention.decode_tuning import same_shape_up_to
 from hybridkv.kernels.backend import HAS_TRITON
 from hybridkv.kernels.formats.kv_format import pool_format
 from hybridkv.models.decoder import Model

@@ -1,31 +1,26 @@
 """append: this step's keys and values into their pages.
 
-Every new entry has a flat index `page * P + offset`, worked out once a step for all layers; -1 marks a row of padding,
-which is not stored, whatever it holds. Storage rounding happens here (round to nearest even into the pool's dtype, or
-FP8 codes and their scale), so attention always reads what was stored.
+Every new entry has a flat index `page * P + offset`, computed once a step for all layers. -1 marks a row of padding,
+which is not stored, whatever it holds. Storing rounds (to nearest even into the pool's dtype, or to FP8 values and
+their scale), so attention always reads what was stored.
 
-The kernel writes keys and values in one launch: a program takes a block of tokens of one head of either.
+The kernel writes keys and values in one launch: a program takes a block of tokens of one head, keys or values.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from hybridkv.kernels.attention.launch import kernel_targets
 from hybridkv.kernels.backend import tl, triton, use_triton
-from hybridkv.kernels.formats.fp8 import fp8_encode_tile
-from hybridkv.kernels.formats.kv_format import Pages, format_of, page_tensors, stored_tensors
+from hybridkv.kernels.formats.kv_format import Pages, format_of, page_tensors
+from hybridkv.kernels.formats.kv_tiles import store_entries
 
-BLOCK_VALUES = 2048  # of a tile at most
-BLOCK_TOKENS = 8  # of a tile at most
+BLOCK_VALUES = 2048  # values in a program's tile at most
+BLOCK_TOKENS = 8  # tokens in a program's tile at most
 
 
-def append_ref(
-    k_pool: Pages,  # [N, P, D]
-    v_pool: Pages,  # [N, P, D]
-    k: Tensor,  # [T, G, D]
-    v: Tensor,  # [T, G, D]
-    entry_index: Tensor,  # [G, T] int64, all different; -1: not stored
-) -> None:
+def append_ref(k_pool: Pages, v_pool: Pages, k: Tensor, v: Tensor, entry_index: Tensor) -> None:
     stored = entry_index >= 0
     every = bool(stored.all())
     index = entry_index if every else entry_index[stored]
@@ -37,16 +32,9 @@ def append_ref(
 
 @triton.jit
 def append_tile(x, pool, scale, o_e, o_x, o_d, D, FP8: tl.constexpr):
-    m_e = o_e >= 0
-    m_x = m_e[:, None] & (o_d < D)
-    b_x = tl.load(x + o_x, mask=m_x, other=0.0)
-    o_p = o_e[:, None] * D + o_d
-    if FP8:
-        b_code, b_scale = fp8_encode_tile(b_x.to(tl.float32))
-        tl.store(pool + o_p, b_code, mask=m_x)
-        tl.store(scale + o_e, b_scale, mask=m_e)
-    else:
-        tl.store(pool + o_p, b_x.to(pool.dtype.element_ty), mask=m_x)
+    """Numbers at o_x [BT, BD] of x to the entries o_e [BT] of a pool."""
+    m_x = (o_e >= 0)[:, None] & (o_d < D)
+    store_entries(tl.load(x + o_x, mask=m_x, other=0.0), pool, scale, o_e, D, FP8)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -67,25 +55,7 @@ def append_kernel(
         append_tile(v, v_pool, v_scale, o_e, o_v, o_d, D, FP8)
 
 
-def kernel_targets(k_pool: Pages, v_pool: Pages, D: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What a kernel writes: values of keys, values of values, scales of keys, scales of values.
-
-    Without scales the values stand in their places: a kernel needs a tensor there, which it then never touches.
-    """
-    (k, k_scale), (v, v_scale) = stored_tensors(k_pool), stored_tensors(v_pool)
-    assert format_of(k_pool) is format_of(v_pool) and k.shape[-1] == v.shape[-1] == D
-    targets = k, v, k if k_scale is None else k_scale, v if v_scale is None else v_scale
-    assert all(x.is_contiguous() for x in targets)
-    return targets
-
-
-def append_triton(
-    k_pool: Pages,
-    v_pool: Pages,
-    k: Tensor,
-    v: Tensor,
-    entry_index: Tensor,
-) -> None:
+def append_triton(k_pool: Pages, v_pool: Pages, k: Tensor, v: Tensor, entry_index: Tensor) -> None:
     T, G, D = k.shape
     assert v.shape == k.shape and entry_index.shape == (G, T)
     if not k.numel():
@@ -99,7 +69,13 @@ def append_triton(
     )  # fmt: skip
 
 
-def append(k_pool: Pages, v_pool: Pages, k: Tensor, v: Tensor, entry_index: Tensor) -> None:
-    """Store k and v [T, G, D] at the flat places entry_index [G, T] of pools [N, P, D]."""
+def append(
+    k_pool: Pages,  # [N, P, D]
+    v_pool: Pages,  # [N, P, D]
+    k: Tensor,  # [T, G, D]
+    v: Tensor,  # [T, G, D]
+    entry_index: Tensor,  # [G, T] int64 flat places in the pools, all different; -1: not stored
+) -> None:
+    """Store this step's keys and values."""
     form = append_triton if use_triton(k) else append_ref
     form(k_pool, v_pool, k, v, entry_index)

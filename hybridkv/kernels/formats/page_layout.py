@@ -93,12 +93,12 @@ class PageFormat:
 
 
 def entry_format(name: str, dim: int, rope: int) -> PageFormat:
-    """Of window rows and compressed entries."""
+    """The format of window rows and compressed entries."""
     return _format("kv", ENTRY_CODECS, name, dim, rope)
 
 
 def index_format(name: str, dim: int) -> PageFormat:
-    """Of index keys."""
+    """The format of index keys."""
     return _format("index", INDEX_CODECS, name, dim, 0)
 
 
