@@ -234,7 +234,7 @@ def key_tiles(R: int, D: int) -> int:
 
 @cache
 def hopper_programs(processors: int, G: int, tiles: int) -> int:
-    """Programs for each KV head: so many that the last wave of programs leaves few multiprocessors idle."""
+    """Programs for each KV head: the number whose last wave leaves the fewest multiprocessors idle."""
 
     def cost(programs: int) -> int:
         waves = -(-G * programs // processors)

@@ -57,12 +57,6 @@ class KVFormat:
             found += [(f"{name}_scale", shape, SCALE_DTYPES[self.codec.scale_bytes]) for name in KEY_AND_VALUE]
         return tuple(found)
 
-    def pages(self, tensors: Mapping[str, Tensor], name: str) -> Pages:
-        """The pool of keys ("k") or values ("v") out of a pool's tensors [N, P, ...]."""
-        if self.pages_type is None:
-            return tensors[name]
-        return self.pages_type(tensors[name], tensors[f"{name}_scale"])
-
     def check_device(self, device: torch.device) -> None:
         """HybridKVError if the device's kernels do not know the format. Without a GPU torch computes every format."""
         if HAS_TRITON and (0, 0) < capability(device) < self.capability:
@@ -101,6 +95,8 @@ _BY_TENSORS = {  # dtypes of the stored values and of their scales
     (fmt.codec.dtype, SCALE_DTYPES.get(fmt.codec.scale_bytes)): fmt for fmt in KV_FORMATS.values()
 }
 
+_SCALED_TYPES = {key: fmt.pages_type for key, fmt in _BY_TENSORS.items() if fmt.pages_type is not None}
+
 
 def kv_format(dtype: torch.dtype) -> KVFormat:
     """The format of keys and values of this dtype."""
@@ -120,14 +116,16 @@ def pool_format(tensors: Mapping[str, Tensor]) -> KVFormat | None:
     if "k" not in tensors:
         return None
     scale = tensors.get("k_scale")
-    return _BY_TENSORS[tensors["k"].dtype, None if scale is None else scale.dtype]
+    return _BY_TENSORS.get((tensors["k"].dtype, None if scale is None else scale.dtype))
 
 
 def pages_of(tensors: Mapping[str, Tensor], name: str) -> Pages:
     """The pool of keys ("k") or values ("v") out of the tensors [N, P, ...] of a pool of full attention."""
-    fmt = pool_format(tensors)
-    assert fmt is not None, f"no keys and values among {', '.join(tensors)}"
-    return fmt.pages(tensors, name)
+    values = tensors[name]
+    scale = tensors.get(f"{name}_scale")
+    if scale is None:
+        return values
+    return _SCALED_TYPES[values.dtype, scale.dtype](values, scale)
 
 
 def page_tensors(pages: Pages) -> tuple[Tensor, ...]:
