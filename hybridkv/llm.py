@@ -26,7 +26,7 @@ from hybridkv.embedded import Progress
 from hybridkv.engine.engine import Engine
 from hybridkv.errors import HybridKVError, RequestError, UnsupportedModel
 from hybridkv.eviction import Evictor, most_held, query_buffers_for
-from hybridkv.kernels.backend import HAS_TRITON, capability
+from hybridkv.kernels.formats.kv_format import KV_FORMATS
 from hybridkv.kernels.linear.fp8 import keeps_codes
 from hybridkv.kernels.linear.linear import fast_bf16
 from hybridkv.kernels.linear.packed import keeps_packed
@@ -269,12 +269,9 @@ def resolve_device(device: str) -> torch.device:
 
 
 def check_fp8_cache(cache: CacheConfig, device: torch.device) -> None:
-    """Whether the device's kernels know FP8, or HybridKVError."""
-    if cache.kv_dtype == "fp8" and HAS_TRITON and (0, 0) < capability(device) < (8, 9):
-        raise HybridKVError(
-            "kv_dtype='fp8' needs a GPU with FP8 (compute capability 8.9 or higher: RTX 40, H100 and later), this one "
-            f"has {'.'.join(map(str, capability(device)))}; use kv_dtype='bf16'"
-        )
+    """Whether the device's kernels know the format of keys and values, or HybridKVError."""
+    if cache.kv_dtype != "auto":
+        KV_FORMATS[cache.kv_dtype].check_device(device)
 
 
 def resolve_dtype(dtype: str, device: torch.device, config: Mapping[str, object]) -> torch.dtype:

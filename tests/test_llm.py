@@ -15,6 +15,7 @@ from hybridkv import LLM, CacheConfig, SamplingParams
 from hybridkv import llm as llm_file
 from hybridkv.checkpoint.checkpoint import Checkpoint
 from hybridkv.errors import HybridKVError, ModelFileError, RequestError
+from hybridkv.kernels.formats import kv_format
 
 ASK = SamplingParams(max_tokens=8, ignore_eos=True)
 KINDS = ("llama", "qwen3_5")
@@ -309,10 +310,10 @@ def test_pages_are_released_when_a_forward_of_logits_fails(bare: LLM, monkeypatc
 
 
 def test_an_fp8_cache_is_refused_where_the_card_has_no_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm_file, "capability", lambda device: (8, 6))
-    monkeypatch.setattr(llm_file, "HAS_TRITON", True)
+    monkeypatch.setattr(kv_format, "capability", lambda device: (8, 6))
+    monkeypatch.setattr(kv_format, "HAS_TRITON", True)
     with pytest.raises(HybridKVError, match=r"compute capability 8.9 or higher.*has 8.6; use kv_dtype='bf16'"):
         llm_file.check_fp8_cache(CacheConfig(kv_dtype="fp8"), torch.device("cuda"))
     llm_file.check_fp8_cache(CacheConfig(kv_dtype="bf16"), torch.device("cuda"))
-    monkeypatch.setattr(llm_file, "capability", lambda device: (8, 9))
+    monkeypatch.setattr(kv_format, "capability", lambda device: (8, 9))
     llm_file.check_fp8_cache(CacheConfig(kv_dtype="fp8"), torch.device("cuda"))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from hybridkv.bench.shapes import Shape
-from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages, fp8_encode_ref
+from hybridkv.kernels.formats.fp8 import Fp8Pages, fp8_encode_ref
+from hybridkv.kernels.formats.kv_format import Pages
 
 Op = Callable[[Any], object]
 Peers = dict[str, tuple[Op, Sequence[Any]]]
@@ -79,10 +80,10 @@ def entry_bytes(kind: str, width: int) -> int:
 
 
 def clone(pages: Pages) -> Pages:
-    return Fp8Pages(*(t.clone() for t in pages)) if isinstance(pages, Fp8Pages) else pages.clone()
+    return pages.clone() if isinstance(pages, Tensor) else type(pages)(*(t.clone() for t in pages))
 
 
 def flat_bytes(pages: Pages) -> Tensor:
     """All that a pool holds, to be compared bit for bit."""
-    parts = pages if isinstance(pages, Fp8Pages) else (pages,)
+    parts = (pages,) if isinstance(pages, Tensor) else pages
     return torch.cat([t.reshape(-1).view(torch.uint8) for t in parts])

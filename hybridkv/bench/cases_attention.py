@@ -19,7 +19,7 @@ from hybridkv.kernels.attention.append import append, append_ref
 from hybridkv.kernels.attention.decode import attention_decode, attention_decode_torch
 from hybridkv.kernels.attention.prefill import attention_prefill, attention_prefill_torch
 from hybridkv.kernels.attention.tile import read_pages
-from hybridkv.kernels.formats.fp8 import Pages
+from hybridkv.kernels.formats.kv_format import Pages
 
 # bf16 results of f32 sums in another order: two roundings of 2^-9 each at the worst, and P rounded to bf16 in between
 ROUNDING = 1e-2
@@ -99,7 +99,7 @@ def inputs_case(s: Setup, kind: str, T: int, kept: bool) -> Case:
     ring: dict[str, Tensor] = {}
     if kept:
         last = torch.arange(T, device=s.device)
-        ring = {"ring": s.randn(WINDOW, H, D), "query_rows": torch.where(last >= T - WINDOW, last % WINDOW, -1)}
+        ring = {"query_buffer": s.randn(WINDOW, H, D), "query_rows": torch.where(last >= T - WINDOW, last % WINDOW, -1)}
     inputs: list[Any] = []
     for _ in range(copies(moved, s.device)):
         angle = torch.rand(T, 1, R, device=s.device) * 6

@@ -14,7 +14,7 @@ from hybridkv.bench.timing import copies
 from hybridkv.kernels.attention.tile import read_pages
 from hybridkv.kernels.eviction.compact import compact, compact_ref
 from hybridkv.kernels.eviction.score import window_scores, window_scores_ref
-from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages
+from hybridkv.kernels.formats.kv_format import Pages
 
 WINDOW = 64
 CHECKED = 2048  # a multiple of PAGE
@@ -106,7 +106,7 @@ def compact_case(s: Setup, kind: str, L: int, keep: int, fresh: bool) -> Case:
     D, streams = c.head_dim, c.kv_heads * len(c.attention_layers)
     order = s.table(streams, pages=(L + keep) // PAGE).long()  # the last ones of each are the fresh ones
     pools = [s.pages(kind, order.numel(), D) for _ in range(2)]
-    tensors = [t for p in pools for t in (p if isinstance(p, Fp8Pages) else (p,))]
+    tensors = [t for p in pools for t in ((p,) if isinstance(p, Tensor) else p)]
     front = torch.arange(keep, device=s.device).repeat(streams, 1) + (L if fresh else 0)
     chosen = torch.stack([torch.randperm(L, device=s.device)[:keep].sort().values for _ in range(streams)])
     source, target = ((order.gather(1, x // PAGE) * PAGE + x % PAGE).flatten() for x in (chosen, front))

@@ -15,7 +15,7 @@ from hybridkv.kernels.attention.decode import attention_decode
 from hybridkv.kernels.attention.exact import attention_exact
 from hybridkv.kernels.attention.inputs import attention_inputs
 from hybridkv.kernels.attention.prefill import attention_prefill
-from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages
+from hybridkv.kernels.formats.kv_format import Pages, pages_of
 from hybridkv.kernels.gdn.prefill import gdn_prefill
 from hybridkv.kernels.gdn.rule_exact import causal_conv_exact, gated_delta_exact
 from hybridkv.kernels.gdn.step import gdn_step
@@ -40,8 +40,7 @@ class LayerHandle:
 
     def pages(self, name: str) -> Pages:
         """The layer's pool of keys ("k") or values ("v")."""
-        scale = self.paged.get(f"{name}_scale")
-        return self.paged[name] if scale is None else Fp8Pages(self.paged[name], scale)
+        return pages_of(self.paged, name)
 
     @property
     def places(self) -> Tensor:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache import ForwardStep, KVCacheManager
-from hybridkv.kernels.attention.decode import same_shape_up_to
+from hybridkv.kernels.attention.decode_tuning import same_shape_up_to
 from hybridkv.kernels.backend import HAS_TRITON
+from hybridkv.kernels.formats.kv_format import pool_format
 from hybridkv.models.decoder import Model
 
 
@@ -51,7 +52,8 @@ class DecodeGraphs:
         self.sizes = [1 << i for i in range(manager.slots.bit_length())]  # powers of two, the last holds all slots
         if self.sizes[-1] < manager.slots:
             self.sizes.append(manager.slots)
-        self.fp8 = any("k_scale" in table.pool.tensors for table in manager.tables.values())
+        formats = [pool_format(table.pool.tensors) for table in manager.tables.values()]
+        self.quantised = any(fmt is not None and fmt.quantised for fmt in formats)
         self.captured: dict[tuple[int, int], Captured] = {}  # by rows and reach
         self.failed: set[tuple[int, int]] = set()
         self.pool = torch.cuda.graph_pool_handle()
@@ -62,7 +64,7 @@ class DecodeGraphs:
 
     def key(self, rows: int, max_entries: int) -> tuple[int, int]:
         """Rows and reach of the graph for `rows` rows whose streams hold up to `max_entries` entries."""
-        return rows, same_shape_up_to(rows, max_entries, self.manager.max_tokens, self.fp8)
+        return rows, same_shape_up_to(rows, max_entries, self.manager.max_tokens, self.quantised)
 
     def ready(self, step: ForwardStep) -> Captured | None:
         """The graph of the step. The first of its kind is captured; if that fails, they all run without: None."""

@@ -28,7 +28,7 @@ from hybridkv.eviction.keep import Keep, choose
 from hybridkv.eviction.policies import POLICIES
 from hybridkv.eviction.policy import LayerCache, Policy
 from hybridkv.eviction_record import EvictionRecord
-from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages
+from hybridkv.kernels.formats.kv_format import pages_of
 from hybridkv.request import Request
 
 STREAMS = "attention"
@@ -177,8 +177,8 @@ class Evictor:
                     query_positions=query_positions,
                     positions=entry_positions[streams, : int(lengths.max())],
                     lengths=lengths,
-                    k_pool=_pages(table.pool.lane(0), "k"),
-                    v_pool=_pages(table.pool.lane(0), "v"),
+                    k_pool=pages_of(table.pool.lane(0), "k"),
+                    v_pool=pages_of(table.pool.lane(0), "v"),
                     table=pages[streams],
                     scale=self.scale,
                     lse=None if lse is None else lse[:, i : i + n].flatten(1, 2),
@@ -253,8 +253,3 @@ def find_policy(policy: object) -> Policy:
     if not isinstance(policy, str) or policy not in POLICIES:
         raise HybridKVError(f"policy {str(policy)[:80]!r} is unknown; choose {', '.join(POLICIES)}, or give a Policy")
     return POLICIES[policy]()
-
-
-def _pages(pools: dict[str, torch.Tensor], name: str) -> Pages:
-    scale = pools.get(f"{name}_scale")
-    return pools[name] if scale is None else Fp8Pages(pools[name], scale)

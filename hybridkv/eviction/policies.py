@@ -19,7 +19,7 @@ from hybridkv.errors import HybridKVError
 from hybridkv.eviction.keep import joined, survivors
 from hybridkv.eviction.policy import LayerCache, Policy
 from hybridkv.kernels.eviction.score import window_scores
-from hybridkv.kernels.eviction.select import pool_heads
+from hybridkv.kernels.eviction.select import pool_heads, rows_at_once
 
 
 @dataclass(frozen=True)
@@ -153,18 +153,36 @@ class Ada(Spread):
         fixed = np.minimum(np.minimum(recent, even), lengths)  # recent entries stay in every head
         least = np.minimum(np.maximum(np.maximum(fixed, 1), (even * self.floor).astype(np.int64)), lengths)
         room = np.minimum(even.sum(1), lengths.sum(1)) - least.sum(1)  # what the heads of a layer compete for
-        (layers, G), rows = lengths.shape, joined(scores)
-        L = rows.shape[1]
+        whole: np.ndarray = np.all(lengths <= even, axis=1)  # layers that keep everything
+        room = np.where(whole, 0, room)
+        L = max(each.shape[1] for each in scores)
+        # a block of layers at a time: temporaries do not grow with the number of layers
+        step = max(1, rows_at_once(L) // lengths.shape[1])
+        won = []
+        for first in range(0, len(scores), step):
+            some = slice(first, first + step)
+            won.append(self._won(scores[some], lengths[some], least[some], room[some], recent, L))
+        shares = least + torch.cat(won).cpu().numpy()  # the one wait for the device
+        return np.where(whole[:, None], even, shares)
+
+    @staticmethod
+    def _won(
+        scores: list[Tensor], lengths: np.ndarray, least: np.ndarray, room: np.ndarray, recent: int, L: int
+    ) -> Tensor:
+        """[layers, G] on the device: entries that each head wins beyond its `least`, of the layer's `room` [layers].
+
+        Rows are padded to L: which of several entries of -inf wins must not depend on how layers are put together.
+        """
+        layers, G = lengths.shape
+        rows = joined([each if each.shape[1] == L else F.pad(each, (0, L - each.shape[1])) for each in scores])
         sure = survivors(rows, lengths.ravel(), least.ravel(), recent).long()
         ends = upload([lengths.ravel()], rows.device)[:, None]
         taken = torch.arange(L, device=rows.device) >= ends
-        taken = F.pad(taken, (0, 1)).scatter_(1, sure.where(sure >= 0, L), True)[:, :L]  # -1: a column of nobody's
+        taken = F.pad(taken, (0, 1)).scatter_(1, sure.where(sure >= 0, L), True)[:, :L]  # -1 goes to an extra column
         contest = rows.masked_fill(taken, -torch.inf).view(layers, -1)
-        size = np.full(layers, G * L)
-        won = survivors(contest, size, np.where((lengths <= even).all(1), 0, room), 0)  # [layers, most room]
+        won = survivors(contest, np.full(layers, G * L), room, 0)  # [layers, largest room]
         heads = torch.where(won >= 0, won // L, -1)[:, None] == torch.arange(G, device=rows.device)[:, None]
-        shares = least + heads.sum(2).cpu().numpy()
-        return np.where((lengths <= even).all(1, keepdims=True), even, shares)
+        return heads.sum(2)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from hybridkv.kernels.attention.tile import read_pages
-from hybridkv.kernels.formats.fp8 import Pages
+from hybridkv.kernels.formats.kv_format import Pages
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,23 @@
 """top_entries: the k largest of each row's visible logits, as ascending indices.
 
 Exact: of equal logits the lower index wins, -0 equals 0, NaN is above +inf. A row that sees k entries or fewer gets
-all of them, then -1. What lies past `visible` has no say.
+all of them, then -1. What lies past `visible` is ignored.
 
-A long row is searched from above: the k largest lie in the k groups of neighbours whose largest are the k largest, and
-of groups that tie the first hold the entries that win the tie. So one launch reads the row and writes the largest of
-every RATIO entries, of those again, and again; the next keeps k groups or some more, their parts that may matter, the
-parts of those, and at last k entries:
+A long row is searched from the top of a tree. Its entries lie in groups of RATIO neighbours, groups in groups of RATIO,
+and so on; each group knows its largest entry. The k largest entries lie in the k groups with the largest maxima, and
+among groups that tie the first ones hold the entries that win the tie. So one launch reads the row and writes the
+maxima of every level; the next keeps k groups (or a few more) of the top level, then of their parts, and at last k
+entries:
 
     262,144 logits -> 65,536 largest of 4 -> 16,384 of 16 -> 4,096 of 64
     about 530 of 4,096 -> 560 of 1,024 x 4 -> 560 of 1,024 x 4 -> 512 of 1,024 x 4
 
-A program holds what it chooses from in registers and finds the k-th largest by narrowing a bound. The bound of the
-groups is one for their parts, and so tight that all parts that reach it nearly always find room: only the first and the
-last level search. All levels share one loop: code that runs once takes as long as it is. The launches follow from k and
-the rows' width. On Hopper the second starts beside the first and waits for its end.
+A program holds what it chooses from in registers and finds the k-th largest by narrowing a bound. The bound of a level
+also holds for the next, and it is so tight that all parts that reach it nearly always fit: only the first and the last
+level search. All levels share one loop, because the time of code that runs once is the time to fetch it. The launches
+follow from k and the rows' width. On Hopper the second starts beside the first and waits for its end.
 
-The same kernel takes another number of each row, and lets entries follow that stay unseen (select.py).
+The same kernel can take a number of its own for each row and append the entries past `visible` (eviction/select.py).
 """
 
 from __future__ import annotations
@@ -27,23 +28,27 @@ from torch import Tensor
 from hybridkv.kernels.backend import tl, triton, use_triton
 from hybridkv.kernels.overlap import can_overlap
 
-RATIO, WIDE_RATIO = 4, 8  # of one level's groups to the next; where groups are many
+RATIO = 4  # groups of one level in a group of the next
+WIDE_RATIO = 8  # the same at most where k is above LOOSE
 KEPT = 1024  # groups of a level that there is room for, at least
-LOOSE = 1024  # k up to which there is room for 2 k or more
-MOST = 16384  # that a program chooses from, whatever k is
-TILE = 2048  # entries of a program that reads a row
-HELD = 32  # entries of a thread
-FEW, HELD_FEW = 8, 16  # rows, and entries of a thread then
-GUESSES = 12  # turns of a search before it takes precautions
+LOOSE = 1024  # k: up to here there is room for 2 k groups or more
+MAX_CHOICES = 16384  # entries that a program chooses from, whatever k is
+TILE = 2048  # entries that a program of the first launch reads
+HELD = 32  # entries of a thread in the second launch
+FEW = 8  # rows: up to here a thread of the second launch has HELD_FEW entries
+HELD_FEW = 16
+GUESSES = 12  # guesses of a search before every other step halves the interval
 _GUESSES = tl.constexpr(GUESSES)
-MANY, REGISTERS = 264, 128  # rows from which on programs share a multiprocessor, with as many registers a thread
+MANY = 264  # rows: above, programs share a multiprocessor and a thread has REGISTERS registers
+REGISTERS = 128
 
 
 def top_entries_ref(logits: Tensor, visible: Tensor, k: int) -> Tensor:
-    (T, width), visible = logits.shape, visible[:, None]
-    logits = logits.masked_fill(logits.isnan(), torch.nan)  # without their signs, which a sort on CUDA would heed
+    T, width = logits.shape
+    visible = visible[:, None]
+    logits = logits.masked_fill(logits.isnan(), torch.nan)  # without signs: a sort on CUDA would order NaN by them
     hidden = torch.arange(width, device=logits.device) >= visible
-    # a stable sort leaves the hidden, which come last, behind a visible -inf; it takes NaN for the largest
+    # stable: hidden entries come after visible ones of -inf; NaN counts as the largest
     order = logits.masked_fill(hidden, -torch.inf).sort(dim=-1, descending=True, stable=True).indices[:, :k]
     order = order.masked_fill(order >= visible, width).sort(-1).values
     out = torch.full((T, k), -1, dtype=torch.int32, device=logits.device)
@@ -66,32 +71,32 @@ def order_keys(b_x):
 
 @triton.jit
 def rough_log2(count):
-    """log2 of a number above 0, plus 127, off by 0.01 at most: few instructions, and every turn of a search waits."""
+    """log2 of a number above 0, plus 127, off by at most 0.01. It is short: every step of a search waits for it."""
     bits = count.to(tl.float32).to(tl.int32, bitcast=True)
     part = (bits & 0x7FFFFF).to(tl.float32) * 1.1920929e-07  # 2^-23
     return bits.to(tl.float32) * 1.1920929e-07 + 0.344 * part * (1 - part)
 
 
 @triton.jit
-def kth_largest(b_key, low, high, count, k, most):
-    """A bound that k keys or more reach, more than `most` only if it is the k-th largest itself and has equals; how
-    many reach it; and where those are more than `most`, how many are above it.
+def kth_largest(b_key, low, high, count, k, max_kept):
+    """A bound that k keys or more reach; how many reach it; how many are above it, where more than `max_kept` reach it.
 
-    low is reached by `count` keys, k or more; high by none.
+    More than `max_kept` reach it only if it is the k-th largest key itself and has equals. low: a bound that `count`
+    keys reach, k or more; high: one that none reaches.
     """
-    size, over, turn, side = rough_log2(k), 0, 0, 0
+    size, over, tries, side = rough_log2(k), 0, 0, 0
     # how far either bound's count is from k, in powers of two; none counts as a half
     below, above = rough_log2(count) - size, size - 126.0
-    while (low + 1 < high) & (count > most):
-        # A guess as if the count fell exponentially is quick on ordinary numbers; a bound that stays where it is twice
-        # in turn counts as half as far (the Illinois method). From turn GUESSES on every other is the keys' middle,
-        # which ends the search whatever they are. One away from k there is nothing to guess.
+    while (low + 1 < high) & (count > max_kept):
+        # Guessing as if the count fell exponentially is quick on ordinary numbers; a bound that stays where it is twice
+        # in a row counts as half as far (the Illinois method). From step GUESSES on every other step takes the middle,
+        # which ends the search whatever the keys are. One away from k there is nothing to guess.
         middle = (low & high) + ((low ^ high) >> 1)
         low_value = flip_negative(low).to(tl.float32, bitcast=True)
         high_value = flip_negative(high).to(tl.float32, bitcast=True)
         part = below / (below + above)
         guess = flip_negative((low_value * (1 - part) + high_value * part).to(tl.int32, bitcast=True))
-        middle = tl.where(((turn < _GUESSES) | (turn % 2 == 1)) & (guess > low) & (guess < high), guess, middle)
+        middle = tl.where(((tries < _GUESSES) | (tries % 2 == 1)) & (guess > low) & (guess < high), guess, middle)
         if count == k + 1:  # the smallest goes, if it has no equals
             low = tl.min(tl.where(b_key >= low, b_key, 0x7FFFFFFF))
             middle = low + 1
@@ -108,15 +113,15 @@ def kth_largest(b_key, low, high, count, k, most):
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle)
         side = tl.where(enough, 1, -1)
-        turn += 1
+        tries += 1
     return low, count, over
 
 
 @triton.jit
 def before_each(b_x, ROWS: tl.constexpr):
-    """[rows, columns] -> sums of what comes before each, where row i * rows / ROWS + j is the (j * ROWS + i)-th.
+    """[rows, columns] -> for each the sum of all that come before it. Row i * rows / ROWS + j is the (j * ROWS + i)-th.
 
-    A thread that holds row j of each i adds up its own, which follow one another, and passes on one sum.
+    A thread that holds row j of each i adds up its own rows, which are neighbours in that order, and passes on one sum.
     """
     b_row = tl.reshape(tl.sum(b_x, 1), [ROWS, b_x.shape[0] // ROWS])
     b_own = tl.sum(b_row, 0)
@@ -125,20 +130,20 @@ def before_each(b_x, ROWS: tl.constexpr):
 
 
 @triton.jit
-def keep_largest(b_key, b_index, low, high, p_out, n, k, most, ROWS: tl.constexpr):
-    """Of the keys [rows, columns] above -2^31, n of them or k of more, the k largest, or all that reach a bound if
-    those are no more than `most`: their indices, in their order, to p_out.
+def keep_largest(b_key, b_index, low, high, p_out, n, k, max_kept, ROWS: tl.constexpr):
+    """Write the indices of the k largest keys, in their order, to p_out; or of all that reach a bound, if those are no
+    more than `max_kept`.
 
-    low: a bound that k of them reach where there were k groups or more, high: one that none reaches.
-    Returns such a bound for the keys of their parts, and how many were kept.
+    b_key [rows, columns]: n keys above -2^31, the rest is padding. low: a bound that k of them reach if there were k
+    groups or more; high: one that none reaches. Returns such a bound for the next level, and how many were kept.
     """
     kept = tl.minimum(n, k)
     count = tl.sum((b_key >= low).to(tl.int32))
     if count < kept:  # fewer groups than k
         low = -0x7F800001  # the key of -inf
         count = n
-    low, count, over = kth_largest(b_key, low, high, count, kept, most)
-    if count <= most:  # all that reach the bound
+    low, count, over = kth_largest(b_key, low, high, count, kept, max_kept)
+    if count <= max_kept:  # all that reach the bound
         kept = count
         b_before = before_each((b_key >= low).to(tl.int32), ROWS)
         tl.store(p_out + b_before, b_index, mask=b_key >= low)
@@ -179,10 +184,10 @@ def choose_entries(
             b_key = tl.where(m_group & (b_index < n), order_keys(b_x), -0x80000000)
         if i == LEVELS:
             low, high = tl.min(tl.where(b_key > -0x80000000, b_key, 0x7FFFFFFF)), tl.max(b_key) + 1
-        p_kept, most = p_out, k
+        p_kept, max_kept = p_out, k
         if i > 0:  # of the first level few more: its bound is for all
-            p_kept, most = p_chosen, tl.where(i == LEVELS, k + (KEPT - k) // 4, KEPT)
-        low, kept = keep_largest(b_key, b_index, low, high, p_kept, seen, k, most, ROWS)
+            p_kept, max_kept = p_chosen, tl.where(i == LEVELS, k + (KEPT - k) // 4, KEPT)
+        low, kept = keep_largest(b_key, b_index, low, high, p_kept, seen, k, max_kept, ROWS)
         if i > 0:
             tl.debug_barrier()  # other threads wrote what follows
             b_group = tl.load(p_chosen + o_k, mask=o_k < kept, other=-1)
@@ -274,27 +279,45 @@ def top_entries_kernel(
 def plan_levels(width: int, k: int) -> tuple[int, int, int]:
     """Groups of a level that there is room for, the ratio of one level's groups to the next, how many levels."""
     kept = triton.next_power_of_2(k)
-    kept, ratio = (max(KEPT, 2 * kept), RATIO) if k <= LOOSE else (kept, min(WIDE_RATIO, MOST // kept))
+    kept, ratio = (max(KEPT, 2 * kept), RATIO) if k <= LOOSE else (kept, min(WIDE_RATIO, MAX_CHOICES // kept))
     levels = 0
     while -(-width // ratio**levels) > kept * ratio:
         levels += 1
     return kept, ratio, levels
 
 
+def plan_tiles(width: int, ratio: int, levels: int) -> tuple[int, int, int]:
+    """Entries that a program reads, how many programs a row takes, and the groups of all its levels together."""
+    tile = max(TILE, ratio ** (levels + 1))  # groups that lie together are one program's
+    tiles = -(-width // tile) if levels else 0
+    return tile, tiles, sum(tiles * (tile // ratio**i) for i in range(1, levels + 1))
+
+
+def scratch_bytes(rows: int, width: int, k: int) -> int:
+    """Bytes that top_entries takes beside its result for logits [rows, width]."""
+    if not rows or not k:
+        return 0
+    kept, ratio, levels = plan_levels(width, k)
+    groups = plan_tiles(width, ratio, levels)[2]
+    return 4 * rows * (groups + kept) if levels else 0
+
+
 def top_entries_triton(
     logits: Tensor, visible: Tensor, k: int, counts: Tensor | None = None, lengths: Tensor | None = None
 ) -> Tensor:
-    """With counts [T] int64 so many of each row, and then, with lengths [T] int64, what follows `visible`."""
+    """[T, k] int32, as top_entries. counts [T] int64: how many of each row, instead of k, are chosen.
+
+    lengths [T] int64: the entries from `visible` to there follow the chosen ones.
+    """
     T, width = logits.shape
-    assert k <= MOST // 2, "groups of one would be no groups"
+    assert k <= MAX_CHOICES // 2, "groups of one would be no groups"
     assert logits.dtype == torch.float32 and (width <= 1 or logits.stride(1) == 1) and visible.is_contiguous()
     out = torch.empty((T, k), dtype=torch.int32, device=logits.device)
     if not T or not k:
         return out
     kept, ratio, levels = plan_levels(width, k)
-    tile = max(TILE, ratio ** (levels + 1))  # groups that lie together are one program's
-    tiles = triton.cdiv(width, tile) if levels else 0
-    largest = out.new_empty((T, sum(tiles * (tile // ratio**i) for i in range(1, levels + 1))))
+    tile, tiles, groups = plan_tiles(width, ratio, levels)
+    largest = out.new_empty((T, groups))
     chosen = out.new_empty((T, kept if levels else 0))
     overlap = levels > 0 and can_overlap(logits, None)  # the second launch
     early = overlap and can_overlap(logits)
@@ -316,5 +339,5 @@ def top_entries_triton(
 
 def top_entries(logits: Tensor, visible: Tensor, k: int) -> Tensor:
     """Indices [T, k] int32 of the k largest of logits [T, width] f32 before visible [T] int64; ascending, then -1."""
-    form = top_entries_triton if use_triton(logits) and k <= MOST // 2 else top_entries_ref
+    form = top_entries_triton if use_triton(logits) and k <= MAX_CHOICES // 2 else top_entries_ref
     return form(logits, visible, k)

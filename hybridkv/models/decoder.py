@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridkv.cache import LayerHandle, StreamSchema, TensorSpec
+from hybridkv.kernels.formats.kv_format import kv_format
 from hybridkv.kernels.linear.linear import Linear
 from hybridkv.kernels.rope import rope_angles
 from hybridkv.kernels.row_ops import FAST, RowOps
@@ -155,8 +156,6 @@ def _collect(part: object, seen: dict[int, int]) -> None:
 
 
 def attention_streams(config: ModelConfig, kv_dtype: torch.dtype, page_size: int) -> StreamSchema:
-    """Full attention: one stream for each layer and KV head, a key and a value an entry; in FP8 with a scale each."""
-    fp8 = kv_dtype == torch.float8_e4m3fn
-    entry = tuple(TensorSpec(name, (config.head_dim,), torch.uint8 if fp8 else kv_dtype) for name in ("k", "v"))
-    entry += tuple(TensorSpec(f"{name}_scale", (), torch.float32) for name in ("k", "v")) if fp8 else ()
+    """Full attention: one stream for each layer and KV head. An entry is a key and a value in the format's tensors."""
+    entry = tuple(TensorSpec(*tensor) for tensor in kv_format(kv_dtype).tensors(config.head_dim))
     return StreamSchema("attention", config.attention_layers, entry, page_size, heads=config.kv_heads)

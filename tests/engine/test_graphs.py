@@ -12,7 +12,7 @@ import torch
 from hybridkv import LLM, CacheConfig
 from hybridkv.engine import graphs
 from hybridkv.engine.graphs import Captured, DecodeGraphs
-from hybridkv.kernels.attention import decode as decode_file
+from hybridkv.kernels.attention import decode_tuning as decode_file
 
 
 @pytest.fixture(scope="module")

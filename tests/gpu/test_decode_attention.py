@@ -11,7 +11,8 @@ from torch import Tensor
 from triton_cases import BF16, BOUND, FP8, Streams, dense, queries, streams
 
 from hybridkv.kernels.activation import sigmoid_mul
-from hybridkv.kernels.attention.decode import SHORT, DecodeShape, attention_decode, attention_decode_triton
+from hybridkv.kernels.attention.decode import attention_decode, attention_decode_triton
+from hybridkv.kernels.attention.decode_tuning import SHORT, DecodeShape
 from hybridkv.kernels.attention.inputs import attention_inputs
 from hybridkv.kernels.formats.fp8 import Fp8Pages
 from hybridkv.kernels.linear.gemv import linear_vector

@@ -23,7 +23,8 @@ from hybridkv.kernels.eviction.select import (
     select_entries_ref,
     select_entries_triton,
 )
-from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages, fp8_encode
+from hybridkv.kernels.formats.fp8 import Fp8Pages, fp8_encode
+from hybridkv.kernels.formats.kv_format import Pages
 from hybridkv.models import cache_schema
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.known import KNOWN
@@ -96,7 +97,7 @@ def test_one_pass_with_known_sums_equals_the_definition(shape: str, kind: str) -
     for _ in range(5):
         assert_same_bytes(got, window_scores(*args, strided[:, 2:-3]))
     runs = score_file.has_gluon(q.device) and D != 96
-    assert (score_file.hopper_tiles(q, pages[0].codes if kind == "fp8" else pages[0], len(lengths)) > 0) == runs
+    assert (score_file.hopper_tiles(q, pages[0].values if kind == "fp8" else pages[0], len(lengths)) > 0) == runs
 
 
 def test_a_nan_key_is_not_hidden() -> None:

@@ -14,6 +14,7 @@ from hybridkv import LLM, CacheConfig, SamplingParams
 from hybridkv.cache import KVCacheManager
 from hybridkv.engine.engine import Engine
 from hybridkv.kernels.attention import decode as decode_file
+from hybridkv.kernels.attention import decode_tuning
 
 pytestmark = pytest.mark.gpu
 KINDS = ("llama", "llama_bias", "qwen3_5", "qwen3_5_moe")
@@ -78,7 +79,7 @@ def test_a_stream_that_grows_past_short_goes_on_in_another_graph(
     streams, found, keys, shape = {"a": ids(200), "b": ids(200, seed=1)}, {}, set(), decode_file.decode_shape
     monkeypatch.setattr(decode_file, "decode_shape", lambda *args: keys.add(args[4]) or shape(*args))
     for short in (0, 256):  # of both requests together
-        monkeypatch.setattr(decode_file, "SHORT", short)
+        monkeypatch.setattr(decode_tuning, "SHORT", short)
         keys.clear()
         llm = open_gpu(kind, "bfloat16", "fp8")
         for key in streams:

@@ -18,7 +18,8 @@ from hybridkv.kernels.eviction import score as score_file
 from hybridkv.kernels.eviction.compact import compact, compact_ref, compact_triton
 from hybridkv.kernels.eviction.score import CONFIGS, TENSOR_CORES, ScoreBlocks, window_scores, window_scores_triton
 from hybridkv.kernels.formats import fp8 as quant_file
-from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages, fp8_decode, fp8_encode, fp8_encode_ref
+from hybridkv.kernels.formats.fp8 import Fp8Pages, fp8_decode, fp8_encode, fp8_encode_ref
+from hybridkv.kernels.formats.kv_format import Pages
 
 pytestmark = pytest.mark.gpu
 KINDS = ("f32", "bf16", "fp8")
@@ -190,7 +191,7 @@ def test_pools_past_two_to_the_31_elements(kind: str) -> None:
         pages: Any = Fp8Pages(torch.zeros(N, P, D, dtype=torch.uint8), torch.zeros(N, P))
     else:
         pages = torch.zeros(N, P, D, dtype=torch.bfloat16)
-    values = pages.codes if kind == "fp8" else pages
+    values = pages.values if kind == "fp8" else pages
     order = torch.tensor([N - 1, 2, N - 3, 131072, 131071, 7, N - 9, 3])  # 8 pages, two streams
     table, L, T = order.view(2, 4).int(), 4 * P, 4 * P
     e = torch.arange(L)
@@ -209,7 +210,7 @@ def test_pools_past_two_to_the_31_elements(kind: str) -> None:
     q, when = torch.randn(16, 4, D).to(torch.bfloat16), torch.arange(L - 16, L)
     small_table = torch.arange(8).view(2, 4).int()
     pick = order.long()
-    small = Fp8Pages(pages.codes[pick], pages.scale[pick]) if kind == "fp8" else pages[pick]
+    small = Fp8Pages(pages.values[pick], pages.scale[pick]) if kind == "fp8" else pages[pick]
     positions = e.repeat(2, 1)
     want = window_scores_triton(q, when, small, small_table, positions, D**-0.5)
     assert_same_bytes(want, window_scores_triton(q, when, pages, table, positions, D**-0.5))

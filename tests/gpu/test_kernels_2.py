@@ -14,7 +14,8 @@ from hybridkv.kernels.attention import prefill as prefill_file
 from hybridkv.kernels.attention.decode import attention_decode, attention_decode_triton
 from hybridkv.kernels.attention.exact import attention_exact
 from hybridkv.kernels.attention.prefill import attention_prefill, attention_prefill_triton
-from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages
+from hybridkv.kernels.formats.fp8 import Fp8Pages
+from hybridkv.kernels.formats.kv_format import Pages
 
 pytestmark = pytest.mark.gpu
 

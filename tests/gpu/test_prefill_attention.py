@@ -1,5 +1,5 @@
-"""Prompt attention on the GPU: the kernel for Hopper over pages and over widened keys, in pieces and in splits, beside
-the Triton kernel, against the definition. Rows and places that belong to nobody hold NaN, or lead far outside.
+"""Prompt attention on the GPU against the definition: the Hopper kernel over pages and over dequantised keys, in pieces
+and in splits, beside the Triton kernel. Unused rows and places hold NaN, or lead far outside the pool.
 """
 
 import numpy as np
@@ -9,11 +9,15 @@ from numerics import assert_close_rms, assert_same_bytes
 from torch import Tensor
 from triton_cases import BF16, BOUND, F32, FP8, Streams, dense, log_sums, queries, streams
 
-from hybridkv.kernels.attention import exact_hopper as exact_file
+from hybridkv.kernels.attention import exact as exact_file
 from hybridkv.kernels.attention import prefill as file
-from hybridkv.kernels.attention.exact_hopper import attention_exact_wide
-from hybridkv.kernels.attention.prefill import attention_prefill, attention_prefill_triton
-from hybridkv.kernels.attention.prefill_hopper_launch import attention_prefill_wide, suits_hopper
+from hybridkv.kernels.attention.exact import attention_exact_hopper
+from hybridkv.kernels.attention.prefill import (
+    attention_prefill,
+    attention_prefill_hopper,
+    attention_prefill_triton,
+    suits_hopper,
+)
 from hybridkv.kernels.backend import has_gluon
 
 pytestmark = pytest.mark.gpu
@@ -22,7 +26,7 @@ HOPPER = torch.cuda.is_available() and has_gluon(torch.device("cuda"))
 hopper = pytest.mark.skipif(not HOPPER, reason="the kernel is for Hopper GPUs")
 LENGTHS = [[300] * 4, [1000, 900, 77, 500], [1] * 4, [129, 130, 2000, 64], [64, 65, 63, 0]]
 STARTS = [0, 300, 377, 378, 442, 443]
-# widened FP8 keys and values are rounded to bf16 once more, 1.1e-3 RMS each; scores of some 1.6 move by as much of
+# dequantised FP8 keys and values are rounded to bf16 once more, 1.1e-3 RMS each; scores of some 1.6 move by as much of
 # themselves, and with them the weights of outputs that are averages near zero (seen 7.2e-3 over 5000 keys)
 BOUNDS = {BF16: BOUND[BF16, BF16], FP8: 1e-2}
 
@@ -53,19 +57,19 @@ def check(held: Streams, H: int, D: int, bound: float, starts: list[int] = START
 @pytest.mark.parametrize(("P", "splits"), ((64, 1), (64, 3), (128, 1)))
 def test_over_pages(P: int, splits: int) -> None:
     held = streams(LENGTHS, P, 256, BF16, "cuda")
-    check(held, 24, 256, BOUNDS[BF16], form=attention_prefill_wide, splits=splits)
+    check(held, 24, 256, BOUNDS[BF16], form=attention_prefill_hopper, splits=splits)
 
 
 @hopper
 @pytest.mark.parametrize(("pages", "P", "piece"), ((FP8, 53, 128), (FP8, 64, 32768), (BF16, 16, 32768)))
-def test_over_widened_keys(pages: str, P: int, piece: int) -> None:
+def test_over_dequantised_keys(pages: str, P: int, piece: int) -> None:
     held = streams(LENGTHS, P, 256, pages, "cuda")
-    check(held, 24, 256, BOUNDS[pages], form=attention_prefill_wide, piece=piece, splits=1)
+    check(held, 24, 256, BOUNDS[pages], form=attention_prefill_hopper, piece=piece, splits=1)
 
 
 @hopper
 def test_other_heads() -> None:
-    check(streams(LENGTHS, 64, 128, BF16, "cuda"), 32, 128, BOUNDS[BF16], form=attention_prefill_wide, splits=1)
+    check(streams(LENGTHS, 64, 128, BF16, "cuda"), 32, 128, BOUNDS[BF16], form=attention_prefill_hopper, splits=1)
 
 
 @pytest.mark.parametrize(("query", "pages"), ((F32, F32), (BF16, FP8)))
@@ -103,7 +107,7 @@ def test_a_prompt_in_chunks_has_the_bits_of_the_whole() -> None:
 
     def part(a: int, b: int) -> Tensor:
         pools, until = (held.k_pool, held.v_pool, held.table), np.full_like(held.lengths, b)
-        return attention_prefill_wide(q[a:b], *pools, until, [0, b - a], 0.1, splits=1)
+        return attention_prefill_hopper(q[a:b], *pools, until, [0, b - a], 0.1, splits=1)
 
     whole = part(0, T)
     for a, b in ((0, 1), (0, 1000), (1000, 4099), (4099, T), (37, 38), (4095, 4096), (4096, 4097), (T - 1, T)):
@@ -117,17 +121,17 @@ def test_exact_rows_have_the_same_bits_whole_in_chunks_and_alone(pages: str, mon
     lengths, starts = [[4300] * 4, [70, 2050, 9, 64], [5000] * 4], [0, 4300, 4309, 4310]
     held = streams(lengths, 64, 256, pages, "cuda")
     q = queries(4310, 24, 256, BF16, "cuda")
-    together = attention_exact_wide(q, *held.args, starts, 0.1)
+    together = attention_exact_hopper(q, *held.args, starts, 0.1)
     assert_close_rms("output", dense(q, held, starts, 0.1), together, BOUNDS[pages])
     pools = held.k_pool, held.v_pool
 
     def alone(b: int, first: int, last: int) -> Tensor:
         part, end = slice(starts[b] + first, starts[b] + last), starts[b + 1] - starts[b]
         until = held.lengths[b : b + 1] - (end - last)
-        return attention_exact_wide(q[part], *pools, held.table[b : b + 1], until, [0, last - first], 0.1)
+        return attention_exact_hopper(q[part], *pools, held.table[b : b + 1], until, [0, last - first], 0.1)
 
     for b, first, last in ((0, 0, 4300), (0, 0, 1), (0, 2047, 2048), (0, 2048, 2049), (0, 1000, 4099), (0, 4299, 4300),
                            (0, 37, 38), (1, 0, 9), (1, 8, 9), (2, 0, 1)):  # fmt: skip
         assert_same_bytes(together[starts[b] + first : starts[b] + last], alone(b, first, last))
-    monkeypatch.setattr(exact_file, "WORKSPACE", 1 << 24)
-    assert_same_bytes(together, attention_exact_wide(q, *held.args, starts, 0.1))
+    monkeypatch.setattr(exact_file, "HOPPER_WORKSPACE", 1 << 24)
+    assert_same_bytes(together, attention_exact_hopper(q, *held.args, starts, 0.1))

@@ -17,7 +17,8 @@ from hybridkv.kernels.activation import sigmoid_mul, sigmoid_mul_ref, silu_mul, 
 from hybridkv.kernels.attention.append import append
 from hybridkv.kernels.attention.inputs import attention_inputs, attention_inputs_ref
 from hybridkv.kernels.best_tokens import best_tokens, best_tokens_ref
-from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages
+from hybridkv.kernels.formats.fp8 import Fp8Pages
+from hybridkv.kernels.formats.kv_format import Pages
 from hybridkv.kernels.moe.expert_loop import loop_experts, run_softmax_experts
 from hybridkv.kernels.moe.shared_expert import add_shared, add_shared_ref
 from hybridkv.kernels.moe.softmax_router import route_softmax, route_softmax_ref

@@ -111,7 +111,7 @@ def test_no_rows(form: Callable[..., Tensor]) -> None:
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topk, "KEPT", 4)
     monkeypatch.setattr(topk, "LOOSE", 32)
-    monkeypatch.setattr(topk, "MOST", 256)
+    monkeypatch.setattr(topk, "MAX_CHOICES", 256)
     monkeypatch.setattr(topk, "TILE", 128)
 
 
@@ -146,6 +146,6 @@ def top_entries_triton_on_device(logits: Tensor, visible: Tensor, k: int) -> Ten
 @pytest.mark.parametrize("width", (0, 1, 8193, 16384, 16385, 65536, 262143, 262144, 1 << 20))
 def test_every_plan_fits_a_program(width: int, k: int) -> None:
     kept, ratio, levels = plan_levels(width, k)
-    assert ratio >= 2 and k <= kept and -(-width // ratio**levels) <= kept * ratio <= topk.MOST
+    assert ratio >= 2 and k <= kept and -(-width // ratio**levels) <= kept * ratio <= topk.MAX_CHOICES
     if k <= 1024 and width <= 262144:
         assert levels <= 3

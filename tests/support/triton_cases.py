@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from hybridkv.kernels.attention.tile import read_pages
-from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages, fp8_encode
+from hybridkv.kernels.formats.fp8 import Fp8Pages, fp8_encode
+from hybridkv.kernels.formats.kv_format import Pages
 
 F32, BF16, FP8 = "f32", "bf16", "fp8"
 TORCH = {F32: torch.float32, BF16: torch.bfloat16}

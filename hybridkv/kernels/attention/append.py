@@ -1,55 +1,40 @@
 """append: this step's keys and values into their pages.
 
-Every new entry has a flat index `page * P + offset`, worked out once a step for all layers; -1 marks a row of padding,
-which is not stored, whatever it holds. Storage rounding happens here (round to nearest even into the pool's dtype, or
-FP8 codes and their scale), so attention always reads what was stored.
+Every new entry has a flat index `page * P + offset`, computed once a step for all layers. -1 marks a row of padding,
+which is not stored, whatever it holds. Storing rounds (to nearest even into the pool's dtype, or to FP8 values and
+their scale), so attention always reads what was stored.
 
-The kernel writes keys and values in one launch: a program takes a block of tokens of one head of either.
+The kernel writes keys and values in one launch: a program takes a block of tokens of one head, keys or values.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from hybridkv.kernels.attention.launch import kernel_targets
 from hybridkv.kernels.backend import tl, triton, use_triton
-from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages, fp8_encode_ref, fp8_encode_tile
+from hybridkv.kernels.formats.kv_format import Pages, format_of, page_tensors
+from hybridkv.kernels.formats.kv_tiles import store_entries
 
-BLOCK_VALUES = 2048  # of a tile at most
-BLOCK_TOKENS = 8  # of a tile at most
+BLOCK_VALUES = 2048  # values in a program's tile at most
+BLOCK_TOKENS = 8  # tokens in a program's tile at most
 
 
-def append_ref(
-    k_pool: Pages,  # [N, P, D]
-    v_pool: Pages,  # [N, P, D]
-    k: Tensor,  # [T, G, D]
-    v: Tensor,  # [T, G, D]
-    entry_index: Tensor,  # [G, T] int64, all different; -1: not stored
-) -> None:
+def append_ref(k_pool: Pages, v_pool: Pages, k: Tensor, v: Tensor, entry_index: Tensor) -> None:
     stored = entry_index >= 0
     every = bool(stored.all())
     index = entry_index if every else entry_index[stored]
     for pool, rows in ((k_pool, k.transpose(0, 1)), (v_pool, v.transpose(0, 1))):  # [G, T, D]
         new = rows if every else rows[stored]
-        if isinstance(pool, Fp8Pages):
-            codes, scale = fp8_encode_ref(new)
-            pool.codes.view(-1, pool.codes.shape[-1])[index] = codes
-            pool.scale.view(-1)[index] = scale
-        else:
-            pool.view(-1, pool.shape[-1])[index] = new.to(pool.dtype)
+        for tensor, encoded in zip(page_tensors(pool), format_of(pool).encode(new), strict=True):
+            tensor.view(-1, *tensor.shape[2:])[index] = encoded
 
 
 @triton.jit
 def append_tile(x, pool, scale, o_e, o_x, o_d, D, FP8: tl.constexpr):
-    m_e = o_e >= 0
-    m_x = m_e[:, None] & (o_d < D)
-    b_x = tl.load(x + o_x, mask=m_x, other=0.0)
-    o_p = o_e[:, None] * D + o_d
-    if FP8:
-        b_code, b_scale = fp8_encode_tile(b_x.to(tl.float32))
-        tl.store(pool + o_p, b_code, mask=m_x)
-        tl.store(scale + o_e, b_scale, mask=m_e)
-    else:
-        tl.store(pool + o_p, b_x.to(pool.dtype.element_ty), mask=m_x)
+    """Numbers at o_x [BT, BD] of x to the entries o_e [BT] of a pool."""
+    m_x = (o_e >= 0)[:, None] & (o_d < D)
+    store_entries(tl.load(x + o_x, mask=m_x, other=0.0), pool, scale, o_e, D, FP8)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -70,32 +55,27 @@ def append_kernel(
         append_tile(v, v_pool, v_scale, o_e, o_v, o_d, D, FP8)
 
 
-def append_triton(
-    k_pool: Pages,
-    v_pool: Pages,
-    k: Tensor,
-    v: Tensor,
-    entry_index: Tensor,
-) -> None:
-    (T, G, D), fp8 = k.shape, isinstance(k_pool, Fp8Pages)
-    assert v.shape == k.shape and entry_index.shape == (G, T) and isinstance(v_pool, Fp8Pages) == fp8
+def append_triton(k_pool: Pages, v_pool: Pages, k: Tensor, v: Tensor, entry_index: Tensor) -> None:
+    T, G, D = k.shape
+    assert v.shape == k.shape and entry_index.shape == (G, T)
     if not k.numel():
         return
     columns = triton.next_power_of_2(D)
     rows = max(1, min(BLOCK_TOKENS, BLOCK_VALUES // columns))
-    parts = []  # values and scales; without FP8 the place of the scales is taken by what is never read
-    for pool in (k_pool, v_pool):
-        values, scale = pool if isinstance(pool, Fp8Pages) else (pool, pool)
-        assert values.is_contiguous() and scale.is_contiguous() and values.shape[-1] == D
-        parts.append((values, scale))
-    (k_values, k_scale), (v_values, v_scale) = parts
     append_kernel[(triton.cdiv(T, rows), G, 2)](
-        k, v, k_values, v_values, k_scale, v_scale, entry_index, T, D,
-        *k.stride(), *v.stride(), *entry_index.stride(), BT=rows, BD=columns, FP8=fp8, num_warps=min(4, rows),
+        k, v, *kernel_targets(k_pool, v_pool, D), entry_index, T, D,
+        *k.stride(), *v.stride(), *entry_index.stride(),
+        BT=rows, BD=columns, FP8=format_of(k_pool).quantised, num_warps=min(4, rows),
     )  # fmt: skip
 
 
-def append(k_pool: Pages, v_pool: Pages, k: Tensor, v: Tensor, entry_index: Tensor) -> None:
-    """Store k and v [T, G, D] at the flat places entry_index [G, T] of pools [N, P, D]."""
+def append(
+    k_pool: Pages,  # [N, P, D]
+    v_pool: Pages,  # [N, P, D]
+    k: Tensor,  # [T, G, D]
+    v: Tensor,  # [T, G, D]
+    entry_index: Tensor,  # [G, T] int64 flat places in the pools, all different; -1: not stored
+) -> None:
+    """Store this step's keys and values."""
     form = append_triton if use_triton(k) else append_ref
     form(k_pool, v_pool, k, v, entry_index)

@@ -1,27 +1,28 @@
-"""The Triton kernels of attention_decode: equal shares of all keys, and the joining of what was cut.
+"""The Triton kernels of attention_decode: equal shares of all keys, and the joining of the parts of each stream.
 
-A stream's keys lie in tiles. The tiles of all streams, one stream after the other, are cut into equal runs, one for
-each program; a program that holds parts of several streams does one after the other.
+A stream's keys lie in tiles. The tiles of all streams, one stream after the other, are divided into equal runs, one for
+each program. A program whose run covers parts of several streams computes one after the other.
 
     streams    | a a a a a a a a a | b | c c c c c |       tiles of three streams
     programs   | 0 0 0 0 0 | 1 1 1 1 1 | 2 2 2 2 2 |       partial results (stream + program): a0 a1 b1 c1 c2
 
-Where a run begins follows from the lengths, which every program reads on the device, so the grid never changes. Stream
-s's part by program p is row s + p of the workspace: a number that no other pair has, and a stream's parts are
-neighbours. The program with a stream's first tile leaves word where they begin and how many they are.
+Where a run begins follows from the lengths, which every program reads on the device, so the grid never changes. The
+part of stream s by program p is row s + p of the workspace: no other pair has that number, and the parts of a stream
+are neighbours. The program with a stream's first tile stores where the parts begin and how many there are.
 """
 
 from __future__ import annotations
 
 from hybridkv.kernels.activation import times_sigmoid
 from hybridkv.kernels.backend import tl, triton
+from hybridkv.kernels.formats.small_floats import e4m3_pairs_tile
 
 
 @triton.jit
 def stream_ends(
     lengths, rows, stride_length_b, stride_length_g, B, G: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr
 ):
-    """[BS] int32: tiles of each stream and all before it. A row of padding has none."""
+    """[BS] int32: the tiles of each stream and of all streams before it. A row of padding has none."""
     o_s = tl.arange(0, BS)
     o_b, o_g = (o_s // G).to(tl.int64), o_s % G
     m_s = o_s < B * G
@@ -33,7 +34,7 @@ def stream_ends(
 
 @triton.jit
 def programs_used(total, programs, LEAST: tl.constexpr):
-    """How many programs share the tiles, so that each has LEAST at least."""
+    """How many programs share the tiles: all of them, or fewer so that each has at least LEAST."""
     return tl.maximum(tl.minimum(programs, total // LEAST), 1)
 
 
@@ -41,7 +42,7 @@ def programs_used(total, programs, LEAST: tl.constexpr):
 def tile_entries(
     i_n, page, end, stride_page, stride_entry, stride_scale, p_table, P: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """Where the entries from i_n on lie: a place and [BN] from there; the same for their scales; which there are."""
+    """Where the entries from i_n on lie: a base and offsets [BN]; the same for their scales; which of them exist."""
     o_n = tl.arange(0, BN)
     m_n = o_n < end - i_n
     if P % BN == 0:  # the whole tile lies in one page
@@ -57,7 +58,7 @@ def tile_entries(
 
 @triton.jit
 def load_page(p_table, i_n, end, P: tl.constexpr, BN: tl.constexpr):
-    """The page of the tile from i_n on, where a tile lies in one page; else 0."""
+    """The page of the tile from i_n on if a tile lies in one page, else 0."""
     page = tl.full([], 0, tl.int64)
     if P % BN == 0:
         page = tl.load(p_table + i_n // P, mask=i_n < end, other=0).to(tl.int64)
@@ -111,35 +112,14 @@ def attend_run(
 
 
 @triton.jit
-def code_pairs(b_x, GPU: tl.constexpr):
-    """Pairs of E4M3 codes in int16 -> the first and the second of each pair in f16."""
-    if GPU:  # the same in five instructions for four codes; from the form below the compiler makes fourteen
-        b_first, b_second = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 bytes;
-            .reg .b16 first, second;
-            prmt.b32 bytes, $2, 0, 0x3120;
-            mov.b32 {first, second}, bytes;
-            cvt.rn.f16x2.e4m3x2 $0, first;
-            cvt.rn.f16x2.e4m3x2 $1, second;
-            }""",
-            "=r,=r,r", [b_x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        b_first = (b_x & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-        b_second = (b_x >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    return b_first, b_second
-
-
-@triton.jit
 def attend_run_fp8(
     p_q, k_pool, v_pool, k_scale, v_scale, p_table, begin, end, scale,
     stride_q_h, stride_page, stride_entry, stride_scale, p_part, p_lse,
     GROUP: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
-    """The same over FP8 pages, read as pairs of codes: in 16 bits, tensor cores take values from shared memory as they
-    lie there. Products are in f16, which holds every code; queries and weights are brought into its range.
+    """The same over FP8 pages, read as pairs of values in 16 bits: tensor cores then take them from shared memory as
+    they lie there. Products are in f16, which holds every E4M3 number; queries and weights are scaled into its range.
     """
     HALF: tl.constexpr = D // 2
     o_m, o_d = tl.arange(0, BM), tl.arange(0, BD // 2)
@@ -150,10 +130,10 @@ def attend_run_fp8(
     b_odd = (b_q & -65536).to(tl.float32, bitcast=True)
     b_size = tl.max(tl.maximum(tl.abs(b_even), tl.abs(b_odd)), 1)
     b_power = tl.minimum(tl.maximum(b_size.to(tl.int32, bitcast=True) >> 23, 1), 253)  # biased exponent
-    b_shrink = ((254 - b_power) << 23).to(tl.float32, bitcast=True)[:, None]  # a power of two: no digit is lost
+    b_shrink = ((254 - b_power) << 23).to(tl.float32, bitcast=True)[:, None]  # a power of two: exact
     b_even, b_odd = (b_even * b_shrink).to(tl.float16), (b_odd * b_shrink).to(tl.float16)
     b_size = (b_power << 23).to(tl.float32, bitcast=True) * scale
-    # weights are relative to the largest of weight x power of two of its value's scale: their products fit into f16
+    # weights are relative to the largest of weight x (power of two of the value's scale): the products fit into f16
     b_w = tl.full([BM], float("-inf"), tl.float32)
     b_z = tl.zeros([BM, BN], tl.float32)
     b_o0 = tl.zeros([BM, BD // 2], tl.float32)
@@ -173,7 +153,7 @@ def attend_run_fp8(
         b_ks = tl.load(k_scale + i_scale + o_scale, mask=m_n, other=0)
         b_vs = tl.load(v_scale + i_scale + o_scale, mask=m_n, other=0)
         b_vp = tl.maximum(((b_vs.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32), -100.0)  # f32 holds the sums
-        b_k0, b_k1 = code_pairs(b_k, GPU)
+        b_k0, b_k1 = e4m3_pairs_tile(b_k, GPU)
         b_s = tl.dot(b_odd, b_k1, tl.dot(b_even, b_k0))  # [BM, BN]
         b_s = tl.where(m_n[None, :], b_s * b_size[:, None] * b_ks[None, :], float("-inf"))
         b_top = tl.maximum(b_w, tl.max(b_s + b_vp[None, :], 1))
@@ -181,8 +161,8 @@ def attend_run_fp8(
         b_keep = tl.exp2(b_w - b_top)[:, None]
         b_w = b_top
         b_z = b_z * b_keep + b_p
-        b_p = (b_p * b_vs[None, :]).to(tl.float16)  # 2 at most
-        b_v0, b_v1 = code_pairs(b_v, GPU)
+        b_p = (b_p * b_vs[None, :]).to(tl.float16)  # at most 2
+        b_v0, b_v1 = e4m3_pairs_tile(b_v, GPU)
         b_o0 = tl.dot(b_p, b_v0, b_o0 * b_keep)
         b_o1 = tl.dot(b_p, b_v1, b_o1 * b_keep)
     b_sum = tl.sum(b_z, 1)
@@ -262,7 +242,7 @@ def attention_decode_kernel(
         p_q = q + i_b * stride_q_b + i_g * GROUP * stride_q_h
         i_part = (i_s + i_p).to(tl.int64) * GROUP
         if i_t == first:
-            i_end = first + tl.cdiv(length, BN) - 1  # the stream's last tile, and who has it
+            i_end = first + tl.cdiv(length, BN) - 1  # the stream's last tile, then the program that has it
             past = i_end - more * (share + 1)
             i_last = tl.where(past < 0, i_end // (share + 1), more + past // share)
             tl.store(parts + 2 * i_s, i_s + i_p)

@@ -1,10 +1,7 @@
-"""widen: keys and values of streams as dense bf16 tiles, out of pages of any size, bf16 or FP8.
+"""dequantise: keys and values of streams as dense bf16 tiles, out of pages of any size, bf16 or FP8.
 
 A prompt's queries read the same keys many times. Where a kernel needs them in bf16, and in tiles of its own, they are
-brought there once for all of a chunk's queries. Entries past a stream's end come as zeros.
-
-    tiles   [tiles, 2]   request, and the first of the tile's KEYS entries
-    wide    [G, tiles, KEYS, D]
+written out once for all queries of a chunk. Entries past a stream's end come as zeros.
 """
 
 from __future__ import annotations
@@ -12,31 +9,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridkv.kernels.attention.tile import kernel_pages, read_pages
+from hybridkv.kernels.attention.launch import kernel_pages, kernel_streams
+from hybridkv.kernels.attention.tile import read_pages
 from hybridkv.kernels.backend import tl, triton, use_triton
-from hybridkv.kernels.formats.fp8 import Pages
+from hybridkv.kernels.formats.kv_format import Pages, stored_values
 
-KEYS = 64  # of a tile
+KEYS = 64  # entries in a tile
 
 
-def widen_ref(
+def dequantise_ref(
     k_pool: Pages, v_pool: Pages, table: Tensor, lengths: Tensor, tiles: Tensor, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     G = table.shape[1]
-    D = (k_pool if isinstance(k_pool, Tensor) else k_pool.codes).shape[2]
-    wide = torch.zeros((2, G, len(tiles), KEYS, D), dtype=torch.bfloat16, device=table.device)
+    D = stored_values(k_pool).shape[2]
+    out = torch.zeros((2, G, len(tiles), KEYS, D), dtype=torch.bfloat16, device=table.device)
     for i, (b, first) in enumerate(tiles.tolist()):
         row = b if rows is None else int(rows[b])
         for g in range(G):
             last = min(first + KEYS, int(lengths[b, g]))
             if row >= 0 and first < last:
-                for x, pool in zip(wide, (k_pool, v_pool)):
+                for x, pool in zip(out, (k_pool, v_pool)):
                     x[g, i, : last - first] = read_pages(pool, table[row, g : g + 1], first, last)[0].bfloat16()
-    return wide[0], wide[1]
+    return out[0], out[1]
 
 
 @triton.jit(do_not_specialize=["stride_table_b", "stride_table_g", "stride_length_b", "stride_length_g"])
-def widen_kernel(
+def dequantise_kernel(
     k_pool,
     v_pool,
     k_scale,
@@ -45,8 +43,8 @@ def widen_kernel(
     rows,  # [B] each request's row of the table, -1: padding
     lengths,  # [B, G]
     tiles,  # [tiles, 2] int32
-    k_wide,  # [G, tiles, BN, D] bf16
-    v_wide,
+    k_out,  # [G, tiles, BN, D] bf16
+    v_out,
     stride_page,
     stride_entry,
     stride_scale,
@@ -85,45 +83,40 @@ def widen_kernel(
         b_v = (
             b_v.to(tl.float8e4nv, bitcast=True).to(tl.float32) * tl.load(v_scale + o_scale, mask=m_n, other=0)[:, None]
         )
-    o_wide = ((i_g * tl.num_programs(0) + i_tile) * BN + o_n)[:, None] * D + o_d[None, :]
+    o_out = ((i_g * tl.num_programs(0) + i_tile) * BN + o_n)[:, None] * D + o_d[None, :]
     m_d = (o_d < D)[None, :] & (o_n >= 0)[:, None]
-    tl.store(k_wide + o_wide, b_k.to(tl.bfloat16), mask=m_d)
-    tl.store(v_wide + o_wide, b_v.to(tl.bfloat16), mask=m_d)
+    tl.store(k_out + o_out, b_k.to(tl.bfloat16), mask=m_d)
+    tl.store(v_out + o_out, b_v.to(tl.bfloat16), mask=m_d)
 
 
-def widen_triton(
+def dequantise_triton(
     k_pool: Pages, v_pool: Pages, table: Tensor, lengths: Tensor, tiles: Tensor, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    pages, G = kernel_pages(k_pool, v_pool), table.shape[1]
-    k_wide, v_wide = torch.empty((2, G, len(tiles), KEYS, pages["D"]), dtype=torch.bfloat16, device=table.device)
-    assert table.stride(2) == 1
+    pages = kernel_pages(k_pool, v_pool)
+    G = table.shape[1]
+    k_out, v_out = torch.empty((2, G, len(tiles), KEYS, pages["D"]), dtype=torch.bfloat16, device=table.device)
     if len(tiles):
-        widen_kernel[len(tiles), G](
-            table=table,
+        dequantise_kernel[len(tiles), G](
             rows=rows,
-            lengths=lengths,
             tiles=tiles,
-            k_wide=k_wide,
-            v_wide=v_wide,
-            stride_table_b=table.stride(0),
-            stride_table_g=table.stride(1),
-            stride_length_b=lengths.stride(0),
-            stride_length_g=lengths.stride(1),
+            k_out=k_out,
+            v_out=v_out,
             BN=KEYS,
             num_warps=8,
             **pages,
+            **kernel_streams(table, lengths),
         )
-    return k_wide, v_wide
+    return k_out, v_out
 
 
-def widen(
+def dequantise(
     k_pool: Pages,  # [N, P, D]
     v_pool: Pages,  # [N, P, D]
     table: Tensor,  # [B, G, N] page ids
     lengths: Tensor,  # [B, G] int64
-    tiles: Tensor,  # [tiles, 2] int32
+    tiles: Tensor,  # [tiles, 2] int32: request, and the first of the tile's KEYS entries
     rows: Tensor | None = None,  # [B] int64: the table is [slots, G, N] and these are the requests' rows (-1: padding)
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values [G, tiles, KEYS, D] in bf16."""
-    form = widen_triton if use_triton(table) else widen_ref
+    """Keys and values [G, tiles, KEYS, D] bf16."""
+    form = dequantise_triton if use_triton(table) else dequantise_ref
     return form(k_pool, v_pool, table, lengths, tiles, rows)

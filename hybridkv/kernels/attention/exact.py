@@ -1,41 +1,43 @@
-"""attention_exact: every query is a row of its own, whatever step brought it and whoever ran beside it.
+"""attention_exact: every query is a row of its own, whatever step it came in and whatever ran beside it.
 
-A row runs over its keys in tiles of a fixed width that begin at entry 0; what it may not see of a tile is masked, and
-tiles are joined in ascending order. A tile that is masked whole changes nothing, so rows of different lengths run
-together. Prompt chunks and single tokens are the same rows; a chunk's rows only share the reading of their pages.
+A row runs over its keys in tiles of a fixed width that begin at entry 0. Keys that it may not see are masked, and tiles
+are joined in ascending order. A tile that is masked whole changes nothing, so rows of different lengths run together.
+Prompt chunks and single tokens are the same rows; the rows of a chunk only share the reading of their pages.
 
-On a GPU a row's stream has at most 64 splits of at least SPLIT keys, one program each with the query heads of a KV head
-as its rows, and a second kernel joins the splits in ascending order. Splits follow from the row's own length alone.
-A Hopper GPU has a faster form for bf16 queries over bf16 or FP8 pages (attention_exact_wide).
+Triton    a row's stream has at most 64 splits of at least SPLIT keys, one program each with the query heads of a KV
+          head as its rows, and a second kernel joins the splits in ascending order (exact_kernel.py). Splits follow
+          from the row's own length alone.
+Hopper    bf16 queries over bf16 or FP8 pages take the prompt kernel (prefill_hopper.py), in which a token among many
+          and one alone are the same rows. Keys are split at multiples of HOPPER_SPLIT whatever the row's length, and
+          splits are joined in ascending order; one that a row does not see adds zeros. What splits have gathered lies
+          in memory until they are joined: queries run together as far as HOPPER_WORKSPACE allows, which changes no
+          result.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridkv.kernels.attention.exact_hopper import attention_exact_wide
-from hybridkv.kernels.attention.prefill_hopper_launch import suits_hopper
-from hybridkv.kernels.attention.tile import (
-    LOG2_E,
-    TRITON_DTYPE,
-    TileShape,
-    attend_tile,
-    dot_dtype,
-    kernel_pages,
-    read_pages,
-)
-from hybridkv.kernels.backend import tl, triton, use_triton
-from hybridkv.kernels.formats.fp8 import Pages
+from hybridkv.kernels.attention.exact_kernel import attention_split_kernel, join_splits_kernel
+from hybridkv.kernels.attention.launch import dot_dtype, kernel_pages, kernel_streams
+from hybridkv.kernels.attention.prefill import attention_prefill_hopper, suits_hopper
+from hybridkv.kernels.attention.tile import LOG2_E, TRITON_DTYPE, TileShape, read_pages
+from hybridkv.kernels.backend import triton, use_triton
+from hybridkv.kernels.formats.kv_format import Pages, stored_values
 
 KEY_TILE = 256
 SPLIT = 128  # keys of a split at least; longer streams take a multiple
 MAX_SPLITS = 64
 QUERY_BLOCK = 256  # rows that run together: bounds the workspace and changes no result
 WORKSPACE = 1 << 28  # bytes of the split kernel's partial results
-FOLD = 16  # query heads of a KV head are padded to a multiple: the kernel's inner buffers are then aligned alike
+FOLD = 16  # query heads of a KV head are padded to a multiple: then torch's CPU kernel aligns its buffers alike
+HOPPER_SPLIT = 2048  # keys of a split
+HOPPER_WORKSPACE = 1 << 29  # bytes of what the splits have gathered
 
 
 def _rows(
@@ -47,13 +49,15 @@ def _rows(
     held: np.ndarray,  # [m, G] entries that hold anything
     scale: float,
 ) -> Tensor:
-    (n, G, folds, _), P = q.shape, (k_pool if isinstance(k_pool, Tensor) else k_pool.codes).shape[1]
+    n, G, folds, _ = q.shape
+    P = stored_values(k_pool).shape[1]
     width = -(-int(seen.max()) // KEY_TILE) * KEY_TILE
     table = F.pad(table, (0, max(0, -(-width // P) - table.shape[2])), value=-1)
     ends, stored = (torch.from_numpy(x).to(q.device).unsqueeze(-1) for x in (seen, held))
     rows = F.pad(q.float(), (0, 0, 0, -folds % FOLD))  # [n, G, M, D]
     peak = torch.full((n, G, rows.shape[2], 1), -torch.inf, device=q.device)
-    mass, total = torch.zeros_like(peak), torch.zeros_like(rows)
+    mass = torch.zeros_like(peak)
+    total = torch.zeros_like(rows)
     for start in range(0, width, KEY_TILE):
         at = torch.arange(start, start + KEY_TILE, device=q.device)
         unused = (at >= stored).unsqueeze(-1)  # [m, G, tile, 1]: may hold NaN
@@ -68,118 +72,15 @@ def _rows(
         out, lse = out.masked_fill(blind, 0), lse.unsqueeze(-1).masked_fill(blind, -torch.inf)
         best = torch.maximum(peak, lse)
         old, new = torch.exp(peak - best), torch.exp(lse - best)
-        total, mass, peak = total * old + out * new, mass * old + new, best
+        total = total * old + out * new
+        mass = mass * old + new
+        peak = best
     return (total / mass)[:, :, :folds].to(q.dtype)
 
 
 def _tile(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """(output, log-sum-exp). torch's CPU kernel runs each row and head on its own, with shapes that never change."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
-
-
-@triton.jit
-def split_keys(length, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """Keys of one split of a stream: the smallest multiple of SPLIT that needs no more than MAX_SPLITS."""
-    return tl.maximum(tl.cdiv(tl.cdiv(length, SPLIT), MAX_SPLITS), 1) * SPLIT
-
-
-@triton.jit(
-    do_not_specialize=["stride_table_b", "stride_table_g", "stride_length_b", "stride_length_g", "splits"],
-)
-def attention_split_kernel(
-    q,  # [B, H, D]
-    k_pool,
-    v_pool,
-    k_scale,
-    v_scale,
-    table,  # [B, G, N]
-    lengths,  # [B, G]
-    part,  # [B, H, splits, D] f32
-    lse,  # [B, H, splits] f32, in powers of two
-    scale,  # times log2(e)
-    stride_q_b,
-    stride_q_h,
-    stride_page,
-    stride_entry,
-    stride_scale,
-    stride_table_b,
-    stride_table_g,
-    stride_length_b,
-    stride_length_g,
-    splits,
-    GROUP: tl.constexpr,  # query heads that share a KV head
-    P: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    SPLIT: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    FP8: tl.constexpr,
-    DOT: tl.constexpr,
-):
-    i_s, i_g, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    length = tl.load(lengths + i_b * stride_length_b + i_g * stride_length_g).to(tl.int32)
-    size = split_keys(length, SPLIT, MAX_SPLITS)
-    begin = i_s * size
-    if begin >= length:
-        return
-    end = tl.minimum(begin + size, length)
-    o_m, o_d = tl.arange(0, BM), tl.arange(0, BD)
-    m_q = (o_m[:, None] < GROUP) & (o_d[None, :] < D)
-    o_h = i_g * GROUP + o_m
-    b_q = tl.load(q + i_b * stride_q_b + o_h[:, None] * stride_q_h + o_d[None, :], mask=m_q, other=0).to(DOT)
-    b_seen = tl.full([BM], 0, tl.int32) + end
-    b_m = tl.full([BM], float("-inf"), tl.float32)
-    b_z = tl.zeros([BM], tl.float32)
-    b_o = tl.zeros([BM, BD], tl.float32)
-    p_table = table + i_b * stride_table_b + i_g * stride_table_g
-    for i_n in tl.range(begin, end, BN):
-        b_m, b_z, b_o = attend_tile(
-            b_q, b_seen, b_m, b_z, b_o, i_n, end, p_table, k_pool, v_pool, k_scale, v_scale,
-            stride_page, stride_entry, stride_scale, scale, P, D, BD, BN, FP8,
-        )  # fmt: skip
-    o_part = (i_b * tl.num_programs(1) * GROUP + o_h) * splits + i_s  # [BM]
-    b_part = b_o / tl.where(b_z == 0, 1.0, b_z)[:, None]
-    tl.store(part + o_part[:, None] * D + o_d[None, :], b_part, mask=m_q)
-    tl.store(lse + o_part, b_m + tl.log2(b_z), mask=o_m < GROUP)
-
-
-@triton.jit(do_not_specialize=["stride_length_b", "stride_length_g", "splits"])
-def join_splits_kernel(
-    part,  # [B, H, splits, D] f32
-    lse,  # [B, H, splits] f32
-    lengths,  # [B, G]
-    out,  # [B, H, D]
-    stride_length_b,
-    stride_length_g,
-    splits,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BS: tl.constexpr,  # splits read at once
-    SPLIT: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-):
-    i_h, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    length = tl.load(lengths + i_b * stride_length_b + (i_h // GROUP) * stride_length_g).to(tl.int32)
-    count = tl.cdiv(length, split_keys(length, SPLIT, MAX_SPLITS))
-    i_row = i_b * tl.num_programs(0) + i_h
-    o_d, o_all = tl.arange(0, BD), tl.arange(0, MAX_SPLITS)
-    b_all = tl.load(lse + i_row * splits + o_all, mask=o_all < count, other=float("-inf"))
-    b_top = tl.max(b_all, 0)
-    b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
-    b_z = tl.sum(tl.exp2(b_all - b_top), 0)
-    b_o = tl.zeros([BD], tl.float32)
-    for i_s in tl.range(0, count, BS):
-        o_s = i_s + tl.arange(0, BS)
-        m_s = o_s < count
-        b_w = tl.exp2(tl.load(lse + i_row * splits + o_s, mask=m_s, other=float("-inf")) - b_top)
-        p_part = part + (i_row * splits + o_s[:, None]) * D + o_d[None, :]
-        b_part = tl.load(p_part, mask=m_s[:, None] & (o_d[None, :] < D), other=0)
-        b_o += tl.sum(b_w[:, None] * b_part, 0)
-    b_o = tl.where(b_z == 0, 0.0, b_o / tl.where(b_z == 0, 1.0, b_z))  # a stream without entries gives zeros
-    tl.store(out + i_row * D + o_d, b_o.to(out.dtype.element_ty), mask=o_d < D)
 
 
 def split_shape(D: int, group: int, dot: torch.dtype) -> TileShape:
@@ -211,22 +112,16 @@ def attention_split_triton(
     splits = max(1, min(-(-int(lengths.max()) // split), MAX_SPLITS))
     dot = dot_dtype(q, k_pool)
     shape = shape or split_shape(D, H // G, dot)
-    assert split % shape.keys == 0 and q.stride(2) == 1 and table.stride(2) == 1
+    assert split % shape.keys == 0 and q.stride(2) == 1
     part = torch.empty((B, H, splits, D), dtype=torch.float32, device=q.device)
     lse = torch.empty((B, H, splits), dtype=torch.float32, device=q.device)
     attention_split_kernel[splits, G, B](
         q=q,
-        table=table,
-        lengths=device_lengths,
         part=part,
         lse=lse,
         scale=scale * LOG2_E,
         stride_q_b=q.stride(0),
         stride_q_h=q.stride(1),
-        stride_table_b=table.stride(0),
-        stride_table_g=table.stride(1),
-        stride_length_b=device_lengths.stride(0),
-        stride_length_g=device_lengths.stride(1),
         splits=splits,
         GROUP=H // G,
         BM=shape.rows,
@@ -237,6 +132,7 @@ def attention_split_triton(
         num_warps=shape.warps,
         num_stages=shape.stages,
         **pages,
+        **kernel_streams(table, device_lengths),
     )
     join_splits_kernel[H, B](
         part=part,
@@ -270,6 +166,49 @@ def _split_rows(
     return torch.cat(parts)
 
 
+def exact_runs(lengths: list[int], starts: list[int], room: int) -> list[list[tuple[int, int, int]]]:
+    """(request, first query, last) in runs of no more than `room` queries times splits, or of one query.
+
+    `lengths` [B] are the longest streams of the requests, `starts` [B + 1] where their queries begin.
+    """
+    runs: list[list[tuple[int, int, int]]] = [[]]
+    count = 0  # queries of the run
+    max_splits = 0  # of a query of the run
+    for b, (begin, end) in enumerate(pairwise(starts)):
+        splits = max(1, -(-lengths[b] // HOPPER_SPLIT))
+        while begin < end:
+            left = room // max(max_splits, splits) - count
+            if left <= 0 and count:
+                runs.append([])
+                count = max_splits = 0
+                continue
+            last = min(end, begin + max(left, 1))
+            runs[-1].append((b, begin, last))
+            count += last - begin
+            max_splits = max(max_splits, splits)
+            begin = last
+    return runs
+
+
+def attention_exact_hopper(
+    q: Tensor, k_pool: Pages, v_pool: Pages, table: Tensor, lengths: np.ndarray, starts: list[int], scale: float
+) -> Tensor:
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if not len(q):
+        return out
+    room = HOPPER_WORKSPACE // (4 * q[:1].numel())
+    for run in exact_runs(lengths.max(1).tolist(), starts, room):
+        owner = [b for b, _, _ in run]
+        seen = lengths[owner] - np.array([starts[b + 1] - last for b, _, last in run])[:, None]
+        part = slice(run[0][1], run[-1][2])  # queries
+        begins = [begin - part.start for _, begin, _ in run] + [part.stop - part.start]
+        rows = torch.tensor(owner).to(q.device)
+        out[part] = attention_prefill_hopper(
+            q[part], k_pool, v_pool, table, seen, begins, scale, rows=rows, split=HOPPER_SPLIT
+        )
+    return out
+
+
 def attention_exact(
     q: Tensor,  # [T, H, D] the requests' queries, one request after the other
     k_pool: Pages,  # [N, P, D]
@@ -279,12 +218,13 @@ def attention_exact(
     starts: list[int],  # [B + 1] where each request's queries begin
     scale: float,
 ) -> Tensor:
+    """Attention of every query over the entries that it sees -> [T, H, D]; its bits do not depend on the others."""
     G = table.shape[1]
     counts = np.diff(starts)
     owner = np.repeat(np.arange(len(counts)), counts)  # [T]
     seen = lengths[owner] - (np.array(starts)[owner + 1] - 1 - np.arange(len(owner)))[:, None]  # [T, G]
-    if suits_hopper(q[:1], k_pool):  # whatever the number of queries
-        return attention_exact_wide(q, k_pool, v_pool, table, lengths, starts, scale)
+    if suits_hopper(q[:1], k_pool):  # the same form whatever the number of queries
+        return attention_exact_hopper(q, k_pool, v_pool, table, lengths, starts, scale)
     if use_triton(q):
         return _split_rows(q, k_pool, v_pool, table, owner, seen, scale)
     num_decodes = int((counts == 1).argmin()) if (counts > 1).any() else len(counts)

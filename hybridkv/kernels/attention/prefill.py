@@ -3,42 +3,51 @@
 The new keys are already in the pages (append runs first), so query i of n new tokens sees entries 0 .. length - n + i.
 The query heads that share a KV head are more rows over the same keys, so K and V are never expanded.
 
-The torch form runs queries in blocks of 256, each over the keys it can see and no more, a tile of keys at a time; only
-the last tile needs a mask.
-
-The Triton form runs all requests in one launch, a program for each KV head and block of (query, head) rows. Every tile
-is masked in the same way, so a query's result has the same bits wherever it lies in a block: a prompt in one chunk, in
-several, or one token at a time gives the same numbers.
-
-On Hopper GPUs bf16 queries take attention_prefill_wide instead, which may split the keys otherwise for other chunks.
+torch     queries in blocks of 256, each over the keys that it sees, a tile at a time; only the last tile has a mask.
+Triton    all requests in one launch, a program for each KV head and block of (query, head) rows. Every tile is masked
+          in the same way, so a query's result has the same bits wherever it lies in a block: a prompt in one chunk, in
+          several, or one token at a time gives the same numbers.
+Hopper    bf16 queries over bf16 or FP8 pages (prefill_hopper.py). The kernel reads bf16 tiles of 64 keys. bf16 pages of
+          a multiple of 64 entries are such tiles; all else is dequantised first, for as many requests together as
+          have no more than PIECE keys. A longer stream comes in pieces, one after the other, so that the workspace
+          does not grow with the context; what the queries have gathered is kept between them. Where there are too few
+          blocks of queries for the card, the keys are split over more programs and joined at the end. Other chunks
+          may be split in other ways, so here a query's last bits may depend on the chunks.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import groupby, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hybridkv.kernels.attention.prefill_hopper_launch import Sink, attention_prefill_wide, query_blocks, suits_hopper
+from hybridkv.kernels.attention.dequantise import KEYS, dequantise
+from hybridkv.kernels.attention.launch import dot_dtype, kernel_pages, kernel_streams
+from hybridkv.kernels.attention.prefill_kernel import attention_prefill_kernel, join_states_kernel
+from hybridkv.kernels.attention.prefill_plan import PIECE, ROWS, Part, dequantised_parts, key_splits, query_blocks
 from hybridkv.kernels.attention.tile import (
     KEY_TILE,
     LOG2_E,
     TRITON_DTYPE,
+    LseOut,
     TileShape,
     TileSum,
-    attend_tile,
-    dot_dtype,
-    kernel_pages,
     read_pages,
+    store_lse,
     tile_attention,
     tile_attention_ref,
 )
-from hybridkv.kernels.backend import LARGE_SHARED_MEMORY, shared_memory, tl, triton, use_triton
-from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages
+from hybridkv.kernels.backend import LARGE_SHARED_MEMORY, has_gluon, shared_memory, sm_count, use_triton
+from hybridkv.kernels.formats.kv_format import Pages, format_of
+from hybridkv.kernels.gluon import TensorDescriptor, gl
 
-QUERY_BLOCK = 256  # queries that run over the same keys
+QUERY_BLOCK = 256  # queries that run over the same keys, in the torch form
+HOPPER_WIDTHS = (64, 128, 256)  # channels of a head that the Hopper kernel knows
 
 
 def attention_prefill_torch(
@@ -51,7 +60,7 @@ def attention_prefill_torch(
     scale: float,
     key_tile: int = KEY_TILE,
     rows: Tensor | None = None,
-    lse: Sink | None = None,
+    lse: LseOut | None = None,
 ) -> Tensor:
     out = torch.empty_like(q)
     sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -68,15 +77,8 @@ def attention_prefill_torch(
                 mixed, mass = _block(heads, k_pool, v_pool, table[b, g], seen, scale, key_tile)
                 out[first:last].view(last - first, G, -1, D)[:, g] = mixed
                 sums[first:last].view(last - first, G, -1)[:, g] = mass
-    keep_sums(sums, lse)
+    store_lse(sums, lse)
     return out
-
-
-def keep_sums(sums: Tensor, lse: Sink | None) -> None:
-    """The log-sum-exps [T, H] of those queries that have a place."""
-    if lse is not None:
-        kept, index = lse
-        kept[index[index >= 0]] = sums[index >= 0]
 
 
 def _block(
@@ -114,86 +116,15 @@ def attention_prefill_ref(
     return out
 
 
-@triton.jit(do_not_specialize=["stride_table_b", "stride_table_g", "stride_length_b", "stride_length_g"])
-def attention_prefill_kernel(
-    q,  # [T, H, D]
-    k_pool,
-    v_pool,
-    k_scale,
-    v_scale,
-    table,  # [B, G, N], with rows [slots, G, N]
-    rows,  # [B] each request's row of the table, -1: padding
-    lengths,  # [B, G]
-    blocks,  # [blocks, 4] int32: request, its first query, its queries, the block's first row
-    out,  # [T, H, D]
-    lse,  # [R, H] f32
-    lse_index,  # [T]
-    scale,  # times log2(e)
-    stride_q_t,
-    stride_q_h,
-    stride_page,
-    stride_entry,
-    stride_scale,
-    stride_table_b,
-    stride_table_g,
-    stride_length_b,
-    stride_length_g,
-    GROUP: tl.constexpr,  # query heads that share a KV head
-    P: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    FP8: tl.constexpr,
-    DOT: tl.constexpr,
-    LN_2: tl.constexpr = 0.6931471805599453,
-):
-    i_g = tl.program_id(1)
-    p_block = blocks + tl.program_id(0).to(tl.int64) * 4
-    i_b = tl.load(p_block).to(tl.int64)
-    i_t = tl.load(p_block + 1).to(tl.int64)
-    n = tl.load(p_block + 2)
-    i_m = tl.load(p_block + 3)
-    length = tl.load(lengths + i_b * stride_length_b + i_g * stride_length_g).to(tl.int32)
-    i_table = i_b
-    if rows is not None:
-        i_table = tl.load(rows + i_b)
-        length = tl.where(i_table >= 0, length, 0)
-
-    o_row, o_d = i_m + tl.arange(0, BM), tl.arange(0, BD)
-    o_t, o_h = o_row // GROUP, i_g * GROUP + o_row % GROUP  # row = query * GROUP + head
-    m_q = (o_t[:, None] < n) & (o_d[None, :] < D)
-    o_q = (i_t + o_t)[:, None] * stride_q_t + o_h[:, None] * stride_q_h + o_d[None, :]
-    b_q = tl.load(q + o_q, mask=m_q, other=0).to(DOT)
-    b_seen = tl.where(o_t < n, length - n + o_t + 1, 0)
-    end = length - n + tl.minimum((i_m + BM - 1) // GROUP, n - 1) + 1  # what the block's last query sees
-    b_m = tl.full([BM], float("-inf"), tl.float32)
-    b_z = tl.zeros([BM], tl.float32)
-    b_o = tl.zeros([BM, BD], tl.float32)
-    p_table = table + i_table * stride_table_b + i_g * stride_table_g
-    for i_n in tl.range(0, end, BN):
-        b_m, b_z, b_o = attend_tile(
-            b_q, b_seen, b_m, b_z, b_o, i_n, end, p_table, k_pool, v_pool, k_scale, v_scale,
-            stride_page, stride_entry, stride_scale, scale, P, D, BD, BN, FP8,
-        )  # fmt: skip
-    b_z = tl.where(b_z == 0, 1.0, b_z)  # a row that sees nothing gives zeros, and a sum of -inf
-    b_o = b_o / b_z[:, None]
-    o_out = ((i_t + o_t)[:, None] * tl.num_programs(1) * GROUP + o_h[:, None]) * D + o_d[None, :]
-    tl.store(out + o_out, b_o.to(out.dtype.element_ty), mask=m_q)
-    if lse is not None:
-        b_at = tl.load(lse_index + i_t + o_t, mask=o_t < n, other=-1)
-        tl.store(lse + b_at * tl.num_programs(1) * GROUP + o_h, (b_m + tl.log2(b_z)) * LN_2, mask=b_at >= 0)
-
-
-def prefill_shape(D: int, dot: torch.dtype, fp8: bool, room: bool = True) -> TileShape:
-    """`room`: in shared memory."""
+def prefill_shape(D: int, dot: torch.dtype, quantised: bool, room: bool = True) -> TileShape:
+    """`room`: whether a program may have the shared memory of a data-centre GPU."""
     if dot == torch.float32:
         return TileShape(16, 32, 8, 1) if D > 64 else TileShape(32, 32, 4, 1)
     if D > 256:
         return TileShape(64 if room else 32, 32, 4, 1)
     if not room and D > 128:
         return TileShape(64, 32, 4, 1)
-    return TileShape(128, 64, 8, 1 if fp8 and D > 128 else 2)  # 4 warps spill at D = 256
+    return TileShape(128, 64, 8, 1 if quantised and D > 128 else 2)  # 4 warps spill at D = 256
 
 
 def attention_prefill_triton(
@@ -207,7 +138,7 @@ def attention_prefill_triton(
     device_lengths: Tensor | None = None,
     shape: TileShape | None = None,
     rows: Tensor | None = None,
-    lse: Sink | None = None,
+    lse: LseOut | None = None,
 ) -> Tensor:
     T, H, D = q.shape
     G = table.shape[1]
@@ -217,17 +148,15 @@ def attention_prefill_triton(
     if device_lengths is None:
         assert lengths is not None, "attention_prefill needs the lengths on the host or on the device"
         device_lengths = torch.from_numpy(lengths).to(q.device)
-    assert q.stride(2) == 1 and table.stride(2) == 1 and (lse is None or lse[0].is_contiguous())
+    assert q.stride(2) == 1 and (lse is None or lse[0].is_contiguous())
     kept, index = lse or (None, None)
     dot = dot_dtype(q, k_pool)
     room = shared_memory(q.device) >= LARGE_SHARED_MEMORY
-    shape = shape or prefill_shape(D, dot, isinstance(k_pool, Fp8Pages), room)
+    shape = shape or prefill_shape(D, dot, format_of(k_pool).quantised, room)
     blocks = query_blocks(tuple(starts), shape.rows, H // G, q.device)
     attention_prefill_kernel[len(blocks), G](
         q=q,
-        table=table,
         rows=rows,
-        lengths=device_lengths,
         blocks=blocks,
         out=out,
         lse=kept,
@@ -235,10 +164,6 @@ def attention_prefill_triton(
         scale=scale * LOG2_E,
         stride_q_t=q.stride(0),
         stride_q_h=q.stride(1),
-        stride_table_b=table.stride(0),
-        stride_table_g=table.stride(1),
-        stride_length_b=device_lengths.stride(0),
-        stride_length_g=device_lengths.stride(1),
         GROUP=H // G,
         BM=shape.rows,
         BN=shape.keys,
@@ -246,8 +171,172 @@ def attention_prefill_triton(
         num_warps=shape.warps,
         num_stages=shape.stages,
         **kernel_pages(k_pool, v_pool),
+        **kernel_streams(table, device_lengths),
     )
     return out
+
+
+def suits_hopper(q: Tensor, k_pool: Pages) -> bool:
+    """Whether the Hopper kernel computes this."""
+    if not has_gluon(q.device) or q.dtype != torch.bfloat16:
+        return False
+    if len(q) * q.shape[1] >= ROWS << 15:  # blocks are a grid's second axis
+        return False
+    return format_of(k_pool).dot_dtype == torch.bfloat16 and q.shape[2] in HOPPER_WIDTHS
+
+
+def is_tiled(*pools: Pages) -> bool:
+    """Whether the pages are tiles that the Hopper kernel can read."""
+    return all(isinstance(x, Tensor) and x.shape[1] % KEYS == 0 and x.is_contiguous() for x in pools)
+
+
+class Piece(NamedTuple):
+    """Keys and values of some requests, from entry `first` of each stream on."""
+
+    k: Tensor  # [N, P, D] bf16
+    v: Tensor
+    table: Tensor  # [slots, G, N]
+    rows: Tensor  # [B]
+    first: int
+
+
+@lru_cache(maxsize=32)
+def all_rows(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count).to(device)
+
+
+def attention_prefill_hopper(
+    q: Tensor,
+    k_pool: Pages,
+    v_pool: Pages,
+    table: Tensor,
+    lengths: np.ndarray,
+    starts: list[int],
+    scale: float,
+    device_lengths: Tensor | None = None,
+    rows: Tensor | None = None,
+    lse: LseOut | None = None,
+    piece: int = PIECE,
+    splits: int | None = None,
+    split: int | None = None,  # keys of every split: then a query's bits do not depend on the other requests
+) -> Tensor:
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if len(q) == 0:
+        return out
+    if q.stride(0) % 16 or q.stride(1) % 16 or q.stride(2) != 1 or q.data_ptr() % 16:
+        q = q.contiguous()  # copies take 16 bytes at a time
+    ends = torch.from_numpy(lengths).to(q.device) if device_lengths is None else device_lengths
+    if is_tiled(k_pool, v_pool):
+        assert isinstance(k_pool, Tensor) and isinstance(v_pool, Tensor)
+        pages = Piece(k_pool, v_pool, table, all_rows(len(table), q.device) if rows is None else rows, 0)
+        spans = [(0, int(lengths.max()))]
+        _attend(q, spans, lambda _: pages, ends, tuple(starts), scale, out, lse, splits, split)
+        return out
+    parts = dequantised_parts(tuple(lengths.max(1).tolist()), table.shape[1], piece, q.device)
+    for (first, last), group in groupby(parts, lambda part: part.requests):
+        pieces = list(group)  # of the keys of these requests, in ascending order
+
+        def dequantised(i: int, pieces: list[Part] = pieces) -> Piece:
+            part = pieces[i]
+            k, v = dequantise(k_pool, v_pool, table, ends, part.tiles, rows)
+            return Piece(k, v, part.table, all_rows(len(part.table), q.device), part.first)
+
+        own = slice(starts[first], starts[last])  # the queries of these requests
+        own_starts = tuple(x - own.start for x in starts[first : last + 1])
+        own_lse = None if lse is None else (lse[0], lse[1][own])
+        spans = [(part.first, part.last) for part in pieces]
+        _attend(q[own], spans, dequantised, ends[first:last], own_starts, scale, out[own], own_lse, splits, split)
+    return out
+
+
+def _attend(
+    q: Tensor,
+    spans: list[tuple[int, int]],  # first and last key of each piece, in ascending order
+    piece: Callable[[int], Piece],
+    ends: Tensor,
+    starts: tuple[int, ...],
+    scale: float,
+    out: Tensor,
+    lse: LseOut | None,
+    splits: int | None,  # programs that share the keys of a block; None: what key_splits says
+    split: int | None,  # keys of every split, instead
+) -> None:
+    """Attention over the keys that come in pieces, to `out` and `lse`."""
+    T, H, D = q.shape
+    G = ends.shape[1]
+    blocks = query_blocks(starts, ROWS, H // G, q.device)
+    if split is None:
+        longest = spans[0][1] - spans[0][0]
+        counts = [splits or key_splits(G * len(blocks), longest, q.numel(), sm_count(q.device))] * len(spans)
+    else:
+        counts = [max(1, -(-(last - first) // split)) for first, last in spans]
+    # the next piece goes on with what this one has gathered; with splits every program keeps its own
+    carried = split is None and counts[0] == 1
+    state: list[Tensor | None] = [None] * 3
+    if not carried or len(spans) > 1:
+        slots = (1 if carried else sum(counts), T, H)
+        state = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in ((*slots, D), slots, slots)]
+    done = 0  # splits
+    for i, ((first, last), count) in enumerate(zip(spans, counts)):
+        own = [None if x is None else x[done:] for x in state]
+        size = split or -(-(last - first) // count)
+        begins = not carried or i == 0  # with nothing gathered so far
+        ends_here = carried and i == len(spans) - 1  # writes the output
+        _launch(q, piece(i), ends, blocks, scale, out, lse, own, count, size, begins, ends_here)
+        done += 0 if carried else count
+    if not carried:
+        join_states_kernel[(T * H,)](*state, out, *(lse or (None, None)), T * H, H, done, D=D, num_warps=2)
+
+
+def _launch(
+    q: Tensor,
+    piece: Piece,
+    ends: Tensor,
+    blocks: Tensor,
+    scale: float,
+    out: Tensor,
+    lse: LseOut | None,
+    state: list[Tensor | None],  # sums of values, largest scores, sums of weights, from the first split on
+    splits: int,
+    size: int,  # keys of a split
+    first: bool,  # nothing was gathered before
+    last: bool,  # the output is written
+) -> None:
+    from hybridkv.kernels.attention.prefill_hopper import WARPS, prefill_hopper_kernel
+
+    T, H, D = q.shape
+    G, P = ends.shape[1], piece.k.shape[-2]
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    k_tensor, v_tensor = (TensorDescriptor.from_tensor(x.view(-1, D), [KEYS, D], layout) for x in (piece.k, piece.v))
+    lse_out, lse_index = lse if last and lse else (None, None)
+    prefill_hopper_kernel[G, len(blocks), splits](
+        q=q,
+        k_tensor=k_tensor,
+        v_tensor=v_tensor,
+        v_pool=piece.v,
+        rows=piece.rows,
+        blocks=blocks,
+        out=out,
+        lse=lse_out,
+        lse_index=lse_index,
+        state_o=state[0],
+        state_m=state[1],
+        state_z=state[2],
+        scale=scale * LOG2_E,
+        key_first=piece.first,
+        key_size=-(-size // P) * P,  # programs begin with a page
+        T=T,
+        H=H,
+        stride_q_t=q.stride(0),
+        stride_q_h=q.stride(1),
+        GROUP=H // G,
+        P=P,
+        D=D,
+        FIRST=first,
+        LAST=last,
+        num_warps=WARPS,
+        **kernel_streams(piece.table, ends),
+    )
 
 
 def attention_prefill(
@@ -261,10 +350,11 @@ def attention_prefill(
     device_lengths: Tensor | None = None,  # [B, G] the same lengths on q's device, where the caller has them there
     key_tile: int = KEY_TILE,  # of the torch form
     rows: Tensor | None = None,  # [B] int64: the table is [slots, G, N] and these are the requests' rows (-1: padding)
-    lse: Sink | None = None,  # natural logarithms; queries without a place keep none
+    lse: LseOut | None = None,  # where natural log-sum-exps go
 ) -> Tensor:
+    """Attention of every query over the entries that it sees -> [T, H, D]."""
     if suits_hopper(q, k_pool):
-        return attention_prefill_wide(q, k_pool, v_pool, table, lengths, starts, scale, device_lengths, rows, lse)
+        return attention_prefill_hopper(q, k_pool, v_pool, table, lengths, starts, scale, device_lengths, rows, lse)
     if use_triton(q):
         return attention_prefill_triton(
             q, k_pool, v_pool, table, lengths, starts, scale, device_lengths, rows=rows, lse=lse

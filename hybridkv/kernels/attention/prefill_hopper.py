@@ -6,19 +6,19 @@ program has one KV head and 128 rows (query, head), as in attention_prefill_kern
     1 loader        brings tiles of 64 keys and values into shared memory with the copy engine, two of each
     2 x 4 workers   64 rows each: S = q K^T, softmax, O += P V
 
-A worker starts the S of a tile and the product P V of the tile before together, and takes the softmax of the one while
-the tensor cores are busy with the other. `full` tells the workers that a tile has come, `empty` the loader that both
-have read it.
+A worker starts the product S of a tile together with P V of the tile before, and computes the softmax of the one while
+the tensor cores are busy with the other. `full` tells the workers that a tile has arrived, `empty` tells the loader
+that both workers have read it.
 
-Tiles are taken in ascending order from the first key on and a row's numbers come from that row alone, so a query's
-result has the same bits wherever it lies in a block. A run over the keys may be cut in pieces, at tiles: what a row
-has gathered so far (its largest score, the sum of its weights, its sum of values) is then kept in `state_*`.
+Tiles are taken in ascending order from the first key on, and a row's numbers come from that row alone, so a query's
+result has the same bits wherever it lies in a block. The keys may come in several launches, divided at tiles: what a
+row has gathered so far (its largest score, the sum of its weights, its sum of values) is then kept in `state_*`.
 """
 
 from __future__ import annotations
 
 from hybridkv.kernels.attention.dequantise import KEYS
-from hybridkv.kernels.attention.prefill_hopper_launch import ROWS
+from hybridkv.kernels.attention.prefill_plan import ROWS
 from hybridkv.kernels.gluon import (
     async_copy,
     fence_async_shared,

@@ -1,8 +1,8 @@
 """compact: entries of pools from one place to another, byte for byte, any dtype.
 
 Where sources and targets may overlap, the kernel runs twice, through a buffer: all entries are gathered, then all are
-written, so no order of the programs can matter. The buffer holds the moved entries of two tensors. Where they lie apart
-it runs once. Two tensors of entries of one size go together.
+written, so the order of the programs does not matter. Where they lie apart it runs once. Two tensors whose entries have
+the same size share a launch, so the buffer holds the moved entries of two tensors.
 """
 
 from __future__ import annotations
@@ -16,16 +16,13 @@ from torch import Tensor
 from hybridkv.kernels.backend import tl, triton, use_triton
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-BLOCK_WORDS = 2048  # a program moves so many, in tiles of rows x columns
+BLOCK_WORDS = 2048  # words that a program moves, in a tile of rows x columns
 MAX_COLUMNS = 256
 
 
-def compact_ref(
-    pool: Tensor,  # [N, P, ...]
-    source: Tensor,  # [n] int64 flat entries page * P + offset
-    target: Tensor,  # [n] int64, all different; below 0: the entry stays where it is
-) -> None:
-    flat, moved = pool.view(-1, *pool.shape[2:]), target >= 0
+def compact_ref(pool: Tensor, source: Tensor, target: Tensor) -> None:
+    flat = pool.view(-1, *pool.shape[2:])
+    moved = target >= 0
     flat[target[moved]] = flat[source[moved]]  # the right side is gathered whole before anything is written
 
 
@@ -50,8 +47,9 @@ def move_kernel(
 
 
 def as_words(pool: Tensor) -> tuple[Tensor, int]:
-    """The pool as a flat tensor of the widest words that an entry and the pool's address are multiples of, and how many
-    an entry has.
+    """The pool as a flat tensor of words, and the words of an entry.
+
+    Words are as wide as the size of an entry and the pool's address allow.
     """
     size = math.prod(pool.shape[2:]) * pool.element_size()
     width = next(w for w in WORDS if size % w == 0 and pool.data_ptr() % w == 0)
@@ -59,7 +57,8 @@ def as_words(pool: Tensor) -> tuple[Tensor, int]:
 
 
 def compact_triton(pools: Sequence[Tensor], source: Tensor, target: Tensor, apart: bool = False) -> None:
-    n, alike = len(source), {}  # (type of a word, words of an entry) -> pools
+    n = len(source)
+    alike: dict[tuple[torch.dtype, int], list[Tensor]] = {}  # (type of a word, words of an entry) -> pools
     for words, E in (as_words(pool) for pool in pools if n and pool.numel()):
         alike.setdefault((words.dtype, E), []).append(words)
     index = (source.contiguous(), target.contiguous(), n)
@@ -78,11 +77,13 @@ def compact_triton(pools: Sequence[Tensor], source: Tensor, target: Tensor, apar
             move_kernel[grid](x, a, y, b, *index, GATHER=False, SCATTER=True, **tile)
 
 
-def compact(pools: Sequence[Tensor], source: Tensor, target: Tensor, apart: bool = False) -> None:
-    """Entries `source` [n] of every pool [N, P, ...] to places `target` [n]: flat numbers page * P + offset, -1: none.
-
-    `apart`: no place is both source and target.
-    """
+def compact(
+    pools: Sequence[Tensor],  # [N, P, ...] each
+    source: Tensor,  # [n] int64 flat entries page * P + offset
+    target: Tensor,  # [n] int64, all different; below 0: the entry stays where it is
+    apart: bool = False,  # no place is both a source and a target
+) -> None:
+    """Move entries of every pool from their places `source` to `target`."""
     if pools and use_triton(pools[0]):
         compact_triton(pools, source, target, apart)
         return

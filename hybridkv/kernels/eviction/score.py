@@ -6,11 +6,11 @@ equal bits. A query that sees no key adds nothing.
 
 The kernels: `score_lse` takes a block of keys for all query heads of a stream and leaves each query's log-sum-exp over
 the block; `score_combine` joins the blocks in ascending order; `score_weights` makes the products again (cheaper than
-storing them) and sums the weights over the window. No score matrix, no atomics. Blocks are counted in entries of a
-stream, so neither the pages' size nor their order changes a bit.
+storing them) and sums the weights over the window. There is no score matrix, and no atomic is used. Blocks are counted
+in entries of a stream, so neither the size nor the order of pages changes a bit.
 
-Where the log-sum-exp is known, as attention has just computed it, one pass is enough: `score_weights`, or on Hopper
-GPUs score_hopper.py's kernel.
+Where the log-sum-exp is known because attention has just computed it, one pass is enough: `score_weights`, or on Hopper
+GPUs the kernel of score_hopper.py.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch import Tensor
 
 from hybridkv.kernels.attention.tile import KEY_TILE, LOG2_E, read_pages
 from hybridkv.kernels.backend import has_gluon, sm_count, tl, triton, use_triton
-from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages
+from hybridkv.kernels.formats.kv_format import Pages, format_of, stored_tensors
 
 
 class ScoreBlocks(NamedTuple):
     """A launch configuration."""
 
     keys: int
-    dims: int  # of a product at once
+    dims: int  # channels multiplied at once
     warps: int
 
 
@@ -41,20 +41,21 @@ PLAIN = ScoreBlocks(128, 32, 4)
 PLAIN_WIDE = ScoreBlocks(128, 32, 8)  # windows of more than 64: the sums of a tile would not fit 4 warps' registers
 CONFIGS = (TENSOR_CORES, TENSOR_CORES_WIDE, PLAIN, PLAIN_WIDE)
 COMBINE_BLOCKS, COMBINE_ROWS = 64, 16
-SHARED_MEMORY = 227 * 1024  # bytes that a program may have
+SHARED_MEMORY = 227 * 1024  # bytes that a program may have on a Hopper GPU
 
 
 def window_scores_ref(
-    queries: Tensor,  # [W, H, D] after norm and rotation
-    query_positions: Tensor,  # [W]
-    k_pool: Pages,  # [N, P, D]
-    table: Tensor,  # [G, N] page ids, -1 past the end
-    positions: Tensor,  # [G, L] of each entry; -1 past a stream's length
+    queries: Tensor,
+    query_positions: Tensor,
+    k_pool: Pages,
+    table: Tensor,
+    positions: Tensor,
     scale: float,
-    lse: Tensor | None = None,  # [W, H] f32: natural logarithms of the sums of exp(q . k * scale)
+    lse: Tensor | None = None,
     key_tile: int = KEY_TILE,
-) -> Tensor:  # [H, L] f32, 0 past a stream's length
-    (W, H, D), (G, L) = queries.shape, positions.shape
+) -> Tensor:
+    W, H, D = queries.shape
+    G, L = positions.shape
     if not L:
         return torch.zeros(H, 0, device=queries.device)
     rows = queries.float().view(W, G, H // G, D).permute(1, 2, 0, 3).reshape(G, -1, D)  # [G, H/G * W, D]
@@ -81,7 +82,7 @@ def window_scores_ref(
 
 @triton.jit
 def load_keys(k_pool, o_row, m_row, o_d, D, DOT: tl.constexpr, FP8: tl.constexpr):
-    """Keys [BN, BK] in the type of the product; FP8 codes without their scale."""
+    """Keys [BN, BK] in the dtype of the product; FP8 values without their scale."""
     b_k = tl.load(k_pool + o_row[:, None] * D + o_d, mask=m_row[:, None] & (o_d < D), other=0)
     if FP8:
         b_k = b_k.to(tl.float8e4nv, bitcast=True).to(tl.float32)
@@ -120,7 +121,7 @@ def block_keys(
     k_pool, k_scale, table, positions, i_n, i_g, L, D, stride_tg, stride_tn, stride_pg, stride_pl,
     P: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, DOT: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """What every query head needs of a block of keys: entries, which there are, positions, values, scales."""
+    """What every query head needs of a block of keys: numbers, entries, a mask, positions, values, scales."""
     o_n = i_n * BN + tl.arange(0, BN)
     b_at = tl.load(positions + i_g * stride_pg + o_n.to(tl.int64) * stride_pl, mask=o_n < L, other=-1).to(tl.int32)
     m_row = b_at >= 0
@@ -129,7 +130,7 @@ def block_keys(
     if BK == BD:
         b_k = load_keys(k_pool, o_row, m_row, tl.arange(0, BD), D, DOT, FP8)
     else:
-        b_k = 0.0  # read where it is used
+        b_k = 0.0  # read in head_scores, a part of the channels at a time
     if FP8:
         b_scale = tl.load(k_scale + o_row, mask=m_row, other=0.0)
     else:
@@ -192,7 +193,7 @@ def score_weights_kernel(
     R: tl.constexpr, P: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr,
     DOT: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """lse [W, H], times `factor` in powers of two."""
+    """out [H, L]: the weights of each key, summed over the window. lse [W, H]; times `factor` it is log2."""
     i_n, i_g = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_n, o_row, m_row, b_at, b_k, b_scale = block_keys(
         k_pool, k_scale, table, positions, i_n, i_g, L, D, stride_tg, stride_tn, stride_pg, stride_pl,
@@ -213,7 +214,7 @@ def score_weights_kernel(
 
 
 def hopper_tiles(queries: Tensor, keys: Tensor, G: int) -> int:
-    """Tiles of keys that fit beside the queries of a KV head in shared memory; 0: the general kernels run."""
+    """Tiles of keys that the Hopper kernel holds in shared memory; 0: the Triton kernels run."""
     W, H, D = queries.shape
     if W > 64 or D not in (128, 256) or any(x % 8 for x in queries.stride()[:2]):
         return 0
@@ -223,7 +224,7 @@ def hopper_tiles(queries: Tensor, keys: Tensor, G: int) -> int:
 
 
 def key_tiles(R: int, D: int) -> int:
-    """As many tiles of 64 keys as fit, 4 at the most, beside R heads' queries, their sums, and what each tile needs."""
+    """How many tiles of 64 keys, at most 4, fit into shared memory beside R heads' queries and log-sum-exps."""
 
     def fits(tiles: int) -> bool:
         return (R + tiles) * 128 * D + 256 * R + 512 * tiles + 8 * (R + 3 * tiles) + 768 <= SHARED_MEMORY
@@ -233,9 +234,20 @@ def key_tiles(R: int, D: int) -> int:
 
 @cache
 def hopper_programs(processors: int, G: int, tiles: int) -> int:
-    """Programs for each KV head, so that the last round of the multiprocessors leaves few idle."""
-    most = min(tiles, processors)
-    return min(range(1, most + 1), key=lambda n: -(-G * n // processors) * (-(-tiles // n) + 2))  # 2: for the queries
+    """Programs for each KV head: the number whose last wave leaves the fewest multiprocessors idle."""
+
+    def cost(programs: int) -> int:
+        waves = -(-G * programs // processors)
+        return waves * (-(-tiles // programs) + 2)  # loading the queries costs about 2 tiles
+
+    return min(range(1, min(tiles, processors) + 1), key=cost)
+
+
+def default_blocks(cores: bool, window: int) -> ScoreBlocks:
+    """`cores`: whether tensor cores multiply; window: queries, padded to a power of two."""
+    if cores:
+        return TENSOR_CORES if window <= 128 else TENSOR_CORES_WIDE
+    return PLAIN if window <= 64 else PLAIN_WIDE
 
 
 def window_scores_triton(
@@ -248,14 +260,17 @@ def window_scores_triton(
     lse: Tensor | None = None,
     config: ScoreBlocks | None = None,
 ) -> Tensor:
-    (W, H, D), (G, L) = queries.shape, positions.shape
+    W, H, D = queries.shape
+    G, L = positions.shape
     out = torch.empty(H, L, device=queries.device)
     if not W or not L:
         return out.zero_()
-    fp8 = isinstance(k_pool, Fp8Pages)
-    keys, k_scale = k_pool if isinstance(k_pool, Fp8Pages) else (k_pool, k_pool)
-    cores = queries.dtype == torch.bfloat16 and keys.dtype in (torch.bfloat16, torch.uint8)
-    queries, query_positions = queries if queries.stride(2) == 1 else queries.contiguous(), query_positions.contiguous()
+    fmt = format_of(k_pool)
+    keys, k_scale = stored_tensors(k_pool)
+    k_scale = keys if k_scale is None else k_scale  # a kernel needs a tensor, which it then never reads
+    cores = queries.dtype == fmt.dot_dtype == torch.bfloat16
+    queries = queries if queries.stride(2) == 1 else queries.contiguous()
+    query_positions = query_positions.contiguous()
     strides = (queries.stride(0), queries.stride(1), *table.stride(), *positions.stride())
     read = (queries, query_positions, keys, k_scale, table, positions)
     if cores and lse is not None and config is None and (tiles := hopper_tiles(queries, keys, G)):
@@ -264,23 +279,23 @@ def window_scores_triton(
         blocks = triton.cdiv(L, KEYS)
         score_known_hopper_kernel[(hopper_programs(sm_count(queries.device), G, blocks), G)](
             *read, lse, out, L, W, blocks, scale * LOG2_E, LOG2_E, *strides, *lse.stride(),
-            R=H // G, D=D, P=keys.shape[1], TILES=tiles, FP8=fp8, num_warps=WARPS,
+            R=H // G, D=D, P=keys.shape[1], TILES=tiles, FP8=fmt.quantised, num_warps=WARPS,
         )  # fmt: skip
         return out
     padded = max(16, triton.next_power_of_2(W))
     if config is None:
-        few, many, most = (TENSOR_CORES, TENSOR_CORES_WIDE, 128) if cores else (PLAIN, PLAIN_WIDE, 64)
-        config = few if padded <= most else many
+        config = default_blocks(cores, padded)
     BD = max(16, triton.next_power_of_2(D))
     blocks = triton.cdiv(L, config.keys)
     shared = dict(
         R=H // G, P=keys.shape[1], BW=padded, BN=config.keys, BD=BD, BK=min(config.dims, BD),
-        DOT=tl.bfloat16 if cores else tl.float32, FP8=fp8, num_warps=config.warps, num_stages=2,
+        DOT=tl.bfloat16 if cores else tl.float32, FP8=fmt.quantised, num_warps=config.warps, num_stages=2,
     )  # fmt: skip
-    factor = LOG2_E
+    factor = LOG2_E  # from natural logarithms to powers of two
     if lse is None:
         part = torch.empty(H, blocks, padded, device=queries.device)
-        lse, factor = torch.empty(H, padded, device=queries.device).t(), 1.0
+        lse = torch.empty(H, padded, device=queries.device).t()
+        factor = 1.0
         score_lse_kernel[(blocks, G)](*read, part, L, W, D, blocks, scale * LOG2_E, *strides, **shared)
         score_combine_kernel[(H, padded // COMBINE_ROWS)](
             part, lse, blocks, BW=padded, BB=COMBINE_BLOCKS, BR=COMBINE_ROWS
@@ -292,17 +307,14 @@ def window_scores_triton(
 
 
 def window_scores(
-    queries: Tensor,
-    query_positions: Tensor,
-    k_pool: Pages,
-    table: Tensor,
-    positions: Tensor,
+    queries: Tensor,  # [W, H, D] after norm and rope
+    query_positions: Tensor,  # [W]
+    k_pool: Pages,  # [N, P, D]
+    table: Tensor,  # [G, N] page ids, -1 past the end
+    positions: Tensor,  # [G, L] of each entry; -1 past a stream's length
     scale: float,
-    lse: Tensor | None = None,
+    lse: Tensor | None = None,  # [W, H] f32, where known: natural logarithms of the queries' sums of exp(q . k * scale)
 ) -> Tensor:
-    """Attention that queries [W, H, D] pay to the entries [G, L] of a request's streams -> [H, L] f32.
-
-    `lse` [W, H] f32, where it is known: natural logarithms of the queries' sums of exp(q . k * scale).
-    """
+    """Attention that the queries pay to the entries of a request's streams -> [H, L] f32, 0 past a stream's length."""
     form = window_scores_triton if use_triton(queries) else window_scores_ref
     return form(queries, query_positions, k_pool, table, positions, scale, lse)

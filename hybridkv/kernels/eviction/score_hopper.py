@@ -3,12 +3,12 @@
 Written in Gluon, the language below Triton: here layouts, shared memory and the work of each warp are explicit. A
 program holds the queries of a KV head's query heads in shared memory and goes over its share of the tiles of 64 keys:
 
-    4 loaders    the queries once, then the keys of a tile, through one buffer or more
-    2 x 4 workers    take turns: a tile's keys into registers, then for each query head K q^T -> weights -> their sum
+    4 warps load         the queries once, then tile after tile of keys, through one buffer or more
+    2 x 4 warps work     in turns: a tile's keys into registers, then for each query head K q^T -> weights -> their sum
 
-The product of the next head runs while the weights of this one are made, and the other worker fills what is left of the
-tensor cores' time. Queries lie along a thread's registers, so a sum over the window stays in its thread but for two
-exchanges. Every sum runs in one fixed order.
+The product of the next head runs while the weights of this one are computed, and the other worker fills what is left of
+the tensor cores' time. Queries lie along a thread's registers, so a sum over the window stays in its thread except for
+two exchanges. Every sum runs in one fixed order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from hybridkv.kernels.gluon import (
     warpgroup_mma_wait,
 )
 
-KEYS, QUERIES, WARPS = 64, 64, 4  # of a tile; of a window, at most; of a worker and of the loaders
+KEYS = 64  # in a tile
+QUERIES = 64  # of a window at most
+WARPS = 4  # of a worker, and of the loaders
 WORKER_REGISTERS, LOADER_REGISTERS = 208, 96  # of a thread
 _BN, _BW, _WARPS = gl.constexpr(KEYS), gl.constexpr(QUERIES), gl.constexpr(WARPS)
 _WORKER_REGISTERS, _LOADER_REGISTERS = gl.constexpr(WORKER_REGISTERS), gl.constexpr(LOADER_REGISTERS)
@@ -141,8 +143,8 @@ def worker(
 def score_known_hopper_kernel(
     q,  # [W, H, D] bf16
     when,  # [W] int64, ascending
-    k_pool,  # [N, P, D] bf16, or codes
-    k_scale,  # [N, P] f32
+    k_pool,  # [N, P, D] bf16, or FP8 as uint8
+    k_scale,  # [N, P] f32, read with FP8 only
     table,  # [G, N]
     positions,  # [G, L]
     lse,  # [W, H] f32, natural

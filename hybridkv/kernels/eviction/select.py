@@ -1,12 +1,16 @@
-"""pool_heads and select_entries: from scores of query heads to the entries that stay, with nothing left to the host.
+"""pool_heads and select_entries: from scores of query heads to the entries that survive. Nothing waits for the device.
 
-pool_heads smooths scores [H, L] along the prompt, per query head, and sums the heads that share a KV head. It smooths
-entries older than the window, among themselves: the mean or the largest of `kernel` neighbours; for a mean, places past
-their ends count as zeros.
+pool_heads smooths scores [H, L] along the prompt, per query head, and sums the heads that share a KV head. Only entries
+older than the window are smoothed, and only among themselves: each becomes the mean or the largest of `kernel`
+neighbours. Places before the first and past the last of them count as zeros in a mean.
 
-select_entries picks, of each row's first `visible` scores, the `count` largest, ties to the lower index; the entries
-from there to the row's length stay whatever their score. A row's survivors are ascending, then come -1. Long rows are
-searched as in topk.py. -0 equals 0; NaN is above +inf, and for the caller to refuse.
+select_entries picks the `count` largest of each row's first `visible` scores; ties go to the lower index. The entries
+from `visible` to the row's length survive whatever their score. A row lists its survivors in ascending order, then -1.
+-0 equals 0. NaN is above +inf: the caller refuses rows that hold it.
+
+The kernel (topk.py) keeps up to MAX_CHOICES // 2 entries of a row. The torch form, which sorts, does the rest: on a
+CPU, and for larger budgets. Both take the rows in blocks, so that their temporaries stay below TEMPORARY_BYTES whatever
+the number of streams (or at those of one row, if that is more). `select_bytes` says what a selection takes.
 """
 
 from __future__ import annotations
@@ -16,9 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridkv.kernels.backend import tl, triton, use_triton
-from hybridkv.kernels.topk import MOST, top_entries_triton
+from hybridkv.kernels.topk import MAX_CHOICES, scratch_bytes, top_entries_triton
 
-POOL_BLOCK = 512
+POOL_BLOCK = 512  # entries of a program
+TEMPORARY_BYTES = 64 << 20  # what a selection takes at once, beside its result
+# keys, masks, sorted keys and indices are 18 bytes a score; sorting pairs on a GPU takes buffers of up to 40 more
+SORT_BYTES_PER_SCORE = 64
 
 
 def pool_heads_ref(scores: Tensor, lengths: Tensor, window: int, pooling: str, kernel: int) -> Tensor:
@@ -81,22 +88,61 @@ def pool_heads(scores: Tensor, lengths: Tensor, window: int, pooling: str, kerne
 
 
 def select_entries_ref(scores: Tensor, visible: Tensor, count: Tensor, lengths: Tensor, width: int) -> Tensor:
+    out = torch.empty((len(scores), width), dtype=torch.int32, device=scores.device)
+    step = rows_at_once(scores.shape[1])
+    for first in range(0, len(scores), step):
+        rows = slice(first, first + step)
+        out[rows] = _select_rows(scores[rows], visible[rows, None], count[rows, None], lengths[rows, None], width)
+    return out
+
+
+def _select_rows(scores: Tensor, visible: Tensor, count: Tensor, lengths: Tensor, width: int) -> Tensor:
+    """scores [R, L]; visible, count and lengths [R, 1] -> [R, width]."""
     L = scores.shape[1]
-    visible, count, lengths = visible[:, None], count[:, None], lengths[:, None]
     place = torch.arange(max(L, width), device=scores.device)
-    scores = scores.masked_fill(scores.isnan(), torch.nan)  # without their signs, which a sort on CUDA would heed
-    # a stable sort leaves the hidden, which come last, behind a visible -inf; it takes NaN for the largest
-    order = scores.masked_fill(place[:L] >= visible, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
-    order = order.masked_fill((place[:L] >= count) | (order >= visible), L).sort(-1).values[:, :width]
-    count = torch.minimum(count, visible)
-    rest = visible + place[:width] - count
-    out = torch.where(rest < lengths, rest, -1)
+    keys = scores.masked_fill(scores.isnan(), torch.nan)  # without signs: a sort on CUDA would order NaN by them
+    keys.masked_fill_(place[:L] >= visible, -torch.inf)
+    # stable: hidden entries come after visible ones of -inf; NaN counts as the largest; at most `width` are chosen
+    order = keys.sort(dim=-1, descending=True, stable=True).indices[:, :width]
+    not_chosen = (place[: order.shape[1]] >= count) | (order >= visible)
+    order = order.masked_fill(not_chosen, L).sort(-1).values
     chosen = F.pad(order, (0, width - order.shape[1]))
-    return torch.where(place[:width] < count, chosen, out).to(torch.int32)
+    chosen_count = torch.minimum(count, visible)
+    following = visible + place[:width] - chosen_count
+    following = torch.where(following < lengths, following, -1)
+    return torch.where(place[:width] < chosen_count, chosen, following).to(torch.int32)
+
+
+def rows_at_once(length: int) -> int:
+    """Rows of `length` scores that the torch form sorts together."""
+    return max(1, TEMPORARY_BYTES // (SORT_BYTES_PER_SCORE * max(1, length)))
+
+
+def kernel_rows(length: int, width: int) -> int:
+    """Rows of `length` scores that the kernel searches in one launch."""
+    return max(1, TEMPORARY_BYTES // max(1, scratch_bytes(1, length, width)))
+
+
+def runs_kernel(width: int) -> bool:
+    """Whether the kernel has room for this many survivors of a row."""
+    return width <= MAX_CHOICES // 2
+
+
+def select_bytes(rows: int, length: int, width: int, gpu: bool = True) -> int:
+    """Bytes that select_entries takes at the most for scores [rows, length]: its result and its temporaries."""
+    result = 4 * rows * width
+    if gpu and runs_kernel(width):
+        block = min(rows, kernel_rows(length, width))
+        # results of blocks are put together at the end, when the scratch is free again
+        return result + max(scratch_bytes(block, length, width), result if block < rows else 0)
+    return result + min(rows, rows_at_once(length)) * SORT_BYTES_PER_SCORE * max(length, width)
 
 
 def select_entries_triton(scores: Tensor, visible: Tensor, count: Tensor, lengths: Tensor, width: int) -> Tensor:
-    return top_entries_triton(scores, visible, width, count, lengths)
+    step = kernel_rows(scores.shape[1], width)
+    blocks = [slice(first, first + step) for first in range(0, max(1, len(scores)), step)]
+    found = [top_entries_triton(scores[rows], visible[rows], width, count[rows], lengths[rows]) for rows in blocks]
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def select_entries(scores: Tensor, visible: Tensor, count: Tensor, lengths: Tensor, width: int) -> Tensor:
@@ -104,5 +150,5 @@ def select_entries(scores: Tensor, visible: Tensor, count: Tensor, lengths: Tens
 
     The `count` [R] best of the first `visible` [R] and all that follow; ascending, then -1. All three int64.
     """
-    form = select_entries_triton if use_triton(scores) and width <= MOST // 2 else select_entries_ref
+    form = select_entries_triton if use_triton(scores) and runs_kernel(width) else select_entries_ref
     return form(scores, visible, count, lengths, width)

@@ -7,8 +7,8 @@ released model does. NVFP4's scale is a / 6 rounded to E4M3, between 2^-9 and 44
 The Hadamard transform belongs to the format: what a load gives is the transformed key, and a query goes through
 `fake_quantise` (`mxfp4_round_tile`) before it meets one.
 
-What a format cannot say is not hidden. NaN stays NaN in E4M3; in E2M1 the scale of its group is NaN, and so is the
-group. Infinity saturates: it does not count for a scale, except that MXFP4 takes it as 2^112 before the transform.
+Special values: NaN stays NaN in E4M3; in E2M1 it makes the scale of its group NaN, and so the whole group. Infinity
+saturates: it does not count for a scale, except that MXFP4 takes it as 2^112 before the transform.
 
 Entries are named by their flat number page * P + offset. Anything outside [0, N P) is no entry: it is not stored, and
 loads as zeros. The bytes that pad a scale row are zeros.
@@ -52,12 +52,12 @@ from hybridkv.kernels.formats.small_floats import (
 
 SMALLEST_FP8 = 1e-4  # least magnitude a group of E4M3 is scaled to
 SMALLEST_FP4 = 6 * 2.0**-126
-LARGEST_TURNED = 2.0**112  # so that sums of 2^15 channels stay finite
+LARGEST_TRANSFORMED = 2.0**112  # so that sums of 2^15 channels stay finite
 
 
 FP8, FP8_ENTRY, FP8_INDEX, MXFP4, NVFP4 = (tl.constexpr(code) for code in range(2, 7))
 _SMALLEST_FP8, _SMALLEST_FP4 = tl.constexpr(SMALLEST_FP8), tl.constexpr(SMALLEST_FP4)
-_LARGEST_TURNED = tl.constexpr(LARGEST_TURNED)
+_LARGEST_TRANSFORMED = tl.constexpr(LARGEST_TRANSFORMED)
 
 
 def _grouped(x: Tensor, group: int) -> Tensor:
@@ -70,7 +70,7 @@ def _as_bytes(x: Tensor) -> Tensor:
 
 
 def _encode(fmt: PageFormat, x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [M, dim] f32 -> value bytes, scale bytes without padding; of a format with scales."""
+    """x [M, dim] f32 -> value bytes and scale bytes without padding, in a format with scales."""
     kept = fmt.dim - fmt.rope
     values, tail = x[:, :kept], x[:, kept:].to(torch.bfloat16)
     if fmt.name == "fp8_entry":
@@ -83,18 +83,18 @@ def _encode(fmt: PageFormat, x: Tensor) -> tuple[Tensor, Tensor]:
         scales = (exponent + E8M0_BIAS).to(torch.uint8) if fmt.codec.scale_bytes == 1 else power_of_two(exponent)
         return torch.cat((codes, _as_bytes(tail)), -1), _as_bytes(scales)
     if fmt.hadamard:
-        values = hadamard(values.clamp(-LARGEST_TURNED, LARGEST_TURNED))
+        values = hadamard(values.clamp(-LARGEST_TRANSFORMED, LARGEST_TRANSFORMED))
     groups = _grouped(values, fmt.group)
-    unsayable = groups.isnan().any(-1)
+    has_nan = groups.isnan().any(-1)
     largest = largest_finite(groups)
     if fmt.hadamard:
         exponent = ceil_exponent(largest.clamp(min=SMALLEST_FP4), E2M1_MAX)
         scaled = groups * power_of_two(-exponent)[..., None]
-        scales = (exponent + E8M0_BIAS).to(torch.uint8).masked_fill(unsayable, E8M0_NAN)
+        scales = (exponent + E8M0_BIAS).to(torch.uint8).masked_fill(has_nan, E8M0_NAN)
     else:
         scales = e4m3_code((largest * (1 / E2M1_MAX)).clamp(min=2.0**-9))
         scaled = groups / e4m3_value(scales)[..., None]
-        scales = scales.masked_fill(unsayable, E4M3_NAN)
+        scales = scales.masked_fill(has_nan, E4M3_NAN)
     return pack_pairs(e2m1_code(scaled).flatten(-2)[:, :kept]), scales
 
 
@@ -123,8 +123,9 @@ def _rows_of(pages: Tensor, fmt: PageFormat) -> tuple[Tensor, Tensor]:
     """Views [N, P, value bytes] and [N, P, scale bytes] of pages of a format with scales."""
     N, P, width = pages.shape
     assert pages.dtype == fmt.dtype and width == fmt.width and pages.is_contiguous()
-    whole, cut = pages.view(N, P * width), P * fmt.value_bytes
-    return whole[:, :cut].unflatten(1, (P, -1)), whole[:, cut:].unflatten(1, (P, -1))
+    whole = pages.view(N, P * width)
+    values, scales = whole.tensor_split((P * fmt.value_bytes,), 1)
+    return values.unflatten(1, (P, -1)), scales.unflatten(1, (P, -1))
 
 
 def store_entries_ref(
@@ -239,7 +240,7 @@ def load_rows(pages, o_page, o_row, m_e, o_d, P, D: tl.constexpr, ROPE: tl.const
 @triton.jit
 def _mxfp4_encode_tile(b_x):
     """[rows, D] -> codes [rows, D], bytes of scales [rows, groups]."""
-    b_bound = tl.minimum(tl.maximum(b_x, -_LARGEST_TURNED), _LARGEST_TURNED)
+    b_bound = tl.minimum(tl.maximum(b_x, -_LARGEST_TRANSFORMED), _LARGEST_TRANSFORMED)
     b_x = tl.where(b_x == b_x, b_bound, b_x)  # NaN alone differs from itself, and stays
     b_groups = in_groups(hadamard_tile(b_x), 32)
     b_k = ceil_exponent_tile(tl.maximum(largest_finite_tile(b_groups, 2), _SMALLEST_FP4), 2, 0x400000)

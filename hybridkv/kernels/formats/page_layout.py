@@ -20,27 +20,13 @@ from dataclasses import dataclass
 import torch
 
 from hybridkv.errors import HybridKVError
+from hybridkv.kernels.formats.codec import BF16, F32, FP8_ENTRY, Codec
 
-
-@dataclass(frozen=True)
-class Codec:
-    """One row of the table of formats."""
-
-    code: int  # as a kernel's FORMAT
-    dtype: torch.dtype
-    bits: int  # of a channel that is not rotary
-    group: int = 0  # channels for each scale; 0: all
-    scale_bytes: int = 0  # of one scale
-    scale_align: int = 1  # a row of scales is padded to a multiple
-    hadamard: bool = False
-
-
-F32, BF16 = Codec(0, torch.float32, 32), Codec(1, torch.bfloat16, 16)
 ENTRY_CODECS = {
     "f32": F32,
     "bf16": BF16,
     "fp8": Codec(2, torch.uint8, 8, group=64, scale_bytes=1, scale_align=8),
-    "fp8_entry": Codec(3, torch.uint8, 8, scale_bytes=4),
+    "fp8_entry": FP8_ENTRY,
 }
 INDEX_CODECS = {
     "f32": F32,
@@ -107,12 +93,12 @@ class PageFormat:
 
 
 def entry_format(name: str, dim: int, rope: int) -> PageFormat:
-    """Of window rows and compressed entries."""
+    """The format of window rows and compressed entries."""
     return _format("kv", ENTRY_CODECS, name, dim, rope)
 
 
 def index_format(name: str, dim: int) -> PageFormat:
-    """Of index keys."""
+    """The format of index keys."""
     return _format("index", INDEX_CODECS, name, dim, 0)
 
 

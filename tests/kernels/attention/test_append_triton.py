@@ -9,7 +9,8 @@ from torch import Tensor
 from triton_interpreter import DEVICE
 
 from hybridkv.kernels.attention.append import append_ref, append_triton
-from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages
+from hybridkv.kernels.formats.fp8 import Fp8Pages
+from hybridkv.kernels.formats.kv_format import Pages
 
 pytest.importorskip("triton")
 KINDS = ("f32", "bf16", "fp8")
@@ -104,7 +105,7 @@ def test_nan_and_infinity_of_a_real_row_are_stored_and_stay_in_their_row(kind: s
     want, got = copy(before), copy(before, DEVICE)
     append_ref(want, copy(before), k, k, index)
     append_triton(got, copy(before, DEVICE), k.to(DEVICE), k.to(DEVICE), index.to(DEVICE))
-    a, b = (p.codes if isinstance(p, Fp8Pages) else p for p in (want, got))
+    a, b = (p.values if isinstance(p, Fp8Pages) else p for p in (want, got))
     a, b = a.view(8, 16), b.view(8, 16).cpu()
     assert_same_bytes(a[[4, 6]], b[[4, 6]])
     keep = [i for i in range(16) if i != 2]  # the bits of a NaN are the machine's choice, except in FP8

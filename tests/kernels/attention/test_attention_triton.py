@@ -12,15 +12,8 @@ from triton_cases import BF16, BOUND, F32, FP8, Streams, dense, queries, store, 
 from triton_interpreter import DEVICE
 
 from hybridkv.kernels.activation import sigmoid_mul_ref, sigmoid_mul_triton
-from hybridkv.kernels.attention.decode import (
-    FEW,
-    SHORT,
-    DecodeShape,
-    attention_decode_torch,
-    attention_decode_triton,
-    decode_shape,
-    same_shape_up_to,
-)
+from hybridkv.kernels.attention.decode import attention_decode_torch, attention_decode_triton
+from hybridkv.kernels.attention.decode_tuning import FEW, SHORT, DecodeShape, decode_shape, same_shape_up_to
 from hybridkv.kernels.attention.exact import attention_split_triton
 from hybridkv.kernels.attention.prefill import attention_prefill_torch, attention_prefill_triton
 from hybridkv.kernels.attention.tile import TileShape

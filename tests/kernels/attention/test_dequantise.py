@@ -1,4 +1,4 @@
-"""widen: the entries of streams as dense bf16 tiles; and how a step's keys are cut into parts."""
+"""dequantise: the entries of streams as dense bf16 tiles; and how a step's keys are cut into parts."""
 
 import numpy as np
 import pytest
@@ -7,8 +7,8 @@ from numerics import assert_same_bytes
 from triton_cases import BF16, FP8, streams
 from triton_interpreter import DEVICE
 
-from hybridkv.kernels.attention.dequantise import KEYS, widen_ref, widen_triton
-from hybridkv.kernels.attention.prefill_hopper_launch import widened_parts
+from hybridkv.kernels.attention.dequantise import KEYS, dequantise_ref, dequantise_triton
+from hybridkv.kernels.attention.prefill_plan import dequantised_parts
 
 pytest.importorskip("triton")
 
@@ -25,7 +25,7 @@ def tiles_of(lengths: np.ndarray) -> torch.Tensor:
 def test_entries_come_in_order_and_zeros_past_the_end(P: int, D: int, pages: str) -> None:
     held = streams(LENGTHS, P, D, pages, DEVICE)
     tiles = tiles_of(held.lengths)
-    got = widen_triton(held.k_pool, held.v_pool, held.table, held.on_device, tiles)
+    got = dequantise_triton(held.k_pool, held.v_pool, held.table, held.on_device, tiles)
     for i in range(2):  # keys, values
         for t, (b, first) in enumerate(tiles.tolist()):
             for g in range(2):
@@ -35,18 +35,18 @@ def test_entries_come_in_order_and_zeros_past_the_end(P: int, D: int, pages: str
                     # the product with the scale is taken in f32, then rounded once
                     assert_same_bytes(stored.float().bfloat16(), got[i][g, t, :count])
                 assert not got[i][g, t, count:].any()
-    for a, b in zip(got, widen_ref(held.k_pool, held.v_pool, held.table, held.on_device, tiles)):
+    for a, b in zip(got, dequantise_ref(held.k_pool, held.v_pool, held.table, held.on_device, tiles)):
         assert_same_bytes(b, a)
 
 
 def test_rows_of_a_larger_table_and_padding() -> None:
     held = streams(LENGTHS, 16, 32, BF16, DEVICE)
     tiles = tiles_of(held.lengths)
-    want = widen_triton(held.k_pool, held.v_pool, held.table, held.on_device, tiles)
+    want = dequantise_triton(held.k_pool, held.v_pool, held.table, held.on_device, tiles)
     rows = torch.tensor([4, -1, 1], device=DEVICE)
     table = torch.full((6, *held.table.shape[1:]), 2**30, dtype=torch.int32, device=DEVICE)  # far outside the pool
     table[4], table[1] = held.table[0], held.table[2]
-    got = widen_triton(held.k_pool, held.v_pool, table, held.on_device, tiles, rows)
+    got = dequantise_triton(held.k_pool, held.v_pool, table, held.on_device, tiles, rows)
     real = tiles[:, 0] != 1
     for a, b in zip(want, got):
         assert_same_bytes(a[:, real], b[:, real])
@@ -57,7 +57,7 @@ def test_rows_of_a_larger_table_and_padding() -> None:
 def test_parts_hold_every_key_once_and_no_more_than_a_piece(piece: int) -> None:
     lengths, G = (1, 64, 65, 0, 700, 3, 128, 129), 3
     seen = []
-    for part in widened_parts(lengths, G, piece, torch.device("cpu")):
+    for part in dequantised_parts(lengths, G, piece, torch.device("cpu")):
         b = range(*part.requests)
         assert len(part.tiles) * KEYS <= piece and part.table.shape[:2] == (len(b), G)
         for i, request in enumerate(b):

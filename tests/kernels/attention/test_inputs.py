@@ -11,7 +11,8 @@ from triton_interpreter import DEVICE
 
 from hybridkv.kernels.attention.append import append_ref
 from hybridkv.kernels.attention.inputs import attention_inputs, attention_inputs_ref, attention_inputs_triton
-from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages
+from hybridkv.kernels.formats.fp8 import Fp8Pages
+from hybridkv.kernels.formats.kv_format import Pages
 
 pytest.importorskip("triton")
 EPS, P, N = 1e-6, 4, 12
@@ -153,17 +154,17 @@ def _skip(index: Tensor, pads: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("form", (attention_inputs, attention_inputs_triton), ids=("cpu", "kernel"))
-@pytest.mark.parametrize(("dtype", "ring_dtype"), ((F32, F32), (F32, BF16), (BF16, BF16), (BF16, F32)))
-def test_the_last_queries_go_to_the_ring(form: Any, dtype: torch.dtype, ring_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "buffer_dtype"), ((F32, F32), (F32, BF16), (BF16, BF16), (BF16, F32)))
+def test_the_last_queries_go_to_the_buffer(form: Any, dtype: torch.dtype, buffer_dtype: torch.dtype) -> None:
     T, (H, G, D, R), slots, W = 7, (3, 2, 20, 3), 2, 5
     made = case(T, (H, G, D, R), True, dtype, "f32", True)
-    made["ring"] = torch.randn(slots, W, H, D).to(ring_dtype)
+    made["query_buffer"] = torch.randn(slots, W, H, D).to(buffer_dtype)
     made["query_rows"] = torch.tensor([-1, 3, -1, 9, 0, 4, -1])
     given, q = run(form, made, DEVICE if form is attention_inputs_triton else "cpu")
-    want = made["ring"].clone().view(slots * W, H, D)
+    want = made["query_buffer"].clone().view(slots * W, H, D)
     kept = [1, 3, 4, 5]
-    want[made["query_rows"][kept]] = q.cpu()[kept].to(ring_dtype)
-    assert_same_bytes(want.view(slots, W, H, D), given["ring"])
+    want[made["query_rows"][kept]] = q.cpu()[kept].to(buffer_dtype)
+    assert_same_bytes(want.view(slots, W, H, D), given["query_buffer"])
 
 
 def test_channels_that_do_not_turn_keep_an_infinity_to_themselves() -> None:

@@ -1,4 +1,4 @@
-"""attention_prefill_hopper compiles where there is no GPU. What it computes is tested on one: tests/gpu."""
+"""The Hopper kernel of attention_prefill compiles where there is no GPU. tests/gpu tests what it computes."""
 
 from pathlib import Path
 
@@ -12,35 +12,35 @@ import numpy as np
 import torch
 import triton
 from no_device import SHARED_MEMORY, built
-from hybridkv.kernels.attention import prefill_hopper_launch as file
+from hybridkv.kernels.attention import prefill as file
 from hybridkv.kernels.backend import GLUON
 from hybridkv.kernels.formats.fp8 import Fp8Pages
-from hybridkv.kernels.attention.dequantise import widen_triton
+from hybridkv.kernels.attention.dequantise import dequantise_triton
 
-assert triton.__version__.startswith(GLUON), "another Triton than attention_prefill_hopper is written for"
-file.widen = widen_triton
+assert triton.__version__.startswith(GLUON), "another Triton than the Hopper kernel is written for"
+file.dequantise = dequantise_triton
 lengths, rows = np.full((2, 4), 200), torch.zeros(2, dtype=torch.int64)
-table, sink = torch.zeros(5, 4, 4, dtype=torch.int32), (torch.zeros(9, 24), torch.zeros(50, dtype=torch.int64))
+table, lse_out = torch.zeros(5, 4, 4, dtype=torch.int32), (torch.zeros(9, 24), torch.zeros(50, dtype=torch.int64))
 for D, splits in ((256, 1), (64, 2)):
     q, pool = torch.zeros(50, 24, D, dtype=torch.bfloat16), torch.zeros(4, 64, D, dtype=torch.bfloat16)
     if splits > 1:
         pool = Fp8Pages(pool.to(torch.uint8), torch.zeros(4, 64))
     args = (table, lengths, [0, 20, 50], 1.0, torch.from_numpy(lengths))
-    file.attention_prefill_wide(q, pool, pool, *args, rows=rows, lse=sink, splits=splits)
+    file.attention_prefill_hopper(q, pool, pool, *args, rows=rows, lse=lse_out, splits=splits)
 for name, kernel in built:
     assert 0 < kernel.metadata.shared <= SHARED_MEMORY or name == "join_states_kernel"
     print(name, kernel.asm["ptx"].count("wgmma.mma_async"))
 """
 
 
-def test_it_compiles_over_pages_and_over_widened_keys(tmp_path: Path) -> None:
+def test_it_compiles_over_pages_and_over_dequantised_keys(tmp_path: Path) -> None:
     """In a process without the interpreter, which would take the place of the compiler."""
     printed = compile_alone(COMPILE, tmp_path)
     # steps of 16: channels of S = q K^T for the first tile and in both loops, keys of O += P V in both and at the end
     products = {D: 2 * 3 * (D // 16 + 64 // 16) for D in (64, 256)}  # for two workers
     assert printed.splitlines() == [
         f"prefill_hopper_kernel {products[256]}",
-        "widen_kernel 0",
+        "dequantise_kernel 0",
         f"prefill_hopper_kernel {products[64]}",
         "join_states_kernel 0",
     ]

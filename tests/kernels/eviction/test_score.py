@@ -9,7 +9,8 @@ from torch import Tensor
 from triton_interpreter import DEVICE
 
 from hybridkv.kernels.eviction.score import CONFIGS, ScoreBlocks, window_scores_ref, window_scores_triton
-from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages, fp8_decode_ref, fp8_encode_ref
+from hybridkv.kernels.formats.fp8 import Fp8Pages, fp8_decode_ref, fp8_encode_ref
+from hybridkv.kernels.formats.kv_format import Pages
 
 pytest.importorskip("triton")
 
@@ -183,7 +184,7 @@ def test_a_key_that_is_nan_is_not_hidden(kind: str) -> None:
     c = make(kind, W=2, R=1, D=16, P=16, lengths=(20,))
     page = int(c.table[0, 0])
     if isinstance(c.pages, Fp8Pages):
-        c.pages.codes[page, 3, 0] = 0x7F
+        c.pages.values[page, 3, 0] = 0x7F
     else:
         c.pages[page, 3, 0] = torch.nan
     assert window_scores_triton(*c.on(DEVICE))[0, 3].isnan()

@@ -76,7 +76,7 @@ def test_rows_of_several_levels(k: int, levels: int, monkeypatch: pytest.MonkeyP
     for module, name, size in (
         (topk, "KEPT", 4),
         (topk, "LOOSE", 32),
-        (topk, "MOST", 256),
+        (topk, "MAX_CHOICES", 256),
         (topk, "TILE", 128),
     ):
         monkeypatch.setattr(module, name, size)

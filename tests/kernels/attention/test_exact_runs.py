@@ -1,8 +1,9 @@
-"""attention_exact_wide: how queries are put together."""
+"""attention_exact on Hopper GPUs: how queries are put together."""
 
 import pytest
 
-from hybridkv.kernels.attention.exact_hopper import SPLIT, exact_runs
+from hybridkv.kernels.attention.exact import HOPPER_SPLIT as SPLIT
+from hybridkv.kernels.attention.exact import exact_runs
 
 
 @pytest.mark.parametrize("room", (1, 7, 100, 10**6))
