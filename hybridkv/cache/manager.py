@@ -220,12 +220,13 @@ class KVCacheManager(Facts):
 
         `rows`: make it a step of `rows` one-token requests, the missing ones padding.
         """
-        slots = np.array([self._slot(request) for request, _ in plan], np.int64)
-        counts = np.array([tokens for _, tokens in plan], np.int64)
-        if not plan or len(np.unique(slots)) != len(slots) or counts.min() < 1:
+        slots = [self._slot(request) for request, _ in plan]
+        counts = [tokens for _, tokens in plan]
+        if not plan or len(set(slots)) != len(slots) or min(counts) < 1:
             raise ValueError(f"a step needs different requests with at least one new token each: {list(plan)}")
-        step = HostIndex(slots, self.positions[slots], counts)
-        if (counts[: step.num_decodes] > 1).any():
+        at = np.array(slots)
+        step = HostIndex(at, self.positions[at], np.array(counts))
+        if max(counts[: step.num_decodes], default=1) > 1:
             raise ValueError("requests with one token come first in a step")
         if rows is not None and (rows < len(plan) or step.num_decodes < len(plan)):
             raise ValueError(
@@ -250,13 +251,13 @@ class KVCacheManager(Facts):
 
     def check_reach(self, step: HostIndex) -> None:
         """Whether each request of a step can go on from where it stands, or RequestError."""
-        ends = step.num_computed + step.num_scheduled
-        for i in np.flatnonzero(ends > self.max_tokens)[:1]:
+        for i in np.flatnonzero(step.num_computed + step.num_scheduled > self.max_tokens)[:1]:
             raise RequestError(
                 f"{step.num_computed[i]} + {step.num_scheduled[i]} tokens do not fit a context of {self.max_tokens} "
                 "tokens"
             )
-        for i in np.flatnonzero((self._overrun(step.slots) > self.schema.rewind) & (step.slots >= 0))[:1]:
+        overrun = self._has_running_state and (self._overrun(step.slots) > self.schema.rewind) & (step.slots >= 0)
+        for i in np.flatnonzero(overrun)[:1]:
             raise RequestError(
                 f"a step ran to position {self.reached[step.slots[i]]} and was not committed: the state of position "
                 f"{step.num_computed[i]} is gone; release the request and compute it again"
@@ -264,13 +265,13 @@ class KVCacheManager(Facts):
 
     def _overrun(self, slots: np.ndarray) -> np.ndarray:
         """[B] tokens that state has seen beyond each slot's position. A step from 0 makes all state anew."""
-        if not self._has_running_state:
-            return np.zeros(len(slots), np.int64)
-        return np.where(self.positions[slots] > 0, self.reached[slots] - self.positions[slots], 0)
+        position = self.positions[slots]
+        return np.where(position > 0, self.reached[slots] - position, 0)
 
     def can_continue(self, request: Hashable) -> bool:
         """Whether the request's state is that of its position, or can be rewound to it."""
-        return bool(self._overrun(np.array([self._slot(request)]))[0] <= self.schema.rewind)
+        overrun = self._overrun(np.array([self._slot(request)]))[0] if self._has_running_state else 0
+        return bool(overrun <= self.schema.rewind)
 
     def padding_step(self, rows: int, reach: int | None = None) -> ForwardStep:
         """A decode step of nothing but padding, for requests of up to `reach` tokens (None: of any length): what a

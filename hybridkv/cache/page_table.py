@@ -250,17 +250,25 @@ class PageTable:
         """
         self._send_changes(step.slots)
         ratio = self.schema.tokens_per_entry
-        real = step.slots >= 0
-        new = np.where(real, self.schema.new_entries(step.num_computed, step.num_scheduled), 0)
-        before = np.where(real[:, None], self.lengths[step.slots], 0)  # [B, streams]
-        after = before + new[:, None]
+        real = (step.slots >= 0)[:, None]
+        new = self.schema.new_entries(step.num_computed, step.num_scheduled)[:, None]
+        before = np.where(real, self.lengths[step.slots], 0)  # [B, streams]
+        after = before + np.where(real, new, 0)
         max_entries = int(after.max(initial=0)) if reach is None else self.schema.entries(reach)
-        index = None
-        if ratio > 1 or step.num_decodes == len(step.slots):  # else arrays of [streams, T] would take milliseconds
-            index = self._places_of(step, before)
+        index = None  # of a prompt chunk: arrays of [streams, T] would take milliseconds here
+        if ratio > 1:
+            index = self._places_of_entries(step, before)
+        elif step.num_decodes == len(step.slots):
+            index = self._places_of_tokens(step.slots, before)
         return StreamPlan(self.schema.name, self.device_table, self.schema.entries_per_page, after, index, max_entries)
 
-    def _places_of(self, step: HostIndex, before: np.ndarray) -> np.ndarray:
+    def _places_of_tokens(self, slots: np.ndarray, before: np.ndarray) -> np.ndarray:
+        """[streams, B] flat place of the one new entry of each request, where every token is one; -1: padding."""
+        P = self.schema.entries_per_page
+        page = self.pages[slots[:, None], np.arange(self.schema.streams), before // P].astype(np.int64)
+        return np.where(slots[:, None] >= 0, page * P + before % P, -1).T
+
+    def _places_of_entries(self, step: HostIndex, before: np.ndarray) -> np.ndarray:
         """[streams, T] flat place of the entry that each token completes, -1 where it completes none.
 
         before [B, streams]: entries that the requests held before the step.

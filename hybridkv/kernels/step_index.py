@@ -46,18 +46,24 @@ class HostIndex:
     @cached_property
     def num_decodes(self) -> int:
         """How many requests have one new token; they come first."""
-        return int((self.num_scheduled == 1).sum())
+        return int(np.count_nonzero(self.num_scheduled == 1))
 
     @cached_property
     def query_start_loc(self) -> np.ndarray:  # [B + 1]
+        if self.num_decodes == len(self.slots):
+            return np.arange(len(self.slots) + 1)
         return np.concatenate(([0], np.cumsum(self.num_scheduled)))
 
     @cached_property
     def token_to_req(self) -> np.ndarray:  # [T]
+        if self.num_decodes == len(self.slots):
+            return np.arange(len(self.slots))
         return np.repeat(np.arange(len(self.slots)), self.num_scheduled)
 
     @cached_property
     def positions(self) -> np.ndarray:  # [T]
+        if self.num_decodes == len(self.slots):
+            return self.num_computed
         first = self.num_computed - self.query_start_loc[:-1]
         return np.arange(len(self.token_to_req)) + first[self.token_to_req]
 
