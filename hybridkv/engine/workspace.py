@@ -17,10 +17,11 @@ import torch
 from hybridkv.cache import CacheSchema
 from hybridkv.config import CacheConfig, EngineConfig
 from hybridkv.engine.sampler import sampling_bytes
-from hybridkv.eviction.evict import SCORE_BYTES, max_held_tokens
+from hybridkv.eviction.evict import SCORE_BYTES, find_policy, max_held_tokens
 from hybridkv.kernels.eviction.select import select_bytes
 from hybridkv.models.config import ModelConfig
 
+STREAM_SCORE_BYTES = 12  # f32 as the policy gave it, again joined with the others, and the masks of the NaN check
 INDEX_SCORE_BYTES = 4 << 26  # models/v4_attention.py holds this many bytes of index scores at once
 
 
@@ -58,12 +59,18 @@ def workspace(
 def _eviction(
     config: ModelConfig, schema: CacheSchema, cache: CacheConfig, step_tokens: int, context: int, gpu: bool
 ) -> int:
-    """Of one request: its scores, f32 for each stream, those of the query heads scored at once, and choosing."""
-    if cache.eviction is None:
+    """Of one request: the scores of its streams, those of the query heads that are scored at once, and choosing."""
+    eviction = cache.eviction
+    if eviction is None:
         return 0
-    held = max_held_tokens(cache.eviction, step_tokens, cache.page_size)
+    held = max_held_tokens(eviction, step_tokens, cache.page_size)
     length = context if held is None else min(held, context)
-    streams = sum(s.streams for s in schema.streams if s.tokens_per_entry == 1)
-    scores = 4 * streams * length
-    of_heads = min(SCORE_BYTES, 4 * config.heads * len(config.attention_layers) * length)
-    return scores + of_heads + select_bytes(streams, length, min(cache.eviction.budget, length), gpu)
+    layers = len(config.attention_layers)
+    streams = layers * config.kv_heads
+    scores = STREAM_SCORE_BYTES * streams * length
+    of_heads = min(SCORE_BYTES, 4 * config.heads * layers * length)
+    choosing = select_bytes(streams, length, min(eviction.budget, length), gpu)
+    if find_policy(eviction.policy).spread == "heads":  # the heads of a layer compete in one row
+        width = min(eviction.budget, length) * config.kv_heads
+        choosing = max(choosing, select_bytes(layers, config.kv_heads * length, width, gpu))
+    return scores + of_heads + choosing
