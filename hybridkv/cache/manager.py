@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -249,9 +250,9 @@ class KVCacheManager:
         before = np.where(begins > 0, self.reached[slots], 0)  # a step from 0 makes all state anew
         self.reached[slots[real]] = np.maximum(before, begins + np.diff(step.query_start_loc))[real]
 
-    def acquire(self, step: ForwardStep) -> dict[int, LayerHandle]:
-        """A handle for every layer that stores anything. Allocates nothing."""
-        handles: dict[int, LayerHandle] = {}
+    def acquire(self, step: ForwardStep) -> dict[int, Any]:
+        """A handle for every layer that stores anything: LayerHandle, or CompressedHandle. Allocates nothing."""
+        handles: dict[int, Any] = {}
         if isinstance(step, CompressedStep):
             for layer, declared in enumerate(self.schema.compressed):
                 table = self.tables.get(declared.kind)

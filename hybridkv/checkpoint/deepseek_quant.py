@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridkv.checkpoint.config_reader import shown
 from hybridkv.checkpoint.safetensors_file import SafetensorsFile
 from hybridkv.checkpoint.safetensors_store import SafetensorsStore
+from hybridkv.config import shown
 from hybridkv.errors import ModelFileError, UnsupportedModel
 
 BLOCK = (128, 128)

@@ -30,7 +30,7 @@ def count(rows: int | Tensor) -> int:
 
 
 class Loader:
-    ops: RowOps = FAST  # what the layers are to compute with
+    exact = False  # the layers are to compute in exact mode
     fp8 = False
     packed = False
 
@@ -48,12 +48,16 @@ class Loader:
             raise HybridKVError(
                 "exact mode on a GPU runs on Triton, which is not installed; use exact=False or install it"
             )
-        self.ops = EXACT if exact else FAST
-        self.fp8, self.packed = fp8, packed
+        self.exact, self.fp8, self.packed = exact, fp8, packed
         self.checkpoint, self.device, self.dtype, self.progress = checkpoint, device, dtype, progress
         self.runs_on = device  # a loader that only counts has its tensors elsewhere
         self.used: set[str] = set()
         self.total = len(checkpoint.names())
+
+    @property
+    def ops(self) -> RowOps:
+        """What the layers compute with."""
+        return EXACT if self.exact else FAST
 
     def has(self, name: str) -> bool:
         return name in self.checkpoint
@@ -120,9 +124,9 @@ class Loader:
     def make_linear(self, weight: Tensor, bias: Tensor | None = None, shared: bool = False) -> Linear:
         """`shared`: the weight has another use (an embedding) and stays as it is."""
         if not self.fp8 or shared:
-            return Linear(weight, bias, self.ops.exact)
-        if self.ops.exact or not keeps_codes(self.device, self.dtype):
-            return Linear(round_weight_(weight), bias, self.ops.exact)
+            return Linear(weight, bias, self.exact)
+        if self.exact or not keeps_codes(self.device, self.dtype):
+            return Linear(round_weight_(weight), bias, self.exact)
         codes, scale = encode_weight(weight)
         return Linear(codes, bias, scale=scale)
 

@@ -148,7 +148,7 @@ def with_cache(llm: LLM, cache: CacheConfig) -> LLM:
     plan = other.plan = replace(plan, schema=schema, slots=1, query_buffers=1 if schema.query_buffer_bytes else 0)
     sizes = (plan.schema, plan.pages, plan.slots, plan.max_tokens)
     other.manager = KVCacheManager(*sizes, llm.device, query_buffers=plan.query_buffers)
-    evictor = Evictor.make(cache, other.manager, llm.config.head_dim)
+    evictor = Evictor.make(cache, other.manager, llm.config.attention_scale)
     steps = llm.engine.scheduler.step_tokens
     other.engine = Engine(llm.model, other.manager, llm.tokenizer, steps, llm.engine.eos_ids, evictor)
     return other

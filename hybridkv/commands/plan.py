@@ -233,7 +233,7 @@ def buy(
 
 def file_tensors(model: str | None) -> tuple[Callable[[str], bool], dict[str, int]] | None:
     """Which tensors a GGUF file has, and the bytes of those that can stay packed, by name. None for anything else."""
-    from hybridkv.checkpoint.checkpoint import open_checkpoint
+    from hybridkv.models import open_checkpoint
 
     path = Path(model).expanduser() if model else Path()
     if path.suffix != ".gguf" or not path.is_file():
@@ -260,8 +260,8 @@ def ffn_layer_bytes(model: str | None) -> int | None:
 
 def read_config(model: str | None) -> tuple[str, dict[str, Any]]:
     """(name, config) of a model that may not be there yet. Never reaches for the network."""
-    from hybridkv.checkpoint.checkpoint import open_checkpoint
     from hybridkv.files import read_json
+    from hybridkv.models import open_checkpoint
     from hybridkv.models.known import KNOWN, known_config
 
     if model is None:

@@ -43,8 +43,8 @@ class Evictor:
     step_tokens: int = EngineConfig.step_tokens  # how far apart a bounded request is cut
 
     @staticmethod
-    def make(config: CacheConfig, manager: KVCacheManager, head_dim: int) -> Evictor | None:
-        """None where nothing is ever evicted."""
+    def make(config: CacheConfig, manager: KVCacheManager, scale: float) -> Evictor | None:
+        """None where nothing is ever evicted. `scale`: ModelConfig.attention_scale."""
         if config.budget is None:
             return None
         if STREAMS not in manager.tables:
@@ -58,7 +58,7 @@ class Evictor:
                 f"scope '{config.scope}' keeps one list of entries for several streams, and {type(policy).__name__} "
                 "gives them different budgets; use scope='head'"
             )
-        return Evictor(config, policy, head_dim**-0.5)
+        return Evictor(config, policy, scale)
 
     def due(self, request: Request, manager: KVCacheManager) -> bool:
         """Whether the request's cache is to be cut now, a step after which it stands at a new position."""

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridkv.checkpoint.config_reader import Raw, Reader, shown
+from hybridkv.checkpoint.config_reader import Raw, Reader
+from hybridkv.config import shown
 from hybridkv.errors import ModelFileError, UnsupportedModel
 
 CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"

@@ -31,8 +31,8 @@ from gguf_files import (
     write_gguf,
 )
 
-from hybridkv.checkpoint.checkpoint import open_checkpoint
 from hybridkv.errors import ModelFileError, UnsupportedModel
+from hybridkv.models import open_checkpoint
 
 
 def test_llama_gguf_gives_hugging_face_tensors_and_config(tmp_path: Path) -> None:
