@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from hybridkv.checkpoint.checkpoint import Layouts
 from hybridkv.checkpoint.config_reader import Raw, Reader
 from hybridkv.errors import UnsupportedModel
-from hybridkv.models import deepseek_v4, llama, qwen3_5
+from hybridkv.models import deepseek_v4, llama, qwen3, qwen3_5
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.family import Family
 
 ALL: tuple[Family, ...] = (
     llama.FAMILY,
+    qwen3.FAMILY,
     qwen3_5.DENSE,
     qwen3_5.MOE,
     qwen3_5.NEXT,
