@@ -51,7 +51,7 @@ def read_metadata(metadata: Mapping[str, Any]) -> Tokenizer | None:
         for name, token, default in (("unknown", "<unk>", 0), ("bos", "<s>", 1), ("eos", "</s>", 2)):
             if ids[name] is None and vocab.get(token) == default:
                 ids[name] = default
-    types = _gguf_types(metadata, len(tokens), {i for i in ids.values() if i is not None})
+    types = _gguf_types(metadata, vocab, {i for i in ids.values() if i is not None})
     control = {i for i, t in enumerate(types) if t in (CONTROL, UNKNOWN)}
     build, add_bos = (_byte_bpe if kind == "gpt2" else _sentencepiece_bpe)(metadata, vocab, types, ids["unknown"])
 
@@ -176,10 +176,29 @@ def _numbers(metadata: Mapping[str, Any], name: str, count: int) -> list[float]:
     return numbers
 
 
-def _gguf_types(metadata: Mapping[str, Any], count: int, declared: set[int]) -> list[int]:
+def _gguf_types(metadata: Mapping[str, Any], vocab: dict[str, int], declared: set[int]) -> list[int]:
+    """The type of each token. `declared`: the control tokens of a file that gives no types."""
+    count = len(vocab)
     if metadata.get("tokenizer.ggml.token_type") is None:
-        return [CONTROL if i in declared else NORMAL for i in range(count)]
-    return [int(t) for t in _numbers(metadata, "token_type", count)]
+        types = [CONTROL if i in declared else NORMAL for i in range(count)]
+    else:
+        found = _numbers(metadata, "token_type", count)
+        for i, kind in enumerate(found):
+            if isinstance(kind, float) and not kind.is_integer():
+                raise ModelFileError(f"{_WHERE}: tokenizer.ggml.token_type of token {i} is {kind}, not a whole number")
+        types = [int(kind) for kind in found]
+    for name in END_OF_TURN:
+        i = vocab.get(name)
+        if i is not None and _is_mistyped(name, types[i]):
+            types[i] = CONTROL
+    return types
+
+
+def _is_mistyped(name: str, kind: int) -> bool:
+    """Whether a token that ends a turn was not written as a control token, as some converters do. llama.cpp overrides
+    the type too. Left as they are: ordinary tokens whose name may also be a piece of text, such as </s>.
+    """
+    return kind == USER_DEFINED or (kind == NORMAL and name.startswith(("<|", "<｜")))
 
 
 def _gguf_id(metadata: Mapping[str, Any], name: str, count: int) -> int | None:
