@@ -65,12 +65,12 @@ class CompressedHandle:
 
     @property
     def index(self) -> StepIndex:
-        """Of all tokens."""
+        """Slots and positions of all tokens."""
         return self.step.index
 
     @property
     def chunk_index(self) -> StepIndex:
-        """Of the prompt chunks alone."""
+        """Slots and positions of the tokens of prompt chunks."""
         return self.step.chunk_index
 
     @property

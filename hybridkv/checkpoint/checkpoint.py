@@ -19,7 +19,8 @@ from torch import Tensor
 
 from hybridkv.checkpoint.gguf_architecture import GgufArchitecture
 from hybridkv.checkpoint.gguf_file import KEPT, GgufFile
-from hybridkv.checkpoint.gguf_map import Recipe, map_gguf, moved_heads, orders
+from hybridkv.checkpoint.gguf_map import map_gguf, moved_heads, orders
+from hybridkv.checkpoint.recipe import Recipe
 from hybridkv.checkpoint.safetensors_file import SafetensorsFile
 from hybridkv.checkpoint.safetensors_store import SafetensorsStore
 from hybridkv.errors import ModelFileError, UnsupportedModel

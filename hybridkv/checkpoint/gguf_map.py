@@ -19,17 +19,8 @@ from torch import Tensor
 from hybridkv.checkpoint.gguf_architecture import Config, GgufArchitecture
 from hybridkv.checkpoint.gguf_config import Keys, find_architecture, gguf_config
 from hybridkv.checkpoint.gguf_file import DEQUANTISED, KEPT, GgufFile
+from hybridkv.checkpoint.recipe import Recipe
 from hybridkv.errors import ModelFileError, UnsupportedModel
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How one canonical tensor is made from stored ones."""
-
-    parts: tuple[str, ...]  # stored names, in the order `make` takes them
-    shape: tuple[int, ...]  # of the result
-    make: Callable[..., Tensor] | None = None  # None: the only part as it is
-    experts: int = 0  # E > 0: the rows of all parts, one after the other for each expert, make [E, rows, columns]
 
 
 @dataclass(frozen=True)
@@ -74,7 +65,9 @@ MOVES = (unpermute, group_heads, interleave_qkvz)  # rows or columns change plac
 
 
 def moved_heads(recipe: Recipe) -> int | None:
-    """In how many equal parts a matrix's columns change places: 1, they stay; None: more is done than that."""
+    """Into how many equal parts a matrix's columns are divided to change places. 1: they stay; None: the recipe does
+    more than change places.
+    """
     if recipe.experts or len(recipe.shape) != 2:
         return None
     if recipe.make is None:
@@ -86,7 +79,7 @@ def moved_heads(recipe: Recipe) -> int | None:
 
 
 def orders(recipe: Recipe, rows: list[int]) -> tuple[Tensor | None, Tensor | None]:
-    """Which of the parts' rows, and which of the columns' heads, stands at each place; None: they stay."""
+    """Permutations of the parts' rows and of the heads among the columns; None: they stay."""
     heads, make = moved_heads(recipe), recipe.make
     assert heads is not None
     if make is None:

@@ -120,7 +120,7 @@ def make_report(options: ModelOptions, requests: int) -> Report:
     from hybridkv.kernels.linear.fp8 import keeps_codes
     from hybridkv.kernels.linear.packed import keeps_packed
     from hybridkv.llm import resolve_device, resolve_dtype, resolve_fp8
-    from hybridkv.models import cache_schema, check_exact, check_fp8
+    from hybridkv.models import cache_schema, check_exact, check_fp8, family_of
     from hybridkv.models.config import ModelConfig
     from hybridkv.planner import longest_context, model_bytes, most_requests, plan_cache, planned_tensors
 
@@ -131,7 +131,7 @@ def make_report(options: ModelOptions, requests: int) -> Report:
     fp8 = resolve_fp8(options.weight_dtype)
     check_exact(config, options.exact, options.state_dtype)
     check_fp8(config, fp8)
-    evicts = config.v4 is None
+    evicts = family_of(config).supports("budget")
     if not evicts and options.budget is not None:
         raise HybridKVError(
             f"--budget is not for {config.architecture}: it compresses its cache itself and never evicts"

@@ -43,7 +43,7 @@ from hybridkv.models.deepseek_config import DeepseekV4Config, parse_deepseek_v4
 from hybridkv.models.family import NO_STATE, Family
 from hybridkv.models.v4_attention import Angles, attend, select
 
-INDEX_BESIDE = {"f32": "f32", "bf16": "bf16"}  # index keys for entries of this kind; for FP8 as the model was trained
+INDEX_BESIDE = {"f32": "f32", "bf16": "bf16"}  # format of index keys by that of entries; others: mxfp4, as trained
 
 
 def parse(read: Reader) -> ModelConfig:
@@ -92,10 +92,10 @@ def cache_schema(config: ModelConfig, cache: CacheConfig, model_dtype: torch.dty
 class StepAngles:
     """All angles of a step, made once for its layers."""
 
-    window: Angles  # of the tokens, in window layers
-    compressed: Angles  # of the tokens, in the others
-    csa: Angles  # of the first token of the entry that a token may complete
-    hca: Angles
+    window: Angles  # at the tokens' positions, for window layers
+    compressed: Angles  # at the tokens' positions, for the other layers
+    csa: Angles  # at the first token of the entry that a token may complete
+    hca: Angles  # the same
 
     @staticmethod
     def at(positions: Tensor, v: DeepseekV4Config, window_freq: Tensor, compress_freq: Tensor) -> StepAngles:
@@ -306,7 +306,7 @@ def _hyper(
 
 
 def _wide(loader: Loader, inputs: int, *parts: tuple[str, int]) -> Linear:
-    """Projections (name, rows) of the same input as one, stored so that their results can be f32."""
+    """Projections (name, rows) of the same input as one, stored in a dtype that gives f32 results."""
     dtype = wide_dtype(loader.runs_on, loader.dtype)
     weight = torch.empty(sum(rows for _, rows in parts), inputs, dtype=dtype, device=loader.device)
     at = 0

@@ -14,7 +14,6 @@ from hybridkv.checkpoint.gguf_architecture import Config, GgufArchitecture
 from hybridkv.checkpoint.gguf_config import Keys
 from hybridkv.checkpoint.gguf_map import (
     GATED_MLP,
-    Recipe,
     Row,
     Table,
     group_heads,
@@ -22,6 +21,7 @@ from hybridkv.checkpoint.gguf_map import (
     less_one,
     log_decay,
 )
+from hybridkv.checkpoint.recipe import Recipe
 from hybridkv.errors import ModelFileError
 
 ATTENTION: tuple[Row, ...] = (

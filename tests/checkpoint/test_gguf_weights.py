@@ -230,5 +230,5 @@ def test_biases_of_llama_are_found_and_permuted(tmp_path: Path) -> None:
 
 def test_an_unknown_architecture_is_unsupported_and_the_known_ones_are_named(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "mamba", {}, {"x": torch.ones(1)})
-    with pytest.raises(UnsupportedModel, match="'mamba'.*llama, qwen35, qwen35moe, qwen3next"):
+    with pytest.raises(UnsupportedModel, match="'mamba'.*llama, qwen3, qwen35, qwen35moe, qwen3next"):
         open_checkpoint(path)
