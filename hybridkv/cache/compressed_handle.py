@@ -51,6 +51,9 @@ class CompressedHandle:
         self.paged = paged
         self.state = state
         self.begin = begin
+        self.index: StepIndex = step.index  # slots and positions of all tokens
+        self.chunk_index: StepIndex = step.chunk_index  # of the tokens of prompt chunks
+        self.view: EntryView | None = step.entries.get(layer.kind)  # None: a window layer, which has no entries
         self._workspace: Tensor | None = None  # [chunks, R, width] from write_swa until attention has read it
 
     @property
@@ -64,39 +67,11 @@ class CompressedHandle:
     # ---- views
 
     @property
-    def index(self) -> StepIndex:
-        """Slots and positions of all tokens."""
-        return self.step.index
-
-    @property
-    def chunk_index(self) -> StepIndex:
-        """Slots and positions of the tokens of prompt chunks."""
-        return self.step.chunk_index
-
-    @property
-    def has_entries(self) -> bool:
-        return self.schema.kind in self.step.entries
-
-    @property
     def stream(self) -> EntryView:
-        if not self.has_entries:
+        """Where the layer's entries are."""
+        if self.view is None:
             raise ValueError(f"a {self.schema.kind} layer has no compressed entries")
-        return self.step.entries[self.schema.kind]
-
-    @property
-    def table(self) -> Tensor:
-        """[slots, N] page ids of every slot, -1 past the end."""
-        return self.stream.table
-
-    @property
-    def entry_index(self) -> Tensor:
-        """[T] flat place of the entry that a token completes; -1: it completes none."""
-        return self.stream.entry_index
-
-    @property
-    def max_entries(self) -> int:
-        """Entries that the longest request of the step may hold."""
-        return self.stream.max_entries
+        return self.view
 
     def pages(self, name: str) -> tuple[Tensor, PageFormat]:
         """Pages [N, P, width] of "entries" or of "index" keys."""
@@ -159,13 +134,14 @@ class CompressedHandle:
         angles: Angles,  # of the first token of the window that a token closes
     ) -> None:
         """Store what the tokens bring, and each entry that is now full."""
+        entry_index = self.stream.entry_index
         pages, fmt = self.pages("entries" if which == "main" else "index")
         rows = self.state[f"{which}_p"], self.state[f"{which}_z"]
         longest = max(self.chunk_tokens(), default=1)
         flush_csa(
             pages,
             fmt,
-            self.entry_index,
+            entry_index,
             p,
             z,
             *rows,
@@ -180,10 +156,10 @@ class CompressedHandle:
 
     def maybe_flush_hca(self, p: Tensor, z: Tensor, bias: Tensor, weight: Tensor, eps: float, angles: Angles) -> None:
         """The same for p, z [T, head_dim] of a layer whose entries do not overlap."""
+        entry_index, ratio = self.stream.entry_index, self.schema.ratio
         pages, fmt = self.pages("entries")
-        ratio = self.schema.ratio
         running = self.state["top"], self.state["total"], self.state["mixed"]
-        flush_hca(pages, fmt, self.entry_index, p, z, *running, bias, weight, eps, *angles, self.index, ratio)
+        flush_hca(pages, fmt, entry_index, p, z, *running, bias, weight, eps, *angles, self.index, ratio)
         save_running(*running, p, z, bias, self.index, ratio)
 
     # ---- reading back

@@ -15,7 +15,12 @@ from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages
 
 
 class LayerHandle:
-    """B requests, T tokens; G KV heads, each with a stream of its own."""
+    """B requests, T tokens; G KV heads, each with a stream of its own. A layer without pages has only state."""
+
+    table: Tensor  # [slots, G, N] page ids of every slot, -1 past the end
+    lengths: np.ndarray | None  # [B, G] entries held once this step's are stored; None in a graph, which serves any
+    device_lengths: Tensor  # [B, G] the same on the device; 0: padding
+    max_entries: int  # entries that the longest stream of the step may hold
 
     def __init__(
         self,
@@ -30,8 +35,11 @@ class LayerHandle:
         self.rows = rows
         self.paged = paged
         self.state = state
-
-    # ---- requests
+        if view is not None:
+            self.table = view.table[:, rows]
+            self.lengths = None if view.lengths is None else view.lengths[:, rows]
+            self.device_lengths = view.device_lengths[:, rows]
+            self.max_entries = view.max_entries
 
     @property
     def slots(self) -> Tensor:
@@ -40,43 +48,16 @@ class LayerHandle:
 
     # ---- pages
 
-    @property
-    def stream(self) -> StreamView:
-        assert self.view is not None, "the layer has no pages"
-        return self.view
-
     def pages(self, name: str) -> Pages:
         """The layer's pool of keys ("k") or values ("v")."""
         scale = self.paged.get(f"{name}_scale")
         return self.paged[name] if scale is None else Fp8Pages(self.paged[name], scale)
 
     @property
-    def table(self) -> Tensor:
-        """[slots, G, N] page ids of every slot, -1 past the end."""
-        return self.stream.table[:, self.rows]
-
-    @property
-    def lengths(self) -> np.ndarray | None:
-        """[B, G] entries held once this step's are stored; None in a captured graph, which serves any length."""
-        lengths = self.stream.lengths
-        return None if lengths is None else lengths[:, self.rows]
-
-    @property
-    def device_lengths(self) -> Tensor:
-        """[B, G] the same on the device; 0: padding."""
-        return self.stream.device_lengths[:, self.rows]
-
-    @property
-    def max_entries(self) -> int:
-        """Entries that the longest stream of the step may hold."""
-        return self.stream.max_entries
-
-    @property
     def places(self) -> Tensor:
         """[G, T] flat place of each new entry in the pages."""
-        entry_index = self.stream.entry_index
-        assert entry_index is not None
-        return entry_index[self.rows]
+        assert self.view is not None and self.view.entry_index is not None
+        return self.view.entry_index[self.rows]
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Store this step's keys and values [T, G, D]."""

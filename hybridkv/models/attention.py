@@ -28,6 +28,7 @@ from hybridkv.kernels.rope import rope_exact
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Angles, attention_streams
 
+LseRows = tuple[Tensor, Tensor]  # LayerHandle.lse_rows
 TAIL = 64  # tokens of a chunk that the last layer computes at least: as many as a budget's window has
 
 
@@ -145,17 +146,18 @@ def attend(
 ) -> Tensor:  # [T, H, D]
     """Causal attention over what is stored, this step's tokens included."""
     decodes, requests = handle.step.num_decodes, len(handle.step.slots)
+    lse = handle.lse_rows
     if decodes == requests:
-        return attend_decodes(handle, q, scale, gate)
+        return attend_decodes(handle, q, scale, gate, lse)
     if decodes == 0:
-        return attend_chunks(handle, q, scale, last, gate)
-    return torch.cat([attend_decodes(handle, q, scale, gate), attend_chunks(handle, q, scale, last, gate)])
+        return attend_chunks(handle, q, scale, gate, lse, last)
+    parts = attend_decodes(handle, q, scale, gate, lse), attend_chunks(handle, q, scale, gate, lse, last)
+    return torch.cat(parts)
 
 
-def attend_decodes(handle: LayerHandle, q: Tensor, scale: float, gate: Tensor | None) -> Tensor:
+def attend_decodes(handle: LayerHandle, q: Tensor, scale: float, gate: Tensor | None, lse: LseRows | None) -> Tensor:
     """[num_decodes, H, D] of the requests with one token, the first of the step."""
     n = handle.step.num_decodes
-    lse = handle.lse_rows
     lengths = handle.lengths
     return attention_decode(
         q[:n],
@@ -172,12 +174,13 @@ def attend_decodes(handle: LayerHandle, q: Tensor, scale: float, gate: Tensor | 
     )
 
 
-def attend_chunks(handle: LayerHandle, q: Tensor, scale: float, last: bool, gate: Tensor | None) -> Tensor:
+def attend_chunks(
+    handle: LayerHandle, q: Tensor, scale: float, gate: Tensor | None, lse: LseRows | None, last: bool
+) -> Tensor:
     """[T - num_decodes, H, D] of the prompt chunks."""
     step, n = handle.step, handle.step.num_decodes
     lengths = handle.lengths
     assert lengths is not None
-    lse = handle.lse_rows
     window = 0 if lse is None else handle.state["lse"].shape[1]  # what these queries' softmax sums to is kept
     wanted = _computed(step, last, window)
     bounds = [0, *accumulate(part.stop - part.start for part in wanted)]

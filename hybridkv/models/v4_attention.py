@@ -32,18 +32,18 @@ def select(
     topk: int,
 ) -> Tensor | None:
     """The entries that each token reads: int32 [T, topk] ascending, -1 past the end; None: all it can see."""
-    ratio, most = handle.schema.ratio, handle.max_entries
-    if most <= topk:
+    ratio, view = handle.schema.ratio, handle.stream
+    if view.max_entries <= topk:
         return None
     pages, fmt = handle.pages("index")
     index = handle.index
     visible = torch.where(index.token_slots >= 0, (index.positions + 1) // ratio, 0)
-    block = max(1, MAX_LOGITS // most)
+    block = max(1, MAX_LOGITS // view.max_entries)
     chosen = []
     for begin in range(0, len(q), block):
         part = slice(begin, begin + block)
         tokens = index.part(begin, begin + block)
-        logits = index_logits(q[part], weights[part], pages, fmt, handle.table, tokens, ratio, most, topk)
+        logits = index_logits(q[part], weights[part], pages, fmt, view.table, tokens, ratio, view.max_entries, topk)
         chosen.append(top_entries(logits, visible[part], topk))
     return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
 
@@ -122,7 +122,7 @@ def chunk_sources(handle: CompressedHandle, dtype: torch.dtype, chosen: Tensor |
         format=plain,
         rows=rows,
         index=replace(index, slots=rows),
-        entries=dequantised_entries(handle, plain, chosen) if handle.has_entries else None,
+        entries=None if handle.view is None else dequantised_entries(handle, plain, chosen),
     )
 
 
@@ -134,7 +134,7 @@ def dequantised_entries(handle: CompressedHandle, plain: PageFormat, chosen: Ten
     entry = number[:, None] * DEQUANTISED_PAGE + torch.arange(DEQUANTISED_PAGE, device=stored.device)
     lengths = (index.num_computed + index.query_start_loc.diff()) // ratio
     entry = torch.where(entry < lengths[owner, None], entry, -1)
-    flat = flat_entries(handle.table, index.slots[owner, None], entry, stored.shape[1])
+    flat = flat_entries(handle.stream.table, index.slots[owner, None], entry, stored.shape[1])
     return Entries(gather_entries(stored, fmt, flat, plain.dtype), table, ratio, chosen)
 
 
@@ -159,6 +159,6 @@ def reads_little(handle: CompressedHandle, chosen: Tensor | None) -> bool:
 
 def stored_entries(handle: CompressedHandle, chosen: Tensor | None) -> Entries | None:
     """The entries where they are stored; None: the layer has none."""
-    if not handle.has_entries:
+    if handle.view is None:
         return None
-    return Entries(handle.pages("entries")[0], handle.table, handle.schema.ratio, chosen)
+    return Entries(handle.paged["entries"], handle.view.table, handle.schema.ratio, chosen)

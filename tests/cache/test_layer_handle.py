@@ -1,12 +1,15 @@
 """A step of several requests through a layer's handle: each gets what it would get alone; other rows do not change."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from numerics import assert_close_rms, assert_same_bytes
 
+from hybridkv import cache
 from hybridkv.cache.handle import ForwardStep, LayerHandle, StreamView
 from hybridkv.cache.step import Tokens
 from hybridkv.kernels.activation import sigmoid_mul
@@ -145,3 +148,12 @@ def test_of_the_last_layer_only_tails_are_computed(
     for name in state:
         assert_close_rms("sums", sums[name], state[name], 1e-6)
     assert sum(ran) == sum(min(n, max(tail, least, window or 0)) for n in counts if n > 1)
+
+
+def test_the_cache_runs_no_attention_and_no_delta_rule() -> None:
+    """Handles show what is stored and write entries; the mixers of models/ compute."""
+    computing = re.compile(r"hybridkv\.(models|kernels\.(gdn|attention\.(?!append)|v4\.(sparse|indexer)|topk))")
+    files = sorted(Path(cache.__file__).parent.glob("*.py"))
+    assert len(files) > 10
+    assert [f.name for f in files if computing.search(f.read_text())] == []
+    assert computing.search(Path(attention.__file__).read_text())  # guard: the pattern finds such an import
