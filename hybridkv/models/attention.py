@@ -68,7 +68,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class ExactAttention(Attention):
-    """The same, with bits that do not depend on the batch or on how a prompt is divided into chunks."""
+    """Attention whose bits do not depend on the batch or on how a prompt is divided into chunks."""
 
     def __call__(
         self, x: Tensor, angles: Angles, handle: LayerHandle, rows: Tensor | None, h: Tensor | None
@@ -80,7 +80,7 @@ class ExactAttention(Attention):
 
     def store(self, x: Tensor, angles: Angles, handle: LayerHandle) -> Tensor:
         c = self.config
-        heads = x.view(len(x), -1, c.head_dim)
+        heads = x.unflatten(1, (-1, c.head_dim))  # [T, H + 2 G, D], gated [T, 2 H + 2 G, D]
         queries, k, v = heads.split([heads.shape[1] - 2 * c.kv_heads, c.kv_heads, c.kv_heads], 1)
         q = queries[:, ::2] if self.gated else queries
         if self.q_norm is not None:
@@ -99,18 +99,15 @@ def load_attention(
     """The mixer of a layer. `normed`: with q_norm and k_norm, to whose weights `norm_plus` is added."""
     c = config
     queries, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    q_rows = 2 * queries if gated else queries
+    qkv = loader.linear(c.hidden, (f"{name}.q_proj", q_rows), (f"{name}.k_proj", kv), (f"{name}.v_proj", kv))
+    out = loader.linear(queries, (f"{name}.o_proj", c.hidden))
+    q_norm = k_norm = None
+    if normed:
+        q_norm = loader.vector(f"{name}.q_norm.weight", c.head_dim, plus=norm_plus)
+        k_norm = loader.vector(f"{name}.k_norm.weight", c.head_dim, plus=norm_plus)
     kind = ExactAttention if loader.exact else Attention
-    return kind(
-        config=c,
-        qkv=loader.linear(
-            c.hidden, (f"{name}.q_proj", 2 * queries if gated else queries), (f"{name}.k_proj", kv),
-            (f"{name}.v_proj", kv),
-        ),
-        out=loader.linear(queries, (f"{name}.o_proj", c.hidden)),
-        q_norm=loader.vector(f"{name}.q_norm.weight", c.head_dim, plus=norm_plus) if normed else None,
-        k_norm=loader.vector(f"{name}.k_norm.weight", c.head_dim, plus=norm_plus) if normed else None,
-        gated=gated,
-    )  # fmt: skip
+    return kind(c, qkv, out, q_norm, k_norm, gated)
 
 
 # --- the cache ------------------------------------------------------------------------------------------------------

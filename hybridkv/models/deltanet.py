@@ -45,7 +45,7 @@ class GatedDeltaNet:
 
 @dataclass(frozen=True)
 class ExactGatedDeltaNet(GatedDeltaNet):
-    """The same, with bits that do not depend on the batch or on how a prompt is divided into chunks."""
+    """Gated DeltaNet whose bits do not depend on the batch or on how a prompt is divided into chunks."""
 
     def mix(self, x: Tensor, handle: LayerHandle) -> Tensor:
         net, T = self.net, len(x)
