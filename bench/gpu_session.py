@@ -36,7 +36,7 @@ STARTING = 14.0  # seconds that a benchmark takes before its first row, and to e
 
 class Step(NamedTuple):
     name: str
-    seconds: float  # at the most
+    seconds: float  # at most
     command: list[str]
 
 
@@ -55,20 +55,19 @@ def steps() -> list[Step]:
     if shutil.which("compute-sanitizer"):
         found.append(Step("memcheck", 130, ["sh", "-c", f"{all_runs}; {all_right}"]))
 
-    def bench(name: str, seconds: float, *more: str, script: str | None = None) -> None:
-        path = f"bench/{script or name}.py"
-        limit = [] if script == "deepseek_kernels" else ["--limit", str(seconds - STARTING)]
-        found.append(Step(name, seconds, [here, path, *limit, *more]))
+    def bench(step: str, seconds: float, *more: str, name: str | None = None) -> None:
+        command = [here, "-m", "hybridkv.bench", name or step, "--limit", str(seconds - STARTING), *more]
+        found.append(Step(step, seconds, command))
 
-    bench("v4_model", 70, script="deepseek_model")
+    bench("v4_model", 70)
     bench("kernels", 90, "--warm", "8")
-    bench("v4_kernels", 55, script="deepseek_kernels")
+    bench("v4_kernels", 55)
     bench("decode", 80, "--skip-peers")
-    bench("peers", 95, "--only", "peers", "--peer-layers", "64", "--compiled-layers", "4,16", script="decode")
+    bench("peers", 95, "--only", "peers", "--peer-layers", "64", "--compiled-layers", "4,16", name="decode")
     bench("prefill", 85, "--chunk", "8192,4096", "--contexts", "16384,2048")
     bench("eviction", 25)
     bench("capacity", 25)
-    bench("prefill_long", 45, "--contexts", "65536", "--skip-peers", script="prefill")
+    bench("prefill_long", 45, "--contexts", "65536", "--skip-peers", name="prefill")
     return found
 
 

@@ -44,7 +44,7 @@ def hybridkv(
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed by whoever started us
+        if getattr(sys, name) is None:  # the parent process closed it
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  open until the end
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

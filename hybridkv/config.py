@@ -4,21 +4,45 @@ from __future__ import annotations
 
 import re
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from hybridkv.errors import HybridKVError, RequestError
 
-KV_DTYPES = {
-    "f32": "float32",
-    "bf16": "bfloat16",
-    "fp8": "float8_e4m3fn",
-}  # names here and in torch, which this file does not import
+# names here and in torch, which this file does not import
+KV_DTYPES = {"f32": "float32", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 INDEX_DTYPES = ("f32", "bf16", "fp8", "mxfp4", "nvfp4")
 MODEL_DTYPES = ("float32", "bfloat16")
 WEIGHT_DTYPES = ("auto", "fp8", "plain")
 # A prefill chunk is a whole number of these: the chunked delta rule gives the same bits however a prompt is cut at
 # multiples of 64.
 CHUNK_QUANTUM = 64
+
+
+@dataclass(frozen=True)
+class EvictionConfig:
+    """What a request keeps. `CacheConfig` holds the same for requests that ask for nothing else."""
+
+    budget: int  # tokens kept per stream on average once the prompt is read
+    window: int = 64  # how many of the last queries vote on what to keep
+    recent: int = 64  # tokens at the end that stay whatever their score; the budget includes them
+    policy: object = "snapkv"  # a name, or a hybridkv.eviction.Policy of your own
+    scope: str = "head"  # one list of survivors for each head, each layer, or for all: head | layer | global
+    bounded: bool = False  # evict at every step of prompt and answer: no more than budget + one step is ever held
+    decode_every: int = 0  # evict again to the budget every n generated tokens; 0: never
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.budget) or self.budget < 1:
+            raise HybridKVError(f"budget must be a positive number of tokens, not {shown(self.budget)}; None keeps all")
+        for name, low in (("window", 1), ("recent", 0), ("decode_every", 0)):
+            if not is_whole(getattr(self, name)) or not low <= getattr(self, name) <= 1 << 20:
+                raise HybridKVError(f"{name} must be a whole number from {low}, not {shown(getattr(self, name))}")
+        if self.budget < self.recent:
+            raise HybridKVError(
+                f"budget {self.budget} is smaller than the {self.recent} recent tokens that always stay; raise budget "
+                "or lower recent"
+            )
+        if self.scope not in ("head", "layer", "global"):
+            raise HybridKVError(f"scope must be head, layer or global, not {shown(self.scope)}")
 
 
 @dataclass(frozen=True)
@@ -31,14 +55,12 @@ class CacheConfig:
     window: int = 64  # how many of the last queries vote on what to keep
     recent: int = 64  # tokens at the end that stay whatever their score; the budget includes them
     policy: object = "snapkv"  # a name, or a hybridkv.eviction.Policy of your own
-    scope: str = "head"  # a list of survivors for each head, each layer, or one for all: head | layer | global
+    scope: str = "head"  # one list of survivors for each head, each layer, or for all: head | layer | global
     bounded: bool = False  # evict at every step of prompt and answer: no more than budget + one step is ever held
-    decode_every: int = 0  # evict again to the budget every so many generated tokens; 0: never
+    decode_every: int = 0  # evict again to the budget every n generated tokens; 0: never
     # requests that keep their last queries at once: prompts not yet evicted, and conversations; None: as many as needed
     query_buffers: int | None = None
-    state_dtype: str = (
-        "f32"  # recurrent state of Gated DeltaNet layers: f32 | bf16, half the bytes of a request's state
-    )
+    state_dtype: str = "f32"  # recurrent state of Gated DeltaNet layers: f32 | bf16 (half the bytes)
     index_dtype: str = "auto"  # DeepSeek-V4's index keys: f32 | bf16 | fp8 | mxfp4 | nvfp4; auto: mxfp4 beside fp8 KV
     block: int = 128  # DeepSeek-V4 alone: tokens that a page covers, a multiple of both compression ratios (128)
     rings: int | None = None  # the name of query_buffers before 0.2
@@ -48,22 +70,14 @@ class CacheConfig:
             warnings.warn("CacheConfig.rings is now called query_buffers", DeprecationWarning, stacklevel=3)
             object.__setattr__(self, "query_buffers", self.rings if self.query_buffers is None else self.query_buffers)
             object.__setattr__(self, "rings", None)  # so that dataclasses.replace does not bring it back
-        if self.budget is not None and (not is_whole(self.budget) or self.budget < 1):
-            raise HybridKVError(f"budget must be a positive number of tokens, not {shown(self.budget)}; None keeps all")
-        for name, low in (("window", 1), ("recent", 0), ("decode_every", 0)):
-            if not is_whole(getattr(self, name)) or not low <= getattr(self, name) <= 1 << 20:
-                raise HybridKVError(f"{name} must be a whole number from {low}, not {shown(getattr(self, name))}")
         if self.query_buffers is not None and (not is_whole(self.query_buffers) or not 1 <= self.query_buffers <= 4096):
             raise HybridKVError(f"query_buffers must be from 1 to 4096, or None, not {shown(self.query_buffers)}")
-        if self.budget is not None and self.budget < self.recent:
-            raise HybridKVError(
-                f"budget {self.budget} is smaller than the {self.recent} recent tokens that always stay; raise budget "
-                "or lower recent"
-            )
-        if self.scope not in ("head", "layer", "global"):
-            raise HybridKVError(f"scope must be head, layer or global, not {shown(self.scope)}")
         if self.budget is None and (self.bounded or self.decode_every):
             raise HybridKVError("bounded and decode_every need a budget")
+        settings = self._eviction_settings
+        if self.budget is None:
+            settings["budget"] = 1 << 20  # any: the others are checked all the same
+        EvictionConfig(**settings)  # type: ignore[arg-type]
         if self.kv_dtype not in ("auto", *KV_DTYPES):
             raise HybridKVError(f"kv_dtype {self.kv_dtype!r} is not supported; choose auto, {', '.join(KV_DTYPES)}")
         if self.state_dtype not in ("f32", "bf16"):
@@ -75,6 +89,15 @@ class CacheConfig:
             raise HybridKVError(f"block must be a number of tokens, a multiple of 128, not {shown(self.block)}")
         if not is_whole(self.page_size) or not 1 <= self.page_size <= 1 << 16:
             raise HybridKVError(f"page_size must be a whole number from 1 to 65536, not {shown(self.page_size)}")
+
+    @property
+    def _eviction_settings(self) -> dict[str, object]:
+        return {f.name: getattr(self, f.name) for f in fields(EvictionConfig)}
+
+    @property
+    def eviction(self) -> EvictionConfig | None:
+        """What requests keep, if they ask for nothing else; None: everything."""
+        return None if self.budget is None else EvictionConfig(**self._eviction_settings)  # type: ignore[arg-type]
 
 
 GPU_STEP_TOKENS = 4096  # a GPU's matrix units are busy from some 2000 tokens on, and a step's launches take 20 ms

@@ -32,6 +32,7 @@ from hybridkv.kernels.linear.linear import fast_bf16
 from hybridkv.kernels.linear.packed import keeps_packed
 from hybridkv.models import cache_schema, check_exact, load_model, open_checkpoint
 from hybridkv.models.config import ModelConfig
+from hybridkv.models.fingerprint import fingerprint_of
 from hybridkv.overrides import overridden
 from hybridkv.planner import CachePlan, human, model_bytes, plan_cache
 from hybridkv.request import Request, TokenLogprobs
@@ -112,8 +113,9 @@ class LLM:
         self.manager = KVCacheManager(
             plan.schema, plan.pages, plan.slots, plan.max_tokens, self.device, exact, plan.query_buffers
         )
+        self.manager.model_fingerprint = fingerprint_of(self.model)
         eos = self.tokenizer.eos_ids if self.tokenizer and self.tokenizer.eos_ids else frozenset(self.config.eos_ids)
-        evictor = Evictor.make(self.cache_config, self.manager, self.config.attention_scale)
+        evictor = Evictor.make(self.cache_config, self.manager, scale=self.config.attention_scale)
         self.engine = Engine(self.model, self.manager, self.tokenizer, limits.step_tokens, eos, evictor)
         template = self.tokenizer.chat_template if self.tokenizer else None
         self.chat_template = (

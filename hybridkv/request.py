@@ -1,18 +1,15 @@
-"""Request: one prompt on its way to an answer. What it holds in the cache is the manager's knowledge, not kept here
-twice.
-"""
+"""Request: one prompt on its way to an answer. What it holds in the cache is known to the manager alone."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 
-import numpy as np
 import torch
 
-from hybridkv.config import SamplingParams
+from hybridkv.config import EvictionConfig, SamplingParams
+from hybridkv.eviction_record import EvictionRecord
 from hybridkv.text.stream import TextStream
 
 
@@ -30,9 +27,19 @@ class TokenLogprobs:
     top: dict[int, float]
 
 
+class RequestKey:
+    """A request's name in the cache. Every key is its own, so that it never meets a name that a caller has chosen."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __repr__(self) -> str:
+        return f"#{self.number}"
+
+
 @dataclass(eq=False)
 class Request:
-    key: Hashable  # its name in the cache
+    key: RequestKey
     order: int  # arrival; the youngest is preempted first
     tokens: list[int]  # prompt, then what was generated
     prompt_tokens: int
@@ -44,11 +51,13 @@ class Request:
     finish_reason: str | None = None  # stop | length | abort | error
     error: str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    evictions: dict[int, list[list[np.ndarray]]] = field(default_factory=dict)  # position -> entries kept there
+    eviction: EvictionConfig | None = None  # what it keeps; None: everything
+    evictions: dict[int, EvictionRecord] = field(default_factory=dict)  # position -> entries kept there
+    continues: Request | None = None  # a finished request whose held cache this one goes on with, once it is admitted
     seen: torch.Tensor | None = None  # [vocab] bool, tokens so far, where a repetition penalty asks for it
     counted: int = 0  # tokens that `seen` has
     preemptions: int = 0
-    cached_tokens: int = 0  # of the prompt, taken over from a held cache
+    cached_tokens: int = 0  # prompt tokens taken over from a held cache
     stats: dict[str, float] = field(default_factory=dict)
     added_at: float = field(default_factory=time.perf_counter)
     started_at: float | None = None
@@ -66,3 +75,8 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.status is Status.FINISHED
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether its cache is held when it finishes."""
+        return self.hold and self.finish_reason != "error"

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -17,8 +18,10 @@ import torch
 import torch.nn.functional as F
 from numerics import assert_close_rms
 
-from hybridkv.bench import cases_attention, cases_dense, compare, decode, peers, script
-from hybridkv.bench.options import BENCHES, BenchOptions, from_json
+from hybridkv.bench import cases_attention, cases_dense, compare, decode, peers
+from hybridkv.bench.__main__ import main as bench_main
+from hybridkv.bench.__main__ import parser
+from hybridkv.bench.options import BENCHES, OPTIONS, V4_BENCHES, BenchOptions, flag_of, from_json
 from hybridkv.bench.report import WrongResult, check, rounded
 from hybridkv.bench.shapes import find_shape
 from hybridkv.bench.standin import fill_pages, fill_state, make_engine, resident
@@ -37,7 +40,7 @@ TINY = BenchOptions(model_shape="tiny", device="cpu", skip_peers=True)
 OPS = {
     "append", "attention_inputs", "attention_decode", "attention_prefill", "attention_exact", "gdn_step", "gdn_prefill",
     "window_scores", "select_entries", "compact", "linear", "linear_exact", "add_rms_norm", "silu_mul", "best_tokens",
-    "draw",
+    "sample",
 }  # fmt: skip
 Run = Callable[..., tuple[int, list[str], str]]
 BENCH = Path(__file__).parents[1] / "bench"
@@ -57,7 +60,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return bench
 
 
-@pytest.mark.parametrize("name", BENCHES)
+@pytest.mark.parametrize("name", (*BENCHES, *V4_BENCHES))
 def test_a_bench_prints_a_table_and_one_json_line_last(name: str, run: Run) -> None:
     more = ["--kv-dtype", "fp8"] if name in ("decode", "eviction") else []
     code, lines, _ = run(name, "--model-shape", "tiny", "--device", "cpu", "--skip-peers", *more)
@@ -128,6 +131,9 @@ def test_transformers_runs_beside_on_the_same_weights(capsys: pytest.CaptureFixt
     assert any("times ours; logits apart" in note for note in result["notes"])
     result = run_bench("prefill", replace(TINY, skip_peers=False, contexts=(96,)))
     assert not result["failures"] and "prefill transformers" in [row["op"] for row in result["rows"]]
+    result = run_bench("v4_model", replace(TINY, skip_peers=False))
+    assert not result["failures"] and [row["op"] for row in result["rows"]] == ["hybridkv f32", "transformers"]
+    assert any("against transformers, relative RMS" in note for note in result["notes"])
 
 
 def test_tuning_is_as_it_was_after_a_peer() -> None:
@@ -171,20 +177,47 @@ def test_kernels_are_compiled_by_processes_first(capsys: pytest.CaptureFixture[s
     assert not any("failed" in note or "did not end" in note for note in result["notes"])
 
 
-def test_a_script_needs_no_typer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    given = "--model-shape tiny --device cpu --only silu --kv-dtype f32,fp8 --chunk 64,128 --skip-peers"
-    monkeypatch.setattr(sys, "argv", ["kernels.py", *given.split()])
-    script.main("kernels", "what it does")
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
-    monkeypatch.setattr(sys, "argv", ["kernels.py", "--model-shape", "28b"])
-    with pytest.raises(SystemExit, match="there is no model shape"):
-        script.main("kernels", None)
-    for path in BENCH.glob("*.py"):
-        assert "hybridkv.cli" not in path.read_text(), path
+NO_TYPER = """import sys
+sys.modules["typer"] = sys.modules["rich"] = None
+from hybridkv.bench.__main__ import main
+main(sys.argv[1:])"""
+
+
+def test_the_module_needs_no_typer(tmp_path: Path) -> None:
+    given = "kernels --model-shape tiny --device cpu --only silu --kv-dtype f32,fp8 --chunk 64,128 --skip-peers"
+    command = [sys.executable, "-c", NO_TYPER, *given.split(), "--json", str(tmp_path / "x")]
+    done = subprocess.run(command, cwd=BENCH.parent, capture_output=True, text=True, check=True)
+    line = done.stdout.splitlines()[-1]
+    assert json.loads(line)["rows"] and (tmp_path / "x").read_text() == line + "\n"
+
+
+def test_both_command_lines_take_the_same_options(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    _, by_typer, _ = run("--help")
+    with pytest.raises(SystemExit):
+        bench_main(["--help"])
+    by_argparse = capsys.readouterr().out
+    flags = {flag_of(f) for f in OPTIONS.values()} | {"--base", "--json"}
+    assert len(flags) == 20
+    for said in (by_argparse, "\n".join(by_typer)):
+        assert flags | {"--help"} == set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", said)) - {"--model-shape tiny"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("kernels --model-shape 28b", "there is no model shape"),
+        ("kernels --model-shape DeepSeek-V4-Flash", "benches of its own: v4_kernels"),
+        ("v4_model --model-shape 27b", "benches of its own: kernels"),
+        ("decode --contexts 2k --model-shape tiny", "--contexts takes whole numbers"),
+    ],
+)
+def test_a_mistake_ends_the_module_in_one_line(arguments: str, said: str) -> None:
+    with pytest.raises(SystemExit, match=said):
+        bench_main(arguments.split())
 
 
 def test_nothing_begins_after_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in BENCHES:
+    for name in (*BENCHES, "v4_kernels"):
         result = run_bench(name, replace(TINY, limit=0.0))
         assert not result["rows"] and not result["failures"] and result["left_out"] > 0
 
@@ -216,14 +249,12 @@ def session() -> Any:
     return module
 
 
-def test_a_script_that_is_stopped_gives_what_it_has(
+def test_a_bench_that_is_stopped_gives_what_it_has(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cases_dense, "silu_case", lambda *_: signal.raise_signal(signal.SIGINT))
-    given = "--model-shape tiny --device cpu --only add_rms|silu --skip-peers"
-    monkeypatch.setattr(sys, "argv", ["kernels.py", *given.split()])
     with pytest.raises(SystemExit, match="130"):
-        script.main("kernels", None)
+        bench_main(["kernels", "--model-shape", "tiny", "--device", "cpu", "--only", "add_rms|silu", "--skip-peers"])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row["op"] for row in result["rows"]] == ["add_rms_norm"]
     assert result["notes"] == ["stopped before the end"]
@@ -242,11 +273,15 @@ except KeyboardInterrupt:
     assert s.run_step(s.Step("x", 60, [sys.executable, "-c", "raise SystemExit(3)"]), 60, log)[0] == 3
 
 
-def test_a_session_runs_scripts_that_are_there() -> None:
+def test_a_session_runs_what_is_there() -> None:
     steps = session().steps()
     assert [s.name for s in steps][:1] == ["tests"] and len({s.name for s in steps}) == len(steps)
     files = [BENCH.parent / part for step in steps for part in step.command if part.endswith(".py")]
-    assert len(files) > 25 and all(path.is_file() for path in files)
+    assert len(files) > 15 and all(path.is_file() for path in files)
+    benches = [step.command[3:] for step in steps if "hybridkv.bench" in step.command]
+    assert {name for name, *_ in benches} == {*BENCHES, *V4_BENCHES}
+    for arguments in benches:
+        assert parser().parse_args(arguments).limit > 0
 
 
 # ---- stand-in caches
@@ -345,7 +380,7 @@ def test_a_base_is_measured_in_its_own_tree(tmp_path: Path, monkeypatch: pytest.
         (["kernels", "--device", "cpu"], "needs a CUDA device"),
         (["kernels", "--device", "tpu", "--model-shape", "tiny"], "device must be auto, cpu or cuda"),
         (["kernels", "--model-shape", "28b"], "there is no model shape '28b'"),
-        (["kernels", "--model-shape", "DeepSeek-V4-Flash"], "scripts of its own"),
+        (["kernels", "--model-shape", "DeepSeek-V4-Flash"], "benches of its own"),
         (["decode", "--model-shape", "tiny", "--kv-dtype", "bf16,fp7"], "fp7"),
         (["decode", "--model-shape", "tiny", "--contexts", "2k"], "--contexts takes whole numbers"),
         (["decode", "--model-shape", "tiny", "--layers", "0"], "layers must be a positive number"),
@@ -389,11 +424,11 @@ def test_options_survive_a_trip_through_json() -> None:
     assert from_json(json.dumps(asdict(options))) == options
 
 
-def test_codes_become_the_weights_that_they_stand_for() -> None:
+def test_quantised_values_become_the_weights_that_they_stand_for() -> None:
     weight, x = torch.randn(48, 64), torch.randn(5, 64)
     layer = Linear(*encode_weight(weight)[:1], scale=encode_weight(weight)[1])
     want = layer(x)
-    decode.widen_weights((GatedMlp(layer, Linear(weight)),))
+    decode.dequantise_weights((GatedMlp(layer, Linear(weight)),))
     assert layer.scale is None and layer.weight.dtype == torch.bfloat16
     assert_close_rms("product", want, F.linear(x, layer.weight.float()), 2e-3)  # a weight has four bits; a scale more
     assert not torch.equal(F.linear(x, weight), want)

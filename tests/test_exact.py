@@ -11,7 +11,7 @@ from exactness import BUDGET, STEPS, Models, differing, drive
 from torch import Tensor
 
 from hybridkv import SamplingParams
-from hybridkv.kernels.linear import linear as linear_file
+from hybridkv.kernels.linear import exact as linear_file
 from hybridkv.kernels.linear.linear import Linear
 
 KINDS = ("llama", "qwen3_5", "qwen3_5_moe")

@@ -4,7 +4,7 @@
 memory that the weights leave, and prompts that were read (standin.py: pages and lengths are real) are admitted until
 pages or slots run out. Prompts are read one after the other: with a budget each holds all its pages for a moment, or if
 it is bounded those of its budget and one step, then the survivors'. State is what requests hold, page tables and the
-query_buffers that are lent to those who read. What a step needs to compute comes on top.
+query buffers that are lent to those that read. What a step needs to compute comes on top.
 """
 
 from __future__ import annotations
@@ -80,23 +80,23 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
 def choices(shape: Shape, budget: int) -> list[tuple[str, CacheConfig]]:
     """(name, cache): what can be bought."""
     kv = "bf16" if shape.dtype == torch.bfloat16 else "f32"
-    cut = CacheConfig(kv_dtype=kv, budget=budget)
-    narrow = (f"fp8, budget {budget}, bf16 state", replace(cut, kv_dtype="fp8", state_dtype="bf16"))
+    evicting = CacheConfig(kv_dtype=kv, budget=budget)
+    smallest = (f"fp8, budget {budget}, bf16 state", replace(evicting, kv_dtype="fp8", state_dtype="bf16"))
     return [
         (f"{kv}, all kept", CacheConfig(kv_dtype=kv)),
-        (f"{kv}, budget {budget}", cut),
+        (f"{kv}, budget {budget}", evicting),
         ("fp8, all kept", CacheConfig(kv_dtype="fp8")),
-        (f"fp8, budget {budget}", replace(cut, kv_dtype="fp8")),
-        *([narrow] if shape.config.gdn is not None else []),
-        (f"{kv}, budget {budget}, bounded", replace(cut, bounded=True)),
+        (f"fp8, budget {budget}", replace(evicting, kv_dtype="fp8")),
+        *([smallest] if shape.config.gdn is not None else []),
+        (f"{kv}, budget {budget}, bounded", replace(evicting, bounded=True)),
     ]
 
 
 def planned(schema: CacheSchema, room: int, context: int, cache: CacheConfig) -> int:
-    """All but the last are cut to the budget; the last one is whole while it is read, or bounded."""
+    """How many requests fit: all but the last hold their budget; the last one is whole while it is read, or bounded."""
     held = context if cache.budget is None else min(cache.budget, context)
-    most = most_held(cache, STEP_TOKENS)
-    kept, whole = schema.kv_bytes(held), schema.kv_bytes(context if most is None else min(most, context))
+    bound = most_held(cache, STEP_TOKENS)
+    kept, whole = schema.kv_bytes(held), schema.kv_bytes(context if bound is None else min(bound, context))
     each, count = kept + slot_bytes(schema, context), 1
     while whole - kept + (count + 1) * each + query_buffer_bytes(schema, cache, count + 1) <= room:
         count += 1
@@ -121,7 +121,7 @@ def admitted(
     rest = room - slots * slot_bytes(schema, context) - query_buffer_bytes(schema, cache, slots)
     pages, query_buffers = {s.name: rest // page for s in schema.streams}, query_buffers_for(cache, STEP_TOKENS, slots)
     manager = KVCacheManager(schema, pages, slots, context + ANSWER, shape.device, query_buffers=query_buffers)
-    evictor = Evictor.make(cache, manager, shape.config.attention_scale)
+    evictor = Evictor.make(cache, manager, scale=shape.config.attention_scale)
     engine = Engine(Configured(shape.config), manager, step_tokens=STEP_TOKENS, evictor=evictor)
     for table in manager.tables.values():
         for t in table.pool.tensors.values():

@@ -102,10 +102,12 @@ def inputs_case(s: Setup, kind: str, T: int, kept: bool) -> Case:
         ring = {"ring": s.randn(WINDOW, H, D), "query_rows": torch.where(last >= T - WINDOW, last % WINDOW, -1)}
     inputs: list[Any] = []
     for _ in range(copies(moved, s.device)):
-        turn = torch.rand(T, 1, R, device=s.device) * 6
+        angle = torch.rand(T, 1, R, device=s.device) * 6
         index = torch.randperm(pages * PAGE, device=s.device)[: T * G].view(G, T)
         pools = s.pages(kind, pages, D), s.pages(kind, pages, D)
-        inputs.append((s.randn(T, width), turn.cos(), turn.sin(), *pools, index, H, G, D, gated, weight, weight, c.eps))
+        inputs.append(
+            (s.randn(T, width), angle.cos(), angle.sin(), *pools, index, H, G, D, gated, weight, weight, c.eps)
+        )
 
     def verify() -> float:
         x, cos, sin, k, v, *more = inputs[0]
@@ -163,7 +165,7 @@ def attended(q: Tensor, k: Pages, v: Pages, table: Tensor, length: int, scale: f
 
 
 def prefill_case(s: Setup, kind: str, L: int, exact: bool = False) -> Case:
-    """`exact`: the form whose results do not depend on how a prompt is cut, with the fast one beside it."""
+    """`exact`: the form whose results do not depend on a prompt's chunks, with the fast one beside it."""
     from hybridkv.kernels.attention.exact import attention_exact
 
     c = s.shape.config

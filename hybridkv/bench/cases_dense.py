@@ -14,8 +14,9 @@ from hybridkv.bench.report import check
 from hybridkv.bench.timing import copies
 from hybridkv.config import SamplingParams
 from hybridkv.kernels.linear.linear import Linear
+from hybridkv.kernels.linear.packed_dequantise import dequantise_ref
 from hybridkv.kernels.linear.packed_linear import PackedLinear
-from hybridkv.kernels.linear.packed_weights import BITS, BLOCK_BYTES, Packed, dequantise_ref, pack
+from hybridkv.kernels.linear.packed_weights import BITS, BLOCK_BYTES, Packed, pack
 from hybridkv.text.stream import TextStream
 
 ROUNDING = 1e-2  # bf16 results of f32 sums in another order
@@ -72,7 +73,7 @@ def norm_cases(s: Setup) -> Iterator[Listed]:
 def sampling_cases(s: Setup) -> Iterator[Listed]:
     for B in s.some((1, 64), (1,), (2,)):
         yield Listed("best_tokens", f"B={B} of {s.shape.config.vocab}", partial(best_case, s, B))
-        yield Listed("draw", f"B={B} of {s.shape.config.vocab}, top-k 50, top-p 0.9", partial(draw_case, s, B))
+        yield Listed("sample", f"B={B} of {s.shape.config.vocab}, top-k 50, top-p 0.9", partial(sample_case, s, B))
 
 
 def linear_case(s: Setup, kind: str, rows: int, inputs: int, T: int, exact: bool = False, gated: bool = False) -> Case:
@@ -103,9 +104,9 @@ def linear_case(s: Setup, kind: str, rows: int, inputs: int, T: int, exact: bool
         got, some = run(held[0]), slice(0, 8)  # few rows of x, all of the weight
         if kind == "fp8":
             from hybridkv.kernels.linear.fp8 import encode_weight, linear_fp8_ref
-            from hybridkv.kernels.linear.gemv import MOST_ROWS
+            from hybridkv.kernels.linear.gemv import MAX_ROWS
 
-            bound = ROUNDING if T <= MOST_ROWS else FP8_ROUNDING
+            bound = ROUNDING if T <= MAX_ROWS else FP8_ROUNDING
             return check(f"linear fp8 T={T}", got[some], linear_fp8_ref(x[some], *encode_weight(weights[0])), bound)
         part = held[0][0].parts[0] if isinstance(held[0][0], PackedLinear) else None
         wide = dequantise_ref(part) if isinstance(part, Packed) else weights[0].float()
@@ -171,20 +172,20 @@ def best_case(s: Setup, B: int) -> Case:
     )  # fmt: skip
 
 
-def draw_case(s: Setup, B: int) -> Case:
+def sample_case(s: Setup, B: int) -> Case:
     """Sampling as a step does it, the host's part included: by plain calls."""
-    from hybridkv.engine.sampler import draw
-    from hybridkv.request import Request
+    from hybridkv.engine.sampler import sample
+    from hybridkv.request import Request, RequestKey
 
     def requests(temperature: float) -> list[Request]:
         params = SamplingParams(temperature=temperature, top_k=50, top_p=0.9)
         generator = torch.Generator(device=s.device)
-        return [Request(i, i, [0], 1, params, TextStream(None, ()), generator) for i in range(B)]
+        return [Request(RequestKey(i), i, [0], 1, params, TextStream(None, ()), generator) for i in range(B)]
 
     vocab, some, cold = s.shape.config.vocab, requests(0.7), requests(1e-9)
     inputs = [s.randn(B, vocab, dtype=torch.float32) for _ in range(copies(4 * B * vocab, s.device))]
     return Case(
-        lambda x: draw(x, some), inputs,
-        lambda: check("draw near temperature 0", draw(inputs[0], cold).tokens, inputs[0].argmax(-1), 0),
+        lambda x: sample(x, some), inputs,
+        lambda: check("sampling near temperature 0", sample(inputs[0], cold).tokens, inputs[0].argmax(-1), 0),
         4 * B * vocab, graph=False,
     )  # fmt: skip

@@ -60,10 +60,10 @@ def step_case(s: Setup, dtype: torch.dtype, B: int) -> Case:
     width, size = sum(net.columns), s.shape.dtype.itemsize
     tail = (d.kernel_width - 1) * d.channels * size
     moved = B * (2 * state + 2 * tail + (width + d.value_heads * d.value_dim) * size)
-    turns = copies(moved, s.device)
-    states = s.randn(turns * B, d.value_heads, d.key_dim, d.value_dim, dtype=dtype) * 0.1
-    tails = s.randn(turns * B, d.kernel_width - 1, d.channels)
-    inputs = [(s.randn(B, width), torch.arange(B, device=s.device) + i * B) for i in range(turns)]
+    count = copies(moved, s.device)
+    states = s.randn(count * B, d.value_heads, d.key_dim, d.value_dim, dtype=dtype) * 0.1
+    tails = s.randn(count * B, d.kernel_width - 1, d.channels)
+    inputs = [(s.randn(B, width), torch.arange(B, device=s.device) + i * B) for i in range(count)]
 
     def verify() -> float:
         (x, slots), got_s, got_t = inputs[-1], states.clone(), tails.clone()
@@ -81,7 +81,7 @@ def step_case(s: Setup, dtype: torch.dtype, B: int) -> Case:
 
 
 def chunk_flops(s: Setup, T: int) -> float:
-    """Products of the rule in chunks of 64 (see kernels/gdn.py)."""
+    """Products of the rule in chunks of 64 (see kernels/gdn/rule.py)."""
     d = s.shape.config.gdn
     assert d is not None
     K, V = d.key_dim, d.value_dim

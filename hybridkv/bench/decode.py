@@ -115,12 +115,12 @@ def fp8_weights(shape: Shape, report: Report, kind: str, context: int) -> None:
     """One request with the projections in E4M3, beside the model that is there.
 
     A prompt's activations are rounded to E4M3 too, a step's are not, so one cannot be compared with the other. Steps of
-    the first layers are compared with those of the weights that the codes stand for.
+    the first layers are compared with those of the dequantised weights.
     """
     few = shape.cut(min(CHECKED_LAYERS, shape.config.layers))
     model = random_decoder(few.config, few.device, few.dtype, True)
     got = steps_alone(few, model, kind)
-    widen_weights(model)
+    dequantise_weights(model)
     check("a decode step with FP8 weights", got, steps_alone(few, model, kind), rounding(few.config.layers))
     del model
     model = random_decoder(shape.config, shape.device, shape.dtype, True)
@@ -135,14 +135,14 @@ def steps_alone(shape: Shape, model: Model, kind: str) -> Tensor:
     return engine.score(tokens, prefill=1)[-8:]
 
 
-def widen_weights(part: object) -> None:
-    """In place: codes become the weights that they stand for."""
+def dequantise_weights(part: object) -> None:
+    """In place: quantised values become the weights that they stand for."""
     if isinstance(part, Linear):
         if part.scale is not None:
             part.weight, part.scale = fp8_decode(part.weight, part.scale).to(torch.bfloat16), None
     elif isinstance(part, tuple) or hasattr(part, "__dataclass_fields__"):
         for item in part if isinstance(part, tuple) else vars(part).values():
-            widen_weights(item)
+            dequantise_weights(item)
 
 
 def bf16_state(shape: Shape, model: Model, report: Report, kind: str, batches: tuple[int, ...], context: int) -> None:
@@ -245,8 +245,8 @@ def graph_ms(engine: Engine) -> float | None:
     graphs, running = engine.runner.graphs, engine.scheduler.running
     if graphs is None or not running:
         return None
-    most = max(int(n.max()) for r in running for n in engine.manager.lengths(r.key).values())
-    found = graphs.captured.get(graphs.key(graphs.rows(len(running)), most))
+    longest = max(int(n.max()) for r in running for n in engine.manager.lengths(r.key).values())
+    found = graphs.captured.get(graphs.key(graphs.rows(len(running)), longest))
     if found is None:
         return None
     graph = found.graph

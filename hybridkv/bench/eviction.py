@@ -1,9 +1,9 @@
-"""What it costs to cut a prompt of n tokens to a budget: all attention layers, the whole of it and its parts.
+"""What it costs to evict a prompt of n tokens down to a budget: all attention layers, in whole and by part.
 
 The cache is a stand-in (standin.py). "whole" is `Evictor.evict` by the clock, host included: scores, choice,
-compaction, page tables. Of its parts scores (as many layers in one launch as the engine takes), and scores with the
-choice of survivors, are timed alone; the rest is moving them and giving pages back. Keeping the window's queries is a
-part of storing keys (kernels: attention_inputs).
+compaction, page tables. Two parts are timed alone: the scores (as many layers in one launch as the engine takes), and
+the scores with the choice of survivors. The rest is moving survivors and giving pages back. The window's queries
+are kept as a part of storing keys (kernels: attention_inputs).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
 
 
 class Configured:
-    """Stands where a model would: eviction and admission read the cache alone."""
+    """Takes the place of a model: eviction and admission read the cache alone."""
 
     captures = False
     nbytes = 0
@@ -105,7 +105,7 @@ def measure(engine: Engine, length: int) -> dict[str, float]:
             verify(evictor, request, engine)
         calls: dict[str, Callable[[], object]] = {
             "score": lambda r=request: [
-                evictor.policy.score(part) for part in evictor.layers(r, manager, evictor.policy.together)
+                evictor.policy.score(part) for part in evictor.layers(r, manager, evictor.policy.batchable)
             ],
             "choose": lambda r=request: evictor.choose(r, manager),
             "whole": lambda r=request: evictor.evict(r, manager),

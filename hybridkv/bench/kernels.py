@@ -1,7 +1,7 @@
 """Every op alone, one layer, at the widths of a model: time, bytes or operations, and what bounds it.
 
-A row's time is the median of CUDA-graph replays over inputs that take turns, larger together than the chip's cache
-(sixty-four at the most: the smallest ops stay in it). "torch" is the op's reference in plain torch, by plain calls.
+A row's time is the median of CUDA-graph replays over inputs that alternate, larger together than the chip's cache
+(at most sixty-four: the smallest ops stay in it). "torch" is the op's reference in plain torch, by plain calls.
 The floor is the bytes that must move at the copy rate of this run, or the operations at its matmul rate. Peers are
 what is installed: torch's SDPA backends on contiguous keys, fla. Exact forms have the fast ones beside them.
 
@@ -46,23 +46,29 @@ PEER_SECONDS = 20.0  # a peer that is not compiled, tuned and timed by then is l
 def listed(shape: Shape, options: BenchOptions) -> list[Listed]:
     kinds = options.kv_dtypes or (("bf16", "fp8") if shape.device == "cuda" else ("f32", "fp8"))
     setup = Setup(shape, options.quick, kinds)
-    every = (case for cases in SECTIONS for case in cases(setup))
-    found = [case for case in every if re.search(options.only or "", f"{case.op} {case.name}")]
+    return matching([case for cases in SECTIONS for case in cases(setup)], options.only)
+
+
+def matching(every: list[Listed], only: str | None) -> list[Listed]:
+    found = [case for case in every if re.search(only or "", f"{case.op} {case.name}")]
     if not found:
-        raise HybridKVError(f"--only {options.only!r} matches no op")
+        raise HybridKVError(f"--only {only!r} matches no op")
     return found
 
 
 def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
+    return run_listed("kernels", listed(shape, options), shape, options, ceilings)
+
+
+def run_listed(name: str, wanted: list[Listed], shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
     about = {"model": shape.name, "page_size": PAGE}
-    report = Report("kernels", "us", COLUMNS, shape.device, ceilings, about, deadline=options.deadline)
-    wanted = listed(shape, options)
+    report = Report(name, "us", COLUMNS, shape.device, ceilings, about, deadline=options.deadline)
     report.start()
     gc.freeze()  # what is there now is not looked through after every row
     if options.warm:
         from hybridkv.bench.warm import warm_up
 
-        report.note(warm_up(options))
+        report.note(warm_up(name, options))
     for i, each in enumerate(wanted):
         report.attempt(each.op, each.name, lambda each=each: measure(report, each, options))
         free_memory(shape.device)

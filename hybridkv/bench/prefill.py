@@ -1,10 +1,10 @@
 """Whole prompts through a model with random weights: seconds until the first token, and the peak of memory.
 
-Prompts are random tokens, read in chunks by `engine.step()`, once to compile (two chunks at the most) and once by the
+Prompts are random tokens, read in chunks by `engine.step()`, once to compile (at most two chunks) and once by the
 clock. Before, a short prompt is read in one piece and in several, and its logits compared. Peak memory is what the
-prompt adds to the weights: cache and workspace. With a budget the cache is cut when the prompt has been read; what the
-cut takes, the device's work included, is a row of its own. The first length is the one that matters: other chunks and
-transformers are compared there, before the other lengths begin. Exact mode is measured last, on few layers.
+prompt adds to the weights: cache and workspace. With a budget entries are evicted when the prompt has been read; the
+time of that, the device's work included, is a row of its own. The first length is the one that matters: other chunks
+and transformers are compared there, before the other lengths begin. Exact mode is measured last, on few layers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ COLUMNS = (
 def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
     kinds = options.kv_dtypes or (("bf16",) if shape.device == "cuda" else ("f32",))
     lengths = options.contexts or ((192, 96) if shape.tiny else (4096,) if options.quick else (16384, 2048, 65536))
-    chunk, *others = (64, 128) if shape.tiny else options.chunks
+    chunk, *others = (64, 128) if shape.tiny else options.chunks or (8192,)
     budget = 64 if shape.tiny else options.budget
     about = {"model": shape.name, "layers": shape.config.layers, "chunk": chunk, "weights": options.weight_dtype}
     report = Report("prefill", "s", COLUMNS, shape.device, ceilings, about, deadline=options.deadline)
@@ -63,14 +63,16 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
     for kind in kinds:
         bench = PrefillBench(shape, model, report, kind, max(*lengths, CHECKED) + 8)
         kept = bench.engine(chunk)
-        error = report.attempt("prefill", f"{kind}, cut in two ways", lambda e=kept: agreement(e, shape.config.layers))
+        error = report.attempt(
+            "prefill", f"{kind}, chunked in two ways", lambda e=kept: agreement(e, shape.config.layers)
+        )
         if error is None:
             continue  # what is wrong is not timed
-        report.note(f"{kind} KV: two ways to cut a prompt agree to {error:.0e} of the logits")
-        cut = bench.engine(chunk, budget)
+        report.note(f"{kind} KV: two ways to chunk a prompt agree to {error:.0e} of the logits")
+        evicting = bench.engine(chunk, budget)
         for length in lengths:
             bench.row(kept, length)
-            bench.row(cut, length)
+            bench.row(evicting, length)
             if length == lengths[0]:
                 if options.trace is not None:
                     bench.traced(kept, options.trace, min(lengths))
@@ -79,7 +81,7 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
                     free_memory(shape.device)
             if peers is not None and kind == kinds[0] and length <= PEER_MOST:
                 report.attempt("prefill transformers", f"T={length}", lambda n=length: peers.read(n))
-        del kept, cut
+        del kept, evicting
         free_memory(shape.device)
         if kind == kinds[0]:
             report.attempt(
@@ -111,7 +113,7 @@ def exact_mode(shape: Shape, report: Report, kind: str, length: int, chunk: int)
 
 
 class Timed(Evictor):
-    """Notes how long each cut takes."""
+    """Notes how long each eviction takes."""
 
     seconds: ClassVar[list[float]] = []
 
@@ -139,11 +141,11 @@ class PrefillBench:
         fill_pages(engine.manager)
         if engine.evictor is not None:
             e = engine.evictor
-            engine.evictor = Timed(e.config, e.policy, e.scale, e.step_tokens)
+            engine.evictor = Timed(e.default, e.scale, e.step_tokens)
         return engine
 
     def row(self, engine: Engine, length: int, more: str = "") -> None:
-        budget = engine.evictor.config.budget if engine.evictor is not None else None
+        budget = engine.evictor.default.budget if engine.evictor is not None else None
         name = f"{self.kind} T={length}{more}" + ("" if budget is None else f" budget {budget}")
         self.report.attempt("prefill", name, lambda: self._row(engine, length, name, budget))
 
@@ -163,7 +165,7 @@ class PrefillBench:
             self.report.add("eviction in prefill", name, s=spent, part=spent / meter.seconds, **about)
 
     def warm_up(self, engine: Engine, length: int) -> None:
-        """Compiles all that a prompt of this length runs: its chunks, and the cut of so many entries."""
+        """Compiles all that a prompt of this length runs: its chunks, and the eviction from as many entries."""
         some = min(length, 2 * engine.scheduler.step_tokens)
         known = engine.scheduler.step_tokens, engine.evictor is None, some
         if known not in self.warm:

@@ -28,13 +28,13 @@ def make_engine(
     model: Model, cache: CacheConfig, device: str, dtype: torch.dtype, slots: int, context: int,
     held: int | None = None, step_tokens: int = 2048, spare: int = 0, exact: bool = False,
 ) -> Engine:  # fmt: skip
-    """An engine for `slots` requests of which each holds `held` tokens (all of them without a budget), and pages for
-    `spare` tokens more, which one prompt needs before it is cut.
+    """An engine for `slots` requests, each of which holds `held` tokens (all of them without a budget). It has pages
+    for `spare` tokens more, which one prompt needs before its entries are evicted.
     """
     schema = cache_schema(model.config, cache, dtype)
     pages = {s.name: slots * s.pages(held or context) + s.pages(spare) for s in schema.streams}
     manager = KVCacheManager(schema, pages, slots, context, device, exact)
-    evictor = Evictor.make(cache, manager, model.config.attention_scale)
+    evictor = Evictor.make(cache, manager, scale=model.config.attention_scale)
     return Engine(model, manager, step_tokens=step_tokens, evictor=evictor)
 
 
@@ -52,13 +52,13 @@ def fill_pages(manager: KVCacheManager) -> None:
 
 
 def _repeat(part: Tensor, pages: Tensor) -> None:
-    """[n, ...] over and over into [lanes, N, ...]."""
+    """Copy part [n, ...] repeatedly into pages [lanes, N, ...]."""
     for a in range(0, pages.shape[1], len(part)):
         pages[:, a : a + len(part)] = part[: pages.shape[1] - a]
 
 
 def fill_state(manager: KVCacheManager) -> None:
-    """Random recurrent state, convolution tails, window queries and what belongs to them."""
+    """Random recurrent and convolution state, window queries and their log-sum-exps."""
     for t in manager.state.tensors.values():
         t.normal_(0, 0.5)
 
@@ -67,8 +67,8 @@ def fill_sums(evictor: Evictor, request: Request, manager: KVCacheManager) -> No
     """What attention notes beside the window's queries: the logarithm of each one's sum of exp(q . k * scale)."""
     row = manager.query_buffers.of[manager.slot_of[request.key]]
     for layer, seen in zip(manager.tables[STREAMS].schema.layers, evictor.layers(request, manager), strict=True):
-        ring = manager.state.layer(layer).get("lse")
-        if ring is None:
+        lse = manager.state.layer(layer).get("lse")
+        if lse is None:
             return
         W, H, D = seen.queries.shape
         for g, keys in enumerate(seen.keys):
@@ -77,11 +77,11 @@ def fill_sums(evictor: Evictor, request: Request, manager: KVCacheManager) -> No
             later = seen.positions[g] > seen.query_positions[:, None]
             sums = logits.masked_fill(later[:, None], -torch.inf).logsumexp(-1)
             per = H // len(seen.lengths)
-            ring[row, seen.query_positions % W, g * per : (g + 1) * per] = sums
+            lse[row, seen.query_positions % W, g * per : (g + 1) * per] = sums
 
 
 def take_pages(manager: KVCacheManager, request: Request, tokens: int) -> None:
-    """What prepare_forward and commit do, without a step that nobody runs."""
+    """What prepare_forward and commit do, without a step in between."""
     slot = manager.slot_of[request.key]
     for table in manager.tables.values():
         P = table.schema.entries_per_page
@@ -92,23 +92,23 @@ def take_pages(manager: KVCacheManager, request: Request, tokens: int) -> None:
 
 
 def resident(engine: Engine, tokens: int, answer: int, evict: bool = True) -> Request:
-    """A request that stands where its prompt of `tokens` tokens has been read and cut to its budget, if there is one;
-    `answer` tokens more will be decoded.
+    """A request in the state after its prompt of `tokens` tokens was read and evicted down to its budget, if there is
+    one; `answer` tokens more will be decoded.
     """
     request = engine.add([1] * tokens, SamplingParams(max_tokens=answer + 1, ignore_eos=True))
     engine.scheduler.waiting.remove(request)
     manager = engine.manager
     manager.admit_request(request.key)
     evictor = engine.evictor if evict else None
-    step = evictor.step_tokens if evictor is not None and evictor.config.bounded else tokens
+    step = evictor.step_tokens if evictor is not None and evictor.default.bounded else tokens
     try:
         if evictor is not None and not engine.scheduler.give_query_buffer(request):
-            raise HybridKVError("no ring is free")
+            raise HybridKVError("no query buffer is free")
         for begin in range(0, tokens, step):
             take_pages(manager, request, min(step, tokens - begin))
             if evictor is not None and evictor.due(request, manager):
                 evictor.evict(request, manager)
-        if evictor is not None and not evictor.reads(request, manager):
+        if evictor is not None and not evictor.needs_queries(request, manager):
             manager.drop_query_buffer(request.key)
     except BaseException:
         manager.release_request(request.key)

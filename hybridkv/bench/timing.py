@@ -24,7 +24,7 @@ GIB = 1 << 30
 
 
 def copies(nbytes: float, device: str = "cuda") -> int:
-    """How many inputs of this size must take turns so that none is still in the cache when its turn comes."""
+    """How many inputs of this size must alternate so that none is still in the cache when it is used again."""
     return 1 if device == "cpu" else int(min(max(1, -(-ROTATE // max(nbytes, 1))), MOST_COPIES))
 
 
@@ -34,9 +34,9 @@ def median_us(
     repeats: int = 20,
     graph: bool = True,
     device: str = "cuda",
-    enough_s: float = 0.15,  # after 3 repeats, stop once so many seconds were spent
+    enough_s: float = 0.15,  # after 3 repeats, stop once this many seconds were spent
 ) -> float:
-    """Microseconds of one call. A replay holds many, so that its own launch does not count; inputs take turns."""
+    """Microseconds of one call. A replay holds many, so that its own launch does not count; inputs alternate."""
     if device == "cpu":
         return _median_cpu(op, inputs, min(repeats, 5))
     for each in inputs:
@@ -128,7 +128,7 @@ class Ceilings:
         return Ceilings(copy_tb_s(device), matmul_tflop_s(8192 if device == "cuda" else 256, device))
 
     def floor_us(self, nbytes: float, flops: float) -> float:
-        """The least time in which so many bytes move and so many operations are done."""
+        """The shortest time in which the bytes can move and the operations can be done."""
         return max(nbytes / self.tb_s, flops / self.tflop_s) / 1e6
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from importlib import import_module
 
 from hybridkv.bench import timing
 from hybridkv.bench.options import BenchOptions
@@ -18,11 +19,11 @@ CODE = "import sys; from hybridkv.bench.warm import warm_part; warm_part(*sys.ar
 SECONDS = 60.0  # processes that take longer are ended
 
 
-def warm_up(options: BenchOptions) -> str:
+def warm_up(bench: str, options: BenchOptions) -> str:
     """Runs the processes and says how it went."""
     begin, given = time.monotonic(), json.dumps(asdict(replace(options, warm=0, limit=None)))
     parts = [
-        subprocess.Popen([sys.executable, "-c", CODE, given, f"{i}/{options.warm}"], stdout=subprocess.DEVNULL)
+        subprocess.Popen([sys.executable, "-c", CODE, bench, given, f"{i}/{options.warm}"], stdout=subprocess.DEVNULL)
         for i in range(options.warm)
     ]
     late = 0
@@ -38,16 +39,16 @@ def warm_up(options: BenchOptions) -> str:
     return said + (f"; {late} did not end, {bad} failed" if late or bad else "")
 
 
-def warm_part(given: str, share: str) -> None:
+def warm_part(bench: str, given: str, share: str) -> None:
     """Every n-th case from the i-th on, `share` being "i/n". What fails here fails again where it is reported."""
-    from hybridkv.bench.kernels import listed
-    from hybridkv.bench.options import from_json
+    from hybridkv.bench.options import V4_BENCHES, from_json
     from hybridkv.bench.shapes import find_shape
 
     timing.MOST_COPIES = 1  # one input each
     options = from_json(given)
-    shape, (i, n) = find_shape(options.model_shape, options.layers, options.device), map(int, share.split("/"))
-    for each in listed(shape, options)[i::n]:
+    shape = find_shape(options.model_shape, options.layers, options.device, bench in V4_BENCHES)
+    i, n = map(int, share.split("/"))
+    for each in import_module(f"hybridkv.bench.{bench}").listed(shape, options)[i::n]:
         try:
             case = each.build()
             calls = [(case.run, case.inputs), *({} if options.skip_peers else case.peers).values()]

@@ -12,8 +12,9 @@ from hybridkv.cache.handle import LayerHandle
 from hybridkv.cache.manager import KVCacheManager
 from hybridkv.cache.pools import PagedPool
 from hybridkv.cache.schema import CacheSchema, CompressedLayer, StateSchema, StreamSchema, TensorSpec
+from hybridkv.cache.snapshot import Snapshot, restore_request, snapshot_request
 from hybridkv.cache.state import StatePool
-from hybridkv.cache.step import CompressedStep, EntryView, ForwardStep, StreamView
+from hybridkv.cache.step import ForwardStep, StreamView
 from hybridkv.errors import OutOfPages
 
 __all__ = [
@@ -22,14 +23,13 @@ __all__ = [
     "CompressedHandle",
     "CompressedLayer",
     "CompressedSpec",
-    "CompressedStep",
-    "EntryView",
     "ForwardStep",
     "KVCacheManager",
     "LayerHandle",
     "OutOfPages",
     "PageAllocator",
     "PagedPool",
+    "Snapshot",
     "StatePool",
     "StateSchema",
     "StreamSchema",
@@ -37,4 +37,6 @@ __all__ = [
     "TensorSpec",
     "compressed_schema",
     "compute_block_budget",
+    "restore_request",
+    "snapshot_request",
 ]

@@ -63,6 +63,13 @@ class PageAllocator:
         self._top += len(freed)
         return len(freed)
 
+    def rebuild(self, named: np.ndarray) -> None:
+        """Count owners and free pages anew, from the page ids that all tables name: the way back after an interrupt."""
+        self.refs = np.bincount(named, minlength=self.total).astype(np.int32)
+        free = np.flatnonzero(self.refs == 0)[::-1].astype(np.int32)
+        self._stack[: len(free)] = free
+        self._top = len(free)
+
     def _held_pages(self, ids: PageIds | Sequence[int]) -> tuple[PageIds, np.ndarray]:
         pages, times = np.unique(np.asarray(ids, np.int64), return_counts=True)
         bad = (pages < 0) | (pages >= self.total)

@@ -25,11 +25,12 @@ from torch import Tensor
 
 from hybridkv.cache import compressed_reads
 from hybridkv.cache.schema import CompressedLayer
-from hybridkv.cache.step import CompressedStep, EntryView
+from hybridkv.cache.step import ForwardStep, StreamView
 from hybridkv.kernels.formats.page_layout import PageFormat
 from hybridkv.kernels.step_index import StepIndex
 from hybridkv.kernels.v4.flush_csa import flush_csa
-from hybridkv.kernels.v4.flush_hca import flush_hca, save_running
+from hybridkv.kernels.v4.flush_hca import flush_hca
+from hybridkv.kernels.v4.running_pool import save_running
 from hybridkv.kernels.v4.window_ring import append_window, copy_window
 
 Angles = tuple[Tensor, Tensor]  # cos, sin [T, rope / 2] f32
@@ -40,7 +41,7 @@ class CompressedHandle:
 
     def __init__(
         self,
-        step: CompressedStep,
+        step: ForwardStep,
         layer: CompressedLayer,
         paged: dict[str, Tensor],  # [N, P, width]
         state: dict[str, Tensor],  # [slots, ...]
@@ -52,8 +53,9 @@ class CompressedHandle:
         self.state = state
         self.begin = begin
         self.index: StepIndex = step.index  # slots and positions of all tokens
+        assert step.chunk_index is not None
         self.chunk_index: StepIndex = step.chunk_index  # of the tokens of prompt chunks
-        self.view: EntryView | None = step.entries.get(layer.kind)  # None: a window layer, which has no entries
+        self.view: StreamView | None = step.streams.get(layer.kind)  # None: a window layer, which has no entries
         self._workspace: Tensor | None = None  # [chunks, R, width] from write_swa until attention has read it
 
     @property
@@ -67,11 +69,16 @@ class CompressedHandle:
     # ---- views
 
     @property
-    def stream(self) -> EntryView:
-        """Where the layer's entries are."""
+    def stream(self) -> StreamView:
+        """Where the entries are that all layers of this kind share a stream for."""
         if self.view is None:
             raise ValueError(f"a {self.schema.kind} layer has no compressed entries")
         return self.view
+
+    @property
+    def table(self) -> Tensor:
+        """[slots, N] page ids of every slot, -1 past the end."""
+        return self.stream.table[:, 0]
 
     def pages(self, name: str) -> tuple[Tensor, PageFormat]:
         """Pages [N, P, width] of "entries" or of "index" keys."""
@@ -134,7 +141,7 @@ class CompressedHandle:
         angles: Angles,  # of the first token of the window that a token closes
     ) -> None:
         """Store what the tokens bring, and each entry that is now full."""
-        entry_index = self.stream.entry_index
+        entry_index = self.stream.entry_index[0]
         pages, fmt = self.pages("entries" if which == "main" else "index")
         rows = self.state[f"{which}_p"], self.state[f"{which}_z"]
         longest = max(self.chunk_tokens(), default=1)
@@ -156,7 +163,7 @@ class CompressedHandle:
 
     def maybe_flush_hca(self, p: Tensor, z: Tensor, bias: Tensor, weight: Tensor, eps: float, angles: Angles) -> None:
         """The same for p, z [T, head_dim] of a layer whose entries do not overlap."""
-        entry_index, ratio = self.stream.entry_index, self.schema.ratio
+        entry_index, ratio = self.stream.entry_index[0], self.schema.ratio
         pages, fmt = self.pages("entries")
         running = self.state["top"], self.state["total"], self.state["mixed"]
         flush_hca(pages, fmt, entry_index, p, z, *running, bias, weight, eps, *angles, self.index, ratio)

@@ -75,23 +75,23 @@ def gather_swa_kv(handle: CompressedHandle, dtype: torch.dtype = torch.bfloat16)
 
 def gather_compressed_kv(handle: CompressedHandle, chosen: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Entries chosen [T, K] of each token's request -> [T, K, head_dim]; what does not exist is zeros."""
-    view, (pages, fmt) = handle.stream, handle.pages("entries")
+    table, (pages, fmt) = handle.table, handle.pages("entries")
     lengths = (handle.seen() // handle.schema.ratio)[handle.index.token_to_req]
     chosen = torch.where(chosen < lengths[:, None], chosen.long(), -1)
-    flat = flat_entries(view.table, handle.index.token_slots[:, None], chosen, pages.shape[1])
+    flat = flat_entries(table, handle.index.token_slots[:, None], chosen, pages.shape[1])
     return gather_entries(pages, fmt, flat, dtype)
 
 
 def gather_all_compressed_kv(handle: CompressedHandle, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """All entries of each request [B, longest, head_dim]; rows past a request's end are zeros."""
-    view, (pages, fmt) = handle.stream, handle.pages("entries")
-    entry = torch.arange(view.max_entries, device=pages.device)
+    table, (pages, fmt) = handle.table, handle.pages("entries")
+    entry = torch.arange(handle.stream.max_entries, device=pages.device)
     lengths = handle.seen() // handle.schema.ratio
     entry = torch.where(entry < lengths[:, None], entry, -1)
-    flat = flat_entries(view.table, handle.index.slots[:, None], entry, pages.shape[1])
+    flat = flat_entries(table, handle.index.slots[:, None], entry, pages.shape[1])
     return gather_entries(pages, fmt, flat, dtype)
 
 
 def _paged_view(handle: CompressedHandle, name: str) -> PagedView:
-    view, (pages, fmt) = handle.stream, handle.pages(name)
-    return PagedView(pages, fmt, view.table, handle.index.slots, handle.seen() // handle.schema.ratio)
+    table, (pages, fmt) = handle.table, handle.pages(name)
+    return PagedView(pages, fmt, table, handle.index.slots, handle.seen() // handle.schema.ratio)

@@ -5,28 +5,55 @@
 Pages are reserved in one place, `prepare_forward`, for all requests and pools of a step or for none of them. It names
 the target and subtracts what is there, so a step that is retried, after a failure or an OutOfPages, takes nothing
 twice. Tables change there; positions and lengths move only in `commit`, once the step has run.
+
+Every fact has one home: slots in `slot_of`, pages in the page tables, query buffers in `query_buffers.of`. Free lists
+and counts follow from these. A method that is interrupted in the middle (Ctrl-C, no memory) sets a flag, and the next
+one makes the counts anew (`rebuild`): nothing is lost or owned twice. Entries of a request that was being compacted may
+be gone then, so its owner releases it, as the engine does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from hybridkv.cache.compressed_handle import CompressedHandle
+from hybridkv.cache.facts import Facts
 from hybridkv.cache.handle import LayerHandle
 from hybridkv.cache.page_table import PageTable
 from hybridkv.cache.query_buffers import QueryBuffers
-from hybridkv.cache.schema import CacheSchema
+from hybridkv.cache.schema import CacheSchema, ceil_div
 from hybridkv.cache.state import StatePool
-from hybridkv.cache.step import CompressedStep, ForwardStep, Tokens, compressed_step, dense_step
+from hybridkv.cache.step import ForwardStep, build_step
 from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.kernels.step_index import HostIndex
 
 Plan = Sequence[tuple[Hashable, int]]  # (request, new tokens)
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def bookkeeping(method: Method) -> Method:
+    """A method that changes who holds what. If the one before it was interrupted, the counts are made anew first."""
+
+    @wraps(method)
+    def call(self: KVCacheManager, *args: Any, **more: Any) -> Any:
+        if self.interrupted:
+            self.rebuild()
+        self.interrupted = True
+        try:
+            result = method(self, *args, **more)
+        except (HybridKVError, ValueError):  # refused before anything changed
+            self.interrupted = False
+            raise
+        self.interrupted = False
+        return result
+
+    return call  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -37,8 +64,8 @@ class Compaction:
     kept: dict[str, list[np.ndarray]]  # absolute positions of each stream's surviving entries
 
 
-class KVCacheManager:
-    """Pools, state and bookkeeping of all resident requests."""
+class KVCacheManager(Facts):
+    """Pools, state and bookkeeping of all resident requests. What they hold is answered in `facts.py`."""
 
     def __init__(
         self,
@@ -51,6 +78,7 @@ class KVCacheManager:
         query_buffers: int | None = None,  # requests whose last queries are kept at the same time; None: all
     ) -> None:
         self.exact = exact
+        self.model_fingerprint: Callable[[], str] = lambda: ""  # names the model whose entries these are
         self.schema, self.slots, self.max_tokens, self.device = schema, slots, max_tokens, torch.device(device)
         self.tables = {s.name: PageTable(s, pages[s.name], slots, max_tokens, self.device) for s in schema.streams}
         most = slots if schema.query_window is not None else 0
@@ -60,7 +88,10 @@ class KVCacheManager:
         self.reached = np.zeros(slots, np.int64)  # the furthest position that state has seen
         self.compactions: dict[int, Compaction] = {}  # of slots that were compacted
         self.slot_of: dict[Hashable, int] = {}
+        self.interrupted = False  # whether a bookkeeping method did not come to its end
         self._free_slots = list(range(slots - 1, -1, -1))
+        # state that a step advances: unlike pages, it cannot take the same token twice
+        self._has_running_state = any(not s.lent for s in schema.states)
 
     # ---- requests
 
@@ -68,18 +99,20 @@ class KVCacheManager:
     def free_slots(self) -> int:
         return len(self._free_slots)
 
+    @bookkeeping
     def admit_request(self, request: Hashable) -> int:
-        """A slot with fresh state at position 0. Takes no pages, and a ring only where there is one for every slot."""
+        """A slot with fresh state at position 0. Takes no pages, and a query buffer only if every slot has one."""
         slot = self._take_slot(request)
         try:
             self.state.reset(slot)
             if self.query_buffers.count == self.slots:
                 self.query_buffers.take(slot, 0)
         except BaseException:
-            self.release_request(request)
+            self._release(request)
             raise
         return slot
 
+    @bookkeeping
     def fork_request(self, source: Hashable, request: Hashable) -> int:
         """A second request with the same past: pages shared, state copied. Neither sees what the other then writes."""
         origin = self._slot(source)
@@ -96,27 +129,22 @@ class KVCacheManager:
                 self.compactions[slot] = self.compactions[origin]
             self.state.copy(origin, slot, (int(self.query_buffers.of[origin]), int(self.query_buffers.of[slot])))
         except BaseException:
-            self.release_request(request)
+            self._release(request)
             raise
         return slot
 
+    @bookkeeping
     def release_request(self, request: Hashable) -> None:
         """Everything the request held goes back."""
-        slot = self._slot(request)
-        del self.slot_of[request]
-        for table in self.tables.values():
-            table.drop(slot)
-            table.lengths[slot] = 0
-        self.positions[slot] = self.reached[slot] = 0
-        self.compactions.pop(slot, None)
-        self.query_buffers.drop(slot)
-        self._free_slots.append(slot)
+        self._release(request)
 
+    @bookkeeping
     def take_query_buffer(self, request: Hashable) -> bool:
-        """Whether the request has a ring, which keeps its last queries from here on; False: all are taken."""
+        """Whether the request has a buffer, which keeps its last queries from here on; False: all are taken."""
         slot = self._slot(request)
         return self.query_buffers.take(slot, int(self.positions[slot]))
 
+    @bookkeeping
     def drop_query_buffer(self, request: Hashable) -> None:
         """No eviction will ask for the request's last queries any more."""
         self.query_buffers.drop(self._slot(request))
@@ -125,6 +153,7 @@ class KVCacheManager:
         """Whether the request's state can go back to a position."""
         return not self.schema.states or self.reached[self._slot(request)] - position <= self.schema.rewind
 
+    @bookkeeping
     def truncate_request(self, request: Hashable, position: int) -> None:
         """Forget all tokens from `position` on. Refused where the past cannot be brought back."""
         slot = self._slot(request)
@@ -144,10 +173,11 @@ class KVCacheManager:
             )
         for table in self.tables.values():
             entries = table.schema.entries(position)
-            table.drop(slot, -(-entries // table.schema.entries_per_page))
+            table.drop(slot, ceil_div(entries, table.schema.entries_per_page))
             table.lengths[slot] = entries
         self.positions[slot] = position
 
+    @bookkeeping
     def compact_request(self, request: Hashable, keep: Mapping[int, Sequence[np.ndarray]]) -> int:
         """Keep only the entries named for each layer's streams, in ascending order; returns how many pages went back.
 
@@ -184,82 +214,93 @@ class KVCacheManager:
 
     # ---- one step
 
+    @bookkeeping
     def prepare_forward(self, plan: Plan, rows: int | None = None) -> ForwardStep:
         """Reserve every page that the step writes, for all requests in all pools or, with OutOfPages, for none.
 
-        `rows`: make it a step of so many one-token requests, the missing ones padding.
+        `rows`: make it a step of `rows` one-token requests, the missing ones padding.
         """
-        slots = [self._slot(request) for request, _ in plan]
-        counts = [tokens for _, tokens in plan]
-        if len(set(slots)) != len(slots) or not plan or min(counts) < 1:
+        slots = np.array([self._slot(request) for request, _ in plan], np.int64)
+        counts = np.array([tokens for _, tokens in plan], np.int64)
+        if not plan or len(np.unique(slots)) != len(slots) or counts.min() < 1:
             raise ValueError(f"a step needs different requests with at least one new token each: {list(plan)}")
-        num_decodes = counts.count(1)
-        if counts[:num_decodes] != [1] * num_decodes:
+        step = HostIndex(slots, self.positions[slots], counts)
+        if (counts[: step.num_decodes] > 1).any():
             raise ValueError("requests with one token come first in a step")
-        if rows is not None and (rows < len(plan) or num_decodes < len(plan)):
+        if rows is not None and (rows < len(plan) or step.num_decodes < len(plan)):
             raise ValueError(
-                f"{len(plan)} requests, {num_decodes} of them with one token, do not make a step of {rows} rows"
+                f"{len(plan)} requests, {step.num_decodes} of them with one token, do not make a step of {rows} rows"
             )
-        at, n = np.array(slots), np.array(counts)
-        begins = self.positions[at]
-        self._check_reach(at, begins, n)
-        grown = [(table, *table.grow(at, begins, n)) for table in self.tables.values()]
+        self.check_reach(step)
+        self._take_pages(step)
+        return self._build_step(step if rows is None else step.padded(rows))
+
+    def _take_pages(self, step: HostIndex) -> None:
+        """Pages for all new entries, in all pools or in none."""
+        grown = [
+            (table, *table.grow(step.slots, step.num_computed, step.num_scheduled)) for table in self.tables.values()
+        ]
         for table, add, copy in grown:
-            table.allocator.require(int(add.sum()) + table.copies(at, copy))
+            table.allocator.require(int(add.sum()) + table.copies(step.slots, copy))
         for table, add, copy in grown:
             for i in np.flatnonzero((add.max(1) > 0) | copy.any(1)).tolist():
                 # two forks may both have asked for a copy of one page: the second no longer needs it
-                table.take(slots[i], add[i], table.shared(at[i : i + 1], copy[i : i + 1])[0])
-        tokens = Tokens(at, begins, n, num_decodes)
-        return self._step(tokens if rows is None else tokens.padded(rows))
+                still_shared = table.shared(step.slots[i : i + 1], copy[i : i + 1])[0]
+                table.take(int(step.slots[i]), add[i], still_shared)
 
-    def _check_reach(self, slots: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> None:
-        """Whether each request can go on from where it stands, or RequestError."""
-        for i in np.flatnonzero(begins + counts > self.max_tokens)[:1]:
-            raise RequestError(f"{begins[i]} + {counts[i]} tokens do not fit a context of {self.max_tokens} tokens")
-        ahead = np.where(begins > 0, self.reached[slots] - begins, 0)  # before 0 nothing is read
-        for i in np.flatnonzero(ahead > self.schema.rewind)[:1] if self.schema.compressed else ():
+    def check_reach(self, step: HostIndex) -> None:
+        """Whether each request of a step can go on from where it stands, or RequestError."""
+        ends = step.num_computed + step.num_scheduled
+        for i in np.flatnonzero(ends > self.max_tokens)[:1]:
             raise RequestError(
-                f"a step ran to position {self.reached[slots[i]]} and was not committed: the state of position "
-                f"{begins[i]} is gone; release the request and compute it again"
+                f"{step.num_computed[i]} + {step.num_scheduled[i]} tokens do not fit a context of {self.max_tokens} "
+                "tokens"
+            )
+        for i in np.flatnonzero((self._overrun(step.slots) > self.schema.rewind) & (step.slots >= 0))[:1]:
+            raise RequestError(
+                f"a step ran to position {self.reached[step.slots[i]]} and was not committed: the state of position "
+                f"{step.num_computed[i]} is gone; release the request and compute it again"
             )
 
-    def padding_step(self, rows: int, reach: int | None = None) -> ForwardStep:
-        """A decode step of nothing but padding, for requests of any length, or of up to `reach` entries a stream: what
-        a captured graph is made from.
-        """
-        return self._step(Tokens.padding(rows), self.max_tokens if reach is None else reach)
+    def _overrun(self, slots: np.ndarray) -> np.ndarray:
+        """[B] tokens that state has seen beyond each slot's position. A step from 0 makes all state anew."""
+        if not self._has_running_state:
+            return np.zeros(len(slots), np.int64)
+        return np.where(self.positions[slots] > 0, self.reached[slots] - self.positions[slots], 0)
 
-    def _step(self, tokens: Tokens, reach: int | None = None) -> ForwardStep:
-        """All that the layers read is on its way to the device, in one copy, when this returns."""
-        if not self.schema.compressed:
-            plans = [t.stream_plan(tokens) for t in self.tables.values()]
-            window = self.schema.query_window
-            kept = None if window is None else tokens.query_rows(window, self.query_buffers.of)
-            return dense_step(tokens, plans, kept, self.device, self.exact, reach)
-        entries = [t.entry_plan(tokens) for t in self.tables.values()]
-        if reach is not None:
-            most = {t.schema.name: t.schema.entries(reach) for t in self.tables.values()}
-            entries = [replace(e, max_entries=most[e.name]) for e in entries]
-        return compressed_step(tokens, entries, self.device)
+    def can_continue(self, request: Hashable) -> bool:
+        """Whether the request's state is that of its position, or can be rewound to it."""
+        return bool(self._overrun(np.array([self._slot(request)]))[0] <= self.schema.rewind)
+
+    def padding_step(self, rows: int, reach: int | None = None) -> ForwardStep:
+        """A decode step of nothing but padding, for requests of up to `reach` tokens (None: of any length): what a
+        captured graph is made from.
+        """
+        return self._build_step(HostIndex.padding(rows), self.max_tokens if reach is None else reach)
+
+    def _build_step(self, step: HostIndex, reach: int | None = None) -> ForwardStep:
+        plans = [table.stream_plan(step, reach) for table in self.tables.values()]
+        window = self.schema.query_window
+        query_rows = None if window is None else step.query_rows(window, self.query_buffers.of)
+        compressed = bool(self.schema.compressed)
+        return build_step(step, plans, query_rows, compressed, self.device, self.exact, any_length=reach is not None)
 
     def begin(self, step: ForwardStep) -> None:
         """The step runs: state will have seen its tokens, committed or not."""
-        slots, begins = np.array(step.slots), np.array(step.num_computed)
-        real = slots >= 0
-        before = np.where(begins > 0, self.reached[slots], 0)  # a step from 0 makes all state anew
-        self.reached[slots[real]] = np.maximum(before, begins + np.diff(step.query_start_loc))[real]
+        host = step.host
+        real = host.slots >= 0
+        slots, first = host.slots[real], host.num_computed[real]
+        before = np.where(first > 0, self.reached[slots], 0)  # a step from 0 makes all state anew
+        self.reached[slots] = np.maximum(before, first + host.num_scheduled[real])
 
     def acquire(self, step: ForwardStep) -> dict[int, Any]:
         """A handle for every layer that stores anything: LayerHandle, or CompressedHandle. Allocates nothing."""
         handles: dict[int, Any] = {}
-        if isinstance(step, CompressedStep):
-            for layer, declared in enumerate(self.schema.compressed):
-                table = self.tables.get(declared.kind)
-                pages = table.pool.lane(table.schema.place(layer)[0]) if table is not None else {}
-                handles[layer] = CompressedHandle(
-                    step, declared, pages, self.state.layer(layer), partial(self.begin, step)
-                )
+        for layer, declared in enumerate(self.schema.compressed):
+            table = self.tables.get(declared.kind)
+            pages = table.pool.lane(table.schema.place(layer)[0]) if table is not None else {}
+            handles[layer] = CompressedHandle(step, declared, pages, self.state.layer(layer), partial(self.begin, step))
+        if handles:
             return handles
         for table in self.tables.values():
             for layer in table.schema.layers:
@@ -270,15 +311,19 @@ class KVCacheManager:
             handles[layer] = LayerHandle(step, None, slice(0), {}, self.state.layer(layer))
         return handles
 
+    @bookkeeping
     def commit(self, plan: Plan) -> None:
         """The step has run: its tokens are now part of the past."""
         slots = np.array([self._slot(request) for request, _ in plan], np.int64)  # all are known, or nothing moves
         tokens = np.array([n for _, n in plan], np.int64)
-        for table in self.tables.values():
-            table.lengths[slots] += table.schema.new_entries(self.positions[slots], tokens)[:, None]
-        self.positions[slots] += tokens
-        self.reached[slots] = np.maximum(self.reached[slots], self.positions[slots])
+        before = self.positions[slots]
+        longer = [table.schema.new_entries(before, tokens)[:, None] for table in self.tables.values()]
+        for table, new in zip(self.tables.values(), longer, strict=True):
+            table.lengths[slots] += new
+        self.positions[slots] = before + tokens
+        self.reached[slots] = np.maximum(self.reached[slots], before + tokens)
 
+    @bookkeeping
     def allocate_block(self, request: Hashable, name: str) -> int:
         """One more page for each of the request's streams of a schema, ahead of need; returns the last page's id.
 
@@ -306,7 +351,7 @@ class KVCacheManager:
             raise RequestError(
                 f"a step that is not committed has taken this request's state to position {self.reached[slot]}, and it "
                 f"counts as being at {self.positions[slot]}: fork or save it after the commit (an engine on a GPU "
-                "launches steps ahead: call engine.settle() first)"
+                "launches steps ahead: call engine.drain() first)"
             )
 
     def check_shareable(self, position: int) -> None:
@@ -319,82 +364,39 @@ class KVCacheManager:
                 f"this one is at {position}: do it at {before} or at {before + every}"
             )
 
-    # ---- facts
-
-    def position(self, request: Hashable) -> int:
-        return int(self.positions[self._slot(request)])
-
-    def lengths(self, request: Hashable) -> dict[str, np.ndarray]:
-        """Entries that each stream of the request holds."""
-        return {name: t.lengths[self._slot(request)].copy() for name, t in self.tables.items()}
-
-    def held_pages(self, request: Hashable) -> dict[str, int]:
-        return {name: int(t.held[self._slot(request)].sum()) for name, t in self.tables.items()}
-
-    def held_bytes(self, request: Hashable) -> int:
-        """Page bytes of the request, shared pages counted in full."""
-        return sum(n * self.tables[name].schema.page_bytes for name, n in self.held_pages(request).items())
-
-    def pages_needed(self, request: Hashable | None, tokens: int) -> dict[str, int]:
-        """Pages to be taken so that `tokens` more tokens fit; None: for a request that is not resident yet."""
-        if request is None:
-            return {name: t.schema.pages(tokens) for name, t in self.tables.items()}
-        slot = np.array([self._slot(request)])
-        found = {name: t.grow(slot, self.positions[slot], np.array([tokens]))[0] for name, t in self.tables.items()}
-        return {name: int(add.sum()) for name, add in found.items()}
-
-    def returnable_pages(self, request: Hashable) -> dict[str, int]:
-        """Pages that would be free if the request were released: those that no other request shares."""
-        rows = {name: t.pages[self._slot(request)] for name, t in self.tables.items()}
-        return {
-            name: int((t.allocator.refs[rows[name][rows[name] >= 0]] == 1).sum()) for name, t in self.tables.items()
-        }
-
-    def free_pages(self) -> dict[str, int]:
-        return {name: t.allocator.free for name, t in self.tables.items()}
-
-    def longest_stream(self, request: Hashable) -> int:
-        """Entries of the request's longest stream; 0 where nothing is paged."""
-        slot = self._slot(request)
-        return max((int(t.lengths[slot].max()) for t in self.tables.values()), default=0)
-
-    def tokens_alone(self) -> int:
-        """Tokens of the longest request that the empty pools hold, if nothing is evicted."""
-        found = [self.max_tokens]
-        for t in self.tables.values():
-            entries = t.allocator.total // t.schema.streams * t.schema.entries_per_page
-            found.append((entries + 1) * t.schema.tokens_per_entry - 1)
-        return min(found)
-
-    def memory_bytes(self) -> int:
-        """Bytes that pools, state and page tables occupy on the device."""
-        return sum(t.pool.nbytes + t.mirror.nbytes for t in self.tables.values()) + self.state.nbytes
-
-    def check_counts(self) -> None:
-        """The cheap part of check_integrity: no page is lost or owned by nobody."""
-        for table in self.tables.values():
-            if int(table.allocator.refs.sum()) != int(table.held.sum()):
-                raise AssertionError(f"pool '{table.schema.name}': pages held and pages named in tables differ")
-
-    def check_integrity(self) -> None:
-        """Every page is free or owned exactly as often as tables name it; free slots are empty."""
-        for table in self.tables.values():
-            table.check(self._free_slots)
-        if sorted([*self._free_slots, *self.slot_of.values()]) != list(range(self.slots)):
-            raise AssertionError(f"slots are lost or owned twice: {self._free_slots} free, {self.slot_of} owned")
-        self.query_buffers.check(self._free_slots)
-
     # ---- inside
+
+    def rebuild(self) -> None:
+        """Make all free lists and counts anew from who holds what: the way back after an interrupt. May be repeated."""
+        owned = set(self.slot_of.values())
+        free = [slot for slot in range(self.slots - 1, -1, -1) if slot not in owned]
+        for table in self.tables.values():
+            table.rebuild(free)
+        self.positions[free] = 0
+        self.reached[free] = 0
+        for slot in free:
+            self.compactions.pop(slot, None)
+        self.query_buffers.rebuild(free)
+        self._free_slots = free
+        self.interrupted = False
 
     def _take_slot(self, request: Hashable) -> int:
         if request in self.slot_of:
             raise RequestError(f"request {request!r} is resident already")
         if not self._free_slots:
             raise HybridKVError(f"all {self.slots} request slots are taken; raise max_requests or wait")
-        slot = self.slot_of[request] = self._free_slots.pop()
+        slot = self._free_slots.pop()
+        self.slot_of[request] = slot
         return slot
 
-    def _slot(self, request: Hashable) -> int:
-        if request not in self.slot_of:
-            raise RequestError(f"request {request!r} is not resident; it was released or never admitted")
-        return self.slot_of[request]
+    def _release(self, request: Hashable) -> None:
+        slot = self._slot(request)
+        del self.slot_of[request]  # from here on the slot has no owner, whatever is still in it
+        for table in self.tables.values():
+            table.drop(slot)
+            table.lengths[slot] = 0
+        self.positions[slot] = 0
+        self.reached[slot] = 0
+        self.compactions.pop(slot, None)
+        self.query_buffers.drop(slot)
+        self._free_slots.append(slot)

@@ -6,6 +6,10 @@ Ownership of one stream's pages (64 entries a page, length 150):
     pages    [   7   ] [    3    ] [         12            ]
               full: may be shared after a fork   the open page: written next, so it is copied first if another
               and is never written again         request holds it too
+
+`pages` is the truth: held pages, reference counts and free pages follow from it, and `rebuild` makes them anew. The
+kernels read a copy on the device (`device_table`). `sent` is what that copy says; `changed` names the slots in which
+`pages` and `sent` may differ, and a step sends the difference for its own slots.
 """
 
 from __future__ import annotations
@@ -17,9 +21,12 @@ import torch
 
 from hybridkv.cache.allocator import PageAllocator
 from hybridkv.cache.pools import PagedPool
-from hybridkv.cache.schema import StreamSchema
-from hybridkv.cache.step import EntryPlan, StreamPlan, Tokens, upload
+from hybridkv.cache.schema import StreamSchema, ceil_div
+from hybridkv.cache.step import StreamPlan, upload
 from hybridkv.errors import HybridKVError
+from hybridkv.kernels.step_index import HostIndex
+
+UNKNOWN = -2  # what `sent` says where the device's copy is not known
 
 
 class PageTable:
@@ -37,17 +44,17 @@ class PageTable:
         self.pages = np.full((slots, schema.streams, schema.pages_per_stream(max_tokens)), -1, np.int32)
         self.held = np.zeros((slots, schema.streams), np.int64)  # pages
         self.lengths = np.zeros((slots, schema.streams), np.int64)  # entries
-        # the kernels read page ids from here, by slot; what has changed is sent before a step
-        self.mirror = torch.full(self.pages.shape, -1, dtype=torch.int32, device=device)
-        self.sent = self.pages.copy()  # what the mirror says
-        self.changed: set[int] = set()  # slots whose pages may not be what the mirror says
-        self.columns: dict[int, tuple[int, int]] = {}  # where that may be, of those that have only grown
+        self.device_table = torch.full(self.pages.shape, -1, dtype=torch.int32, device=device)
+        self.sent = self.pages.copy()
+        self.changed: set[int] = set()
+        self.columns: dict[int, tuple[int, int]] = {}  # columns [first, last) that changed, for slots that only grew
 
     def grow(self, slots: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[B, streams] pages to add, and whether the open page must be copied first."""
         new = self.schema.new_entries(positions, tokens)[:, None]
-        P, lengths = self.schema.entries_per_page, self.lengths[slots]
-        add = np.maximum(-(-(lengths + new) // P) - self.held[slots], 0)
+        P = self.schema.entries_per_page
+        lengths = self.lengths[slots]
+        add = np.maximum(ceil_div(lengths + new, P) - self.held[slots], 0)
         return add, self.shared(slots, (lengths % P > 0) & (new > 0))
 
     def open_pages(self, slots: np.ndarray, among: np.ndarray) -> np.ndarray:
@@ -62,7 +69,7 @@ class PageTable:
         return answer
 
     def copies(self, slots: np.ndarray, copy: np.ndarray) -> int:
-        """Pages that one step's copies [B, streams] take: the last owner of a page keeps it, the others copy."""
+        """Pages that the copies [B, streams] of one step take: the last owner of a page keeps it, the others copy."""
         ids, times = np.unique(self.open_pages(slots, copy), return_counts=True)
         return int(np.minimum(times, self.allocator.refs[ids] - 1).sum())
 
@@ -71,19 +78,18 @@ class PageTable:
         if copy.any():
             streams = np.flatnonzero(copy)
             at = self.lengths[slot, streams] // self.schema.entries_per_page
-            old, new = self.pages[slot, streams, at], self.allocator.acquire(len(streams))
+            old = self.pages[slot, streams, at]
+            new = self.allocator.acquire(len(streams))
             try:
                 self.pool.copy_pages(*(torch.from_numpy(x.astype(np.int64)) for x in (old, new)))
-            except BaseException:  # no memory for the copy, or interrupted: the new pages are nobody's
+            except BaseException:  # no memory for the copy, or interrupted: the new pages have no owner
                 self.allocator.release(new)
                 raise
             self.pages[slot, streams, at] = new
             self.allocator.release(old)
-        grown = int((self.lengths[slot] // self.schema.entries_per_page).min()), int((self.held[slot] + add).max())
-        if slot not in self.changed or slot in self.columns:
-            was = self.columns.get(slot, grown)
-            self.columns[slot] = min(was[0], grown[0]), max(was[1], grown[1])
-        self.changed.add(slot)
+        self._grown(
+            slot, int((self.lengths[slot] // self.schema.entries_per_page).min()), int((self.held[slot] + add).max())
+        )
         # page by page over the streams: neighbours in time are neighbours in memory
         for step in range(int(add.max(initial=0))):
             streams = np.flatnonzero(add > step)
@@ -92,7 +98,7 @@ class PageTable:
 
     def share(self, origin: int, slot: int) -> None:
         """The pages in use belong to both slots. Pages reserved for a step that has not run stay the origin's alone."""
-        used = -(-self.lengths[origin] // self.schema.entries_per_page)
+        used = ceil_div(self.lengths[origin], self.schema.entries_per_page)
         rows = np.where(np.arange(self.pages.shape[2]) < used[:, None], self.pages[origin], -1)
         self.allocator.share(rows[rows >= 0])
         self.pages[slot], self.held[slot], self.lengths[slot] = rows, used, self.lengths[origin]
@@ -105,8 +111,8 @@ class PageTable:
 
     def rows(self, slot: int) -> torch.Tensor:
         """[streams, N] page ids of a slot, where the kernels read them."""
-        self._refresh(np.array([slot]))
-        return self.mirror[slot]
+        self._send_changes(np.array([slot]))
+        return self.device_table[slot]
 
     def checked(self, slot: int, keep: Mapping[int, Sequence[np.ndarray]]) -> list[np.ndarray]:
         """Entries that each stream is to keep, from the lists given for layers, or ValueError."""
@@ -132,10 +138,10 @@ class PageTable:
         return np.split(joined, ends[:-1])
 
     def compaction_pages(self, slot: int, counts: np.ndarray) -> np.ndarray:
-        """Fresh pages that compacting each stream to so many entries takes at the least: none, unless a page that it
-        would write has another owner.
+        """[streams] fresh pages that compacting each stream to `counts` entries needs: none, unless a page to be
+        written has another owner.
         """
-        need = -(-counts // self.schema.entries_per_page)
+        need = ceil_div(counts, self.schema.entries_per_page)
         owned = self.allocator.refs[self.pages[slot]] > 1
         shared = (owned & (np.arange(owned.shape[1]) < need[:, None])).any(1)
         return np.where(shared & (counts < self.lengths[slot]), need, 0)
@@ -147,9 +153,10 @@ class PageTable:
         the next streams. Where there are not, they move within the stream's own pages, a layer at a time.
         """
         counts = np.array([len(keep) for keep in keeps])
-        need, shared = -(-counts // self.schema.entries_per_page), self.compaction_pages(slot, counts) > 0
-        cut = counts < self.lengths[slot]
-        rest = np.concatenate((np.flatnonzero(cut & shared), np.flatnonzero(cut & ~shared)))
+        need = ceil_div(counts, self.schema.entries_per_page)
+        shared = self.compaction_pages(slot, counts) > 0
+        shrinks = counts < self.lengths[slot]
+        rest = np.concatenate((np.flatnonzero(shrinks & shared), np.flatnonzero(shrinks & ~shared)))
         while len(rest):
             fit = int(np.searchsorted(np.cumsum(need[rest]), self.allocator.free, side="right"))
             if not fit and shared[rest[0]]:
@@ -162,25 +169,28 @@ class PageTable:
         self, slot: int, streams: np.ndarray, keeps: Sequence[np.ndarray], need: np.ndarray, apart: bool
     ) -> None:
         """Survivors of some streams into their first `need` pages, or, apart, into as many fresh ones."""
-        old, counts = self.pages[slot, streams], np.array([len(keep) for keep in keeps])
+        old = self.pages[slot, streams]
+        counts = np.array([len(keep) for keep in keeps])
         taken = np.arange(int(need.max())) < need[:, None]
         new = np.where(taken, old[:, : taken.shape[1]], -1)
         if apart:
             new[taken] = self.allocator.acquire(int(need.sum()))
         try:
             self.pool.move_entries(0, *self._places(slot, streams, keeps, counts, new), apart)
-        except BaseException:  # no memory for the copy, or interrupted: fresh pages are nobody's
+        except BaseException:  # no memory for the copy, or interrupted: the fresh pages have no owner
             if apart:
                 self.allocator.release(new[taken])
             raise
         emptied = old >= 0
         if not apart:
             emptied[:, : taken.shape[1]] &= ~taken
-        self.allocator.release(old[emptied])
-        self.pages[slot, streams] = -1
-        self.pages[slot, streams, : taken.shape[1]] = new
-        self.held[slot, streams], self.lengths[slot, streams] = need, counts
+        row = np.full_like(old, -1)
+        row[:, : taken.shape[1]] = new
+        self.pages[slot, streams] = row  # from here on the survivors' pages are the stream's
+        self.held[slot, streams] = need
+        self.lengths[slot, streams] = counts
         self._all_changed(slot)
+        self.allocator.release(old[emptied])
 
     def _places(
         self, slot: int, streams: np.ndarray, keeps: Sequence[np.ndarray], counts: np.ndarray, pages: np.ndarray
@@ -200,10 +210,25 @@ class PageTable:
     def drop(self, slot: int, keep: int = 0) -> None:
         """Give back all pages of a slot but the first `keep` of each stream."""
         rows = self.pages[slot, :, keep:]
-        self.allocator.release(rows[rows >= 0])
+        dropped = rows[rows >= 0]
         rows[:] = -1
         self.held[slot] = np.minimum(self.held[slot], keep)
         self._all_changed(slot)
+        self.allocator.release(dropped)
+
+    def rebuild(self, free_slots: list[int]) -> None:
+        """Make all counts anew from `pages`, with nothing in the free slots: the way back after an interrupt.
+
+        A slot that was interrupted in the middle of a change is consistent again, but its entries may be lost.
+        """
+        self.pages[free_slots] = -1
+        self.lengths[free_slots] = 0
+        self.held = (self.pages >= 0).sum(2)
+        self.lengths = np.minimum(self.lengths, self.held * self.schema.entries_per_page)
+        self.allocator.rebuild(self.pages[self.pages >= 0])
+        self.sent[:] = UNKNOWN
+        self.changed = set(range(len(self.pages)))
+        self.columns.clear()
 
     def check(self, free_slots: list[int]) -> None:
         """Every page is free or owned exactly as often as the table names it; free slots are empty."""
@@ -218,46 +243,52 @@ class PageTable:
         if self.held[free_slots].any() or self.lengths[free_slots].any():
             raise AssertionError(f"{what}: a free slot holds pages")
 
-    def stream_plan(self, tokens: Tokens) -> StreamPlan:
-        """Where a step's new entries go and how long each stream is then. Slot -1: padding."""
-        self._refresh(tokens.slots)
-        s, P = self.schema, self.schema.entries_per_page
-        ends = tokens.num_computed + tokens.counts
-        new = ends // s.tokens_per_entry - tokens.num_computed // s.tokens_per_entry  # [B]
-        real = tokens.slots >= 0
-        before = np.where(real[:, None], self.lengths[tokens.slots], 0)  # [B, S]
-        after, index = before + np.where(real, new, 0)[:, None], None
-        if s.tokens_per_entry == 1 and tokens.num_decodes < len(
-            tokens.slots
-        ):  # arrays of this size take milliseconds here
-            return StreamPlan(s.name, self.mirror, after, None, P)
-        if s.tokens_per_entry == 1:
-            owner, inside = tokens.token_to_req()
-            entry = before[owner] + inside[:, None]  # [T, S]
-            page = self.pages[tokens.slots[owner][:, None], np.arange(s.streams), entry // P].astype(np.int64)
-            index = np.where(real[owner][:, None], page * P + entry % P, -1).T
-        return StreamPlan(s.name, self.mirror, after, index)
+    def stream_plan(self, step: HostIndex, reach: int | None = None) -> StreamPlan:
+        """Where a step's new entries go and how long each stream is then. Slot -1: padding.
 
-    def entry_plan(self, tokens: Tokens) -> EntryPlan:
-        """Where a step's new entries go, for a stream whose lengths follow from positions. Slot -1: padding."""
-        self._refresh(tokens.slots)
-        s, P = self.schema, self.schema.entries_per_page
-        owner, inside = tokens.token_to_req()
-        seen = tokens.num_computed[owner] + inside + 1  # tokens, the one in question included
-        entry = seen // s.tokens_per_entry - 1
-        index = np.full(len(owner), -1, np.int64)
-        full = np.flatnonzero((seen % s.tokens_per_entry == 0) & (tokens.slots[owner] >= 0))
-        page = self.pages[tokens.slots[owner[full]], 0, entry[full] // P].astype(np.int64)
-        index[full] = page * P + entry[full] % P
-        longest = int((tokens.num_computed + tokens.counts).max(initial=0))
-        return EntryPlan(s.name, self.mirror[:, 0], index, s.entries(longest))
+        `reach`: the step is to be captured, for requests of up to `reach` tokens.
+        """
+        self._send_changes(step.slots)
+        ratio = self.schema.tokens_per_entry
+        real = step.slots >= 0
+        new = np.where(real, self.schema.new_entries(step.num_computed, step.num_scheduled), 0)
+        before = np.where(real[:, None], self.lengths[step.slots], 0)  # [B, streams]
+        after = before + new[:, None]
+        max_entries = int(after.max(initial=0)) if reach is None else self.schema.entries(reach)
+        index = None
+        if ratio > 1 or step.num_decodes == len(step.slots):  # else arrays of [streams, T] would take milliseconds
+            index = self._places_of(step, before)
+        return StreamPlan(self.schema.name, self.device_table, self.schema.entries_per_page, after, index, max_entries)
+
+    def _places_of(self, step: HostIndex, before: np.ndarray) -> np.ndarray:
+        """[streams, T] flat place of the entry that each token completes, -1 where it completes none.
+
+        before [B, streams]: entries that the requests held before the step.
+        """
+        P, ratio = self.schema.entries_per_page, self.schema.tokens_per_entry
+        seen = step.positions + 1  # tokens, this one included
+        token = np.flatnonzero((step.slots[step.token_to_req] >= 0) & (seen % ratio == 0))
+        request = step.token_to_req[token]
+        earlier = seen[token] // ratio - step.num_computed[request] // ratio - 1  # entries of this step before it
+        entry = before[request] + earlier[:, None]  # [tokens, streams]
+        page = self.pages[step.slots[request][:, None], np.arange(self.schema.streams), entry // P].astype(np.int64)
+        index = np.full((self.schema.streams, len(seen)), -1, np.int64)
+        index[:, token] = (page * P + entry % P).T
+        return index
+
+    def _grown(self, slot: int, first: int, last: int) -> None:
+        """Columns [first, last) of the slot's pages may have changed, and no others."""
+        if slot not in self.changed or slot in self.columns:
+            was = self.columns.get(slot, (first, last))
+            self.columns[slot] = min(was[0], first), max(was[1], last)
+        self.changed.add(slot)
 
     def _all_changed(self, slot: int) -> None:
         self.changed.add(slot)
         self.columns.pop(slot, None)
 
-    def _refresh(self, slots: np.ndarray) -> None:
-        """Send the page ids that have changed, all in one copy."""
+    def _send_changes(self, slots: np.ndarray) -> None:
+        """Send the page ids of these slots that have changed, all in one copy."""
         stale = sorted(self.changed.intersection(slots.tolist()))
         if not stale:
             return
@@ -268,8 +299,8 @@ class PageTable:
         if len(row):
             where = np.array(stale)[row], stream, column + part.start
             flat = np.ravel_multi_index(where, self.sent.shape)
-            sent = upload([flat, now[row, stream, column].astype(np.int64)], self.mirror.device)
-            self.mirror.view(-1)[sent[: len(flat)]] = sent[len(flat) :].to(torch.int32)
+            sent = upload([flat, now[row, stream, column].astype(np.int64)], self.device_table.device)
+            self.device_table.view(-1)[sent[: len(flat)]] = sent[len(flat) :].to(torch.int32)
         self.sent[stale, :, part] = now
         for slot in stale:
             self.changed.discard(slot)

@@ -24,7 +24,8 @@ class QueryBuffers:
         if self.of[slot] < 0:
             if not self._free:
                 return False
-            self.of[slot], self.since[slot] = self._free.pop(), position
+            self.since[slot] = position
+            self.of[slot] = self._free.pop()
         return True
 
     def require(self, slot: int, position: int) -> None:
@@ -44,6 +45,12 @@ class QueryBuffers:
         if self.of[slot] >= 0:
             self._free.append(int(self.of[slot]))
             self.of[slot] = -1
+
+    def rebuild(self, free_slots: list[int]) -> None:
+        """Find the free buffers anew, from who has one: the way back after an interrupt."""
+        self.of[free_slots] = -1
+        taken = set(self.of.tolist())
+        self._free = [buffer for buffer in range(self.count - 1, -1, -1) if buffer not in taken]
 
     def check(self, free_slots: list[int]) -> None:
         """Every buffer is free or has one owner, and no free slot has one."""

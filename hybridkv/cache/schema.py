@@ -43,7 +43,7 @@ from hybridkv.kernels.formats.page_layout import PageFormat
 Count = TypeVar("Count", int, np.ndarray)
 
 
-def ceil_div(a: int, b: int) -> int:
+def ceil_div(a: Count, b: int) -> Count:
     return -(-a // b)
 
 

@@ -1,12 +1,14 @@
 """Snapshots: all that a request holds, taken out of the cache and brought back, in memory or through a file.
 
-A snapshot is dense: entries of all streams one after the other, without pages. It goes into any cache whose schema
-stores the same, also one with other page ids or (but for compressed entries) another page size. What is restored is
-what was taken, byte for byte: entries, lengths, position, which positions survived an eviction, and state rows; last
-queries only if the request had a ring for them, and then it needs one again.
+A snapshot is dense: the entries of all streams one after the other, without pages. It goes into any cache of the same
+model whose schema stores the same, also one with other page ids or (except for compressed entries) another page size.
+What is restored is what was taken, byte for byte: entries, lengths, position, which positions survived an eviction, and
+state rows; last queries only if the request had a query buffer, and then it needs one again.
 
-    file = a safetensors file; its metadata holds format, version, schema fingerprint, position and a SHA-256 of the
-           whole file with the digest's own place filled with zeros
+    file = a safetensors file; its metadata holds format, version, fingerprints of schema and model, position and a
+           SHA-256 of the whole file with the digest's own place filled with zeros
+
+The checksum finds damage, not malice: a file that was written by someone else is checked for its form as well.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import hashlib
 import json
 import os
 import tempfile
+from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,15 +33,20 @@ from hybridkv.cache.page_table import PageTable
 from hybridkv.cache.schema import CacheSchema
 from hybridkv.errors import HybridKVError, RequestError
 
-FORMAT, VERSION = "hybridkv-snapshot", "1"
+FORMAT = "hybridkv-snapshot"
+VERSION = "2"
 NO_DIGEST = "0" * 64
+GROUPS = ("entries", "state", "lengths", "kept", "kept_lengths")
+INTEGERS = (torch.int32, torch.int64)
+MAX_POSITION = 1 << 48
 
 
 @dataclass(frozen=True)
 class Snapshot:
     fingerprint: str  # of the schema it was taken from
+    model: str  # fingerprint of the model that computed it; "" if the cache did not know
     position: int
-    lengths: dict[str, np.ndarray]  # stream schema -> [streams]
+    lengths: dict[str, np.ndarray]  # stream schema -> [streams] int64
     entries: dict[tuple[str, str], Tensor]  # (stream schema, tensor) -> [lanes, all entries, *shape]
     states: dict[tuple[str, str], Tensor]  # (state schema, tensor) -> [layers, *shape]
     compaction: Compaction | None
@@ -52,35 +60,40 @@ class Snapshot:
         tensors = {f"entries/{a}/{b}": t.contiguous() for (a, b), t in self.entries.items()}
         tensors |= {f"state/{a}/{b}": t.contiguous() for (a, b), t in self.states.items()}
         tensors |= {f"lengths/{name}": torch.from_numpy(n) for name, n in self.lengths.items()}
-        meta = {"format": FORMAT, "version": VERSION, "fingerprint": self.fingerprint, "position": str(self.position)}
+        meta = {"fingerprint": self.fingerprint, "model": self.model, "position": str(self.position)}
         if self.compaction is not None:
             meta["compacted_at"] = str(self.compaction.position)
             for name, kept in self.compaction.kept.items():
                 tensors[f"kept/{name}"] = torch.from_numpy(np.concatenate(kept))
                 tensors[f"kept_lengths/{name}"] = torch.tensor([len(each) for each in kept])
-        data = safetensors.torch.save(tensors, meta | {"sha256": NO_DIGEST})
-        digest = hashlib.sha256(data).hexdigest()
-        _write_whole(Path(path), data.replace(NO_DIGEST.encode(), digest.encode(), 1))
+        _write_whole(Path(path), _with_checksum(tensors, {"format": FORMAT, "version": VERSION} | meta))
 
     @staticmethod
     def load(path: str | Path) -> Snapshot:
-        """Read a file back; one that is truncated, altered or of another format is refused."""
+        """Read a file back; one that is truncated, altered, badly formed or of another format is refused."""
         path = Path(path)
         try:
             data = path.read_bytes()
         except OSError as problem:
             raise HybridKVError(f"snapshot {path.name} cannot be read: {problem.strerror}") from None
         meta = _metadata(data, path.name)
-        if meta.get("format") != FORMAT or meta.get("version") != VERSION:
-            raise HybridKVError(f"{path.name} is not a snapshot of version {VERSION}")
+        _check_version(meta, path.name)
         digest = meta.get("sha256", "")
         plain = data.replace(digest.encode(), NO_DIGEST.encode(), 1)
         if len(digest) != 64 or hashlib.sha256(plain).hexdigest() != digest:
             raise HybridKVError(f"snapshot {path.name} is damaged: its checksum does not agree; take it again")
         try:
-            return _from_tensors(safetensors.torch.load(data), meta)
-        except (SafetensorError, KeyError, ValueError) as problem:
+            tensors = safetensors.torch.load(data)
+        except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as problem:
             raise HybridKVError(f"snapshot {path.name} is not well-formed: {problem}") from None
+        try:
+            return _from_tensors(tensors, meta)
+        except _NotWellFormed as problem:
+            raise HybridKVError(f"snapshot {path.name} is not well-formed: {problem}") from None
+
+
+class _NotWellFormed(Exception):
+    """Says what is wrong with a snapshot by itself, whatever cache it is for."""
 
 
 def snapshot_request(manager: KVCacheManager, request: Hashable) -> Snapshot:
@@ -97,10 +110,12 @@ def snapshot_request(manager: KVCacheManager, request: Hashable) -> Snapshot:
         for key, pool in table.pool.tensors.items():
             flat = pool.view(pool.shape[0], -1, *pool.shape[3:])
             entries[name, key] = flat[:, at].cpu()
-    ring = manager.query_buffers.whole(slot, max(0, int(manager.positions[slot]) - (manager.schema.query_window or 0)))
-    states = {key: t.cpu() for key, t in manager.state.snapshot(slot, ring).items()}
+    window_start = max(0, int(manager.positions[slot]) - (manager.schema.query_window or 0))
+    query_buffer = manager.query_buffers.whole(slot, window_start)
+    states = {key: t.cpu() for key, t in manager.state.snapshot(slot, query_buffer).items()}
     return Snapshot(
         fingerprint(manager.schema),
+        manager.model_fingerprint(),
         int(manager.positions[slot]),
         lengths,
         entries,
@@ -139,7 +154,7 @@ def restore_request(manager: KVCacheManager, snapshot: Snapshot, request: Hashab
 
 
 def lent_keys(manager: KVCacheManager) -> set[tuple[str, str]]:
-    """Names of the state that a request has only while it has a ring."""
+    """Names of the state that a request has only while it has a query buffer."""
     return {(s.name, t.name) for s in manager.schema.states if s.lent for t in s.tensors}
 
 
@@ -167,25 +182,23 @@ def _places(table: PageTable, rows: np.ndarray, lengths: np.ndarray) -> Tensor:
 
 def _check(manager: KVCacheManager, snapshot: Snapshot) -> None:
     """Refuse what does not belong into this cache, before anything is taken."""
-    if snapshot.fingerprint != fingerprint(manager.schema):
-        raise RequestError(
-            "the snapshot was taken from a cache that stores other things (another model, KV dtype or eviction window)"
-        )
+    try:
+        _check_form(snapshot)
+    except _NotWellFormed as problem:
+        raise RequestError(f"the snapshot is not well-formed: {problem}") from None
+    _check_origin(manager, snapshot)
     manager.check_shareable(snapshot.position)
-    if not 0 <= snapshot.position <= manager.max_tokens:
+    if snapshot.position > manager.max_tokens:
         raise RequestError(
             f"the snapshot is at position {snapshot.position}, the context holds {manager.max_tokens} tokens"
         )
     past = snapshot.compaction
     for name, table in manager.tables.items():
-        s, found = table.schema, snapshot.lengths.get(name)
+        s = table.schema
         want = np.full(s.streams, s.entries(snapshot.position))
         if past is not None and name in past.kept:
-            kept = past.kept[name]
-            good = len(kept) == s.streams and 0 <= past.position <= snapshot.position
-            if not good or any((np.diff(k, prepend=-1) <= 0).any() or (k >= past.position).any() for k in kept):
-                raise RequestError(f"the snapshot's list of surviving entries in '{name}' is not well-formed")
-            want = np.array([len(k) for k in kept]) + snapshot.position - past.position
+            want = np.array([len(k) for k in past.kept[name]]) + snapshot.position - past.position
+        found = snapshot.lengths.get(name)
         if found is None or not np.array_equal(found, want):
             raise RequestError(f"the snapshot's lengths in '{name}' do not agree with its position")
         for t in s.tensors:
@@ -193,6 +206,31 @@ def _check(manager: KVCacheManager, snapshot: Snapshot) -> None:
             shape = (s.lanes, int(found.sum()), *t.shape)
             if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != t.dtype:
                 raise RequestError(f"the snapshot's tensor '{t.name}' of '{name}' is not {shape} {t.dtype}")
+    _check_states(manager, snapshot)
+
+
+def _check_origin(manager: KVCacheManager, snapshot: Snapshot) -> None:
+    if snapshot.fingerprint != fingerprint(manager.schema):
+        raise RequestError(
+            "the snapshot was taken from a cache that stores other things (other layers or sizes, another KV dtype or "
+            "eviction window)"
+        )
+    here = manager.model_fingerprint()
+    if snapshot.model != here:
+        raise RequestError(
+            "the snapshot stores what this cache stores, but another model computed it: other weights, another dtype "
+            f"of weights, or another rope (its fingerprint is {_short(snapshot.model)}, here it is {_short(here)}); "
+            "restore it with the model it was taken from"
+        )
+
+
+def _short(fingerprint: str) -> str:
+    return f"{fingerprint[:12]}..." if fingerprint else "not known"
+
+
+def _check_states(manager: KVCacheManager, snapshot: Snapshot) -> None:
+    for key in snapshot.states.keys() - manager.state.tensors.keys():
+        raise RequestError(f"the snapshot's state {key} has no place in this cache")
     lent = lent_keys(manager)
     for key, t in manager.state.tensors.items():
         if key in lent and not lent & snapshot.states.keys():
@@ -200,6 +238,58 @@ def _check(manager: KVCacheManager, snapshot: Snapshot) -> None:
         tensor = snapshot.states.get(key)
         if tensor is None or tensor.shape != (t.shape[0], *t.shape[2:]) or tensor.dtype != t.dtype:
             raise RequestError(f"the snapshot's state {key} does not fit this cache")
+
+
+def _check_form(snapshot: Snapshot) -> None:
+    """What must hold of any snapshot: integer vectors, counts that add up, positions in order."""
+    if not 0 <= snapshot.position <= MAX_POSITION:
+        raise _NotWellFormed(f"position {snapshot.position} is not from 0 to {MAX_POSITION}")
+    for name, lengths in snapshot.lengths.items():
+        if lengths.ndim != 1 or lengths.dtype != np.int64:
+            raise _NotWellFormed(f"lengths of '{name}' are {lengths.dtype} {list(lengths.shape)}, not an int64 vector")
+        if ((lengths < 0) | (lengths > MAX_POSITION)).any():
+            raise _NotWellFormed(f"a length in '{name}' is not from 0 to {MAX_POSITION}")
+        if not any(key[0] == name for key in snapshot.entries):
+            raise _NotWellFormed(f"'{name}' has lengths and no entries")
+    for (name, tensor), entries in snapshot.entries.items():
+        lengths = snapshot.lengths.get(name)
+        if lengths is None:
+            raise _NotWellFormed(f"'{name}' has entries and no lengths")
+        if entries.ndim < 2 or entries.shape[1] != sum(lengths.tolist()):
+            raise _NotWellFormed(
+                f"tensor '{tensor}' of '{name}' is {list(entries.shape)}, its lengths add up to {sum(lengths.tolist())}"
+            )
+    if snapshot.compaction is not None:
+        _check_compaction(snapshot, snapshot.compaction)
+
+
+def _check_compaction(snapshot: Snapshot, past: Compaction) -> None:
+    if not 0 <= past.position <= snapshot.position:
+        raise _NotWellFormed(f"it was compacted at {past.position}, but is at position {snapshot.position}")
+    for name, kept in past.kept.items():
+        if name not in snapshot.lengths or len(kept) != len(snapshot.lengths[name]):
+            raise _NotWellFormed(f"the surviving positions of '{name}' are not those of its streams")
+        for positions in kept:
+            if positions.ndim != 1 or positions.dtype not in (np.int32, np.int64):
+                raise _NotWellFormed(f"surviving positions of '{name}' are not vectors of integers")
+            ascending = (positions[1:] > positions[:-1]).all()
+            if len(positions) and not (ascending and positions[0] >= 0 and positions[-1] < past.position):
+                raise _NotWellFormed(
+                    f"surviving positions of '{name}' are not in ascending order from 0 to {past.position - 1}"
+                )
+
+
+def _check_version(meta: dict[str, str], name: str) -> None:
+    if meta.get("format") != FORMAT:
+        raise HybridKVError(f"{name} is not a snapshot: its format is not {FORMAT}")
+    found = meta.get("version")
+    if found == "1":
+        raise HybridKVError(
+            f"{name} is a snapshot of version 1, which does not say which model it was taken from, so it cannot be "
+            f"trusted; this program reads version {VERSION}: take it again"
+        )
+    if found != VERSION:
+        raise HybridKVError(f"{name} is a snapshot of version {str(found)[:20]}; this program reads version {VERSION}")
 
 
 def _metadata(data: bytes, name: str) -> dict[str, str]:
@@ -215,21 +305,78 @@ def _metadata(data: bytes, name: str) -> dict[str, str]:
 
 
 def _from_tensors(tensors: dict[str, Tensor], meta: dict[str, str]) -> Snapshot:
-    groups: dict[str, dict[str, Tensor]] = {}
+    """The snapshot that a file holds, or _NotWellFormed."""
+    groups: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
         group, _, rest = name.partition("/")
-        groups.setdefault(group, {})[rest] = tensor
-
-    def pairs(group: str) -> dict[tuple[str, str], Tensor]:
-        return {(a, b): t for name, t in groups.get(group, {}).items() for a, _, b in [name.rpartition("/")]}
-
+        if group not in GROUPS or not rest:
+            raise _NotWellFormed(f"tensor '{name[:80]}' has no place in a snapshot")
+        groups[group][rest] = tensor
     past = None
     if "compacted_at" in meta:
-        counts = {name: n.tolist() for name, n in groups.get("kept_lengths", {}).items()}
-        kept = {name: [k.numpy() for k in groups["kept"][name].split(n)] for name, n in counts.items()}
-        past = Compaction(int(meta["compacted_at"]), kept)
-    lengths = {name: t.numpy() for name, t in groups.get("lengths", {}).items()}
-    return Snapshot(meta["fingerprint"], int(meta["position"]), lengths, pairs("entries"), pairs("state"), past)
+        past = Compaction(_whole_number(meta, "compacted_at"), _kept(groups["kept"], groups["kept_lengths"]))
+    elif groups["kept"] or groups["kept_lengths"]:
+        raise _NotWellFormed("it has surviving positions, but does not say when it was compacted")
+    for key in ("fingerprint", "model"):
+        if key not in meta:
+            raise _NotWellFormed(f"its metadata has no '{key}'")
+    snapshot = Snapshot(
+        meta["fingerprint"],
+        meta["model"],
+        _whole_number(meta, "position"),
+        {name: _vector(t, f"lengths of '{name}'").numpy() for name, t in groups["lengths"].items()},
+        _by_schema(groups["entries"]),
+        _by_schema(groups["state"]),
+        past,
+    )
+    _check_form(snapshot)
+    return snapshot
+
+
+def _kept(kept: dict[str, Tensor], lengths: dict[str, Tensor]) -> dict[str, list[np.ndarray]]:
+    """Surviving positions of each stream: one vector for all streams of a schema, split by how many each has."""
+    if kept.keys() != lengths.keys():
+        raise _NotWellFormed("surviving positions and their counts are not for the same streams")
+    found = {}
+    for name in kept:
+        positions = _vector(kept[name], f"surviving positions of '{name}'")
+        counts = _vector(lengths[name], f"counts of surviving positions of '{name}'").tolist()
+        if any(count < 0 for count in counts) or sum(counts) != len(positions):
+            raise _NotWellFormed(f"counts of surviving positions of '{name}' do not add up to {len(positions)}")
+        found[name] = [part.numpy() for part in positions.split(counts)]
+    return found
+
+
+def _vector(tensor: Tensor, what: str) -> Tensor:
+    """The tensor as int64, if it is a vector of integers."""
+    if tensor.ndim != 1 or tensor.dtype not in INTEGERS:
+        raise _NotWellFormed(f"{what} are {tensor.dtype} {list(tensor.shape)}, not a vector of integers")
+    return tensor.long()
+
+
+def _whole_number(meta: dict[str, str], key: str) -> int:
+    text = meta.get(key, "")
+    if not (text.isascii() and text.isdigit() and len(text) < 20):
+        raise _NotWellFormed(f"its metadata has {key} {text[:40]!r}, not a whole number")
+    return int(text)
+
+
+def _by_schema(tensors: dict[str, Tensor]) -> dict[tuple[str, str], Tensor]:
+    """Names 'schema/tensor' as pairs."""
+    found = {}
+    for name, tensor in tensors.items():
+        schema, _, part = name.rpartition("/")
+        if not schema:
+            raise _NotWellFormed(f"tensor '{name[:80]}' does not say what it belongs to")
+        found[schema, part] = tensor
+    return found
+
+
+def _with_checksum(tensors: dict[str, Tensor], meta: dict[str, str]) -> bytes:
+    """A safetensors file whose metadata has the SHA-256 of the file with zeros in its place."""
+    data = safetensors.torch.save(tensors, meta | {"sha256": NO_DIGEST})
+    digest = hashlib.sha256(data).hexdigest()
+    return data.replace(NO_DIGEST.encode(), digest.encode(), 1)
 
 
 def _write_whole(path: Path, data: bytes) -> None:

@@ -36,7 +36,6 @@ QUESTIONS = (
     "What is the name of the chief scientist of the next voyage?",
 )
 
-
 BUDGET = 1024  # a third of the tokens; with 768 the small model's first answer names a place that is not in the text
 PAGE = "hybridkv-demo.html"
 
@@ -125,13 +124,13 @@ def full_answers(llm: LLM, console: Console, text: str, params: SamplingParams) 
 def short_answer(
     llm: LLM, model: ModelOptions, question: str, tokens: list[int], params: SamplingParams
 ) -> tuple[Row, Kept]:
-    from hybridkv.commands.display import cut
+    from hybridkv.commands.display import last_eviction
     from hybridkv.commands.inspect import look
 
     began = time.perf_counter()
     page, request = look(llm, tokens, params, model.describe(llm.cache_config))
     seconds = time.perf_counter() - began
-    left = cut(llm, request)
+    left = last_eviction(llm, request)
     return Row(question, page.answer, left.kept_tokens, left.tokens, left.bytes_after, seconds), page
 
 
@@ -148,7 +147,8 @@ def with_cache(llm: LLM, cache: CacheConfig) -> LLM:
     plan = other.plan = replace(plan, schema=schema, slots=1, query_buffers=1 if schema.query_buffer_bytes else 0)
     sizes = (plan.schema, plan.pages, plan.slots, plan.max_tokens)
     other.manager = KVCacheManager(*sizes, llm.device, query_buffers=plan.query_buffers)
-    evictor = Evictor.make(cache, other.manager, llm.config.attention_scale)
+    other.manager.model_fingerprint = llm.manager.model_fingerprint
+    evictor = Evictor.make(cache, other.manager, scale=llm.config.attention_scale)
     steps = llm.engine.scheduler.step_tokens
     other.engine = Engine(llm.model, other.manager, llm.tokenizer, steps, llm.engine.eos_ids, evictor)
     return other

@@ -18,7 +18,7 @@ from hybridkv.llm import LLM, Completion
 from hybridkv.planner import human
 from hybridkv.request import Request
 
-# what a terminal would obey, should a model write it: control characters but for tab and newline
+# what a terminal would obey, should a model write it: control characters except tab and newline
 _CONTROL = {i: "\N{REPLACEMENT CHARACTER}" for i in (*range(32), *range(127, 160)) if chr(i) not in "\t\n"}
 
 
@@ -84,8 +84,8 @@ def pieces(llm: LLM, request: Request) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """What the last eviction of a request left, a stream on average, and the bytes of its pages before and after."""
+class LastEviction:
+    """What the last eviction of a request left in a stream on average, and the bytes of its pages before and after."""
 
     tokens: int  # seen until then
     kept_tokens: float
@@ -93,33 +93,35 @@ class Cut:
     bytes_after: int
 
 
-def cut(llm: LLM, request: Request) -> Cut:
-    """A request that was never cut kept all of its prompt."""
+def last_eviction(llm: LLM, request: Request) -> LastEviction:
+    """A request from which nothing was evicted kept all of its prompt."""
     schema = llm.manager.schema
     if not request.evictions:
         size = schema.kv_bytes(request.prompt_tokens)
-        return Cut(request.prompt_tokens, request.prompt_tokens, size, size)
+        return LastEviction(request.prompt_tokens, request.prompt_tokens, size, size)
     position = max(request.evictions)
     lengths = [len(entries) for layer in request.evictions[position] for entries in layer]
-    cut_streams = next(s for s in schema.streams if s.name == STREAMS)
-    pages = sum(ceil_div(n, cut_streams.entries_per_page) for n in lengths)
+    streams = next(s for s in schema.streams if s.name == STREAMS)
+    pages = sum(ceil_div(n, streams.entries_per_page) for n in lengths)
     before = schema.kv_bytes(position)
-    after = before - (cut_streams.pages(position) - pages) * cut_streams.page_bytes
-    return Cut(position, sum(lengths) / len(lengths), before, after)
+    after = before - (streams.pages(position) - pages) * streams.page_bytes
+    return LastEviction(position, sum(lengths) / len(lengths), before, after)
 
 
 def kept_line(llm: LLM, requests: Sequence[Request]) -> str | None:
     """kept 2048 of 16384 tokens a stream, KV 1024.0 MiB -> 128.0 MiB. None where no budget is set."""
     if llm.cache_config.budget is None or not requests:
         return None
-    cuts = [cut(llm, request) for request in requests]
-    kept, tokens = (sum(getattr(c, name) for c in cuts) / len(cuts) for name in ("kept_tokens", "tokens"))
-    before, after = sum(c.bytes_before for c in cuts), sum(c.bytes_after for c in cuts)
+    found = [last_eviction(llm, request) for request in requests]
+    kept = sum(each.kept_tokens for each in found) / len(found)
+    tokens = sum(each.tokens for each in found) / len(found)
+    before = sum(each.bytes_before for each in found)
+    after = sum(each.bytes_after for each in found)
     if not any(request.evictions for request in requests):
         few = f"no more than the budget of {llm.cache_config.budget} and the window of {llm.cache_config.window}"
         return f"kept all {tokens:.0f} tokens a stream ({few}), KV {human(before)}"
-    each = f" of each of {len(cuts)} requests on average" if len(cuts) > 1 else ""
-    return f"kept {kept:.0f} of {tokens:.0f} tokens a stream{each}, KV {human(before)} -> {human(after)}"
+    whose = f" of each of {len(found)} requests on average" if len(found) > 1 else ""
+    return f"kept {kept:.0f} of {tokens:.0f} tokens a stream{whose}, KV {human(before)} -> {human(after)}"
 
 
 def summary(answer: Completion) -> str:

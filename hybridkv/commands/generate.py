@@ -122,7 +122,7 @@ def _shown(llm: LLM, token: int) -> str:
 
 def _json(llm: LLM, answer: Completion, request: Request) -> str:
     """One line. Text of tokens is given beside ids where there is a tokenizer."""
-    from hybridkv.commands.display import cut
+    from hybridkv.commands.display import last_eviction
 
     found: dict[str, object] = {
         "text": answer.text,
@@ -133,7 +133,7 @@ def _json(llm: LLM, answer: Completion, request: Request) -> str:
         "stats": answer.stats,
     }
     if llm.cache_config.budget is not None:
-        found["eviction"] = asdict(cut(llm, request))
+        found["eviction"] = asdict(last_eviction(llm, request))
     if answer.logprobs is not None:
         found["logprobs"] = [
             {

@@ -30,7 +30,7 @@ def inspect(
     output: Annotated[str, Option("--output", "-o", metavar="FILE", help="the page to write")] = "kept.html",
     system: Annotated[str | None, Option("--system", metavar="TEXT", help="system message")] = None,
     raw: Annotated[bool, Option("--raw", help="give the prompt as it is, without the chat template")] = False,
-    max_tokens: Annotated[int, Option("--max-tokens", metavar="N", help="most tokens of the answer shown")] = 48,
+    max_tokens: Annotated[int, Option("--max-tokens", metavar="N", help="longest answer shown")] = 48,
 ) -> None:
     """Write a web page that shows which tokens of a prompt were kept.
 

@@ -14,11 +14,12 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import Field, asdict, dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from typer import BadParameter, Option
 
+from hybridkv.bench.options import flag_of, is_list, read_list
 from hybridkv.config import CacheConfig, EngineConfig, SamplingParams
 from hybridkv.overrides import overridden
 
@@ -70,7 +71,7 @@ class ModelOptions:
         Option(
             "--max-requests",
             metavar="N",
-            help=f"requests resident at once; as many as there are prompts, {_ENGINE['max_requests']} at the most",
+            help=f"requests resident at once; as many as there are prompts, {_ENGINE['max_requests']} at most",
         ),
     ] = None
     context: Annotated[
@@ -219,7 +220,7 @@ _ONLY_WITH_BUDGET = {
 class SamplingOptions:
     """How tokens are chosen and when an answer ends."""
 
-    max_tokens: Annotated[int, Option("--max-tokens", metavar="N", help="most tokens of an answer")] = _SAMPLING[
+    max_tokens: Annotated[int, Option("--max-tokens", metavar="N", help="longest answer, in tokens")] = _SAMPLING[
         "max_tokens"
     ]
     temperature: Annotated[float, Option("--temperature", metavar="X", help="0 takes the likeliest token")] = _SAMPLING[
@@ -253,7 +254,9 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     groups = {name: kind for name, kind in hints.items() if is_dataclass(kind) and isinstance(kind, type)}
     own = [p.replace(annotation=hints[n]) for n, p in inspect.signature(command).parameters.items() if n not in groups]
     spread = [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=annotation)
+        inspect.Parameter(
+            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=_typer_annotation(f, annotation)
+        )
         for group in groups.values()
         for f, annotation in zip(fields(group), get_type_hints(group, include_extras=True).values(), strict=True)
     ]
@@ -268,6 +271,21 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run
+
+
+def _typer_annotation(f: Field[Any], hint: Any) -> Any:
+    """The field's own annotation; a benchmark's option, which is declared without typer, gets one."""
+    if "metavar" not in f.metadata:
+        return hint
+    about: dict[str, Any] = {"help": f.metadata["help"]}
+    if f.metadata["metavar"]:
+        about["metavar"] = f.metadata["metavar"]
+    if is_list(f):
+        default: Any = f.default
+        about["parser"] = functools.partial(read_list, f)
+        about["show_default"] = ",".join(str(item) for item in default) or False
+        hint = str
+    return Annotated[hint, Option(flag_of(f), **about)]
 
 
 def utf8(text: str) -> str:

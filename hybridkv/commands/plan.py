@@ -19,8 +19,11 @@ from hybridkv.errors import HybridKVError, ModelFileError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
     from hybridkv.cache import CacheSchema
     from hybridkv.config import CacheConfig
+    from hybridkv.models.config import ModelConfig
     from hybridkv.planner import CachePlan
 
 EMBEDDED = "SmolLM2-135M-Instruct"
@@ -113,24 +116,26 @@ def plan(
         console.print(f"What a step needs to compute comes on top{written}; leave a few hundred MiB.", style="dim")
 
 
-def make_report(options: ModelOptions, requests: int) -> Report:
-    import torch
+@dataclass(frozen=True)
+class Weights:
+    """Bytes of a model's weights in the form that the options ask for."""
 
-    from hybridkv.config import KV_DTYPES, EngineConfig
-    from hybridkv.kernels.linear.fp8 import keeps_codes
-    from hybridkv.kernels.linear.packed import keeps_packed
-    from hybridkv.llm import resolve_device, resolve_dtype, resolve_fp8
-    from hybridkv.models import cache_schema, check_exact, check_fp8, family_of
+    nbytes: int
+    form: str  # float32, bfloat16, fp8, "fp8 as ..." where a machine has none, or packed
+    packed_on_gpu: int | None  # of a GGUF file that is planned for a CPU
+
+
+def make_report(options: ModelOptions, requests: int) -> Report:
+    from hybridkv.config import EngineConfig
+    from hybridkv.llm import resolve_device, resolve_dtype
+    from hybridkv.models import check_exact, family_of
     from hybridkv.models.config import ModelConfig
-    from hybridkv.planner import longest_context, model_bytes, most_requests, plan_cache, planned_tensors
 
     limits = EngineConfig(requests, options.context, options.memory)
     device = resolve_device(options.device)
     name, raw = read_config(options.model)
     config = ModelConfig.from_dict(raw)
-    fp8 = resolve_fp8(options.weight_dtype)
     check_exact(config, options.exact, options.state_dtype)
-    check_fp8(config, fp8)
     evicts = family_of(config).supports("budget")
     if not evicts and options.budget is not None:
         raise HybridKVError(
@@ -139,67 +144,142 @@ def make_report(options: ModelOptions, requests: int) -> Report:
     evicting = (replace(options, budget=BUDGET) if evicts and options.budget is None else options).cache()
     cache = replace(evicting, budget=None, bounded=False, decode_every=0) if evicts else evicting
     dtype = resolve_dtype(options.dtype, device, raw)
-    kept = fp8 and not options.exact and keeps_codes(device, dtype)
-    has, packed = file_tensors(options.model) or (planned_tensors(config, raw), {})
-    weights = plain = model_bytes(config, has, dtype, device.type, kept)
-    may_pack = options.weight_dtype == "auto" and not options.exact
-    if may_pack and keeps_packed(device, dtype):
-        weights = model_bytes(config, has, dtype, device.type, packed=packed)
-    on_gpu = None
-    if packed and may_pack and device.type == "cpu":
-        least, most = (model_bytes(config, has, torch.bfloat16, "cuda", packed=found) for found in (packed, {}))
-        on_gpu = least if least < most else None
+    weights = find_weights(options, config, raw, device, dtype)
     context = limits.max_context or config.max_positions
     if context > config.max_positions:
         raise HybridKVError(f"max_context {context} exceeds the model's own limit of {config.max_positions} tokens")
+    choices = find_choices(config, cache, dtype, requests, context, weights.nbytes, limits.memory_bytes)
+    ffn = ffn_layer_bytes(options.model)
+    buys = []
+    if evicts:
+        kinds = [choice.kv_dtype for choice in choices]
+        room = None if limits.memory_bytes is None else limits.memory_bytes - weights.nbytes
+        buys = find_buys(config, evicting, dtype, kinds, limits.step_tokens, requests, context, room, ffn)
+    return Report(
+        model=name,
+        requests=requests,
+        context=context,
+        dtype=weights.form,
+        layers=config.layers,
+        weights=weights.nbytes,
+        memory=limits.memory_bytes,
+        choices=choices,
+        buys=buys,
+        ffn_layer_bytes=ffn,
+        packed_on_gpu=weights.packed_on_gpu,
+    )
+
+
+def find_weights(
+    options: ModelOptions, config: ModelConfig, raw: dict[str, Any], device: torch.device, dtype: torch.dtype
+) -> Weights:
+    import torch
+
+    from hybridkv.kernels.linear.fp8 import keeps_codes
+    from hybridkv.kernels.linear.packed import keeps_packed
+    from hybridkv.llm import resolve_fp8
+    from hybridkv.models import check_fp8
+    from hybridkv.planner import model_bytes, planned_tensors
+
+    fp8 = resolve_fp8(options.weight_dtype)
+    check_fp8(config, fp8)
+    stays_fp8 = fp8 and not options.exact and keeps_codes(device, dtype)
+    has, packed = file_tensors(options.model) or (planned_tensors(config, raw), {})
+    plain = model_bytes(config, has, dtype, device.type, stays_fp8)
+    may_pack = options.weight_dtype == "auto" and not options.exact
+    nbytes = plain
+    if may_pack and keeps_packed(device, dtype):
+        nbytes = model_bytes(config, has, dtype, device.type, packed=packed)
+    on_gpu = None
+    if packed and may_pack and device.type == "cpu":
+        unpacked_there = model_bytes(config, has, torch.bfloat16, "cuda", packed={})
+        packed_there = model_bytes(config, has, torch.bfloat16, "cuda", packed=packed)
+        if packed_there < unpacked_there:
+            on_gpu = packed_there
+    name = str(dtype).removeprefix("torch.")
+    if nbytes < plain:
+        form = "packed"
+    elif stays_fp8:
+        form = "fp8"
+    else:
+        form = f"fp8 as {name}" if fp8 else name
+    return Weights(nbytes, form, on_gpu)
+
+
+def find_choices(
+    config: ModelConfig,
+    cache: CacheConfig,
+    dtype: torch.dtype,
+    requests: int,
+    context: int,
+    weights: int,
+    memory: int | None,
+) -> list[Choice]:
+    """One for each KV dtype that may be meant."""
+    from hybridkv.config import KV_DTYPES
+    from hybridkv.models import cache_schema
+    from hybridkv.planner import longest_context, most_requests, plan_cache
+
     choices = []
     for kv_dtype in KV_DTYPES if cache.kv_dtype == "auto" else (cache.kv_dtype,):
         schema = cache_schema(config, replace(cache, kv_dtype=kv_dtype), dtype)
         pools = plan_cache(schema, requests, context, None)
         choice = Choice(kv_dtype, pools, weights + pools.nbytes)
-        if limits.memory_bytes is not None:
-            room = limits.memory_bytes - weights
-            longest = longest_context(schema, room, requests, config.max_positions)
-            most = most_requests(schema, room, context)
-            choice = replace(choice, fits=pools.nbytes <= room, longest_context=longest, most_requests=most)
+        if memory is not None:
+            room = memory - weights
+            choice = replace(
+                choice,
+                fits=pools.nbytes <= room,
+                longest_context=longest_context(schema, room, requests, config.max_positions),
+                most_requests=most_requests(schema, room, context),
+            )
         choices.append(choice)
-    ffn = ffn_layer_bytes(options.model)
-    room = None if limits.memory_bytes is None else limits.memory_bytes - weights
-    whole = cache_schema(config, replace(cache, kv_dtype="f32"), dtype)
+    return choices
+
+
+def find_buys(
+    config: ModelConfig,
+    evicting: CacheConfig,
+    dtype: torch.dtype,
+    kv_dtypes: list[str],
+    step: int,
+    requests: int,
+    context: int,
+    room: int | None,
+    ffn: int | None,  # bytes of a feed-forward layer
+) -> list[Buy]:
+    """Each KV dtype with each budget to compare."""
+    from hybridkv.models import cache_schema
+
+    whole = cache_schema(config, replace(evicting, kv_dtype="f32", budget=None, bounded=False, decode_every=0), dtype)
     base = requests * (whole.kv_bytes(context) + whole.slot_bytes)  # page tables are alike in all
     buys = []
-    for choice in choices if evicts else ():
-        for budget, bounded in cuts(evicting):
-            settings = replace(evicting, kv_dtype=choice.kv_dtype, budget=budget, bounded=bounded, decode_every=0)
+    for kv_dtype in kv_dtypes:
+        for budget, bounded in budgets(evicting):
+            settings = replace(evicting, kv_dtype=kv_dtype, budget=budget, bounded=bounded, decode_every=0)
             schema = cache_schema(config, settings, dtype)
-            found = buy(schema, settings, limits.step_tokens, requests, context, room, config.max_positions)
+            found = buy(schema, settings, step, requests, context, room, config.max_positions)
             if ffn:
-                found = replace(
-                    found, ffn_layers=min(max(base - found.peak_bytes - found.state_bytes, 0) // ffn, config.layers)
-                )
+                freed = max(base - found.peak_bytes - found.state_bytes, 0)
+                found = replace(found, ffn_layers=min(freed // ffn, config.layers))
             buys.append(found)
-    short = "fp8" if kept else ("fp8 as " if fp8 else "") + str(dtype).removeprefix("torch.")
-    short = "packed" if weights < plain else short
-    return Report(
-        name, requests, context, short, config.layers, weights, limits.memory_bytes, choices, buys, ffn, on_gpu
-    )
+    return buys
 
 
-def cuts(cache: CacheConfig) -> list[tuple[int | None, bool]]:
-    """Budgets to compare: none, the one asked for, and that one while the prompt is read too."""
-    return (
-        [(None, False), (cache.budget, True)]
-        if cache.bounded
-        else [(None, False), (cache.budget, False), (cache.budget, True)]
-    )
+def budgets(cache: CacheConfig) -> list[tuple[int | None, bool]]:
+    """(budget, bounded) to compare: none, the one asked for, and that one while the prompt is read too."""
+    found: list[tuple[int | None, bool]] = [(None, False), (cache.budget, True)]
+    if not cache.bounded:
+        found.insert(1, (cache.budget, False))
+    return found
 
 
-def kv_bytes(schema: CacheSchema, tokens: int, most: int | None) -> int:
-    """Page bytes of one request of `tokens` tokens whose attention streams hold `most` of them at the most."""
+def kv_bytes(schema: CacheSchema, tokens: int, max_held: int | None) -> int:
+    """Page bytes of one request of `tokens` tokens whose attention streams hold at most `max_held` of them."""
     from hybridkv.eviction.evict import STREAMS
 
-    few = tokens if most is None else min(tokens, most)
-    return sum(s.pages(few if s.name == STREAMS else tokens) * s.page_bytes for s in schema.streams)
+    held = tokens if max_held is None else min(tokens, max_held)
+    return sum(s.pages(held if s.name == STREAMS else tokens) * s.page_bytes for s in schema.streams)
 
 
 def buy(

@@ -1,29 +1,42 @@
 """Engine: requests in, tokens out, several at a time. It knows token ids and text pieces; prompts are tokenised by its
 callers.
+
+One thread owns an engine: the one that made it, or the one that last called `take_ownership`. A call from another
+thread is an error.
+
+An exception or an interrupt at any line of a step, Ctrl-C included, leaves an engine that works: requests whose state
+may have been advanced end with an error, everything they held goes back, and all others go on (`_recover`).
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridkv.cache import ForwardStep, KVCacheManager
-from hybridkv.config import SamplingParams
-from hybridkv.engine.runner import Runner, StepInputs
-from hybridkv.engine.sampler import Drawn, draw
-from hybridkv.engine.scheduler import Batch, Scheduler
+from hybridkv.cache import KVCacheManager
+from hybridkv.config import EvictionConfig, SamplingParams
+from hybridkv.engine.pipeline import InFlightStep, Pipeline
+from hybridkv.engine.runner import Runner
+from hybridkv.engine.scheduler import Scheduler
+from hybridkv.engine.scoring import score
+from hybridkv.engine.stats import stats_of
 from hybridkv.errors import HybridKVError, OutOfPages, RequestError
-from hybridkv.eviction import Evictor, most_held
+from hybridkv.eviction import Evictor
 from hybridkv.models.decoder import Model
-from hybridkv.request import Request
+from hybridkv.request import Request, RequestKey
 from hybridkv.text.stream import TextStream
 from hybridkv.text.tokenizer import Tokenizer
+
+INHERIT = object()  # "what the engine was opened with"
 
 
 @dataclass(frozen=True)
@@ -33,14 +46,6 @@ class Update:
     request: Request
     token: int | None
     text: str
-
-
-@dataclass(frozen=True)
-class Flying:
-    """A step that the device has been given, and the tokens it will bring."""
-
-    batch: Batch
-    drawn: Drawn
 
 
 class Engine:
@@ -54,17 +59,23 @@ class Engine:
         evictor: Evictor | None = None,
     ) -> None:
         self.manager, self.tokenizer, self.eos_ids = manager, tokenizer, eos_ids
-        self.evictor = replace(evictor, step_tokens=step_tokens) if evictor is not None else None
+        self.evictor = evictor if evictor is None else replace(evictor, step_tokens=step_tokens)
         self.vocab = model.config.vocab
+        self.tokens_alone = manager.tokens_alone()
         self.runner = Runner(model, manager)
         graphs = self.runner.graphs
-        held = most_held(evictor.config, step_tokens) if evictor is not None else None
-        rows = graphs.rows if graphs is not None else None
-        self.scheduler = Scheduler(manager, step_tokens, held, rows, self._needs_query_buffer)
-        self.longest = manager.tokens_alone() if held is None else manager.max_tokens  # prompt and answer
-        self.launches_ahead = manager.device.type == "cuda"  # a CPU would only compute in vain
-        self.flying: Flying | None = None
+        self.scheduler = Scheduler(manager, step_tokens, self.evictor, graphs.rows if graphs is not None else None)
+        self.pipeline = Pipeline(self.runner, self.scheduler)
+        self.launches_ahead = manager.device.type == "cuda"  # on a CPU it would only compute in vain
+        self._owner = threading.get_ident()
+        self._stepping = self._changing = False  # a call of that kind has begun and not come to its end
         self._numbers = itertools.count()
+
+    def take_ownership(self) -> None:
+        """From here on the calling thread owns the engine. The owner before it must not be inside a call."""
+        if self._stepping or self._changing:
+            raise RequestError("the engine is in the middle of a call; its owner hands it over between calls")
+        self._owner = threading.get_ident()
 
     # ---- requests
 
@@ -74,57 +85,88 @@ class Engine:
         params: SamplingParams | None = None,
         hold: bool = False,  # keep the cache when finished
         after: Request | None = None,  # a held request whose cache is to be continued, as far as its tokens agree
+        eviction: EvictionConfig | None | object = INHERIT,  # what the request keeps; None: everything
     ) -> Request:
+        self._check_owner()
         params = params or SamplingParams()
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling parameters must be SamplingParams, not {type(params).__name__}")
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, which this model does not have; use stop_token_ids")
-        tokens = self.check_tokens(tokens)
-        if len(tokens) >= self.longest:
+        request = self.new_request(self.check_tokens(tokens), params, hold, self._eviction(eviction))
+        self._check_fits(request)
+        request.continues = after
+        self.scheduler.add(request)
+        return request
+
+    def new_request(
+        self, tokens: list[int], params: SamplingParams, hold: bool = False, eviction: EvictionConfig | None = None
+    ) -> Request:
+        """A request that is in no queue yet."""
+        generator = torch.Generator(device=self.manager.device)
+        if params.seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(params.seed)
+        number = next(self._numbers)
+        text = TextStream(self.tokenizer, params.stop)
+        return Request(
+            RequestKey(number), number, tokens, len(tokens), params, text, generator, hold, eviction=eviction
+        )
+
+    def _eviction(self, asked: EvictionConfig | None | object) -> EvictionConfig | None:
+        if asked is INHERIT:
+            return self.evictor.default if self.evictor is not None else None
+        if asked is None:
+            return None
+        if not isinstance(asked, EvictionConfig):
+            raise RequestError(f"eviction must be an EvictionConfig or None, not {type(asked).__name__}")
+        if self.evictor is None:
             raise RequestError(
-                f"the prompt has {len(tokens)} tokens, the context holds {self.longest} and needs room for an "
+                "this model was opened without a budget, so the queries that choose what to keep are not stored; open "
+                "it with CacheConfig(budget=...) to evict"
+            )
+        self.evictor.check(asked, self.manager)
+        return asked
+
+    def _check_fits(self, request: Request) -> None:
+        """Whether the request can run if it is alone, or RequestError."""
+        alone, limit = self.tokens_alone, self._longest(request)
+        if len(request.tokens) >= limit:
+            raise RequestError(
+                f"the prompt has {len(request.tokens)} tokens, the context holds {limit} and needs room for an "
                 "answer; shorten the prompt or raise max_context or memory"
             )
-        alone, held = self.manager.tokens_alone(), self.scheduler.held_tokens(len(tokens) + 1)
+        held = self.scheduler.held_tokens(request, len(request.tokens) + 1)
         if held > alone:
             raise RequestError(
                 f"the pools hold {alone} tokens of one request, and {held} are needed at once to read this prompt; "
                 "give more memory, or lower budget or step_tokens"
             )
-        request = self._request(tokens, len(tokens), params, hold)
-        if after is not None and self._take_over(request, after):
-            self.scheduler.adopt(request)
-        else:
-            self.scheduler.add(request)
-        return request
-
-    def _request(self, tokens: list[int], prompt: int, params: SamplingParams, hold: bool = False) -> Request:
-        generator = torch.Generator(device=self.manager.device)
-        generator.seed() if params.seed is None else generator.manual_seed(params.seed)
-        number = next(self._numbers)
-        return Request(number, number, tokens, prompt, params, TextStream(self.tokenizer, params.stop), generator, hold)
 
     def abort(self, request: Request) -> None:
         """Stop a request in whatever state it is; all it holds is released. A finished one loses its held cache."""
-        if request.finished:
-            self.scheduler.release_held(request)
-            return
-        request.hold, request.finish_reason = False, "abort"
-        self._finish(request)
+        with self._change():
+            if request.finished:
+                self.scheduler.release_held(request)
+                return
+            request.hold = False
+            request.finish_reason = request.finish_reason or "abort"
+            self._finish(request)
 
     def stop(self, request: Request) -> None:
         """End a running answer where it is; a cache to be held stays held."""
-        if not request.finished:
-            request.finish_reason = "abort"
-            request.text.finish()
-            self._finish(request)
+        with self._change():
+            if not request.finished:
+                request.text.finish()
+                request.finish_reason = "abort"
+                self._finish(request)
 
     def check_tokens(self, tokens: Sequence[int]) -> list[int]:
         """Plain ints, whatever kind of whole numbers they came as."""
         try:
-            found = [index(t) if not isinstance(t, bool) else int("bool") for t in tokens]
-        except (TypeError, ValueError):
+            found = [_whole(token) for token in tokens]
+        except TypeError:
             raise RequestError("a prompt must be text or whole numbers, the token ids") from None
         if not found:
             raise RequestError("the prompt has no tokens; give at least one")
@@ -140,123 +182,100 @@ class Engine:
         return self.scheduler.idle
 
     def step(self) -> list[Update]:
-        """One forward pass over all that can run."""
-        flying, self.flying = self.flying, None
-        if flying is None or all(request.finished for request in flying.batch.requests):
-            try:
-                batch = self.scheduler.schedule()
-            except OutOfPages as problem:  # one request is left and fills the pools alone: it ends with what it has
-                return self._end_full(self.scheduler.running[0], problem)
-            if batch is None:
-                return []
-        else:
-            batch = flying.batch
+        """Give out the results of one forward pass over all that can run."""
+        return self._run_step(self.launches_ahead)
+
+    def drain(self) -> list[Update]:
+        """Give out the results of the step in flight, if there is one, and launch none: then requests can be forked or
+        saved.
+        """
+        self._check_owner()
+        in_flight = self.pipeline.in_flight
+        if in_flight is None or not in_flight.live:
+            self.pipeline.in_flight = None
+            return []
+        return self._run_step(launch_ahead=False)
+
+    settle = drain  # its name before 0.2
+
+    def score(self, tokens: Sequence[int], prefill: int | None = None, chunk: int | None = None) -> Tensor:
+        """Logits [T, vocab] f32 after each token: the first `prefill` in chunks, the rest one decode step each.
+
+        Eviction applies as to a request whose prompt they are.
+        """
+        with self._change(), self._on_device():
+            return score(self, tokens, prefill, chunk)
+
+    def _run_step(self, launch_ahead: bool) -> list[Update]:
+        self._check_owner()
+        if self._stepping or self._changing:  # an interrupt came while the last one was being mended
+            self._recover("an earlier call was interrupted")
+        self._stepping = True
         try:
-            if flying is None or flying.batch is not batch:
-                flying = self._launch(batch)
-            live = [(r, n) for r, n in zip(batch.requests, batch.counts, strict=True) if not r.finished]
-            self.manager.commit([(r.key, n) for r, n in live])
-            failed = self._evict([r for r, _ in live])
-            if not failed and len(live) == len(batch.requests):
-                self.scheduler.prepare_ahead(batch, flying.drawn.tokens)
-                self.flying = self._launch_ahead()
-            updates = self._extend(flying, failed)
-            self._finish_done([*updates, *(Update(request, None, "") for request in failed)])
+            with self._on_device():
+                updates = self._step(launch_ahead)
         except BaseException as problem:
-            # state may be half advanced, tokens not yet given out: these requests cannot go on, all others can
-            self.flying = None
-            for request in batch.requests:
-                if not request.finished:
-                    request.finish_reason, request.error = "error", f"the step failed: {problem!r}"
-                    self.scheduler.finish(request)
+            if self._stepping:
+                self._recover(f"the step failed: {problem!r}")
             raise
+        self._stepping = False
         return updates
 
-    def settle(self) -> list[Update]:
-        """Finish the step that flies, if one does, and launch none: then requests can be forked or saved."""
-        flying = self.flying
-        if flying is None or all(request.finished for request in flying.batch.requests):
-            self.flying = None
-            return []
-        ahead, self.launches_ahead = self.launches_ahead, False
+    def _step(self, launch_ahead: bool) -> list[Update]:
         try:
-            return self.step()
-        finally:
-            self.launches_ahead = ahead
-
-    def _launch(self, batch: Batch) -> Flying:
-        logits = self.runner.forward(self._inputs(batch))
-        return Flying(batch, draw(logits, [batch.requests[i] for i in batch.sampled]))
-
-    def _launch_ahead(self) -> Flying | None:
-        """Start the step that was prepared ahead before the tokens of the one that runs are known here.
-
-        It is in vain for a request that turns out to have ended, whose pages and state are then given up: so not where
-        the end is foreseen, the cache is to be held, or entries are evicted while the answer grows.
-        """
-        ahead, scheduler = self.scheduler.ahead, self.scheduler
-        others = scheduler.waiting or (ahead is not None and len(scheduler.running) > len(ahead.requests))
-        if not self.launches_ahead or ahead is None or others:
-            return None
-        if self.evictor is not None and (self.evictor.config.bounded or self.evictor.config.decode_every):
-            return None
-        for request in ahead.requests:
-            after = request.answer_tokens + 1  # with the token that is not known yet
-            if request.hold or after >= request.params.max_tokens or len(request.tokens) + 1 >= self._limit(request):
-                return None
-        scheduler.ahead = None
-        return self._launch(ahead)
-
-    def _end_full(self, request: Request, problem: OutOfPages) -> list[Update]:
-        request.finish_reason = "length"
-        if not request.answer_tokens:
-            request.finish_reason, request.error = "error", f"the pools are too small for this prompt: {problem}"
-        updates = [Update(request, None, "")]
-        self._finish_done(updates)
+            step = self.pipeline.next_step()
+        except OutOfPages as problem:  # one request is left and fills the pools alone: it ends with what it has
+            return self._end_full(self.scheduler.running[0], problem)
+        except RequestError as problem:
+            return self._end_stuck(problem)
+        if step is None:
+            return []
+        counts = dict(zip(step.batch.requests, step.batch.counts, strict=True))
+        self.manager.commit([(request.key, counts[request]) for request in step.live])
+        failed = self._evict(step.live)
+        if not failed:
+            self.pipeline.prepare_next()
+            if launch_ahead:
+                self.pipeline.launch_ahead(self._ends_soon)
+        updates = self._extend(step, failed)
+        self.pipeline.advance()
+        self._finish_done([*updates, *(Update(request, None, "") for request in failed)])
         return updates
 
     def _evict(self, requests: Sequence[Request]) -> list[Request]:
-        """Cut the caches that have grown past their budget. Returns requests whose scores are broken; others go on."""
+        """Evict the requests that are due. Returns those in which that failed; they end, and all others go on."""
+        if self.evictor is None:
+            return []
         failed = []
-        for request in requests if self.evictor is not None else ():
+        for request in requests:
             try:
-                if self.evictor is not None:
-                    self.evictor.cut(request, self.manager)
-            except HybridKVError as problem:
-                request.finish_reason, request.error = "error", str(problem)
+                self.evictor.after_step(request, self.manager)
+            except Exception as problem:  # a policy of the user's, NaN scores, or no memory for them
+                request.finish_reason = "error"
+                request.error = f"eviction failed: {problem}"
                 failed.append(request)
         return failed
 
-    def _needs_query_buffer(self, request: Request) -> bool:
-        return self.evictor is not None and self.evictor.reads(request, self.manager)
-
-    def _inputs(self, batch: Batch) -> StepInputs:
-        now = time.perf_counter()
-        for request in batch.requests:
-            request.started_at = request.started_at or now
-        if batch.tokens is not None:
-            return self.runner.next_inputs(batch.tokens, batch.step)
-        parts = [r.tokens[b : b + n] for r, b, n in zip(batch.requests, batch.num_computed, batch.counts, strict=True)]
-        return self.runner.inputs(
-            parts, batch.num_computed, [batch.step.query_start_loc[i + 1] - 1 for i in batch.sampled], batch.step
+    def _ends_soon(self, request: Request) -> bool:
+        """Whether the request is known to end on the token that is not known yet."""
+        return request.answer_tokens + 1 >= request.params.max_tokens or len(request.tokens) + 1 >= self._longest(
+            request
         )
 
-    def _extend(self, flying: Flying, failed: Sequence[Request]) -> list[Update]:
+    def _extend(self, step: InFlightStep, failed: Sequence[Request]) -> list[Update]:
         """Give each request its next token, but for those that have failed or ended. The host waits for the device."""
-        requests = flying.drawn.requests
-        if not requests:
+        assert step.sampled is not None
+        if not step.sampled.requests:
             return []
-        tokens, broken = flying.drawn.wait()
+        tokens, broken = step.sampled.wait()
         now = time.perf_counter()
         updates = []
-        for request, token, bad in zip(requests, tokens, broken, strict=True):
+        for request, token, bad in zip(step.sampled.requests, tokens, broken, strict=True):
             if request in failed or request.finished:
                 continue
             if bad:
-                request.finish_reason, request.error = (
-                    "error",
-                    "the model gave NaN logits; its weights or inputs are broken",
-                )
+                request.error = "the model gave logits that are NaN or infinite; its weights or inputs are broken"
+                request.finish_reason = "error"
                 updates.append(Update(request, None, ""))
                 continue
             request.first_token_at = request.first_token_at or now
@@ -266,14 +285,39 @@ class Engine:
             text = "" if ends else request.text.push(token)
             if ends or request.text.stopped is not None:
                 request.finish_reason = "stop"
-            elif request.answer_tokens >= request.params.max_tokens or len(request.tokens) >= self._limit(request):
+            elif request.answer_tokens >= request.params.max_tokens or len(request.tokens) >= self._longest(request):
                 request.finish_reason = "length"
             updates.append(Update(request, token, text))
         return updates
 
-    def _limit(self, request: Request) -> int:
-        """Tokens at which an answer ends: those of the context, or those the pools hold if nothing was evicted."""
-        return self.manager.max_tokens if request.evictions else self.longest
+    def _longest(self, request: Request) -> int:
+        """Tokens, prompt and answer, at which the request ends: those of the context, or those that the pools hold if
+        nothing is evicted.
+        """
+        evicts = request.evictions or (request.eviction is not None and request.eviction.bounded)
+        return self.manager.max_tokens if evicts else self.tokens_alone
+
+    # ---- how requests end
+
+    def _end_full(self, request: Request, problem: OutOfPages) -> list[Update]:
+        if not request.answer_tokens:
+            request.error = f"the pools are too small for this prompt: {problem}"
+        request.finish_reason = "length" if request.answer_tokens else "error"
+        updates = [Update(request, None, "")]
+        self._finish_done(updates)
+        return updates
+
+    def _end_stuck(self, problem: RequestError) -> list[Update]:
+        """End the requests that cannot go on, so that the others can."""
+        stuck = [request for request in self.scheduler.running if not self.manager.can_continue(request.key)]
+        if not stuck:
+            raise problem
+        for request in stuck:
+            request.error = str(problem)
+            request.finish_reason = "error"
+        updates = [Update(request, None, "") for request in stuck]
+        self._finish_done(updates)
+        return updates
 
     def _finish_done(self, updates: list[Update]) -> None:
         for i, update in enumerate(updates):
@@ -284,96 +328,64 @@ class Engine:
             self.manager.check_counts()
 
     def _finish(self, request: Request) -> None:
-        request.stats = self._stats(request)
+        request.stats = stats_of(request, self.manager)
         self.scheduler.finish(request)
+        self.pipeline.forget_finished()
 
-    def _stats(self, request: Request) -> dict[str, float]:
-        """What the request took, in the words of the public interface."""
-        stats: dict[str, float] = {"preemptions": request.preemptions, "cached_tokens": request.cached_tokens}
-        if request.key in self.manager.slot_of:
-            position = self.manager.position(request.key)
-            lengths = [n for row in self.manager.lengths(request.key).values() for n in row.tolist()]
-            kept = position if self.manager.schema.compressed else sum(lengths) / max(len(lengths), 1)
-            stats |= {
-                "kept_tokens": kept,
-                "kv_bytes_full": self.manager.schema.kv_bytes(position),
-                "kv_bytes_kept": self.manager.held_bytes(request.key),
-                "state_bytes": self.manager.schema.slot_bytes,
-            }
-        if request.first_token_at and request.last_token_at and request.started_at:
-            seconds = request.first_token_at - request.started_at
-            rest = request.last_token_at - request.first_token_at
-            stats |= {
-                "wait_s": request.started_at - request.added_at,
-                "prefill_s": seconds,
-                "prefill_tok_s": (request.prompt_tokens - request.cached_tokens) / seconds,
-                "decode_s": rest,
-                "decode_tok_s": (request.answer_tokens - 1) / rest if rest > 0 else 0.0,
-            }
-        return stats
+    # ---- one owner, one device, and the way back after an interrupt
 
-    def _take_over(self, request: Request, held: Request) -> bool:
-        """Continue a held cache if what it holds is a beginning of the new request's tokens."""
-        if held not in self.scheduler.held:
-            return False
-        position = self.manager.position(held.key)
-        pairs = zip(held.tokens[:position], request.tokens[:-1], strict=False)
-        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        if same < position and (same == 0 or not self.manager.can_rewind(held.key, same)):
-            self.scheduler.release_held(held)  # recurrent state cannot be rewound
-            return False
-        self.manager.truncate_request(held.key, same)
-        self.scheduler.held.remove(held)
-        request.key, request.cached_tokens, request.evictions = held.key, same, dict(held.evictions)
-        return True
+    def _check_owner(self) -> None:
+        if threading.get_ident() != self._owner:
+            raise RequestError(
+                "this engine belongs to another thread: one thread makes all calls (add, step, abort, generate, ...). "
+                "To hand it over, call engine.take_ownership() in the new thread while no call is running"
+            )
 
-    # ---- teacher forcing
-
-    def score(self, tokens: Sequence[int], prefill: int | None = None, chunk: int | None = None) -> Tensor:
-        """Logits [T, vocab] f32 after each token: the first `prefill` in chunks, the rest one decode step each.
-
-        Eviction applies as to a request whose prompt they are.
-        """
-        tokens = self.check_tokens(tokens)
-        prefill = len(tokens) if prefill is None else prefill
-        chunk = prefill if chunk is None else chunk
-        good = all(isinstance(n, int) and not isinstance(n, bool) for n in (prefill, chunk))
-        if not good or not 0 <= prefill <= len(tokens) or (prefill and chunk < 1):
-            raise RequestError(f"prefill must be from 0 to {len(tokens)} and chunk positive, not {prefill} and {chunk}")
-        if len(tokens) > self.manager.max_tokens:
-            raise RequestError(f"{len(tokens)} tokens do not fit a context of {self.manager.max_tokens}")
-        cuts = {*range(0, prefill, chunk or 1), *range(prefill, len(tokens)), len(tokens)}
-        if self.evictor is not None and self.evictor.config.bounded:
-            cuts.update(range(0, prefill, self.evictor.step_tokens))  # where a bounded prompt is cut
-        request = self._request(tokens, prefill, SamplingParams())
-        key = request.key
-        if not self.manager.free_slots and self.scheduler.held:
-            self.scheduler.make_room()
-        self.manager.admit_request(key)
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Around a call that moves requests without running a step."""
+        self._check_owner()
+        if self._stepping or self._changing:
+            self._recover("an earlier call was interrupted")
+        self._changing = True
         try:
-            if not self.scheduler.give_query_buffer(request):
-                raise HybridKVError(
-                    f"all {self.manager.query_buffers.count} query buffers are taken by prompts that are being read; "
-                    "let the engine run until one has been cut, or raise max_requests"
-                )
-            parts = []
-            for a, b in itertools.pairwise(sorted(cuts)):
-                step = self._reserve(key, b - a)
-                logits = self.runner.forward(self.runner.inputs([tokens[a:b]], [a], range(b - a), step))
-                parts.append(logits.to(torch.float32, copy=True))  # a graph's next replay writes to the same place
-                self.manager.commit([(key, b - a)])
-                if self._evict([request]):
-                    raise HybridKVError(str(request.error))
-            return torch.cat(parts)
-        finally:
-            self.manager.release_request(key)
+            yield
+        except HybridKVError:
+            self._changing = False
+            raise
+        except BaseException:
+            self._recover("")
+            raise
+        self._changing = False
 
-    def _reserve(self, key: Hashable, tokens: int) -> ForwardStep:
-        """Pages for one request, at the cost of caches that are only held."""
-        while True:
-            try:
-                return self.scheduler.reserve([(key, tokens)])
-            except OutOfPages:
-                if not self.scheduler.held:
-                    raise
-                self.scheduler.make_room()
+    @property
+    def _device(self) -> torch.device:
+        return self.manager.device
+
+    def _on_device(self) -> Any:
+        """Triton launches on the current device: make it the engine's."""
+        device = self._device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+    def _recover(self, why: str) -> None:
+        """Make everything consistent again. May itself be interrupted: the next call then begins here.
+
+        Requests of steps that were launched cannot go on, since their state may be ahead of their tokens. All others
+        can. What was held by requests that are in no queue any more goes back.
+        """
+        if self._stepping:
+            for request in self.pipeline.in_doubt():
+                if request.finish_reason is None:
+                    request.error = why
+                    request.finish_reason = "error"
+        self.manager.rebuild()
+        self.scheduler.rebuild()
+        if self._stepping:
+            self.pipeline.clear()
+        self._stepping = self._changing = False
+
+
+def _whole(token: object) -> int:
+    if isinstance(token, bool):
+        raise TypeError("a truth value is no token id")
+    return index(token)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from hybridkv.models.decoder import Model
 
 
 def can_capture(manager: KVCacheManager) -> bool:
-    """Whether a decode step has no host branch and no wait in it. Exact mode has: it runs as it is."""
+    """Whether a decode step has no host branch and no wait in it. Exact mode has both, and no graph."""
     return HAS_TRITON and manager.device.type == "cuda" and not manager.exact
 
 
@@ -35,6 +35,14 @@ class Captured:
     tokens: Tensor  # [B]
     packed: Tensor
     logits: Tensor  # [B, vocab]
+
+    @torch.inference_mode()
+    def replay(self, tokens: Tensor, step: ForwardStep) -> Tensor:
+        """Logits [B, vocab] of a step of one token a row; valid until the next replay of any size."""
+        self.tokens.copy_(tokens)
+        self.packed.copy_(step.packed)
+        self.graph.replay()
+        return self.logits
 
 
 class DecodeGraphs:
@@ -49,43 +57,32 @@ class DecodeGraphs:
         self.pool = torch.cuda.graph_pool_handle()
 
     def rows(self, requests: int) -> int:
-        """Rows of the smallest graph that holds so many requests."""
+        """Rows of the smallest graph that holds this many requests."""
         return next(size for size in self.sizes if size >= requests)
 
-    def key(self, rows: int, most: int) -> tuple[int, int]:
-        """Rows and reach of the graph for so many rows whose streams hold up to `most` entries."""
-        return rows, same_shape_up_to(rows, most, self.manager.max_tokens, self.fp8)
+    def key(self, rows: int, max_entries: int) -> tuple[int, int]:
+        """Rows and reach of the graph for `rows` rows whose streams hold up to `max_entries` entries."""
+        return rows, same_shape_up_to(rows, max_entries, self.manager.max_tokens, self.fp8)
 
-    def ready(self, step: ForwardStep) -> bool:
-        """Whether the step can be replayed. The first of its kind is captured; if that fails, they all run plainly."""
-        rows = len(step.slots)
+    def ready(self, step: ForwardStep) -> Captured | None:
+        """The graph of the step. The first of its kind is captured; if that fails, they all run without: None."""
+        rows = len(step.host.slots)
+        if step.num_decodes < rows or rows not in self.sizes:
+            return None
         key = self.key(rows, step.max_entries)
-        if step.num_decodes < rows or rows not in self.sizes or key in self.failed:
-            return False
-        if key not in self.captured:
+        if key not in self.captured and key not in self.failed:
             try:
                 with torch.cuda.device(self.manager.device):
                     self.captured[key] = self._capture(*key)
-            except RuntimeError as problem:  # no memory left, as a rule
+            except RuntimeError as problem:  # as a rule no memory is left
                 self.failed.add(key)
                 torch.cuda.empty_cache()
                 which = f"{rows} rows with up to {key[1]} entries a stream"
                 warnings.warn(f"decode steps of {which} run without a CUDA graph: {problem}", stacklevel=2)
-                return False
-        return True
-
-    @torch.inference_mode()
-    def replay(self, tokens: Tensor, step: ForwardStep) -> Tensor:
-        """Logits [B, vocab] of a step of one token a row; valid until the next replay of any size."""
-        found = self.captured[self.key(len(step.slots), step.max_entries)]
-        assert step.max_entries <= found.reach, (
-            f"a graph for {found.reach} entries was asked to read {step.max_entries}"
-        )
-        self.manager.begin(step)
-        found.tokens.copy_(tokens)
-        found.packed.copy_(step.packed)
-        found.graph.replay()
-        return found.logits
+        found = self.captured.get(key)
+        if found is not None and step.max_entries > found.reach:
+            raise AssertionError(f"a graph for {found.reach} entries a stream was asked to read {step.max_entries}")
+        return found
 
     @torch.inference_mode()
     def _capture(self, rows: int, reach: int) -> Captured:

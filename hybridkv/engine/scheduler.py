@@ -1,10 +1,11 @@
 """Scheduler: which requests run in the next step, and how many tokens of each.
 
 Every running request that has one pending token decodes. The rest of the step's token budget goes to prompt chunks,
-oldest request first, then to requests that wait, in order of arrival, as long as their pages are free. A prompt that
-will be cut needs a ring for its last queries; while all are taken, it waits where it is. When pages run out, caches
-held for a next turn go first, then the youngest running request is preempted: its pages are released and it waits at
-the front to be computed again. The oldest request is never preempted, so work always ends.
+oldest request first, then to requests that wait, in order of arrival, as long as their pages are free. A request that
+continues a held cache waits in the same order; it needs no slot. A prompt that will be evicted needs a query buffer;
+while all are taken, it waits where it is. When pages run out, caches held for a next turn go first, then the youngest
+running request is preempted: its pages are released and it waits at the front to be computed again. The oldest request
+is never preempted, so work always ends.
 """
 
 from __future__ import annotations
@@ -18,32 +19,43 @@ from torch import Tensor
 from hybridkv.cache import ForwardStep, KVCacheManager
 from hybridkv.config import CHUNK_QUANTUM
 from hybridkv.errors import HybridKVError, OutOfPages
-from hybridkv.request import Request, Status
+from hybridkv.eviction import Evictor, max_held_tokens
+from hybridkv.request import Request, RequestKey, Status
 
 BESIDE_DECODING = 512  # tokens of a step in which others decode
+
+Plan = list[tuple[Request, int]]  # (request, new tokens)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One step: requests with one token first. `step` has every page reserved."""
+    """The requests of one step, in its order: those with one token first. `step` has every page reserved."""
 
     requests: list[Request]
-    counts: list[int]
-    num_computed: list[int]  # position of each request's first token in the step
     step: ForwardStep
-    tokens: Tensor | None = None  # [B] one of each request, where they are on the device already
+    tokens: Tensor | None = None  # [B] the input token of each request, where these are on the device already
 
     @property
-    def plan(self) -> list[tuple[object, int]]:
-        return [(r.key, n) for r, n in zip(self.requests, self.counts, strict=True)]
+    def counts(self) -> list[int]:
+        """New tokens of each request."""
+        return self.step.host.num_scheduled[: len(self.requests)].tolist()
 
     @property
     def sampled(self) -> list[int]:
-        """Indices of requests whose last token is in this step: they get a new one."""
-        if self.tokens is not None:  # which are the last ones, known here or not
+        """Indices of the requests that get a next token: their last known one is in this step."""
+        if self.tokens is not None:  # a decode step: every row is sampled, even if the host has not seen its token yet
             return list(range(len(self.requests)))
-        ends = [b + n for b, n in zip(self.num_computed, self.counts, strict=True)]
-        return [i for i, r in enumerate(self.requests) if ends[i] == len(r.tokens)]
+        ends = (self.step.host.num_computed + self.step.host.num_scheduled).tolist()
+        return [i for i, request in enumerate(self.requests) if ends[i] == len(request.tokens)]
+
+    def is_for(self, plan: Plan, manager: KVCacheManager) -> bool:
+        """Whether this decode step, prepared earlier, is the one that the plan asks for."""
+        if len(plan) != len(self.requests):
+            return False
+        return all(
+            request is mine and n == 1 and manager.position(request.key) == position
+            for (request, n), mine, position in zip(plan, self.requests, self.step.num_computed)
+        )
 
 
 class Scheduler:
@@ -51,19 +63,13 @@ class Scheduler:
         self,
         manager: KVCacheManager,
         step_tokens: int,
-        most_held: int | None = None,
-        graph_rows: Callable[[int], int] | None = None,  # rows of the graph that decodes so many requests
-        needs_query_buffer: Callable[[Request], bool] = lambda request: (
-            False
-        ),  # whether its last queries are to be kept
+        evictor: Evictor | None = None,
+        graph_rows: Callable[[int], int] | None = None,  # rows of the graph that decodes a number of requests
     ) -> None:
-        self.manager, self.step_tokens, self.graph_rows = manager, step_tokens, graph_rows
-        self.needs_query_buffer = needs_query_buffer
-        self.most_held = most_held  # tokens a stream of a request holds at the most; None: all of them
+        self.manager, self.step_tokens, self.evictor, self.graph_rows = manager, step_tokens, evictor, graph_rows
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.held: list[Request] = []  # finished, cache kept; longest unused first
-        self.ahead: Batch | None = None  # the next step if all goes on as it is, prepared while this one runs
 
     @property
     def idle(self) -> bool:
@@ -73,52 +79,38 @@ class Scheduler:
         self.waiting.append(request)
 
     def adopt(self, request: Request) -> None:
-        """A request that takes over a held cache is resident already."""
+        """A request that is resident already, as benchmarks make them."""
         request.status = Status.RUNNING
         self.running.append(request)
 
-    def schedule(self) -> Batch | None:
-        while True:
-            self._admit()
-            plan = self._plan()
-            if not plan and self.running:  # nobody here can give a ring back
-                raise HybridKVError(
-                    f"all {self.manager.query_buffers.count} query buffers are taken by requests outside the engine; "
-                    "release a fork or a restored snapshot"
-                )
-            if not plan:
-                return None
-            begins = [self.manager.position(r.key) for r, _ in plan]
-            ahead, self.ahead = self.ahead, None
-            if ahead is not None and (ahead.requests, ahead.counts, ahead.num_computed) == (
-                *map(list, zip(*plan)),
-                begins,
-            ):
-                return ahead
-            try:
-                step = self.reserve([(r.key, n) for r, n in plan])
-            except OutOfPages:
-                if not self.make_room():
-                    raise
-                continue
-            return Batch([r for r, _ in plan], [n for _, n in plan], begins, step)
+    # ---- the next step
 
-    def prepare_ahead(self, batch: Batch, tokens: Tensor) -> None:
-        """Have the next step ready if `batch` was one of decoding requests alone, which got `tokens` [B].
+    def schedule(self, prepared: Batch | None = None) -> Batch | None:
+        """The next step, with its pages; None: there is nothing to do. `prepared` is used if it is the right one.
 
-        Whoever ends or joins meanwhile makes it another step: then this one is forgotten, and the pages it took are
-        there when their owners need them.
+        A request that is preempted here is not admitted again here, so every round ends with a step or leaves one
+        request fewer: this ends whatever was miscounted.
         """
-        if any(n > 1 for n in batch.counts) or len(batch.sampled) < len(batch.requests):
-            return
-        begins = [self.manager.position(r.key) for r in batch.requests]
-        if max(begins) >= self.manager.max_tokens:
-            return
-        try:
-            step = self.reserve([(r.key, 1) for r in batch.requests])
-        except OutOfPages:
-            return
-        self.ahead = Batch(batch.requests, batch.counts, begins, step, tokens)
+        preempted: set[Request] = set()
+        while True:
+            self._admit(preempted)
+            plan = self._plan()
+            if not plan:
+                self._check_not_stuck()
+                return None
+            if prepared is not None and prepared.is_for(plan, self.manager):
+                self.manager.check_reach(prepared.step.host)
+                return prepared
+            prepared = None
+            try:
+                step = self.reserve([(request.key, n) for request, n in plan])
+            except OutOfPages:
+                gone = self.make_room()
+                if gone is None:
+                    raise
+                preempted.add(gone)
+                continue
+            return Batch([request for request, _ in plan], step)
 
     def reserve(self, plan: Sequence[tuple[Hashable, int]]) -> ForwardStep:
         """The pages of a step. One that only decodes gets the rows of the graph that it replays."""
@@ -127,25 +119,31 @@ class Scheduler:
             rows = self.graph_rows(len(plan))
         return self.manager.prepare_forward(plan, rows)
 
-    def held_tokens(self, tokens: int) -> int:
-        return tokens if self.most_held is None else min(tokens, self.most_held)
+    def prepare_next(self, batch: Batch, tokens: Tensor) -> Batch | None:
+        """The step after `batch` if that was one of decoding requests alone, which got `tokens` [B].
 
-    def pending(self, request: Request) -> int:
-        return len(request.tokens) - self.manager.position(request.key)
+        If the batch changes before it runs, it is dropped; its pages stay reserved for their requests.
+        """
+        if batch.step.num_decodes < len(batch.requests) or len(batch.sampled) < len(batch.requests):
+            return None
+        if max(self.manager.position(request.key) for request in batch.requests) >= self.manager.max_tokens:
+            return None
+        try:
+            step = self.reserve([(request.key, 1) for request in batch.requests])
+        except OutOfPages:
+            return None
+        return Batch(batch.requests, step, tokens)
 
-    def _plan(self) -> list[tuple[Request, int]]:
-        pending = {r: self.pending(r) for r in self.running}
-        plan = [(r, 1) for r, n in pending.items() if n == 1 and self.give_query_buffer(r)]
-        # who decodes waits for no more than a small part of a prompt, and never keeps prompts from going on
-        budget = max(min(self.step_tokens, BESIDE_DECODING) - len(plan), CHUNK_QUANTUM) if plan else self.step_tokens
+    def _plan(self) -> Plan:
+        pending = {request: self.pending(request) for request in self.running}
+        plan = [(request, 1) for request, n in pending.items() if n == 1 and self.give_query_buffer(request)]
+        budget = self.step_tokens
+        if plan:  # decoding requests wait for a small part of a prompt only, and never keep prompts from going on
+            budget = max(min(self.step_tokens, BESIDE_DECODING) - len(plan), CHUNK_QUANTUM)
         for request, n in pending.items():
             if n > 1:
                 position = self.manager.position(request.key)
-                # a request that is computed again stops where entries were evicted the first time
-                stop = min((p - position for p in request.evictions if p > position), default=n)
-                if self.most_held is not None:  # a bounded request is cut at multiples of the step
-                    stop = min(stop, self.step_tokens - position % self.step_tokens)
-                chunk = self._chunk(position, min(n, stop), budget)
+                chunk = self._chunk(position, self._until_eviction(request, position, n), budget)
                 if chunk and self.give_query_buffer(request):
                     plan.append((request, chunk))
                     budget -= chunk
@@ -153,49 +151,96 @@ class Scheduler:
         plan.sort(key=lambda item: (item[1] > 1, self.manager.slot_of[item[0].key] if item[1] == 1 else 0))
         return plan
 
+    def _until_eviction(self, request: Request, position: int, tokens: int) -> int:
+        """How many of the next `tokens` tokens come before the next position at which the request is evicted."""
+        # a request that is computed again stops where entries were evicted the first time
+        stop = min((at - position for at in request.evictions if at > position), default=tokens)
+        if request.eviction is not None and request.eviction.bounded:
+            stop = min(stop, self.step_tokens - position % self.step_tokens)
+        return min(stop, tokens)
+
+    @staticmethod
+    def _chunk(position: int, pending: int, budget: int) -> int:
+        """As much of a prompt as the budget allows; chunks end at multiples of the quantum."""
+        if pending <= budget:
+            return pending
+        return max(0, (position + budget) // CHUNK_QUANTUM * CHUNK_QUANTUM - position)
+
+    def pending(self, request: Request) -> int:
+        return len(request.tokens) - self.manager.position(request.key)
+
+    def held_tokens(self, request: Request, tokens: int) -> int:
+        """Tokens that a stream holds on average at the most, of a request of `tokens` tokens."""
+        page_size = max((table.schema.entries_per_page for table in self.manager.tables.values()), default=0)
+        most = max_held_tokens(request.eviction, self.step_tokens, page_size)
+        return tokens if most is None else min(tokens, most)
+
     def give_query_buffer(self, request: Request) -> bool:
-        """Whether the request can run: it has a ring, or needs none.
+        """Whether the request can run: it has a query buffer, or needs none.
 
         Caches held for a next turn are dropped for theirs, longest unused first.
         """
-        while self.needs_query_buffer(request) and not self.manager.take_query_buffer(request.key):
+        if self.evictor is None or not self.evictor.needs_queries(request, self.manager):
+            return True
+        while not self.manager.take_query_buffer(request.key):
             if not self.held:
                 return False
             self.release_held(self.held[0])
         return True
 
-    @staticmethod
-    def _chunk(position: int, pending: int, budget: int) -> int:
-        """As much of a prompt as the budget allows; a cut falls on a multiple of the quantum."""
-        if pending <= budget:
-            return pending
-        return max(0, (position + budget) // CHUNK_QUANTUM * CHUNK_QUANTUM - position)
+    def _check_not_stuck(self) -> None:
+        """Whether there is really nothing to do, or HybridKVError: outsiders hold what requests wait for."""
+        if self.running:
+            raise HybridKVError(
+                f"all {self.manager.query_buffers.count} query buffers are taken by requests outside the engine; "
+                "release a fork or a restored snapshot"
+            )
+        if self.waiting:
+            slots, free = self.manager.slots, self.manager.free_slots
+            pages = {name: table.allocator for name, table in self.manager.tables.items()}
+            held = ", ".join(f"{a.held} of {a.total} pages of pool '{name}'" for name, a in pages.items())
+            raise HybridKVError(
+                f"{len(self.waiting)} requests wait and none can run: {slots - free} of {slots} request slots"
+                f"{' and ' + held if held else ''} are held by requests outside the engine (forks, restored snapshots, "
+                "requests admitted by hand); release them"
+            )
 
-    def _admit(self) -> None:
-        """Move waiting requests in while a slot and the pages for all their known tokens, and one more, are free."""
-        while self.waiting:
+    # ---- who is resident
+
+    def _admit(self, preempted: set[Request]) -> None:
+        """Move waiting requests in, in order, while a slot and the pages for all their known tokens, and one more, are
+        free.
+        """
+        while self.waiting and self.waiting[0] not in preempted:
             request = self.waiting[0]
-            spare = self._spare(request)
-            if spare is None:
+            given_up = self._to_give_up(request)
+            if given_up is None:
                 return
-            for held in spare:
+            for held in given_up:
                 self.release_held(held)
-            self.manager.admit_request(request.key)
+            if not self.take_over(request):
+                self.manager.admit_request(request.key)
             request.status = Status.RUNNING
             self.running.append(request)
             self.waiting.popleft()
 
-    def _spare(self, request: Request) -> list[Request] | None:
-        """Held caches to give up so that the request can enter, as few as will do; None if it must wait."""
+    def _to_give_up(self, request: Request) -> list[Request] | None:
+        """Held caches to give up so that the request can enter, as few as will do; None: it must wait."""
+        own = request.continues if request.continues in self.held else None  # the cache that it goes on in
         free, slots = self.manager.free_pages(), self.manager.free_slots
-        need = self.manager.pages_needed(None, self.held_tokens(len(request.tokens) + 1))
-        for other in self.running:  # they still need pages for tokens that are known already
-            room = self.held_tokens(len(other.tokens) + 1) - self.manager.longest_stream(other.key)
-            left = min(room, self.pending(other) + 1)
-            for name, pages in self.manager.pages_needed(other.key, max(left, 0)).items():
+        if own is None:
+            need = self.manager.pages_needed(None, self.held_tokens(request, len(request.tokens) + 1))
+        else:
+            position = self.manager.position(own.key)
+            new = max(1, len(request.tokens) + 1 - position)
+            need = self.manager.pages_needed(own.key, self._until_eviction(request, position, new))
+            slots += 1
+        for other in self.running:  # they still need pages for tokens that are known already, and for one more
+            tokens = self._until_eviction(other, self.manager.position(other.key), self.pending(other) + 1)
+            for name, pages in self.manager.pages_needed(other.key, tokens).items():
                 need[name] += pages
         given_up: list[Request] = []
-        for held in [*self.held, None]:
+        for held in [*(h for h in self.held if h is not own), None]:
             if slots and all(need[name] <= free[name] for name in need):
                 return given_up
             if held is not None:
@@ -205,39 +250,87 @@ class Scheduler:
                     free[name] += pages
         return None
 
-    def make_room(self) -> bool:
-        """Free the pages of whoever can best spare them. False: only the oldest request is left."""
-        if self.held:
-            self.release_held(self.held[0])
-            return True
-        if len(self.running) < 2:
+    def take_over(self, request: Request) -> bool:
+        """Whether the request goes on in the held cache that it continues, as far as their tokens agree."""
+        held, request.continues = request.continues, None
+        if held is None or held not in self.held:
             return False
-        self.preempt(max(self.running, key=lambda r: r.order))
+        position = self.manager.position(held.key)
+        same = _common_prefix(held.tokens[:position], request.tokens[:-1])
+        if same < position and (same == 0 or not self.manager.can_rewind(held.key, same)):
+            self.release_held(held)  # recurrent state cannot be rewound
+            return False
+        self.manager.truncate_request(held.key, same)
+        request.key, request.cached_tokens, request.evictions = held.key, same, dict(held.evictions)
+        self.held.remove(held)
         return True
+
+    def make_room(self) -> Request | None:
+        """Free the pages of a request that can best spare them, and return it; None: only the oldest is left."""
+        if self.held:
+            gone = self.held[0]
+            self.release_held(gone)
+            return gone
+        if len(self.running) < 2:
+            return None
+        gone = max(self.running, key=lambda request: request.order)
+        self.preempt(gone)
+        return gone
 
     def preempt(self, request: Request) -> None:
         """Release the cache; the tokens stay, and are computed again later."""
-        self.ahead = None
-        self.running.remove(request)
+        self.waiting.appendleft(request)  # in one queue at least at any moment, or an interrupt would lose it
         self.manager.release_request(request.key)
         request.status = Status.WAITING
-        request.preemptions, request.cached_tokens = request.preemptions + 1, 0
-        self.waiting.appendleft(request)
+        request.preemptions += 1
+        request.cached_tokens = 0
+        self.running.remove(request)
 
     def finish(self, request: Request) -> None:
         """Take the request out of whatever queue it is in. Its cache is released, or held if it asked for that."""
-        self.ahead = None
+        keeps = request.keeps_cache
         if request in self.waiting:
+            # a turn that never began: its conversation's cache is still the one of the turn before
+            if keeps and self.take_over(request):
+                self.held.append(request)
+            elif request.continues is not None:
+                self.release_held(request.continues)
+                request.continues = None
             self.waiting.remove(request)
         if request in self.running:
-            self.running.remove(request)
-            if request.hold and request.finish_reason != "error":
+            if keeps:
                 self.held.append(request)
             else:
                 self.manager.release_request(request.key)
+            self.running.remove(request)
         request.status = Status.FINISHED
 
     def release_held(self, request: Request) -> None:
         if request in self.held:
-            self.held.remove(request)
             self.manager.release_request(request.key)
+            self.held.remove(request)
+
+    def rebuild(self) -> None:
+        """Sort all requests anew by what they are, after an interrupt in the middle of moving one. May be repeated."""
+        known = dict.fromkeys([*self.held, *self.running, *self.waiting])  # each once, in order
+        resident = self.manager.slot_of
+        ended = [r for r in known if r.finish_reason is not None]
+        live = [r for r in known if r.finish_reason is None]
+        taken_over = {r.key for r in live}
+        self.held = [r for r in ended if r.keeps_cache and r.key in resident and r.key not in taken_over]
+        self.running = [r for r in live if r.key in resident]
+        self.waiting = deque(sorted((r for r in live if r.key not in resident), key=lambda r: r.order))
+        for request in ended:
+            request.status = Status.FINISHED
+        for request in live:
+            request.status = Status.RUNNING if request.key in resident else Status.WAITING
+        owned = {r.key for r in (*self.held, *self.running)}
+        for key in [key for key in resident if isinstance(key, RequestKey) and key not in owned]:
+            self.manager.release_request(key)
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    for i, (x, y) in enumerate(zip(a, b)):
+        if x != y:
+            return i
+    return min(len(a), len(b))

@@ -1,4 +1,4 @@
-"""Evictor: when a request's cache is cut to its budget, and carrying it out.
+"""Evictor: when a request's cache is evicted down to its budget, and carrying it out.
 
     after the last prompt chunk        if streams hold more than budget + window
     every n generated tokens           if streams hold more than the budget
@@ -6,11 +6,11 @@
     the step's tokens, and at the      chunks end there, so that a request never holds more than budget + one step
     prompt's end
 
-Streams of one request may differ in length: what counts is their mean. When a request is cut follows from its own
-positions alone, never from who else is in the batch.
+Budget, policy and the rest are the request's own (`request.eviction`). Streams of one request may differ in length:
+what counts is their mean. When a request is evicted follows from its own positions alone, never from the batch.
 
-A request remembers what was kept and when. If it is preempted and computed again, the same entries are dropped at the
-same positions, so it goes on as if nothing had happened.
+A request remembers what was kept and when (`eviction_record.py`). If it is preempted and computed again, the same
+entries are dropped at the same positions, so it goes on as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -22,135 +22,164 @@ import torch
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.step import upload
-from hybridkv.config import CacheConfig, EngineConfig
-from hybridkv.errors import HybridKVError
+from hybridkv.config import CacheConfig, EngineConfig, EvictionConfig
+from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.eviction.keep import Keep, choose
-from hybridkv.eviction.policies import POLICIES, Ada, Pyramid
+from hybridkv.eviction.policies import POLICIES
 from hybridkv.eviction.policy import LayerCache, Policy
+from hybridkv.eviction_record import EvictionRecord
 from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages
 from hybridkv.request import Request
 
 STREAMS = "attention"
-SCORE_BYTES = 64 << 20  # of scores of query heads, at once
-RINGS = EngineConfig.max_requests  # of last queries, at the least: by default every request has one
+SCORE_BYTES = 64 << 20  # of scores of query heads that are computed at once
+QUERY_BUFFERS = EngineConfig.max_requests  # at least: by default every request has one
 
 
 @dataclass(frozen=True)
 class Evictor:
-    config: CacheConfig
-    policy: Policy
+    default: EvictionConfig  # for requests that ask for nothing else
     scale: float  # of attention scores
-    step_tokens: int = EngineConfig.step_tokens  # how far apart a bounded request is cut
+    step_tokens: int = EngineConfig.step_tokens  # a bounded request is evicted at multiples of these
 
     @staticmethod
-    def make(config: CacheConfig, manager: KVCacheManager, scale: float) -> Evictor | None:
-        """None where nothing is ever evicted. `scale`: ModelConfig.attention_scale."""
-        if config.budget is None:
+    def make(
+        config: CacheConfig, manager: KVCacheManager, *, scale: float, step_tokens: int = EngineConfig.step_tokens
+    ) -> Evictor | None:
+        """None where nothing is ever evicted."""
+        if config.eviction is None:
             return None
+        evictor = Evictor(config.eviction, scale, step_tokens)
+        evictor.check(config.eviction, manager)
+        return evictor
+
+    @property
+    def policy(self) -> Policy:
+        """Of requests that ask for nothing else."""
+        return find_policy(self.default.policy)
+
+    @staticmethod
+    def check(eviction: EvictionConfig, manager: KVCacheManager) -> None:
+        """Whether requests may ask for this, or HybridKVError."""
         if STREAMS not in manager.tables:
             raise HybridKVError(
                 "a budget was given, but the model has no full-attention layer: there is nothing to evict"
             )
-        policy = find_policy(config.policy)
-        one_list = "layer" if isinstance(policy, Ada) else "global" if isinstance(policy, Pyramid) else None
-        if config.scope == "global" and one_list or config.scope == one_list:
+        spread = find_policy(eviction.policy).spread
+        if eviction.scope == "global" and spread or eviction.scope == "layer" and spread == "heads":
             raise HybridKVError(
-                f"scope '{config.scope}' keeps one list of entries for several streams, and {type(policy).__name__} "
-                "gives them different budgets; use scope='head'"
+                f"scope '{eviction.scope}' keeps one list of entries for several streams, and "
+                f"{type(find_policy(eviction.policy)).__name__} gives them different budgets; use scope='head'"
             )
-        return Evictor(config, policy, scale)
+        window = manager.schema.query_window
+        if window is not None and eviction.window > window:
+            raise RequestError(
+                f"a window of {eviction.window} queries was asked for, the cache keeps {window}; ask for less, or open "
+                f"the model with CacheConfig(window={eviction.window})"
+            )
 
     def due(self, request: Request, manager: KVCacheManager) -> bool:
-        """Whether the request's cache is to be cut now, a step after which it stands at a new position."""
-        position, prompt = manager.position(request.key), request.prompt_tokens
+        """Whether the request is to be evicted now, after a step that brought it to a new position."""
+        position, prompt, eviction = manager.position(request.key), request.prompt_tokens, request.eviction
+        if eviction is None:
+            return False
         if position in request.evictions:
             return True
         if request.evictions and position < max(request.evictions):
             return False  # being computed again
-        budget = self.config.budget
-        assert budget is not None
-        held = float(manager.lengths(request.key)[STREAMS].mean())  # heads and layers may share a budget unevenly
-        bounded, every = self.config.bounded, self.config.decode_every
+        held = mean_length(request, manager)
         if position == prompt:
-            return held > budget + (0 if bounded else self.config.window)
+            return held > eviction.budget + (0 if eviction.bounded else eviction.window)
+        every = eviction.decode_every
         again = position > prompt and every > 0 and (position - prompt) % every == 0
-        return (again or (bounded and position % self.step_tokens == 0)) and held > budget
+        at_step = eviction.bounded and position % self.step_tokens == 0
+        return (again or at_step) and held > eviction.budget
 
-    def reads(self, request: Request, manager: KVCacheManager) -> bool:
+    def needs_queries(self, request: Request, manager: KVCacheManager) -> bool:
         """Whether an eviction that is still to come may choose by the request's last queries. Once no, always no."""
-        if self.config.bounded or self.config.decode_every or request.hold:  # held: a next turn may be short
+        eviction = request.eviction
+        if eviction is None:
+            return False
+        if eviction.bounded or eviction.decode_every or request.hold:  # held: a next turn may be short
             return True
         left = request.prompt_tokens - manager.position(request.key)
         if left <= 0 or request.prompt_tokens in request.evictions:  # chosen already, if it is computed again
             return False
-        assert self.config.budget is not None
-        held = float(manager.lengths(request.key)[STREAMS].mean())
-        return held + left > self.config.budget + self.config.window
+        return mean_length(request, manager) + left > eviction.budget + eviction.window
 
-    def cut(self, request: Request, manager: KVCacheManager) -> None:
-        """After a step: evict if that is due, and keep last queries no longer than they may be asked for."""
+    def after_step(self, request: Request, manager: KVCacheManager) -> None:
+        """Evict if that is due, and keep last queries no longer than they may be asked for."""
         if self.due(request, manager):
             self.evict(request, manager)
-        if not self.reads(request, manager):
+        if not self.needs_queries(request, manager):
             manager.drop_query_buffer(request.key)
 
     def evict(self, request: Request, manager: KVCacheManager) -> int:
         """Score, choose, compact. Returns the pages that went back."""
-        position, layers = manager.position(request.key), manager.tables[STREAMS].schema.layers
-        if position not in request.evictions:
-            request.evictions[position] = self.choose(request, manager)
-        keep = request.evictions[position]
-        return manager.compact_request(request.key, dict(zip(layers, keep, strict=True)))
+        position, table = manager.position(request.key), manager.tables[STREAMS]
+        if position in request.evictions:
+            keep = request.evictions[position].lists()
+        else:
+            keep = self.choose(request, manager)
+            lengths = table.lengths[manager.slot_of[request.key]].reshape(len(table.schema.layers), -1)
+            request.evictions[position] = EvictionRecord(keep, lengths)
+        return manager.compact_request(request.key, dict(zip(table.schema.layers, keep, strict=True)))
 
     def choose(self, request: Request, manager: KVCacheManager) -> Keep:
-        """Survivors of every stream under the policy."""
-        c, table = self.config, manager.tables[STREAMS]
-        assert c.budget is not None
+        """Survivors of every stream under the request's policy."""
+        eviction, table = request.eviction or self.default, manager.tables[STREAMS]
+        policy = find_policy(eviction.policy)
         lengths = table.lengths[manager.slot_of[request.key]].reshape(len(table.schema.layers), -1)  # [layers, G]
-        parts = [self.policy.score(part) for part in self.layers(request, manager, self.policy.together)]
+        parts = [policy.score(part) for part in self.layers(request, manager, policy.batchable)]
         scores = [layer for part in parts for layer in part.split(table.schema.heads)]
-        budgets = self.policy.budgets(scores, lengths, c.budget, c.recent)
-        if budgets.shape != lengths.shape or budgets.sum() > c.budget * budgets.size or budgets.min() < 1:
-            raise HybridKVError(f"the policy's budgets must be positive and {c.budget} a stream on average at the most")
-        return choose(scores, lengths, budgets, c.recent, c.scope)
+        budgets = policy.budgets(scores, lengths, eviction.budget, eviction.recent)
+        if budgets.shape != lengths.shape or budgets.sum() > eviction.budget * budgets.size or budgets.min() < 1:
+            raise HybridKVError(
+                f"the policy's budgets must be positive and {eviction.budget} a stream on average at the most"
+            )
+        return choose(scores, lengths, budgets, eviction.recent, eviction.scope)
 
-    def layers(self, request: Request, manager: KVCacheManager, together: bool = False) -> list[LayerCache]:
+    def layers(self, request: Request, manager: KVCacheManager, batched: bool = False) -> list[LayerCache]:
         """What the policy sees of each attention layer. Nothing here waits for the device.
 
-        `together`: of several at once, one layer's streams after the other's, as many as SCORE_BYTES of scores allow.
+        `batched`: several layers as one, streams after streams, as many as SCORE_BYTES of scores allow.
         """
-        table, slot, device = manager.tables[STREAMS], manager.slot_of[request.key], manager.device
-        schema, position, past = table.schema, manager.position(request.key), manager.compactions.get(slot)
-        begin, G, count = max(0, position - self.config.window), schema.heads, len(schema.layers)
-        when, pages, places = torch.arange(begin, position, device=device), table.rows(slot), positions(slot, manager)
-        ring = manager.query_buffers.whole(slot, begin)
-        if ring < 0:
+        window = (request.eviction or self.default).window
+        table, slot = manager.tables[STREAMS], manager.slot_of[request.key]
+        position, past = manager.position(request.key), manager.compactions.get(slot)
+        first = max(0, position - window)
+        buffer = manager.query_buffers.whole(slot, first)
+        if buffer < 0:
             raise HybridKVError(
                 f"the last queries of request {request.key!r} were not kept, and its cache cannot be scored without "
-                "them; give it a ring (take_query_buffer) before its prompt is read"
+                "them; give it a query buffer (take_query_buffer) before its prompt is read"
             )
-        queries = last(manager.state.tensors["queries", "queries"], ring, when)  # [W, layers, H, D]
-        # what softmax summed to holds as long as nothing that was summed is gone
-        known = not manager.exact and (past is None or past.position <= begin)
+        query_positions = torch.arange(first, position, device=manager.device)
+        queries = queries_at(manager.state.tensors["queries", "queries"], buffer, query_positions)  # [W, layers, H, D]
+        # the sums of softmax hold as long as no entry that was summed is gone
+        known = not manager.exact and (past is None or past.position <= first)
         sums = manager.state.tensors.get(("queries", "lse")) if known else None
-        lse = None if sums is None else last(sums, ring, when)
-        size = SCORE_BYTES // (4 * queries.shape[2] * max(1, places.shape[1])) if together else 1
+        lse = None if sums is None else queries_at(sums, buffer, query_positions)
+        entry_positions = positions(slot, manager)
+        pages = table.rows(slot)
+        heads, count = table.schema.heads, len(table.schema.layers)
+        at_once = SCORE_BYTES // (4 * queries.shape[2] * max(1, entry_positions.shape[1])) if batched else 1
         found = []
-        for i in range(0, count, max(1, size)):
-            n = min(max(1, size), count - i)
-            rows = slice(i * G, (i + n) * G)
-            lengths = table.lengths[slot, rows]
+        for i in range(0, count, max(1, at_once)):
+            n = min(max(1, at_once), count - i)
+            streams = slice(i * heads, (i + n) * heads)
+            lengths = table.lengths[slot, streams]
             found.append(
                 LayerCache(
                     layer=i,
                     layers=count,
                     queries=queries[:, i : i + n].flatten(1, 2),
-                    query_positions=when,
-                    positions=places[rows, : int(lengths.max())],
+                    query_positions=query_positions,
+                    positions=entry_positions[streams, : int(lengths.max())],
                     lengths=lengths,
                     k_pool=_pages(table.pool.lane(0), "k"),
                     v_pool=_pages(table.pool.lane(0), "v"),
-                    table=pages[rows],
+                    table=pages[streams],
                     scale=self.scale,
                     lse=None if lse is None else lse[:, i : i + n].flatten(1, 2),
                 )
@@ -158,9 +187,14 @@ class Evictor:
         return found
 
 
-def last(query_buffers: torch.Tensor, ring: int, when: torch.Tensor) -> torch.Tensor:
-    """[W, layers, ...] of positions `when`, from buffers [layers, B, W, ...] in which p lies in row p mod W."""
-    return query_buffers[:, ring].transpose(0, 1).index_select(0, when % query_buffers.shape[2])
+def mean_length(request: Request, manager: KVCacheManager) -> float:
+    """Entries of the request's streams on average: heads and layers may share a budget unevenly."""
+    return float(manager.tables[STREAMS].lengths[manager.slot_of[request.key]].mean())
+
+
+def queries_at(buffers: torch.Tensor, buffer: int, at: torch.Tensor) -> torch.Tensor:
+    """[W, layers, ...] of positions `at`, from buffers [layers, B, W, ...] in which position p lies in row p mod W."""
+    return buffers[:, buffer].transpose(0, 1).index_select(0, at % buffers.shape[2])
 
 
 def positions(slot: int, manager: KVCacheManager) -> torch.Tensor:
@@ -174,36 +208,43 @@ def positions(slot: int, manager: KVCacheManager) -> torch.Tensor:
         old = np.full((len(kept), int(counts.max())), -1, np.int64)
         old[np.arange(old.shape[1]) < counts[:, None]] = np.concatenate(kept)
         sent = upload([counts, old.ravel()], manager.device)
-        counts, old = sent[: len(kept), None], sent[len(kept) :].view(old.shape)[:, : len(entry)]
-        later = found - counts + past.position
-        old = torch.nn.functional.pad(old, (0, len(entry) - old.shape[1]))
-        found = torch.where(entry < counts, old, later)
+        device_counts = sent[: len(kept), None]
+        survivors = sent[len(kept) :].view(old.shape)[:, : len(entry)]
+        survivors = torch.nn.functional.pad(survivors, (0, len(entry) - survivors.shape[1]))
+        later = found - device_counts + past.position
+        found = torch.where(entry < device_counts, survivors, later)
     if (lengths < len(entry)).any():
         found = torch.where(entry < upload([lengths], manager.device)[:, None], found, -1)
     return found
 
 
-def most_held(config: CacheConfig, step_tokens: int) -> int | None:
-    """Tokens that a stream of a bounded request holds at the most, on average; None: all of them."""
-    if config.budget is None or not config.bounded:
+def max_held_tokens(eviction: EvictionConfig | None, step_tokens: int, page_size: int) -> int | None:
+    """Tokens that a stream of a bounded request holds on average at the most; None: all of them."""
+    if eviction is None or not eviction.bounded:
         return None
     # streams of different lengths each fill a last page of their own
-    uneven = type(find_policy(config.policy)).budgets is not Policy.budgets
-    return config.budget + step_tokens + (config.page_size if uneven else 0)
+    uneven = find_policy(eviction.policy).spread is not None
+    return eviction.budget + step_tokens + (page_size if uneven else 0)
+
+
+def most_held(config: CacheConfig, step_tokens: int) -> int | None:
+    """`max_held_tokens` of the requests that ask for nothing else."""
+    return max_held_tokens(config.eviction, step_tokens, config.page_size)
 
 
 def query_buffers_for(config: CacheConfig, step_tokens: int, slots: int) -> int:
-    """Requests whose last queries must be kept at the same time, so that none waits for a ring; 0: nothing is evicted.
+    """Query buffers that are needed so that no request waits for one; 0: nothing is evicted.
 
-    After its prompt a request needs none, unless it is cut again. A prompt that is cut has more than budget + window
-    tokens: a step ends one, reads some whole and begins one. Conversations, which keep theirs, share what is left: who
-    has many at once sets `query_buffers`.
+    A request needs none after its prompt, unless it is evicted again. A prompt that is evicted has more than budget +
+    window tokens, and one step can finish one such prompt, read several short ones and start another: each needs a
+    buffer. Conversations keep theirs, so raise `query_buffers` for many conversations.
     """
     if config.budget is None:
         return 0
     if config.bounded or config.decode_every:
         return slots
-    return min(slots, config.query_buffers or max(RINGS, step_tokens // (config.budget + config.window + 1) + 2))
+    enough = max(QUERY_BUFFERS, step_tokens // (config.budget + config.window + 1) + 2)
+    return min(slots, config.query_buffers or enough)
 
 
 def find_policy(policy: object) -> Policy:

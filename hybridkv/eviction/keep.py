@@ -14,9 +14,8 @@ from torch import Tensor
 
 from hybridkv.cache.step import upload
 from hybridkv.errors import HybridKVError
+from hybridkv.eviction_record import Keep
 from hybridkv.kernels.eviction.select import select_entries
-
-Keep = list[list[np.ndarray]]  # [layers][G] ascending entry numbers
 
 
 def joined(scores: list[Tensor]) -> Tensor:

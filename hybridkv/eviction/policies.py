@@ -7,6 +7,7 @@ a layer too, which is what `Ada` needs.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -31,16 +32,13 @@ class SnapKV(Policy):
 
     pooling: str = "none"
     kernel: int = 5
+    batchable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.pooling not in ("none", "avg", "max") or self.kernel < 1 or self.kernel % 2 == 0:
             raise HybridKVError(
                 f"pooling must be none, avg or max with an odd kernel, not {self.pooling}, {self.kernel}"
             )
-
-    @property
-    def together(self) -> bool:  # type: ignore[override]
-        return type(self).score is SnapKV.score
 
     def score(self, layer: LayerCache) -> Tensor:
         scores = window_scores(
@@ -127,21 +125,28 @@ class Random(Policy):
 
 
 @dataclass(frozen=True)
-class Ada(Policy):
+class Spread(Policy):
+    """Another policy's scores, with budgets of its own."""
+
+    policy: Policy = field(default_factory=SnapKV)
+
+    @property
+    def batchable(self) -> bool:  # type: ignore[override]
+        return self.policy.batchable
+
+    def score(self, layer: LayerCache) -> Tensor:
+        return self.policy.score(layer)
+
+
+@dataclass(frozen=True)
+class Ada(Spread):
     """Heads of a layer share one budget: the best entries of all of them stay. Feng et al. 2024, arXiv 2407.11550.
 
     Every head keeps at least `floor` of its even share.
     """
 
-    policy: Policy = field(default_factory=SnapKV)
     floor: float = 0.2
-
-    @property
-    def together(self) -> bool:  # type: ignore[override]
-        return self.policy.together
-
-    def score(self, layer: LayerCache) -> Tensor:
-        return self.policy.score(layer)
+    spread: ClassVar[str | None] = "heads"
 
     def budgets(self, scores: list[Tensor], lengths: np.ndarray, budget: int, recent: int) -> np.ndarray:
         even = self.policy.budgets(scores, lengths, budget, recent)
@@ -163,26 +168,19 @@ class Ada(Policy):
 
 
 @dataclass(frozen=True)
-class Pyramid(Policy):
+class Pyramid(Spread):
     """Early layers keep more, late layers less; the mean is the budget, or less where a layer has fewer entries than
     its share. Cai et al. 2024, arXiv 2406.02069.
     """
 
-    policy: Policy = field(default_factory=SnapKV)
     steepness: float = 20.0  # the last layer's share beyond the recent entries is the even one divided by this
+    spread: ClassVar[str | None] = "layers"
 
     def __post_init__(self) -> None:
-        if type(self.policy).budgets is not Policy.budgets:
+        if self.policy.spread is not None:
             raise HybridKVError(
                 f"Pyramid takes a policy that only scores, not {type(self.policy).__name__}; use Ada(Pyramid())"
             )
-
-    @property
-    def together(self) -> bool:  # type: ignore[override]
-        return self.policy.together
-
-    def score(self, layer: LayerCache) -> Tensor:
-        return self.policy.score(layer)
 
     def budgets(self, scores: list[Tensor], lengths: np.ndarray, budget: int, recent: int) -> np.ndarray:
         fixed = min(recent, budget)

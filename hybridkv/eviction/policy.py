@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
@@ -26,7 +27,7 @@ class LayerCache:
     v_pool: Pages
     table: Tensor  # [G, N]
     scale: float
-    lse: Tensor | None = None  # [W, H] f32, where known: logarithms of the sums of exp(q . k * scale) that they saw
+    lse: Tensor | None = None  # [W, H] f32, where known: log of the sum of exp(q . k * scale) that each query saw
 
     @cached_property
     def device_lengths(self) -> Tensor:
@@ -52,12 +53,24 @@ class Policy:
     """Scores entries; may also spread the budget unevenly over heads and layers."""
 
     # whether `score` looks at each stream by itself: it may then get several layers as one, streams after streams
-    together: bool = False
+    batchable: ClassVar[bool] = False
+    # between what `budgets` shares unevenly: the heads of a layer ("heads"), layers only ("layers"); None: it is even
+    spread: ClassVar[str | None] = None
+
+    def __init_subclass__(cls, **more: object) -> None:
+        """A subclass that brings its own `score` or `budgets` and says nothing else gets the careful answer."""
+        super().__init_subclass__(**more)
+        if "together" in cls.__dict__:  # the name before 0.2
+            cls.batchable = cls.__dict__["together"]
+        elif "score" in cls.__dict__ and "batchable" not in cls.__dict__:
+            cls.batchable = False
+        if "budgets" in cls.__dict__ and "spread" not in cls.__dict__:
+            cls.spread = "heads"
 
     def score(self, layer: LayerCache) -> Tensor:
-        """[G, L] f32: the higher, the more the entry matters. What stands past a stream's length is not looked at."""
+        """[G, L] f32: the higher, the more the entry matters. Scores past a stream's length are ignored."""
         raise TypeError(f"{type(self).__name__} does not define score(layer)")
 
     def budgets(self, scores: list[Tensor], lengths: np.ndarray, budget: int, recent: int) -> np.ndarray:
-        """[layers, G] entries each stream keeps, for lengths [layers, G]; in all no more than `budget` a stream."""
+        """[layers, G] entries each stream keeps, for lengths [layers, G]; on average no more than `budget`."""
         return np.full(lengths.shape, budget, np.int64)

@@ -1,6 +1,7 @@
-"""Gates of one product by another: silu(gate) * up of a feed-forward part, x * sigmoid(gate) of gated attention.
+"""Products with a gate: silu(gate) * up in a feed-forward layer, x * sigmoid(gate) in gated attention.
 
-The activation is taken in f32 and rounded to the dtype, then the product is: the same two roundings in every form.
+The activation is computed in f32 and rounded to the dtype, then the product is rounded: the same two roundings in every
+form.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ from hybridkv.kernels.backend import tl, triton, use_triton
 from hybridkv.kernels.exact import sigmoid_exact, silu_exact
 from hybridkv.kernels.overlap import MANY_TOKENS, can_overlap, wait_for_inputs
 
-FEW_TOKENS = 8  # up to so many, tiles are small: a step of few tokens would leave most of the GPU without one
+FEW_TOKENS = 8  # up to this many, tiles are small, so that there is one for every part of the GPU
 
 
 def silu_mul_ref(gate_up: Tensor) -> Tensor:
-    """gate_up [T, 2 I], the gates first -> [T, I]."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate).mul_(up)
 
@@ -28,7 +28,6 @@ def silu_mul_exact(gate_up: Tensor) -> Tensor:
 
 
 def sigmoid_mul_ref(x: Tensor, gate: Tensor) -> Tensor:
-    """x, gate [T, H, D] -> [T, H D]."""
     return (x * torch.sigmoid(gate)).flatten(1)
 
 
@@ -102,10 +101,10 @@ def sigmoid_mul_triton(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of gate_up [T, 2 I], the gates first -> [T, I]."""
+    """silu(gate) * up: gate_up [T, 2 I], the gates first -> [T, I]."""
     return silu_mul_triton(gate_up) if use_triton(gate_up) else silu_mul_ref(gate_up)
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
-    """x * sigmoid(gate) of [T, H, D], heads joined -> [T, H D]."""
+    """x * sigmoid(gate): x, gate [T, H, D] -> [T, H D]."""
     return sigmoid_mul_triton(x, gate) if use_triton(x) else sigmoid_mul_ref(x, gate)

@@ -1,7 +1,10 @@
-"""best_tokens: the place of the largest logit of each row, and whether the row holds a NaN.
+"""best_tokens: the place of the largest logit of each row, and whether the row is broken.
 
-A row of a large vocabulary is cut into pieces, so that one row alone occupies the GPU; a second launch joins them. Of
-equal logits the first wins. The token of a row with a NaN means nothing, but is one of the vocabulary.
+A row is broken if it holds a NaN or +inf, or nothing but -inf: no distribution follows from it. Its token means
+nothing, but is one of the vocabulary.
+
+A row of a large vocabulary is cut into pieces, so that one row alone occupies the GPU; a second launch joins them.
+Among equal logits the first wins.
 """
 
 from __future__ import annotations
@@ -15,9 +18,9 @@ PIECE = 2048  # logits that a program looks at
 
 
 def best_tokens_ref(logits: Tensor) -> Tensor:
-    """logits [S, V] -> [2, S] int64: the tokens, and 1 where a row holds a NaN."""
+    """logits [S, V] -> [2, S] int64: the tokens, and 1 where a row is broken."""
     largest, best = logits.max(-1)  # a NaN counts as the largest
-    return torch.stack((best, largest.isnan().long()))
+    return torch.stack((best, (~largest.isfinite()).long()))
 
 
 @triton.jit
@@ -40,11 +43,13 @@ def join_kernel(largest, place, found, S, N, BN: tl.constexpr):
     o_n = tl.arange(0, BN)
     b_x = tl.load(largest + i_s * N + o_n, mask=o_n < N, other=float("-inf"))
     b_place = tl.load(place + i_s * N + o_n, mask=o_n < N, other=2147483647)
-    bad = tl.max((b_x != b_x).to(tl.int32), 0)
+    nan = tl.max((b_x != b_x).to(tl.int32), 0) > 0
     b_x = tl.where(b_x != b_x, float("-inf"), b_x)
-    token = tl.min(tl.where(b_x == tl.max(b_x, 0), b_place, 2147483647), 0)
+    best = tl.max(b_x, 0)
+    token = tl.min(tl.where(b_x == best, b_place, 2147483647), 0)
+    broken = nan | (best == float("inf")) | (best == float("-inf"))
     tl.store(found + i_s, token.to(tl.int64))
-    tl.store(found + S + i_s, bad.to(tl.int64))
+    tl.store(found + S + i_s, broken.to(tl.int64))
 
 
 def best_tokens_triton(logits: Tensor) -> Tensor:
@@ -62,5 +67,5 @@ def best_tokens_triton(logits: Tensor) -> Tensor:
 
 
 def best_tokens(logits: Tensor) -> Tensor:
-    """logits [S, V] -> [2, S] int64: the tokens of the largest logits, and 1 where a row holds a NaN."""
+    """logits [S, V] -> [2, S] int64: the tokens of the largest logits, and 1 where a row is broken."""
     return best_tokens_triton(logits) if use_triton(logits) else best_tokens_ref(logits)

@@ -1,7 +1,7 @@
 """Norms over the last dimension, arithmetic in f32, result in the input's dtype.
 
-add_rms_norm is what stands between two parts of a layer: the residual stream takes a part's result, and is normed for
-the next. The sum is rounded to its dtype first, so the norm is that of what is kept.
+add_rms_norm stands between two parts of a layer: a part's result is added to the residual stream, and the sum is normed
+for the next part. The sum is rounded to its dtype first, so the norm is that of the stream as it is kept.
 """
 
 from __future__ import annotations
@@ -16,15 +16,11 @@ from hybridkv.kernels.overlap import MANY_TOKENS, can_overlap, wait_for_inputs
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight. `weight` is f32; models with zero-centred weights add their 1 when they
-    load.
-    """
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
 
 def add_rms_norm_ref(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + delta, and its norm. Without a delta the sum is x itself."""
     total = x if delta is None else x + delta
     return total, rms_norm_ref(total, weight, eps)
 
@@ -65,7 +61,7 @@ def add_rms_norm_triton(x: Tensor, delta: Tensor | None, weight: Tensor, eps: fl
     assert weight.shape == (D,) and (delta is None or (delta.shape == x.shape and delta.dtype == x.dtype))
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = x if delta is None else torch.empty_like(y)
-    # rows of heads of tokens; more dimensions are joined
+    # [T, H, D]; other numbers of dimensions become [rows, 1, D]
     rows = x if x.ndim == 3 else x.reshape(-1, 1, D)
     rows = rows if rows.stride(2) == 1 else rows.contiguous()
     if y.numel():
@@ -79,6 +75,7 @@ def add_rms_norm_triton(x: Tensor, delta: Tensor | None, weight: Tensor, eps: fl
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, x [..., D], weight [D] f32: zero-centred weights get their 1 at load."""
     if use_triton(x):
         return add_rms_norm_triton(x, None, weight, eps)[1]
     if x.dtype == torch.float32:
@@ -87,7 +84,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x + delta in x's dtype, its norm). Without a delta the sum is x itself."""
+    """(x + delta in x's dtype, its norm), all [..., D]. Without a delta the sum is x itself."""
     if use_triton(x):
         return add_rms_norm_triton(x, delta, weight, eps)
     total = x if delta is None else x + delta

@@ -1,4 +1,4 @@
-"""Rotary embedding: angles once a step from absolute positions, then a rotation of the first 2R channels of each head.
+"""Rotary embedding: angles from absolute positions, once a step; then a rotation of the first 2R channels of each head.
 
 half-split   pairs (i, i + R)       Llama, Qwen
 interleaved  pairs (2i, 2i + 1)     DeepSeek
@@ -20,13 +20,14 @@ def rope_angles(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
 def rope_ref(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate x [T, heads, D] by angles [T, 1, R]; arithmetic in f32, result in x's dtype."""
     R = cos.shape[-1]
-    turned = x[..., : 2 * R].float()
-    mixed = torch.empty_like(turned)
-    (a, b), (to_a, to_b) = (_pairs(t, R, interleaved) for t in (turned, mixed))
+    first = x[..., : 2 * R].float()
+    rotated = torch.empty_like(first)
+    a, b = _pairs(first, R, interleaved)
+    to_a, to_b = _pairs(rotated, R, interleaved)
     torch.mul(a, cos, out=to_a).addcmul_(b, sin, value=-1)
     torch.mul(b, cos, out=to_b).addcmul_(a, sin)
-    mixed = mixed.to(x.dtype)
-    return mixed if x.shape[-1] == 2 * R else torch.cat((mixed, x[..., 2 * R :]), -1)
+    rotated = rotated.to(x.dtype)
+    return rotated if x.shape[-1] == 2 * R else torch.cat((rotated, x[..., 2 * R :]), -1)
 
 
 def _pairs(x: Tensor, R: int, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -37,8 +38,8 @@ rope = rope_ref
 
 
 def rope_exact(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Half-split pairs, one rounding an operation: nothing is left to how a product and a sum are fused."""
+    """Half-split pairs, one rounding for each operation: no product is fused with a sum."""
     R = cos.shape[-1]
     a, b = x[..., :R].float(), x[..., R : 2 * R].float()
-    turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
-    return torch.cat((turned, x[..., 2 * R :]), -1)
+    rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+    return torch.cat((rotated, x[..., 2 * R :]), -1)

@@ -12,14 +12,10 @@ from torch import Tensor
 
 from hybridkv.kernels.activation import silu_mul_exact
 from hybridkv.kernels.exact import sigmoid_exact, softmax_exact, tree_sum
-from hybridkv.kernels.linear.linear import linear_exact, linear_ref
-from hybridkv.kernels.moe.softmax import (
-    add_shared,
-    loop_experts,
-    route_softmax,
-    run_softmax_experts,
-    weighted_sum_exact,
-)
+from hybridkv.kernels.linear.exact import linear_exact, linear_ref
+from hybridkv.kernels.moe.expert_loop import loop_experts, run_softmax_experts, weighted_sum_exact
+from hybridkv.kernels.moe.shared_expert import add_shared
+from hybridkv.kernels.moe.softmax_router import route_softmax
 from hybridkv.kernels.norm import add_rms_norm, add_rms_norm_exact
 
 
@@ -27,9 +23,9 @@ from hybridkv.kernels.norm import add_rms_norm, add_rms_norm_exact
 class RowOps:
     linear: Callable[[Tensor, Tensor], Tensor]  # x [T, K], weight [N, K] -> [T, N]
     add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]  # (x + delta, its norm)
-    route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]  # moe.softmax.route_softmax
-    run_experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # moe.softmax.run_softmax_experts
-    add_shared: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # moe.softmax.add_shared
+    route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]  # moe.softmax_router.route_softmax
+    run_experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # moe.expert_loop.run_softmax_experts
+    add_shared: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # moe.shared_expert.add_shared
 
 
 def route_exact(logits: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:

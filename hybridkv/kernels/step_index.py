@@ -1,4 +1,4 @@
-"""StepIndex: which request and which position each token of a step has, on the device, in one upload.
+"""StepIndex: which request and which position each token of a step has. Made on the host, sent in one upload.
 
     tokens           [ a | b | c c c c c | d d d ]       T = 10, B = 4
     token_to_req     [ 0 | 1 | 2 2 2 2 2 | 3 3 3 ]       request row of a token
@@ -8,15 +8,79 @@
     slots            [ 5, 0, 3, 1 ]                      state row of each request; -1: padding
 
 A row of padding (a captured graph has more rows than requests) has slot -1: no op writes for it or reads its past.
+`HostIndex` is the same in numpy, where Python reads it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class HostIndex:
+    """The requests of a step and their tokens, on the host. Requests with one new token come first."""
+
+    slots: np.ndarray  # [B] int64; -1: padding
+    num_computed: np.ndarray  # [B] int64
+    num_scheduled: np.ndarray  # [B] int64, new tokens of each request
+
+    @staticmethod
+    def padding(rows: int) -> HostIndex:
+        """One-token requests that do not exist."""
+        return HostIndex(np.full(rows, -1), np.zeros(rows, np.int64), np.ones(rows, np.int64))
+
+    def padded(self, rows: int) -> HostIndex:
+        """The same requests and padding, `rows` in all."""
+        missing = self.padding(rows - len(self.slots))
+        return HostIndex(
+            np.concatenate((self.slots, missing.slots)),
+            np.concatenate((self.num_computed, missing.num_computed)),
+            np.concatenate((self.num_scheduled, missing.num_scheduled)),
+        )
+
+    @cached_property
+    def num_decodes(self) -> int:
+        """How many requests have one new token; they come first."""
+        return int((self.num_scheduled == 1).sum())
+
+    @cached_property
+    def query_start_loc(self) -> np.ndarray:  # [B + 1]
+        return np.concatenate(([0], np.cumsum(self.num_scheduled)))
+
+    @cached_property
+    def token_to_req(self) -> np.ndarray:  # [T]
+        return np.repeat(np.arange(len(self.slots)), self.num_scheduled)
+
+    @cached_property
+    def positions(self) -> np.ndarray:  # [T]
+        first = self.num_computed - self.query_start_loc[:-1]
+        return np.arange(len(self.token_to_req)) + first[self.token_to_req]
+
+    @property
+    def chunks(self) -> HostIndex:
+        """The prompt chunks alone."""
+        n = self.num_decodes
+        return HostIndex(self.slots[n:], self.num_computed[n:], self.num_scheduled[n:])
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """The five arrays of a StepIndex, in the order of its fields."""
+        return self.slots, self.num_computed, self.query_start_loc, self.token_to_req, self.positions
+
+    def query_rows(self, window: int, buffers: np.ndarray) -> np.ndarray:
+        """[T] row of a token's query among those of all query buffers: buffer * window + position mod window for the
+        last `window` tokens of each request, -1 for the others. `buffers`: of each slot; -1: it has none.
+        """
+        request = self.token_to_req
+        buffer = np.where(self.slots >= 0, buffers[self.slots], -1)[request]
+        to_end = self.query_start_loc[1:][request] - np.arange(len(request))  # 1 for a request's last token
+        kept = (to_end <= window) & (buffer >= 0)
+        return np.where(kept, buffer * window + self.positions % window, -1)
 
 
 @dataclass(frozen=True)
@@ -28,18 +92,12 @@ class StepIndex:
     positions: Tensor  # [T] int64
 
     @staticmethod
-    def host(slots: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, ...]:
-        """The five arrays, int64, for requests of `counts` new tokens each."""
-        starts = np.concatenate(([0], np.cumsum(counts)))
-        owner = np.repeat(np.arange(len(slots)), counts)
-        positions = begins[owner] + np.arange(len(owner)) - starts[owner]
-        return tuple(np.asarray(x, np.int64) for x in (slots, begins, starts, owner, positions))
-
-    @staticmethod
-    def make(slots: list[int], begins: list[int], counts: list[int], device: torch.device | str = "cpu") -> StepIndex:
-        """For tests and benchmarks; the manager packs its own."""
-        arrays = StepIndex.host(*(np.array(x, np.int64) for x in (slots, begins, counts)))
-        return StepIndex(*(torch.from_numpy(x).to(device) for x in arrays))
+    def make(
+        slots: list[int], num_computed: list[int], num_scheduled: list[int], device: torch.device | str = "cpu"
+    ) -> StepIndex:
+        """For tests and benchmarks; the manager sends its own with the rest of a step."""
+        host = HostIndex(*(np.array(x, np.int64) for x in (slots, num_computed, num_scheduled)))
+        return StepIndex(*(torch.from_numpy(np.asarray(x, np.int64)).to(device) for x in host.arrays))
 
     @property
     def token_slots(self) -> Tensor:
@@ -50,7 +108,8 @@ class StepIndex:
         """The same for tokens begin .. end - 1 alone; requests without a token among them stay, empty."""
         if begin == 0 and end >= len(self.token_to_req):
             return self
-        rows, end = slice(begin, end), min(end, len(self.token_to_req))
+        end = min(end, len(self.token_to_req))
+        tokens = slice(begin, end)
         first = (self.query_start_loc - begin).clamp(0, end - begin)
-        begins = self.num_computed + (first[:-1] + begin - self.query_start_loc[:-1])
-        return StepIndex(self.slots, begins, first, self.token_to_req[rows], self.positions[rows])
+        num_computed = self.num_computed + (first[:-1] + begin - self.query_start_loc[:-1])
+        return StepIndex(self.slots, num_computed, first, self.token_to_req[tokens], self.positions[tokens])

@@ -33,7 +33,8 @@ from hybridkv.config import CacheConfig
 from hybridkv.errors import ModelFileError
 from hybridkv.kernels.linear.f32_out import linear_wide, wide_dtype
 from hybridkv.kernels.linear.linear import Linear
-from hybridkv.kernels.moe.v4 import Router, route, run_experts
+from hybridkv.kernels.moe.grouped import run_experts
+from hybridkv.kernels.moe.v4_router import Router, route
 from hybridkv.kernels.rope import rope_angles
 from hybridkv.kernels.v4.hyper_connections import HyperMap, hyper_enter, hyper_exit, hyper_expand
 from hybridkv.kernels.v4.norm_rope import norm_rope

@@ -18,7 +18,7 @@ from torch import Tensor
 from hybridkv.cache import LayerHandle
 from hybridkv.kernels.exact import sigmoid_exact, softplus_exact
 from hybridkv.kernels.gdn.prefill import gdn_prefill
-from hybridkv.kernels.gdn.rule import causal_conv_exact, gated_delta_exact
+from hybridkv.kernels.gdn.rule_exact import causal_conv_exact, gated_delta_exact
 from hybridkv.kernels.gdn.step import gdn_step
 from hybridkv.kernels.gdn.weights import DeltaNet
 from hybridkv.kernels.linear.linear import Linear

@@ -35,7 +35,7 @@ def select(
     ratio, view = handle.schema.ratio, handle.stream
     if view.max_entries <= topk:
         return None
-    pages, fmt = handle.pages("index")
+    table, (pages, fmt) = handle.table, handle.pages("index")
     index = handle.index
     visible = torch.where(index.token_slots >= 0, (index.positions + 1) // ratio, 0)
     block = max(1, MAX_LOGITS // view.max_entries)
@@ -43,7 +43,7 @@ def select(
     for begin in range(0, len(q), block):
         part = slice(begin, begin + block)
         tokens = index.part(begin, begin + block)
-        logits = index_logits(q[part], weights[part], pages, fmt, view.table, tokens, ratio, view.max_entries, topk)
+        logits = index_logits(q[part], weights[part], pages, fmt, table, tokens, ratio, view.max_entries, topk)
         chosen.append(top_entries(logits, visible[part], topk))
     return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
 
@@ -134,7 +134,7 @@ def dequantised_entries(handle: CompressedHandle, plain: PageFormat, chosen: Ten
     entry = number[:, None] * DEQUANTISED_PAGE + torch.arange(DEQUANTISED_PAGE, device=stored.device)
     lengths = (index.num_computed + index.query_start_loc.diff()) // ratio
     entry = torch.where(entry < lengths[owner, None], entry, -1)
-    flat = flat_entries(handle.stream.table, index.slots[owner, None], entry, stored.shape[1])
+    flat = flat_entries(handle.table, index.slots[owner, None], entry, stored.shape[1])
     return Entries(gather_entries(stored, fmt, flat, plain.dtype), table, ratio, chosen)
 
 
@@ -161,4 +161,4 @@ def stored_entries(handle: CompressedHandle, chosen: Tensor | None) -> Entries |
     """The entries where they are stored; None: the layer has none."""
     if handle.view is None:
         return None
-    return Entries(handle.paged["entries"], handle.view.table, handle.schema.ratio, chosen)
+    return Entries(handle.paged["entries"], handle.table, handle.schema.ratio, chosen)

@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs nothing else and asks nobody for anything.
+"""The page: one self-contained HTML file that loads nothing from anywhere.
 
 Prompt text may be hostile. It reaches the page as JSON in which no character can end the element that holds it, the
 script puts it into text nodes alone, and the page's own policy lets no other script run.
@@ -43,7 +43,7 @@ def page(kept: Kept) -> str:
 
 
 def as_dict(kept: Kept) -> dict[str, Any]:
-    """What the page's script reads. A mask is a bit a token, most significant bit first, in base64."""
+    """What the page's script reads. A mask has one bit for each token, most significant bit first, in base64."""
     return {
         "model": kept.model,
         "tokens": kept.texts,

@@ -197,7 +197,7 @@ def numbers(n: int, start: int = 0) -> list[int]:
 def facts(m: KVCacheManager) -> dict[str, bytes]:
     """Everything that can differ between two managers."""
     found = snapshot(m) | {"reached": m.reached.tobytes()}
-    return found | {f"{name}.mirror": t.mirror.numpy().tobytes() for name, t in m.tables.items()}
+    return found | {f"{name}.device_table": t.device_table.numpy().tobytes() for name, t in m.tables.items()}
 
 
 def refused(m: KVCacheManager, error: type[Exception], call: Callable[[], Any], says: str = ".") -> None:

@@ -135,16 +135,19 @@ class CacheModel(RuleBasedStateMachine):
             number_g, place_g = (x[:, None].expand(-1, HEADS.heads) for x in (number, place))
             handles[layer].append(torch.stack((number_g, stream), 2), torch.stack((place_g, -number_g), 2))
         view = step.streams["compressed"]
-        assert view.entry_index is None
+        places = []
         for row, name in enumerate(names):
             history = self.live[name].tokens + fresh[name]
             have = LANES.entries(len(self.live[name].tokens))
             for entry in range(have, int(view.lengths[row, 0])):
                 page, at = int(view.table[step.slots[row], 0, entry // 2]), entry % 2
+                places.append(2 * page + at)
                 for layer in LANES.layers:
                     paged = handles[layer].paged
                     paged["main"][page, at] = torch.tensor([float(history[4 * entry + 3]), float(layer)])
                     paged["index"][page, at] = 1000 * history[4 * entry] + entry
+        index = view.entry_index[0]
+        assert index[index >= 0].tolist() == places, "the step names other places than table and lengths do"
 
     def write_state(self, step: ForwardStep, fresh: dict[int, list[int]]) -> None:
         """The tail holds the last three tokens, each layer its own way."""

@@ -21,7 +21,8 @@ from hybridkv.cache import (
     manager,
 )
 from hybridkv.cache.page_table import PageTable
-from hybridkv.cache.step import EntryPlan, Tokens
+from hybridkv.cache.step import StreamPlan
+from hybridkv.kernels.step_index import HostIndex
 from hybridkv.kernels.v4.flush_csa import save_rows_ref
 
 AT_LEAST = {
@@ -71,23 +72,24 @@ Patch = tuple[object, str, Callable[..., Any]]
 
 
 def entries_are_flushed_one_token_late() -> Patch:
-    original = PageTable.entry_plan
+    original = PageTable.stream_plan
 
-    def entry_plan(self: PageTable, tokens: Tokens) -> EntryPlan:
-        late = original(self, replace(tokens, num_computed=tokens.num_computed - 1))
-        return replace(late, max_entries=original(self, tokens).max_entries)
+    def stream_plan(self: PageTable, step: HostIndex, reach: int | None = None) -> StreamPlan:
+        late = original(self, replace(step, num_computed=step.num_computed - 1), reach)
+        return replace(original(self, step, reach), entry_index=late.entry_index)
 
-    return PageTable, "entry_plan", entry_plan
+    return PageTable, "stream_plan", stream_plan
 
 
 def entries_lie_one_place_further() -> Patch:
-    original = PageTable.entry_plan
+    original = PageTable.stream_plan
 
-    def entry_plan(self: PageTable, tokens: Tokens) -> EntryPlan:
-        plan = original(self, tokens)
+    def stream_plan(self: PageTable, step: HostIndex, reach: int | None = None) -> StreamPlan:
+        plan = original(self, step, reach)
+        assert plan.entry_index is not None
         return replace(plan, entry_index=np.where(plan.entry_index >= 0, plan.entry_index + 1, -1))
 
-    return PageTable, "entry_plan", entry_plan
+    return PageTable, "stream_plan", stream_plan
 
 
 def token_rows_are_saved_before_they_are_read() -> Patch:
@@ -214,12 +216,12 @@ def tokens_taken_back_leave_their_entries_counted() -> Patch:
 
 
 def padding_is_the_request_in_slot_0() -> Patch:
-    original = manager.compressed_step
+    original = manager.build_step
 
-    def compressed_step(tokens: Tokens, *rest: Any) -> ForwardStep:
-        return original(replace(tokens, slots=np.maximum(tokens.slots, 0)), *rest)
+    def build_step(host: HostIndex, *rest: Any, **more: Any) -> ForwardStep:
+        return original(replace(host, slots=np.maximum(host.slots, 0)), *rest, **more)
 
-    return manager, "compressed_step", compressed_step
+    return manager, "build_step", build_step
 
 
 FAULTS = (

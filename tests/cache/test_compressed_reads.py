@@ -8,7 +8,7 @@ from torch import Tensor
 from cache.compressed_rig import KINDS, SMALL, Rig, facts, numbers, stored
 from hybridkv.kernels import topk
 from hybridkv.kernels.formats.page_format import load_entries_ref
-from hybridkv.kernels.v4 import flush_csa, flush_hca, gather, indexer
+from hybridkv.kernels.v4 import flush_csa, flush_hca, gather, indexer, running_pool
 from hybridkv.kernels.v4 import sparse as attention_sparse
 from hybridkv.kernels.v4 import window_ring as window
 from hybridkv.models import v4_attention
@@ -236,7 +236,7 @@ def test_a_step_of_kernels_is_a_step_of_references(
         rig.run(m, {"a": numbers(31), "b": numbers(19, 1), "c": numbers(14, 2)})
     steps = ({"a": numbers(1, 3), "b": numbers(1, 4), "c": numbers(3, 5)}, {"a": numbers(1, 6), "b": numbers(1, 7)})
     want = [rig.run(managers[0], fresh, rows=None if len(fresh) > 2 else 3) for fresh in steps]
-    for module in (window, gather, flush_csa, flush_hca, indexer, topk, attention_sparse):
+    for module in (window, gather, flush_csa, flush_hca, running_pool, indexer, topk, attention_sparse):
         monkeypatch.setattr(module, "use_triton", lambda x: True)
     got = [rig.run(managers[1], fresh, rows=None if len(fresh) > 2 else 3) for fresh in steps]
     for a, b in zip(want, got, strict=True):

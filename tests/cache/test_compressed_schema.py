@@ -177,7 +177,7 @@ def test_physical_bytes_are_logical_bytes_are_planned_bytes(tokens: int, kv: str
     plan = plan_cache(schema, requests, tokens, None)
     m = KVCacheManager(schema, plan.pages, plan.slots, plan.max_tokens)
     tensors = [*(t for table in m.tables.values() for t in table.pool.tensors.values()), *m.state.tensors.values()]
-    tensors += [table.mirror for table in m.tables.values()]
+    tensors += [table.device_table for table in m.tables.values()]
     assert sum(t.untyped_storage().nbytes() for t in tensors) == m.memory_bytes() == plan.nbytes
     assert plan.nbytes == requests * (pages + state + 2 * tokens // 128 * 4)
     for r in range(requests):  # and all of it can be used

@@ -11,14 +11,13 @@ from numerics import assert_close_rms, assert_same_bytes
 
 from hybridkv import cache
 from hybridkv.cache.handle import ForwardStep, LayerHandle, StreamView
-from hybridkv.cache.step import Tokens
 from hybridkv.kernels.activation import sigmoid_mul
 from hybridkv.kernels.attention.append import append
 from hybridkv.kernels.attention.decode import attention_decode
 from hybridkv.kernels.attention.prefill import attention_prefill
 from hybridkv.kernels.gdn.prefill import gdn_prefill
 from hybridkv.kernels.gdn.weights import DeltaNet
-from hybridkv.kernels.step_index import StepIndex
+from hybridkv.kernels.step_index import HostIndex, StepIndex
 from hybridkv.models import attention
 from hybridkv.models.attention import attend
 from hybridkv.models.deltanet import delta_net
@@ -37,9 +36,9 @@ STEPS = (
 
 
 def step_of(slots: list[int], counts: list[int], streams: dict[str, StreamView] | None = None) -> ForwardStep:
+    host = HostIndex(np.array(slots), np.zeros(len(slots), np.int64), np.array(counts))
     index = StepIndex.make(slots, [0] * len(slots), counts)
-    starts = [0, *np.cumsum(counts).tolist()]
-    return ForwardStep(slots, [0] * len(slots), starts, counts.count(1), torch.empty(0), index, streams or {})
+    return ForwardStep(host, index, streams or {}, torch.empty(0))
 
 
 @pytest.mark.parametrize(("slots", "counts"), STEPS)
@@ -129,7 +128,7 @@ def test_of_the_last_layer_only_tails_are_computed(
     pools = {name: torch.randn(B * 8, P, D) for name in ("k", "v")}
     view, step, state = StreamView(table, after, torch.from_numpy(after), None, 12), step_of(list(range(B)), counts), {}
     if window is not None:
-        made = Tokens(np.arange(B), np.full(B, 3), np.array(counts), counts.count(1)).query_rows(window, np.arange(B))
+        made = HostIndex(np.arange(B), np.full(B, 3), np.array(counts)).query_rows(window, np.arange(B))
         step = replace(step, query_rows=torch.from_numpy(made))
         state = {"lse": torch.zeros(B, window, 6)}
     handle, q, gate = LayerHandle(step, view, slice(0, 2), pools, state), torch.randn(T, 6, D), torch.randn(T, 6, D)

@@ -84,7 +84,11 @@ def test_two_requests_in_one_step_keep_apart() -> None:
     assert kv.lengths.tolist() == [[7] * 4, [1] * 4, [9] * 4] and compressed.lengths.tolist() == [[1], [0], [2]]
     tables = kv.table[step.index.slots]
     assert kv.table.shape == (3, 4, 10) and (tables[1, :, 1:] == -1).all() and (tables[0, :, 2:] == -1).all()
-    assert compressed.entry_index is None and (compressed.table[step.slots[1]] == -1).all()
+    place = (
+        int(m.tables["compressed"].pages[step.slots[2], 0, 0]) * 2
+    )  # of the entries that c completes: tokens 3 and 7
+    assert compressed.entry_index.tolist() == [[-1] * 5 + [place] + [-1] * 3 + [place + 1] + [-1]]
+    assert (compressed.table[step.slots[1]] == -1).all()
     index = kv.entry_index
     assert index is not None and index.shape == (4, 11) and len(index.unique()) == 44
     for row, begin, end, old in ((0, 0, 1, 6), (1, 1, 2, 0), (2, 2, 11, 0)):

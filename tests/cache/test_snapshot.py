@@ -1,7 +1,10 @@
 """Snapshots: out of one cache and into another without changing a bit; what does not fit is refused."""
 
+import json
+import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +12,14 @@ import pytest
 import tiny
 import torch
 from numerics import assert_same_bytes
+from safetensors import safe_open
+from torch import Tensor
 
 from cache.machine_model import snapshot as facts
 from eviction.harness import Run
+from hybridkv import LLM
 from hybridkv.cache.manager import Compaction
-from hybridkv.cache.snapshot import Snapshot, fingerprint, restore_request, snapshot_request
+from hybridkv.cache.snapshot import Snapshot, _with_checksum, fingerprint, restore_request, snapshot_request
 from hybridkv.config import CacheConfig
 from hybridkv.errors import HybridKVError, OutOfPages, RequestError
 
@@ -214,6 +220,161 @@ def test_a_snapshot_without_state_is_refused_where_state_is_not_lent(run_of: Cal
     run.manager.check_integrity()
 
 
+def test_another_model_of_the_same_shapes_refuses(run_of: Callable, oracle: Callable, tmp_path: Path) -> None:
+    """Other weights, or another rope: the entries would be taken for what they are not."""
+    tiny.build("llama", seed=1).save_pretrained(tmp_path / "weights")
+    config = json.loads((oracle("llama").folder / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 10001.0
+    (tmp_path / "rope").mkdir()
+    (tmp_path / "rope" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "rope" / "model.safetensors").symlink_to(oracle("llama").folder / "model.safetensors")
+
+    def open_with_cache(folder: Path) -> LLM:
+        return LLM(folder, device="cpu", dtype="float32", cache=CacheConfig("f32", 16), max_context=256)
+
+    source = open_with_cache(oracle("llama").folder)
+    source.manager.admit_request("r")
+    snapshot_request(source.manager, "r").save(tmp_path / "a")
+    snapshot = Snapshot.load(tmp_path / "a")
+    restore_request(open_with_cache(oracle("llama").folder).manager, snapshot, "back")
+    for other in ("weights", "rope"):
+        manager = open_with_cache(tmp_path / other).manager
+        before = facts(manager)
+        with pytest.raises(RequestError, match="another model computed it"):
+            restore_request(manager, snapshot, "back")
+        assert facts(manager) == before
+    with pytest.raises(RequestError, match="here it is not known"):
+        restore_request(run_of("llama", budget=None).manager, snapshot, "back")
+
+
+# ---- files with a right checksum and contents that are not well-formed
+
+
+def rewritten(path: Path, change: Callable[[dict[str, Tensor], dict[str, str]], None]) -> Path:
+    """A copy of the file with its contents changed and a checksum that agrees."""
+    with safe_open(path, "pt") as file:
+        tensors, meta = {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata())  # noqa: SIM118
+    change(tensors, meta)
+    del meta["sha256"]
+    path = path.with_name("changed")
+    path.write_bytes(_with_checksum({name: t.contiguous() for name, t in tensors.items()}, meta))
+    return path
+
+
+VALUES: dict[str, Callable[[Tensor], Tensor]] = {
+    **{str(d): lambda t, d=d: t.float().to(d) for d in (torch.float64, torch.bfloat16, torch.int8, torch.bool)},
+    "int32": lambda t: t.to(torch.int32),
+    "float8": lambda t: t.float().to(torch.float8_e4m3fn),
+    "2-D": lambda t: t.reshape(1, -1),
+    "0-D": lambda t: t.reshape(-1)[0],
+    "flat": lambda t: t.reshape(-1),
+    "empty": lambda t: t[:0],
+    "shorter": lambda t: t[1:],
+    "longer": lambda t: torch.cat((t, t[:1])),
+    "negative": lambda t: -t.float().to(t.dtype) - 1,
+    "plus one": lambda t: (t.float() + 1).to(t.dtype),
+    "huge": lambda t: torch.full_like(t, torch.iinfo(t.dtype).max if not t.is_floating_point() else 3e38),
+    "reversed": lambda t: t.flip(0),
+    "moved": lambda t: t + torch.eye(1, len(t))[0].to(t.dtype) - torch.eye(1, len(t))[0].flip(0).to(t.dtype),
+}
+NUMBERS = ("", "x", "-1", "1.5", "nan", "1_0", " 7", "٣", "9" * 18, "9" * 30, "9" * 5000, "154", "156", "0")
+
+
+def assert_refused_or_whole(path: Path, run: Run) -> str:
+    """The file is refused in words, at load or at restore, and nothing is held; or what it says can be restored."""
+    before = facts(run.manager)
+    try:
+        snapshot = Snapshot.load(path)
+        restore_request(run.manager, snapshot, "back")
+    except HybridKVError as problem:
+        assert facts(run.manager) == before
+        return str(problem)
+    run.manager.check_integrity()
+    run.manager.release_request("back")
+    return ""
+
+
+@pytest.fixture(scope="module")
+def saved(run_of: Callable, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    path = tmp_path_factory.mktemp("saved") / "a"
+    taken(run_of("llama")).save(path)
+    return path, run_of("llama")
+
+
+@pytest.mark.parametrize("how", VALUES)
+@pytest.mark.parametrize("name", ("lengths/attention", "kept/attention", "kept_lengths/attention"))
+def test_bookkeeping_of_a_wrong_form_is_refused_at_load(name: str, how: str, saved: tuple[Path, Run]) -> None:
+    path, run = saved
+
+    def change(tensors: dict[str, Tensor], meta: dict[str, str]) -> None:
+        tensors[name] = VALUES[how](tensors[name])
+
+    changed = rewritten(path, change)
+    if how in ("int32", "flat") or (how == "reversed" and name != "kept/attention"):  # the same numbers
+        assert assert_refused_or_whole(changed, run) == ""
+    elif (name, how) == ("lengths/attention", "moved"):  # seen only by a cache
+        assert "do not agree" in assert_refused_or_whole(changed, run)
+    else:
+        with pytest.raises(HybridKVError, match="is not well-formed: "):
+            Snapshot.load(changed)
+
+
+@pytest.mark.parametrize("group", ("lengths", "kept", "kept_lengths", "entries", "state"))
+def test_a_missing_or_renamed_group_is_refused(group: str, saved: tuple[Path, Run]) -> None:
+    path, run = saved
+
+    def without(tensors: dict[str, Tensor], meta: dict[str, str]) -> None:
+        for name in [name for name in tensors if name.startswith(f"{group}/")]:
+            del tensors[name]
+
+    def renamed(tensors: dict[str, Tensor], meta: dict[str, str]) -> None:
+        for name in [name for name in tensors if name.startswith(f"{group}/")]:
+            tensors[name.replace("attention", "other").replace("queries/", "")] = tensors.pop(name)
+
+    found = assert_refused_or_whole(rewritten(path, without), run)
+    assert "not well-formed" in found or (group == "state" and not found)  # last queries may be left out
+    assert "not well-formed" in assert_refused_or_whole(rewritten(path, renamed), run)
+
+
+def _set(key: str, value: str, tensors: dict[str, Tensor], meta: dict[str, str]) -> None:
+    meta[key] = value
+
+
+@pytest.mark.parametrize("key", ("position", "compacted_at", "fingerprint", "model"))
+def test_metadata_that_is_missing_or_odd_is_refused(key: str, saved: tuple[Path, Run]) -> None:
+    path, run = saved
+    assert "not well-formed" in assert_refused_or_whole(rewritten(path, lambda _, meta: meta.pop(key) and None), run)
+    for value in NUMBERS:
+        found = assert_refused_or_whole(rewritten(path, partial(_set, key, value)), run)
+        assert found or (key == "model" and value == "")  # as it was
+
+
+def test_any_mixture_of_odd_contents_is_refused_in_words(saved: tuple[Path, Run]) -> None:
+    path, run = saved
+    rng = random.Random(0)
+
+    def change(tensors: dict[str, Tensor], meta: dict[str, str]) -> None:
+        for _ in range(rng.randint(1, 4)):
+            name = rng.choice(sorted(tensors))
+            what = rng.random()
+            if what < 0.1:
+                meta[rng.choice(("position", "compacted_at"))] = rng.choice(NUMBERS)
+            elif what < 0.2:
+                del tensors[name]
+            elif what < 0.3:
+                tensors[rng.choice(("x", "entries/", "state/x", "/", "kept/attention", name + "/y"))] = tensors[
+                    name
+                ].clone()
+            elif tensors[name].ndim and len(tensors[name]):
+                try:
+                    tensors[name] = VALUES[rng.choice(sorted(VALUES))](tensors[name])
+                except RuntimeError:  # this change is not for such a tensor
+                    continue
+
+    refused = sum(bool(assert_refused_or_whole(rewritten(path, change), run)) for _ in range(400))
+    assert 300 < refused < 400
+
+
 def test_a_damaged_file_is_refused_wherever_it_is_damaged(run_of: Callable, tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     taken(run_of("llama")).save(path)
@@ -246,9 +407,10 @@ def test_what_is_not_a_snapshot_is_refused(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(3)}, tmp_path / "other")
     with pytest.raises(HybridKVError, match="not a snapshot"):
         Snapshot.load(tmp_path / "other")
-    save_file({"x": torch.zeros(3)}, tmp_path / "later", {"format": "hybridkv-snapshot", "version": "2"})
-    with pytest.raises(HybridKVError, match="version 1"):
-        Snapshot.load(tmp_path / "later")
+    for version, words in (("1", "does not say which model"), ("3", "reads version 2")):
+        save_file({"x": torch.zeros(3)}, tmp_path / "other", {"format": "hybridkv-snapshot", "version": version})
+        with pytest.raises(HybridKVError, match=words):
+            Snapshot.load(tmp_path / "other")
     (tmp_path / "deep").write_bytes((100000).to_bytes(8, "little") + b"[" * 100000)
     with pytest.raises(HybridKVError, match="not a snapshot"):
         Snapshot.load(tmp_path / "deep")

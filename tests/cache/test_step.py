@@ -30,7 +30,7 @@ def assert_mirrored(m: KVCacheManager, names: str) -> None:
     table = m.tables["kv"]
     for name in names:
         slot = m.slot_of[name]
-        assert np.array_equal(table.mirror[slot].numpy(), table.pages[slot]), name
+        assert np.array_equal(table.device_table[slot].numpy(), table.pages[slot]), name
 
 
 def test_page_ids_on_the_device_follow_every_change() -> None:
@@ -59,14 +59,14 @@ def test_only_what_has_changed_is_sent() -> None:
     m = manager()
     run(m, [("a", 1)])
     table = m.tables["kv"]
-    table.mirror[m.slot_of["b"]] = 77  # nobody's business in a step of others
+    table.device_table[m.slot_of["b"]] = 77  # nobody's business in a step of others
     run(m, [("a", 2)])
-    assert (table.mirror[m.slot_of["b"]] == 77).all() and not table.changed & {m.slot_of["a"]}
-    table.mirror[m.slot_of["a"]] = 77
+    assert (table.device_table[m.slot_of["b"]] == 77).all() and not table.changed & {m.slot_of["a"]}
+    table.device_table[m.slot_of["a"]] = 77
     run(m, [("a", 1)])  # the open page has room: no id changes
-    assert (table.mirror[m.slot_of["a"]] == 77).all()
+    assert (table.device_table[m.slot_of["a"]] == 77).all()
     run(m, [("a", 1)])
-    assert (table.mirror[m.slot_of["a"], :, 1] == torch.from_numpy(table.pages[m.slot_of["a"], :, 1])).all()
+    assert (table.device_table[m.slot_of["a"], :, 1] == torch.from_numpy(table.pages[m.slot_of["a"], :, 1])).all()
 
 
 def test_rows_of_padding_have_no_place_anywhere() -> None:

@@ -20,18 +20,18 @@ def watch(engine: Engine) -> tuple[list[ForwardStep], list[ForwardStep]]:
     """(steps that were prepared ahead, steps that ran)."""
     prepared: list[ForwardStep] = []
     ran: list[ForwardStep] = []
-    prepare, forward = engine.scheduler.prepare_ahead, engine.runner.forward
+    prepare, forward = engine.pipeline.prepare_next, engine.runner.forward
 
-    def prepare_ahead(*args: object) -> None:
-        prepare(*args)  # type: ignore[arg-type]
-        if engine.scheduler.ahead is not None:
-            prepared.append(engine.scheduler.ahead.step)
+    def prepare_next() -> None:
+        prepare()
+        if engine.pipeline.prepared is not None:
+            prepared.append(engine.pipeline.prepared.step)
 
     def forward_(inputs: object) -> object:
         ran.append(inputs.step)  # type: ignore[attr-defined]
         return forward(inputs)  # type: ignore[arg-type]
 
-    engine.scheduler.prepare_ahead = prepare_ahead  # type: ignore[method-assign]
+    engine.pipeline.prepare_next = prepare_next  # type: ignore[method-assign]
     engine.runner.forward = forward_  # type: ignore[method-assign,assignment]
     return prepared, ran
 
@@ -44,13 +44,13 @@ def test_a_lone_answer_runs_on_steps_prepared_ahead(kind: str, engine_of: Callab
     assert len(answer) == 10 and len(ran) == 10
     assert [any(step is other for other in prepared) for step in ran] == [False, False] + [True] * 8
     forgetful = engine_of(kind)
-    forgetful.scheduler.prepare_ahead = lambda *args: None  # type: ignore[method-assign]
+    forgetful.pipeline.prepare_next = lambda: None  # type: ignore[method-assign]
     assert alone(forgetful, prompt(20), greedy(10)).generated == answer
     assert_nothing_held(engine)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whoever_ends_or_joins_makes_it_another_step(kind: str, engine_of: Callable) -> None:
+def test_a_request_that_ends_or_joins_makes_it_another_step(kind: str, engine_of: Callable) -> None:
     """Answers of different lengths, and one that is asked for while others decode: each as if alone."""
     asked = [(prompt(10 + 7 * i, seed=i), greedy(4 + 3 * i)) for i in range(4)]
     want = [alone(engine_of(kind), *each).generated for each in asked]
@@ -85,7 +85,7 @@ def test_an_aborted_request_leaves_nothing_behind(engine_of: Callable) -> None:
     first, second = engine.add(prompt(9), greedy(20)), engine.add(prompt(12, seed=1), greedy(6))
     for _ in range(3):
         engine.step()
-    assert engine.scheduler.ahead is not None
+    assert engine.pipeline.prepared is not None
     engine.abort(first)
     run(engine)
     assert second.generated == alone(engine_of("qwen3_5"), prompt(12, seed=1), greedy(6)).generated
@@ -110,7 +110,7 @@ def test_steps_launched_before_the_last_tokens_are_known_give_the_same_answers(k
     flew = []
 
     def late(step: int) -> None:
-        flew.append(engine.flying is not None)
+        flew.append(engine.pipeline.in_flight is not None)
         if step == 4:
             requests.extend(engine.add(*each) for each in asked[2:])
 
@@ -129,7 +129,7 @@ def test_an_answer_is_not_run_past_an_end_that_is_foreseen(engine_of: Callable) 
     engine.launches_ahead = True
     _, ran = watch(engine)
     alone(engine, prompt(20), greedy(10))
-    assert len(ran) == 10 and engine.flying is None
+    assert len(ran) == 10 and engine.pipeline.in_flight is None
     assert_nothing_held(engine)
 
 
@@ -152,7 +152,7 @@ def test_an_abort_between_steps_drops_what_flies(engine_of: Callable) -> None:
     first, second = engine.add(prompt(9), greedy(20)), engine.add(prompt(12, seed=1), greedy(8))
     for _ in range(3):
         engine.step()
-    assert engine.flying is not None
+    assert engine.pipeline.in_flight is not None
     engine.abort(first)
     run(engine)
     assert second.generated == alone(engine_of("llama"), prompt(12, seed=1), greedy(8)).generated
@@ -166,43 +166,43 @@ def test_an_abort_between_steps_drops_what_flies(engine_of: Callable) -> None:
     assert_nothing_held(engine)
 
 
-def test_a_request_whose_next_step_runs_is_forked_and_saved_once_that_is_settled(engine_of: Callable) -> None:
+def test_a_request_whose_next_step_runs_is_forked_and_saved_once_that_is_drained(engine_of: Callable) -> None:
     """Before, its recurrent state is a token further than its position."""
     engine = engine_of("qwen3_5")
     engine.launches_ahead = True
     request = engine.add(prompt(9), greedy(20))
     for _ in range(3):
         engine.step()
-    assert engine.flying is not None
+    assert engine.pipeline.in_flight is not None
     for take in (
         lambda: engine.manager.fork_request(request.key, "copy"),
         lambda: snapshot_request(engine.manager, request.key),
     ):
-        with pytest.raises(RequestError, match="settle"):
+        with pytest.raises(RequestError, match="drain"):
             take()
     answered = request.answer_tokens
-    assert [u.token for u in engine.settle()] == request.generated[answered:] and engine.flying is None
-    assert engine.settle() == [] and request.answer_tokens == answered + 1
+    assert [u.token for u in engine.drain()] == request.generated[answered:] and engine.pipeline.in_flight is None
+    assert engine.drain() == [] and request.answer_tokens == answered + 1
     engine.manager.fork_request(request.key, "copy")
     snapshot_request(engine.manager, request.key)
     engine.manager.release_request("copy")
     engine.step()
-    assert engine.flying is not None  # it goes on as before
+    assert engine.pipeline.in_flight is not None  # it goes on as before
     run(engine)
     assert request.generated == alone(engine_of("qwen3_5"), prompt(9), greedy(20)).generated
     assert_nothing_held(engine)
 
 
-def test_settling_launches_nothing_where_all_that_flies_has_ended(engine_of: Callable) -> None:
+def test_draining_launches_nothing_where_all_that_is_in_flight_has_ended(engine_of: Callable) -> None:
     engine = engine_of("qwen3_5")
     engine.launches_ahead = True
     request = engine.add(prompt(9), greedy(20))
     for _ in range(3):
         engine.step()
-    assert engine.flying is not None
+    assert engine.pipeline.in_flight is not None
     engine.abort(request)
     other = engine.add(prompt(5), greedy(4))
-    assert engine.settle() == [] and engine.flying is None and other.answer_tokens == 0
+    assert engine.drain() == [] and engine.pipeline.in_flight is None and other.answer_tokens == 0
     run(engine)
     assert other.generated == alone(engine_of("qwen3_5"), prompt(5), greedy(4)).generated
     assert_nothing_held(engine)

@@ -76,10 +76,12 @@ def test_a_replay_is_the_plain_step(requests: int, llm: LLM, decode: DecodeGraph
             plan = [(key, 1) for key in keys]
             step = manager.prepare_forward(plan, decode.rows(len(keys)))
             tokens = [streams[key][p : p + 1] for key in keys]
-            inputs = runner.inputs(tokens, [p] * len(keys), range(len(keys)), step)
+            inputs = runner.inputs(tokens, range(len(keys)), step)
             if kind == "a":
-                assert decode.ready(step)
-                found[kind].append(decode.replay(inputs.tokens, step)[: len(keys)].clone())
+                graph = decode.ready(step)
+                assert graph is not None
+                manager.begin(step)
+                found[kind].append(graph.replay(inputs.tokens, step)[: len(keys)].clone())
             else:
                 found[kind].append(runner.forward(inputs))
             manager.commit(plan)
@@ -99,7 +101,7 @@ def steps(llm: LLM, begin: int, end: int) -> list[torch.Tensor]:
     found, tokens = [], tiny.token_ids(64)
     for p in range(begin, end):
         step = llm.manager.prepare_forward([("a", 1)], 1)
-        inputs = llm.engine.runner.inputs([tokens[p : p + 1]], [p], [0], step)
+        inputs = llm.engine.runner.inputs([tokens[p : p + 1]], [0], step)
         found.append(llm.engine.runner.forward(inputs).clone())
         llm.manager.commit([("a", 1)])
     return found
@@ -152,7 +154,7 @@ def test_a_graph_for_short_streams_refuses_longer_ones(open_qwen: Callable, monk
     llm = open_qwen()
     steps(llm, 0, 16)
     monkeypatch.setattr(graphs, "same_shape_up_to", lambda *args: 16)
-    with pytest.raises(AssertionError, match="a graph for 16 entries was asked to read 17"):
+    with pytest.raises(AssertionError, match="a graph for 16 entries a stream was asked to read 17"):
         steps(llm, 16, 17)
     assert llm.manager.position("a") == 16
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.driving import KINDS, alone, assert_nothing_held, count_tokens, prompt, run
 from hybridkv.config import SamplingParams
-from hybridkv.engine import engine as engine_module
+from hybridkv.engine import pipeline
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.runner import StepInputs
 from hybridkv.errors import RequestError
@@ -261,7 +261,7 @@ def test_a_failure_after_the_forward_ends_its_batch_and_the_engine_serves_on(
 ) -> None:
     engine = engine_of("qwen3_5", slots=1)
     if what == "sampler":
-        monkeypatch.setattr(engine_module, "draw", fail_on_third(engine_module.draw))
+        monkeypatch.setattr(pipeline, "sample", fail_on_third(pipeline.sample))
     else:
         monkeypatch.setattr(TextStream, "push", fail_on_third(TextStream.push))
     broken, waiting = engine.add(prompt(9), ASK), engine.add(prompt(8, 1), ASK)

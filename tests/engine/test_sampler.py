@@ -1,12 +1,18 @@
 """The sampler against brute force in float64, transformers' processors, and the distribution it should draw from."""
 
+import json
 import math
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 import torch
 from numerics import assert_close_rms, assert_same_bytes
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -14,14 +20,17 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from engine.driving import prompt, run
 from hybridkv.config import SamplingParams
-from hybridkv.engine.sampler import draw, narrow, penalise
+from hybridkv.engine import sampler
+from hybridkv.engine.runner import StepInputs
+from hybridkv.engine.sampler import filter_logits, penalise, sample
 from hybridkv.request import Request, Status
 from hybridkv.text.stream import TextStream
 
 
-def sample(logits: Tensor, requests: list[Request]) -> list[int]:
-    return draw(logits, requests).wait()[0]
+def sample_tokens(logits: Tensor, requests: list[Request]) -> list[int]:
+    return sample(logits, requests).wait()[0]
 
 
 def request(tokens: list[int] | None = None, **params: Any) -> Request:
@@ -33,7 +42,7 @@ def request(tokens: list[int] | None = None, **params: Any) -> Request:
 def filter_scores(scores: Tensor, params: SamplingParams) -> Tensor:
     """Scores [vocab] with all tokens at -inf that may not be drawn. Another row beside it changes nothing."""
     bounds = (None if x == off else torch.full((2, 1), x) for x, off in ((params.top_p, 1), (params.min_p, 0)))
-    left, ids = narrow(torch.stack((scores.flip(0), scores)), params.top_k, *bounds)
+    left, ids = filter_logits(torch.stack((scores.flip(0), scores)), params.top_k, *bounds)
     return left[1] if ids is None else torch.full_like(scores, -torch.inf).scatter(0, ids[1], left[1])
 
 
@@ -46,13 +55,13 @@ def kept(scores: Tensor) -> set[int]:
 
 def test_greedy_takes_the_largest_logit_of_each_row() -> None:
     logits = torch.randn(5, 50)
-    assert sample(logits, [request() for _ in range(5)]) == [int(row.argmax()) for row in logits]
+    assert sample_tokens(logits, [request() for _ in range(5)]) == [int(row.argmax()) for row in logits]
 
 
 def test_greedy_rows_beside_sampling_rows_stay_greedy() -> None:
     logits = torch.randn(4, 50)
     rows = [request(), request(temperature=5.0, seed=1), request(), request(temperature=5.0, seed=2)]
-    tokens = sample(logits, rows)
+    tokens = sample_tokens(logits, rows)
     assert [tokens[0], tokens[2]] == [int(logits[0].argmax()), int(logits[2].argmax())]
 
 
@@ -62,7 +71,7 @@ def test_a_temperature_near_zero_is_greedy(temperature: float, extra: dict) -> N
     """Scores divided by such a temperature overflow; the best token must win all the same."""
     logits = 10 * torch.randn(20, 50)
     rows = [request(temperature=temperature, seed=i, **extra) for i in range(20)]
-    assert sample(logits, rows) == logits.argmax(-1).tolist()
+    assert sample_tokens(logits, rows) == logits.argmax(-1).tolist()
 
 
 # ---- which tokens may be drawn
@@ -115,9 +124,9 @@ def test_filters_follow_each_other_on_what_is_left() -> None:
         best = torch.full((50,), -torch.inf)
         top = scores.topk(10).indices
         best[top] = scores[top]
-        narrow = brute_top_p(best, 0.8)
+        left = brute_top_p(best, 0.8)
         probs = best.double().softmax(-1)
-        want = {i for i in narrow if probs[i] >= 0.2 * probs.max()}
+        want = {i for i in left if probs[i] >= 0.2 * probs.max()}
         assert kept(filter_scores(scores, SamplingParams(top_k=10, top_p=0.8, min_p=0.2))) == want
 
 
@@ -143,7 +152,7 @@ def test_only_kept_tokens_are_drawn() -> None:
     logits = torch.randn(1, 20)
     allowed = set(logits[0].topk(3).indices.tolist())
     row = request(temperature=10.0, top_k=3, seed=5)
-    assert {sample(logits, [row])[0] for _ in range(300)} == allowed
+    assert {sample_tokens(logits, [row])[0] for _ in range(300)} == allowed
 
 
 # ---- repetition penalty
@@ -166,19 +175,19 @@ def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
 def test_repetition_penalty_works_greedily_on_prompt_and_answer() -> None:
     logits = torch.zeros(1, 10)
     logits[0, 4], logits[0, 6] = 2.0, 1.5
-    assert sample(logits, [request([4, 1], repetition_penalty=2.0)]) == [6]
-    assert sample(logits, [request([0, 1], repetition_penalty=2.0)]) == [4]
+    assert sample_tokens(logits, [request([4, 1], repetition_penalty=2.0)]) == [6]
+    assert sample_tokens(logits, [request([0, 1], repetition_penalty=2.0)]) == [4]
 
 
 def test_a_drawn_token_is_seen_before_the_host_knows_it() -> None:
     logits = torch.zeros(1, 10)
     logits[0, 4], logits[0, 6] = 2.0, 1.5
     row = request([0, 1], repetition_penalty=2.0)
-    first = draw(logits, [row])
-    second = draw(logits, [row])
+    first = sample(logits, [row])
+    second = sample(logits, [row])
     assert first.wait()[0] == [4] and second.wait()[0] == [6]
     row.tokens += [4, 6]
-    assert sample(logits, [row]) == [4]  # 2 / 2 against 1.5 / 2
+    assert sample_tokens(logits, [row]) == [4]  # 2 / 2 against 1.5 / 2
 
 
 # ---- randomness
@@ -190,7 +199,7 @@ def test_the_draws_follow_the_distribution() -> None:
     row, n = request(temperature=0.7, seed=11), 4000
     counts = [0] * 6
     for _ in range(n):
-        counts[sample(logits, [row])[0]] += 1
+        counts[sample_tokens(logits, [row])[0]] += 1
     want = (logits[0].double() / 0.7).softmax(-1).tolist()
     assert sum((c - n * p) ** 2 / (n * p) for c, p in zip(counts, want)) < 36, counts
     flat = logits[0].double().softmax(-1).tolist()  # guard: a forgotten temperature is seen
@@ -207,7 +216,7 @@ def test_a_seed_gives_the_same_tokens_whoever_runs_beside_it() -> None:
         for step in steps:
             logits = step[: others + 1].clone()
             logits[place] = step[0]
-            out.append(sample(logits, rows)[place])
+            out.append(sample_tokens(logits, rows)[place])
         return out
 
     assert tokens_of(0, 0) == tokens_of(0, 7) == tokens_of(5, 7)
@@ -216,7 +225,7 @@ def test_a_seed_gives_the_same_tokens_whoever_runs_beside_it() -> None:
 
 def test_different_seeds_give_different_tokens() -> None:
     logits = torch.zeros(1, 1000)
-    drawn = {sample(logits, [request(temperature=1.0, seed=s)])[0] for s in range(20)}
+    drawn = {sample_tokens(logits, [request(temperature=1.0, seed=s)])[0] for s in range(20)}
     assert len(drawn) > 15
 
 
@@ -229,18 +238,114 @@ def test_rows_that_filter_differently_do_not_meet() -> None:
     )  # fmt: skip
     for _ in range(20):
         logits = 3 * torch.randn(len(asks), 40)
-        together = sample(logits, [request(seed=i, **ask) for i, ask in enumerate(asks)])
-        alone = [sample(logits[i : i + 1], [request(seed=i, **ask)])[0] for i, ask in enumerate(asks)]
+        together = sample_tokens(logits, [request(seed=i, **ask) for i, ask in enumerate(asks)])
+        alone = [sample_tokens(logits[i : i + 1], [request(seed=i, **ask)])[0] for i, ask in enumerate(asks)]
         assert together == alone
 
 
-def test_broken_rows_are_reported_and_their_neighbours_are_not() -> None:
-    logits = torch.randn(6, 50)
-    logits[1, 7], logits[3, 0], logits[5] = torch.nan, torch.inf, torch.nan
-    asks = ({}, {}, {"temperature": 1.0}, {}, {"temperature": 1.0, "top_k": 3}, {"temperature": 1.0, "top_p": 0.5})
-    tokens, bad = draw(logits, [request(seed=1, **ask) for ask in asks]).wait()
-    assert bad == [False, True, False, False, False, True]
-    assert tokens[0] == int(logits[0].argmax()) and tokens[3] == 0 and all(0 <= t < 50 for t in tokens)
+ASKS: tuple[dict, ...] = (
+    {}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.0, "top_k": 20},
+    {"temperature": 0.7, "top_k": 2999, "top_p": 0.95, "min_p": 0.01}, {"temperature": 1.0, "min_p": 0.05},
+    {"repetition_penalty": 1.3}, {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.2, "logprobs": 20},
+    {"logprobs": 100},
+)  # fmt: skip
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations make, while they live; `peak` is the largest sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given | self.known:
+                self._count(x.untyped_storage())
+        self.peak = max(self.peak, self.live)
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        size, number = storage.nbytes(), storage._cdata
+        self.live += size
+        self.known.add(number)
+        weakref.finalize(storage, self._forget, number, size)
+
+    def _forget(self, number: int, size: int) -> None:
+        self.known.discard(number)
+        self.live -= size
+
+
+@pytest.mark.parametrize("ask", ASKS, ids=str)
+def test_temporaries_stay_below_a_bound_and_blocks_change_no_token(ask: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    S, V = 40, 3000
+    logits = 3 * torch.randn(S, V)
+    whole = [request([1, 2], seed=i, **ask) for i in range(S)]
+    blocks = [request([1, 2], seed=i, **ask) for i in range(S)]
+    with LiveBytes() as unbounded:
+        want = [sample_tokens(logits, whole) for _ in range(2)]
+    monkeypatch.setattr(sampler, "BLOCK_BYTES", 3 * V * 96)  # three rows
+    with LiveBytes() as counted:
+        found = [sample_tokens(logits, blocks) for _ in range(2)]
+    bound = sampler.sampling_bytes(S, V)
+    assert bound == 3 * V * 96 + S * V and counted.peak <= bound
+    assert unbounded.peak > 2 * counted.peak or not ask  # guard: the count sees what blocks save
+    assert found == want
+    assert [r.logprobs for r in whole] == [r.logprobs for r in blocks]
+
+
+def test_a_block_is_never_less_than_a_row_and_plain_greedy_rows_need_none() -> None:
+    assert sampler.sampling_bytes(256, 248320) <= sampler.BLOCK_BYTES + 256 * 248320
+    assert sampler.sampling_bytes(2, 10**8) == 98 * 10**8
+    with LiveBytes() as counted:
+        sample_tokens(torch.randn(40, 3000), [request() for _ in range(40)])
+    assert counted.peak < 40 * 3000 * 4 + 4096  # the logits themselves
+
+
+BROKEN = {"a NaN": {7: torch.nan}, "+inf": {7: torch.inf}, "all -inf": dict.fromkeys(range(50), -torch.inf)}
+
+
+@pytest.mark.parametrize("ask", ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 3}, {"top_p": 0.5}))
+def test_broken_rows_are_reported_and_their_neighbours_are_not(ask: dict) -> None:
+    logits = torch.randn(2 * len(BROKEN), 50)
+    logits[:, 3] = -torch.inf  # a token that is ruled out breaks nothing
+    for i, values in enumerate(BROKEN.values()):
+        logits[2 * i + 1, list(values)] = torch.tensor(list(values.values()))
+    rows = [request(seed=1, logprobs=50, **ask) for _ in logits]
+    tokens, broken = sample(logits, rows).wait()
+    assert broken == [False, True] * len(BROKEN)
+    assert all(0 <= token < 50 for token in tokens)
+    if not ask:
+        assert tokens[::2] == logits[::2].argmax(-1).tolist()
+    assert [len(row.logprobs) for row in rows] == [1, 0] * len(BROKEN)
+    for row in rows[::2]:
+        assert len(row.logprobs[0].top) == 49 and all(map(math.isfinite, row.logprobs[0].top.values()))
+
+
+@pytest.mark.parametrize("what", BROKEN)
+@pytest.mark.parametrize("ask", ({}, {"temperature": 0.8, "top_p": 0.9, "seed": 1}))
+def test_a_request_with_broken_logits_has_a_logprob_for_each_of_its_tokens(
+    what: str, ask: dict, engine_of: Callable
+) -> None:
+    engine = engine_of("llama")
+    forward = engine.runner.forward
+
+    def broken(inputs: StepInputs) -> Tensor:
+        logits = forward(inputs).clone()
+        if len(first.generated) == 2:
+            logits[0, list(BROKEN[what])] = torch.tensor(list(BROKEN[what].values()))
+            logits[0, 50:] = -torch.inf
+        return logits
+
+    engine.runner.forward = broken
+    first = engine.add(prompt(9), SamplingParams(max_tokens=6, logprobs=3, **ask))
+    run(engine)
+    assert first.finish_reason == "error" and "NaN or infinite" in (first.error or "")
+    assert len(first.generated) == len(first.logprobs) == 2
+    json.dumps([asdict(entry) for entry in first.logprobs], allow_nan=False)
 
 
 # ---- logprobs
@@ -249,7 +354,7 @@ def test_broken_rows_are_reported_and_their_neighbours_are_not() -> None:
 def test_logprobs_are_those_of_the_model_itself_in_order() -> None:
     logits = 3 * torch.randn(1, 50)
     row = request(temperature=2.0, top_k=3, seed=1, logprobs=5, repetition_penalty=1.5)
-    token = sample(logits, [row])[0]
+    token = sample_tokens(logits, [row])[0]
     exact = logits[0].double().log_softmax(-1)
     found = row.logprobs[0]
     assert math.isclose(found.token, float(exact[token]), rel_tol=1e-5)
@@ -262,29 +367,29 @@ def test_logprobs_are_those_of_the_model_itself_in_order() -> None:
 def test_all_logprobs_add_up_to_one_and_none_may_be_asked_for() -> None:
     logits = torch.randn(1, 50)
     row = request(logprobs=100)  # more than there are tokens
-    sample(logits, [row])
+    sample_tokens(logits, [row])
     assert math.isclose(sum(map(math.exp, row.logprobs[0].top.values())), 1.0, rel_tol=1e-5)
     row = request(logprobs=0)
-    token = sample(logits, [row])[0]
+    token = sample_tokens(logits, [row])[0]
     assert row.logprobs[0].top == {}
     assert math.isclose(row.logprobs[0].token, float(logits[0].log_softmax(-1)[token]), rel_tol=1e-6)
     row = request()
-    sample(logits, [row])
+    sample_tokens(logits, [row])
     assert row.logprobs == []
 
 
 def test_a_request_that_ended_meanwhile_gets_no_logprobs() -> None:
     rows = [request(logprobs=1), request(logprobs=1)]
-    drawn = draw(torch.randn(2, 50), rows)
+    sampled = sample(torch.randn(2, 50), rows)
     rows[0].status = Status.FINISHED
-    drawn.wait()
+    sampled.wait()
     assert [len(r.logprobs) for r in rows] == [0, 1]
 
 
 def test_each_row_gets_the_logprobs_it_asked_for() -> None:
     logits = torch.randn(4, 50)
     rows = [request(logprobs=2), request(), request(temperature=1.0, logprobs=0), request(logprobs=4)]
-    tokens = sample(logits, rows)
+    tokens = sample_tokens(logits, rows)
     assert [len(r.logprobs) for r in rows] == [1, 0, 1, 1]
     for i in (0, 2, 3):
         found = rows[i].logprobs[0]

@@ -47,7 +47,7 @@ class Run:
         pages = schema.pool_pages(1, pool or 2 * context)
         self.manager = KVCacheManager(schema, pages, slots, context)
         self.model, self.config = model, config
-        self.evictor = Evictor.make(config, self.manager, model.config.attention_scale)
+        self.evictor = Evictor.make(config, self.manager, scale=model.config.attention_scale)
         self.runner = Runner(model, self.manager)
         self.layers = model.config.attention_layers
         self.drops: dict[object, Dropped] = {}
@@ -63,9 +63,8 @@ class Run:
         parts = []
         for i in range(0, len(tokens), chunk or len(tokens)):
             part = list(tokens[i : i + (chunk or len(tokens))])
-            begin = self.manager.position(key)
             step = self.manager.prepare_forward([(key, len(part))])
-            parts.append(self.runner.forward(self.runner.inputs([part], [begin], range(len(part)), step)))
+            parts.append(self.runner.forward(self.runner.inputs([part], range(len(part)), step)))
             self.manager.commit([(key, len(part))])
         return torch.cat(parts)
 

@@ -98,7 +98,7 @@ def test_requests_in_one_step_capture_their_own(run_of: Callable) -> None:
     plan = [("b", 1), ("a", 1), ("c", 30)]
     step = run.manager.prepare_forward(plan)
     parts = [ids[name][20 : 20 + n] for name, n in plan]
-    run.runner.forward(run.runner.inputs(parts, [20] * 3, [0], step))
+    run.runner.forward(run.runner.inputs(parts, [0], step))
     run.manager.commit(plan)
     for name, n in plan:
         single = run_of("qwen3_5", budget=32)

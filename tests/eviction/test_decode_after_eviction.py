@@ -1,6 +1,7 @@
 """Decoding on a compacted cache is decoding on a full one with the dropped entries out of sight."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -94,6 +95,7 @@ def test_position_and_not_length_turns_the_keys(run_of: Callable, oracle: Callab
     run.feed(ids[:PROMPT])
     run.evict(ids[:PROMPT])
     step = run.manager.prepare_forward([("r", 1)])
-    wrong = run.runner.forward(run.runner.inputs([ids[PROMPT : PROMPT + 1]], [48], [0], step))
+    step = replace(step, index=replace(step.index, positions=torch.tensor([48])))
+    wrong = run.runner.forward(run.runner.inputs([ids[PROMPT : PROMPT + 1]], [0], step))
     want = masked_logits(found, ids[: PROMPT + 1], run.drops["r"])[PROMPT:]
     assert logit_gap(want, wrong) > 1e-3

@@ -1,6 +1,7 @@
 """Eviction inside the engine: when it happens, what stays the same, bounded peaks, many turns, preemption."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from hybridkv import LLM
 from hybridkv.config import CacheConfig, SamplingParams
 from hybridkv.engine.engine import Engine
 from hybridkv.errors import HybridKVError, RequestError
-from hybridkv.eviction import Ada, LayerCache, Policy, Pyramid
+from hybridkv.eviction import Ada, LayerCache, Policy, Pyramid, SnapKV
 from hybridkv.request import Request
 
 KINDS = ("llama", "qwen3_5")
@@ -28,7 +29,10 @@ def masked_answer(engine: Engine, request: Request, context: int = 512) -> Tenso
     config = engine.runner.model.config
     assert engine.evictor is not None
     dropped = dropped_by(request, config.attention_layers, config.kv_heads, context)
-    masked = MaskedRun(engine.runner.model, engine.evictor.config, dropped, context)
+    table = engine.manager.tables["attention"]
+    stored = {torch.float32: "f32", torch.bfloat16: "bf16", torch.uint8: "fp8"}[table.pool.tensors["k"].dtype]
+    cache = CacheConfig(stored, table.schema.entries_per_page)
+    masked = MaskedRun(engine.runner.model, cache, dropped, context)
     return torch.cat((masked.feed(request.tokens[: request.prompt_tokens], 64), masked.feed(request.generated, 1)))
 
 
@@ -321,12 +325,12 @@ def test_broken_scores_end_one_request_and_not_its_neighbours(evicting: Callable
     bad = engine.add(tiny.token_ids(150), SAY)
     good = engine.add(tiny.token_ids(120, seed=3), SAY)
 
-    class Broken(type(evictor.policy)):  # type: ignore[misc]
+    class Broken(SnapKV):
         def score(self, layer: LayerCache) -> torch.Tensor:
             scores = super().score(layer)
             return scores * torch.nan if scores.shape[-1] == 150 else scores
 
-    object.__setattr__(evictor, "policy", Broken())
+    bad.eviction = good.eviction = replace(evictor.default, policy=Broken())
     run(engine)
     assert bad.finish_reason == "error" and "NaN" in str(bad.error)
     assert good.finish_reason == "length" and good.evictions

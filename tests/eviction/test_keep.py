@@ -1,7 +1,7 @@
 """Which entries stay: one rule for all policies, and what is refused."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -81,9 +81,15 @@ def filled(run_of: Callable) -> Run:
     return run
 
 
+def evictor_of(filled: Run, policy: Policy) -> Evictor:
+    eviction = replace(filled.config, policy=policy).eviction
+    assert eviction is not None
+    return Evictor(eviction, 1.0)
+
+
 @pytest.mark.parametrize("where", (0, 50, 99), ids=("first", "middle", "recent"))
 def test_nan_scores_are_an_error_and_the_pool_is_unchanged(filled: Run, where: int, run_of: Callable) -> None:
-    evictor = Evictor(filled.config, Given(float("nan"), where), 1.0)
+    evictor = evictor_of(filled, Given(float("nan"), where))
     before = facts(filled.manager)
     with pytest.raises(HybridKVError, match="NaN"):
         evictor.choose(request_of(tiny.token_ids(100)), filled.manager)
@@ -94,7 +100,7 @@ def test_nan_scores_are_an_error_and_the_pool_is_unchanged(filled: Run, where: i
 def test_a_policy_that_asks_for_too_much_or_nothing_is_refused(filled: Run, share: int) -> None:
     before = facts(filled.manager)
     with pytest.raises(HybridKVError, match="budgets"):
-        Evictor(filled.config, Given(share=share), 1.0).choose(request_of(tiny.token_ids(100)), filled.manager)
+        evictor_of(filled, Given(share=share)).choose(request_of(tiny.token_ids(100)), filled.manager)
     assert facts(filled.manager) == before
 
 
@@ -180,10 +186,10 @@ def test_a_budget_for_a_model_without_full_attention_is_refused() -> None:
     schema = CacheSchema((), (StateSchema("gdn", (0, 1), (TensorSpec("s", (4,), torch.float32),)),))
     manager = KVCacheManager(schema, {}, 1, 64)
     with pytest.raises(HybridKVError, match="no full-attention layer"):
-        Evictor.make(CacheConfig(budget=64), manager, 8)
-    assert Evictor.make(CacheConfig(), manager, 8) is None
+        Evictor.make(CacheConfig(budget=64), manager, scale=1.0)
+    assert Evictor.make(CacheConfig(), manager, scale=1.0) is None
 
 
 def test_a_policy_without_score_says_so(filled: Run) -> None:
     with pytest.raises(TypeError, match="score"):
-        Evictor(filled.config, Policy(), 1.0).choose(request_of(tiny.token_ids(100)), filled.manager)
+        evictor_of(filled, Policy()).choose(request_of(tiny.token_ids(100)), filled.manager)

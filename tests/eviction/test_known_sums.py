@@ -86,7 +86,7 @@ def test_layers_scored_together_keep_what_each_alone_would(
     row = 4 * run.model.config.heads * 100
     for size in (1, row, 2 * row, 1 << 30):
         monkeypatch.setattr(evict_file, "SCORE_BYTES", size)
-        parts = run.evictor.layers(request_of([]), run.manager, together=True)
+        parts = run.evictor.layers(request_of([]), run.manager, batched=True)
         assert len(parts) == -(-len(run.layers) // max(1, min(len(run.layers), size // row)))
         scores = torch.cat([SnapKV().score(part) for part in parts])
         assert torch.allclose(scores, torch.cat(one_by_one), rtol=1e-5, atol=1e-7)
@@ -100,9 +100,9 @@ def test_a_policy_that_changes_the_scores_sees_one_layer_at_a_time(run_of: Calla
             seen.append((layer.layer, layer.positions.shape[0]))
             return super().score(layer)
 
-    assert SnapKV().together and Ada().together and Pyramid().together and not Tova().together
-    assert not Own().together and not Ada(Own()).together
+    assert SnapKV().batchable and Ada().batchable and Pyramid().batchable and not Tova().batchable
+    assert not Own().batchable and not Ada(Own()).batchable
     run = run_of("llama", budget=32)
     run.feed(tiny.token_ids(100))
-    replace(run.evictor, policy=Own()).choose(request_of([]), run.manager)
+    replace(run.evictor, default=replace(run.evictor.default, policy=Own())).choose(request_of([]), run.manager)
     assert seen == [(i, run.model.config.kv_heads) for i in range(len(run.layers))]

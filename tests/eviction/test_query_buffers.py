@@ -1,6 +1,7 @@
 """Query buffers are lent to requests that read: who has one when, who waits, and that nobody notices."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,8 +63,12 @@ def broken_rings() -> dict[str, Callable[[pytest.MonkeyPatch], None]]:
         patch.setattr(QueryBuffers, "drop", lambda self, slot: self.of.__setitem__(slot, -1))
 
     def back_too_early(patch: pytest.MonkeyPatch) -> None:
-        reads = Evictor.reads
-        patch.setattr(Evictor, "reads", lambda e, r, m: reads(e, r, m) and m.position(r.key) < min(r.prompt_tokens, 64))
+        needs = Evictor.needs_queries
+
+        def only_at_first(evictor: Evictor, request: Any, manager: Any) -> bool:
+            return needs(evictor, request, manager) and manager.position(request.key) < min(request.prompt_tokens, 64)
+
+        patch.setattr(Evictor, "needs_queries", only_at_first)
 
     def taken_again(patch: pytest.MonkeyPatch) -> None:
         """And nobody looks since when it is there."""

@@ -30,10 +30,9 @@ def together(run: Run, keys: list[object], tokens: list[list[int]]) -> torch.Ten
     """One token of each request a step, all in one batch -> [steps, requests, vocab]."""
     steps = []
     for part in zip(*tokens, strict=True):
-        begins = [run.manager.position(key) for key in keys]
         plan = [(key, 1) for key in keys]
         step = run.manager.prepare_forward(plan)
-        inputs = run.runner.inputs([[t] for t in part], begins, range(len(keys)), step)
+        inputs = run.runner.inputs([[t] for t in part], range(len(keys)), step)
         steps.append(run.runner.forward(inputs))
         run.manager.commit(plan)
     return torch.stack(steps)

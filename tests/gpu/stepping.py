@@ -14,7 +14,7 @@ def feed(llm: LLM, streams: dict[str, list[int]], begin: int, tokens: int, graph
     step = manager.prepare_forward(plan, runner.graphs.rows(len(plan)) if graph else None)
     assert not graph or runner.graphs.ready(step)
     parts = [ids[begin : begin + tokens] for ids in streams.values()]
-    inputs = runner.inputs(parts, [begin] * len(plan), [(i + 1) * tokens - 1 for i in range(len(plan))], step)
+    inputs = runner.inputs(parts, [(i + 1) * tokens - 1 for i in range(len(plan))], step)
     if graph:
         out = runner.forward(inputs)
     else:
@@ -50,7 +50,7 @@ def replay_beside_hostile_rows(llm: LLM, key: str, tokens: list[int], begin: int
     assert runner.graphs is not None
     for position in range(begin, end):
         step = manager.prepare_forward([(key, 1)], rows)
-        inputs = runner.inputs([tokens[position : position + 1]], [position], [0], step)
+        inputs = runner.inputs([tokens[position : position + 1]], [0], step)
         inputs.tokens[1:] = 7
         assert runner.graphs.ready(step) and runner.forward(inputs).isfinite().all()
         manager.commit([(key, 1)])

@@ -95,7 +95,7 @@ def test_one_pass_with_known_sums_equals_the_definition(shape: str, kind: str) -
     strided[:, 2:-3] = lse
     for _ in range(5):
         assert_same_bytes(got, window_scores(*args, strided[:, 2:-3]))
-    runs = score_file.hopper_processors(q.device) > 0 and D != 96
+    runs = score_file.has_gluon(q.device) and D != 96
     assert (score_file.hopper_tiles(q, pages[0].codes if kind == "fp8" else pages[0], len(lengths)) > 0) == runs
 
 
@@ -168,7 +168,7 @@ def prompt(request: pytest.FixtureRequest) -> tuple[Evictor, KVCacheManager]:
     manager.prepare_forward([("r", 4096)])
     manager.commit([("r", 4096)])
     state["queries", "queries"].copy_(torch.randn(state["queries", "queries"].shape))
-    evictor = Evictor.make(config, manager, model.attention_scale)
+    evictor = Evictor.make(config, manager, scale=model.attention_scale)
     assert evictor is not None
     return evictor, manager
 
@@ -181,7 +181,7 @@ def test_a_whole_eviction_waits_for_the_device_once(prompt: tuple[Evictor, KVCac
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        [whole] = evictor.layers(request, manager, together=True)
+        [whole] = evictor.layers(request, manager, batched=True)
         scores = evictor.policy.score(whole).split(4)
     finally:
         torch.cuda.set_sync_debug_mode("default")

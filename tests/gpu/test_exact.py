@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from exactness import BUDGET, Models, differing, drive
 from numerics import assert_close_rms, assert_same_bytes
 
-from hybridkv.kernels.gdn.rule import gated_delta_exact_torch, gated_delta_scan
-from hybridkv.kernels.linear.linear import linear_exact
+from hybridkv.kernels.gdn.rule_exact import gated_delta_exact_torch, gated_delta_scan
+from hybridkv.kernels.linear.exact import linear_exact
 
 pytestmark = pytest.mark.gpu
 

@@ -16,7 +16,7 @@ from hybridkv.kernels.gdn.prefill import gdn_prefill, gdn_prefill_ref
 pytestmark = pytest.mark.gpu
 
 F32, BF16 = torch.float32, torch.bfloat16
-# the whole layer against the reference, which rounds nothing on the way: see tests/kernels/test_gdn_prefill.py
+# the whole layer against the reference, which rounds nothing on the way: see tests/kernels/gdn/test_prefill.py
 LAYER = {F32: 5e-6, BF16: 8e-3}
 HEADS = (16, 48, 128, 128), (2, 4, 64, 32)
 
@@ -44,14 +44,14 @@ def test_the_layer_is_the_reference(
     T: int, heads: tuple[int, ...], state_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
     net = make_net(*heads, device="cuda")
-    x, (tail, state) = make_x(T, net, dtype), start(net, state_dtype)
-    tail = tail.to(dtype)  # as the cache keeps it
-    own_tail, own_state = tail.clone(), state.clone()
-    want, got = gdn_prefill_ref(x, net, tail, state), gdn_prefill(x, net, own_tail, own_state)
+    x, (conv_state, state) = make_x(T, net, dtype), start(net, state_dtype)
+    conv_state = conv_state.to(dtype)  # as the cache keeps it
+    own_conv_state, own_state = conv_state.clone(), state.clone()
+    want, got = gdn_prefill_ref(x, net, conv_state, state), gdn_prefill(x, net, own_conv_state, own_state)
     assert got.dtype == dtype and own_state.dtype == state_dtype
     assert_close_rms("output", want, got, LAYER[dtype])
     assert_close_rms("state", state, own_state, LAYER[dtype] if state_dtype == F32 else LAYER[BF16])
-    assert_same_bytes(tail, own_tail)
+    assert_same_bytes(conv_state, own_conv_state)
 
 
 def test_parts_of_a_long_prompt_give_what_the_prompt_gives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,15 +60,15 @@ def test_parts_of_a_long_prompt_give_what_the_prompt_gives(monkeypatch: pytest.M
     x, begin = make_x(4100, net, BF16), start(net)
     held = [tuple(t.clone() for t in begin) for _ in range(4)]
     outs = []
-    for cuts, (tail, state) in zip(([], [64, 2048], [1, 63, 1000], []), held, strict=True):
+    for cuts, (conv_state, state) in zip(([], [64, 2048], [1, 63, 1000], []), held, strict=True):
         if len(outs) == 3:
             monkeypatch.setattr(module, "PIECE", 1024)
         parts = itertools.pairwise([0, *cuts, len(x)])
-        outs.append(torch.cat([gdn_prefill(x[a:b], net, tail, state) for a, b in parts]))
-    for out, (tail, state) in zip(outs[1:], held[1:], strict=True):
+        outs.append(torch.cat([gdn_prefill(x[a:b], net, conv_state, state) for a, b in parts]))
+    for out, (conv_state, state) in zip(outs[1:], held[1:], strict=True):
         assert_close_rms("output", outs[0], out, LAYER[BF16])
         assert_close_rms("state", held[0][1], state, LAYER[BF16])
-        assert_same_bytes(held[0][0], tail)
+        assert_same_bytes(held[0][0], conv_state)
 
 
 def test_hopper_has_a_kernel_of_its_own() -> None:
@@ -77,12 +77,12 @@ def test_hopper_has_a_kernel_of_its_own() -> None:
     x, begin = make_x(T, net, BF16), start(net)
     wide = torch.zeros(T, x.shape[1] + 9, device="cuda", dtype=BF16)
     shifted = wide[:, 1 : 1 + x.shape[1]].copy_(x)
-    assert module.on_hopper(x, net) == has_gluon(x.device)
-    assert not module.on_hopper(shifted, net) and not module.on_hopper(x.float(), net)
+    assert module.suits_hopper(x, net) == has_gluon(x.device)
+    assert not module.suits_hopper(shifted, net) and not module.suits_hopper(x.float(), net)
     runs = []
     for given in (x, x, x, shifted):
-        tail, state = (t.clone() for t in begin)
-        runs.append((gdn_prefill(given, net, tail, state), tail, state))
+        conv_state, state = (t.clone() for t in begin)
+        runs.append((gdn_prefill(given, net, conv_state, state), conv_state, state))
     for other in runs[1:3]:
         for a, b in zip(runs[0], other, strict=True):
             assert_same_bytes(a, b)

@@ -1,5 +1,5 @@
 """gdn_step on the GPU at the heads of Qwen3.5-27B: the public function runs the kernels, a race would show as a wrong
-tail, and a captured step follows the slots that are written into its input. The small cases are in tests/kernels.
+conv_state, and a captured step follows the slots that are written into its input. The small cases are in tests/kernels.
 
 Few requests overlap the kernel before, from 264 heads on a bf16 state stays narrow, many requests take Hopper's kernel.
 """
@@ -32,8 +32,8 @@ def delta_net(key_heads: int = 16) -> DeltaNet:
     return DeltaNet(key_heads, 48, 128, 128, *weights, eps=1e-6)
 
 
-def pools(net: DeltaNet, slots: int, dtype: torch.dtype, tails: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
-    return torch.randn(slots, 3, net.channels).to(tails), torch.randn(slots, 48, 128, 128).to(dtype)
+def pools(net: DeltaNet, slots: int, dtype: torch.dtype, conv_states: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
+    return torch.randn(slots, 3, net.channels).to(conv_states), torch.randn(slots, 48, 128, 128).to(dtype)
 
 
 def inputs(net: DeltaNet, B: int) -> Tensor:
@@ -50,26 +50,26 @@ def assert_close(want: Tensor, got: Tensor, bound: float) -> None:
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
 @pytest.mark.parametrize(
-    ("B", "key_heads", "tail_dtype", "hopper"),
+    ("B", "key_heads", "conv_dtype", "hopper"),
     [(1, 16, BF16, True), (8, 16, BF16, True), (64, 16, BF16, True), (20, 48, BF16, True), (20, 16, F32, True),
      (20, 16, BF16, False)],
 )  # fmt: skip
 def test_steps_in_a_row_match_the_composition(
-    B: int, key_heads: int, tail_dtype: torch.dtype, hopper: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    B: int, key_heads: int, conv_dtype: torch.dtype, hopper: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not hopper:  # what smaller cards run
-        monkeypatch.setattr(module, "on_hopper", lambda *given: False)
+        monkeypatch.setattr(module, "suits_hopper", lambda *given: False)
     net, N = delta_net(key_heads), B + 2
-    tails, states = pools(net, N, dtype, tail_dtype)
-    want_tails, want_states = tails.clone(), states.clone()
+    conv_states, states = pools(net, N, dtype, conv_dtype)
+    want_conv_states, want_states = conv_states.clone(), states.clone()
     for _ in range(4):
         x, slots = inputs(net, B), torch.randperm(N)[:B]
         slots[1::5] = -1
-        want = gdn_step_ref(x, net, want_tails, want_states, slots)
-        got = gdn_step(x, net, tails, states, slots)
+        want = gdn_step_ref(x, net, want_conv_states, want_states, slots)
+        got = gdn_step(x, net, conv_states, states, slots)
         assert_close(want, got, OUTPUT)
         assert (got[1::5] == 0).all()
-        assert torch.equal(want_tails, tails)
+        assert torch.equal(want_conv_states, conv_states)
     assert_close(want_states, states, STATE[dtype])
 
 
@@ -77,17 +77,17 @@ def test_the_same_bytes_every_time() -> None:
     """Whichever program comes last. Slots past 2^31 elements of the state pool."""
     net, B, N = delta_net(), 64, 2800
     slots = torch.arange(N - B, N)
-    tails, states = torch.randn(N, 3, net.channels, dtype=BF16), torch.empty(N, 48, 128, 128)
-    before = tails.clone()
+    conv_states, states = torch.randn(N, 3, net.channels, dtype=BF16), torch.empty(N, 48, 128, 128)
+    before = conv_states.clone()
     first = None
     x = inputs(net, B)
     for _ in range(10):
-        tails.copy_(before)
+        conv_states.copy_(before)
         states[N - B :] = torch.linspace(-1, 1, 128)
-        now = gdn_step(x, net, tails, states, slots), tails, states[N - B :]
+        now = gdn_step(x, net, conv_states, states, slots), conv_states, states[N - B :]
         if first is None:
             first = [t.clone() for t in now]
-            assert torch.equal(before[: N - B], tails[: N - B])
+            assert torch.equal(before[: N - B], conv_states[: N - B])
         for a, b in zip(first, now):
             assert torch.equal(a, b)
 
@@ -95,22 +95,22 @@ def test_the_same_bytes_every_time() -> None:
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
 def test_a_captured_step_follows_its_slots_and_allocates_nothing(dtype: torch.dtype) -> None:
     net, B, N = delta_net(), 8, 12
-    tails, states = pools(net, N, dtype)
-    want_tails, want_states = tails.clone(), states.clone()
+    conv_states, states = pools(net, N, dtype)
+    want_conv_states, want_states = conv_states.clone(), states.clone()
     x, slots = inputs(net, B), torch.full((B,), -1)
-    gdn_step(x, net, tails, states, slots)
+    gdn_step(x, net, conv_states, states, slots)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = gdn_step(x, net, tails, states, slots)
+        out = gdn_step(x, net, conv_states, states, slots)
     for real in (8, 1, 5, 8):
         x.copy_(inputs(net, B))
         slots.copy_(torch.randperm(N)[:B])
         slots[real:] = -1
-        want = gdn_step_ref(x, net, want_tails, want_states, slots)
+        want = gdn_step_ref(x, net, want_conv_states, want_states, slots)
         held = torch.cuda.memory_stats()["allocation.all.allocated"]
         graph.replay()
         torch.cuda.synchronize()
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == held
         assert_close(want, out, OUTPUT)
-        assert torch.equal(want_tails, tails)
+        assert torch.equal(want_conv_states, conv_states)
     assert_close(want_states, states, STATE[dtype])

@@ -13,8 +13,9 @@ from torch import Tensor
 from hybridkv import LLM
 from hybridkv.kernels.backend import has_gluon
 from hybridkv.kernels.formats.fp8 import fp8_decode
+from hybridkv.kernels.linear import skinny
 from hybridkv.kernels.linear.fp8 import encode_weight, keeps_codes, linear_fp8, linear_fp8_ref
-from hybridkv.kernels.linear.gemv import is_hopper, linear_vector_triton
+from hybridkv.kernels.linear.gemv import has_kernel, linear_vector_triton
 from hybridkv.kernels.linear.linear import Linear
 from hybridkv.kernels.linear.skinny import linear_rows, suits_rows
 
@@ -26,7 +27,7 @@ BOUND = 3e-3  # one rounding of the result to bf16
 
 @pytest.fixture(autouse=True)
 def needs_hopper() -> None:
-    if not is_hopper(torch.device("cuda")):
+    if not has_kernel(torch.device("cuda")):
         pytest.skip("the kernel needs a Hopper GPU or a newer one")
 
 
@@ -83,6 +84,68 @@ def test_more_rows(N: int, K: int, gated: bool) -> None:
                 assert_same_bytes(got, other)
 
 
+SHARED = [(5120, 17408, False), (34816, 5120, True), (20480, 1024, False), (1000, 1096, False)]  # some tiles or all
+
+
+def rows_case(N: int, K: int) -> tuple[Tensor, Tensor]:
+    if not has_gluon(torch.device("cuda")):
+        pytest.skip("written in another Triton's Gluon")
+    return torch.randn(64, K, device="cuda", dtype=torch.bfloat16), drawn(N, K)
+
+
+@pytest.mark.parametrize(("N", "K", "gated"), SHARED)
+def test_programs_that_give_up_waiting_change_no_bit(
+    N: int, K: int, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one look each, nearly all leave their share to the last one to arrive."""
+    x, weight = rows_case(N, K)
+    for T in (9, 33, 64):
+        want = linear_rows(x[:T], weight, None, gated)
+        for looks in (1, 2, skinny.LOOKS):
+            monkeypatch.setattr(skinny, "LOOKS", looks)
+            for _ in range(50):
+                assert_same_bytes(want, linear_rows(x[:T], weight, None, gated))
+
+
+@pytest.mark.parametrize("looks", [1, skinny.LOOKS])
+def test_launches_on_two_streams_do_not_meet(looks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has more programs than the other leaves room for: one that waits for all of its own would wait for ever."""
+    monkeypatch.setattr(skinny, "LOOKS", looks)
+    cases = [(*rows_case(N, K), gated) for N, K, gated in SHARED]
+    want = [linear_rows(x, weight, None, gated) for x, weight, gated in cases]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    got: list[list[Tensor]] = [[], []]
+    for i in range(100):
+        for number, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                x, weight, gated = cases[(i + number) % len(cases)]
+                got[number].append(linear_rows(x, weight, None, gated))
+    torch.cuda.synchronize()
+    for number, results in enumerate(got):
+        for i, result in enumerate(results):
+            assert_same_bytes(want[(i + number) % len(cases)], result)
+
+
+def test_graphs_captured_on_one_stream_can_run_on_two() -> None:
+    cases = [(*rows_case(N, K), gated) for N, K, gated in SHARED]
+    want = [linear_rows(x, weight, None, gated) for x, weight, gated in cases]
+    streams, graphs, got = [torch.cuda.Stream() for _ in range(2)], [], []
+    for _ in streams:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got.append([linear_rows(x, weight, None, gated) for x, weight, gated in cases])
+        graphs.append(graph)
+    for _ in range(50):
+        for stream, graph in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for results in got:
+        for a, b in zip(want, results, strict=True):
+            assert_same_bytes(a, b)
+
+
 def test_more_rows_than_suit_and_fewer_are_left_to_others() -> None:
     weight, x = drawn(16480, 5120), torch.randn(65, 5120, device="cuda", dtype=torch.bfloat16)
     taken = [False, False, *[suits_rows(x[:n], weight) for n in (9, 64)], False]
@@ -90,7 +153,7 @@ def test_more_rows_than_suit_and_fewer_are_left_to_others() -> None:
     assert not suits_rows(x[:9].float(), weight) and not suits_rows(x[:9], weight[:128])
     assert not suits_rows(x[:9, 1:5113], weight[:, :5112].contiguous())  # rows do not begin at 16 bytes
     want = dense(x, weight, False)
-    for n in (9, 64, 65):  # whoever takes it
+    for n in (9, 64, 65):  # the kernel, or cuBLAS
         assert_close_rms(f"{n} rows", want[:n], Linear(weight)(x[:n]), BOUND)
 
 
@@ -120,7 +183,7 @@ def test_a_chain_in_a_graph_gives_the_bits_of_one_kernel_at_a_time(T: int) -> No
                 x = linear_vector_triton(x, w, s, None, gated) if T <= 16 else linear_rows(x, w, None, gated)
                 if stop:
                     torch.cuda.synchronize()
-                x = F.normalize(x, dim=-1) * 70 if not gated else x  # a kernel of the library in between
+                x = F.normalize(x, dim=-1) * 70 if not gated else x  # a kernel of torch's in between
         return x
 
     start = torch.randn(T, 5120, device="cuda", dtype=torch.bfloat16)

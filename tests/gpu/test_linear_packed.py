@@ -12,8 +12,9 @@ from torch import Tensor
 
 from hybridkv import LLM
 from hybridkv.kernels.linear.packed import FEW_ROWS, linear_packed, linear_packed_triton, linear_written_out
+from hybridkv.kernels.linear.packed_dequantise import dequantise_ref, dequantise_triton
 from hybridkv.kernels.linear.packed_linear import PackedLinear
-from hybridkv.kernels.linear.packed_weights import BITS, Packed, dequantise_ref, dequantise_triton, pack
+from hybridkv.kernels.linear.packed_weights import BITS, Packed, pack
 from models.test_packed_models import SETTINGS, mixed, written
 
 pytestmark = pytest.mark.gpu

@@ -149,4 +149,4 @@ def test_the_planned_bytes_are_the_seeds_numbers() -> None:
     budgeted = cache_schema(config, CacheConfig("bf16", PAGE, budget=BUDGET), torch.bfloat16)
     queries = next(s for s in budgeted.states if s.name == "queries")
     assert queries.slot_bytes == 16 * 64 * 24 * (256 * 2 + 4)  # and an f32 sum each
-    assert Evictor.make(CacheConfig(), KVCacheManager(schema, {"attention": 64}, 1, 64), 256) is None
+    assert Evictor.make(CacheConfig(), KVCacheManager(schema, {"attention": 64}, 1, 64), scale=1.0) is None

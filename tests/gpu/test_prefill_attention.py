@@ -13,7 +13,7 @@ from hybridkv.kernels.attention import exact_hopper as exact_file
 from hybridkv.kernels.attention import prefill as file
 from hybridkv.kernels.attention.exact_hopper import attention_exact_wide
 from hybridkv.kernels.attention.prefill import attention_prefill, attention_prefill_triton
-from hybridkv.kernels.attention.prefill_hopper_launch import attention_prefill_wide, on_hopper
+from hybridkv.kernels.attention.prefill_hopper_launch import attention_prefill_wide, suits_hopper
 from hybridkv.kernels.backend import has_gluon
 
 pytestmark = pytest.mark.gpu
@@ -85,7 +85,7 @@ def test_what_is_picked(new: int, length: int, pages: str) -> None:
 def test_other_dtypes_go_through_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     held = streams([[200] * 4], 64, 256, F32, "cuda")
     q = queries(200, 24, 256, F32, "cuda")
-    assert not on_hopper(q, held.k_pool)
+    assert not suits_hopper(q, held.k_pool)
     ran: list[int] = []
     monkeypatch.setattr(
         file, "attention_prefill_triton", lambda *a, **k: ran.append(1) or attention_prefill_triton(*a, **k)

@@ -12,20 +12,15 @@ from numerics import assert_close_rms, assert_same_bytes
 from torch import Tensor
 
 from hybridkv.config import SamplingParams
-from hybridkv.engine.sampler import draw
+from hybridkv.engine.sampler import sample
 from hybridkv.kernels.activation import sigmoid_mul, sigmoid_mul_ref, silu_mul, silu_mul_ref
 from hybridkv.kernels.attention.append import append
 from hybridkv.kernels.attention.inputs import attention_inputs, attention_inputs_ref
 from hybridkv.kernels.best_tokens import best_tokens, best_tokens_ref
 from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages
-from hybridkv.kernels.moe.softmax import (
-    add_shared,
-    add_shared_ref,
-    loop_experts,
-    route_softmax,
-    route_softmax_ref,
-    run_softmax_experts,
-)
+from hybridkv.kernels.moe.expert_loop import loop_experts, run_softmax_experts
+from hybridkv.kernels.moe.shared_expert import add_shared, add_shared_ref
+from hybridkv.kernels.moe.softmax_router import route_softmax, route_softmax_ref
 from hybridkv.kernels.norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from hybridkv.request import Request
 from hybridkv.text.stream import TextStream
@@ -218,22 +213,22 @@ ASKS = (
 )  # fmt: skip
 
 
-def test_drawing_waits_for_nothing_and_rows_do_not_meet() -> None:
+def test_sampling_waits_for_nothing_and_rows_do_not_meet() -> None:
     steps, V = 3, 248320
     logits = 2 * torch.randn(steps, len(ASKS), V)
     logits[:, :, 4] = logits[:, :, 5] = 12.0
     rows = [request(seed=i, **ask) for i, ask in enumerate(ASKS)]
-    draw(logits[0], [request(seed=i, **ask) for i, ask in enumerate(ASKS)]).wait()  # to warm up
+    sample(logits[0], [request(seed=i, **ask) for i, ask in enumerate(ASKS)]).wait()  # to warm up
     torch.use_deterministic_algorithms(False)  # which has slower forms of its own
     torch.cuda.set_sync_debug_mode("error")
     try:
-        drawn = [draw(step, rows) for step in logits]
+        sampled = [sample(step, rows) for step in logits]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    together = [d.wait() for d in drawn]
+    together = [d.wait() for d in sampled]
     assert all(not any(bad) for _, bad in together)
     assert [tokens[0] for tokens, _ in together] == [4] * steps and together[0][0][7] in (4, 5)
     for i, ask in enumerate(ASKS):
         row = request(seed=i, **ask)
-        assert [draw(step[i : i + 1], [row]).wait()[0][0] for step in logits] == [tokens[i] for tokens, _ in together]
+        assert [sample(step[i : i + 1], [row]).wait()[0][0] for step in logits] == [tokens[i] for tokens, _ in together]
         assert len(rows[i].logprobs) == (steps if "logprobs" in ask else 0)

@@ -15,7 +15,7 @@ from hybridkv.kernels.attention.tile import TileShape
 from hybridkv.kernels.backend import has_gluon
 from hybridkv.kernels.formats.page_format import load_entries_ref, store_entries_ref
 from hybridkv.kernels.formats.page_layout import PageFormat, entry_format
-from hybridkv.kernels.overlap import MOST_TOKENS
+from hybridkv.kernels.overlap import FEW_TOKENS
 from hybridkv.kernels.step_index import StepIndex
 from hybridkv.kernels.v4 import sparse as file
 from hybridkv.kernels.v4.sparse import Entries, attention_sparse, attention_sparse_ref, attention_sparse_triton
@@ -211,11 +211,11 @@ def test_hopper_has_a_kernel_of_its_own() -> None:
     for kind in KINDS:
         args = case(kind, 64, [(400, 1)], K=64)
         q, ring, fmt, *middle, entries = args
-        assert file.on_hopper(q, fmt, ring, entries.pages) == has_gluon(q.device)
-        assert not file.on_hopper(q.float(), fmt, ring, entries.pages)
+        assert file.suits_hopper(q, fmt, ring, entries.pages) == has_gluon(q.device)
+        assert not file.suits_hopper(q.float(), fmt, ring, entries.pages)
         pool = torch.empty(entries.pages.numel() + 8, dtype=fmt.dtype)
         shifted = pool[8 // fmt.dtype.itemsize :][: entries.pages.numel()].view_as(entries.pages).copy_(entries.pages)
-        assert not file.on_hopper(q, fmt, ring, shifted)
+        assert not file.suits_hopper(q, fmt, ring, shifted)
         check(args, attention_sparse(q, ring, fmt, *middle, replace(entries, pages=shifted)))
 
 
@@ -245,7 +245,7 @@ def test_every_launch_gives_the_same_bits_each_time() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_tokens_than_overlap_with_the_kernel_before(kind: str) -> None:
-    args = case(kind, 64, [(4000 + b, 1) for b in range(MOST_TOKENS + 1)], R=133)
+    args = case(kind, 64, [(4000 + b, 1) for b in range(FEW_TOKENS + 1)], R=133)
     for splits in (1, 2, 12):
         check(args, attention_sparse_triton(*args, splits=splits))
 

@@ -63,7 +63,7 @@ def test_a_million_tokens_take_what_the_plan_says(kv: str, index: str) -> None:
     before = torch.cuda.memory_allocated()
     m = KVCacheManager(schema, plan.pages, plan.slots, plan.max_tokens, DEVICE)
     physical = torch.cuda.memory_allocated() - before
-    tables = sum(t.mirror.nbytes for t in m.tables.values())
+    tables = sum(t.device_table.nbytes for t in m.tables.values())
     assert m.memory_bytes() == plan.nbytes == logical + tables
     assert logical + tables <= physical <= logical + tables + 16 * 512  # 13 tensors, each to a multiple of 512
     m.admit_request("a")

@@ -21,7 +21,7 @@ from hybridkv.kernels.v4.indexer import (
     index_logits,
     index_logits_ref,
     index_logits_triton,
-    on_hopper,
+    suits_hopper,
 )
 
 pytestmark = pytest.mark.gpu
@@ -149,7 +149,7 @@ def test_hopper_gives_what_other_cards_give(name: str, page: int, heads: int) ->
     q[4] *= 2.0**-80  # f16 alone would not hold it
     weights = torch.randn(6, heads) * 0.01
     args = (q, weights, cache.pages, cache.fmt, cache.table, index, RATIO, max(entries), 0)
-    assert on_hopper(q, cache.pages, cache.fmt)
+    assert suits_hopper(q, cache.pages, cache.fmt)
     seen = (torch.arange(max(entries)) < ((index.positions + 1) // RATIO)[:, None]) & (index.token_slots >= 0)[:, None]
     want, plain = index_logits_triton(*args, shape=DECODE), index_logits_ref(*args)
     got = index_logits(*args)
@@ -170,11 +170,13 @@ def test_hopper_leaves_other_layouts_to_other_kernels(name: str) -> None:
     q = torch.randn(2, 65, D).bfloat16()
     pages = Cache(name, [100], 32).pages
     fmt = index_format(name, D)
-    assert on_hopper(q[:, :64], pages, fmt)
-    assert not on_hopper(q, pages, fmt) and not on_hopper(q[:, :64].float(), pages, fmt)
-    assert not on_hopper(q[:, :64], Cache(name, [100], 16).pages, fmt) and not on_hopper(q[:, :64], pages[:0], fmt)
+    assert suits_hopper(q[:, :64], pages, fmt)
+    assert not suits_hopper(q, pages, fmt) and not suits_hopper(q[:, :64].float(), pages, fmt)
+    assert not suits_hopper(q[:, :64], Cache(name, [100], 16).pages, fmt) and not suits_hopper(
+        q[:, :64], pages[:0], fmt
+    )
     odd = torch.randn(2 * 64 * D + 1).bfloat16()[1:].view(2, 64, D)
-    assert not on_hopper(odd, pages, fmt)
+    assert not suits_hopper(odd, pages, fmt)
 
 
 def test_index_logits_past_two_billion() -> None:

@@ -1,6 +1,6 @@
 """DeepSeek-V4 on the GPU: hyper-connections, experts and head norms at the released widths, and tiny models whole.
 
-The small cases are in tests/kernels/test_hyper.py, test_moe.py and test_norm_rope.py, which run here too, compiled.
+The small cases are in tests/kernels/v4 and tests/kernels/moe, which run here too, compiled.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,10 @@ from torch import Tensor
 from hybridkv import LLM, CacheConfig, SamplingParams
 from hybridkv.kernels.linear.f32_out import linear_wide
 from hybridkv.kernels.linear.linear import Linear
-from hybridkv.kernels.moe import v4 as moe_file
-from hybridkv.kernels.moe.v4 import Router, route, route_ref, run_experts, run_experts_ref
+from hybridkv.kernels.moe import grouped as grouped_file
+from hybridkv.kernels.moe import v4_router as router_file
+from hybridkv.kernels.moe.grouped import run_experts, run_experts_ref
+from hybridkv.kernels.moe.v4_router import Router, route, route_ref
 from hybridkv.kernels.v4 import hyper_connections as hyper_file
 from hybridkv.kernels.v4 import norm_rope as norm_file
 from hybridkv.kernels.v4.hyper_connections import (
@@ -43,7 +45,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=("f32", "bf16"))
 @pytest.fixture
 def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Tensors are made on the GPU, and the public functions must not fall back to the references."""
-    for file in (hyper_file, moe_file, norm_file):
+    for file in (hyper_file, grouped_file, router_file, norm_file):
         monkeypatch.setattr(file, "use_triton", lambda x: x.is_cuda or pytest.fail("a tensor is on the CPU"))
     with torch.device("cuda"):
         yield

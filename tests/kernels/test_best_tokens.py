@@ -31,11 +31,12 @@ def test_of_equal_logits_the_first_wins(form) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_nan_is_reported_for_its_row_alone(form) -> None:
-    logits = torch.randn(4, 2 * PIECE + 3, device=DEVICE)
+def test_a_broken_row_is_reported_and_its_neighbours_are_not(form) -> None:
+    logits = torch.randn(6, 2 * PIECE + 3, device=DEVICE)
     logits[1, 2 * PIECE + 2], logits[3] = torch.nan, torch.nan
-    logits[2, 0] = torch.inf
-    tokens, bad = form(logits)
-    assert bad.tolist() == [0, 1, 0, 1]
-    assert tokens[[0, 2]].tolist() == [int(logits[0].argmax()), 0]
+    logits[2, 0], logits[4] = torch.inf, -torch.inf
+    logits[5, 1:] = -torch.inf
+    tokens, broken = form(logits)
+    assert broken.tolist() == [0, 1, 1, 1, 1, 0]
+    assert tokens[[0, 2, 5]].tolist() == [int(logits[0].argmax()), 0, 0]
     assert ((tokens >= 0) & (tokens < logits.shape[1])).all()

@@ -55,12 +55,13 @@ JITFunction.run = compile_only
 
 from hybridkv.kernels.v4 import flush_csa
 from hybridkv.kernels.v4 import flush_hca
+from hybridkv.kernels.v4 import running_pool
 from hybridkv.kernels.v4 import gather
 from hybridkv.kernels.gdn import prefill as gdn_prefill
 from hybridkv.kernels.gdn import step as gdn_step
 from hybridkv.kernels.v4 import hyper_connections as hyper
 from hybridkv.kernels.v4 import indexer
-from hybridkv.kernels.moe import v4 as moe
+from hybridkv.kernels.moe import grouped, v4_router
 from hybridkv.kernels import topk
 from hybridkv.kernels.v4 import norm_rope
 from hybridkv.kernels.v4 import window_ring as window
@@ -72,7 +73,8 @@ from hybridkv.kernels.step_index import StepIndex
 B, D, C = 64, 512, 128
 decode, prompt = StepIndex.make([*range(B)], [127] * B, [1] * B), StepIndex.make([0], [1000], [2048])
 whole = torch.zeros(B, dtype=torch.int64)
-window.can_overlap = topk.can_overlap = flush_csa.can_overlap = flush_hca.can_overlap = lambda x, most=None: True
+for file in (window, topk, flush_csa, flush_hca, running_pool):
+    file.can_overlap = lambda x, max_tokens=None: True
 
 
 def zeros(*shape, dtype=torch.float32):
@@ -100,7 +102,7 @@ for name in ("f32", "bf16", "fp8", "fp8_entry"):
         flush_csa.flush_csa_triton(pages, fmt, whole, p, z, *rows, bias, *norm, *angles[B], decode, 4, longest)
     p, z, bias = zeros(B, D), zeros(B, D), zeros(128, D)
     flush_hca.flush_hca_triton(pages, fmt, whole, p, z, *running, bias, *norm, *angles[B], decode, 128)
-flush_hca.save_running_triton(*running, p, z, bias, decode, 128)
+running_pool.save_running_triton(*running, p, z, bias, decode, 128)
 for name in ("f32", "bf16", "fp8", "mxfp4", "nvfp4"):
     fmt = index_format(name, C)
     pages, rows = zeros(4, 32, fmt.width, dtype=fmt.dtype), [zeros(B, 8, 2 * C) for _ in range(2)]
@@ -123,15 +125,15 @@ gate_up, down = zeros(5, 512, 4096, dtype=torch.bfloat16), zeros(5, 4096, 256, d
 for T in (1, 4096):
     x, tokens = zeros(T, 4096, dtype=torch.bfloat16), zeros(T, dtype=torch.int64)
     for bias, experts in ((zeros(4), None), (None, zeros(99, 2, dtype=torch.int64))):
-        weights, chosen = moe.route_triton(zeros(T, 4), tokens, moe.Router(2, 1.5, True, bias, experts))
-    moe.run_experts_triton(x, weights, chosen, gate_up, down, 10.0)
+        weights, chosen = v4_router.route_triton(zeros(T, 4), tokens, v4_router.Router(2, 1.5, True, bias, experts))
+    grouped.run_experts_triton(x, weights, chosen, gate_up, down, 10.0)
 net = DeltaNet(16, 48, 128, 128, zeros(10240, 4), zeros(48), zeros(48), zeros(128), 1e-6)
 for dtype in (torch.float32, torch.bfloat16):
-    tails, states = zeros(9, 3, 10240, dtype=torch.bfloat16), zeros(9, 48, 128, 128, dtype=dtype)
-    for on_hopper in (False, True):
-        gdn_step.on_hopper = lambda *given: on_hopper
+    conv_states, states = zeros(9, 3, 10240, dtype=torch.bfloat16), zeros(9, 48, 128, 128, dtype=dtype)
+    for hopper in (False, True):
+        gdn_step.suits_hopper = lambda *given: hopper
         x = zeros(9, sum(net.columns), dtype=torch.bfloat16)
-        gdn_step.gdn_step_triton(x, net, tails, states, whole[:1].expand(9))
+        gdn_step.gdn_step_triton(x, net, conv_states, states, whole[:1].expand(9))
 gdn_prefill.gdn_prefill_triton(x, net, zeros(3, 10240), zeros(48, 128, 128))
 """
 KERNELS = {

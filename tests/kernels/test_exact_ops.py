@@ -8,9 +8,11 @@ from torch import Tensor
 from triton_interpreter import DEVICE
 
 from hybridkv.kernels.exact import sigmoid_exact, silu_exact, softmax_exact, softplus_exact, tree_sum
-from hybridkv.kernels.gdn.rule import causal_conv_exact, causal_conv_ref, gated_delta_exact_torch, gated_delta_ref
-from hybridkv.kernels.gdn.rule import gated_delta_scan as scan
-from hybridkv.kernels.linear.linear import Linear, linear_exact, linear_triton
+from hybridkv.kernels.gdn.rule import causal_conv_ref, gated_delta_ref
+from hybridkv.kernels.gdn.rule_exact import causal_conv_exact, gated_delta_exact_torch
+from hybridkv.kernels.gdn.rule_exact import gated_delta_scan as scan
+from hybridkv.kernels.linear.exact import linear_exact, linear_triton
+from hybridkv.kernels.linear.linear import Linear
 from hybridkv.kernels.norm import gated_rms_norm_exact, l2_norm_exact, rms_norm_exact
 from hybridkv.kernels.rope import rope_angles, rope_exact, rope_ref
 from hybridkv.kernels.row_ops import route_exact
@@ -98,12 +100,12 @@ def test_the_exact_recurrence_is_the_recurrence() -> None:
 
 
 def test_the_exact_convolution_is_the_convolution() -> None:
-    x, weight, tails = torch.randn(2, 11, 21), torch.randn(21, 4), torch.randn(2, 3, 21)
-    exact = tails.clone()
+    x, weight, conv_states = torch.randn(2, 11, 21), torch.randn(21, 4), torch.randn(2, 3, 21)
+    exact = conv_states.clone()
     got = causal_conv_exact(x, weight, exact)
     for b in range(2):
-        assert_close_rms("out", causal_conv_ref(x[b], weight, tails[b]).double(), got[b], 1e-6)
-    assert_same_bytes(exact, tails)
+        assert_close_rms("out", causal_conv_ref(x[b], weight, conv_states[b]).double(), got[b], 1e-6)
+    assert_same_bytes(exact, conv_states)
 
 
 def test_the_scan_kernel_is_the_recurrence_in_any_cut() -> None:

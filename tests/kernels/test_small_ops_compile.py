@@ -13,11 +13,12 @@ import torch
 from hybridkv.kernels import activation, norm
 from hybridkv.kernels import best_tokens as argmax
 from hybridkv.kernels.attention import inputs as attention_inputs
-from hybridkv.kernels.moe import softmax as experts
+from hybridkv.kernels.moe.shared_expert import add_shared_triton
+from hybridkv.kernels.moe.softmax_router import route_softmax_triton
 from hybridkv.kernels.formats.fp8 import Fp8Pages
 
 for file in (activation, attention_inputs, norm):
-    file.can_overlap = lambda x, most=None: len(x) == 1
+    file.can_overlap = lambda x, max_tokens=None: len(x) == 1
 
 
 def zeros(*shape, dtype=torch.bfloat16):
@@ -39,8 +40,8 @@ for T in (1, 64):
         ring = zeros(2, 64, 24, 256), zeros(T, dtype=i64)
         attention_inputs.attention_inputs_triton(*args, weight, weight, 1e-6, *ring)
     argmax.best_tokens_triton(zeros(T, 248320, dtype=f32))
-    experts.route_softmax_triton(zeros(T, 256), 8, True)
-    experts.add_shared_triton(*(zeros(T, 2048) for _ in range(3)), zeros(1, 2048))
+    route_softmax_triton(zeros(T, 256), 8, True)
+    add_shared_triton(*(zeros(T, 2048) for _ in range(3)), zeros(1, 2048))
 for name, kernel in built:
     print(name, "griddepcontrol.wait" in kernel.asm["ptx"])
 """

@@ -18,7 +18,7 @@ from hybridkv.kernels.formats.fp8 import Fp8Pages
 from hybridkv.kernels.eviction.score import window_scores_triton
 
 decode.on_gpu = lambda q: True
-decode.roomy = prefill.roomy = chunk.roomy = lambda device: False
+decode.shared_memory = prefill.shared_memory = chunk.shared_memory = lambda device: 99 * 1024
 bf16, G = torch.bfloat16, 4
 table, lengths = torch.zeros(2, G, 3, dtype=torch.int32), torch.zeros(2, G, dtype=torch.int64)
 for H, D in ((24, 256), (256, 256), (8, 512)):  # the model's, many heads a KV head, wide heads

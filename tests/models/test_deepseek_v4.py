@@ -58,10 +58,9 @@ def run(llm: LLM, streams: dict[str, list[int]], steps: list[list[tuple[str, int
         manager.admit_request(key)
     try:
         for plan in steps:
-            begins = [done[key] for key, _ in plan]
             tokens = [streams[key][done[key] : done[key] + n] for key, n in plan]
             step = manager.prepare_forward(plan)
-            out = runner.forward(runner.inputs(tokens, begins, range(sum(n for _, n in plan)), step))
+            out = runner.forward(runner.inputs(tokens, range(sum(n for _, n in plan)), step))
             manager.commit(plan)
             for (key, n), part in zip(plan, out.split([n for _, n in plan])):
                 found[key].append(part)
@@ -150,7 +149,7 @@ def test_only_the_rows_that_are_asked_for(kind: str, oracle: Callable, open_v4: 
     try:
         for rows in ([], [39, 0]):
             step = manager.prepare_forward([("a", 40)])  # not committed: the same tokens again
-            got = runner.forward(runner.inputs([ids], [0], rows, step))
+            got = runner.forward(runner.inputs([ids], rows, step))
             assert got.shape == (len(rows), tiny_v4.VOCAB) and got.dtype == torch.float32
         check("two rows", oracle(kind).logits[[39, 0]], got)
     finally:

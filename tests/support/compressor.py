@@ -11,13 +11,14 @@ from hybridkv.kernels.formats.page_layout import PageFormat, entry_format, index
 from hybridkv.kernels.step_index import StepIndex
 from hybridkv.kernels.v4 import flush_csa as csa
 from hybridkv.kernels.v4 import flush_hca as hca
+from hybridkv.kernels.v4 import running_pool as pool
 
 EPS = 1e-6
 P = 4  # entries of a page
 FORMS: dict[str, tuple[Callable[..., None], ...]] = {  # CSA, HCA flush, HCA save
-    "ref": (csa.flush_csa_ref, hca.flush_hca_ref, hca.save_running_ref),
-    "triton": (csa.flush_csa_triton, hca.flush_hca_triton, hca.save_running_triton),
-    "public": (csa.flush_csa, hca.flush_hca, hca.save_running),
+    "ref": (csa.flush_csa_ref, hca.flush_hca_ref, pool.save_running_ref),
+    "triton": (csa.flush_csa_triton, hca.flush_hca_triton, pool.save_running_triton),
+    "public": (csa.flush_csa, hca.flush_hca, pool.save_running),
 }
 FORMATS = ("f32", "bf16", "fp8", "fp8_entry", "index f32", "index bf16", "index fp8", "index mxfp4", "index nvfp4")
 

@@ -57,7 +57,8 @@ def drive(llm: LLM, ids: list[int], cuts: list[int], monkeypatch: pytest.MonkeyP
     """The prompt in steps that end at `cuts`, then eviction where the model has a budget, then greedy steps."""
     manager, trace, here = llm.manager, Trace(), slice(0)
     evictor = llm.engine.evictor
-    request = SimpleNamespace(key="it", prompt_tokens=len(ids), evictions={})
+    request = SimpleNamespace(key="it", prompt_tokens=len(ids), evictions={}, hold=False)
+    request.eviction = evictor.default if evictor is not None else None
     exact = attention.attention_exact
 
     def watched(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -92,8 +93,7 @@ def drive(llm: LLM, ids: list[int], cuts: list[int], monkeypatch: pytest.MonkeyP
         here = slice(begin, begin + len(tokens))
         trace.attended.append([])
         ready = manager.prepare_forward(counts)
-        begins = [manager.position(key) for key, _ in plan]
-        inputs = llm.engine.runner.inputs([p for _, p in plan], begins, range(here.start, here.stop), ready)
+        inputs = llm.engine.runner.inputs([p for _, p in plan], range(here.start, here.stop), ready)
         logits = llm.engine.runner.forward(inputs)
         manager.commit(counts)
         return logits

@@ -6,19 +6,19 @@ from torch import Tensor
 from hybridkv.kernels.gdn.rule import CHUNK
 from hybridkv.kernels.gdn.weights import DeltaNet
 
-# Relative RMS of the delta rule against float64 on the same q, k, v. f32: sums of products of 64 and K, as in gdn.py.
+# Relative RMS of the delta rule against float64 on the same q, k, v. f32: sums of products of 64 and K, as in rule.py.
 # bf16: state, corrected values, (I + A)^-1 and P are rounded to bf16 on their way into products, 1.1e-3 RMS each, and a
 # result is a difference of two sums about its size.
 BOUND = {torch.float32: 4e-6, torch.bfloat16: 6e-3}
 
 
 def make_net(
-    key_heads: int = 1, value_heads: int = 2, K: int = 16, V: int = 16, taps: int = 4, device: str = "cpu"
+    key_heads: int = 1, value_heads: int = 2, K: int = 16, V: int = 16, width: int = 4, device: str = "cpu"
 ) -> DeltaNet:
     channels = 2 * key_heads * K + value_heads * V
     return DeltaNet(
         key_heads, value_heads, K, V,
-        conv=torch.randn(channels, taps, device=device) / taps**0.5,
+        conv=torch.randn(channels, width, device=device) / width**0.5,
         decay=torch.rand(value_heads, device=device) * 2,
         dt_bias=torch.randn(value_heads, device=device) - 2,
         norm=torch.rand(V, device=device) + 0.5,
@@ -35,9 +35,9 @@ def make_x(T: int, net: DeltaNet, dtype: torch.dtype) -> Tensor:
 def start(net: DeltaNet, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Tail and state that something lies in."""
     device = net.conv.device
-    tail = torch.randn(net.conv.shape[1] - 1, net.channels, device=device)
+    conv_state = torch.randn(net.conv.shape[1] - 1, net.channels, device=device)
     state = torch.randn(net.value_heads, net.key_dim, net.value_dim, device=device) * 0.3
-    return tail, state.to(dtype)
+    return conv_state, state.to(dtype)
 
 
 def chunked(v: Tensor) -> Tensor:

@@ -21,4 +21,6 @@ def engine_for(
     schema = cache_schema(model.config, cache, dtype)
     plan = plan_cache(schema, 1, pool, None)
     manager = KVCacheManager(schema, plan.pages, slots, context, device)
-    return Engine(model, manager, step_tokens=2048, evictor=Evictor.make(cache, manager, model.config.attention_scale))
+    return Engine(
+        model, manager, step_tokens=2048, evictor=Evictor.make(cache, manager, scale=model.config.attention_scale)
+    )

@@ -11,7 +11,6 @@ runs beside it; attention_exact is the form where they do not.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -31,7 +30,7 @@ from hybridkv.kernels.attention.tile import (
     read_pages,
     tile_attention,
 )
-from hybridkv.kernels.backend import capability, roomy, triton, use_triton
+from hybridkv.kernels.backend import LARGE_SHARED_MEMORY, has_pdl, shared_memory, sm_count, triton, use_triton
 from hybridkv.kernels.formats.fp8 import Pages
 from hybridkv.kernels.overlap import MANY_TOKENS, can_overlap
 
@@ -165,11 +164,6 @@ def join_shape(B: int, BD: int, parts: int) -> JoinShape:
     return JoinShape(min(BD, 64), 64 if parts > 16 else 32, 2) if B <= FEW else JoinShape(BD, 4, 2)
 
 
-@lru_cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
 def even(*xs: Tensor) -> bool:
     """Whether two neighbours of each can be read as one."""
     return all(n % 2 == 0 for x in xs for n in (x.storage_offset(), x.shape[-1], *x.stride()[:-1]))
@@ -178,11 +172,6 @@ def even(*xs: Tensor) -> bool:
 def on_gpu(q: Tensor) -> bool:
     """Whether the kernels are compiled; the interpreter knows no machine instructions."""
     return q.is_cuda
-
-
-def overlaps(q: Tensor) -> bool:
-    """Whether the second kernel is launched before the first ends, and waits: Hopper GPUs can."""
-    return capability(q.device) >= (9, 0)
 
 
 def attention_decode_triton(
@@ -216,8 +205,9 @@ def attention_decode_triton(
         pages.update(k_pool=k, v_pool=v, stride_page=k.stride(0), stride_entry=k.stride(1))
         q = q.view(torch.int32)
     keys = table.shape[2] * pages["P"] if keys is None else keys
-    shape = shape or decode_shape(B, D, dot, pairs, keys, H // G, roomy(q.device))
-    programs, early = multiprocessors(q.device) * shape.programs, can_overlap(q, MANY_TOKENS)
+    room = shared_memory(q.device) >= LARGE_SHARED_MEMORY
+    shape = shape or decode_shape(B, D, dot, pairs, keys, H // G, room)
+    programs, early = sm_count(q.device) * shape.programs, can_overlap(q, MANY_TOKENS)
     join = join_shape(B, pages["BD"], programs // (B * G))
     part = torch.empty((B * G + programs, H // G, D), dtype=torch.float32, device=q.device)
     shared = dict(
@@ -230,7 +220,7 @@ def attention_decode_triton(
         stride_length_g=device_lengths.stride(1),
         G=G,
         GROUP=H // G,
-        OVERLAP=overlaps(q),
+        OVERLAP=has_pdl(q.device),
     )
     attention_decode_kernel[programs,](
         q=q,
@@ -271,7 +261,7 @@ def attention_decode_triton(
         BD=join.channels,
         BR=join.parts,
         num_warps=join.warps,
-        launch_pdl=overlaps(q),
+        launch_pdl=has_pdl(q.device),
         **shared,
     )
     return out

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridkv.kernels.attention.exact_hopper import attention_exact_wide
-from hybridkv.kernels.attention.prefill_hopper_launch import on_hopper
+from hybridkv.kernels.attention.prefill_hopper_launch import suits_hopper
 from hybridkv.kernels.attention.tile import (
     LOG2_E,
     TRITON_DTYPE,
@@ -283,7 +283,7 @@ def attention_exact(
     counts = np.diff(starts)
     owner = np.repeat(np.arange(len(counts)), counts)  # [T]
     seen = lengths[owner] - (np.array(starts)[owner + 1] - 1 - np.arange(len(owner)))[:, None]  # [T, G]
-    if on_hopper(q[:1], k_pool):  # whatever the number of queries
+    if suits_hopper(q[:1], k_pool):  # whatever the number of queries
         return attention_exact_wide(q, k_pool, v_pool, table, lengths, starts, scale)
     if use_triton(q):
         return _split_rows(q, k_pool, v_pool, table, owner, seen, scale)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridkv.kernels.attention.prefill_hopper_launch import Sink, attention_prefill_wide, on_hopper, query_blocks
+from hybridkv.kernels.attention.prefill_hopper_launch import Sink, attention_prefill_wide, query_blocks, suits_hopper
 from hybridkv.kernels.attention.tile import (
     KEY_TILE,
     LOG2_E,
@@ -35,7 +35,7 @@ from hybridkv.kernels.attention.tile import (
     tile_attention,
     tile_attention_ref,
 )
-from hybridkv.kernels.backend import roomy, tl, triton, use_triton
+from hybridkv.kernels.backend import LARGE_SHARED_MEMORY, shared_memory, tl, triton, use_triton
 from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages
 
 QUERY_BLOCK = 256  # queries that run over the same keys
@@ -220,7 +220,8 @@ def attention_prefill_triton(
     assert q.stride(2) == 1 and table.stride(2) == 1 and (lse is None or lse[0].is_contiguous())
     kept, index = lse or (None, None)
     dot = dot_dtype(q, k_pool)
-    shape = shape or prefill_shape(D, dot, isinstance(k_pool, Fp8Pages), roomy(q.device))
+    room = shared_memory(q.device) >= LARGE_SHARED_MEMORY
+    shape = shape or prefill_shape(D, dot, isinstance(k_pool, Fp8Pages), room)
     blocks = query_blocks(tuple(starts), shape.rows, H // G, q.device)
     attention_prefill_kernel[len(blocks), G](
         q=q,
@@ -262,7 +263,7 @@ def attention_prefill(
     rows: Tensor | None = None,  # [B] int64: the table is [slots, G, N] and these are the requests' rows (-1: padding)
     lse: Sink | None = None,  # natural logarithms; queries without a place keep none
 ) -> Tensor:
-    if on_hopper(q, k_pool):
+    if suits_hopper(q, k_pool):
         return attention_prefill_wide(q, k_pool, v_pool, table, lengths, starts, scale, device_lengths, rows, lse)
     if use_triton(q):
         return attention_prefill_triton(

@@ -17,20 +17,18 @@ has gathered so far (its largest score, the sum of its weights, its sum of value
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
-
 from hybridkv.kernels.attention.dequantise import KEYS
 from hybridkv.kernels.attention.prefill_hopper_launch import ROWS
-
-# kernels are a language of their own, which a Python type checker does not know
-gluon: Any = import_module("triton.experimental.gluon")
-gl: Any = import_module("triton.experimental.gluon.language")
-hopper: Any = import_module("triton.experimental.gluon.language.nvidia.hopper")
-TensorDescriptor: Any = import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor
-async_copy, mbarrier, tma = hopper.async_copy, hopper.mbarrier, hopper.tma
-fence_async_shared, warpgroup_mma = hopper.fence_async_shared, hopper.warpgroup_mma
-warpgroup_mma_wait = hopper.warpgroup_mma_wait
+from hybridkv.kernels.gluon import (
+    async_copy,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 WARPS = 4  # of a worker
 WORKER_REGISTERS, LOADER_REGISTERS = 240, 24  # of a thread

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from hybridkv.kernels.attention.dequantise import KEYS, widen
 from hybridkv.kernels.attention.tile import LOG2_E
-from hybridkv.kernels.backend import has_gluon, tl, triton
+from hybridkv.kernels.backend import has_gluon, sm_count, tl, triton
 from hybridkv.kernels.formats.fp8 import Pages
+from hybridkv.kernels.gluon import TensorDescriptor, gl
 
 ROWS = 128  # query rows of a block
 PIECE = 32768  # keys that are widened at once, in all
@@ -29,7 +30,7 @@ WIDTHS = (64, 128, 256)
 Sink = tuple[Tensor, Tensor]  # where log-sum-exps go: [R, H] f32, and each query's row of it [T] int64 (-1: nowhere)
 
 
-def on_hopper(q: Tensor, k_pool: Pages) -> bool:
+def suits_hopper(q: Tensor, k_pool: Pages) -> bool:
     """Whether the kernel computes this."""
     if not has_gluon(q.device) or q.dtype != torch.bfloat16:
         return False
@@ -127,11 +128,6 @@ def join_states_kernel(
         tl.store(lse + at * H + i % H, (top + tl.log2(z)) * LN_2, mask=at >= 0)
 
 
-@lru_cache(maxsize=8)
-def processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def key_splits(programs: int, keys: int, outputs: int, processors: int) -> int:
     """Over how many programs the keys of a block are split: more where a card would be filled badly, if that pays.
 
@@ -217,7 +213,7 @@ def _attend(
     blocks = query_blocks(starts, ROWS, H // G, q.device)
     if split is None:
         longest = spans[0][1] - spans[0][0]
-        counts = [splits or key_splits(G * len(blocks), longest, q.numel(), processors(q.device))] * len(spans)
+        counts = [splits or key_splits(G * len(blocks), longest, q.numel(), sm_count(q.device))] * len(spans)
     else:
         counts = [max(1, -(-(last - first) // split)) for first, last in spans]
     # the next piece goes on with what this one has gathered; with splits every program keeps its own
@@ -251,7 +247,7 @@ def _launch(
     first: bool,
     last: bool,
 ) -> None:
-    from hybridkv.kernels.attention.prefill_hopper import WARPS, TensorDescriptor, gl, prefill_hopper_kernel
+    from hybridkv.kernels.attention.prefill_hopper import WARPS, prefill_hopper_kernel
 
     (T, H, D), G, P = q.shape, ends.shape[1], piece.k.shape[-2]
     layout = gl.NVMMASharedLayout(128, 16, 2)

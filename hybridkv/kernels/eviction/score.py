@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.kernels.attention.tile import KEY_TILE, LOG2_E, read_pages
-from hybridkv.kernels.backend import has_gluon, tl, triton, use_triton
+from hybridkv.kernels.backend import has_gluon, sm_count, tl, triton, use_triton
 from hybridkv.kernels.formats.fp8 import Fp8Pages, Pages
 
 
@@ -212,12 +212,6 @@ def score_weights_kernel(
         tl.store(out + i_h * L + o_n, b_weight, mask=o_n < L)
 
 
-@cache
-def hopper_processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU that score_hopper.py's kernel runs on; 0: it does not."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if has_gluon(device) else 0
-
-
 def hopper_tiles(queries: Tensor, keys: Tensor, G: int) -> int:
     """Tiles of keys that fit beside the queries of a KV head in shared memory; 0: the general kernels run."""
     W, H, D = queries.shape
@@ -225,7 +219,7 @@ def hopper_tiles(queries: Tensor, keys: Tensor, G: int) -> int:
         return 0
     if any(x.data_ptr() % 16 for x in (queries, keys)):
         return 0
-    return key_tiles(H // G, D) if hopper_processors(queries.device) else 0
+    return key_tiles(H // G, D) if has_gluon(queries.device) else 0
 
 
 def key_tiles(R: int, D: int) -> int:
@@ -268,7 +262,7 @@ def window_scores_triton(
         from hybridkv.kernels.eviction.score_hopper import KEYS, WARPS, score_known_hopper_kernel
 
         blocks = triton.cdiv(L, KEYS)
-        score_known_hopper_kernel[(hopper_programs(hopper_processors(queries.device), G, blocks), G)](
+        score_known_hopper_kernel[(hopper_programs(sm_count(queries.device), G, blocks), G)](
             *read, lse, out, L, W, blocks, scale * LOG2_E, LOG2_E, *strides, *lse.stride(),
             R=H // G, D=D, P=keys.shape[1], TILES=tiles, FP8=fp8, num_warps=WARPS,
         )  # fmt: skip

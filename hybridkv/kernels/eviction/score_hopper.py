@@ -13,26 +13,24 @@ exchanges. Every sum runs in one fixed order.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
-
 from hybridkv.kernels.formats import small_floats
-
-# kernels are a language of their own, which a Python type checker does not know
-gluon: Any = import_module("triton.experimental.gluon")
-gl: Any = import_module("triton.experimental.gluon.language")
-hopper: Any = import_module("triton.experimental.gluon.language.nvidia.hopper")
-async_copy, mbarrier = hopper.async_copy, hopper.mbarrier
-fence_async_shared, warpgroup_mma, warpgroup_mma_wait = (
-    hopper.fence_async_shared, hopper.warpgroup_mma, hopper.warpgroup_mma_wait,
-)  # fmt: skip
+from hybridkv.kernels.gluon import (
+    async_copy,
+    fence_async_shared,
+    from_triton,
+    gl,
+    gluon,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 KEYS, QUERIES, WARPS = 64, 64, 4  # of a tile; of a window, at most; of a worker and of the loaders
 WORKER_REGISTERS, LOADER_REGISTERS = 208, 96  # of a thread
 _BN, _BW, _WARPS = gl.constexpr(KEYS), gl.constexpr(QUERIES), gl.constexpr(WARPS)
 _WORKER_REGISTERS, _LOADER_REGISTERS = gl.constexpr(WORKER_REGISTERS), gl.constexpr(LOADER_REGISTERS)
 
-e4m3_value_tile = gluon.jit(small_floats.e4m3_value_tile.fn)
+e4m3_value_tile = from_triton(small_floats.e4m3_value_tile)
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""The gated delta rule over whole chunks of 64 tokens of one request, on the GPU (the formulas: gdn.py).
+"""The gated delta rule over whole chunks of 64 tokens of one request, on the GPU (the formulas: rule.py).
 
 Two kernels. `gdn_solve_kernel` does what no state is needed for, all chunks and heads at once; r_ij = exp(G_i - G_j):
 
@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridkv.kernels.backend import roomy, tl, triton
+from hybridkv.kernels.backend import LARGE_SHARED_MEMORY, shared_memory, tl, triton
 from hybridkv.kernels.gdn.rule import CHUNK
 
 
@@ -80,7 +80,7 @@ def gdn_solve_kernel(
     b_sum = tl.cumsum(b_g, 0)
     tl.store(gates + o_c * (4 * C) + o_i, tl.exp(b_sum.to(tl.float32)))
     tl.store(gates + o_c * (4 * C) + C + o_i, tl.exp((tl.sum(b_g, 0) - b_sum).to(tl.float32)))
-    # sums of squares that gdn_scan_hopper's programs leave for each other are not there yet
+    # sums of squares that scan_hopper.py's programs leave for each other are not there yet
     tl.store(gates + o_c * (4 * C) + 2 * C + tl.arange(0, 2 * C), tl.full([2 * C], -1.0, tl.float32))
     b_reach = tl.exp(tl.minimum((b_sum[:, None] - b_sum[None, :]).to(tl.float32), 0.0))
     o_tile = o_c * (C * C) + o_i[:, None] * C + o_i[None, :]
@@ -157,7 +157,12 @@ def delta_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state
     contiguous. Value heads that share a key head are neighbours.
     """
     (_, Hk, K), (N, Hv, V, _), wide = k.shape, v.shape, k.dtype == torch.float32
-    BV, stages, out = min(V, 64), 1 if wide else 3 if roomy(k.device) else 2, torch.empty_like(v)
+    out = torch.empty_like(v)
+    BV = min(V, 64)
+    if wide:
+        stages = 1
+    else:
+        stages = 3 if shared_memory(k.device) >= LARGE_SHARED_MEMORY else 2
     gdn_scan_kernel[V // BV, Hv](
         q, k, v, *solve(q, k, g, beta), state, out, N,
         HK=Hk, HV=Hv, K=K, V=V, BV=BV, WIDE=wide, STAGES=stages, num_warps=4,

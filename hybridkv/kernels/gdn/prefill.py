@@ -3,34 +3,38 @@
     q, k, v = silu(conv(x));   q, k = l2norm(q) / sqrt(K), l2norm(k);   g = -decay softplus(a + dt_bias)
     o = delta rule (q, k, v, g, sigmoid(b));   out = rms_norm(o) silu(z)
 
-On the GPU: one kernel for all that comes before the delta rule, the two of gdn_chunk.py, one for the norm; on Hopper
-GPUs gdn_scan_hopper.py's does the work of the last two. What they hand on is in the dtype of x and whole chunks long;
-tokens behind the last one have g = 0 and beta = 0, and so change nothing. Sums are f32.
+On a GPU: one kernel for everything before the delta rule, the two of chunk.py, one for the norm. On Hopper GPUs the
+kernel of scan_hopper.py does the work of the last two. What they hand on is in the dtype of x and whole chunks long;
+tokens after the last one have g = 0 and beta = 0, and so change nothing. Sums are f32.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hybridkv.kernels.attention.tile import LOG2_E
-from hybridkv.kernels.backend import has_gluon, tl, triton, use_triton
+from hybridkv.kernels.backend import has_gluon, sm_count, tl, triton, use_triton
 from hybridkv.kernels.gdn.chunk import delta_chunks, solve
 from hybridkv.kernels.gdn.rule import CHUNK, causal_conv_ref, gated_delta_chunks
 from hybridkv.kernels.gdn.weights import DeltaNet
+from hybridkv.kernels.gluon import TensorDescriptor, gl
 from hybridkv.kernels.norm import gated_rms_norm_ref, l2_norm_ref
 
 PIECE = 1 << 15  # tokens at a time: what the kernels hand on takes about 50 KB a token at 48 heads of 128
-DIMS, TAPS = (16, 32, 64, 128), 4  # of heads and of the convolution, that the kernels take
+DIMS = (16, 32, 64, 128)  # of heads, that the kernels take
+CONV_WIDTH = 4  # of the convolution, that the kernels take
+MIN_SMS = 64  # for scan_hopper.py: more than there can be processes on a card, which is 60 under MPS
 _LOG2_E = tl.constexpr(LOG2_E)
 
 
-def gdn_prefill_ref(x: Tensor, net: DeltaNet, tail: Tensor, state: Tensor) -> Tensor:
-    """x [T, q | k | v | z | b | a] -> [T, Hv * V]. tail [taps - 1, channels], state [Hv, K, V]: moved on."""
+def gdn_prefill_ref(x: Tensor, net: DeltaNet, conv_state: Tensor, state: Tensor) -> Tensor:
     T, Hk, Hv, K, V = len(x), net.key_heads, net.value_heads, net.key_dim, net.value_dim
     mixed, z, b, a = x.split(net.columns, -1)
-    q, k, v = causal_conv_ref(mixed, net.conv, tail).split([Hk * K, Hk * K, Hv * V], -1)
+    q, k, v = causal_conv_ref(mixed, net.conv, conv_state).split([Hk * K, Hk * K, Hv * V], -1)
     q, k = (l2_norm_ref(t.view(T, Hk, K)).repeat_interleave(Hv // Hk, 1) for t in (q, k))
     g = -net.decay * F.softplus(a.float() + net.dt_bias)
     wide = state.float()
@@ -54,28 +58,28 @@ def load_rows(x, o_r, T, stride_x, o_c):
 
 
 @triton.jit
-def conv_four(x, conv, tail, o_r, T, stride_x, o_c, channels):
+def conv_four(x, conv, conv_state, o_r, T, stride_x, o_c, channels):
     """The convolution of channels o_c [BD] at tokens o_r [BR] and the three after each: four times [BR, BD] f32.
 
-    Seven rows are read for four tokens. The program of the first tokens leaves the tail for the next call.
+    Seven rows are read for four tokens. The program of the first tokens writes the conv_state for the next call.
     """
     b_a, b_b = load_rows(x, o_r - 3, T, stride_x, o_c), load_rows(x, o_r - 2, T, stride_x, o_c)
     b_c, b_d = load_rows(x, o_r - 1, T, stride_x, o_c), load_rows(x, o_r, T, stride_x, o_c)
     b_e, b_f = load_rows(x, o_r + 1, T, stride_x, o_c), load_rows(x, o_r + 2, T, stride_x, o_c)
     b_g = load_rows(x, o_r + 3, T, stride_x, o_c)
     if tl.program_id(1) == 0:
-        p_tail, m_r = tail + o_c[None, :], (o_r == 0)[:, None]
-        b_a += tl.load(p_tail, mask=m_r, other=0.0)
-        b_b += tl.load(p_tail + channels, mask=m_r, other=0.0)
-        b_c += tl.load(p_tail + 2 * channels, mask=m_r, other=0.0)
-        for i in tl.static_range(3):  # row i of the next tail: row T + i of (tail, x)
+        p_state, m_r = conv_state + o_c[None, :], (o_r == 0)[:, None]
+        b_a += tl.load(p_state, mask=m_r, other=0.0)
+        b_b += tl.load(p_state + channels, mask=m_r, other=0.0)
+        b_c += tl.load(p_state + 2 * channels, mask=m_r, other=0.0)
+        for i in tl.static_range(3):  # row i of the next conv_state is row T + i of (conv_state, x)
             last = T.to(tl.int64) + (i - 3)
             if last < 0:
-                b_last = tl.load(tail + (T + i) * channels + o_c).to(tl.float32)
+                b_last = tl.load(conv_state + (T + i) * channels + o_c).to(tl.float32)
             else:
                 b_last = tl.load(x + last * stride_x + o_c).to(tl.float32)
             tl.debug_barrier()  # a row is read before it is written: above, and for an earlier i
-            tl.store(tail + i * channels + o_c, b_last)
+            tl.store(conv_state + i * channels + o_c, b_last)
     p_w = conv + o_c * 4
     b_0, b_1 = tl.load(p_w)[None, :], tl.load(p_w + 1)[None, :]
     b_2, b_3 = tl.load(p_w + 2)[None, :], tl.load(p_w + 3)[None, :]
@@ -107,7 +111,7 @@ def softplus(b_x):
 def gdn_inputs_kernel(
     x,  # [T, q | k | v | z | b | a], rows stride_x apart
     conv,  # [channels, 4] f32
-    tail,  # [3, channels]
+    conv_state,  # [3, channels]
     decay,  # [Hv] f32
     dt_bias,
     q,  # [N * 64, Hk, K]
@@ -131,7 +135,7 @@ def gdn_inputs_kernel(
     o_r = i_t.to(tl.int64) * BT + tl.arange(0, BT // 4) * 4
     if i_c < 2 * HK:  # a query or a key
         o_k = tl.arange(0, K)
-        b_0, b_1, b_2, b_3 = conv_four(x, conv, tail, o_r, T, stride_x, i_c * K + o_k, channels)
+        b_0, b_1, b_2, b_3 = conv_four(x, conv, conv_state, o_r, T, stride_x, i_c * K + o_k, channels)
         by = tl.where(i_c < HK, scale, 1.0)
         p_y = tl.where(i_c < HK, q + i_c * K, k + (i_c - HK) * K) + o_r[:, None] * (HK * K) + o_k[None, :]
         tl.store(p_y, unit(b_0, by).to(q.dtype.element_ty))
@@ -140,7 +144,7 @@ def gdn_inputs_kernel(
         tl.store(p_y + 3 * HK * K, unit(b_3, by).to(q.dtype.element_ty))
     elif i_c < 2 * HK + HV:
         i_h, o_v = i_c - 2 * HK, tl.arange(0, V)
-        b_0, b_1, b_2, b_3 = conv_four(x, conv, tail, o_r, T, stride_x, 2 * HK * K + i_h * V + o_v, channels)
+        b_0, b_1, b_2, b_3 = conv_four(x, conv, conv_state, o_r, T, stride_x, 2 * HK * K + i_h * V + o_v, channels)
         b_even = tl.join(silu(b_0).to(v.dtype.element_ty), silu(b_2).to(v.dtype.element_ty))
         b_odd = tl.join(silu(b_1).to(v.dtype.element_ty), silu(b_3).to(v.dtype.element_ty))
         b_y = tl.join(b_even, b_odd)  # [BT / 4, V, 2, 2]
@@ -182,39 +186,57 @@ def gdn_norm_kernel(
     tl.store(out + (o_t[:, None] * HV + i_h) * V + o_v[None, :], (b_o * silu(b_z)).to(out.dtype.element_ty), mask=m_t)
 
 
-def prepare(x: Tensor, net: DeltaNet, tail: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v, g, beta as delta_chunks takes them; the tail moves on."""
+def prepare(x: Tensor, net: DeltaNet, conv_state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v, g, beta as delta_chunks takes them; the conv_state is replaced by the next call's."""
     T, Hk, Hv, K, V = len(x), net.key_heads, net.value_heads, net.key_dim, net.value_dim
     N, BT = triton.cdiv(T, CHUNK), 32
     q, k = (torch.empty(N * CHUNK, Hk, K, dtype=x.dtype, device=x.device) for _ in range(2))
     v = torch.empty(N, Hv, V, CHUNK, dtype=x.dtype, device=x.device)
     g, beta = (torch.empty(N * CHUNK, Hv, dtype=torch.float32, device=x.device) for _ in range(2))
     gdn_inputs_kernel[2 * Hk + Hv + 1, N * (CHUNK // BT)](
-        x, net.conv, tail, net.decay, net.dt_bias, q, k, v, g, beta, T, x.stride(0), K**-0.5,
+        x, net.conv, conv_state, net.decay, net.dt_bias, q, k, v, g, beta, T, x.stride(0), K**-0.5,
         HK=Hk, HV=Hv, K=K, V=V, BT=BT, BH=triton.next_power_of_2(Hv), num_warps=4,
     )  # fmt: skip
     return q, k, v, g, beta
 
 
-def on_hopper(x: Tensor, net: DeltaNet) -> bool:
-    """Whether gdn_scan_hopper takes the place of gdn_scan_kernel and the norm. Its copies begin at every 16 bytes."""
-    if not has_gluon(x.device) or x.dtype != torch.bfloat16:
+def suits_hopper(x: Tensor, net: DeltaNet) -> bool:
+    """Whether scan_hopper.py takes the place of gdn_scan_kernel and the norm. Its copies begin at every 16 bytes."""
+    if not has_gluon(x.device) or sm_count(x.device) < MIN_SMS or x.dtype != torch.bfloat16:
         return False
     aligned = (x.data_ptr() + 2 * net.channels) % 16 == 0 and x.stride(0) % 8 == 0
     return aligned and net.key_dim == net.value_dim == 128
 
 
-def gdn_prefill_triton(x: Tensor, net: DeltaNet, tail: Tensor, state: Tensor) -> Tensor:
+def tiles(x: Tensor, width: int) -> Any:
+    """x as a matrix of rows, read and written in tiles of 64 rows and `width` columns."""
+    layout = gl.NVMMASharedLayout.get_default_for([64, width], gl.bfloat16)
+    return TensorDescriptor.from_tensor(x, [64, width], layout)
+
+
+def scan_norm_hopper(
+    q: Tensor, k: Tensor, v: Tensor, inverse: Tensor, within: Tensor, gates: Tensor, state: Tensor,
+    z: Tensor, weight: Tensor, eps: float, out: Tensor,
+) -> None:  # fmt: skip
+    """The scan over all chunks, and the gated norm, into out [T, Hv V]; inputs as delta_chunks', z [T, Hv V]."""
+    from hybridkv.kernels.gdn.scan_hopper import gdn_scan_hopper_kernel
+
+    (_, Hk, K), (N, Hv, V, C) = k.shape, v.shape
+    gdn_scan_hopper_kernel[V // 64, Hv](
+        tiles(k.flatten(1), K), tiles(q.flatten(1), K), *(tiles(t.view(-1, C), C) for t in (v, inverse, within)),
+        tiles(z, 64), gates, state, weight, tiles(out, 64), N, eps, HK=Hk, HV=Hv, num_warps=4,
+    )  # fmt: skip
+
+
+def gdn_prefill_triton(x: Tensor, net: DeltaNet, conv_state: Tensor, state: Tensor) -> Tensor:
     T, Hv, V, BT = len(x), net.value_heads, net.value_dim, 32
-    assert x.stride(1) == 1 and tail.is_contiguous() and state.is_contiguous() and net.conv.is_contiguous()
+    assert x.stride(1) == 1 and conv_state.is_contiguous() and state.is_contiguous() and net.conv.is_contiguous()
     out = torch.empty(T, Hv * V, dtype=x.dtype, device=x.device)
     for start in range(0, T, PIECE):
         part, to = x[start : start + PIECE], out[start : start + PIECE]
-        q, k, v, g, beta = prepare(part, net, tail)
+        q, k, v, g, beta = prepare(part, net, conv_state)
         z = part[:, net.channels : net.channels + Hv * V]
-        if on_hopper(x, net):
-            from hybridkv.kernels.gdn.scan_hopper import scan_norm_hopper  # Gluon, which not every Triton has
-
+        if suits_hopper(x, net):
             scan_norm_hopper(q, k, v, *solve(q, k, g, beta), state, z, net.norm, net.eps, to)
         else:
             o = delta_chunks(q, k, v, g, beta, state)
@@ -224,6 +246,12 @@ def gdn_prefill_triton(x: Tensor, net: DeltaNet, tail: Tensor, state: Tensor) ->
     return out
 
 
-def gdn_prefill(x: Tensor, net: DeltaNet, tail: Tensor, state: Tensor) -> Tensor:
-    taken = use_triton(x) and net.key_dim in DIMS and net.value_dim in DIMS
-    return (gdn_prefill_triton if taken and net.conv.shape[1] == TAPS else gdn_prefill_ref)(x, net, tail, state)
+def gdn_prefill(
+    x: Tensor,  # [T, q | k | v | z | b | a]
+    net: DeltaNet,
+    conv_state: Tensor,  # [W - 1, channels], oldest input first; left as the next call needs it
+    state: Tensor,  # [Hv, K, V], likewise
+) -> Tensor:  # [T, Hv V] in x's dtype
+    dims = net.key_dim in DIMS and net.value_dim in DIMS
+    taken = use_triton(x) and dims and net.conv.shape[1] == CONV_WIDTH
+    return (gdn_prefill_triton if taken else gdn_prefill_ref)(x, net, conv_state, state)

@@ -1,33 +1,33 @@
-"""gdn_chunk's scan on Hopper GPUs together with the gated norm behind it, for bf16 and heads of 128.
+"""The scan of chunk.py on Hopper GPUs, together with the gated norm behind it, in Gluon: for bf16 and heads of 128.
 
-Written in Gluon, the language below Triton: here layouts, shared memory and the work of each warp are explicit. A
-program has 64 of a head's value channels and three kinds of warps:
+A program has 64 of a head's value channels and three kinds of warps:
 
-    loader     the copy engine brings the tiles of a chunk, three chunks ahead
-    4 of the chain    F and the state, transposed: what the next chunk waits for, and nothing else
-    4 of the output    O = enter (q S) + P F from the S and F that the chain leaves in shared memory, norm and gate
+    1 loader    brings the tiles of a chunk with the copy engine, three chunks ahead
+    4 chain     F and the state, transposed: what the next chunk waits for, and nothing else
+    4 output    O = enter (q S) + P F from the S and F that the chain leaves in shared memory, norm and gate
 
 A norm is over 128 channels, of which the head's other program has half. Each writes its sums of squares and finishes a
-chunk when it has the other's, a chunk later; before, -1 is there, from gdn_solve_kernel. Both are neighbours in the
-grid: one is started right after the other, and neither waits for any program but this one.
+chunk when it has the other's, a chunk later; before, -1 is there, from gdn_solve_kernel.
+
+Why this wait ends: the two programs of a head are neighbours in the grid, programs are started in the order of the
+grid, and neither waits for any other. So every program that runs has its other half beside it, or is the last one that
+its grid has started and gets it as soon as any program on the card ends. For all to wait, every multiprocessor would
+have to hold such a last program, each of another grid that runs at the same time. prefill.py takes this kernel only on
+cards with more multiprocessors than processes can share them (MIN_SMS).
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
-
-from torch import Tensor
-
 from hybridkv.kernels.attention.tile import LOG2_E
-
-# kernels are a language of their own, which a Python type checker does not know
-gluon: Any = import_module("triton.experimental.gluon")
-gl: Any = import_module("triton.experimental.gluon.language")
-hopper: Any = import_module("triton.experimental.gluon.language.nvidia.hopper")
-TensorDescriptor: Any = import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor
-mbarrier, tma, fence_async_shared = hopper.mbarrier, hopper.tma, hopper.fence_async_shared
-warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
+from hybridkv.kernels.gluon import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 _C, _D, _BV = gl.constexpr(64), gl.constexpr(128), gl.constexpr(64)  # tokens, dim of a head, channels of a program
 _TILES = gl.constexpr(3)  # chunks in shared memory
@@ -65,7 +65,7 @@ def chain_warps(gates, state, chain, s_tile, f_tile, full, free, handed, taken, 
     b_s = gl.load(p_s).to(gl.float32)
     p_g = gates + i_h * (4 * _C)
     o_c = gl.arange(0, _C, layout=gl.SliceLayout(0, F))
-    b_enter, b_leave, fade = gl.load(p_g + o_c), gl.load(p_g + _C + o_c), gl.load(p_g + _C - 1)
+    b_enter, b_leave, alpha = gl.load(p_g + o_c), gl.load(p_g + _C + o_c), gl.load(p_g + _C - 1)
     b_0 = gl.zeros([_BV, _C], gl.float32, layout=F)
     b_0s = gl.zeros([_BV, _D], gl.float32, layout=S)
     for i_n in range(N):
@@ -92,9 +92,9 @@ def chain_warps(gates, state, chain, s_tile, f_tile, full, free, handed, taken, 
         fence_async_shared()
         gl.thread_barrier()
         mbarrier.arrive(handed.index(1), count=1)
-        now = fade
+        now = alpha
         p_g += gl.where(i_n + 1 < N, HV * (4 * _C), 0)
-        b_enter, b_leave, fade = gl.load(p_g + o_c), gl.load(p_g + _C + o_c), gl.load(p_g + _C - 1)
+        b_enter, b_leave, alpha = gl.load(p_g + o_c), gl.load(p_g + _C + o_c), gl.load(p_g + _C - 1)
         b_add, b_late = warpgroup_mma_wait(0, deps=[s_done, b_late])
         gl.thread_barrier()
         mbarrier.arrive(free.index(i_tile), count=1)
@@ -209,21 +209,4 @@ def gdn_scan_hopper_kernel(
         ],
         [4, 1],
         [184, 40],
-    )  # fmt: skip
-
-
-def rows(x: Tensor, width: int) -> Any:
-    """x as a matrix of rows, read and written in tiles of 64 rows and `width` columns."""
-    layout = gl.NVMMASharedLayout.get_default_for([64, width], gl.bfloat16)
-    return TensorDescriptor.from_tensor(x, [64, width], layout)
-
-
-def scan_norm_hopper(
-    q: Tensor, k: Tensor, v: Tensor, inverse: Tensor, within: Tensor, gates: Tensor, state: Tensor,
-    z: Tensor, weight: Tensor, eps: float, out: Tensor,
-) -> None:  # fmt: skip
-    (_, Hk, K), (N, Hv, V, C) = k.shape, v.shape
-    gdn_scan_hopper_kernel[V // 64, Hv](
-        rows(k.flatten(1), K), rows(q.flatten(1), K), *(rows(t.view(-1, C), C) for t in (v, inverse, within)),
-        rows(z, 64), gates, state, weight, rows(out, 64), N, eps, HK=Hk, HV=Hv, num_warps=4,
     )  # fmt: skip

@@ -1,10 +1,10 @@
-"""linear_fp8: x W^T + b with W [N, K] in E4M3 codes, one f32 scale for each of its rows (largest magnitude / 448).
+"""linear_fp8: x W^T + b with W [N, K] in E4M3, one f32 scale for each of its rows (largest magnitude / 448).
 
     y[t, n] = scale[n] * sum_k x[t, k] * code[n, k] + b[n]
 
-Few rows of x: the codes are widened in registers and the products are exact (linear_vector). More rows: x is rounded to
-E4M3 too, a scale for each of its rows, and FP8 tensor cores multiply. A GPU without these, and any CPU, holds W widened
-from the start: it computes the same model, and has no use for codes that it must widen again in every call.
+Few rows of x: the codes are upcast in registers and the products are exact (linear_vector). More rows: x is rounded to
+E4M3 too, with a scale for each of its rows, and FP8 tensor cores multiply. A GPU without these, and any CPU, keeps W
+dequantised: it computes the same model without dequantising W again in every call.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridkv.kernels.formats.fp8 import fp8_decode, fp8_encode
-from hybridkv.kernels.linear.gemv import MOST_ROWS, is_hopper, linear_vector
+from hybridkv.kernels.linear.gemv import MAX_ROWS, has_kernel, linear_vector
 
-BLOCK = 1 << 24  # weights encoded at once: what is in between takes a few times their bytes
+BLOCK = 1 << 24  # weights encoded at once: temporaries take a few times their bytes
 
 
 def keeps_codes(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a model of this dtype computes with the codes on this device."""
-    return dtype == torch.bfloat16 and is_hopper(device)
+    return dtype == torch.bfloat16 and has_kernel(device)
 
 
 def encode_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,12 +33,12 @@ def encode_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     for a in range(0, N if K else 0, rows):
         part = weight[a : a + rows]
         codes[a : a + rows], found = fp8_encode(part)
-        scale[a : a + rows] = found.masked_fill(part.amax(-1).isnan(), torch.nan)  # amax hands NaN on
+        scale[a : a + rows] = found.masked_fill(part.amax(-1).isnan(), torch.nan)  # amax keeps NaN
     return codes, scale
 
 
 def round_weight_(weight: Tensor) -> Tensor:
-    """Every row to what its codes stand for, in place."""
+    """Round every row to what its codes stand for, in place."""
     N, K = weight.shape
     rows = max(1, BLOCK // max(K, 1))
     for a in range(0, N if K else 0, rows):
@@ -59,10 +59,10 @@ def linear_fp8_rounded(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | N
 
 
 def linear_fp8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, K] -> [T, N] in x's dtype."""
+    """x [T, K], codes [N, K] uint8, scale [N] f32, bias [N] -> [T, N] in x's dtype."""
     N, K = codes.shape
-    if is_hopper(x.device) and len(x) <= MOST_ROWS:
+    if has_kernel(x.device) and len(x) <= MAX_ROWS:
         return linear_vector(x, codes, scale, bias)
-    if x.is_cuda and N % 16 == K % 16 == 0:  # what the library's product asks for
+    if x.is_cuda and N % 16 == K % 16 == 0:  # what torch._scaled_mm needs
         return linear_fp8_rounded(x, codes, scale, bias)
     return linear_fp8_ref(x, codes, scale, bias)

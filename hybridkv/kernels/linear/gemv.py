@@ -5,11 +5,11 @@ to add parts up. Its warps share the columns: of each S BK columns a warp multip
 added in one order. W passes through shared memory into tensor cores; x [rows, K], padded to 8 or 16 rows, is the other
 side, so bytes alone decide the time.
 
-W is BF16, or E4M3 codes with an f32 scale for each row (linear_fp8), widened in registers: every product is exact.
+W is BF16, or E4M3 with an f32 scale for each row (linear_fp8), upcast in registers: every product is exact.
 GATED: the rows of W are N gates, then N ups, and the result is silu(gate) * up.
 
-The kernel is launched while the one before ends (programmatic dependent launch), and lets the next one come when its
-own sums are done. Not earlier: programs that come while others run gather on the SMs that are free first.
+The kernel is launched while the one before ends (PDL), and releases the next one when its own sums are done. Not
+earlier: programs that come while others run would gather on the SMs that are free first.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridkv.kernels.backend import COMPILED, HAS_TRITON, capability, tl, triton, use_triton
+from hybridkv.kernels.backend import COMPILED, has_pdl, tl, triton, use_triton
 
-MOST_ROWS = 16
-FASTER_ROWS = 8  # of x: up to so many, faster than the library's product; where that is two kernels, up to MOST_ROWS
-# Four E4M3 codes to four BF16. The seven low bits of a code, put at exponent and mantissa, are 2^120 times too small.
-WIDEN = tl.constexpr("""{
+MAX_ROWS = 16
+FASTER_ROWS = 8  # of x: up to this many, faster than cuBLAS; where cuBLAS needs two kernels, up to MAX_ROWS
+# Four E4M3 to four BF16. The seven low bits, put at exponent and mantissa, are 2^120 times too small.
+E4M3_TO_BF16 = tl.constexpr("""{
 .reg .b32 a, b, c;
 mov.b32 c, 0x7b807b80;
 prmt.b32 a, $2, 0, 0x9180;
@@ -50,12 +50,12 @@ def linear_vector_ref(
 
 
 @triton.jit
-def widen(b_w, COMPILED: tl.constexpr):
-    """uint8 codes -> bf16; what is bf16 stays. A code for NaN becomes 480: its row has NaN for its scale."""
+def upcast(b_w, COMPILED: tl.constexpr):
+    """E4M3 as uint8 -> bf16; bf16 stays as it is. NaN becomes 480: its row has NaN for its scale."""
     if b_w.dtype != tl.uint8:
         return b_w
     elif COMPILED:
-        return tl.inline_asm_elementwise(WIDEN, "=r,=r,r", [b_w], dtype=tl.bfloat16, is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(E4M3_TO_BF16, "=r,=r,r", [b_w], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:
         return b_w.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
 
@@ -100,13 +100,13 @@ def linear_vector_kernel(
         else:
             b_x = tl.load(p_x + i_k, mask=m_t & m_k[:, :, None], other=0.0)
             b_w = tl.load(p_w + i_k, mask=m_k[:, None, :], other=0)
-        b_y = tl.dot(widen(b_w, COMPILED), b_x, b_y)
+        b_y = tl.dot(upcast(b_w, COMPILED), b_x, b_y)
         if GATED:
             if WHOLE:
                 b_w = tl.load(p_up + i_k)
             else:
                 b_w = tl.load(p_up + i_k, mask=m_k[:, None, :], other=0)
-            b_up = tl.dot(widen(b_w, COMPILED), b_x, b_up)
+            b_up = tl.dot(upcast(b_w, COMPILED), b_x, b_up)
     if COMPILED:
         tl.extra.cuda.gdc_launch_dependents()
     b_out = row_sums(b_y, scale, bias, o_row, SCALE, BIAS)
@@ -138,7 +138,7 @@ def linear_vector_triton(
     x: Tensor, weight: Tensor, scale: Tensor | None = None, bias: Tensor | None = None, gated: bool = False
 ) -> Tensor:
     (T, K), N = x.shape, len(weight) // (1 + gated)
-    if N == 1:  # which the compiler would take for a constant
+    if N == 1:  # the compiler would treat N as a constant
         return linear_vector_ref(x, weight, scale, bias, gated)
     y = torch.empty((T, N), dtype=x.dtype, device=x.device)
     if x.stride(-1) != 1:
@@ -154,24 +154,24 @@ def linear_vector_triton(
 
 
 def linear_vector(
-    x: Tensor,  # [T, K], T <= MOST_ROWS
-    weight: Tensor,  # [N, K] as x, or E4M3 codes as uint8
-    scale: Tensor | None = None,  # [N] f32, of codes
+    x: Tensor,  # [T, K], T <= MAX_ROWS
+    weight: Tensor,  # [N, K] in x's dtype, or E4M3 as uint8
+    scale: Tensor | None = None,  # [N] f32, of an E4M3 weight
     bias: Tensor | None = None,  # [N]
     gated: bool = False,  # weight [2 N, K]: silu(first half) * second half
 ) -> Tensor:  # [T, N]
-    taken = use_triton(x) and (not x.is_cuda or is_hopper(x.device))
+    taken = use_triton(x) and (not x.is_cuda or has_kernel(x.device))
     return (linear_vector_triton if taken else linear_vector_ref)(x, weight, scale, bias, gated)
 
 
-def is_hopper(device: torch.device) -> bool:
-    """Whether the kernel runs there: Hopper GPUs and what came after."""
-    return HAS_TRITON and capability(device) >= (9, 0)
+def has_kernel(device: torch.device) -> bool:
+    """Whether the kernel runs there. It is launched with PDL, and converts E4M3 with instructions as new as that."""
+    return has_pdl(device)
 
 
 def suits_vector(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
-    """Whether this kernel is faster than the library's product for these shapes, as measured on an H200."""
+    """Whether this kernel is faster than cuBLAS for these shapes, as measured on an H200."""
     N, K = weight.shape
-    two = gated or K > 2 * N  # silu comes after it, or parts of long sums are added up
-    few = 0 < len(x) <= (MOST_ROWS if two else FASTER_ROWS) and K % 8 == 0  # rows of 16 bytes
-    return few and x.dtype == torch.bfloat16 and weight.is_contiguous() and is_hopper(x.device)
+    two = gated or K > 2 * N  # cuBLAS needs a second kernel, for silu or to add up parts of long sums
+    few = 0 < len(x) <= (MAX_ROWS if two else FASTER_ROWS) and K % 8 == 0  # rows of 16 bytes
+    return few and x.dtype == torch.bfloat16 and weight.is_contiguous() and has_kernel(x.device)

@@ -5,7 +5,7 @@ Codes become BF16 integers in registers, which is exact, and tensor cores multip
 scaled in f32. A group's minimum is subtracted by way of the sum of the group's x, which rows of ones give. So only sums
 are rounded. GATED: the rows of W are N gates, then N ups, and the result is silu(gate) * up.
 
-More rows: W is written out in BF16, a part of its rows at a time, and the library multiplies.
+More rows: W is written out in BF16, a part of its rows at a time, and cuBLAS multiplies.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridkv.kernels.activation import silu_mul
-from hybridkv.kernels.backend import COMPILED, HAS_TRITON, capability, tl, triton, use_triton
-from hybridkv.kernels.linear.packed_weights import (
-    Packed,
+from hybridkv.kernels.backend import COMPILED, HAS_TRITON, capability, has_pdl, tl, triton, use_triton
+from hybridkv.kernels.linear.packed_dequantise import (
     dequantise_ref,
     dequantise_triton,
     f16_at,
@@ -26,10 +25,11 @@ from hybridkv.kernels.linear.packed_weights import (
     place,
     u8_at,
 )
+from hybridkv.kernels.linear.packed_weights import Packed
 
 FEW_ROWS = {8: 48, 4: 48, 5: 16, 6: 16}  # of x, by format: more are multiplied faster by W written out
 WORKSPACE = 1 << 26  # weights written out at once
-ALIGNED = 256  # rows of W that the library multiplies well
+ALIGNED = 256  # rows of W: cuBLAS is fastest with multiples
 
 
 def keeps_packed(device: torch.device, dtype: torch.dtype) -> bool:
@@ -46,7 +46,7 @@ def linear_packed_ref(x: Tensor, weight: Packed, bias: Tensor | None = None, gat
 
 
 @triton.constexpr_function
-def widen_nibbles(bits, c):
+def upcast_nibbles(bits, c):
     """PTX: four bytes, and for 5 and 6 bits four of the high plane, to 2 x 4 BF16: 128 + code, which is the code in the
     mantissa of 128, or for 6 bits code - 32; and to four ones.
     """
@@ -70,7 +70,7 @@ mov.b32 $5, one;
 
 
 # Four int8 to four BF16. Seven bits in the mantissa of 128 are 128 + bits; the sign bit beside them makes 128 256.
-WIDEN_BYTES = tl.constexpr("""{
+UPCAST_BYTES = tl.constexpr("""{
 .reg .b32 a, b, h, less;
 mov.b32 less, 0xbf80bf80;
 mov.b32 h, 0x43434343;
@@ -105,12 +105,12 @@ def pair_tiles(
         p_q = codes + place(o_row, K, 32, R)[None, :, None] + o_q * (64 * R) + o_j
         b_lo, b_hi = fetch(p_q, m_lo, WHOLE), fetch(p_q + 32 * R, m_hi, WHOLE)
         if COMPILED:
-            lo = tl.inline_asm_elementwise(WIDEN_BYTES, "=r,=r,r", [b_lo], dtype=tl.bfloat16, is_pure=True, pack=4)
-            hi = tl.inline_asm_elementwise(WIDEN_BYTES, "=r,=r,r", [b_hi], dtype=tl.bfloat16, is_pure=True, pack=4)
+            lo = tl.inline_asm_elementwise(UPCAST_BYTES, "=r,=r,r", [b_lo], dtype=tl.bfloat16, is_pure=True, pack=4)
+            hi = tl.inline_asm_elementwise(UPCAST_BYTES, "=r,=r,r", [b_hi], dtype=tl.bfloat16, is_pure=True, pack=4)
         else:
             lo = b_lo.to(tl.int8, bitcast=True).to(tl.float32).to(tl.bfloat16)
             hi = b_hi.to(tl.int8, bitcast=True).to(tl.float32).to(tl.bfloat16)
-        ones = lo  # of no use
+        ones = lo  # not used
     else:
         p_q = codes + place(o_row, K // 2, 32, R)[None, :, None] + o_q * (32 * R) + o_j
         b_q = fetch(p_q, m_lo, WHOLE)
@@ -123,7 +123,7 @@ def pair_tiles(
             b_h = fetch(p_h, m_lo, WHOLE)
         if COMPILED:  # ones as a third result have the layout of the others, so x has one layout too
             kinds: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16)
-            asm: tl.constexpr = widen_nibbles(BITS, c)
+            asm: tl.constexpr = upcast_nibbles(BITS, c)
             if BITS == 4:
                 lo, hi, ones = tl.inline_asm_elementwise(
                     asm, "=r,=r,=r,=r,=r,=r,r", [b_q], dtype=kinds, is_pure=True, pack=4
@@ -259,7 +259,7 @@ def linear_packed_kernel(
 
 
 def tile(bits: int, T: int, N: int, gated: bool) -> tuple[int, int, int, int, int, int | None]:
-    """BN, S, U, warps, STAGES and the most registers: the fastest on an H200 at the widths of a 27B model."""
+    """BN, S, U, warps, STAGES and the register limit: the fastest on an H200 at the widths of a 27B model."""
     if bits in (5, 6):  # a byte of the high plane is for pairs one after the other
         return 16, 2, 4, 2, 3, None
     if gated:
@@ -276,7 +276,7 @@ def linear_packed_triton(
         x = x.contiguous()
     BN, S, U, warps, stages, registers = tile(weight.bits, T, N, gated)
     BT = 8 if T <= 8 else 16
-    early = COMPILED and capability(x.device) >= (9, 0)
+    early = has_pdl(x.device)
     if y.numel():
         linear_packed_kernel[(triton.cdiv(N, BN) * triton.cdiv(T, BT),)](
             x, *weight.planes, y if bias is None else bias, y, T, N, K, x.stride(0), y.stride(0),
@@ -288,14 +288,14 @@ def linear_packed_triton(
 
 
 def linear_written_out(x: Tensor, weight: Packed, bias: Tensor | None, out: Tensor) -> Tensor:
-    """Through W in x's dtype, so many rows at a time that they take no more than WORKSPACE."""
+    """Through W in x's dtype, as many rows at a time as WORKSPACE has room for."""
     N, K = weight.shape
     step = min(N, max(ALIGNED, WORKSPACE // K // ALIGNED * ALIGNED))
     space = torch.empty(step, K, dtype=x.dtype, device=x.device)
     for a in range(0, N, step):
         part = weight.rows(slice(a, a + step))
-        wide = dequantise_triton(part, space[: part.shape[0]])
-        torch.mm(x, wide.T, out=out[:, a : a + step])
+        dequantised = dequantise_triton(part, space[: part.shape[0]])
+        torch.mm(x, dequantised.T, out=out[:, a : a + step])
     return out if bias is None else out.add_(bias)
 
 

@@ -1,4 +1,4 @@
-"""PackedLinear: projections of the same inputs as a GGUF file has them, a layer of a model like `Linear`."""
+"""PackedLinear: a layer like `Linear` of several projections of the same inputs, in a GGUF file's formats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybridkv.kernels.linear.linear import Linear
 from hybridkv.kernels.linear.packed import linear_packed
 from hybridkv.kernels.linear.packed_weights import Packed, join
 
-ROWS = 16  # of a matrix that lie beside each other: a kernel's tile
+ROWS = 16  # of a matrix, interleaved in memory: a kernel's tile
 
 
 class PackedLinear(Linear):
@@ -22,7 +22,9 @@ class PackedLinear(Linear):
 
     def __init__(self, parts: Sequence[Packed | Tensor], bias: Tensor | None = None) -> None:
         self.shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
-        self.bias, self.exact, self.packed = bias, False, True
+        self.bias = bias
+        self.exact = False
+        self.packed = True
         self.nbytes = sum(part.nbytes for part in (*parts, bias) if part is not None)
         joined: list[Packed | Tensor] = []
         for part in parts:
@@ -52,11 +54,11 @@ class PackedLinear(Linear):
         whole = self._whole
         return silu_mul(self(x)) if whole is None else linear_packed(x, whole, self.bias, gated=True)
 
-    def add_to(self, h: Tensor | None, x: Tensor) -> Tensor | None:
-        return self(x)
+    def adds_in_place(self, h: Tensor, x: Tensor) -> bool:
+        return False
 
     @property
     def _whole(self) -> Packed | None:
-        """The one part that there is, if it is packed."""
+        """The only part, if there is just one and it is packed."""
         only = self.parts[0] if len(self.parts) == 1 else None
         return only if isinstance(only, Packed) else None

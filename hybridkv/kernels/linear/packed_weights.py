@@ -17,8 +17,8 @@ Columns go in groups of 32 with a scale each (Q6_K: two of 16), eight groups to 
 So no load is narrower than four bytes, and a Q4_K block takes 148 bytes, Q5_K 180, Q6_K 212. Where heads of fewer than
 256 columns change places, d is repeated for each of them.
 
-In the end 16 rows lie beside each other: of each plane 32 bytes (codes, high) or one number (scales, d) of the first
-row, as many of the second, and so on. A kernel's tile is then read as it lies.
+Kernels take 16 rows interleaved: of each plane 32 bytes (codes, high) or one number (scales, d) of the first row, as
+many of the second, and so on. A tile is then contiguous. The values themselves come out in packed_dequantise.py.
 """
 
 from __future__ import annotations
@@ -31,12 +31,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridkv.kernels.backend import tl, triton
-
 BITS = {"Q8_0": 8, "Q4_K": 4, "Q5_K": 5, "Q6_K": 6}  # the formats with planes, and what tells them apart
 BLOCK_BYTES = {8: 34, 4: 144, 5: 176, 6: 210}
 GROUP, BLOCK, PAIR = 32, 256, 64  # columns
-AT_ONCE = 1 << 24  # weights taken apart at once: what is in between takes a few times their bytes
+AT_ONCE = 1 << 24  # weights taken apart at once: temporaries take a few times their bytes
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Packed:
     scales: Tensor
     d: Tensor
     each: int  # columns that one d is for
-    beside: int = 1  # rows that lie beside each other
+    beside: int = 1  # rows that are interleaved
 
     @property
     def planes(self) -> tuple[Tensor, ...]:
@@ -63,16 +61,16 @@ class Packed:
         return sum(plane.nbytes for plane in self.planes)
 
     def factors(self) -> Tensor:
-        """All numbers that codes are multiplied by in the end, f16."""
+        """All f16 numbers that the codes are multiplied by."""
         return (self.scales if self.bits == 8 else self.d).contiguous().view(torch.float16)
 
     def rows(self, which: Tensor | slice) -> Packed:
-        """Where rows lie beside each other, a slice from one 16th row to another."""
+        """Some of the rows; where rows are interleaved, a slice whose ends are multiples of 16."""
         codes, high, scales, d = (plane[which] for plane in self.planes)
         return replace(self, codes=codes, high=high, scales=scales, d=d)
 
     def laid(self, beside: int) -> Packed:
-        """With so many rows beside each other, if that divides them."""
+        """The same with `beside` rows interleaved, if that divides the number of rows."""
         if self.beside == beside or self.shape[0] % max(self.beside, beside):
             return self
         codes, high, scales, d = (
@@ -85,7 +83,7 @@ class Packed:
 
 
 def lay(plane: Tensor, unit: int, before: int, after: int) -> Tensor:
-    """[N, W] in memory order [N / before, W / unit, before, unit] -> the same with `after` rows beside each other."""
+    """[N, W] in memory order [N / before, W / unit, before, unit] -> the same with `after` rows interleaved."""
     N, W = plane.shape
     rows = plane.view(N // before, W // unit, before, unit).transpose(1, 2).reshape(N // after, after, W // unit, unit)
     return rows.transpose(1, 2).reshape(N, W).contiguous()
@@ -98,7 +96,7 @@ def join(parts: Sequence[Packed]) -> Packed:
 
 
 def each_for(bits: int, K: int, heads: int) -> int | None:
-    """Columns for one d where the columns move in so many parts (1: they stay); None: these planes cannot be."""
+    """Columns that share one d where columns move in `heads` parts (1: they stay); None: these planes do not fit."""
     each = gcd(BLOCK, K // heads) if bits != 8 else BLOCK
     fits = K % (GROUP if bits == 8 else BLOCK) == 0 and K % (heads * GROUP) == 0
     return each if fits and each >= PAIR else None
@@ -112,8 +110,8 @@ def plane_bytes(bits: int, K: int, each: int) -> tuple[int, int, int, int]:
 
 
 def pack(blocks: Tensor, bits: int, order: Tensor | None = None) -> Packed:
-    """blocks u8 [N, bytes of a row], as the file has them. `order`: the columns in len(order) equal parts, and which of
-    them stands at each place.
+    """blocks u8 [N, bytes of a row], as the file has them. `order` permutes the columns in len(order) equal parts: part
+    order[i] of the file comes to place i.
     """
     N = len(blocks)
     K = blocks.shape[1] // BLOCK_BYTES[bits] * (GROUP if bits == 8 else BLOCK)
@@ -177,120 +175,3 @@ def _six_bits(split: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     low = torch.stack([nibbles & 15, nibbles >> 4], -3).flatten(-3, -2)  # [n, blocks, 2, 4, 32]
     above = torch.stack([high >> 2 * i & 3 for i in range(4)], -2)
     return (low | above << 4).flatten(-3, -2), sc, F.pad(d, (0, 2))
-
-
-def dequantise_ref(packed: Packed) -> Tensor:
-    """[N, K] f32."""
-    N, K = packed.shape
-    packed = packed.laid(1)
-    scales = packed.scales.contiguous().view(torch.uint8).view(N, -1, 2)[:, : K // GROUP]  # [N, groups, 2]
-    if packed.bits == 8:
-        codes = packed.codes.view(torch.int8).view(N, -1, GROUP)
-        return (codes.float() * scales.contiguous().view(torch.float16).float()).view(N, K)
-    nibbles = packed.codes.view(N, -1, GROUP)
-    codes = torch.stack([nibbles & 15, nibbles >> 4], 2).view(N, -1, GROUP)
-    if packed.bits > 4:
-        width = packed.bits - 4
-        high = packed.high.view(N, -1, 1, GROUP)
-        shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=high.device).view(-1, 1)
-        codes |= (high >> shifts & (1 << width) - 1).view(N, -1, GROUP) << 4
-    d = packed.d.contiguous().view(torch.float16).view(N, -1, 2).float()
-    d = d.repeat_interleave(packed.each // GROUP, 1)  # [N, groups, 2]
-    if packed.bits == 6:
-        a = (d[..., :1] * scales.view(torch.int8).float()).unsqueeze(-1)  # [N, groups, 2, 1]
-        return (a * (codes.view(N, -1, 2, 16).float() - 32)).view(N, K)
-    a, b = (d * scales.float()).unsqueeze(-1).unbind(-2)  # [N, groups, 1]
-    return (a * codes.float() - b).view(N, K)
-
-
-@triton.jit
-def place(o_row, width, UNIT: tl.constexpr, R: tl.constexpr):
-    """Where rows of a plane begin, of which R lie beside each other."""
-    return o_row // R * (R * width) + o_row % R * UNIT
-
-
-@triton.jit
-def f16_at(b_v, SHIFT: tl.constexpr):
-    return ((b_v >> SHIFT) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def u8_at(b_v, SHIFT: tl.constexpr):
-    return ((b_v >> SHIFT) & 0xFF).to(tl.float32)
-
-
-@triton.jit
-def i8_at(b_v, SHIFT: tl.constexpr):
-    return (b_v << (24 - SHIFT) >> 24).to(tl.float32)
-
-
-@triton.jit
-def pair_codes(b_q, b_h, BITS: tl.constexpr, c: tl.constexpr):
-    """Groups 2c and 2c + 1 of a block as numbers: bytes of the planes -> f32."""
-    lo, hi = b_q & 15, b_q >> 4
-    if BITS == 5:
-        lo, hi = lo | (((b_h >> (2 * c)) & 1) << 4), hi | (((b_h >> (2 * c + 1)) & 1) << 4)
-    elif BITS == 6:
-        lo, hi = lo | (((b_h >> (4 * (c % 2))) & 3) << 4), hi | (((b_h >> (4 * (c % 2) + 2)) & 3) << 4)
-    less: tl.constexpr = 32.0 if BITS == 6 else 0.0
-    return lo.to(tl.float32) - less, hi.to(tl.float32) - less
-
-
-@triton.jit
-def dequantise_kernel(
-    codes, high, scales, d,
-    out,  # [N, K]
-    N,
-    K,
-    BITS: tl.constexpr,
-    EACH: tl.constexpr,
-    R: tl.constexpr,
-    BN: tl.constexpr,
-):  # fmt: skip
-    i_b = tl.program_id(0)
-    o_n, o_j = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, 32)[None, :]
-    o_row = o_n.to(tl.int64)
-    m_n = o_n < N
-    for c in tl.static_range(4):
-        o_k = i_b * 256 + c * 64
-        m_lo, m_hi = m_n & (o_k < K), m_n & (o_k + 32 < K)
-        b_s = tl.load(scales + place(o_row, (K + 63) // 64, 1, R) + o_k // 64 * R, mask=m_lo, other=0)[:, None]
-        if BITS == 8:
-            p_q = codes + place(o_row, K, 32, R)[:, None] + o_k * R + o_j
-            lo = f16_at(b_s, 0) * tl.load(p_q, mask=m_lo[:, None], other=0).to(tl.int8, bitcast=True).to(tl.float32)
-            hi = tl.load(p_q + 32 * R, mask=m_hi[:, None], other=0).to(tl.int8, bitcast=True).to(tl.float32)
-            hi = f16_at(b_s, 16) * hi
-        else:
-            b_q = tl.load(
-                codes + place(o_row, K // 2, 32, R)[:, None] + o_k // 2 * R + o_j, mask=m_lo[:, None], other=0
-            )
-            b_h = b_q
-            if BITS == 5:
-                p_h = high + place(o_row, K // 8, 32, R)[:, None] + i_b * 32 * R + o_j
-                b_h = tl.load(p_h, mask=m_lo[:, None], other=0)
-            elif BITS == 6:
-                p_h = high + place(o_row, K // 4, 32, R)[:, None] + (i_b * 2 + c // 2) * 32 * R + o_j
-                b_h = tl.load(p_h, mask=m_lo[:, None], other=0)
-            lo, hi = pair_codes(b_q, b_h, BITS, c)
-            b_d = tl.load(d + place(o_row, K // EACH, 1, R) + o_k // EACH * R, mask=m_lo, other=0)[:, None]
-            a, b = f16_at(b_d, 0), f16_at(b_d, 16)
-            if BITS == 6:
-                first = o_j < 16
-                lo *= a * tl.where(first, i8_at(b_s, 0), i8_at(b_s, 8))
-                hi *= a * tl.where(first, i8_at(b_s, 16), i8_at(b_s, 24))
-            else:
-                lo = a * u8_at(b_s, 0) * lo - b * u8_at(b_s, 8)
-                hi = a * u8_at(b_s, 16) * hi - b * u8_at(b_s, 24)
-        p_out = out + o_row[:, None] * K + o_k + o_j
-        tl.store(p_out, lo.to(out.dtype.element_ty), mask=m_lo[:, None])
-        tl.store(p_out + 32, hi.to(out.dtype.element_ty), mask=m_hi[:, None])
-
-
-def dequantise_triton(weight: Packed, out: Tensor) -> Tensor:
-    """Into out [N, K], contiguous."""
-    N, K = weight.shape
-    if N:
-        dequantise_kernel[triton.cdiv(K, BLOCK), triton.cdiv(N, 32)](
-            *weight.planes, out, N, K, BITS=weight.bits, EACH=weight.each, R=weight.beside, BN=32, num_warps=4
-        )
-    return out

@@ -1,14 +1,23 @@
-"""linear_rows' kernel, written in Gluon, the language below Triton: here layouts, shared memory and the work of each
-warp are explicit. A program has a multiprocessor to itself:
+"""linear_rows' kernel for Hopper GPUs, in Gluon. A program has a multiprocessor to itself:
 
     1 loader    brings W and x of a step of 64 columns into a ring in shared memory with the copy engine
     4 workers   multiply them: the rows of W are one side of the tensor cores' products, those of x the other
 
 A tile is two halves of 64 rows of W: neighbours, or GATED, gates and the ups that belong to them.
 
-A tile that several programs have is taken first. Their sums go to `parts`; when all are there, which `arrivals` counts,
-each of them adds up some rows of x in the order of the columns, before its last whole tile, so that it need not wait.
-All programs run at once: there are no more of them than multiprocessors.
+A tile that several programs share is taken first. Each writes its sums to `parts` and is counted in the tile's word.
+Before its last whole tile, so that it seldom has to wait, each adds up the parts for its share of the rows of x, always
+in the order of the columns, so the bits do not depend on which program does it.
+
+No program waits for another one for ever, as the others may not run before this one ends: another process or stream
+may have their multiprocessors. A program looks a limited number of times, then decides with one atomic operation on the
+word. If all parts are there, it adds up its share. If not, it has given up its share, and the last program to arrive,
+whose own atomic operation comes after that one and returns what was decided before it, adds it up instead:
+
+    bits 0 to 7    programs whose parts are there
+    bits 8 to 15   programs that have decided, of those that have a share: one bit each
+
+The operation that completes the word is the last one on it in this launch; its program sets the word back to zero.
 
 The launch overlaps the kernel before it: W is constant, so the ring is filled with it before x is there. The next
 kernel may come when a program has asked for its last step.
@@ -16,28 +25,22 @@ kernel may come when a program has asked for its last step.
 
 from __future__ import annotations
 
-from functools import lru_cache
-from importlib import import_module
-from typing import Any
+from hybridkv.kernels.gluon import (
+    cuda,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from hybridkv.kernels.linear.skinny import HALF, STEP
 
-import torch
-from torch import Tensor
-
-from hybridkv.kernels.attention.decode import multiprocessors
-from hybridkv.kernels.linear.skinny import STEP, TILE, divide
-
-# kernels are a language of their own, which a Python type checker does not know
-gluon: Any = import_module("triton.experimental.gluon")
-gl: Any = import_module("triton.experimental.gluon.language")
-hopper: Any = import_module("triton.experimental.gluon.language.nvidia.hopper")
-cuda: Any = import_module("triton.language.extra.cuda")
-TensorDescriptor: Any = import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor
-mbarrier, tma, fence_async_shared = hopper.mbarrier, hopper.tma, hopper.fence_async_shared
-warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
-
-HALF = TILE // 2
 _HALF, _BK = gl.constexpr(HALF), gl.constexpr(STEP)
 _CHUNK = gl.constexpr(8)  # rows of x that are added up at once
+_ARRIVED = gl.constexpr(255)  # the bits of a tile's word that count the programs whose parts are there
+_DECIDED = gl.constexpr(8)  # the first of the bits that say which programs have decided: one for each chunk at most
 
 
 @gluon.jit
@@ -102,7 +105,7 @@ def write(b_y, y, row, i_t, T, N, L: gl.constexpr):
 
 @gluon.jit
 def finish(b_0, b_1, y, bias, row, i_t, T, N, GATED: gl.constexpr, BIAS: gl.constexpr, L: gl.constexpr):
-    """Of rows of W from `row` on, bias and gate, and the result."""
+    """Add the bias, apply the gate and write the results of the rows of W from `row` on."""
     if BIAS:
         o_n = row + gl.arange(0, _HALF, layout=gl.SliceLayout(1, b_0.type.layout))
         o_2 = o_n + (N if GATED else _HALF)
@@ -116,32 +119,59 @@ def finish(b_0, b_1, y, bias, row, i_t, T, N, GATED: gl.constexpr, BIAS: gl.cons
 
 
 @gluon.jit
-def leave_part(b_0, b_1, parts, arrivals, i_p, sharers, BT: gl.constexpr):
+def count(word, added, full):
+    """Add to the word of a tile, which the program that completes it sets back to zero; -> the word before."""
+    before = gl.atomic_add(word, added, sem="acq_rel", scope="gpu")
+    if before + added == full:
+        gl.atomic_xchg(word, 0, sem="relaxed", scope="gpu")
+    return before
+
+
+@gluon.jit
+def leave_part(b_0, b_1, parts, word, full, i_p, sharers, BT: gl.constexpr):
+    """Write the program's sums of a shared tile; -> the shares of rows that it has to add up for others."""
     o_r = gl.arange(0, _HALF, layout=gl.SliceLayout(1, b_0.type.layout))
     o_t = gl.arange(0, BT, layout=gl.SliceLayout(0, b_0.type.layout))
     p_part = parts + i_p * (2 * _HALF * BT) + o_r[:, None] * BT + o_t[None, :]
     gl.store(p_part, b_0)
     gl.store(p_part + _HALF * BT, b_1)
     gl.thread_barrier()
-    gl.atomic_add(arrivals + i_p // sharers, 1, sem="release", scope="gpu")
+    before = count(word, 1, full)
+    return gl.where((before & _ARRIVED) == sharers - 1, before >> _DECIDED, 0)  # the last to arrive
+
+
+@gluon.jit
+def decide(word, full, i_m, sharers, shares, CHUNKS: gl.constexpr, LOOKS: gl.constexpr):
+    """Wait for the other programs of the tile for a limited time, and say for good whether they were all there.
+
+    -> the shares that this program adds up: those it has, and its own unless it gave that up.
+    """
+    if i_m < CHUNKS:
+        seen = gl.atomic_add(word, 0, sem="acquire", scope="gpu")
+        looks = 1
+        while ((seen & _ARRIVED) < sharers) & (looks < LOOKS):
+            seen = gl.atomic_add(word, 0, sem="acquire", scope="gpu")
+            looks += 1
+        before = count(word, 1 << (i_m + _DECIDED), full)
+        shares = shares | gl.where((before & _ARRIVED) == sharers, 1 << i_m, 0)
+    return shares
 
 
 @gluon.jit
 def add_parts(
-    y, bias, parts, arrivals, i_p, sharers, row, T, N,
-    GATED: gl.constexpr, BIAS: gl.constexpr, BT: gl.constexpr, AT_ONCE: gl.constexpr,
+    y, bias, parts, word, full, shares, i_p, sharers, row, T, N,
+    GATED: gl.constexpr, BIAS: gl.constexpr, BT: gl.constexpr, AT_ONCE: gl.constexpr, LOOKS: gl.constexpr,
 ):  # fmt: skip
-    """This program's share of a tile: every so many-th chunk of rows of x."""
+    """Add up the rows of x of the shares of a tile that are this program's: the chunks i_m, i_m + sharers, ..."""
     C: gl.constexpr = gl.BlockedLayout([1, 4], [16, 2], [gl.num_warps(), 1], [1, 0])  # of sums [HALF, CHUNK]
     L: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [gl.num_warps(), 1], [1, 0])
     CHUNKS: gl.constexpr = BT // _CHUNK
     o_r, o_t = gl.arange(0, _HALF, layout=gl.SliceLayout(1, C)), gl.arange(0, _CHUNK, layout=gl.SliceLayout(0, C))
-    i_tile, i_m = i_p // sharers, i_p % sharers
-    if i_m < CHUNKS:
-        while gl.atomic_add(arrivals + i_tile, 0, sem="acquire", scope="gpu") < sharers:
-            pass
-        gl.thread_barrier()
-        for i_c in range(i_m, CHUNKS, sharers):
+    i_m = i_p % sharers
+    shares = decide(word, full, i_m, sharers, shares, CHUNKS, LOOKS)
+    gl.thread_barrier()
+    for i_c in range(CHUNKS):
+        if (shares >> (i_c % sharers)) & 1 != 0:
             b_0 = gl.zeros([_HALF, _CHUNK], gl.float32, layout=C)
             b_1 = gl.zeros([_HALF, _CHUNK], gl.float32, layout=C)
             p_part = parts + (i_p - i_m) * (2 * _HALF * BT) + i_c * _CHUNK + o_r[:, None] * BT + o_t[None, :]
@@ -155,31 +185,36 @@ def add_parts(
                     b_0 += some_0[u]
                     b_1 += some_1[u]
             finish(b_0, b_1, y, bias, row, i_c * _CHUNK, T, N, GATED, BIAS, L)
-        gl.thread_barrier()
-        left = gl.atomic_add(arrivals + i_tile, 1, sem="acq_rel", scope="gpu") - sharers
-        if left == gl.minimum(sharers, CHUNKS) - 1:  # the last one: zero for the next launch
-            gl.atomic_xchg(arrivals + i_tile, 0, sem="relaxed", scope="gpu")
 
 
 @gluon.jit
 def worker(
-    y, bias, parts, arrivals, x_tiles, w_tiles, full, free, shared, tile, sharers, i_p, P, steps, whole, T, N,
+    y, bias, parts, arrivals, x_tiles, w_tiles, full_bars, free_bars, shared, tile, sharers, i_p, P, steps, whole, T, N,
     GATED: gl.constexpr, BIAS: gl.constexpr, ROWS: gl.constexpr, BT: gl.constexpr, S: gl.constexpr,
-    AT_ONCE: gl.constexpr,
+    AT_ONCE: gl.constexpr, LOOKS: gl.constexpr,
 ):  # fmt: skip
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    word = arrivals + i_p // sharers
+    full = sharers + (((1 << gl.minimum(sharers, BT // _CHUNK)) - 1) << _DECIDED)  # all arrived, all decided
+    shares = gl.to_tensor(0)
     cuda.gdc_wait()  # before this, nothing is written
     if AT_ONCE > 0:  # noqa: SIM102, known to the compiler
         if shared > 0:
-            b_0, b_1 = multiply(x_tiles, w_tiles, full, free, 0, shared, BT, S)
-            leave_part(b_0, b_1, parts, arrivals, i_p, sharers, BT)
+            b_0, b_1 = multiply(x_tiles, w_tiles, full_bars, free_bars, 0, shared, BT, S)
+            shares = leave_part(b_0, b_1, parts, word, full, i_p, sharers, BT)
             if whole == 0:
-                add_parts(y, bias, parts, arrivals, i_p, sharers, tile * ROWS, T, N, GATED, BIAS, BT, AT_ONCE)
+                add_parts(
+                    y, bias, parts, word, full, shares, i_p, sharers, tile * ROWS, T, N,
+                    GATED, BIAS, BT, AT_ONCE, LOOKS,
+                )  # fmt: skip
     for i in range(whole):
         if AT_ONCE > 0:  # noqa: SIM102
             if (shared > 0) & (i == whole - 1):
-                add_parts(y, bias, parts, arrivals, i_p, sharers, tile * ROWS, T, N, GATED, BIAS, BT, AT_ONCE)
-        b_0, b_1 = multiply(x_tiles, w_tiles, full, free, shared + i * steps, steps, BT, S)
+                add_parts(
+                    y, bias, parts, word, full, shares, i_p, sharers, tile * ROWS, T, N,
+                    GATED, BIAS, BT, AT_ONCE, LOOKS,
+                )  # fmt: skip
+        b_0, b_1 = multiply(x_tiles, w_tiles, full_bars, free_bars, shared + i * steps, steps, BT, S)
         finish(b_0, b_1, y, bias, (i * P + i_p) * ROWS, 0, T, N, GATED, BIAS, L)
 
 
@@ -190,7 +225,7 @@ def linear_rows_hopper_kernel(
     bias,
     y,  # [T, N]
     parts,  # [P, 2 HALF, BT] f32
-    arrivals,  # [P] int32, zeros before and after
+    arrivals,  # [P] int32, a word for each shared tile; zeros before and after
     T,
     N,
     steps,  # of BK columns
@@ -201,7 +236,8 @@ def linear_rows_hopper_kernel(
     BIAS: gl.constexpr,
     BT: gl.constexpr,
     S: gl.constexpr,
-    AT_ONCE: gl.constexpr,  # parts; 0: no tile is shared
+    AT_ONCE: gl.constexpr,  # parts that are loaded together; 0: no tile is shared
+    LOOKS: gl.constexpr,  # how often a program looks for the parts of others
 ):
     ROWS: gl.constexpr = _HALF if GATED else 2 * _HALF
     i_p, P = gl.program_id(0), gl.num_programs(0)
@@ -223,7 +259,7 @@ def linear_rows_hopper_kernel(
         [
             (worker, (
                 y, bias, parts, arrivals, x_tiles, w_tiles, full, free, shared, tile, sharers, i_p, P, steps, whole,
-                T, N, GATED, BIAS, ROWS, BT, S, AT_ONCE,
+                T, N, GATED, BIAS, ROWS, BT, S, AT_ONCE, LOOKS,
             )),
             (loader, (
                 x, w, x_tiles, w_tiles, full, free, shared, begin, tile, shared + whole * steps, i_p, P, steps, second,
@@ -233,36 +269,3 @@ def linear_rows_hopper_kernel(
         [1],
         [40],
     )  # fmt: skip
-
-
-@lru_cache
-def zeros(count: int, device: torch.device) -> Tensor:
-    """One for all launches on a device, which follow each other."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("linear_rows has to run once before it is captured: its counters would be the graph's own")
-    return torch.zeros(count, dtype=torch.int32, device=device)
-
-
-def boxes(x: Tensor, rows: int) -> Any:
-    layout = gl.NVMMASharedLayout.get_default_for([rows, STEP], gl.bfloat16)
-    return TensorDescriptor.from_tensor(x, [rows, STEP], layout)
-
-
-# BT: S, registers of a thread. As deep a ring as fits, and registers left for the kernels before and after
-RINGS = {16: (12, 96), 32: (11, 112), 64: (9, 128)}
-
-
-def linear_rows_hopper(x: Tensor, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> Tensor:
-    """Arguments as linear_rows'; rows of x and of W begin at 16 bytes."""
-    (T, K), N, processors = x.shape, len(weight) // (1 + gated), multiprocessors(x.device)
-    BT, steps = max(16, 1 << (T - 1).bit_length()), -(-K // STEP)
-    S, registers = RINGS[BT]
-    P, whole, tiles, sharers = divide(-(-N // (HALF if gated else TILE)), steps, processors)
-    y = torch.empty((T, N), dtype=x.dtype, device=x.device)
-    parts = torch.empty((P, TILE, BT) if tiles else (1,), dtype=torch.float32, device=x.device)
-    linear_rows_hopper_kernel[(P,)](
-        boxes(x, BT), boxes(weight, HALF), y if bias is None else bias, y, parts, zeros(processors, x.device),
-        T, N, steps, whole, tiles, sharers, GATED=gated, BIAS=bias is not None, BT=BT, S=S,
-        AT_ONCE=0 if not tiles else 4 if sharers <= 4 else 8, num_warps=4, maxnreg=registers, launch_pdl=True,
-    )  # fmt: skip
-    return y

@@ -1,1 +1,5 @@
-"""Mixtures of experts: routing and grouped products."""
+"""Mixtures of experts: routers, grouped products, the shared expert.
+
+Letters: T tokens   E experts   k, K experts of a token   D model width   I inner width of an expert   M pairs (token,
+choice)
+"""

@@ -9,12 +9,12 @@ A token gives a content row p and a gate row z of two streams of c channels each
 
 The softmax-weighted sum of p is normed, rotated and stored (`flush_entry`). Between steps a ring keeps the last R >= 2m
 rows of a request, position u at u % R, z with its bias. A step flushes first and saves after. Rows of this step are
-read where the projection left them, and never from the ring, so nothing a slot's last owner left is ever read.
+read where the projection left them, and never from the ring: nothing that an earlier request left there is ever read.
 
 The kernels have one program a token. An entry reads the ring from 2m - 1 positions before the step on, so up to
 R + 1 - 2m tokens of a request overwrite nothing that is read: one launch does both, as in every step that decodes.
 Longer steps take two. A token that completes no entry (entry_index -1) is only saved, and padding (slot -1) ends there:
-every step has the same launches. On Hopper they start beside the kernel before them.
+every step has the same launches. Launches use PDL where the GPU has it (overlap.py).
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from hybridkv.kernels.formats.page_layout import PageFormat
 from hybridkv.kernels.overlap import can_overlap, wait_for_inputs
 from hybridkv.kernels.step_index import StepIndex
 from hybridkv.kernels.v4.flush_entry import store_pooled, store_pooled_ref, warps
-from hybridkv.kernels.v4.norm_rope import load_turns
+from hybridkv.kernels.v4.norm_rope import load_angles
 
 
 def flush_csa_ref(
-    pages: Tensor,  # [N, P, width]
+    pages: Tensor,
     fmt: PageFormat,
-    entry_index: Tensor,  # [T] int64 flat place of the entry that a token completes; -1: none
-    p: Tensor,  # [T, 2c] f32
-    z: Tensor,  # [T, 2c] f32, without bias
-    row_p: Tensor,  # [slots, R, 2c] f32
-    row_z: Tensor,  # [slots, R, 2c] f32, with bias
-    bias: Tensor,  # [m, 2c] f32
-    weight: Tensor,  # [c] f32
+    entry_index: Tensor,
+    p: Tensor,
+    z: Tensor,
+    row_p: Tensor,
+    row_z: Tensor,
+    bias: Tensor,
+    weight: Tensor,
     eps: float,
-    cos: Tensor,  # [T, r/2] f32, at the entry's position: t + 1 - m
+    cos: Tensor,
     sin: Tensor,
     index: StepIndex,
     ratio: int,
-    longest: int,  # new tokens of a request, at most
+    longest: int,
 ) -> None:
     R, c = row_p.shape[1], fmt.dim
     slots = index.token_slots
@@ -88,7 +88,7 @@ def save_rows_ref(
 def flush_csa_kernel(
     pages, entry_index, p, z, row_p, row_z, bias, weight, cos, sin, slots, begins, owner, positions,
     E, P, eps, stride_p, stride_z, stride_cos, stride_sin,
-    R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, TURNED: tl.constexpr,
+    R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, ROTATED: tl.constexpr,
     ROPE: tl.constexpr, FORMAT: tl.constexpr, SAVE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
@@ -120,11 +120,11 @@ def flush_csa_kernel(
         b_p = tl.load(p_p[:, None] + o_x, mask=m_x, other=0.0)
         b_z = tl.load(p_z[:, None] + o_x, mask=m_x, other=0.0)
         o_t = i_t + tl.zeros([1, 1], tl.int64)
-        turns = load_turns(cos + o_t * stride_cos, sin + o_t * stride_sin, o_t >= 0, C, TURNED // 2, BC // 2)
+        angles = load_angles(cos + o_t * stride_cos, sin + o_t * stride_sin, o_t >= 0, C, ROTATED // 2, BC // 2)
         b_z = tl.where(m_u[:, None], b_z + tl.where(m_new[:, None], b_bias, 0.0), float("-inf"))
         b_share = tl.exp(b_z - tl.max(b_z, 0)[None, :])
         b_x = tl.sum(b_share * b_p, 0) / tl.sum(b_share, 0)
-        store_pooled(pages, i_page, i_e - i_page * P, b_x, b_weight, turns, eps, P, C, ROPE, FORMAT)
+        store_pooled(pages, i_page, i_e - i_page * P, b_x, b_weight, angles, eps, P, C, ROPE, FORMAT)
     o_own = (i_s * R + end % R) * (2 * C) + o_w
     tl.store(row_p + o_own, b_p_own, mask=m_w)
     tl.store(row_z + o_own, b_z_own + b_bias_own, mask=m_w)
@@ -180,7 +180,7 @@ def flush_csa_triton(
         pages, entry_index, p, z, row_p, row_z, bias, weight, cos, sin,
         index.slots, index.num_computed, index.token_to_req, index.positions, N * P, P, eps,
         p.stride(0), z.stride(0), cos.stride(0), sin.stride(0),
-        R=R, M=ratio, C=C, BR=rows, BC=columns, TURNED=2 * cos.shape[1], ROPE=fmt.rope, FORMAT=fmt.code,
+        R=R, M=ratio, C=C, BR=rows, BC=columns, ROTATED=2 * cos.shape[1], ROPE=fmt.rope, FORMAT=fmt.code,
         SAVE=save, OVERLAP=overlap, num_warps=max(1, min(8, rows * columns // 1024)), launch_pdl=overlap,
     )  # fmt: skip
     if not save:
@@ -193,24 +193,22 @@ def flush_csa_triton(
 
 
 def flush_csa(
-    pages: Tensor,
+    pages: Tensor,  # [N, P, width]
     fmt: PageFormat,
-    entry_index: Tensor,
-    p: Tensor,
-    z: Tensor,
-    row_p: Tensor,
-    row_z: Tensor,
-    bias: Tensor,
-    weight: Tensor,
+    entry_index: Tensor,  # [T] int64 flat place of the entry that a token completes; -1: none
+    p: Tensor,  # [T, 2c] f32
+    z: Tensor,  # [T, 2c] f32, without bias
+    row_p: Tensor,  # [slots, R, 2c] f32
+    row_z: Tensor,  # [slots, R, 2c] f32, with bias
+    bias: Tensor,  # [m, 2c] f32
+    weight: Tensor,  # [c] f32
     eps: float,
-    cos: Tensor,
+    cos: Tensor,  # [T, r/2] f32, at the entry's position: t + 1 - m
     sin: Tensor,
     index: StepIndex,
     ratio: int,
-    longest: int,
+    longest: int,  # new tokens of a request, at most
 ) -> None:
-    """Store the entries [M] that tokens of this step complete at their flat places entry_index [T], and then the last
-    R rows [T, 2c] of each request in its ring [slots, R, 2c]. No request has more than `longest` tokens in this step.
-    """
+    """Store the entries that tokens of this step complete, and then the last R rows of each request in its ring."""
     form = flush_csa_triton if use_triton(p) else flush_csa_ref
     form(pages, fmt, entry_index, p, z, row_p, row_z, bias, weight, eps, cos, sin, index, ratio, longest)

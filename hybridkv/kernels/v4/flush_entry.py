@@ -11,11 +11,11 @@ from torch import Tensor
 from hybridkv.kernels.backend import tl, triton
 from hybridkv.kernels.formats.page_format import store_entries_ref, store_rows
 from hybridkv.kernels.formats.page_layout import PageFormat
-from hybridkv.kernels.v4.norm_rope import norm_rope_ref, turn_pairs
+from hybridkv.kernels.v4.norm_rope import norm_rope_ref, rotate_pairs
 
 
 def warps(columns: int) -> int:
-    """Of a program with so many channels: four a thread, 16 bytes of f32."""
+    """Warps of a program with this many channels: a thread has four, 16 bytes of f32."""
     return max(1, min(4, columns // 128))
 
 
@@ -35,11 +35,11 @@ def store_pooled_ref(
 
 @triton.jit
 def store_pooled(
-    pages, i_page, i_row, b_x, b_weight, turns, eps, P, C: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr
+    pages, i_page, i_row, b_x, b_weight, angles, eps, P, C: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr
 ):  # fmt: skip
-    """A pooled vector, 0 past its C channels, into row i_row of page i_page. turns: of `load_turns`, for one row."""
-    b_cos, b_sin, m_r = turns
+    """Store a pooled vector, 0 past its C channels, in row i_row of page i_page. `angles`: load_angles' for one row."""
+    b_cos, b_sin, m_r = angles
     b_x = b_x * tl.rsqrt(tl.sum(b_x * b_x, 0) / C + eps) * b_weight
-    b_x = turn_pairs(b_x[None, :], b_cos, b_sin, m_r)
+    b_x = rotate_pairs(b_x[None, :], b_cos, b_sin, m_r)
     o_page, o_row = i_page + tl.zeros([1], tl.int64), i_row + tl.zeros([1], tl.int64)
     store_rows(pages, o_page, o_row, o_page >= 0, tl.arange(0, b_x.shape[1]), b_x, P, C, ROPE, FORMAT)

@@ -9,8 +9,8 @@ Sinkhorn divides the columns by their sums, then rows and columns in turn, `iter
 doubly stochastic. At the exit of the model there is only `pre`. All arithmetic is f32; streams and x have the model's
 dtype, and the collapsed row is rounded to it before it is normed.
 
-On a GPU a sub-layer takes three launches. F is long (n D) and thin, so its product is cut into chunks along the inputs
-that run side by side; their partial sums are added in one order by whoever reads them: one program a token collapses,
+On a GPU a sub-layer takes three launches. F is long (n D) and thin, so its product is split into chunks of inputs
+that run side by side; the programs that read their partial sums add them in one order: one program a token collapses,
 another keeps C in registers and balances it meanwhile.
 """
 
@@ -30,7 +30,7 @@ CHUNK = 512  # inputs that one program of the projection sums over
 
 @dataclass(frozen=True)
 class HyperMap:
-    """What turns the streams into coefficients and a sub-layer's input. The model's exit has n rows and one scale."""
+    """Weights that map the streams to coefficients and a sub-layer's input. The model's exit has n rows, one scale."""
 
     fn: Tensor  # [n (n + 2), n D] f32
     base: Tensor  # [n (n + 2)] f32

@@ -9,7 +9,7 @@ its logit. The reference gives -inf for what a token does not see, the kernels l
 entries or fewer are left out: there is nothing to choose.
 
 `decode_logits`: one token a program, its queries stay, its keys are dealt out in tiles over the programs of the token.
-On Hopper GPUs, where keys are FP8 or MXFP4, it is indexer_hopper's.
+On Hopper GPUs, where keys are FP8 or MXFP4, it is indexer_hopper.py's.
 `prefill_logits`: a tile of keys stays, and the tokens of a group that see it pass by, a few at a time.
 `plain_logits`: f32, one token and one tile of keys a program.
 Every grid follows from the shapes alone; the ends come from the device.
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridkv.kernels.backend import has_gluon, tl, triton, use_triton
+from hybridkv.kernels.backend import has_gluon, sm_count, tl, triton, use_triton
 from hybridkv.kernels.formats.page_format import (
     FP8_INDEX,
     MXFP4,
@@ -42,12 +42,13 @@ from hybridkv.kernels.formats.small_floats import (
     largest_finite_tile,
     power_of_two_tile,
 )
+from hybridkv.kernels.gluon import TensorDescriptor, gl
 from hybridkv.kernels.overlap import can_overlap, wait_for_inputs
 from hybridkv.kernels.step_index import StepIndex
 
 REF_PRODUCTS = 1 << 22  # of the reference at once
-PROGRAMS = 264  # that decoding is dealt out to, at least: two for each multiprocessor of an H200
-MOST_TILES = 32  # of a decoding program, so that one long request among short ones gets its share
+MAX_TILES = 32  # of a decoding program, so that one long request among short ones gets its share of them
+HOPPER_MAX_TILES = 64  # the same for indexer_hopper.py
 ROUND_ROWS = 4  # one a warp
 
 
@@ -68,8 +69,8 @@ SHAPES = (DECODE, DECODE_BF16, PREFILL, IndexerShape(64, 2, 16, 4, 2))
 PLAIN_KEYS, PLAIN_DIMS = 64, 16  # of a tile, and at once
 
 
-def on_hopper(q: Tensor, keys: Tensor, fmt: PageFormat) -> bool:
-    """Whether indexer_hopper can compute this. It copies 32 keys of a page at a time, and reads two channels of q."""
+def suits_hopper(q: Tensor, keys: Tensor, fmt: PageFormat) -> bool:
+    """Whether indexer_hopper.py computes this. It copies 32 keys of a page at a time, and reads two channels of q."""
     if not has_gluon(q.device) or fmt.code not in (FP8_INDEX, MXFP4) or fmt.dim != 128:
         return False
     pages = len(keys) > 0 and keys.shape[1] % 32 == 0 and keys.data_ptr() % 16 == 0
@@ -227,7 +228,8 @@ def decode_logits_kernel(
     o_d = tl.arange(0, BD)
     b_q = load_queries(q, i_t, i_t + 1, o_d, stride_qt, stride_qh, H, D, 1, BH)
     b_w = load_weights(weights, i_t, i_t + 1, stride_w, H, 1, BH)
-    DOT: tl.constexpr = tl.float16 if FORMAT == FP8_INDEX else tl.bfloat16  # f16: what E4M3 is widened to at once
+    # one instruction converts E4M3 to f16
+    DOT: tl.constexpr = tl.float16 if FORMAT == FP8_INDEX else tl.bfloat16
     if FORMAT == FP8_INDEX:
         b_q, b_w = queries_in_f16(b_q, b_w)
     for begin in tl.range(i_s * BN, n, tl.num_programs(1) * BN):
@@ -293,6 +295,36 @@ def prefill_logits_kernel(
         i_t = tl.maximum(stop, i_t + 1)
 
 
+def token_programs(T: int, tiles: int, max_tiles: int, device: torch.device) -> int:
+    """Programs that a token's tiles are dealt out to: two for each multiprocessor in all, or more for long requests."""
+    return min(tiles, max(2 * sm_count(device) // T, triton.cdiv(tiles, max_tiles)))
+
+
+def decode_logits_hopper(
+    q: Tensor,  # [T, H, 128] bf16
+    weights: Tensor,
+    keys: Tensor,  # [N, P, w] bytes
+    table: Tensor,
+    index: StepIndex,
+    out: Tensor,  # [T, width]
+    ratio: int,
+    skip: int,
+) -> None:
+    from hybridkv.kernels.v4.indexer_hopper import KEYS, PAGE, REGISTERS, WARPS, decode_logits_hopper_kernel
+
+    (T, H, _), (P, nbytes), width = q.shape, keys.shape[1:], out.shape[1]
+    W = nbytes // 4 - 1  # words of a key's codes; one more holds its scale
+    rows = keys.view(torch.int32).view(-1, 32)
+    codes = TensorDescriptor.from_tensor(rows.view(-1, W), [PAGE, W], gl.NVMMASharedLayout(4 * W, 32, 2))
+    factors = TensorDescriptor.from_tensor(rows, [1, 32], gl.NVMMASharedLayout(0, 32, 2))
+    programs = token_programs(T, triton.cdiv(width, KEYS), HOPPER_MAX_TILES, q.device)
+    decode_logits_hopper_kernel[T, programs](
+        q, weights, codes, factors, table, index.slots, index.token_to_req, index.positions, out, width, skip,
+        q.stride(0), q.stride(1), weights.stride(0), table.stride(0), H,
+        RATIO=ratio, P=P, W=W, num_warps=WARPS, maxnreg=REGISTERS, launch_pdl=True,
+    )  # fmt: skip
+
+
 def index_logits_triton(
     q: Tensor,
     weights: Tensor,
@@ -318,9 +350,7 @@ def index_logits_triton(
             q, rounded, T * H, q.stride(0), q.stride(1), H, D=D, BM=ROUND_ROWS, OVERLAP=overlap, launch_pdl=overlap
         )
         q = rounded
-    if shape is None and 2 * len(index.slots) >= T and on_hopper(q, keys, fmt):
-        from hybridkv.kernels.v4.indexer_hopper import decode_logits_hopper
-
+    if shape is None and 2 * len(index.slots) >= T and suits_hopper(q, keys, fmt):
         decode_logits_hopper(q, weights, keys, table, index, out, ratio, skip)
         return out
     f32 = q.dtype != torch.bfloat16 or fmt.dtype == torch.float32
@@ -345,7 +375,7 @@ def index_logits_triton(
             BT=shape.tokens, GROUP=shape.group, **dims,
         )  # fmt: skip
     else:
-        decode_logits_kernel[T, min(tiles, max(PROGRAMS // T, triton.cdiv(tiles, MOST_TILES)))](
+        decode_logits_kernel[T, token_programs(T, tiles, MAX_TILES, q.device)](
             *read, index.positions, out, width, skip, *strides, **dims
         )
     return out

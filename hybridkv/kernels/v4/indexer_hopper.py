@@ -1,14 +1,14 @@
-"""decode_logits on Hopper GPUs: FP8 or MXFP4 index keys of 128 channels, pages of 32 or a multiple, up to 64 heads.
+"""decode_logits' kernel for Hopper GPUs, in Gluon: FP8 or MXFP4 index keys of 128 channels, up to 64 heads.
 
-Written in Gluon. A warp fills a ring of tiles in shared memory through the copy engine, four others compute: what waits
-for its memory is never in their way. From the ring a key's codes go to the registers that the tensor cores read, a
-quarter of a row to each of four neighbouring threads, and are widened there. For that the channels of the products are
-taken in another order, which the queries are given once (t: thread of the four; e, f, o: 0 or 1):
+Pages hold a multiple of 32 keys. A warp fills a ring of tiles in shared memory through the copy engine, four others
+compute: loads never hold up the products. From the ring a key's codes go to the registers that the tensor cores read,
+a quarter of a row to each of four neighbouring threads, and are upcast there. For that the channels of the products
+are taken in another order, which the queries are given once (t: thread of the four; e, f, o: 0 or 1):
 
     FP8    channel 32 t + 4 s + 2 e + f        ->  place 16 s + 8 e + 2 t + f
     MXFP4  channel 32 t + 8 v + 4 e + 2 f + o  ->  place 16 (2 v + o) + 8 e + 2 t + f
 
-A tile is two halves: one is widened or weighed while the other is multiplied. As in decode_logits_kernel sums are f32;
+A tile is two halves: one is upcast or weighed while the other is multiplied. As in decode_logits_kernel sums are f32;
 relu, weights and the key's own scale come after them. Products are f16, which holds E4M3 exactly. An MXFP4 group, which
 is one thread's, is brought there to its key's largest scale: of one that is 2^-32 of it or less, what is below 2^-36 of
 the key is lost, far less than f32 sums lose.
@@ -16,34 +16,28 @@ the key is lost, far less than f32 sums lose.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
-
-from torch import Tensor, int32
-
-from hybridkv.kernels.step_index import StepIndex
-
-# kernels are a language of their own, which a Python type checker does not know
-gluon: Any = import_module("triton.experimental.gluon")
-gl: Any = import_module("triton.experimental.gluon.language")
-hopper: Any = import_module("triton.experimental.gluon.language.nvidia.hopper")
-cuda: Any = import_module("triton.language.extra.cuda")
-TensorDescriptor: Any = import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor
-fence_async_shared, mbarrier, tma = hopper.fence_async_shared, hopper.mbarrier, hopper.tma
-warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
+from hybridkv.kernels.gluon import (
+    PropagateNan,
+    cuda,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 D, HEADS = 128, 64
 KEYS, WARPS = 128, 4  # of a tile, whose rows are dealt out to four warps
 PAGE = 32  # keys that are copied at once: pages hold a multiple
 STAGES = 3  # tiles of the ring: with more of them on their way the memory is slower
 REGISTERS, LOADER_REGISTERS = 128, 24  # of a thread at first, so that two programs fit; later of the one that copies
-PROGRAMS = 264  # two for each multiprocessor
-MOST_TILES = 64  # of one of them, so that one long request among short ones gets its share
 _D, _H, _N, _PAGE, _STAGES = (gl.constexpr(x) for x in (D, HEADS, KEYS // 2, PAGE, STAGES))
 _FP8 = gl.constexpr(32)  # words of a key's codes; MXFP4 has 16
-_NAN_STAYS = gl.constexpr(import_module("triton.language").PropagateNan.ALL)
+_NAN_STAYS = gl.constexpr(PropagateNan.ALL)
 
-WIDEN_FP8 = """
+UPCAST_FP8 = """
 {
 .reg .b16 a, b;
 .reg .b32 x, y;
@@ -55,7 +49,7 @@ mov.b32 {$2, $3}, y;
 }
 """
 # E2M1 in the low bits of E4M3's exponent and the high one of its fraction is 2^-6 of its value: first the even codes
-WIDEN_FP4 = """
+UPCAST_FP4 = """
 {
 .reg .b16 a, b, c, d;
 .reg .b32 s, x, y, e, o, u, v;
@@ -95,14 +89,14 @@ mov.b32 {$0, $1}, x;
 }
 """
 _NARROW, _LOADER_REGISTERS = gl.constexpr(NARROW), gl.constexpr(LOADER_REGISTERS)
-_WIDEN_FP8, _WIDEN_FP4 = gl.constexpr(WIDEN_FP8), gl.constexpr(WIDEN_FP4)
+_UPCAST_FP8, _UPCAST_FP4 = gl.constexpr(UPCAST_FP8), gl.constexpr(UPCAST_FP4)
 
 
 @gluon.jit
-def widen_fp8(b_word, A: gl.constexpr):
+def upcast_fp8(b_word, A: gl.constexpr):
     """Words of four codes [KEYS, 32] -> f16 [KEYS, 128] in the products' order, without leaving their threads."""
     b_0, b_1, b_2, b_3 = gl.inline_asm_elementwise(
-        _WIDEN_FP8, "=h,=h,=h,=h,r", [b_word], (gl.int16, gl.int16, gl.int16, gl.int16), True, 1
+        _UPCAST_FP8, "=h,=h,=h,=h,r", [b_word], (gl.int16, gl.int16, gl.int16, gl.int16), True, 1
     )
     b_x = gl.join(gl.join(b_0, b_1), gl.join(b_2, b_3))  # [KEYS, 32, f, e]
     b_x = gl.permute(gl.reshape(b_x, [_N, 4, 8, 2, 2]), (0, 2, 4, 1, 3))  # [KEYS, s, e, t, f]
@@ -111,7 +105,7 @@ def widen_fp8(b_word, A: gl.constexpr):
 
 
 @gluon.jit
-def widen_fp4(b_word, b_scale, L: gl.constexpr, A: gl.constexpr):
+def upcast_fp4(b_word, b_scale, L: gl.constexpr, A: gl.constexpr):
     """Words of eight codes [KEYS, 16], four scales in a word [KEYS] -> f16 [KEYS, 128], 2^9 times what they are under
     their key's largest scale; and that scale [KEYS] f32."""
     b_most = gl.maximum(
@@ -122,7 +116,7 @@ def widen_fp4(b_word, b_scale, L: gl.constexpr, A: gl.constexpr):
     b_up = gl.maximum(b_own - b_most[:, None] + 142, 0) << 23  # 2^15 and less, as bits of f32
     b_up = b_up.to(gl.float32, bitcast=True).to(gl.float16).to(gl.int16, bitcast=True)
     b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7 = gl.inline_asm_elementwise(
-        _WIDEN_FP4, "=h,=h,=h,=h,=h,=h,=h,=h,r,h", [b_word, b_up],
+        _UPCAST_FP4, "=h,=h,=h,=h,=h,=h,=h,=h,r,h", [b_word, b_up],
         (gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16), True, 1,
     )  # fmt: skip
     b_even = gl.join(gl.join(b_0, b_1), gl.join(b_2, b_3))  # [KEYS, 16, f, e]
@@ -135,12 +129,12 @@ def widen_fp4(b_word, b_scale, L: gl.constexpr, A: gl.constexpr):
 
 
 @gluon.jit
-def widen(b_word, b_scale, L: gl.constexpr, A: gl.constexpr, W: gl.constexpr):
+def upcast(b_word, b_scale, L: gl.constexpr, A: gl.constexpr, W: gl.constexpr):
     """Codes and scales of 64 keys as they lie in a page -> f16 [64, 128], a factor of each key [64] f32."""
     if W == _FP8:
-        b_k, b_factor = widen_fp8(b_word, A), b_scale.to(gl.float32, bitcast=True)
+        b_k, b_factor = upcast_fp8(b_word, A), b_scale.to(gl.float32, bitcast=True)
     else:
-        b_k, b_factor = widen_fp4(b_word, b_scale, L, A)
+        b_k, b_factor = upcast_fp4(b_word, b_scale, L, A)
     return b_k, b_factor
 
 
@@ -241,9 +235,9 @@ def worker(
         mbarrier.wait(full.index(s), (i // _STAGES) & 1)
         b_word_0, b_scale_0 = words.index(2 * s).load(L), scales.index(2 * s).load(K)
         b_word_1, b_scale_1 = words.index(2 * s + 1).load(L), scales.index(2 * s + 1).load(K)
-        b_k_0, b_factor_0 = widen(b_word_0, b_scale_0, L, A, W)
+        b_k_0, b_factor_0 = upcast(b_word_0, b_scale_0, L, A, W)
         b_s_0 = warpgroup_mma(b_k_0, q_tile, b_z, use_acc=False, is_async=True)
-        b_k_1, b_factor_1 = widen(b_word_1, b_scale_1, L, A, W)
+        b_k_1, b_factor_1 = upcast(b_word_1, b_scale_1, L, A, W)
         b_s_1 = warpgroup_mma(b_k_1, q_tile, b_z, use_acc=False, is_async=True)
         mbarrier.arrive(empty.index(s), count=1)  # here, where all that was read has been used
         b_s_0, b_k_0 = warpgroup_mma_wait(1, [b_s_0, b_k_0])
@@ -294,25 +288,3 @@ def decode_logits_hopper_kernel(
             [1],
             [_LOADER_REGISTERS],
         )  # fmt: skip
-
-
-def decode_logits_hopper(
-    q: Tensor,  # [T, H, 128] bf16
-    weights: Tensor,
-    keys: Tensor,  # [N, P, w] bytes
-    table: Tensor,
-    index: StepIndex,
-    out: Tensor,  # [T, width]
-    ratio: int,
-    skip: int,
-) -> None:
-    (T, H, _), (P, nbytes), width = q.shape, keys.shape[1:], out.shape[1]
-    W, rows = nbytes // 4 - 1, keys.view(int32).view(-1, 32)
-    codes = TensorDescriptor.from_tensor(rows.view(-1, W), [PAGE, W], gl.NVMMASharedLayout(4 * W, 32, 2))
-    factors = TensorDescriptor.from_tensor(rows, [1, 32], gl.NVMMASharedLayout(0, 32, 2))
-    tiles = -(-width // KEYS)
-    decode_logits_hopper_kernel[T, min(tiles, max(PROGRAMS // T, -(-tiles // MOST_TILES)))](
-        q, weights, codes, factors, table, index.slots, index.token_to_req, index.positions, out, width, skip,
-        q.stride(0), q.stride(1), weights.stride(0), table.stride(0), H,
-        RATIO=ratio, P=P, W=W, num_warps=WARPS, maxnreg=REGISTERS, launch_pdl=True,
-    )  # fmt: skip

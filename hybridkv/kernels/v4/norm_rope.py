@@ -1,7 +1,7 @@
 """norm_rope: RMSNorm over each head, then a rotation of its last 2 R channels in pairs (2i, 2i + 1).
 
-Either part can be left out: DeepSeek-V4 norms its low-rank query with a weight and does not turn it, norms and turns
-its queries without a weight, and only turns its index queries. Arithmetic in f32, one rounding at the end.
+Either part can be left out: DeepSeek-V4 norms its low-rank query with a weight and does not rotate it, norms and
+rotates its queries without a weight, and only rotates its index queries. Arithmetic in f32, one rounding at the end.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ BLOCK = 4096  # values of a tile
 
 
 def norm_rope_ref(
-    x: Tensor,  # [T, H, D]
-    dtype: torch.dtype,  # of the result
-    eps: float | None = None,  # None: no norm
-    weight: Tensor | None = None,  # [D] f32
-    angles: tuple[Tensor, Tensor] | None = None,  # cos, sin [T, R] f32; None: no rotation
+    x: Tensor,
+    dtype: torch.dtype,
+    eps: float | None = None,
+    weight: Tensor | None = None,
+    angles: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     y = x.float()
     if eps is not None:
@@ -29,15 +29,15 @@ def norm_rope_ref(
     if angles is None:
         return y.to(dtype)
     cos, sin = (a.unsqueeze(1) for a in angles)
-    still, turned = y.split([y.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]], -1)
-    a, b = turned[..., 0::2], turned[..., 1::2]
-    turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
-    return torch.cat((still, turned), -1).to(dtype)
+    kept, last = y.split([y.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]], -1)
+    a, b = last[..., 0::2], last[..., 1::2]
+    rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+    return torch.cat((kept, rotated), -1).to(dtype)
 
 
 @triton.jit
-def load_turns(p_cos, p_sin, m_row, D, R, BC: tl.constexpr):
-    """Of rows of BC pairs of channels, the last R of D // 2 turned: cos and sin [rows, BC], and which pairs [1, BC]."""
+def load_angles(p_cos, p_sin, m_row, D, R, BC: tl.constexpr):
+    """cos and sin [rows, BC] of rows of BC pairs, and which pairs [1, BC] are rotated: the last R of D // 2."""
     o_r = (tl.arange(0, BC) - (D // 2 - R))[None, :]
     m_r = (o_r >= 0) & (o_r < R)
     b_cos = tl.load(p_cos + o_r, mask=m_row & m_r, other=1.0)
@@ -45,17 +45,17 @@ def load_turns(p_cos, p_sin, m_row, D, R, BC: tl.constexpr):
 
 
 @triton.jit
-def turn_pairs(b_x, b_cos, b_sin, m_r):
+def rotate_pairs(b_x, b_cos, b_sin, m_r):
     b_a, b_b = tl.split(tl.reshape(b_x, [b_x.shape[0], b_x.shape[1] // 2, 2]))
     b_to_a, b_to_b = b_a * b_cos - b_b * b_sin, b_b * b_cos + b_a * b_sin
     return tl.interleave(tl.where(m_r, b_to_a, b_a), tl.where(m_r, b_to_b, b_b))  # infinity x 0 would be NaN
 
 
 @triton.jit
-def turn_tile(b_x, p_cos, p_sin, m_row, D, R):
-    """b_x [rows, columns], the last 2 R of its D channels turned by angles [R] at p_cos, p_sin ([rows, 1] pointers)."""
-    b_cos, b_sin, m_r = load_turns(p_cos, p_sin, m_row, D, R, b_x.shape[1] // 2)
-    return turn_pairs(b_x, b_cos, b_sin, m_r)
+def rotate_tile(b_x, p_cos, p_sin, m_row, D, R):
+    """b_x [rows, columns], the last 2 R of its D channels rotated by angles [R] at p_cos, p_sin [rows, 1]."""
+    b_cos, b_sin, m_r = load_angles(p_cos, p_sin, m_row, D, R, b_x.shape[1] // 2)
+    return rotate_pairs(b_x, b_cos, b_sin, m_r)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -89,7 +89,7 @@ def norm_rope_kernel(
         b_x *= tl.load(weight + o_d, mask=o_d < D, other=0.0)[None, :]
     if ROPE:
         o_a = (o_n // H)[:, None] * R
-        b_x = turn_tile(b_x, cos + o_a, sin + o_a, m_n[:, None], D, R)
+        b_x = rotate_tile(b_x, cos + o_a, sin + o_a, m_n[:, None], D, R)
     tl.store(y + o_n[:, None] * D + o_d[None, :], b_x.to(y.dtype.element_ty), mask=m_x)
 
 
@@ -116,11 +116,11 @@ def norm_rope_triton(
 
 
 def norm_rope(
-    x: Tensor,
-    dtype: torch.dtype,
-    eps: float | None = None,
-    weight: Tensor | None = None,
-    angles: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+    x: Tensor,  # [T, H, D]
+    dtype: torch.dtype,  # of the result
+    eps: float | None = None,  # None: no norm
+    weight: Tensor | None = None,  # [D] f32
+    angles: tuple[Tensor, Tensor] | None = None,  # cos, sin [T, R] f32; None: no rotation
+) -> Tensor:  # [T, H, D]
     op = norm_rope_triton if use_triton(x) else norm_rope_ref
     return op(x, dtype, eps, weight, angles)

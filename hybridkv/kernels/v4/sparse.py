@@ -11,20 +11,19 @@ dequantised once and serves both products. Few tokens: each token's keys are spl
 GPU, and a second kernel joins them. How many splits there are follows from shapes alone, and which keys each takes from
 what the device holds: a captured launch serves any position.
 
-There are two such kernels. attention_sparse_kernel takes any width and dtype; attention_sparse_hopper is for the
-released width in bf16 on the GPUs whose instructions it is written for, and three times as fast there.
+There are two such kernels. attention_sparse_kernel takes any width and dtype; sparse_hopper.py's is for the
+released width in bf16 on Hopper GPUs, and three times as fast there.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from hybridkv.kernels.attention.tile import LOG2_E, TRITON_DTYPE, TileShape
-from hybridkv.kernels.backend import has_gluon, triton, use_triton
+from hybridkv.kernels.backend import has_gluon, sm_count, triton, use_triton
 from hybridkv.kernels.formats.page_format import load_entries_ref
 from hybridkv.kernels.formats.page_layout import PageFormat
 from hybridkv.kernels.overlap import can_overlap
@@ -42,9 +41,8 @@ class Entries:
     pages: Tensor  # [N, P, width]
     table: Tensor  # [slots, pages a request] int32 page of each P entries; -1: none
     ratio: int  # tokens of an entry: token t sees entries j < (t + 1) // ratio
-    chosen: Tensor | None = (
-        None  # [T, K] int32 entries of each token, what is not visible is skipped; None: all visible
-    )
+    # [T, K] int32 entries of each token, of which those it does not see are skipped; None: all that it sees
+    chosen: Tensor | None = None
 
 
 def window_flat(rows: Tensor, R: int, window: int, index: StepIndex) -> Tensor:
@@ -68,12 +66,12 @@ def entries_flat(entries: Entries, index: StepIndex, part: slice) -> Tensor:
 
 
 def derotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, H, D]: pairs (2i, 2i + 1) of the last channels, turned back by the angles [T, r/2] of their token."""
+    """x [T, H, D]: pairs (2i, 2i + 1) of the last channels, rotated back by the angles [T, r/2] of their token."""
     kept = x.shape[-1] - 2 * cos.shape[-1]
     even, odd = x[..., kept::2], x[..., kept + 1 :: 2]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    turned = torch.stack((even * cos + odd * sin, odd * cos - even * sin), -1).flatten(-2)
-    return torch.cat((x[..., :kept], turned), -1)
+    rotated = torch.stack((even * cos + odd * sin, odd * cos - even * sin), -1).flatten(-2)
+    return torch.cat((x[..., :kept], rotated), -1)
 
 
 def attention_sparse_ref(
@@ -113,31 +111,28 @@ def attention_sparse_ref(
     return out
 
 
-@cache
-def processors(device: torch.device) -> int:
-    """How many programs of the kernel run at once; the interpreter runs one."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+HOPPER_SHAPE = TileShape(64, 64, 4, 2)  # sparse_hopper.py's kernel; it adds warps of its own
+FEW = 0.7  # share of the multiprocessors: with more of them busy, an early join crowds onto the first that is free
+MAX_SPLITS = 44  # with more, the join costs what shorter parts save
 
 
-HOPPER_SHAPE = TileShape(64, 64, 4, 2)  # attention_sparse_hopper's; it adds warps of its own
-FEW = 0.7  # of the multiprocessors: where more are busy, a join that comes early crowds onto the first free
-MOST_SPLITS = 44  # with more, the join costs what shorter parts save
-
-
-def on_hopper(q: Tensor, fmt: PageFormat, *pages: Tensor) -> bool:
-    """Whether attention_sparse_hopper computes this. Its copies take 16 bytes at a time."""
+def suits_hopper(q: Tensor, fmt: PageFormat, *pages: Tensor) -> bool:
+    """Whether sparse_hopper.py's kernel computes this. Its copies take 16 bytes at a time."""
     if not has_gluon(q.device) or any(x.data_ptr() % 16 for x in pages):
         return False
     return (fmt.dim, fmt.rope) == (512, 64) and q.dtype == torch.bfloat16 and fmt.dtype != torch.float32
 
 
-def hopper_heads(T: int, H: int, tiles: int, most: float) -> int:
-    """Of a program: few, so that each writes little, while every tile of keys can be another program's."""
-    return next((heads for heads in (16, 32) if T * triton.cdiv(H, heads) * tiles <= most), HOPPER_SHAPE.rows)
+def hopper_heads(T: int, H: int, tiles: int, max_programs: float) -> int:
+    """Heads of a program: fewer, so that each writes less, as long as every tile of keys can have its own program."""
+    for heads in (16, 32):
+        if T * triton.cdiv(H, heads) * tiles <= max_programs:
+            return heads
+    return HOPPER_SHAPE.rows
 
 
 def sparse_shape(H: int, D: int, dot: torch.dtype) -> TileShape:
-    """Of the released width: 64 heads share a tile of 64 keys, and 8 warps hold their sums in all their registers."""
+    """At the released width 64 heads share a tile of 64 keys, and 8 warps hold their sums in all their registers."""
     if dot == torch.float32:
         return TileShape(16, 16, 8 if D > 64 else 4, 1)
     if D > 128:
@@ -167,18 +162,18 @@ def attention_sparse_triton(
     # every E4M3 value times its power of two is a bf16 number
     dot = torch.float32 if fmt.dtype == torch.float32 else q.dtype
     held = ring if entries is None else entries.pages
-    hopper = shape is None and on_hopper(q, fmt, ring, held)
+    hopper = shape is None and suits_hopper(q, fmt, ring, held)
     shape = HOPPER_SHAPE if hopper else shape or sparse_shape(H, D, dot)
     chosen = None if entries is None else entries.chosen
     table = None if entries is None else entries.table
     K = 0 if chosen is None else chosen.shape[1]
     N = 0 if table is None else table.shape[1]
     longest = triton.cdiv(window, shape.keys) + triton.cdiv(N * held.shape[1] if chosen is None else K, shape.keys)
-    few = FEW * processors(q.device)
-    heads = hopper_heads(T, H, min(longest, MOST_SPLITS), few) if hopper else shape.rows
+    few = FEW * sm_count(q.device)
+    heads = hopper_heads(T, H, min(longest, MAX_SPLITS), few) if hopper else shape.rows
     blocks = triton.cdiv(H, heads)
     if splits is None:
-        splits = max(1, min(processors(q.device) // (T * blocks), longest, MOST_SPLITS))
+        splits = max(1, min(sm_count(q.device) // (T * blocks), longest, MAX_SPLITS))
     assert q.stride(2) == 1 and ring.is_contiguous() and held.is_contiguous() and held.dtype == ring.dtype == fmt.dtype
     assert cos.is_contiguous() and sin.is_contiguous() and cos.shape == sin.shape == (T, fmt.rope // 2)
     assert (table is None or table.stride(1) == 1) and (chosen is None or chosen.stride(1) == 1)

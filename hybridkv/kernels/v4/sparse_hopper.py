@@ -1,8 +1,7 @@
 """attention_sparse on Hopper GPUs, at the released width: 512 channels, the last 64 rotary, products in bf16.
 
-Written in Gluon, the language below Triton: here layouts, shared memory and the work of each warp are explicit. As in
-attention_sparse_kernel a program has one token, 64 heads and a part of the token's keys, in tiles of 64 keys of the
-window or of the entries. Its warps share the work:
+In Gluon. As in attention_sparse_kernel a program has one token, 64 heads and a part of the token's keys, in tiles of 64
+keys of the window or of the entries. Its warps share the work:
 
     8 loaders   find a tile's rows, read them, and leave them in shared memory as bf16
     4 scorers   S = q K^T, softmax, and O += P K for the left half of the channels
@@ -17,23 +16,15 @@ come, `taken` the scorers that they have been read.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
-
 from hybridkv.kernels.attention.tile import LOG2_E
+from hybridkv.kernels.gluon import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma
 from hybridkv.kernels.v4.sparse_loaders import LOADERS, ROPE, D, loaders
-
-# kernels are a language of their own, which a Python type checker does not know
-gluon: Any = import_module("triton.experimental.gluon")
-gl: Any = import_module("triton.experimental.gluon.language")
-hopper: Any = import_module("triton.experimental.gluon.language.nvidia.hopper")
-mbarrier, fence_async_shared, warpgroup_mma = hopper.mbarrier, hopper.fence_async_shared, hopper.warpgroup_mma
 
 SCORERS = 4  # warps; the others are as many
 LOADER_REGISTERS, OTHER_REGISTERS = 80, 160  # of a thread; the scorers get what is left, 192
 _D, _ROPE, _KEPT, _HALF = gl.constexpr(D), gl.constexpr(ROPE), gl.constexpr(D - ROPE), gl.constexpr(D // 2)
 _BH, _BN, _TILES = gl.constexpr(64), gl.constexpr(64), gl.constexpr(2)
-_WIDE = gl.constexpr(128)  # channels of one product: with more, so many threads have too few registers each to compile
+_WIDE = gl.constexpr(128)  # channels of one product: with more, threads have too few registers
 _SCORERS, _LOADERS = gl.constexpr(SCORERS), gl.constexpr(LOADERS)
 _LOADER_REGISTERS, _OTHER_REGISTERS = gl.constexpr(LOADER_REGISTERS), gl.constexpr(OTHER_REGISTERS)
 _LOG2_E = gl.constexpr(LOG2_E)
@@ -41,7 +32,7 @@ _LOG2_E = gl.constexpr(LOG2_E)
 
 @gluon.jit
 def derotate_tile(b_o, p_cos, p_sin):
-    """b_o [BH, D / 2] f32, the right half, turned back by the angles of one token."""
+    """b_o [BH, D / 2] f32, the right half, rotated back by the angles of one token."""
     b_even, b_odd = gl.split(gl.reshape(b_o, [_BH, _HALF // 2, 2]))
     o_p = gl.arange(0, _HALF // 2, layout=gl.SliceLayout(0, b_even.type.layout)) - (_KEPT - _HALF) // 2
     b_cos = gl.load(p_cos + o_p, mask=o_p >= 0, other=1.0)[None, :]
@@ -91,7 +82,7 @@ def scorers(
     b_m = gl.full([_BH], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S))
     b_z = gl.zeros([_BH], gl.float32, layout=gl.SliceLayout(1, S))
     b_o = gl.zeros([_BH, _HALF], gl.float32, layout=V)
-    i_tile, phase, turn = 0, 0, 1
+    i_tile, phase, phase_w = 0, 0, 1
     for _ in range(begin, end, _BN):
         k_left, k_right = k_tiles.index(2 * i_tile), k_tiles.index(2 * i_tile + 1)
         mbarrier.wait(full.index(i_tile), phase)
@@ -104,7 +95,7 @@ def scorers(
         b_keep = gl.exp2(b_m - b_base)
         b_m = b_top
         b_weight = b_p.to(gl.bfloat16)
-        mbarrier.wait(taken, turn)  # the others have read the last weights
+        mbarrier.wait(taken, phase_w)  # the others have read the last weights
         p_tile.store(b_weight)
         keeps.store(b_keep)
         fence_async_shared()
@@ -118,7 +109,7 @@ def scorers(
             b_o = warpgroup_mma(p_tile, k_left, b_o)
         gl.thread_barrier()  # all four have read the tile
         mbarrier.arrive(empty.index(i_tile), count=1)
-        turn = turn ^ 1
+        phase_w = phase_w ^ 1
         i_tile += 1
         if i_tile == _TILES:
             i_tile, phase = 0, phase ^ 1
@@ -133,7 +124,7 @@ def scorers(
         b_top = gl.maximum(b_m, b_sink)
         b_keep = gl.exp2(b_m - b_top)
         b_w = b_keep / (b_z * b_keep + gl.exp2(b_sink - b_top))
-    mbarrier.wait(taken, turn)
+    mbarrier.wait(taken, phase_w)
     keeps.store(b_w)
     gl.thread_barrier()
     mbarrier.arrive(ready, count=1)
@@ -151,19 +142,19 @@ def others(
 ):  # fmt: skip
     V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_SCORERS, 1], [16, _WIDE, 16])
     b_o = gl.zeros([_BH, _HALF], gl.float32, layout=V)
-    i_tile, turn = 0, 0
+    i_tile, phase_w = 0, 0
     for _ in range(begin, end, _BN):
-        mbarrier.wait(ready, turn)
+        mbarrier.wait(ready, phase_w)
         b_o = b_o * keeps.load(gl.SliceLayout(1, V))[:, None]
         b_o = warpgroup_mma(p_tile, k_tiles.index(2 * i_tile + 1), b_o)
         gl.thread_barrier()
         mbarrier.arrive(empty.index(i_tile), count=1)
         mbarrier.arrive(taken, count=1)
-        turn = turn ^ 1
+        phase_w = phase_w ^ 1
         i_tile += 1
         if i_tile == _TILES:
             i_tile = 0
-    mbarrier.wait(ready, turn)
+    mbarrier.wait(ready, phase_w)
     b_o = b_o * keeps.load(gl.SliceLayout(1, V))[:, None]
     if SPLIT:
         write_part(b_o, part, i_t, i_s, i_h, stop, begin, end, H, splits, _HALF)
@@ -225,7 +216,7 @@ def attention_hopper_kernel(
     i_b = gl.load(owner + i_t)
     i_slot, i_ring = gl.load(slots + i_b), gl.load(rows + i_b)
     real = (i_slot >= 0) & (i_ring >= 0)  # else padding, which has no keys
-    turn = (position.to(gl.uint32) % R).to(gl.int32)
+    newest = (position.to(gl.uint32) % R).to(gl.int32)
     count_w = gl.where(real, gl.minimum(position + 1, WINDOW), 0)
     first = (count_w + _BN - 1) // _BN * _BN  # where the entries' tiles begin
     visible, count_e = 0, 0
@@ -275,7 +266,7 @@ def attention_hopper_kernel(
             )),
             (loaders, (
                 ring + i_ring * (R * (VALUE + SCALE)), pages, p_table, p_chosen, k_tiles, k_words, biases, full, empty,
-                begin, end, first, count_w, count_e, visible, turn,
+                begin, end, first, count_w, count_e, visible, newest,
                 R, P, VALUE, SCALE, QUANTISED, E8M0, ENTRIES, CHOSEN,
             )),
         ],

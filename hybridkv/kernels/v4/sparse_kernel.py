@@ -46,7 +46,7 @@ def find_keys(
 
 @triton.jit
 def derotate_tile(b_o, p_cos, p_sin, D: tl.constexpr, ROPE: tl.constexpr):
-    """b_o [rows, BD] f32, turned back by the angles of one token."""
+    """b_o [rows, BD] f32, rotated back by the angles of one token."""
     PAIRS: tl.constexpr = b_o.shape[1] // 2
     o_p = tl.arange(0, PAIRS) - (D - ROPE) // 2
     m_p = (o_p >= 0) & (o_p < ROPE // 2)

@@ -1,20 +1,13 @@
-"""The loaders of attention_sparse_hopper: they find a tile's rows, read them, and leave them in shared memory as bf16.
+"""The loaders of sparse_hopper.py: they find a tile's rows, read them, and leave them in shared memory as bf16.
 
-What bounds the kernel over FP8 is how fast they widen. So there are eight warps, they use few instructions and no
+The kernel over FP8 is as fast as they dequantise. So there are eight warps, they use few instructions and no
 conversions, and what a tile is found by is read before it is needed: the entries chosen for it three tiles ahead, its
 pages two, its codes one.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
-
-# kernels are a language of their own, which a Python type checker does not know
-gluon: Any = import_module("triton.experimental.gluon")
-gl: Any = import_module("triton.experimental.gluon.language")
-hopper: Any = import_module("triton.experimental.gluon.language.nvidia.hopper")
-async_copy, mbarrier, fence_async_shared = hopper.async_copy, hopper.mbarrier, hopper.fence_async_shared
+from hybridkv.kernels.gluon import async_copy, fence_async_shared, gl, gluon, mbarrier
 
 D, ROPE = 512, 64
 LOADERS = 8  # warps
@@ -39,12 +32,12 @@ def find_entries(i_n, first, count_e, p_chosen, L: gl.constexpr, ENTRIES: gl.con
 
 @gluon.jit
 def find_rows(
-    i_n, b_e, first, count_w, visible, turn, p_table, L: gl.constexpr,
+    i_n, b_e, first, count_w, visible, newest, p_table, L: gl.constexpr,
     R: gl.constexpr, P: gl.constexpr, ENTRIES: gl.constexpr,
 ):  # fmt: skip
     """Page (0: the ring's; -1: no key) and row in it of a tile's keys, each [BN] int32."""
     o_n = i_n + gl.arange(0, _BN, layout=gl.SliceLayout(1, L))
-    b_row = turn - o_n
+    b_row = newest - o_n
     b_row = gl.where(b_row < 0, b_row + R, b_row)
     b_page = gl.where(o_n < count_w, 0, -1)
     if ENTRIES:
@@ -67,7 +60,7 @@ def load_words(p_row, m_k, FIRST: gl.constexpr, COUNT: gl.constexpr, L: gl.const
 # Each code, its sign copied upwards, goes where bf16 has its bits, which is 2^-120 of the value; then two products,
 # both exact. No conversion instructions, of which a multiprocessor does few at a time. A NaN among the four makes NaN
 # of all four: one key that is NaN anywhere makes the whole token NaN either way.
-WIDEN_BITS = """
+UPCAST_BITS = """
 {
 .reg .b32 a, b, c, d, k, m;
 .reg .pred p;
@@ -91,7 +84,7 @@ mul.bf16x2 $1, b, m;
 }
 """
 # The same by conversions, where the scale is no power of two. $3: it, in f32.
-WIDEN_CONVERT = """
+UPCAST_CONVERT = """
 {
 .reg .b16 a, b, c, d;
 .reg .b32 x, y;
@@ -114,11 +107,11 @@ cvt.rn.bf16x2.f32 $0, f, e;
 cvt.rn.bf16x2.f32 $1, h, g;
 }
 """
-_WIDEN_BITS, _WIDEN_CONVERT = gl.constexpr(WIDEN_BITS), gl.constexpr(WIDEN_CONVERT)
+_UPCAST_BITS, _UPCAST_CONVERT = gl.constexpr(UPCAST_BITS), gl.constexpr(UPCAST_CONVERT)
 
 
 @gluon.jit
-def widen_words(b_word, b_scale, FIRST: gl.constexpr, E8M0: gl.constexpr):
+def upcast_words(b_word, b_scale, FIRST: gl.constexpr, E8M0: gl.constexpr):
     """Words b_word [BN, COUNT] of four codes, from word FIRST on -> [BN, 2 COUNT] words of two bf16.
 
     b_scale [BN]: one f32, or a byte for each group.
@@ -138,7 +131,7 @@ def widen_words(b_word, b_scale, FIRST: gl.constexpr, E8M0: gl.constexpr):
         b_bits = b_scale.to(gl.int32, bitcast=True)
     b_word, b_bits = gl.broadcast(b_word, b_bits[:, :, None])
     b_low, b_high = gl.inline_asm_elementwise(
-        _WIDEN_BITS if E8M0 else _WIDEN_CONVERT, "=r,=r,r,r", [b_word, b_bits], (gl.int32, gl.int32), True, 1
+        _UPCAST_BITS if E8M0 else _UPCAST_CONVERT, "=r,=r,r,r", [b_word, b_bits], (gl.int32, gl.int32), True, 1
     )
     return gl.reshape(gl.join(b_low, b_high), [_BN, 2 * COUNT])
 
@@ -165,17 +158,17 @@ def load_scale(p_scale, m_k, E8M0: gl.constexpr):
 
 
 @gluon.jit
-def widen_and_load(k_words, b_word, b_scale, p_next, m_next, FIRST: gl.constexpr, E8M0: gl.constexpr, L: gl.constexpr):
+def upcast_and_load(k_words, b_word, b_scale, p_next, m_next, FIRST: gl.constexpr, E8M0: gl.constexpr, L: gl.constexpr):
     """Codes into their half of the tile, as bf16; the next tile's in their place."""
     COUNT: gl.constexpr = b_word.shape[1]
-    k_words.slice(2 * FIRST % 128, 2 * COUNT, dim=1).store(widen_words(b_word, b_scale, FIRST, E8M0))
+    k_words.slice(2 * FIRST % 128, 2 * COUNT, dim=1).store(upcast_words(b_word, b_scale, FIRST, E8M0))
     return load_words(p_next, m_next, FIRST, COUNT, L)
 
 
 @gluon.jit
 def loaders(
     p_ring, pages, p_table, p_chosen, k_tiles, k_words, biases, full, empty,
-    begin, end, first, count_w, count_e, visible, turn,
+    begin, end, first, count_w, count_e, visible, newest,
     R: gl.constexpr, P: gl.constexpr, VALUE: gl.constexpr, SCALE: gl.constexpr,
     QUANTISED: gl.constexpr, E8M0: gl.constexpr, ENTRIES: gl.constexpr, CHOSEN: gl.constexpr,
 ):  # fmt: skip
@@ -185,10 +178,10 @@ def loaders(
     )
     b_e = find_entries(begin, first, count_e, p_chosen, L, ENTRIES, CHOSEN)
     b_then = find_entries(begin + _BN, first, count_e, p_chosen, L, ENTRIES, CHOSEN)
-    b_page, b_row = find_rows(begin, b_e, first, count_w, visible, turn, p_table, L, R, P, ENTRIES)
+    b_page, b_row = find_rows(begin, b_e, first, count_w, visible, newest, p_table, L, R, P, ENTRIES)
     i_tile, phase = 0, 1
     if QUANTISED:
-        # a part of the next tile is on its way, in the same registers, as soon as that of this one has been widened
+        # a part of the next tile is on its way, in the same registers, as soon as that of this one has been dequantised
         m_k = (b_page >= 0) & (begin < end)
         p_value, p_scale = places(begin, first, p_ring, pages, b_page, b_row, R, P, VALUE, SCALE, ENTRIES)
         b_scale = load_scale(p_scale, m_k, E8M0)
@@ -197,20 +190,20 @@ def loaders(
         b_2 = load_words(p_value, m_k, 64, 32, L)
         b_3 = load_words(p_value, m_k, 96, 16, L)
         b_tail = load_words(p_value, m_k, _KEPT // 4, _ROPE // 2, L)
-        b_page, b_row = find_rows(begin + _BN, b_then, first, count_w, visible, turn, p_table, L, R, P, ENTRIES)
+        b_page, b_row = find_rows(begin + _BN, b_then, first, count_w, visible, newest, p_table, L, R, P, ENTRIES)
         b_then = find_entries(begin + 2 * _BN, first, count_e, p_chosen, L, ENTRIES, CHOSEN)
         for i_n in range(begin, end, _BN):
             left, right = k_words.index(2 * i_tile), k_words.index(2 * i_tile + 1)
             m_next = (b_page >= 0) & (i_n + _BN < end)
             p_value, p_scale = places(i_n + _BN, first, p_ring, pages, b_page, b_row, R, P, VALUE, SCALE, ENTRIES)
             b_next = load_scale(p_scale, m_next, E8M0)
-            b_page, b_row = find_rows(i_n + 2 * _BN, b_then, first, count_w, visible, turn, p_table, L, R, P, ENTRIES)
+            b_page, b_row = find_rows(i_n + 2 * _BN, b_then, first, count_w, visible, newest, p_table, L, R, P, ENTRIES)
             b_then = find_entries(i_n + 3 * _BN, first, count_e, p_chosen, L, ENTRIES, CHOSEN)
             mbarrier.wait(empty.index(i_tile), phase)
-            b_0 = widen_and_load(left, b_0, b_scale, p_value, m_next, 0, E8M0, L)
-            b_1 = widen_and_load(left, b_1, b_scale, p_value, m_next, 32, E8M0, L)
-            b_2 = widen_and_load(right, b_2, b_scale, p_value, m_next, 64, E8M0, L)
-            b_3 = widen_and_load(right, b_3, b_scale, p_value, m_next, 96, E8M0, L)
+            b_0 = upcast_and_load(left, b_0, b_scale, p_value, m_next, 0, E8M0, L)
+            b_1 = upcast_and_load(left, b_1, b_scale, p_value, m_next, 32, E8M0, L)
+            b_2 = upcast_and_load(right, b_2, b_scale, p_value, m_next, 64, E8M0, L)
+            b_3 = upcast_and_load(right, b_3, b_scale, p_value, m_next, 96, E8M0, L)
             right.slice(96, 32, dim=1).store(b_tail)
             b_tail = load_words(p_value, m_next, _KEPT // 4, _ROPE // 2, L)
             biases.index(i_tile).store(gl.where(m_k, 0.0, float("-inf")))
@@ -233,7 +226,7 @@ def loaders(
             async_copy.async_copy_global_to_shared(k_tiles.index(2 * i_tile + 1), p_x + _HALF, mask=m_k[:, None])
             async_copy.commit_group()
             # the next tile's keys are found while the loads of this one are on their way
-            b_page, b_row = find_rows(i_n + _BN, b_then, first, count_w, visible, turn, p_table, L, R, P, ENTRIES)
+            b_page, b_row = find_rows(i_n + _BN, b_then, first, count_w, visible, newest, p_table, L, R, P, ENTRIES)
             b_then = find_entries(i_n + 2 * _BN, first, count_e, p_chosen, L, ENTRIES, CHOSEN)
             async_copy.wait_group(0)
             biases.index(i_tile).store(gl.where(m_k, 0.0, float("-inf")))

@@ -30,10 +30,10 @@ from hybridkv.kernels.formats.small_floats import (
 )
 from hybridkv.kernels.overlap import can_overlap, wait_for_inputs
 from hybridkv.kernels.step_index import StepIndex
-from hybridkv.kernels.v4.norm_rope import load_turns, norm_rope_ref, turn_pairs
+from hybridkv.kernels.v4.norm_rope import load_angles, norm_rope_ref, rotate_pairs
 
-BLOCK_VALUES = 1024  # of a tile of new rows at most: what one warp holds, whose sums need no barrier
-FEW_TOKENS = 512  # up to here a program for each token: more of them than the GPU runs at once are not to be had
+BLOCK_VALUES = 1024  # of a tile of new rows, at most: one warp holds them, and its sums need no barrier
+FEW_TOKENS = 512  # up to this many, one program for each token; the GPU would not run more programs at once
 BLOCK_COPIED = 8  # rows a program copies
 _SMALLEST_FP8 = tl.constexpr(SMALLEST_FP8)
 
@@ -74,12 +74,12 @@ def append_window_kernel(
     o_row = tl.load(positions + o_t, mask=m_t, other=0).to(tl.int32) % R  # 32 bits: a 64-bit remainder is slow
     b_x = tl.load(x + o_t[:, None] * stride_xt + o_d, mask=m_t[:, None] & (o_d < D), other=0.0).to(tl.float32)
     p_cos, p_sin = cos + o_t[:, None] * stride_ct, sin + o_t[:, None] * stride_st
-    b_cos, b_sin, m_r = load_turns(p_cos, p_sin, m_t[:, None], D, ROPE // 2, BD // 2)
+    b_cos, b_sin, m_r = load_angles(p_cos, p_sin, m_t[:, None], D, ROPE // 2, BD // 2)
     o_page = tl.load(rows + b_owner, mask=m_t, other=-1)
     b_end = tl.load(starts + b_owner + 1, mask=m_t, other=0)
     m_e = (o_page >= 0) & (o_page < S) & (o_t >= b_end - R)
     b_norm = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(b_x * b_x, 1), D + 0.0) + eps))
-    b_x = turn_pairs(b_x * b_norm[:, None] * b_weight, b_cos, b_sin, m_r)
+    b_x = rotate_pairs(b_x * b_norm[:, None] * b_weight, b_cos, b_sin, m_r)
     store_rows(ring, o_page, o_row, m_e, o_d, b_x, R, D, ROPE, FORMAT)
 
 
@@ -89,12 +89,12 @@ def append_fp8_kernel(
     R: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, VALUE: tl.constexpr, SCALE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A token. A thread has four channels, 16 of them a group of 64, a warp 128, and each warp adds up all of them."""
+    """One token. A thread has four channels, 16 threads a group of 64, a warp 128. Each warp adds up all channels."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     WARPS: tl.constexpr = D // 128
     KEPT: tl.constexpr = D - ROPE
-    o_l = tl.arange(0, 32)[:, None] + tl.arange(0, WARPS) * 32  # lanes first, which is how the compiler deals them
+    o_l = tl.arange(0, 32)[:, None] + tl.arange(0, WARPS) * 32  # lanes first, as the compiler lays them out
     o_d = o_l[:, :, None] * 4 + tl.arange(0, 4)  # [32, WARPS, 4]
     b_weight = tl.load(weight + o_d)
     i_t = tl.program_id(0).to(tl.int64)
@@ -107,7 +107,7 @@ def append_fp8_kernel(
         tl.extra.cuda.gdc_wait()  # the index, like the weights, was there before the step
     x += i_t * stride_xt
     b_x = tl.load(x + o_d).to(tl.float32)
-    o_r = o_l[:, :, None] * 2 + tl.arange(0, 2) - KEPT // 2  # pairs that are turned
+    o_r = o_l[:, :, None] * 2 + tl.arange(0, 2) - KEPT // 2  # pairs that are rotated
     b_cos = tl.load(cos + i_t * stride_ct + o_r, mask=o_r >= 0, other=1.0)
     b_sin = tl.load(sin + i_t * stride_st + o_r, mask=o_r >= 0, other=0.0)
     b_sum = tl.zeros([32, WARPS, 8], tl.float32)
@@ -117,20 +117,21 @@ def append_fp8_kernel(
         b_sum += b_all * b_all
     b_norm = tl.rsqrt(tl.sum(tl.sum(b_sum, 2), 0) / D + eps)[None, :]  # the same in every warp
     b_x *= b_weight
-    b_most = tl.max(tl.reshape(largest_finite_tile(b_x, 2), [2, 16, WARPS]), 1)[:, None, :]
-    b_most = tl.reshape(tl.broadcast_to(b_most, [2, 16, WARPS]), [32, WARPS])
+    b_largest = tl.max(tl.reshape(largest_finite_tile(b_x, 2), [2, 16, WARPS]), 1)[:, None, :]
+    b_largest = tl.reshape(tl.broadcast_to(b_largest, [2, 16, WARPS]), [32, WARPS])
     b_x *= b_norm[:, :, None]
-    b_most = (b_most * b_norm).to(tl.bfloat16).to(tl.float32)  # of a group, still: all are rounded alike
-    b_k = ceil_exponent_tile(tl.where(b_most > _SMALLEST_FP8, b_most, _SMALLEST_FP8), 8, 0x600000)  # NaN is not above
+    b_largest = (b_largest * b_norm).to(tl.bfloat16).to(tl.float32)  # all of a group are rounded alike
+    b_largest = tl.where(b_largest > _SMALLEST_FP8, b_largest, _SMALLEST_FP8)  # NaN is not greater
+    b_k = ceil_exponent_tile(b_largest, 8, 0x600000)
     b_code = e4m3_code_tile(b_x.to(tl.bfloat16).to(tl.float32) * power_of_two_tile(-b_k)[:, :, None])
     tl.store(p_value + o_d, b_code, mask=(o_d < KEPT) & stored)
     o_g = o_l // 16
     b_scale = tl.where(o_g < KEPT // 64, b_k + 127, 0).to(tl.uint8)  # a row of scales ends in zeros
     tl.store(p_scale + o_g, b_scale, mask=(o_l % 16 == 0) & stored)
     b_a, b_b = tl.split(tl.reshape(b_x, [32, WARPS, 2, 2]))
-    b_tail = tl.join(b_a * b_cos - b_b * b_sin, b_b * b_cos + b_a * b_sin)
-    p_tail = p_value.to(tl.pointer_type(tl.bfloat16)) + (o_d - KEPT // 2)
-    tl.store(p_tail, tl.reshape(b_tail, o_d.shape).to(tl.bfloat16), mask=(o_d >= KEPT) & stored)
+    b_rotated = tl.join(b_a * b_cos - b_b * b_sin, b_b * b_cos + b_a * b_sin)
+    p_rotated = p_value.to(tl.pointer_type(tl.bfloat16)) + (o_d - KEPT // 2)
+    tl.store(p_rotated, tl.reshape(b_rotated, o_d.shape).to(tl.bfloat16), mask=(o_d >= KEPT) & stored)
 
 
 def append_window_triton(
@@ -156,7 +157,7 @@ def append_window_triton(
     where = index.token_to_req, index.positions, index.query_start_loc, index.slots if rows is None else rows
     strides = x.stride(0), cos.stride(0), sin.stride(0)
     if tokens == 1 and fmt.code == FP8.value and D == columns == 64 * fmt.scale_bytes and (D - fmt.rope) % 64 == 0:
-        overlap = overlap and rows is None  # the index is of the step; rows may be of the kernel before
+        overlap = overlap and rows is None  # the index was there before the step; the kernel before may write rows
         append_fp8_kernel[(T,)](
             ring, x, weight, cos, sin, *where, S, eps, *strides, R=R, D=D, ROPE=fmt.rope, VALUE=fmt.value_bytes,
             SCALE=fmt.scale_bytes, OVERLAP=overlap, num_warps=D // 128, launch_pdl=overlap,

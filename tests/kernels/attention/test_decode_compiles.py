@@ -13,7 +13,8 @@ from no_device import SHARED_MEMORY, built
 from hybridkv.kernels.attention import decode as file
 from hybridkv.kernels.formats.fp8 import Fp8Pages
 
-file.on_gpu = file.overlaps = file.can_overlap = lambda q, most=None: True
+file.on_gpu = file.can_overlap = lambda q, max_tokens=None: True
+file.has_pdl = lambda device: True
 table, wide = (torch.zeros(5, 4, n, dtype=torch.int32) for n in (3, file.SHORT // 64 + 1))
 codes = Fp8Pages(torch.zeros(4, 64, 256, dtype=torch.uint8), torch.zeros(4, 64))
 for B in (file.FEW, file.FEW + 1):

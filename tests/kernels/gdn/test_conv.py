@@ -12,35 +12,37 @@ from hybridkv.kernels.gdn.rule import causal_conv_ref, causal_conv_step_ref
 BOUND = 5e-7  # four products and a silu in f32
 
 
-def in_float64(x: Tensor, weight: Tensor, tail: Tensor) -> Tensor:
-    rows, taps = torch.cat((tail, x)).double(), weight.shape[1]
+def in_float64(x: Tensor, weight: Tensor, conv_state: Tensor) -> Tensor:
+    rows, width = torch.cat((conv_state, x)).double(), weight.shape[1]
     out = torch.zeros(x.shape, dtype=torch.float64)
     for t in range(len(x)):
-        for i in range(taps):
-            out[t] += weight[:, taps - 1 - i].double() * rows[taps - 1 + t - i]  # the last tap meets the newest token
+        for i in range(width):
+            out[t] += (
+                weight[:, width - 1 - i].double() * rows[width - 1 + t - i]
+            )  # the last column meets the newest token
     return out * out.sigmoid()
 
 
-def case(T: int, taps: int = 4, channels: int = 10) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.randn(T, channels), torch.randn(channels, taps), torch.randn(taps - 1, channels)
+def case(T: int, width: int = 4, channels: int = 10) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(T, channels), torch.randn(channels, width), torch.randn(width - 1, channels)
 
 
-@pytest.mark.parametrize("taps", (2, 4))
+@pytest.mark.parametrize("width", (2, 4))
 @pytest.mark.parametrize("T", (1, 2, 3, 4, 50))
-def test_the_whole_is_the_formula_and_leaves_the_last_inputs(T: int, taps: int) -> None:
-    x, weight, tail = case(T, taps)
-    own = tail.clone()
-    assert_close_rms("output", in_float64(x, weight, tail), causal_conv_ref(x, weight, own), BOUND)
-    assert_same_bytes(torch.cat((tail, x))[-(taps - 1) :], own)
+def test_the_whole_is_the_formula_and_leaves_the_last_inputs(T: int, width: int) -> None:
+    x, weight, conv_state = case(T, width)
+    own = conv_state.clone()
+    assert_close_rms("output", in_float64(x, weight, conv_state), causal_conv_ref(x, weight, own), BOUND)
+    assert_same_bytes(torch.cat((conv_state, x))[-(width - 1) :], own)
 
 
 def pieces(cuts: list[int], channels: int) -> tuple[Tensor, Tensor]:
-    """(whole, in pieces); the tails they leave are the same bytes."""
-    x, weight, tail = case(200, channels=channels)
-    whole_tail, own = tail.clone(), tail.clone()
-    whole = causal_conv_ref(x, weight, whole_tail)
+    """(whole, in pieces); the conv_states they leave are the same bytes."""
+    x, weight, conv_state = case(200, channels=channels)
+    whole_conv_state, own = conv_state.clone(), conv_state.clone()
+    whole = causal_conv_ref(x, weight, whole_conv_state)
     parts = [causal_conv_ref(x[a:b], weight, own) for a, b in itertools.pairwise([0, *cuts, 200])]
-    assert_same_bytes(whole_tail, own)
+    assert_same_bytes(whole_conv_state, own)
     return whole, torch.cat(parts)
 
 
@@ -56,22 +58,22 @@ def test_pieces_cut_at_multiples_of_64_are_the_whole_bit_for_bit(cuts: list[int]
 
 
 def test_steps_are_the_whole() -> None:
-    x, weight, tail = case(50)
-    own = tail.clone()[None]
+    x, weight, conv_state = case(50)
+    own = conv_state.clone()[None]
     steps = torch.cat([causal_conv_step_ref(x[t : t + 1], weight, own) for t in range(50)])
-    whole = causal_conv_ref(x, weight, tail)
-    assert_close_rms("output", whole, steps, BOUND)  # the taps may be added in another order
-    assert_same_bytes(tail, own[0])
+    whole = causal_conv_ref(x, weight, conv_state)
+    assert_close_rms("output", whole, steps, BOUND)  # the width may be added in another order
+    assert_same_bytes(conv_state, own[0])
 
 
 def test_bf16_inputs_are_computed_in_f32() -> None:
-    x, weight, tail = case(9)
+    x, weight, conv_state = case(9)
     narrow = x.bfloat16()
-    out = causal_conv_ref(narrow, weight, tail.clone())
+    out = causal_conv_ref(narrow, weight, conv_state.clone())
     assert out.dtype == torch.float32
-    assert_close_rms("output", in_float64(narrow.float(), weight, tail), out, BOUND)
+    assert_close_rms("output", in_float64(narrow.float(), weight, conv_state), out, BOUND)
 
 
 def test_the_bound_would_see_reversed_taps() -> None:
-    x, weight, tail = case(50)
-    assert rel_rms(in_float64(x, weight, tail), causal_conv_ref(x, weight.flip(1), tail.clone())) > 0.1
+    x, weight, conv_state = case(50)
+    assert rel_rms(in_float64(x, weight, conv_state), causal_conv_ref(x, weight.flip(1), conv_state.clone())) > 0.1

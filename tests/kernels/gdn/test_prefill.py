@@ -105,17 +105,17 @@ def on_device(net: DeltaNet) -> DeltaNet:
 @pytest.mark.parametrize("dtype", ROUNDED)
 @pytest.mark.parametrize("T", (1, 2, 3, 65))
 def test_what_comes_before_the_rule(T: int, dtype: torch.dtype) -> None:
-    """Convolution, norms and gates; no gates behind the last token; the tail moves on even when T is under three."""
+    """Convolution, norms and gates; no gates after the last token; also for T below the width."""
     net = make_net(2, 6, 16, 32)
-    x, tail = make_x(T, net, dtype), start(net)[0].to(dtype)
-    rows = torch.cat((tail.double(), x[:, : net.channels].double()))
+    x, conv_state = make_x(T, net, dtype), start(net)[0].to(dtype)
+    rows = torch.cat((conv_state.double(), x[:, : net.channels].double()))
     y = sum(rows[i : i + T] * net.conv[:, i].double() for i in range(4))
     want_q, want_k, want_v = F.silu(y).split([32, 32, 192], -1)  # type: ignore[arg-type]
     want_q, want_k = (
         t.view(T, 2, 16) * (t.view(T, 2, 16).square().sum(-1, True) + 1e-6).rsqrt() for t in (want_q, want_k)
     )
     b, a = x.double().split(net.columns, -1)[2:]
-    own = tail.to(DEVICE)
+    own = conv_state.to(DEVICE)
     q, k, v, g, beta = prepare(x.to(DEVICE), on_device(net), own)
     pad = -T % CHUNK
     for name, want, got, bound in (
@@ -131,74 +131,89 @@ def test_what_comes_before_the_rule(T: int, dtype: torch.dtype) -> None:
 def test_gates_of_tokens_that_hardly_decay_keep_their_digits() -> None:
     net = make_net(value_heads=4)
     net.dt_bias.copy_(torch.tensor([-15.0, -20.0, 3.0, 30.0]))
-    x, (tail, _) = make_x(64, net, F32), start(net)
-    g = prepare(x.to(DEVICE), on_device(net), tail.to(DEVICE))[3].cpu()
+    x, (conv_state, _) = make_x(64, net, F32), start(net)
+    g = prepare(x.to(DEVICE), on_device(net), conv_state.to(DEVICE))[3].cpu()
     want = -net.decay * F.softplus((x[:, -4:] + net.dt_bias).double())
     assert ((g - want).abs() <= 5e-6 * want.abs()).all()  # of exp at 20
 
 
-def run(form, x: Tensor, net: DeltaNet, tail: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[no-untyped-def]
-    tail, state = tail.clone(), state.clone()
-    return form(x, net, tail, state), tail, state
+def run(form, x: Tensor, net: DeltaNet, conv_state: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[no-untyped-def]
+    conv_state, state = conv_state.clone(), state.clone()
+    return form(x, net, conv_state, state), conv_state, state
 
 
 @pytest.mark.parametrize("dtype", LAYER)
 @pytest.mark.parametrize("T", (1, 2, 63, 64, 130))
 def test_the_layer_is_the_reference(T: int, dtype: torch.dtype) -> None:
     net = make_net()
-    x, (tail, state) = make_x(T, net, dtype), start(net)
-    want, want_tail, want_state = run(gdn_prefill_ref, x, net, tail, state)
-    got, own_tail, own_state = run(gdn_prefill_triton, x.to(DEVICE), on_device(net), tail.to(DEVICE), state.to(DEVICE))
+    x, (conv_state, state) = make_x(T, net, dtype), start(net)
+    want, want_conv_state, want_state = run(gdn_prefill_ref, x, net, conv_state, state)
+    got, own_conv_state, own_state = run(
+        gdn_prefill_triton, x.to(DEVICE), on_device(net), conv_state.to(DEVICE), state.to(DEVICE)
+    )
     assert got.dtype == dtype and got.is_contiguous()
     assert_close_rms("output", want, got, LAYER[dtype])
     assert_close_rms("state", want_state, own_state, LAYER[dtype])
-    assert_same_bytes(want_tail, own_tail)
+    assert_same_bytes(want_conv_state, own_conv_state)
 
 
 @pytest.mark.parametrize("cuts", ([1], [64], [65, 66]))
 def test_parts_of_a_prompt_give_what_the_prompt_gives(cuts: list[int]) -> None:
     net = on_device(make_net())
-    x, (tail, state) = make_x(100, net, F32), start(net)
-    want, *held = run(gdn_prefill_triton, x, net, tail, state)
-    parts = [gdn_prefill_triton(x[a:b], net, tail, state) for a, b in itertools.pairwise([0, *cuts, len(x)])]
+    x, (conv_state, state) = make_x(100, net, F32), start(net)
+    want, *held = run(gdn_prefill_triton, x, net, conv_state, state)
+    parts = [gdn_prefill_triton(x[a:b], net, conv_state, state) for a, b in itertools.pairwise([0, *cuts, len(x)])]
     assert_close_rms("output", want, torch.cat(parts), LAYER[F32])
-    assert_same_bytes(held[0], tail)
+    assert_same_bytes(held[0], conv_state)
     assert_close_rms("state", held[1], state, LAYER[F32])
 
 
 def test_long_prompts_go_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     net = on_device(make_net())
-    x, (tail, state) = make_x(100, net, F32), start(net)
-    want = run(gdn_prefill_triton, x, net, tail, state)
+    x, (conv_state, state) = make_x(100, net, F32), start(net)
+    want = run(gdn_prefill_triton, x, net, conv_state, state)
     monkeypatch.setattr(module, "PIECE", 64)
-    got = run(gdn_prefill_triton, x, net, tail, state)
+    got = run(gdn_prefill_triton, x, net, conv_state, state)
     assert_same_bytes(want[1], got[1])
-    for name, i in (("output", 0), ("state", 2)):  # a convolution adds what lies in the tail last
+    for name, i in (("output", 0), ("state", 2)):  # a convolution adds what lies in the conv_state last
         assert_close_rms(name, want[i], got[i], LAYER[F32])
 
 
 def test_a_state_in_bf16_is_rounded_once() -> None:
     net = on_device(make_net())
-    x, (tail, state) = make_x(70, net, F32), start(net, BF16)
-    want = run(gdn_prefill_triton, x, net, tail, state.float())
-    got = run(gdn_prefill_triton, x, net, tail, state)
+    x, (conv_state, state) = make_x(70, net, F32), start(net, BF16)
+    want = run(gdn_prefill_triton, x, net, conv_state, state.float())
+    got = run(gdn_prefill_triton, x, net, conv_state, state)
     assert_same_bytes(want[0], got[0])
     assert_same_bytes(want[2].to(BF16), got[2])
 
 
 def test_other_sizes_take_the_reference() -> None:
-    net = make_net(K=24, V=20, taps=3)
-    x, (tail, state) = make_x(70, net, F32), start(net)
-    for a, b in zip(run(gdn_prefill, x, net, tail, state), run(gdn_prefill_ref, x, net, tail, state), strict=True):
+    net = make_net(K=24, V=20, width=3)
+    x, (conv_state, state) = make_x(70, net, F32), start(net)
+    for a, b in zip(
+        run(gdn_prefill, x, net, conv_state, state), run(gdn_prefill_ref, x, net, conv_state, state), strict=True
+    ):
         assert_same_bytes(a, b)
 
 
-@pytest.mark.parametrize("taps", (1, 2, 4, 5))
-def test_convolutions_of_any_length(taps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels are for four taps; others take the plain form."""
+@pytest.mark.parametrize("width", (1, 2, 4, 5))
+def test_convolutions_of_any_length(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels are for four width; others take the plain form."""
     monkeypatch.setattr(module, "use_triton", lambda x: True)
-    net = on_device(make_net(taps=taps))
-    x, (tail, state) = make_x(70, net, torch.float32), start(net)
-    want, got = (run(form, x, net, tail, state) for form in (gdn_prefill_ref, gdn_prefill))
-    for name, a, b in zip(("output", "tail", "state"), want, got, strict=True):
+    net = on_device(make_net(width=width))
+    x, (conv_state, state) = make_x(70, net, torch.float32), start(net)
+    want, got = (run(form, x, net, conv_state, state) for form in (gdn_prefill_ref, gdn_prefill))
+    for name, a, b in zip(("output", "conv_state", "state"), want, got, strict=True):
         assert_close_rms(name, a, b, 1e-5) if a.numel() else None
+
+
+@pytest.mark.parametrize(("sms", "taken"), [(16, False), (132, True)])
+def test_programs_in_pairs_are_left_to_cards_that_cannot_be_full_of_halves(
+    sms: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two programs of scan_hopper.py wait for each other: there must be more multiprocessors than processes."""
+    monkeypatch.setattr(module, "has_gluon", lambda device: True)
+    monkeypatch.setattr(module, "sm_count", lambda device: sms)
+    net = make_net(4, 8, 128, 128)  # rows of a multiple of 16 bytes
+    assert module.suits_hopper(make_x(70, net, BF16), net) == taken

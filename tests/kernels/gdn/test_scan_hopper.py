@@ -1,4 +1,4 @@
-"""gdn_scan_hopper compiles where there is no GPU. What it computes is tested on one: tests/gpu."""
+"""scan_hopper.py compiles where there is no GPU. What it computes is tested on one: tests/gpu."""
 
 from pathlib import Path
 
@@ -15,8 +15,8 @@ from hybridkv.kernels.gdn import prefill as file
 from hybridkv.kernels.backend import GLUON
 from hybridkv.kernels.gdn.weights import DeltaNet
 
-assert triton.__version__.startswith(GLUON), "another Triton than gdn_scan_hopper is written for"
-file.on_hopper = lambda x, net: True
+assert triton.__version__.startswith(GLUON), "another Triton than scan_hopper.py is written for"
+file.suits_hopper = lambda x, net: True
 net = DeltaNet(16, 48, 128, 128, torch.zeros(10240, 4), torch.zeros(48), torch.zeros(48), torch.zeros(128), 1e-6)
 x = torch.zeros(70, sum(net.columns), dtype=torch.bfloat16)
 for dtype in (torch.float32, torch.bfloat16):

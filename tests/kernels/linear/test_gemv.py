@@ -82,7 +82,7 @@ def test_the_library_has_the_product_where_the_kernel_does_not_pay() -> None:
 
 
 def test_more_rows_where_the_library_needs_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file, "is_hopper", lambda device: True)
+    monkeypatch.setattr(file, "has_kernel", lambda device: True)
     x, square, long = (torch.zeros(n, k, dtype=torch.bfloat16) for n, k in ((16, 64), (64, 64), (16, 64)))
     assert [file.suits_vector(x[:n], square) for n in (0, 1, 8, 9)] == [False, True, True, False]
     for case in ((square, True), (long, False)):

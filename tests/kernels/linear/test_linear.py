@@ -36,3 +36,23 @@ def test_few_rows_are_not_added_but_handed_on() -> None:
         assert found is not None
         assert_close_rms("product", x.double() @ weight.double().T, found, 1e-6)
     assert torch.equal(before, h)
+
+
+def test_where_a_layer_adds_in_place_a_subclass_can_refuse_it() -> None:
+    """As one must whose product is a part of the sum, such as inputs split over devices."""
+
+    class Adding(Linear):
+        def adds_in_place(self, h: torch.Tensor, x: torch.Tensor) -> bool:
+            return True
+
+    class Part(Linear):
+        def adds_in_place(self, h: torch.Tensor, x: torch.Tensor) -> bool:
+            return False
+
+    weight, x, h = torch.randn(6, 16).double(), torch.randn(3, 16).double(), torch.randn(3, 6).double()
+    before = h.clone()
+    found = Part(weight).add_to(h, x)
+    assert found is not None and torch.equal(before, h)
+    assert_close_rms("product", x @ weight.T, found, 1e-6)
+    assert Adding(weight).add_to(h, x) is None
+    assert_close_rms("sum", before + x @ weight.T, h, 1e-6)

@@ -20,8 +20,9 @@ from hybridkv.kernels.linear.packed import (
     linear_packed_triton,
     linear_written_out,
 )
+from hybridkv.kernels.linear.packed_dequantise import dequantise_ref, dequantise_triton
 from hybridkv.kernels.linear.packed_linear import PackedLinear
-from hybridkv.kernels.linear.packed_weights import BITS, Packed, dequantise_ref, dequantise_triton, pack
+from hybridkv.kernels.linear.packed_weights import BITS, Packed, pack
 
 pytest.importorskip("triton")
 BOUND = 3e-3  # one rounding of the result to bf16, 2^-9 at most; gated, of a product of two sums
@@ -154,7 +155,7 @@ from hybridkv.kernels.linear import packed as file
 from hybridkv.kernels.linear.packed_weights import Packed, plane_bytes
 
 hopper = "COMPILE_FOR" not in os.environ
-file.capability = lambda device: (9, 0) if hopper else (8, 9)
+file.has_pdl = lambda device: hopper
 for bits in (4,) if hopper else (4, 5, 6, 8):  # on Hopper a GPU runs the others
     N, K, each = 34816, 5120, 256
     sizes = zip(plane_bytes(bits, K, each), (torch.uint8, torch.uint8, torch.int32, torch.int32))

@@ -1,5 +1,5 @@
-"""linear_rows: who has which part of a matrix, when the kernel is taken, and that it compiles without a GPU. What it
-computes is tested on one: tests/gpu.
+"""linear_rows: which program has which part of a matrix, when the kernel is taken, and that it compiles without a GPU.
+What it computes is tested on one: tests/gpu.
 """
 
 from pathlib import Path
@@ -14,19 +14,19 @@ from hybridkv.kernels.linear.linear import Linear
 from hybridkv.kernels.linear.skinny import divide, linear_rows, suits_rows
 
 
-@pytest.mark.parametrize("processors", [1, 5, 132])
-def test_every_step_of_every_tile_is_somebodys(processors: int) -> None:
+@pytest.mark.parametrize("processors", [1, 5, 132, 300])
+def test_every_step_of_every_tile_has_one_program(processors: int) -> None:
     """As the kernel finds its own: whole tiles, then a share of one that is left."""
     for tiles in (1, 2, 3, 40, 66, 129, 132, 133, 272, 1940):
-        for steps in (1, 3, 80):
+        for steps in (1, 3, 80, 400):
             found: dict[int, list[int]] = {}
             P, whole, shared, sharers = division = divide(tiles, steps, processors)
-            assert 0 < P <= processors and 0 < division.busy(processors) <= 1
+            assert 0 < P <= processors and 0 < division.busy(processors) <= 1 and sharers <= file.MAX_SHARERS
             for i_p in range(P):
                 i_shared, i_m = divmod(i_p, sharers)
                 if i_shared < shared:
                     mine = range(i_m * steps // sharers, (i_m + 1) * steps // sharers)
-                    assert mine, "each who shares a tile leaves a part of it"
+                    assert mine, "each program that shares a tile leaves a part of it"
                     found.setdefault(whole * P + i_shared, []).extend(mine)
                 for i in range(whole):
                     found.setdefault(i * P + i_p, []).extend(range(steps))
@@ -41,7 +41,7 @@ def test_without_the_kernel_it_is_the_product() -> None:
 
 
 def test_it_is_taken_where_it_was_measured_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(file, "sm_count", lambda device: 132)
     x = torch.zeros(65, 5120, dtype=torch.bfloat16, device="meta")
 
     def weight(N: int, K: int = 5120) -> torch.Tensor:
@@ -78,11 +78,11 @@ COMPILE = """
 import torch
 import triton
 from no_device import SHARED_MEMORY, built
-from hybridkv.kernels.linear import skinny_hopper as file
+from hybridkv.kernels.linear import skinny as file
 from hybridkv.kernels.backend import GLUON
 
 assert triton.__version__.startswith(GLUON), "another Triton than linear_rows_hopper is written for"
-file.multiprocessors = lambda device: 132
+file.sm_count = lambda device: 132
 for T in (9, 64):
     x = torch.zeros(T, 256, dtype=torch.bfloat16)
     file.linear_rows_hopper(x, torch.zeros(2 * 17408, 256, dtype=torch.bfloat16), gated=True)
@@ -91,7 +91,7 @@ for T in (9, 64):
 for name, kernel in built:
     assert kernel.metadata.shared <= SHARED_MEMORY
     ptx = kernel.asm["ptx"]
-    print(ptx.count("wgmma.mma_async"), "ld.global.gpu.acquire" in ptx, ".local" in ptx)
+    print(ptx.count("wgmma.mma_async"), ptx.count("acq_rel.add"), "ld.global.gpu.acquire" in ptx, ".local" in ptx)
 """
 
 
@@ -101,5 +101,7 @@ def test_it_compiles(tmp_path: Path) -> None:
     printed = compile_alone(COMPILE, tmp_path)
     kernels = [line.split() for line in printed.splitlines()]
     # two halves, steps of 16 columns; where tiles are shared, a loop for whole ones and one for shares
-    assert [shares for _, shares, _ in kernels] == ["True", "True", "False"] * 2
-    assert all(int(count) % 8 == 0 and local == "False" for count, _, local in kernels)
+    assert all(int(count) % 8 == 0 for count, *_ in kernels)
+    assert [shares for _, _, shares, _ in kernels] == ["True", "True", "False"] * 2
+    assert [int(adds) > 0 for _, adds, *_ in kernels] == [True, True, False] * 2
+    assert all(local == "False" for *_, local in kernels), "registers were spilled"

@@ -6,15 +6,10 @@ from numerics import assert_close_rms
 from torch import Tensor
 from triton_interpreter import DEVICE
 
-from hybridkv.kernels.moe import softmax as experts_file
-from hybridkv.kernels.moe.softmax import (
-    add_shared_ref,
-    add_shared_triton,
-    loop_experts,
-    route_softmax_ref,
-    route_softmax_triton,
-    run_softmax_experts,
-)
+from hybridkv.kernels.moe import expert_loop
+from hybridkv.kernels.moe.expert_loop import loop_experts, run_softmax_experts
+from hybridkv.kernels.moe.shared_expert import add_shared_ref, add_shared_triton
+from hybridkv.kernels.moe.softmax_router import route_softmax_ref, route_softmax_triton
 
 pytest.importorskip("triton")
 F32, BF16 = torch.float32, torch.bfloat16
@@ -59,7 +54,7 @@ def test_experts(dtype: torch.dtype, T: int, monkeypatch: pytest.MonkeyPatch) ->
             gate, up = (gate_up[e].double() @ x[t].double()).chunk(2)
             want[t] += w * (down[e].double() @ (gate * gate.sigmoid() * up))
     assert_close_rms("loop", want, loop_experts(*made), BOUND[dtype])
-    monkeypatch.setattr(experts_file, "use_triton", lambda x: True)
+    monkeypatch.setattr(expert_loop, "use_triton", lambda x: True)
     there = [t.to(DEVICE) for t in made]
     assert_close_rms("grouped kernels", want, run_softmax_experts(*there), BOUND[dtype])
 

@@ -8,14 +8,8 @@ from numerics import assert_close_rms, assert_same_bytes
 from torch import Tensor
 from triton_interpreter import DEVICE
 
-from hybridkv.kernels.moe.v4 import (
-    Router,
-    route_ref,
-    route_triton,
-    run_experts_ref,
-    run_experts_triton,
-    sort_pairs_triton,
-)
+from hybridkv.kernels.moe.grouped import run_experts_ref, run_experts_triton, sort_pairs_triton
+from hybridkv.kernels.moe.v4_router import Router, route_ref, route_triton
 
 # against the reference in f32. f32: sums of up to 100 products, twice. bf16: what goes into the second product, its
 # result and the sum are rounded, each by 2^-9 at most and 1.6e-3 RMS.

@@ -8,7 +8,8 @@ from triton_interpreter import DEVICE
 
 from hybridkv.kernels.formats.page_format import store_entries_ref
 from hybridkv.kernels.step_index import StepIndex
-from hybridkv.kernels.v4.flush_hca import pool_row_ref, pooled_hca_ref, save_running_ref
+from hybridkv.kernels.v4.flush_hca import pooled_hca_ref
+from hybridkv.kernels.v4.running_pool import pool_row_ref, save_running_ref
 
 F32 = 1e-6  # a few f32 roundings of 6e-8 each: exponentials, sums of up to 128 rows, the norm
 CSA, HCA = 2, 1

@@ -13,7 +13,8 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from hybridkv.kernels.backend import GLUON
-from hybridkv.kernels.v4.indexer_hopper import PAGE, REGISTERS, WARPS, gl
+from hybridkv.kernels.gluon import gl
+from hybridkv.kernels.v4.indexer_hopper import PAGE, REGISTERS, WARPS
 from hybridkv.kernels.v4.indexer_hopper import decode_logits_hopper_kernel as kernel
 
 assert triton.__version__.startswith(GLUON), "another Triton than indexer_hopper is written for"

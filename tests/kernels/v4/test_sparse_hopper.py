@@ -1,4 +1,4 @@
-"""attention_sparse_hopper compiles where there is no GPU. What it computes is tested on one: tests/gpu."""
+"""sparse_hopper.py compiles where there is no GPU. What it computes is tested on one: tests/gpu."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from hybridkv.kernels.backend import GLUON
 from hybridkv.kernels.v4.sparse_hopper import attention_hopper_kernel as kernel
 from hybridkv.kernels.formats.page_layout import entry_format
 
-assert triton.__version__.startswith(GLUON), "another Triton than attention_sparse_hopper is written for"
+assert triton.__version__.startswith(GLUON), "another Triton than sparse_hopper.py is written for"
 NAMES = kernel.arg_names
 CASES = (
     ("bf16", True, True, False, 64),

@@ -1,6 +1,6 @@
 """Where the cache bytes of one DeepSeek-V4 request go, by what and by format; drawn as an SVG. Ends with one JSON line.
 
-    python bench/deepseek_bytes.py docs/deepseek_v4_bytes.svg
+    python bench/v4_bytes.py docs/deepseek_v4_bytes.svg
 
 All from the schema that the model runs with; nothing is allocated.
 """
@@ -89,7 +89,7 @@ def main() -> None:
         print(f"{model:18} {label:16} {sum(found.values()) / GIB:7.3f} GiB   {sizes}")
     if len(sys.argv) > 1:
         Path(sys.argv[1]).write_text(draw(rows), encoding="utf-8")
-    print(json.dumps({"bench": "deepseek_bytes", "tokens": TOKENS, "rows": [(m, f, p) for m, f, p in rows]}))
+    print(json.dumps({"bench": "v4_bytes", "tokens": TOKENS, "rows": [(m, f, p) for m, f, p in rows]}))
 
 
 if __name__ == "__main__":

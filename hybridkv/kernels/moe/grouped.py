@@ -1,22 +1,17 @@
-"""Mixture of experts as DeepSeek-V4 has it: k routed experts a token, and a last one that every token takes.
+"""Experts of a mixture: every token goes through its k experts, and their results are added with its weights.
 
-    score = sqrt(softplus(router x))                    f32
-    experts = the k best of score + bias                the bias only selects; or table[token id], in hash layers
-    weight = score / (sum of the k + 1e-20) * scaling   the last expert: 1
     expert(x) = down(silu(min(gate x, limit)) * clamp(up x, -limit, limit))
 
 The results of a token's experts are added in f32 in the order in which they were chosen.
 
 On a GPU nothing goes through the host. Pairs (token, choice) are brought into order of their expert, which gives each
-expert a run of rows; a run is multiplied in tiles of BM rows. How many tiles there are is known on the device alone,
-so the grid has room for the most there can be, and a program finds its tile's expert from the runs' offsets.
+expert a run of rows; a run is multiplied in tiles of BM rows. The number of tiles is known on the device alone, so the
+grid has room for the largest number there can be, and a program finds its tile's expert from the runs' offsets.
 
     pairs    0:e2  1:e0  2:e2  3:e1        order    1 | 3 | 0 2        offsets  0 1 2 4
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -27,39 +22,7 @@ from hybridkv.kernels.backend import tl, triton, use_triton
 SCAN = 1024  # pairs that are sorted at a time
 
 
-@dataclass(frozen=True)
-class Router:
-    per_token: int  # k
-    scaling: float
-    renormalise: bool
-    bias: Tensor | None  # [E] f32
-    table: Tensor | None  # [vocab, k] int64: experts by token id
-
-
-def route_ref(logits: Tensor, tokens: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-    """logits [T, E] f32, tokens [T] -> weights [T, k + 1] f32, experts [T, k + 1] int32."""
-    E = logits.shape[1]
-    score = F.softplus(logits).sqrt()
-    if router.table is not None:
-        chosen = router.table[tokens].long()
-    else:
-        ranked = score if router.bias is None else score + router.bias
-        chosen = ranked.topk(router.per_token, -1).indices
-    weights = score.gather(1, chosen)
-    if router.renormalise:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    weights, chosen = F.pad(weights * router.scaling, (0, 1), value=1.0), F.pad(chosen, (0, 1), value=E)
-    return weights, chosen.int()
-
-
-def run_experts_ref(
-    x: Tensor,  # [T, D]
-    weights: Tensor,  # [T, k + 1] f32
-    chosen: Tensor,  # [T, k + 1] int32
-    gate_up: Tensor,  # [E + 1, 2 I, D]
-    down: Tensor,  # [E + 1, D, I]
-    limit: float,
-) -> Tensor:
+def run_experts_ref(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, limit: float) -> Tensor:
     k = chosen.shape[1]
     flat = chosen.flatten().long()
     order = flat.argsort(stable=True)
@@ -76,60 +39,6 @@ def run_experts_ref(
     for i in range(1, k):
         out = out + weights[:, i : i + 1] * y[:, i].float()
     return out.to(x.dtype)
-
-
-@triton.jit
-def score_tile(b_l):
-    """sqrt(log(1 + exp(l))), digits kept for very negative l: log(1 + e) = 2 artanh(e / (2 + e)) as a series."""
-    b_e = tl.exp(-tl.abs(b_l))
-    b_s = b_e / (2.0 + b_e)  # at most 1/3
-    b_q = b_s * b_s
-    b_p = 1 / 9 + b_q * (1 / 11 + b_q * (1 / 13 + b_q * (1 / 15)))
-    b_p = 1 + b_q * (1 / 3 + b_q * (1 / 5 + b_q * (1 / 7 + b_q * b_p)))
-    return tl.sqrt_rn(tl.where(b_l > 0, b_l, b_l - b_l) + 2.0 * b_s * b_p)  # l - l: 0, but NaN of NaN
-
-
-@triton.jit
-def route_kernel(
-    logits,  # [T, E]
-    tokens,  # [T]
-    bias,  # [E]
-    table,  # [vocab, K]
-    weights,  # [T, K + 1]
-    experts,  # [T, K + 1]
-    E,
-    scaling,
-    stride_table,
-    K: tl.constexpr,
-    BIAS: tl.constexpr,
-    HASH: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    BE: tl.constexpr,
-    BK: tl.constexpr,
-):
-    i_t = tl.program_id(0).to(tl.int64)
-    o_k = tl.arange(0, BK)
-    m_k = o_k < K
-    if HASH:
-        b_expert = tl.load(table + tl.load(tokens + i_t) * stride_table + o_k, mask=m_k, other=0).to(tl.int32)
-    else:
-        o_e = tl.arange(0, BE)
-        m_e = o_e < E
-        b_rank = score_tile(tl.load(logits + i_t * E + o_e, mask=m_e, other=0.0))
-        if BIAS:
-            b_rank += tl.load(bias + o_e, mask=m_e, other=0.0)
-        b_rank = tl.where(m_e & (b_rank == b_rank), b_rank, float("-inf"))  # NaN is chosen last
-        b_expert = tl.zeros([BK], tl.int32)
-        for k in tl.static_range(K):
-            b_best = tl.argmax(b_rank, 0)
-            b_expert = tl.where(o_k == k, b_best, b_expert)
-            b_rank = tl.where(o_e == b_best, float("-inf"), b_rank)
-    b_w = tl.where(m_k, score_tile(tl.load(logits + i_t * E + b_expert, mask=m_k, other=0.0)), 0.0)
-    if RENORMALISE:
-        b_w = b_w / (tl.sum(b_w) + 1e-20)
-    m_all = o_k < K + 1
-    tl.store(weights + i_t * (K + 1) + o_k, tl.where(m_k, b_w * scaling, 1.0), mask=m_all)
-    tl.store(experts + i_t * (K + 1) + o_k, tl.where(m_k, b_expert, E), mask=m_all)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -252,21 +161,6 @@ def combine_kernel(x, weights, y, D, K: tl.constexpr, BD: tl.constexpr):
     tl.store(y + i_t * D + o_d, b_y.to(y.dtype.element_ty), mask=m_d)
 
 
-def route_triton(logits: Tensor, tokens: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-    (T, E), K = logits.shape, router.per_token
-    weights = torch.empty((T, K + 1), dtype=torch.float32, device=logits.device)
-    experts = torch.empty((T, K + 1), dtype=torch.int32, device=logits.device)
-    if T:
-        route_kernel[(T,)](
-            logits.contiguous(), tokens, logits if router.bias is None else router.bias,
-            tokens if router.table is None else router.table, weights, experts, E, router.scaling,
-            0 if router.table is None else router.table.stride(0),
-            K=K, BIAS=router.bias is not None, HASH=router.table is not None, RENORMALISE=router.renormalise,
-            BE=triton.next_power_of_2(E), BK=triton.next_power_of_2(K + 1), num_warps=4,
-        )  # fmt: skip
-    return weights, experts
-
-
 def sort_pairs_triton(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """chosen [T, k] int32 -> order [T k] int32, offsets [experts + 1] int32."""
     order = torch.empty(chosen.numel(), dtype=torch.int32, device=chosen.device)
@@ -276,7 +170,7 @@ def sort_pairs_triton(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def tile_config(dtype: torch.dtype, rows: int, experts: int) -> dict[str, int]:
-    """Small tiles while an expert has few rows: it is then the reading of its weights that takes the time."""
+    """Small tiles while an expert has few rows, where reading its weights takes most of the time."""
     if dtype == torch.float32:
         return dict(BM=16, BN=32, BK=32, num_warps=4, num_stages=2)
     if rows <= 16 * experts:
@@ -294,7 +188,7 @@ def run_experts_triton(
     M = T * K
     order, offsets = sort_pairs_triton(chosen, E)
     config = tile_config(x.dtype, M, E)
-    tiles = M // config["BM"] + min(E, M)  # the most there can be: every expert may end in a tile that is not full
+    tiles = M // config["BM"] + min(E, M)  # at most: every expert may end in a tile that is not full
     inner = torch.empty((M, I), dtype=x.dtype, device=x.device)
     BE = triton.next_power_of_2(E)
     expert_up_kernel[(triton.cdiv(I, config["BN"]) * tiles,)](
@@ -309,11 +203,13 @@ def run_experts_triton(
     return out
 
 
-def route(logits: Tensor, tokens: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-    op = route_triton if use_triton(logits) else route_ref
-    return op(logits, tokens, router)
-
-
-def run_experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, limit: float) -> Tensor:
+def run_experts(
+    x: Tensor,  # [T, D]
+    weights: Tensor,  # [T, k] f32
+    chosen: Tensor,  # [T, k] int32
+    gate_up: Tensor,  # [E, 2 I, D], the gates first
+    down: Tensor,  # [E, D, I]
+    limit: float,  # of what goes into silu and of its factor; inf: none
+) -> Tensor:  # [T, D]
     op = run_experts_triton if use_triton(x) else run_experts_ref
     return op(x, weights, chosen, gate_up, down, limit)

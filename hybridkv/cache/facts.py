@@ -1,0 +1,101 @@
+"""Facts: what requests hold and what is free, read off the manager's bookkeeping. Nothing here changes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import numpy as np
+
+from hybridkv.cache.page_table import PageTable
+from hybridkv.cache.query_buffers import QueryBuffers
+from hybridkv.cache.schema import CacheSchema
+from hybridkv.cache.state import StatePool
+from hybridkv.errors import RequestError
+
+
+class Facts:
+    """The part of KVCacheManager that answers questions."""
+
+    schema: CacheSchema
+    slots: int
+    max_tokens: int
+    tables: dict[str, PageTable]
+    state: StatePool
+    query_buffers: QueryBuffers
+    positions: np.ndarray
+    slot_of: dict[Hashable, int]
+    _free_slots: list[int]
+
+    def position(self, request: Hashable) -> int:
+        return int(self.positions[self._slot(request)])
+
+    def lengths(self, request: Hashable) -> dict[str, np.ndarray]:
+        """Entries that each stream of the request holds."""
+        return {name: t.lengths[self._slot(request)].copy() for name, t in self.tables.items()}
+
+    def kept_tokens(self, request: Hashable) -> float:
+        """Tokens whose entries the request still has, on average over its streams."""
+        slot, position = self._slot(request), self.position(request)
+        lengths = [t.lengths[slot] for t in self.tables.values() if t.schema.tokens_per_entry == 1]
+        return float(np.concatenate(lengths).mean()) if lengths else position  # compressed streams never evict
+
+    def held_pages(self, request: Hashable) -> dict[str, int]:
+        return {name: int(t.held[self._slot(request)].sum()) for name, t in self.tables.items()}
+
+    def held_bytes(self, request: Hashable) -> int:
+        """Page bytes of the request, shared pages counted in full."""
+        return sum(n * self.tables[name].schema.page_bytes for name, n in self.held_pages(request).items())
+
+    def pages_needed(self, request: Hashable | None, tokens: int) -> dict[str, int]:
+        """Pages to be taken so that `tokens` more tokens fit, copies of shared open pages included; None: for a request
+        that is not resident yet.
+        """
+        if request is None:
+            return {name: t.schema.pages(tokens) for name, t in self.tables.items()}
+        slot, found = np.array([self._slot(request)]), {}
+        for name, table in self.tables.items():
+            add, copy = table.grow(slot, self.positions[slot], np.array([tokens]))
+            found[name] = int(add.sum() + copy.sum())
+        return found
+
+    def returnable_pages(self, request: Hashable) -> dict[str, int]:
+        """Pages that would be free if the request were released: those that no other request shares."""
+        rows = {name: t.pages[self._slot(request)] for name, t in self.tables.items()}
+        return {
+            name: int((t.allocator.refs[rows[name][rows[name] >= 0]] == 1).sum()) for name, t in self.tables.items()
+        }
+
+    def free_pages(self) -> dict[str, int]:
+        return {name: t.allocator.free for name, t in self.tables.items()}
+
+    def tokens_alone(self) -> int:
+        """Tokens of the longest request that the empty pools hold, if nothing is evicted."""
+        found = [self.max_tokens]
+        for t in self.tables.values():
+            entries = t.allocator.total // t.schema.streams * t.schema.entries_per_page
+            found.append((entries + 1) * t.schema.tokens_per_entry - 1)
+        return min(found)
+
+    def memory_bytes(self) -> int:
+        """Bytes that pools, state and page tables occupy on the device."""
+        return sum(t.pool.nbytes + t.device_table.nbytes for t in self.tables.values()) + self.state.nbytes
+
+    def check_counts(self) -> None:
+        """The cheap part of check_integrity: no page is lost, and none has an owner that no table names."""
+        for table in self.tables.values():
+            owners, allocator = int(table.allocator.refs.sum()), table.allocator
+            if owners != int(table.held.sum()) or int((allocator.refs > 0).sum()) != allocator.held:
+                raise AssertionError(f"pool '{table.schema.name}': pages held and pages named in tables differ")
+
+    def check_integrity(self) -> None:
+        """Every page is free or owned exactly as often as tables name it; free slots are empty."""
+        for table in self.tables.values():
+            table.check(self._free_slots)
+        if sorted([*self._free_slots, *self.slot_of.values()]) != list(range(self.slots)):
+            raise AssertionError(f"slots are lost or owned twice: {self._free_slots} free, {self.slot_of} owned")
+        self.query_buffers.check(self._free_slots)
+
+    def _slot(self, request: Hashable) -> int:
+        if request not in self.slot_of:
+            raise RequestError(f"request {request!r} is not resident; it was released or never admitted")
+        return self.slot_of[request]

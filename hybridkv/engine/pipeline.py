@@ -1,0 +1,114 @@
+"""Pipeline: steps that are launched before the results of the one before them are known.
+
+    host     prepare n+1 | launch n+1 | wait for tokens n, give them out | prepare n+2 | launch n+2 | ...
+    device   ... step n ..............| step n+1 ......................................| step n+2 ...
+
+While a decode step runs, the next one is *prepared*: its pages are reserved and its index is sent. Where it can go on
+whatever the tokens are, it is also *launched*: its input tokens are on the device already. A step that was launched has
+advanced state, so its requests are in doubt until its results have been given out (`in_doubt`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hybridkv.engine.runner import Runner, StepInputs
+from hybridkv.engine.sampler import SampledTokens, sample
+from hybridkv.engine.scheduler import Batch, Scheduler
+from hybridkv.request import Request
+
+
+@dataclass
+class InFlightStep:
+    """A step that the device has been given, and the tokens it will bring."""
+
+    batch: Batch
+    sampled: SampledTokens | None = None  # None: it is being launched
+
+    @property
+    def live(self) -> list[Request]:
+        """Requests that have not ended since it was launched."""
+        return [request for request in self.batch.requests if not request.finished]
+
+
+class Pipeline:
+    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
+        self.runner, self.scheduler = runner, scheduler
+        self.in_flight: InFlightStep | None = None  # whose results are given out next
+        self.ahead: InFlightStep | None = None  # launched behind it
+        self.prepared: Batch | None = None  # the step after it, if all goes on as it is
+
+    def next_step(self) -> InFlightStep | None:
+        """The step whose results are due: the one in flight, or a new one; None: there is nothing to do."""
+        if self.in_flight is not None and self.in_flight.live:
+            return self.in_flight
+        self.in_flight = None
+        prepared, self.prepared = self.prepared, None
+        batch = self.scheduler.schedule(prepared)
+        if batch is not None:
+            self.in_flight = InFlightStep(batch)
+            self._launch(self.in_flight)
+        return self.in_flight
+
+    def prepare_next(self) -> None:
+        """Have the step after the one in flight ready, if that only decodes."""
+        step = self.in_flight
+        if step is not None and step.sampled is not None and len(step.live) == len(step.batch.requests):
+            self.prepared = self.scheduler.prepare_next(step.batch, step.sampled.tokens)
+
+    def launch_ahead(self, ends_soon: Callable[[Request], bool]) -> None:
+        """Start the prepared step before the tokens of the one in flight are known here.
+
+        The launch is wasted for requests that finish on the pending token: do not launch if a request is known to end
+        there, must hold its cache, or is evicted while it decodes; nor if another request could join.
+        """
+        batch, scheduler = self.prepared, self.scheduler
+        if batch is None or scheduler.waiting or len(scheduler.running) > len(batch.requests):
+            return
+        for request in batch.requests:
+            evicts = request.eviction is not None and (request.eviction.bounded or request.eviction.decode_every)
+            if request.hold or evicts or ends_soon(request):
+                return
+        self.ahead, self.prepared = InFlightStep(batch), None
+        self._launch(self.ahead)
+
+    def advance(self) -> None:
+        """The results of the step in flight have been given out."""
+        self.in_flight, self.ahead = self.ahead, None
+
+    def forget_finished(self) -> None:
+        """Drop what was made for requests that have ended."""
+        if self.prepared is not None and any(request.finished for request in self.prepared.requests):
+            self.prepared = None
+        if self.in_flight is not None and not self.in_flight.live:
+            self.in_flight = None
+
+    def in_doubt(self) -> list[Request]:
+        """Requests whose state may be ahead of their tokens."""
+        steps = [step for step in (self.in_flight, self.ahead) if step is not None]
+        return list(dict.fromkeys(request for step in steps for request in step.live))
+
+    def clear(self) -> None:
+        """Forget all steps; the requests in doubt must have ended."""
+        self.prepared = None
+        self.ahead = None
+        self.in_flight = None
+
+    def _launch(self, step: InFlightStep) -> None:
+        batch = step.batch
+        logits = self.runner.forward(self._inputs(batch))
+        step.sampled = sample(logits, [batch.requests[i] for i in batch.sampled])
+
+    def _inputs(self, batch: Batch) -> StepInputs:
+        now = time.perf_counter()
+        for request in batch.requests:
+            request.started_at = request.started_at or now
+        if batch.tokens is not None:
+            return self.runner.next_inputs(batch.tokens, batch.step)
+        host = batch.step.host
+        first, count = host.num_computed.tolist(), host.num_scheduled.tolist()
+        parts = [r.tokens[a : a + n] for r, a, n in zip(batch.requests, first, count)]
+        wanted = [batch.step.query_start_loc[i + 1] - 1 for i in batch.sampled]
+        return self.runner.inputs(parts, wanted, batch.step)

@@ -1,0 +1,74 @@
+"""Teacher forcing: logits of given tokens through the real path, steps, eviction and all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hybridkv.cache import ForwardStep
+from hybridkv.config import SamplingParams, is_whole
+from hybridkv.errors import HybridKVError, OutOfPages, RequestError
+from hybridkv.request import RequestKey
+
+if TYPE_CHECKING:
+    from hybridkv.engine.engine import Engine
+
+
+def score(engine: Engine, tokens: Sequence[int], prefill: int | None, chunk: int | None) -> Tensor:
+    """Logits [T, vocab] f32 after each token: the first `prefill` tokens in chunks, the rest one decode step each."""
+    tokens = engine.check_tokens(tokens)
+    manager, scheduler = engine.manager, engine.scheduler
+    eviction = engine.evictor.default if engine.evictor is not None else None
+    bounds = _chunk_bounds(engine, len(tokens), prefill, chunk)
+    request = engine.new_request(tokens, SamplingParams(), eviction=eviction)
+    request.prompt_tokens = len(tokens) if prefill is None else prefill
+    if not manager.free_slots and scheduler.held:
+        scheduler.make_room()
+    manager.admit_request(request.key)
+    try:
+        if not scheduler.give_query_buffer(request):
+            raise HybridKVError(
+                f"all {manager.query_buffers.count} query buffers are taken by prompts that are being read; let the "
+                "engine run until one has been evicted, or raise max_requests"
+            )
+        out = torch.empty(len(tokens), engine.vocab, dtype=torch.float32, device=manager.device)
+        for a, b in pairwise(bounds):
+            step = _reserve(engine, request.key, b - a)
+            logits = engine.runner.forward(engine.runner.inputs([tokens[a:b]], range(b - a), step))
+            out[a:b] = logits
+            manager.commit([(request.key, b - a)])
+            if engine.evictor is not None:
+                engine.evictor.after_step(request, manager)
+        return out
+    finally:
+        manager.release_request(request.key)
+
+
+def _chunk_bounds(engine: Engine, tokens: int, prefill: int | None, chunk: int | None) -> list[int]:
+    """Where the steps begin and end."""
+    prefill = tokens if prefill is None else prefill
+    chunk = prefill if chunk is None else chunk
+    good = is_whole(prefill) and is_whole(chunk)
+    if not good or not 0 <= prefill <= tokens or (prefill and chunk < 1):
+        raise RequestError(f"prefill must be from 0 to {tokens} and chunk positive, not {prefill} and {chunk}")
+    if tokens > engine.manager.max_tokens:
+        raise RequestError(f"{tokens} tokens do not fit a context of {engine.manager.max_tokens}")
+    bounds = {*range(0, prefill, chunk or 1), *range(prefill, tokens), tokens}
+    if engine.evictor is not None and engine.evictor.default.bounded:
+        bounds.update(range(0, prefill, engine.evictor.step_tokens))  # where a bounded prompt is evicted
+    return sorted(bounds)
+
+
+def _reserve(engine: Engine, key: RequestKey, tokens: int) -> ForwardStep:
+    """Pages for one request, at the cost of caches that are only held."""
+    while True:
+        try:
+            return engine.scheduler.reserve([(key, tokens)])
+        except OutOfPages:
+            if not engine.scheduler.held:
+                raise
+            engine.scheduler.make_room()
