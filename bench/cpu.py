@@ -29,9 +29,9 @@ from rich.progress import track
 from rich.table import Table
 
 from hybridkv import LLM, CacheConfig, SamplingParams
-from hybridkv.checkpoint.checkpoint import open_checkpoint
 from hybridkv.embedded import embedded_model
 from hybridkv.kernels.linear.linear import fast_bf16
+from hybridkv.models import open_checkpoint
 from hybridkv.text.tokenizer import Tokenizer
 
 Generate = Callable[[list[int], int], list[int]]  # (prompt, new tokens) -> new tokens

@@ -137,7 +137,10 @@ def shown(value: object) -> str:
     """A value for a message. Very long whole numbers cannot be written out at all."""
     if isinstance(value, int) and abs(value) >= 1 << 128:
         return "a huge number"
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # such a number inside a list
+        return f"a {type(value).__name__} with a huge number"
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from hybridkv.checkpoint.checkpoint import Checkpoint
 from hybridkv.checkpoint.source import locate_model
 from hybridkv.config import (
     GPU_STEP_TOKENS,
@@ -30,7 +30,7 @@ from hybridkv.kernels.formats.kv_format import KV_FORMATS
 from hybridkv.kernels.linear.fp8 import keeps_codes
 from hybridkv.kernels.linear.linear import fast_bf16
 from hybridkv.kernels.linear.packed import keeps_packed
-from hybridkv.models import cache_schema, check_exact, load_model
+from hybridkv.models import cache_schema, check_exact, load_model, open_checkpoint
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.fingerprint import fingerprint_of
 from hybridkv.overrides import overridden
@@ -115,7 +115,7 @@ class LLM:
         )
         self.manager.model_fingerprint = fingerprint_of(self.model)
         eos = self.tokenizer.eos_ids if self.tokenizer and self.tokenizer.eos_ids else frozenset(self.config.eos_ids)
-        evictor = Evictor.make(self.cache_config, self.manager, scale=self.config.head_dim**-0.5)
+        evictor = Evictor.make(self.cache_config, self.manager, scale=self.config.attention_scale)
         self.engine = Engine(self.model, self.manager, self.tokenizer, limits.step_tokens, eos, evictor)
         template = self.tokenizer.chat_template if self.tokenizer else None
         self.chat_template = (

@@ -22,9 +22,9 @@ from kvpress import SnapKVPress
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hybridkv import LLM, CacheConfig, SamplingParams
-from hybridkv.checkpoint.checkpoint import open_checkpoint
 from hybridkv.embedded import embedded_model
 from hybridkv.eviction.policies import SnapKV
+from hybridkv.models import open_checkpoint
 
 WINDOW = 64
 KeepSets = dict[tuple[int, int], list[int]]  # (layer, KV head) -> ascending positions

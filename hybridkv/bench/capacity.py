@@ -121,7 +121,7 @@ def admitted(
     rest = room - slots * slot_bytes(schema, context) - query_buffer_bytes(schema, cache, slots)
     pages, query_buffers = {s.name: rest // page for s in schema.streams}, query_buffers_for(cache, STEP_TOKENS, slots)
     manager = KVCacheManager(schema, pages, slots, context + ANSWER, shape.device, query_buffers=query_buffers)
-    evictor = Evictor.make(cache, manager, scale=shape.config.head_dim**-0.5)
+    evictor = Evictor.make(cache, manager, scale=shape.config.attention_scale)
     engine = Engine(Configured(shape.config), manager, step_tokens=STEP_TOKENS, evictor=evictor)
     for table in manager.tables.values():
         for t in table.pool.tensors.values():

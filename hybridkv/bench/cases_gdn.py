@@ -43,7 +43,7 @@ def make_net(s: Setup) -> DeltaNet:
     f32 = torch.float32
     return DeltaNet(
         d.key_heads, d.value_heads, d.key_dim, d.value_dim,
-        conv=s.randn(d.channels, d.taps, dtype=f32) * 0.5,
+        conv=s.randn(d.channels, d.kernel_width, dtype=f32) * 0.5,
         decay=(s.randn(d.value_heads, dtype=f32) * 0.5).exp(),
         dt_bias=s.randn(d.value_heads, dtype=f32) * 0.5 - 3,  # decays as trained models have: some hundred tokens
         norm=s.randn(d.value_dim, dtype=f32) * 0.1 + 1,
@@ -58,11 +58,11 @@ def step_case(s: Setup, dtype: torch.dtype, B: int) -> Case:
     assert d is not None
     state = d.value_heads * d.key_dim * d.value_dim * dtype.itemsize
     width, size = sum(net.columns), s.shape.dtype.itemsize
-    tail = (d.taps - 1) * d.channels * size
+    tail = (d.kernel_width - 1) * d.channels * size
     moved = B * (2 * state + 2 * tail + (width + d.value_heads * d.value_dim) * size)
     count = copies(moved, s.device)
     states = s.randn(count * B, d.value_heads, d.key_dim, d.value_dim, dtype=dtype) * 0.1
-    tails = s.randn(count * B, d.taps - 1, d.channels)
+    tails = s.randn(count * B, d.kernel_width - 1, d.channels)
     inputs = [(s.randn(B, width), torch.arange(B, device=s.device) + i * B) for i in range(count)]
 
     def verify() -> float:
@@ -97,7 +97,7 @@ def prefill_case(s: Setup, T: int) -> Case:
     width, size = sum(net.columns), s.shape.dtype.itemsize
     moved = T * (width + d.value_heads * d.value_dim) * size
     inputs = [
-        (s.randn(T, width), s.randn(d.taps - 1, d.channels), s.randn(*shape, dtype=torch.float32) * 0.1)
+        (s.randn(T, width), s.randn(d.kernel_width - 1, d.channels), s.randn(*shape, dtype=torch.float32) * 0.1)
         for _ in range(min(4, copies(moved, s.device)))
     ]  # fmt: skip
 

@@ -34,7 +34,7 @@ def make_engine(
     schema = cache_schema(model.config, cache, dtype)
     pages = {s.name: slots * s.pages(held or context) + s.pages(spare) for s in schema.streams}
     manager = KVCacheManager(schema, pages, slots, context, device, exact)
-    evictor = Evictor.make(cache, manager, scale=model.config.head_dim**-0.5)
+    evictor = Evictor.make(cache, manager, scale=model.config.attention_scale)
     return Engine(model, manager, step_tokens=step_tokens, evictor=evictor)
 
 

@@ -43,12 +43,12 @@ MAX_DRAFTS = 64
 
 @dataclass(frozen=True)
 class CompressedSpec:
-    """What of a model's attention the cache must know."""
+    """What the cache must know about a model's attention."""
 
-    kinds: tuple[str, ...]  # of each layer: window | csa | hca
+    kinds: tuple[str, ...]  # one for each layer: window | csa | hca
     heads: int
     head_dim: int
-    rope: int  # of the head's channels, the last so many are rotated
+    rope: int  # rotated channels, the last of each head
     index_dim: int
     window: int = 128
     csa_ratio: int = 4
@@ -78,10 +78,11 @@ def compressed_schema(
     index: str = "mxfp4",  # f32 | bf16 | fp8 | mxfp4 | nvfp4: index keys
     block: int = BLOCK_SIZE_ORIGINAL_TOKENS,  # tokens a page covers
     drafts: int = 0,  # tokens that can be taken back
-    ring: int | None = None,  # rows of the window's ring; None: as many as it takes
+    ring: int | None = None,  # rows of the window's ring; None: window + drafts
 ) -> CacheSchema:
-    entries, keys = entry_format(kv, spec.head_dim, spec.rope), index_format(index, spec.index_dim)
-    csa, hca, quantum = spec.layers("csa"), spec.layers("hca"), lcm(spec.csa_ratio, spec.hca_ratio)
+    entries = entry_format(kv, spec.head_dim, spec.rope)
+    keys = index_format(index, spec.index_dim)
+    quantum = lcm(spec.csa_ratio, spec.hca_ratio)
     if block < 1 or block % quantum:
         raise HybridKVError(f"block must be a multiple of {quantum} tokens (both compression ratios), not {block}")
     if not 0 <= drafts <= MAX_DRAFTS:
@@ -92,16 +93,16 @@ def compressed_schema(
             f"a ring of {rows} rows is too small: a window of {spec.window} tokens and {drafts} drafts need "
             f"{spec.window + drafts}"
         )
-    streams, states = [], [StateSchema("window", tuple(range(len(spec.kinds))), (_rows("window", entries, rows),))]
-    if csa:
+    streams = []
+    states = [StateSchema("window", tuple(range(len(spec.kinds))), (_rows("window", entries, rows),))]
+    if csa := spec.layers("csa"):
         tensors = (_entry("entries", entries), _entry("index", keys))
-        streams.append(StreamSchema("csa", csa, tensors, block // spec.csa_ratio, 1, True, spec.csa_ratio))
+        streams.append(_stream("csa", csa, tensors, block, spec.csa_ratio))
         kept = 2 * spec.csa_ratio + drafts
-        tails = _token_rows("main", kept, spec.head_dim) + _token_rows("index", kept, spec.index_dim)
-        states.append(StateSchema("csa_rows", csa, tails))
-    if hca:
-        tensors = (_entry("entries", entries),)
-        streams.append(StreamSchema("hca", hca, tensors, block // spec.hca_ratio, 1, True, spec.hca_ratio))
+        waiting = _token_rows("main", kept, spec.head_dim) + _token_rows("index", kept, spec.index_dim)
+        states.append(StateSchema("csa_rows", csa, waiting))
+    if hca := spec.layers("hca"):
+        streams.append(_stream("hca", hca, (_entry("entries", entries),), block, spec.hca_ratio))
         states.append(StateSchema("hca_running", hca, _running(1 + drafts, spec.head_dim)))
     layers = tuple(
         CompressedLayer(kind, spec.ratio(kind), spec.window, spec.heads, entries, keys if kind == "csa" else None)
@@ -109,6 +110,13 @@ def compressed_schema(
     )
     # at a multiple of the block no page is half full: shared pages are never written
     return CacheSchema(tuple(streams), tuple(states), layers, share_every=block, rewind=drafts)
+
+
+def _stream(
+    name: str, layers: tuple[int, ...], tensors: tuple[TensorSpec, ...], block: int, ratio: int
+) -> StreamSchema:
+    """One stream that all layers of a kind share as its lanes."""
+    return StreamSchema(name, layers, tensors, block // ratio, heads=1, shared=True, tokens_per_entry=ratio)
 
 
 def _entry(name: str, fmt: PageFormat) -> TensorSpec:
@@ -120,7 +128,7 @@ def _rows(name: str, fmt: PageFormat, rows: int) -> TensorSpec:
 
 
 def _token_rows(name: str, rows: int, width: int) -> tuple[TensorSpec, ...]:
-    """Content and gate of the last tokens: channels for the next entry, then those for the token's own."""
+    """Content and gate of the last tokens: channels for the next entry, then those for the token's own entry."""
     shape = (rows, 2 * width)
     return TensorSpec(f"{name}_p", shape, torch.float32), TensorSpec(f"{name}_z", shape, torch.float32, init=EMPTY)
 

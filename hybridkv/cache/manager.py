@@ -294,9 +294,9 @@ class KVCacheManager(Facts):
         before = np.where(first > 0, self.reached[slots], 0)  # a step from 0 makes all state anew
         self.reached[slots] = np.maximum(before, first + host.num_scheduled[real])
 
-    def acquire(self, step: ForwardStep) -> dict[int, LayerHandle]:
-        """A handle for every layer that stores anything. Allocates nothing."""
-        handles: dict[int, LayerHandle] = {}
+    def acquire(self, step: ForwardStep) -> dict[int, Any]:
+        """A handle for every layer that stores anything: LayerHandle, or CompressedHandle. Allocates nothing."""
+        handles: dict[int, Any] = {}
         for layer, declared in enumerate(self.schema.compressed):
             table = self.tables.get(declared.kind)
             pages = table.pool.lane(table.schema.place(layer)[0]) if table is not None else {}

@@ -2,24 +2,25 @@
 
 A checkpoint is a folder (config.json with model.safetensors, or an index and its shards) or one GGUF file. The files
 are opened and checked as a whole at once; tensors are read one by one when asked for. No code from a model folder is
-ever run and pickle is never loaded. The meaning of a config is left to `config.py`, GGUF to `gguf_map.py`, the names
-and formats of DeepSeek-V4 to `deepseek_names.py` and `deepseek_quant.py`.
+ever run and pickle is never loaded. What is special about one model family's files comes in as `Layouts`, which
+`hybridkv.models.open_checkpoint` fills in; the meaning of a config is left to `models/`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hybridkv.checkpoint.deepseek_names import deepseek_name
-from hybridkv.checkpoint.deepseek_quant import QuantisedStore, block_size
+from hybridkv.checkpoint.gguf_architecture import GgufArchitecture
 from hybridkv.checkpoint.gguf_file import KEPT, GgufFile
-from hybridkv.checkpoint.gguf_map import Recipe, map_gguf, moved_heads, orders
+from hybridkv.checkpoint.gguf_map import map_gguf, moved_heads, orders
+from hybridkv.checkpoint.recipe import Recipe
 from hybridkv.checkpoint.safetensors_file import SafetensorsFile
 from hybridkv.checkpoint.safetensors_store import SafetensorsStore
 from hybridkv.errors import ModelFileError, UnsupportedModel
@@ -41,6 +42,23 @@ _PREFIXES = (
 )
 _BARE = ("embed_tokens.", "layers.", "norm.")  # a model saved without its head: names lack "model."
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d{1,6})\.(gate|up|down)_proj\.weight")
+
+
+@dataclass(frozen=True)
+class FolderLayout:
+    """How a family's safetensors folders differ from Hugging Face's own."""
+
+    rename: Callable[[str], str]  # stored name -> canonical name
+    # the files and the config's quantization_config -> the tensors
+    open_store: Callable[[list[SafetensorsFile], object], SafetensorsStore]
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """What is known about the files of all model families."""
+
+    gguf: Mapping[str, GgufArchitecture] = field(default_factory=dict)  # by general.architecture
+    folders: Mapping[str, FolderLayout] = field(default_factory=dict)  # by model_type; others are Hugging Face's own
 
 
 class _Store(Protocol):
@@ -156,16 +174,16 @@ class Checkpoint:
         self.close()
 
 
-def open_checkpoint(model: str | Path) -> Checkpoint:
+def open_checkpoint(model: str | Path, layouts: Layouts) -> Checkpoint:
     """Open a folder of safetensors, a .gguf file, or a folder that holds one .gguf file and no config.json."""
     path = Path(model)
     try:
-        return _open(path)
+        return _open(path, layouts)
     except OSError as error:  # a folder that may not be listed, and the like
         raise ModelFileError(f"{str(path)!r}: {error}") from None
 
 
-def _open(path: Path) -> Checkpoint:
+def _open(path: Path, layouts: Layouts) -> Checkpoint:
     _refuse_pickle(path)
     if not path.exists():
         raise ModelFileError(f"{str(path)!r}: there is no such file or folder; give a model folder or a .gguf file")
@@ -176,15 +194,15 @@ def _open(path: Path) -> Checkpoint:
             raise ModelFileError(f"{str(path)!r} has no config.json, and {len(found)} .gguf files where one would do")
         is_folder, path = False, found[0]
     if is_folder:
-        return _open_folder(path)
+        return _open_folder(path, layouts)
     if path.suffix.lower() != ".gguf":
         hint = "give the folder it is in" if path.suffix == ".safetensors" else "give a model folder or a .gguf file"
         raise ModelFileError(f"{str(path)!r} is not a model that can be opened; {hint}")
     file = GgufFile(path)
     try:
-        it = map_gguf(file)
+        found = map_gguf(file, layouts.gguf)
         store = _GgufStore(file)
-        return Checkpoint(path, "gguf", it.config, it.recipes, store, it.set_aside, file.metadata)
+        return Checkpoint(path, "gguf", found.config, found.recipes, store, found.set_aside, file.metadata)
     except BaseException:
         file.close()
         raise
@@ -227,13 +245,13 @@ class _GgufStore:
         self._file.close()
 
 
-def _open_folder(folder: Path) -> Checkpoint:
+def _open_folder(folder: Path, layouts: Layouts) -> Checkpoint:
     config = read_json(folder / "config.json")
     text = config.get("text_config")
     text = text if isinstance(text, dict) else {}
-    is_deepseek = config.get("model_type") == "deepseek_v4"
+    layout = layouts.folders.get(str(config.get("model_type")))
     quantised = text.get("quantization_config") or config.get("quantization_config")
-    if quantised and not is_deepseek:
+    if quantised and layout is None:
         method = str(quantised.get("quant_method", "unknown"))[:40] if isinstance(quantised, dict) else "unknown"
         raise UnsupportedModel(
             f"{str(folder)!r}: is quantised ({method}); use BF16, F16 or F32 safetensors, or a quantised GGUF file"
@@ -243,14 +261,15 @@ def _open_folder(folder: Path) -> Checkpoint:
         paths, index = _shards(folder)
         for path in paths:
             files.append(SafetensorsFile(path))
-        store = QuantisedStore(files, block_size(quantised)) if is_deepseek else SafetensorsStore(files)
+        store = SafetensorsStore(files) if layout is None else layout.open_store(files, quantised)
         for name, shard in index.items():
             if store.file_of(name) != shard:
                 raise ModelFileError(
                     f"{str(folder)!r}: the index has tensor {name[:200]!r} in {shard!r}, which lacks it"
                 )
         tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings")) is True
-        recipes, set_aside = _canonical(folder, store, tied, deepseek_name if is_deepseek else hugging_face_name)
+        rename = hugging_face_name if layout is None else layout.rename
+        recipes, set_aside = _canonical(folder, store, tied, rename)
         return Checkpoint(folder, "safetensors", config, recipes, store, set_aside, {})
     except BaseException:
         for file in files:
@@ -284,7 +303,7 @@ def _shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 def hugging_face_name(name: str) -> str:
-    """Of the text model that a checkpoint holds, perhaps inside another or without its head."""
+    """The canonical name of a tensor of the text model, which may lie inside another model or lack its head."""
     for prefix, instead in _PREFIXES:
         if name.startswith(prefix):
             return instead + name.removeprefix(prefix)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hybridkv.config import shown
 from hybridkv.errors import ModelFileError
 
 Raw = Mapping[str, object]
@@ -37,8 +38,3 @@ class Reader:
         if value is not None and not isinstance(value, bool):
             raise ModelFileError(f"config: {key} must be true or false, not {shown(value)}")
         return default if value is None else value
-
-
-def shown(value: object) -> str:
-    """A value for a message. Very long whole numbers cannot be written out at all."""
-    return repr(str(value)[:40]) if not isinstance(value, int) or abs(value) < 1 << 128 else "a huge number"

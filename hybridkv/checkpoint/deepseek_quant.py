@@ -5,7 +5,7 @@
                                                   one scale for 32 columns of a row
 
 A weight `x.weight` has its scales in `x.scale` or `x.weight_scale_inv`: powers of two (F8_E8M0, or the same byte as U8)
-or, in base models, F32. value = code * scale. A code times a power of two is exact in bfloat16.
+or, in base models, F32. value = quantised value * scale, which is exact in bfloat16 if the scale is a power of two.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridkv.checkpoint.config_reader import shown
 from hybridkv.checkpoint.safetensors_file import SafetensorsFile
 from hybridkv.checkpoint.safetensors_store import SafetensorsStore
+from hybridkv.config import shown
 from hybridkv.errors import ModelFileError, UnsupportedModel
 
 BLOCK = (128, 128)
@@ -49,7 +49,7 @@ def block_size(quantised: object) -> tuple[int, int]:
 
 
 class QuantisedStore(SafetensorsStore):
-    """As `SafetensorsStore`; scales are no tensors of their own here, and a weight that has them is read as values."""
+    """A SafetensorsStore that hides the scales: a weight that has them is read as its values."""
 
     def __init__(self, files: list[SafetensorsFile], block: tuple[int, int]) -> None:
         super().__init__(files)
@@ -72,7 +72,7 @@ class QuantisedStore(SafetensorsStore):
         return sorted(self.home.keys() - set(self.scales.values()))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the values."""
+        """The dtype of the values."""
         shape = super().shape(name)
         packed = name in self.scales and self.stored(name).dtype in ("I8", "U8")
         return (*shape[:-1], 2 * shape[-1]) if packed else shape
@@ -132,6 +132,8 @@ def from_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch
 def from_fp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """[rows, columns / 2] bytes with a scale for each 32 columns -> [rows, columns]"""
     values = torch.tensor(E2M1, dtype=dtype)
-    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=1)  # of each byte, its low half first
+    pairs = torch.stack(
+        (values.repeat(16), values.repeat_interleave(16)), dim=1
+    )  # [256, 2]: the low half of a byte first
     out = F.embedding(packed.int(), pairs).flatten(1)
     return out.mul_(scale.to(dtype).repeat_interleave(GROUP, dim=1)[:, : out.shape[1]])

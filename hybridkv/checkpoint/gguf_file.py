@@ -197,7 +197,7 @@ class _Cursor:
         return out
 
     def numbers(self, kind: int, count: int, what: str) -> list[Any] | array[Any]:
-        """A list, or an array, which takes no more than the file, where there are very many (one for each token)."""
+        """Numbers as a list or, if there are very many (one for each token), as an array that takes no more memory."""
         dtype = _TYPES[kind]
         start = self.need(count * dtype.itemsize, what)
         values = np.frombuffer(self.data, dtype=dtype, count=count, offset=start)

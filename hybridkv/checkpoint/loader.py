@@ -1,7 +1,7 @@
 """Loader: takes tensors out of a checkpoint one by one, checks their shape, and puts them where the model runs.
 
 Projections that read the same input are joined along their rows in one buffer, filled part by part, so the peak stays
-near the size of the weights. On a GPU those of a GGUF file may stay in its formats (linear_packed).
+near the size of the weights. On a GPU those of a GGUF file may stay in its formats (kernels/linear/packed_linear.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hybridkv.kernels.linear.packed_weights import Packed
 from hybridkv.kernels.row_ops import EXACT, FAST, RowOps
 
 Progress = Callable[[int, int], None]  # (tensors done, tensors in all)
-Part = tuple[str, int | Tensor]  # a name, and how many rows it has, or which of its rows stands at each place
+Part = tuple[str, int | Tensor]  # a name, and its number of rows or a permutation of its rows
 
 
 def count(rows: int | Tensor) -> int:
@@ -30,7 +30,7 @@ def count(rows: int | Tensor) -> int:
 
 
 class Loader:
-    ops: RowOps = FAST  # what the layers are to compute with
+    exact = False  # the layers compute in exact mode
     fp8 = False
     packed = False
 
@@ -48,12 +48,16 @@ class Loader:
             raise HybridKVError(
                 "exact mode on a GPU runs on Triton, which is not installed; use exact=False or install it"
             )
-        self.ops = EXACT if exact else FAST
-        self.fp8, self.packed = fp8, packed
+        self.exact, self.fp8, self.packed = exact, fp8, packed
         self.checkpoint, self.device, self.dtype, self.progress = checkpoint, device, dtype, progress
         self.runs_on = device  # a loader that only counts has its tensors elsewhere
         self.used: set[str] = set()
         self.total = len(checkpoint.names())
+
+    @property
+    def ops(self) -> RowOps:
+        """What the layers compute with."""
+        return EXACT if self.exact else FAST
 
     def has(self, name: str) -> bool:
         return name in self.checkpoint
@@ -80,7 +84,7 @@ class Loader:
         return out
 
     def fill(self, out: Tensor, name: str) -> None:
-        """Put a tensor of its shape into `out`, where it may be a part of something larger; experts go one by one."""
+        """Copy a tensor into `out`, which may be a view of a larger one. Experts are read one by one."""
         self._take(name, tuple(out.shape))
         self.checkpoint.read_into(out, name)
 
@@ -92,7 +96,7 @@ class Loader:
         return table.to(device=self.device, dtype=torch.int64)
 
     def linear(self, inputs: int, *parts: Part) -> Linear:
-        """Projections of the same input, with their biases where the checkpoint has them, as one."""
+        """Projections of the same input as one, with biases where the checkpoint has them."""
         bias = None
         if self.has(f"{parts[0][0]}.bias"):
             found = [(self.raw(f"{name}.bias", count(rows)), rows) for name, rows in parts]
@@ -120,11 +124,11 @@ class Loader:
     def make_linear(self, weight: Tensor, bias: Tensor | None = None, shared: bool = False) -> Linear:
         """`shared`: the weight has another use (an embedding) and stays as it is."""
         if not self.fp8 or shared:
-            return Linear(weight, bias, self.ops.exact)
-        if self.ops.exact or not keeps_codes(self.device, self.dtype):
-            return Linear(round_weight_(weight), bias, self.ops.exact)
-        codes, scale = encode_weight(weight)
-        return Linear(codes, bias, scale=scale)
+            return Linear(weight, bias, self.exact)
+        if self.exact or not keeps_codes(self.device, self.dtype):
+            return Linear(round_weight_(weight), bias, self.exact)
+        quantised, scale = encode_weight(weight)
+        return Linear(quantised, bias, scale=scale)
 
     def place(self, tensor: Tensor) -> Tensor:
         return tensor.to(device=self.device, dtype=self.dtype).contiguous()
@@ -147,9 +151,7 @@ class Loader:
         return out
 
     def finish(self) -> None:
-        """Every tensor must have found its place: one that is left over means a model that is not what its config
-        says.
-        """
+        """Every tensor must have been used: one that is left over does not belong to the model of the config."""
         left = sorted(set(self.checkpoint.names()) - self.used)
         if left:
             raise ModelFileError(f"{len(left)} tensors have no place in this model, for example {left[0]}")

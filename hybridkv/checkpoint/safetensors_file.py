@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from hybridkv.errors import ModelFileError, UnsupportedModel
 from hybridkv.files import OpenFile, parse_json
 
-HEADER_LIMIT = 100_000_000  # bytes, the library's own
+HEADER_LIMIT = 100_000_000  # bytes, the limit of the safetensors package
 TOUCHED_LIMIT = 64 << 20  # bytes of a mapping that are read before it is made anew
 _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "I16": 16, "U16": 16, "F16": 16, "BF16": 16}
 _BITS |= {"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8}

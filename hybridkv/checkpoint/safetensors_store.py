@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hybridkv.checkpoint.gguf_map import Recipe
+from hybridkv.checkpoint.recipe import Recipe
 from hybridkv.checkpoint.safetensors_file import DTYPES, SafetensorsFile, StoredTensor
 from hybridkv.errors import ModelFileError, UnsupportedModel
 
@@ -36,7 +36,7 @@ class SafetensorsStore:
         return self.stored(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of what `read` gives. Refuses a tensor that is not read."""
+        """The dtype that `read` gives, or UnsupportedModel for a tensor that is not read."""
         found = DTYPES.get(self.stored(name).dtype)
         if found is None:
             raise UnsupportedModel(

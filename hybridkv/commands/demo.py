@@ -148,7 +148,7 @@ def with_cache(llm: LLM, cache: CacheConfig) -> LLM:
     sizes = (plan.schema, plan.pages, plan.slots, plan.max_tokens)
     other.manager = KVCacheManager(*sizes, llm.device, query_buffers=plan.query_buffers)
     other.manager.model_fingerprint = llm.manager.model_fingerprint
-    evictor = Evictor.make(cache, other.manager, scale=llm.config.head_dim**-0.5)
+    evictor = Evictor.make(cache, other.manager, scale=llm.config.attention_scale)
     steps = llm.engine.scheduler.step_tokens
     other.engine = Engine(llm.model, other.manager, llm.tokenizer, steps, llm.engine.eos_ids, evictor)
     return other

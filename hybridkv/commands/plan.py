@@ -128,7 +128,7 @@ class Weights:
 def make_report(options: ModelOptions, requests: int) -> Report:
     from hybridkv.config import EngineConfig
     from hybridkv.llm import resolve_device, resolve_dtype
-    from hybridkv.models import check_exact
+    from hybridkv.models import check_exact, family_of
     from hybridkv.models.config import ModelConfig
 
     limits = EngineConfig(requests, options.context, options.memory)
@@ -136,7 +136,7 @@ def make_report(options: ModelOptions, requests: int) -> Report:
     name, raw = read_config(options.model)
     config = ModelConfig.from_dict(raw)
     check_exact(config, options.exact, options.state_dtype)
-    evicts = config.v4 is None
+    evicts = family_of(config).supports("budget")
     if not evicts and options.budget is not None:
         raise HybridKVError(
             f"--budget is not for {config.architecture}: it compresses its cache itself and never evicts"
@@ -313,7 +313,7 @@ def buy(
 
 def file_tensors(model: str | None) -> tuple[Callable[[str], bool], dict[str, int]] | None:
     """Which tensors a GGUF file has, and the bytes of those that can stay packed, by name. None for anything else."""
-    from hybridkv.checkpoint.checkpoint import open_checkpoint
+    from hybridkv.models import open_checkpoint
 
     path = Path(model).expanduser() if model else Path()
     if path.suffix != ".gguf" or not path.is_file():
@@ -340,8 +340,8 @@ def ffn_layer_bytes(model: str | None) -> int | None:
 
 def read_config(model: str | None) -> tuple[str, dict[str, Any]]:
     """(name, config) of a model that may not be there yet. Never reaches for the network."""
-    from hybridkv.checkpoint.checkpoint import open_checkpoint
     from hybridkv.files import read_json
+    from hybridkv.models import open_checkpoint
     from hybridkv.models.known import KNOWN, known_config
 
     if model is None:

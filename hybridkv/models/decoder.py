@@ -1,22 +1,25 @@
-"""The decoder that all models share, and the parts that most of them use.
+"""The decoder that most families share, and the parts they build it from.
 
-A layer is `h += mixer(norm(h)); h += feed_forward(norm(h))`. A part's last product adds to h where that is free (many
-tokens on a GPU); else what it adds is handed on, and the next norm adds it: one pass over h instead of two. Models
-differ in their mixers (full attention, gated attention, Gated DeltaNet) and feed-forward parts, which llama.py and
-qwen3_5.py define.
+A layer computes h += mixer(norm(h)), then h += feed_forward(norm(h)). The sum is not always taken at once: a layer
+works on a pair (h, delta) that stands for h + delta. With many tokens on a GPU the part's last product adds to h for
+free and returns None as delta. Otherwise delta is the part's result, and the next norm adds it: one pass over h instead
+of two.
+
+Families differ in their mixers (`attention.py`, `deltanet.py`) and in their feed-forward parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hybridkv.cache import LayerHandle, StreamSchema, TensorSpec
+from hybridkv.checkpoint.loader import Loader
 from hybridkv.kernels.formats.kv_format import kv_format
 from hybridkv.kernels.linear.linear import Linear
 from hybridkv.kernels.rope import rope_angles
@@ -30,27 +33,27 @@ class Mixer(Protocol):
     def __call__(
         self, x: Tensor, angles: Angles, handle: LayerHandle, rows: Tensor | None, h: Tensor | None
     ) -> Tensor | None:
-        """`rows`: in the last layer, which tokens' results are wanted; all are stored. `h`: the result may be added
-        here instead, and is None then.
+        """The result for x [T, hidden], or None if it was added to `h` instead. `rows`: in the last layer, the tokens
+        whose results are wanted; keys, values and state of all tokens are stored.
         """
         ...
 
 
 class FeedForward(Protocol):
-    def __call__(self, x: Tensor, h: Tensor | None = None) -> Tensor | None: ...
+    def __call__(self, x: Tensor, h: Tensor | None = None) -> Tensor | None:
+        """The result for x [T, hidden], or None if it was added to `h` instead."""
+        ...
 
 
 class Model(Protocol):
-    """What the engine runs."""
+    """What the engine runs. The handles are those of `KVCacheManager.acquire`: each family knows its own kind."""
 
     @property
     def config(self) -> ModelConfig: ...
     @property
     def nbytes(self) -> int: ...
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor, handles: Mapping[int, LayerHandle], rows: Tensor | None
-    ) -> Tensor: ...
+    def forward(self, tokens: Tensor, positions: Tensor, handles: Mapping[int, Any], rows: Tensor | None) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,6 @@ class Norm:
     weight: Tensor  # [hidden] f32
     eps: float
     ops: RowOps = FAST
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """(x + delta, its norm)."""
@@ -92,9 +92,7 @@ class DecoderLayer:
     def __call__(
         self, h: Tensor, delta: Tensor | None, angles: Angles, handle: LayerHandle, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """h + delta comes in, and goes out as such a pair; h may be written to. `rows`: which tokens go on; all are
-        stored.
-        """
+        """(h, delta) after the layer. h may be written to. `rows`: the tokens that go on; all are stored."""
         h, x = self.mixer_norm.add(h, delta)
         delta = self.mixer(x, angles, handle, rows, h if rows is None else None)
         h = h if rows is None else h[rows]
@@ -119,7 +117,7 @@ class Decoder:
         tokens: Tensor,  # [T] int64
         positions: Tensor,  # [T] int64 absolute
         handles: Mapping[int, LayerHandle],
-        rows: Tensor | None,  # [S] which tokens' logits are wanted; None: of all
+        rows: Tensor | None,  # [S] tokens whose logits are wanted; None: all
     ) -> Tensor:  # [S, vocab] in the dtype of the weights
         h, delta = F.embedding(tokens, self.embedding), None
         angles = rope_angles(positions, self.inv_freq)
@@ -131,6 +129,31 @@ class Decoder:
     @property
     def nbytes(self) -> int:
         return weight_bytes(self)
+
+
+def assemble(config: ModelConfig, loader: Loader, layers: tuple[DecoderLayer, ...], norm_plus: float = 0.0) -> Decoder:
+    """These layers with embedding, final norm and head around them. `norm_plus`: added to the norm's weight."""
+    embedding = loader.weight("model.embed_tokens.weight", config.vocab, config.hidden)
+    has_head = loader.has("lm_head.weight")
+    if config.tied or not has_head:
+        head = loader.make_linear(embedding, shared=True)
+    else:
+        head = loader.linear(config.hidden, ("lm_head", config.vocab))
+    if config.tied and has_head:
+        loader.used.add("lm_head.weight")  # some writers store the tied matrix twice
+    norm = Norm(loader.vector("model.norm.weight", config.hidden, plus=norm_plus), config.eps, loader.ops)
+    inv_freq = torch.tensor(config.inv_freq, dtype=torch.float32, device=loader.device)
+    return Decoder(config, embedding, layers, norm, head, inv_freq)
+
+
+def gated_mlp(loader: Loader, name: str, hidden: int, intermediate: int) -> GatedMlp:
+    gate_up = loader.linear(hidden, (f"{name}.gate_proj", intermediate), (f"{name}.up_proj", intermediate))
+    return GatedMlp(gate_up, loader.linear(intermediate, (f"{name}.down_proj", hidden)))
+
+
+def layer_norm(config: ModelConfig, loader: Loader, name: str, plus: float = 0.0) -> Norm:
+    """The norm before a mixer or a feed-forward part. `plus`: added to its weight."""
+    return Norm(loader.vector(f"{name}.weight", config.hidden, plus=plus), config.eps, loader.ops)
 
 
 def weight_bytes(part: object) -> int:

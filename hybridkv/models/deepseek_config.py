@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridkv.checkpoint.config_reader import Raw, Reader, shown
+from hybridkv.checkpoint.config_reader import Raw, Reader
+from hybridkv.config import shown
 from hybridkv.errors import ModelFileError, UnsupportedModel
 
 CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
@@ -93,7 +94,7 @@ def parse_deepseek_v4(
 
 
 def _refuse_variants(raw: Raw) -> None:
-    """What no released DeepSeek-V4 has, and the forward pass does not compute."""
+    """Refuse what no released DeepSeek-V4 has and the forward pass does not compute."""
     for key, only in (
         ("num_key_value_heads", 1),
         ("n_shared_experts", 1),
@@ -124,7 +125,7 @@ def _ratios(read: Reader) -> tuple[int, int]:
 
 
 def _kinds(raw: Raw, layers: int, csa_ratio: int, hca_ratio: int) -> tuple[str, ...]:
-    """A list may go on for draft layers, which are not run."""
+    """The kind of each layer. A list may be longer: draft layers, which are not run."""
     by_ratio = {0: "window", csa_ratio: "csa", hca_ratio: "hca"}
     typed = _listed(raw, "layer_types", layers, LAYER_TYPES)
     rated = _listed(raw, "compress_ratios", layers, by_ratio)
@@ -175,7 +176,7 @@ def _hash_layers(raw: Raw, layers: int) -> frozenset[int]:
 
 
 def _ropes(raw: Raw) -> tuple[Raw, Raw]:
-    """(main, compress): what either table is made from, whichever way it was spelled."""
+    """(main, compress): the parameters of both tables, in either spelling."""
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         raise ModelFileError(f"config: rope_parameters must be an object, not {shown(rope)}")
@@ -238,22 +239,24 @@ def _kind(rope: Raw) -> str:
 
 
 def yarn(freq: torch.Tensor, theta: float, scaling: Reader, config: Reader) -> torch.Tensor:
-    """NTK by parts: pairs that turn often over the original context are kept, those that turn seldom are stretched by
-    `factor`, those between blended. freq: [rope / 2]
+    """NTK by parts, freq [rope / 2]: pairs that rotate often over the original context are kept, pairs that rotate
+    seldom are stretched by `factor`, those between are blended.
     """
     original = scaling.size("original_max_position_embeddings", limit=1 << 31)
     longest = config.size("max_position_embeddings", limit=1 << 31)
     factor = scaling.number("factor", longest / original, high=1e6)
-    fast, slow = scaling.number("beta_fast", 32.0, high=1e6), scaling.number("beta_slow", 1.0, high=1e6)
+    fast = scaling.number("beta_fast", 32.0, high=1e6)
+    slow = scaling.number("beta_slow", 1.0, high=1e6)
     if fast <= slow:
         raise ModelFileError(f"config: beta_fast {fast:g} must exceed beta_slow {slow:g}")
     rope = 2 * len(freq)
 
-    def pair(turns: float) -> float:
-        """The pair that turns this often over the original context."""
-        return rope * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+    def pair(rotations: float) -> float:
+        """The pair that rotates this often over the original context."""
+        return rope * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = max(math.floor(pair(fast)), 0), min(math.ceil(pair(slow)), rope - 1)
+    low = max(math.floor(pair(fast)), 0)
+    high = min(math.ceil(pair(slow)), rope - 1)
     width = high - low if high != low else 0.001
     stretched = ((torch.arange(len(freq), dtype=torch.float32) - low) / width).clamp(0, 1)
     return freq * (1 - stretched) + freq / factor * stretched

@@ -4,12 +4,13 @@
 
     attention   x -> one product in f32:  low-rank query | window row | what each compressor takes in | index weights
                 low-rank query -> queries | index queries
-                the handle stores the window row and the entries that are now full, picks entries and attends
+                the handle stores the window row and the entries that are now full
+                select picks entries, attend reads window and entries (v4_attention.py)
                 heads -> a low-rank product for each group of them -> hidden
 
 A layer is one of three kinds: window, CSA (entries of 4 tokens, of which an index picks the best), HCA (entries of 128,
-all read). Window layers turn by one table of angles, the others by a second, in which an entry has the position of its
-first token. Nothing here looks at a value on the device, so that a step can be captured as a graph.
+all read). Window layers rotate by one table of angles, the others by a second, in which an entry has the position of
+its first token. Nothing here reads a value back from the device, so a step can be captured as a graph.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridkv.cache import CacheSchema, CompressedHandle, CompressedSpec, compressed_schema
+from hybridkv.checkpoint.checkpoint import FolderLayout
+from hybridkv.checkpoint.config_reader import Reader
+from hybridkv.checkpoint.deepseek_names import deepseek_name
+from hybridkv.checkpoint.deepseek_quant import QuantisedStore, block_size
 from hybridkv.checkpoint.loader import Loader
+from hybridkv.checkpoint.safetensors_file import SafetensorsFile
 from hybridkv.config import CacheConfig
 from hybridkv.errors import ModelFileError
 from hybridkv.kernels.linear.f32_out import linear_wide, wide_dtype
@@ -32,12 +38,36 @@ from hybridkv.kernels.moe.v4_router import Router, route
 from hybridkv.kernels.rope import rope_angles
 from hybridkv.kernels.v4.hyper_connections import HyperMap, hyper_enter, hyper_exit, hyper_expand
 from hybridkv.kernels.v4.norm_rope import norm_rope
-from hybridkv.models.config import ModelConfig
+from hybridkv.models.config import MAX_HEAD_DIM, MAX_LAYERS, MAX_POSITIONS, ModelConfig, token_ids
 from hybridkv.models.decoder import weight_bytes
-from hybridkv.models.deepseek_config import DeepseekV4Config
+from hybridkv.models.deepseek_config import DeepseekV4Config, parse_deepseek_v4
+from hybridkv.models.family import NO_STATE, Family
+from hybridkv.models.v4_attention import Angles, attend, select
 
-Angles = tuple[Tensor, Tensor]  # cos, sin [T, rope / 2] f32
-INDEX_BESIDE = {"f32": "f32", "bf16": "bf16"}  # index keys for entries of this kind; for FP8 as the model was trained
+INDEX_BESIDE = {"f32": "f32", "bf16": "bf16"}  # format of index keys by that of entries; others: mxfp4, as trained
+
+
+def parse(read: Reader) -> ModelConfig:
+    layers = read.size("num_hidden_layers", limit=MAX_LAYERS)
+    heads, head_dim = read.size("num_attention_heads"), read.size("head_dim", limit=MAX_HEAD_DIM)
+    inv_freq, v4 = parse_deepseek_v4(read, layers, heads, head_dim)
+    return ModelConfig(
+        architecture="deepseek_v4",
+        vocab=read.size("vocab_size"),
+        hidden=read.size("hidden_size"),
+        intermediate=v4.expert_width,
+        layers=layers,
+        heads=heads,
+        kv_heads=1,  # one vector serves all heads as key and value
+        head_dim=head_dim,
+        eps=read.number("rms_norm_eps", 1e-6, high=1.0),
+        max_positions=read.size("max_position_embeddings", limit=MAX_POSITIONS),
+        tied=read.flag("tie_word_embeddings", False),
+        attention_layers=(),
+        inv_freq=inv_freq,
+        eos_ids=token_ids(read.raw.get("eos_token_id")),
+        v4=v4,
+    )
 
 
 def cache_schema(config: ModelConfig, cache: CacheConfig, model_dtype: torch.dtype) -> CacheSchema:
@@ -63,10 +93,10 @@ def cache_schema(config: ModelConfig, cache: CacheConfig, model_dtype: torch.dty
 class StepAngles:
     """All angles of a step, made once for its layers."""
 
-    window: Angles  # of the tokens, in window layers
-    compressed: Angles  # of the tokens, in the others
-    csa: Angles  # of the first token of the entry that a token may complete
-    hca: Angles
+    window: Angles  # at the tokens' positions, for window layers
+    compressed: Angles  # at the tokens' positions, for the other layers
+    csa: Angles  # at the first token of the entry that a token may complete
+    hca: Angles  # the same
 
     @staticmethod
     def at(positions: Tensor, v: DeepseekV4Config, window_freq: Tensor, compress_freq: Tensor) -> StepAngles:
@@ -87,7 +117,7 @@ class Compressor:
 
 @dataclass(frozen=True)
 class Attention:
-    """What all kinds share: a window of recent tokens, and whatever else `compress` brings."""
+    """What all kinds share: a window of recent tokens. `compress` adds what a kind has beside it."""
 
     config: ModelConfig
     v: DeepseekV4Config
@@ -105,27 +135,28 @@ class Attention:
         low, row, *rest = linear_wide(x, self.inputs).split(self.sizes, -1)
         low = norm_rope(low.unsqueeze(1), x.dtype, c.eps, self.q_norm).squeeze(1)
         q, q_index = self.queries(low).tensor_split([c.heads * c.head_dim], -1)
-        turn = self.turn(angles)
-        q = norm_rope(q.unflatten(1, (c.heads, c.head_dim)), x.dtype, c.eps, angles=turn)
-        handle.write_swa(row, self.kv_norm, c.eps, turn)
+        own = self.own_angles(angles)
+        q = norm_rope(q.unflatten(1, (c.heads, c.head_dim)), x.dtype, c.eps, angles=own)
+        handle.write_swa(row, self.kv_norm, c.eps, own)
         chosen = self.compress(rest, q_index, angles, handle)
-        mixed = handle.attend(q, self.sink, c.head_dim**-0.5, turn, chosen)
+        mixed = attend(handle, q, self.sink, c.attention_scale, own, chosen)
         groups = mixed.reshape(T, len(self.group_out), self.group_out.shape[2]).transpose(0, 1)
         return self.out(torch.bmm(groups, self.group_out.transpose(1, 2)).transpose(0, 1).reshape(T, -1))
 
-    def turn(self, angles: StepAngles) -> Angles:
+    def own_angles(self, angles: StepAngles) -> Angles:
+        """What this kind of layer rotates its queries and window rows by."""
         return angles.compressed
 
     def compress(
         self, taken: list[Tensor], q_index: Tensor, angles: StepAngles, handle: CompressedHandle
     ) -> Tensor | None:
-        """Store the entries that are full; which of them each token reads, or None for all there are."""
-        return None  # a window alone has none
+        """Store the entries that are full. Returns the entries that each token reads; None: all there are."""
+        return None  # a window layer has none
 
 
 @dataclass(frozen=True)
 class WindowAttention(Attention):
-    def turn(self, angles: StepAngles) -> Angles:
+    def own_angles(self, angles: StepAngles) -> Angles:
         return angles.window
 
 
@@ -155,7 +186,7 @@ class CsaAttention(Attention):
         handle.maybe_flush_csa("index", p_index, z_index, self.index.bias, self.index.norm, eps, angles.csa)
         heads = q_index.unflatten(1, (v.index_heads, v.index_dim))
         heads = norm_rope(heads, q_index.dtype, angles=angles.compressed)
-        return handle.select(heads, weights * (v.index_heads * v.index_dim) ** -0.5, v.index_topk)
+        return select(handle, heads, weights * (v.index_heads * v.index_dim) ** -0.5, v.index_topk)
 
 
 @dataclass(frozen=True)
@@ -184,7 +215,7 @@ class Block:
         tokens: Tensor,
         angles: StepAngles,
         handle: CompressedHandle,
-        rows: Tensor | None = None,  # which tokens go on; all are stored
+        rows: Tensor | None = None,  # the tokens that go on; all are stored
     ) -> Tensor:
         x, post, comb = hyper_enter(streams, self.to_attention)
         streams = hyper_expand(streams, self.attention(x, angles, handle), post, comb)
@@ -214,7 +245,7 @@ class DeepseekV4:
         tokens: Tensor,  # [T] int64
         positions: Tensor,  # [T] int64 absolute
         handles: Mapping[int, CompressedHandle],
-        rows: Tensor | None,  # [S] which tokens' logits are wanted; None: of all
+        rows: Tensor | None,  # [S] tokens whose logits are wanted; None: all
     ) -> Tensor:  # [S, vocab] f32
         v = _v4(self.config)
         angles = StepAngles.at(positions, v, self.window_freq, self.compress_freq)
@@ -276,7 +307,7 @@ def _hyper(
 
 
 def _wide(loader: Loader, inputs: int, *parts: tuple[str, int]) -> Linear:
-    """Projections (name, rows) of the same input as one, stored so that their results can be f32."""
+    """Projections (name, rows) of the same input as one, stored in a dtype that gives f32 results."""
     dtype = wide_dtype(loader.runs_on, loader.dtype)
     weight = torch.empty(sum(rows for _, rows in parts), inputs, dtype=dtype, device=loader.device)
     at = 0
@@ -354,8 +385,8 @@ def _experts(config: ModelConfig, v: DeepseekV4Config, loader: Loader, name: str
 
 
 def check_schedule(config: ModelConfig, has: Callable[[str], bool]) -> None:
-    """The weights must be of the layers that the config names: a wrong schedule is said as such, not as a missing
-    tensor.
+    """Whether the weights are those of the layers that the config names. Without this check a wrong schedule would be
+    reported as a missing tensor.
     """
     assert config.v4 is not None
     for layer, kind in enumerate(config.v4.kinds):
@@ -376,3 +407,25 @@ def check_schedule(config: ModelConfig, has: Callable[[str], bool]) -> None:
                 f"layer {layer} needs mlp.gate.{wanted} by the config (num_hash_layers, mlp_layer_types), and must "
                 f"not have {other}: the config is not this checkpoint's, or a download is incomplete"
             )
+
+
+def _open_store(files: list[SafetensorsFile], quantised: object) -> QuantisedStore:
+    return QuantisedStore(files, block_size(quantised))
+
+
+FAMILY = Family(
+    name="deepseek_v4",
+    model_types=("deepseek_v4",),
+    parse=parse,
+    cache_schema=cache_schema,
+    load=load,
+    check_weights=check_schedule,
+    folder=FolderLayout(deepseek_name, _open_store),
+    refuses={
+        "exact": "exact mode is not available for deepseek_v4: leave it out (exact=False, no --exact)",
+        "fp8": "weight_dtype='fp8' is not available for deepseek_v4: leave it out (auto)",
+        "budget": "budget is not for deepseek_v4: it compresses its cache itself and never evicts, so there is nothing "
+        "to choose or to show",
+        "state_dtype": NO_STATE,
+    },
+)

@@ -1,6 +1,6 @@
 """Shapes of published models, in the words of a Hugging Face config.json, so that a plan needs no files.
 
-Only sizes that memory depends on are here, and nothing is loaded from them: a model that runs brings its own config.
+Only what memory depends on is here. Nothing is loaded from these configs: a model that runs brings its own.
 """
 
 from __future__ import annotations
@@ -12,6 +12,14 @@ _QWEN: dict[str, Any] = dict(
     linear_value_head_dim=128, linear_num_key_heads=16, max_position_embeddings=262144, rms_norm_eps=1e-6,
     rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
 )  # fmt: skip
+
+
+def _qwen3(hidden: int, layers: int, ffn: int, heads: int) -> dict[str, Any]:
+    return dict(
+        model_type="qwen3", dtype="bfloat16", vocab_size=151936, hidden_size=hidden, num_hidden_layers=layers,
+        intermediate_size=ffn, num_attention_heads=heads, num_key_value_heads=8, head_dim=128,
+        max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=False,
+    )  # fmt: skip
 
 
 def _dense(hidden: int, layers: int, ffn: int, heads: int, kv_heads: int, values: int, tied: bool) -> dict[str, Any]:
@@ -57,6 +65,8 @@ KNOWN: dict[str, dict[str, Any]] = {
         num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=8192, rms_norm_eps=1e-5,
         rope_theta=100000.0, tie_word_embeddings=True,
     ),
+    "Qwen3-8B": _qwen3(4096, 36, 12288, 32),
+    "Qwen3-32B": _qwen3(5120, 64, 25600, 64),
     "Qwen3.5-0.8B": _dense(1024, 24, 3584, 8, 2, 16, True),
     "Qwen3.5-4B": _dense(2560, 32, 9216, 16, 4, 32, True),
     "Qwen3.5-9B": _dense(4096, 32, 12288, 16, 4, 32, False),
@@ -71,6 +81,6 @@ KNOWN: dict[str, dict[str, Any]] = {
 
 
 def known_config(name: str) -> tuple[str, dict[str, Any]] | None:
-    """(name, config) of a known model; case and an organisation's prefix do not matter."""
+    """(name, config) of a known model. Case and an organisation's prefix do not matter."""
     wanted = name.rsplit("/", 1)[-1].lower()
     return next(((known, config) for known, config in KNOWN.items() if known.lower() == wanted), None)

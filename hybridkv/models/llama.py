@@ -1,78 +1,94 @@
-"""Llama: the degenerate hybrid, full attention in every layer. Also SmolLM2 and whatever else says model_type llama."""
+"""Llama: full attention in every layer. Also SmolLM2 and every other model whose model_type is llama."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 
-import torch
-from torch import Tensor
-
-from hybridkv.cache import CacheSchema, LayerHandle
+from hybridkv.checkpoint.config_reader import Reader
+from hybridkv.checkpoint.gguf_architecture import Config, GgufArchitecture
+from hybridkv.checkpoint.gguf_config import Keys
+from hybridkv.checkpoint.gguf_map import GATED_MLP, Row, Table, unpermute
 from hybridkv.checkpoint.loader import Loader
-from hybridkv.kernels.linear.linear import Linear
-from hybridkv.kernels.row_ops import RowOps
-from hybridkv.models.config import ModelConfig
-from hybridkv.models.decoder import Angles, Decoder, DecoderLayer, GatedMlp, Norm, attention_streams
+from hybridkv.errors import UnsupportedModel
+from hybridkv.models.attention import attention_schema, load_attention
+from hybridkv.models.config import MAX_POSITIONS, ModelConfig, common_fields, rope_frequencies
+from hybridkv.models.decoder import Decoder, DecoderLayer, assemble, gated_mlp, layer_norm
+from hybridkv.models.family import Family
 
 
-def cache_schema(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int) -> CacheSchema:
-    return CacheSchema(streams=(attention_streams(config, kv_dtype, page_size),))
-
-
-@dataclass(frozen=True)
-class Attention:
-    config: ModelConfig
-    qkv: Linear  # [(H + 2 G) D, hidden]
-    out: Linear  # [hidden, H D]
-    ops: RowOps
-
-    def __call__(
-        self, x: Tensor, angles: Angles, handle: LayerHandle, rows: Tensor | None, h: Tensor | None
-    ) -> Tensor | None:
-        c, x = self.config, self.qkv(x)
-        if not self.ops.exact:
-            q = handle.store(x, angles, c.heads, c.head_dim)
-        else:
-            heads = x.view(len(x), c.heads + 2 * c.kv_heads, c.head_dim)
-            turned = self.ops.rope(heads[:, : c.heads + c.kv_heads], *angles)  # queries and keys alike
-            q = turned[:, : c.heads]
-            handle.append(turned[:, c.heads :], heads[:, c.heads + c.kv_heads :])
-            handle.capture(q)
-        mixed = handle.attend(q, c.head_dim**-0.5, rows is not None).flatten(1)
-        return self.out.add_to(h, mixed if rows is None else mixed[rows])
+def parse(read: Reader) -> ModelConfig:
+    common = common_fields(read, "llama")
+    return ModelConfig(
+        **common,
+        intermediate=read.size("intermediate_size"),
+        max_positions=read.size("max_position_embeddings", limit=MAX_POSITIONS),
+        attention_layers=tuple(range(common["layers"])),
+        inv_freq=rope_frequencies(read, common["head_dim"]),
+    )
 
 
 def load(config: ModelConfig, loader: Loader) -> Decoder:
     layers = tuple(_layer(config, loader, f"model.layers.{i}") for i in range(config.layers))
-    return assemble(config, loader, layers, norm_plus=0.0)
-
-
-def assemble(config: ModelConfig, loader: Loader, layers: tuple[DecoderLayer, ...], norm_plus: float) -> Decoder:
-    """Embedding, final norm and head round the layers."""
-    embedding = loader.weight("model.embed_tokens.weight", config.vocab, config.hidden)
-    tied = config.tied or not loader.has("lm_head.weight")
-    if tied and loader.has("lm_head.weight"):
-        loader.used.add("lm_head.weight")  # some writers store the tied matrix twice
-    head = (
-        loader.make_linear(embedding, shared=True) if tied else loader.linear(config.hidden, ("lm_head", config.vocab))
-    )
-    norm = Norm(loader.vector("model.norm.weight", config.hidden, plus=norm_plus), config.eps, loader.ops)
-    inv_freq = torch.tensor(config.inv_freq, dtype=torch.float32, device=loader.device)
-    return Decoder(config, embedding, layers, norm, head, inv_freq)
-
-
-def gated_mlp(loader: Loader, name: str, hidden: int, intermediate: int) -> GatedMlp:
-    gate_up = loader.linear(hidden, (f"{name}.gate_proj", intermediate), (f"{name}.up_proj", intermediate))
-    return GatedMlp(gate_up, loader.linear(intermediate, (f"{name}.down_proj", hidden)))
+    return assemble(config, loader, layers)
 
 
 def _layer(config: ModelConfig, loader: Loader, name: str) -> DecoderLayer:
-    c, attn = config, f"{name}.self_attn"
-    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    qkv = loader.linear(c.hidden, (f"{attn}.q_proj", q), (f"{attn}.k_proj", kv), (f"{attn}.v_proj", kv))
     return DecoderLayer(
-        mixer_norm=Norm(loader.vector(f"{name}.input_layernorm.weight", c.hidden), c.eps, loader.ops),
-        mixer=Attention(c, qkv, loader.linear(q, (f"{attn}.o_proj", c.hidden)), loader.ops),
-        feed_norm=Norm(loader.vector(f"{name}.post_attention_layernorm.weight", c.hidden), c.eps, loader.ops),
-        feed=gated_mlp(loader, f"{name}.mlp", c.hidden, c.intermediate),
+        mixer_norm=layer_norm(config, loader, f"{name}.input_layernorm"),
+        mixer=load_attention(config, loader, f"{name}.self_attn"),
+        feed_norm=layer_norm(config, loader, f"{name}.post_attention_layernorm"),
+        feed=gated_mlp(loader, f"{name}.mlp", config.hidden, config.intermediate),
     )
+
+
+# --- GGUF -----------------------------------------------------------------------------------------------------------
+
+
+def _gguf_config(keys: Keys) -> Config:
+    experts = keys.integer("expert_count", 0, least=0)
+    if experts:
+        raise UnsupportedModel(f"{keys.where}: a llama model with {experts} experts (Mixtral) is not supported")
+    biases = [name for name in keys.shapes if name.endswith(".bias")]
+    return {
+        "intermediate_size": keys.integer("feed_forward_length"),
+        "attention_bias": any(".attn_" in name for name in biases),
+        "mlp_bias": any(".ffn_" in name for name in biases),
+    }
+
+
+def _add_gguf_layer(table: Table, config: Config, layer: int) -> None:
+    # the converter re-orders the rows of q and k inside each head for interleaved RoPE pairs
+    undo_q = partial(unpermute, heads=config["num_attention_heads"])
+    undo_k = partial(unpermute, heads=config["num_key_value_heads"])
+    table.add_rows(
+        layer,
+        [
+            ("attn_norm.weight", "input_layernorm.weight", "H"),
+            ("ffn_norm.weight", "post_attention_layernorm.weight", "H"),
+            ("attn_q.weight", "self_attn.q_proj.weight", "Q H", undo_q),
+            ("attn_k.weight", "self_attn.k_proj.weight", "K H", undo_k),
+            ("attn_v.weight", "self_attn.v_proj.weight", "K H"),
+            ("attn_output.weight", "self_attn.o_proj.weight", "H Q"),
+            *GATED_MLP,
+        ],
+    )
+    biases: list[Row] = [
+        ("attn_q.bias", "self_attn.q_proj.bias", "Q", undo_q),
+        ("attn_k.bias", "self_attn.k_proj.bias", "K", undo_k),
+        ("attn_v.bias", "self_attn.v_proj.bias", "K"),
+        ("attn_output.bias", "self_attn.o_proj.bias", "H"),
+        ("ffn_gate.bias", "mlp.gate_proj.bias", "F"),
+        ("ffn_up.bias", "mlp.up_proj.bias", "F"),
+        ("ffn_down.bias", "mlp.down_proj.bias", "H"),
+    ]
+    table.add_rows(layer, [row for row in biases if table.has(layer, row[0])])
+
+
+FAMILY = Family(
+    name="llama",
+    model_types=("llama",),
+    parse=parse,
+    cache_schema=attention_schema,
+    load=load,
+    gguf=(GgufArchitecture("llama", "llama", _gguf_config, _add_gguf_layer, rope_factors=True),),
+)

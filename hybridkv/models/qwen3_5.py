@@ -1,6 +1,6 @@
 """Qwen3.5 (dense and mixture of experts) and Qwen3-Next: three Gated DeltaNet layers, then one of gated full attention.
 
-The two generations compute the same and differ in how the DeltaNet projections are stored: Qwen3-Next fuses them and
+The generations compute the same and differ in how the DeltaNet projections are stored: Qwen3-Next fuses them and
 interleaves by key head (in_proj_qkvz, in_proj_ba); they are taken apart when they are loaded.
 Norm weights are stored zero-centred, except that of the DeltaNet output.
 """
@@ -8,92 +8,42 @@ Norm weights are stored zero-centred, except that of the DeltaNet output.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from hybridkv.cache import CacheSchema, LayerHandle, StateSchema, TensorSpec
+from hybridkv.cache import CacheSchema, StateSchema, TensorSpec
 from hybridkv.checkpoint.loader import Loader, Part
+from hybridkv.config import CacheConfig
 from hybridkv.kernels.gdn.weights import DeltaNet
 from hybridkv.kernels.linear.linear import Linear
 from hybridkv.kernels.row_ops import RowOps
+from hybridkv.models.attention import attention_schema, load_attention
 from hybridkv.models.config import GdnConfig, ModelConfig
-from hybridkv.models.decoder import Angles, Decoder, DecoderLayer, FeedForward, GatedMlp, Norm, attention_streams
-from hybridkv.models.llama import assemble, gated_mlp
+from hybridkv.models.decoder import Decoder, DecoderLayer, FeedForward, GatedMlp, assemble, gated_mlp, layer_norm
+from hybridkv.models.deltanet import ExactGatedDeltaNet, GatedDeltaNet
+from hybridkv.models.family import NO_INDEX, Family
+from hybridkv.models.qwen3_5_config import parse_qwen3_5
+from hybridkv.models.qwen3_5_gguf import QWEN3_NEXT, QWEN35, QWEN35_MOE
 
 
-def cache_schema(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int) -> CacheSchema:
+def cache_schema(config: ModelConfig, cache: CacheConfig, model_dtype: torch.dtype) -> CacheSchema:
     gdn = config.gdn
     assert gdn is not None
-    state = (
-        TensorSpec("conv", (gdn.taps - 1, gdn.channels), dtype),  # inputs, as the projection gave them
-        TensorSpec("recurrent", (gdn.value_heads, gdn.key_dim, gdn.value_dim), torch.float32),
+    if not config.gdn_layers:
+        return attention_schema(config, cache, model_dtype)
+    recurrent = torch.bfloat16 if cache.state_dtype == "bf16" else torch.float32
+    tensors = (
+        TensorSpec("conv", (gdn.kernel_width - 1, gdn.channels), model_dtype),  # inputs, as the projection gave them
+        TensorSpec("recurrent", (gdn.value_heads, gdn.key_dim, gdn.value_dim), recurrent),
     )
-    return CacheSchema(
-        streams=(attention_streams(config, kv_dtype, page_size),) if config.attention_layers else (),
-        states=(StateSchema("gdn", config.gdn_layers, state),) if config.gdn_layers else (),
-    )
-
-
-@dataclass(frozen=True)
-class GatedAttention:
-    """Full attention with normed queries and keys, partial rotation, and a sigmoid gate on the output."""
-
-    config: ModelConfig
-    qkv: Linear  # [(2 H + 2 G) D, hidden]: (query | gate) head by head, keys, values
-    out: Linear  # [hidden, H D]
-    q_norm: Norm
-    k_norm: Norm
-    ops: RowOps
-
-    def __call__(
-        self, x: Tensor, angles: Angles, handle: LayerHandle, rows: Tensor | None, h: Tensor | None
-    ) -> Tensor | None:
-        c, T, x = self.config, len(x), self.qkv(x)
-        both, kv = x.split([2 * c.heads * c.head_dim, 2 * c.kv_heads * c.head_dim], -1)
-        q, gate = both.view(T, c.heads, 2 * c.head_dim).chunk(2, -1)
-        if not self.ops.exact:
-            norms = self.q_norm.weight, self.k_norm.weight
-            q = handle.store(x, angles, c.heads, c.head_dim, True, norms, c.eps)
-        else:
-            k, v = kv.view(T, 2, c.kv_heads, c.head_dim).unbind(1)
-            q, k = self.ops.rope(self.q_norm(q), *angles), self.ops.rope(self.k_norm(k), *angles)
-            handle.append(k, v)
-            handle.capture(q)
-        mixed = handle.attend(q, c.head_dim**-0.5, rows is not None, gate).flatten(1)
-        return self.out.add_to(h, mixed if rows is None else mixed[rows])
-
-
-@dataclass(frozen=True)
-class GatedDeltaNet:
-    inputs: Linear  # [channels + Hv V + 2 Hv, hidden]: q | k | v, z, b, a
-    net: DeltaNet
-    out: Linear  # [hidden, Hv V]
-    ops: RowOps
-
-    def __call__(
-        self, x: Tensor, angles: Angles, handle: LayerHandle, rows: Tensor | None, h: Tensor | None
-    ) -> Tensor | None:
-        x = self.inputs(x)
-        mixed = self._exact(x, handle) if self.ops.exact else handle.delta_net(x, self.net)
-        return self.out.add_to(h, mixed if rows is None else mixed[rows])
-
-    def _exact(self, x: Tensor, handle: LayerHandle) -> Tensor:
-        d, ops, T = self.net, self.ops, len(x)
-        keys, values = d.key_heads * d.key_dim, d.value_heads * d.value_dim
-        mixed, z, b, a = x.split(d.columns, -1)
-        q, k, v = handle.convolve_exact(mixed, d.conv).split([keys, keys, values], -1)
-        group = d.value_heads // d.key_heads
-        q, k = (ops.l2_norm(t.view(T, d.key_heads, d.key_dim)).repeat_interleave(group, 1) for t in (q, k))
-        v, z = (t.view(T, d.value_heads, d.value_dim) for t in (v, z))
-        g = -d.decay * ops.softplus(a.float() + d.dt_bias)
-        o = handle.delta_rule_exact(q * d.key_dim**-0.5, k, v, g, ops.sigmoid(b.float()))
-        return ops.gated_rms_norm(o, z, d.norm, d.eps).reshape(T, -1).to(x.dtype)
+    return attention_schema(config, cache, model_dtype, (StateSchema("gdn", config.gdn_layers, tensors),))
 
 
 @dataclass(frozen=True)
 class SparseMoe:
-    """The best experts of each token, weighted, and one expert that all tokens share behind a gate."""
+    """A weighted sum of each token's best experts, and one gated expert that all tokens share."""
 
     router: Tensor  # [E, hidden]
     gate_up: Tensor  # [E, 2 I, hidden]
@@ -105,7 +55,7 @@ class SparseMoe:
     ops: RowOps
 
     def __call__(self, x: Tensor, h: Tensor | None = None) -> Tensor:
-        """The result; it is not added to `h`."""
+        """The result [T, hidden]; it is never added to `h`."""
         ops = self.ops
         weights, chosen = ops.route(ops.linear(x, self.router), self.per_token, self.renormalise)  # [T, k]
         routed = ops.run_experts(x, weights, chosen, self.gate_up, self.down)
@@ -120,31 +70,15 @@ def load(config: ModelConfig, loader: Loader) -> Decoder:
 
 def _layer(config: ModelConfig, loader: Loader, i: int) -> DecoderLayer:
     name = f"model.layers.{i}"
-    attention = i in config.attention_layers
+    if i in config.attention_layers:
+        mixer = load_attention(config, loader, f"{name}.self_attn", normed=True, gated=True, norm_plus=1.0)
+    else:
+        mixer = _deltanet(config, loader, f"{name}.linear_attn")
     return DecoderLayer(
-        mixer_norm=_norm(config, loader, f"{name}.input_layernorm.weight", config.hidden),
-        mixer=_attention(config, loader, f"{name}.self_attn")
-        if attention
-        else _deltanet(config, loader, f"{name}.linear_attn"),
-        feed_norm=_norm(config, loader, f"{name}.post_attention_layernorm.weight", config.hidden),
+        mixer_norm=layer_norm(config, loader, f"{name}.input_layernorm", plus=1.0),
+        mixer=mixer,
+        feed_norm=layer_norm(config, loader, f"{name}.post_attention_layernorm", plus=1.0),
         feed=_feed_forward(config, loader, f"{name}.mlp", i),
-    )
-
-
-def _norm(config: ModelConfig, loader: Loader, name: str, width: int) -> Norm:
-    return Norm(loader.vector(name, width, plus=1.0), config.eps, loader.ops)
-
-
-def _attention(config: ModelConfig, loader: Loader, name: str) -> GatedAttention:
-    c, kv = config, config.kv_heads * config.head_dim
-    rows = ((f"{name}.q_proj", 2 * c.heads * c.head_dim), (f"{name}.k_proj", kv), (f"{name}.v_proj", kv))
-    return GatedAttention(
-        config=c,
-        qkv=loader.linear(c.hidden, *rows),
-        out=loader.linear(c.heads * c.head_dim, (f"{name}.o_proj", c.hidden)),
-        q_norm=_norm(c, loader, f"{name}.q_norm.weight", c.head_dim),
-        k_norm=_norm(c, loader, f"{name}.k_norm.weight", c.head_dim),
-        ops=loader.ops,
     )
 
 
@@ -156,7 +90,7 @@ def _deltanet(config: ModelConfig, loader: Loader, name: str) -> GatedDeltaNet:
         value_heads=d.value_heads,
         key_dim=d.key_dim,
         value_dim=d.value_dim,
-        conv=loader.vector(f"{name}.conv1d.weight", d.channels, 1, d.taps).squeeze(1),
+        conv=loader.vector(f"{name}.conv1d.weight", d.channels, 1, d.kernel_width).squeeze(1),
         decay=loader.vector(f"{name}.A_log", d.value_heads).exp(),
         dt_bias=loader.vector(f"{name}.dt_bias", d.value_heads),
         norm=loader.vector(f"{name}.norm.weight", d.value_dim),
@@ -164,7 +98,8 @@ def _deltanet(config: ModelConfig, loader: Loader, name: str) -> GatedDeltaNet:
     )
     inputs = _inputs(d, hidden, loader, name)
     out = loader.linear(d.value_heads * d.value_dim, (f"{name}.out_proj", hidden))
-    return GatedDeltaNet(inputs, net, out, loader.ops)
+    kind = ExactGatedDeltaNet if loader.exact else GatedDeltaNet
+    return kind(inputs, net, out)
 
 
 def _inputs(d: GdnConfig, hidden: int, loader: Loader, name: str) -> Linear:
@@ -174,18 +109,21 @@ def _inputs(d: GdnConfig, hidden: int, loader: Loader, name: str) -> Linear:
     if loader.has(f"{name}.in_proj_qkvz.weight"):
         # for each key head: its query, its key, then the values and the gates of its value heads
         sizes = [d.key_dim, d.key_dim, group * d.value_dim, group * d.value_dim]
-        parts += [(f"{name}.in_proj_qkvz", _taken_apart(d.key_heads, sizes))]
+        parts += [(f"{name}.in_proj_qkvz", _by_kind(d.key_heads, sizes))]
     else:
         parts += [(f"{name}.in_proj_qkv", d.channels), (f"{name}.in_proj_z", values)]
     if loader.has(f"{name}.in_proj_ba.weight"):
-        parts += [(f"{name}.in_proj_ba", _taken_apart(d.key_heads, [group, group]))]
+        parts += [(f"{name}.in_proj_ba", _by_kind(d.key_heads, [group, group]))]
     else:
         parts += [(f"{name}.in_proj_b", d.value_heads), (f"{name}.in_proj_a", d.value_heads)]
     return loader.linear(hidden, *parts)
 
 
-def _taken_apart(heads: int, sizes: list[int]) -> Tensor:
-    """Rows that lie head by head, so many of each kind: which one stands at each place if they are to lie by kind."""
+def _by_kind(heads: int, sizes: list[int]) -> Tensor:
+    """Row permutation from head-major (q, k, v, z of each key head) to kind-major (all q, all k, ...).
+
+    `sizes`: rows of each kind that a head has.
+    """
     rows = torch.arange(heads * sum(sizes)).view(heads, -1)
     return torch.cat([part.flatten() for part in rows.split(sizes, 1)])
 
@@ -204,3 +142,32 @@ def _feed_forward(config: ModelConfig, loader: Loader, name: str, layer: int) ->
         renormalise=moe.renormalise,
         ops=loader.ops,
     )
+
+
+DENSE = Family(
+    name="qwen3_5",
+    model_types=("qwen3_5", "qwen3_5_text"),
+    parse=partial(parse_qwen3_5, architecture="qwen3_5", has_experts=False),
+    cache_schema=cache_schema,
+    load=load,
+    gguf=(QWEN35,),
+    refuses={"index_dtype": NO_INDEX},
+)
+MOE = Family(
+    name="qwen3_5_moe",
+    model_types=("qwen3_5_moe", "qwen3_5_moe_text"),
+    parse=partial(parse_qwen3_5, architecture="qwen3_5_moe", has_experts=True),
+    cache_schema=cache_schema,
+    load=load,
+    gguf=(QWEN35_MOE,),
+    refuses={"index_dtype": NO_INDEX},
+)
+NEXT = Family(
+    name="qwen3_next",
+    model_types=("qwen3_next",),
+    parse=partial(parse_qwen3_5, architecture="qwen3_next", has_experts=True),
+    cache_schema=cache_schema,
+    load=load,
+    gguf=(QWEN3_NEXT,),
+    refuses={"index_dtype": NO_INDEX},
+)

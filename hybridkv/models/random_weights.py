@@ -1,4 +1,4 @@
-"""A model of any known shape with random weights, made where it runs: for what needs real widths, not real weights."""
+"""A model of any known shape with random weights, made on the device: for tests and benchmarks at real widths."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import torch
 from torch import Tensor
 
 from hybridkv.checkpoint.loader import Loader
-from hybridkv.kernels.row_ops import EXACT, FAST
 from hybridkv.models import FAMILIES
 from hybridkv.models.config import ModelConfig
-from hybridkv.models.decoder import Decoder
+from hybridkv.models.decoder import Model
 
 
 class RandomLoader(Loader):
     """Gives weights of the size that keeps activations near 1, from a seed."""
 
     def __init__(self, device: str, dtype: torch.dtype, seed: int = 0, fp8: bool = False, exact: bool = False) -> None:
-        self.ops = EXACT if exact else FAST
-        self.device, self.dtype, self.fp8 = torch.device(device), dtype, fp8
+        self.device, self.dtype, self.fp8, self.exact = torch.device(device), dtype, fp8, exact
         self.runs_on = self.device
         self.used: set[str] = set()
         self.generator = torch.Generator(device=device).manual_seed(seed)
@@ -33,7 +31,7 @@ class RandomLoader(Loader):
         out.copy_(self.raw(name, *out.shape))
 
     def indices(self, name: str, *shape: int, below: int) -> Tensor:
-        """Rows of different ones."""
+        """Rows of different indices."""
         rows = torch.rand(*shape[:-1], below, generator=self.generator, device=self.device)
         return rows.topk(shape[-1]).indices
 
@@ -43,6 +41,6 @@ class RandomLoader(Loader):
 
 def random_decoder(
     config: ModelConfig, device: str, dtype: torch.dtype, fp8: bool = False, exact: bool = False
-) -> Decoder:
+) -> Model:
     """`fp8`: projections in E4M3. `exact`: a model for exact mode, with the same weights."""
     return FAMILIES[config.architecture].load(config, RandomLoader(device, dtype, fp8=fp8, exact=exact))

@@ -1,6 +1,7 @@
 """The tokenizer in a GGUF file's metadata (`tokenizer.ggml.*`): byte-level BPE ("gpt2"), SentencePiece BPE ("llama").
 
-Every list, id and merge is checked before the library sees it. The rules that cut the text are in `pretokenizers.py`.
+Every list, id and merge is checked before the `tokenizers` package sees it. `pretokenizers.py` has the rules that
+divide the text into pieces.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from hybridkv.errors import ModelFileError, UnsupportedModel
 from hybridkv.text.pretokenizers import rule_for
 from hybridkv.text.tokenizer import Tokenizer, check_vocabulary, guarded
 
-MAX_PIECE_CHARS = 256  # in one SentencePiece token, of which every cut in two is tried; 16 is SentencePiece's own limit
+MAX_PIECE_CHARS = 256  # of a SentencePiece token: every division in two is tried; SentencePiece's own limit is 16
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
 
 # Control tokens that end a turn or a text, whatever ids the file declares.
@@ -51,7 +52,7 @@ def read_metadata(metadata: Mapping[str, Any]) -> Tokenizer | None:
         for name, token, default in (("unknown", "<unk>", 0), ("bos", "<s>", 1), ("eos", "</s>", 2)):
             if ids[name] is None and vocab.get(token) == default:
                 ids[name] = default
-    types = _gguf_types(metadata, len(tokens), {i for i in ids.values() if i is not None})
+    types = _gguf_types(metadata, vocab, {i for i in ids.values() if i is not None})
     control = {i for i, t in enumerate(types) if t in (CONTROL, UNKNOWN)}
     build, add_bos = (_byte_bpe if kind == "gpt2" else _sentencepiece_bpe)(metadata, vocab, types, ids["unknown"])
 
@@ -85,7 +86,7 @@ def read_metadata(metadata: Mapping[str, Any]) -> Tokenizer | None:
     )
 
 
-Build = Callable[[dict[str, str]], Backend]  # other names for some tokens -> the library's tokenizer
+Build = Callable[[dict[str, str]], Backend]  # new names for some tokens -> a tokenizer of the `tokenizers` package
 
 
 def _byte_bpe(
@@ -119,9 +120,12 @@ def _byte_bpe(
 def _sentencepiece_bpe(
     metadata: Mapping[str, Any], vocab: dict[str, int], types: list[int], unknown: int | None
 ) -> tuple[Build, bool]:
-    """SentencePiece has scores where BPE has merges: the pair whose joined token scores best is merged first. Every way
-    to cut a token in two becomes a merge, best score first, among equal ones in the order of Hugging Face's converter.
-    (SentencePiece takes the leftmost of equal ones, so runs such as "aaaaa" may be divided otherwise.)"""
+    """SentencePiece has scores where BPE has merges: the pair whose joined token scores best is merged first.
+
+    Every way to divide a token in two becomes a merge. The best score comes first; equal ones are in the order of
+    Hugging Face's converter. (SentencePiece takes the leftmost of equal ones, so it may divide runs such as "aaaaa"
+    otherwise.)
+    """
     scores = _numbers(metadata, "scores", len(vocab))
     tokens = list(vocab)
     ordinary = {token for token, i in vocab.items() if types[i] == NORMAL}
@@ -134,8 +138,8 @@ def _sentencepiece_bpe(
         )
     ranked: list[tuple[float, int, int, int, int, str, str]] = []
     for token in ordinary:
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
+        for middle in range(1, len(token)):
+            left, right = token[:middle], token[middle:]
             if left in ordinary and right in ordinary:
                 score = scores[vocab[token]]
                 ranked.append((-score, -len(left), -len(right), vocab[token], vocab[left], left, right))
@@ -176,10 +180,29 @@ def _numbers(metadata: Mapping[str, Any], name: str, count: int) -> list[float]:
     return numbers
 
 
-def _gguf_types(metadata: Mapping[str, Any], count: int, declared: set[int]) -> list[int]:
+def _gguf_types(metadata: Mapping[str, Any], vocab: dict[str, int], declared: set[int]) -> list[int]:
+    """The type of each token. `declared`: the control tokens of a file that gives no types."""
+    count = len(vocab)
     if metadata.get("tokenizer.ggml.token_type") is None:
-        return [CONTROL if i in declared else NORMAL for i in range(count)]
-    return [int(t) for t in _numbers(metadata, "token_type", count)]
+        types = [CONTROL if i in declared else NORMAL for i in range(count)]
+    else:
+        found = _numbers(metadata, "token_type", count)
+        for i, kind in enumerate(found):
+            if isinstance(kind, float) and not kind.is_integer():
+                raise ModelFileError(f"{_WHERE}: tokenizer.ggml.token_type of token {i} is {kind}, not a whole number")
+        types = [int(kind) for kind in found]
+    for name in END_OF_TURN:
+        i = vocab.get(name)
+        if i is not None and _is_mistyped(name, types[i]):
+            types[i] = CONTROL
+    return types
+
+
+def _is_mistyped(name: str, kind: int) -> bool:
+    """Whether a token that ends a turn was not written as a control token, as some converters do. llama.cpp overrides
+    the type too. Left as they are: ordinary tokens whose name may also be a piece of text, such as </s>.
+    """
+    return kind == USER_DEFINED or (kind == NORMAL and name.startswith(("<|", "<｜")))
 
 
 def _gguf_id(metadata: Mapping[str, Any], name: str, count: int) -> int | None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from cache.machine_model import snapshot
 from hybridkv.cache import CompressedHandle, CompressedSpec, ForwardStep, KVCacheManager, compressed_schema
 from hybridkv.kernels.formats.page_layout import PageFormat
+from hybridkv.models import v4_attention
 
 NUMBERS, INDEX_HEADS = 499, 4
 KINDS = ("window", "csa", "hca", "csa")
@@ -110,8 +111,8 @@ class Rig:
             if attend:
                 chosen = None
                 if layer.kind == "csa":
-                    chosen = handle.select(layer.index_q[at], layer.index_weights[at], self.topk)
-                ran.out[i] = handle.attend(layer.q[at], layer.sink, self.scale, angles, chosen)
+                    chosen = v4_attention.select(handle, layer.index_q[at], layer.index_weights[at], self.topk)
+                ran.out[i] = v4_attention.attend(handle, layer.q[at], layer.sink, self.scale, angles, chosen)
 
     def run(
         self,

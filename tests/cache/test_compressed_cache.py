@@ -187,7 +187,7 @@ def table_is_right(m: KVCacheManager, handles: dict[int, Any]) -> bool:
     for layer in (CSA, HCA):
         h = handles[layer]
         pages = torch.from_numpy(m.tables[h.schema.kind].pages[:, 0])
-        if not all(torch.equal(h.entry_view.table[slot, 0], pages[slot]) for slot in h.step.slots if slot >= 0):
+        if not all(torch.equal(h.table[slot], pages[slot]) for slot in h.step.slots if slot >= 0):
             return False
     return True
 
@@ -238,7 +238,7 @@ def test_acquire_allocates_nothing(rig: Rig) -> None:
     own |= {t.untyped_storage().data_ptr() for t in m.state.tensors.values()}
     for layer, h in handles.items():
         twin = again[layer]
-        assert h.index is twin.index is step.index and h.chunks is step.chunk_index and h.entry_view is twin.entry_view
+        assert h.index is twin.index is step.index and h.chunk_index is step.chunk_index and h.view is twin.view
         for held, other in ((h.paged, twin.paged), (h.state, twin.state)):
             for key, t in held.items():
                 assert t.data_ptr() == other[key].data_ptr() and t.untyped_storage().data_ptr() in own

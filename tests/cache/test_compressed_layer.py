@@ -14,7 +14,7 @@ from torch import Tensor
 from v4_layer import WRONG, CachedLayer
 from v4_stream import MISTAKES, LayerWeights, Shape, StreamLayer, random_weights
 
-from hybridkv.cache import compressed_handle
+from hybridkv.models import v4_attention
 
 FLOAT32 = 4e-6
 KINDS = ("window", "csa", "hca")
@@ -197,7 +197,7 @@ def test_scores_too_many_for_one_piece_choose_the_same(monkeypatch: pytest.Monke
     layers = [CachedLayer(weights("csa"), slots=2).admit("a", "b") for _ in range(2)]
     x = {"a": tokens(100), "b": tokens(100, seed=2)[:71]}
     at_once = layers[0].step(x)
-    monkeypatch.setattr(compressed_handle, "LOGITS", 25 * 13)  # 13 tokens of 25 entries
+    monkeypatch.setattr(v4_attention, "MAX_LOGITS", 25 * 13)  # 13 tokens of 25 entries
     in_pieces = layers[1].step(x)
     for r, seed in (("a", 1), ("b", 2)):
         agrees(right("csa", seed=seed)[: len(x[r])], at_once[r])

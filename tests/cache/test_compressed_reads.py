@@ -6,12 +6,12 @@ from numerics import assert_close_rms, assert_same_bytes
 from torch import Tensor
 
 from cache.compressed_rig import KINDS, SMALL, Rig, facts, numbers, stored
-from hybridkv.cache import compressed_handle
 from hybridkv.kernels import topk
 from hybridkv.kernels.formats.page_format import load_entries_ref
 from hybridkv.kernels.v4 import flush_csa, flush_hca, gather, indexer, running_pool
 from hybridkv.kernels.v4 import sparse as attention_sparse
 from hybridkv.kernels.v4 import window_ring as window
+from hybridkv.models import v4_attention
 
 WINDOW, CSA, HCA = 0, 1, 2  # layers of the rig
 F32 = 2e-6  # sums of a few dozen terms in f32 against float64
@@ -109,12 +109,12 @@ def test_invalid_entries_are_no_part_of_attention(rig: Rig) -> None:
     h, q = ran.handles[CSA], layer.q[tokens[40:]]
     angles = layer.window.angles(torch.tensor([40]))
     results = [
-        h.attend(q, layer.sink, rig.scale, angles, torch.tensor([chosen], dtype=torch.int32))
+        v4_attention.attend(h, q, layer.sink, rig.scale, angles, torch.tensor([chosen], dtype=torch.int32))
         for chosen in ([2, 7, -1, -1, -1, -1], [2, 7, 10, *INVALID], [-1, 2, 11, -(2**31), 7, 2**31 - 1])
     ]
     assert_close_rms("past the end", results[0], results[1], F32)
     assert_close_rms("in between", results[0], results[2], F32)
-    none = h.attend(q, layer.sink, rig.scale, angles, torch.tensor([INVALID], dtype=torch.int32))
+    none = v4_attention.attend(h, q, layer.sink, rig.scale, angles, torch.tensor([INVALID], dtype=torch.int32))
     assert none.isfinite().all() and (none - results[0]).abs().max() > 1e-3
 
 
@@ -216,12 +216,12 @@ def test_choosing_in_parts_is_choosing_at_once(rig: Rig, monkeypatch: pytest.Mon
     rig.write(ran, fresh)
     layer, at = rig.layers[CSA], torch.tensor([n for name, _ in ran.plan for n in fresh[name]])
     ask = (layer.index_q[at], layer.index_weights[at], 3)
-    whole = ran.handles[CSA].select(*ask)
+    whole = v4_attention.select(ran.handles[CSA], *ask)
     assert whole is not None and whole.shape == (41, 3)
-    monkeypatch.setattr(compressed_handle, "LOGITS", 7 * 16)
-    parts = ran.handles[CSA].select(*ask)
+    monkeypatch.setattr(v4_attention, "MAX_LOGITS", 7 * 16)
+    parts = v4_attention.select(ran.handles[CSA], *ask)
     assert parts is not None and torch.equal(whole, parts)
-    assert ran.handles[CSA].select(*ask[:2], 16) is None  # all that there are
+    assert v4_attention.select(ran.handles[CSA], *ask[:2], 16) is None  # all that there are
 
 
 @pytest.mark.parametrize(("kv", "index"), [("fp8", "mxfp4")])
@@ -253,23 +253,27 @@ def test_a_step_of_kernels_is_a_step_of_references(
 
 
 @pytest.mark.parametrize("kv", ["fp8", "fp8_entry"])
-def test_entries_are_widened_for_the_chunks_alone(kv: str, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_are_dequantised_for_the_chunks_alone(kv: str, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long request that only decodes beside short chunks costs them nothing; a chunk that reads little, neither."""
-    m, alone, widened = rig.manager(1024, requests=3, kv=kv), rig.manager(64, kv=kv), []
-    asked = compressed_handle.wide_pages
-    monkeypatch.setattr(compressed_handle, "wide_pages", lambda entries: widened.append(sum(entries)) or asked(entries))
+    m, alone, dequantised = rig.manager(1024, requests=3, kv=kv), rig.manager(64, kv=kv), []
+    asked = v4_attention.dequantised_pages
+    monkeypatch.setattr(
+        v4_attention, "dequantised_pages", lambda entries: dequantised.append(sum(entries)) or asked(entries)
+    )
     for name in "abc":
         m.admit_request(name)
     alone.admit_request("b")
     rig.feed(m, "a", numbers(900))
-    assert max(widened) == 225
-    widened.clear()
+    assert max(dequantised) == 225
+    dequantised.clear()
     ran = rig.run(m, {"a": numbers(1, 2), "b": numbers(19), "c": numbers(5, 1)})
-    assert widened and max(widened) == 4 + 1, "entries of the chunks alone"
+    assert dequantised and max(dequantised) == 4 + 1, "entries of the chunks alone"
     assert_close_rms("b among others", rig.feed(alone, "b", numbers(19))[CSA], ran.out[CSA][1:20], F32)
-    widened.clear()
+    dequantised.clear()
     after = rig.run(m, {"a": numbers(2, 3)}).out[CSA][-1]
-    assert widened == [900 // 16], "of the CSA layers two tokens read 3 entries each: only the HCA layer is widened"
+    assert dequantised == [900 // 16], (
+        "of the CSA layers two tokens read 3 entries each: only the HCA layer is dequantised"
+    )
     seen = numbers(900) + numbers(1, 2) + numbers(2, 3)
     # against true rows: the format's own error, 2.7 % of a row
     assert_close_rms("read from the pages", rig.attention(CSA, seen, 902), after, 4e-2)

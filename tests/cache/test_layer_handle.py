@@ -1,13 +1,15 @@
-"""A step of several requests through LayerHandle: each gets what it would get alone, and nobody else's rows change."""
+"""A step of several requests through a layer's handle: each gets what it would get alone; other rows do not change."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from numerics import assert_close_rms, assert_same_bytes
 
-from hybridkv.cache import handle as handle_file
+from hybridkv import cache
 from hybridkv.cache.handle import ForwardStep, LayerHandle, StreamView
 from hybridkv.kernels.activation import sigmoid_mul
 from hybridkv.kernels.attention.append import append
@@ -16,6 +18,9 @@ from hybridkv.kernels.attention.prefill import attention_prefill
 from hybridkv.kernels.gdn.prefill import gdn_prefill
 from hybridkv.kernels.gdn.weights import DeltaNet
 from hybridkv.kernels.step_index import HostIndex, StepIndex
+from hybridkv.models import attention
+from hybridkv.models.attention import attend
+from hybridkv.models.deltanet import delta_net
 
 SLOTS = 8
 # slots of the step and tokens of each: steps alone in one run of rows, out of order, with gaps, beside chunks
@@ -45,7 +50,7 @@ def test_state_of_other_slots_stays_bit_for_bit(slots: list[int], counts: list[i
     tails, states = torch.randn(2, SLOTS, 3, net.channels), torch.randn(2, SLOTS, Hv, K, V)
     before = tails.clone(), states.clone()
     x = torch.randn(sum(counts), sum(net.columns))
-    out = LayerHandle(step, None, slice(0), {}, {"conv": tails[1], "recurrent": states[1]}).delta_net(x, net)
+    out = delta_net(LayerHandle(step, None, slice(0), {}, {"conv": tails[1], "recurrent": states[1]}), x, net)
     for slot, a, b in zip(slots, step.query_start_loc, step.query_start_loc[1:]):
         tail, state = before[0][1, slot].clone(), before[1][1, slot].clone()
         alone = gdn_prefill(x[a:b], net, tail, state)
@@ -86,7 +91,7 @@ def test_a_layer_appends_to_and_attends_over_its_own_streams(counts: list[int]) 
     append(want["k"], want["v"], k, v, index[2:])
     for name in pools:
         assert_same_bytes(want[name], pools[name])
-    out = handle.attend(q, 0.25)
+    out = attend(handle, q, 0.25)
     for b, (begin, end) in enumerate(zip(starts, starts[1:])):
         args = (want["k"], want["v"], table[b : b + 1, 2:], after[b : b + 1, 2:])
         part = q[begin:end]
@@ -96,16 +101,16 @@ def test_a_layer_appends_to_and_attends_over_its_own_streams(counts: list[int]) 
             alone = attention_prefill(part, *args, [0, counts[b]], 0.25)
         assert_close_rms(f"request {b}", alone, out[begin:end], 1e-6)
     gate = torch.randn(T, 6, 2 * D)[..., D:]
-    assert_same_bytes(sigmoid_mul(out, gate).view_as(out), handle.attend(q, 0.25, gate=gate))
+    assert_same_bytes(sigmoid_mul(out, gate).view_as(out), attend(handle, q, 0.25, gate=gate))
 
 
 def test_single_tokens_are_launched_for_what_the_step_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     after, table = np.array([[3, 5], [9, 2]]), torch.arange(16).view(2, 2, 4).int()
     view, said = StreamView(table, after, torch.from_numpy(after), None, 11), []
-    original = handle_file.attention_decode
-    monkeypatch.setattr(handle_file, "attention_decode", lambda *a, **k: said.append(k["keys"]) or original(*a, **k))
+    original = attention.attention_decode
+    monkeypatch.setattr(attention, "attention_decode", lambda *a, **k: said.append(k["keys"]) or original(*a, **k))
     pools = {name: torch.randn(16, 4, 16) for name in ("k", "v")}
-    LayerHandle(step_of([0, 1], [1, 1]), view, slice(0, 2), pools, {}).attend(torch.randn(2, 6, 16), 0.25)
+    attend(LayerHandle(step_of([0, 1], [1, 1]), view, slice(0, 2), pools, {}), torch.randn(2, 6, 16), 0.25)
     assert said == [11]
 
 
@@ -127,14 +132,14 @@ def test_of_the_last_layer_only_tails_are_computed(
         step = replace(step, query_rows=torch.from_numpy(made))
         state = {"lse": torch.zeros(B, window, 6)}
     handle, q, gate = LayerHandle(step, view, slice(0, 2), pools, state), torch.randn(T, 6, D), torch.randn(T, 6, D)
-    whole, sums = handle.attend(q, 0.25, True, gate), {name: x.clone() for name, x in state.items()}
+    whole, sums = attend(handle, q, 0.25, True, gate), {name: x.clone() for name, x in state.items()}
     for x in state.values():
         x.zero_()
     ran, least = [], 2
-    monkeypatch.setattr(handle_file, "TAIL", least)
-    original = handle_file.attention_prefill
-    monkeypatch.setattr(handle_file, "attention_prefill", lambda q, *a, **k: ran.append(len(q)) or original(q, *a, **k))
-    got = LayerHandle(replace(step, tail=tail), view, slice(0, 2), pools, state).attend(q, 0.25, True, gate)
+    monkeypatch.setattr(attention, "TAIL", least)
+    original = attention.attention_prefill
+    monkeypatch.setattr(attention, "attention_prefill", lambda q, *a, **k: ran.append(len(q)) or original(q, *a, **k))
+    got = attend(LayerHandle(replace(step, tail=tail), view, slice(0, 2), pools, state), q, 0.25, True, gate)
     assert got.shape == whole.shape
     few = [n if n == 1 else min(n, tail) for n in counts]
     for end, n in zip(step.query_start_loc[1:], few):
@@ -142,3 +147,12 @@ def test_of_the_last_layer_only_tails_are_computed(
     for name in state:
         assert_close_rms("sums", sums[name], state[name], 1e-6)
     assert sum(ran) == sum(min(n, max(tail, least, window or 0)) for n in counts if n > 1)
+
+
+def test_the_cache_runs_no_attention_and_no_delta_rule() -> None:
+    """Handles show what is stored and write entries; the mixers of models/ compute."""
+    computing = re.compile(r"hybridkv\.(models|kernels\.(gdn|attention\.(?!append)|v4\.(sparse|indexer)|topk))")
+    files = sorted(Path(cache.__file__).parent.glob("*.py"))
+    assert len(files) > 10
+    assert [f.name for f in files if computing.search(f.read_text())] == []
+    assert computing.search(Path(attention.__file__).read_text())  # guard: the pattern finds such an import

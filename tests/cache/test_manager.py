@@ -10,6 +10,7 @@ from cache.machine_model import snapshot
 from cache.manager_rig import HYBRID, keys, manager, refused, write
 from hybridkv.cache import CacheSchema, KVCacheManager, OutOfPages, StreamSchema, TensorSpec
 from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.models.attention import attend
 
 # ---- sizes
 
@@ -255,7 +256,7 @@ def test_a_reused_slot_with_poisoned_pages_answers_as_a_fresh_one(prompt: int) -
             at = m.position("b")
             handle = m.acquire(m.prepare_forward([("b", n)]))[2]
             handle.append(k[at : at + n], v[at : at + n])
-            outputs.append(handle.attend(q[at : at + n], 0.7))
+            outputs.append(attend(handle, q[at : at + n], 0.7))
             m.commit([("b", n)])
         return torch.cat(outputs)
 

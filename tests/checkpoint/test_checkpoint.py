@@ -15,8 +15,8 @@ from gguf_files import (
 )
 from safetensors.torch import save_file
 
-from hybridkv.checkpoint.checkpoint import open_checkpoint
 from hybridkv.errors import ModelFileError
+from hybridkv.models import open_checkpoint
 
 
 def write_folder(folder: Path, tensors: Tensors, config: dict[str, Any] | None = None) -> Path:

@@ -10,9 +10,9 @@ from torch import Tensor
 from v4_files import CONFIG, QUANTISED, Made, Tensors, write
 
 from hybridkv import LLM
-from hybridkv.checkpoint.checkpoint import open_checkpoint
 from hybridkv.checkpoint.deepseek_quant import block_size
 from hybridkv.errors import HybridKVError, ModelFileError, UnsupportedModel
+from hybridkv.models import open_checkpoint
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.deepseek_v4 import check_schedule
 

@@ -12,10 +12,10 @@ from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 from v4_files import CHOSEN, CONFIG, EXPERTS, HIDDEN, VOCAB, WIDTH, Made, Tensors, assert_holds, fp8, write
 
 from hybridkv import LLM
-from hybridkv.checkpoint.checkpoint import open_checkpoint
 from hybridkv.checkpoint.deepseek_quant import QuantisedStore
 from hybridkv.checkpoint.loader import Loader
 from hybridkv.errors import ModelFileError
+from hybridkv.models import open_checkpoint
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.deepseek_v4 import check_schedule
 

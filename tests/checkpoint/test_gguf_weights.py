@@ -31,8 +31,8 @@ from gguf_files import (
     write_gguf,
 )
 
-from hybridkv.checkpoint.checkpoint import open_checkpoint
 from hybridkv.errors import ModelFileError, UnsupportedModel
+from hybridkv.models import open_checkpoint
 
 
 def test_llama_gguf_gives_hugging_face_tensors_and_config(tmp_path: Path) -> None:
@@ -230,5 +230,5 @@ def test_biases_of_llama_are_found_and_permuted(tmp_path: Path) -> None:
 
 def test_an_unknown_architecture_is_unsupported_and_the_known_ones_are_named(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "mamba", {}, {"x": torch.ones(1)})
-    with pytest.raises(UnsupportedModel, match="'mamba'.*llama, qwen35, qwen35moe, qwen3next"):
+    with pytest.raises(UnsupportedModel, match="'mamba'.*llama, qwen3, qwen35, qwen35moe, qwen3next"):
         open_checkpoint(path)

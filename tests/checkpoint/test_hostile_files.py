@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 from hybridkv.checkpoint import checkpoint as weights
 from hybridkv.checkpoint import safetensors_file
-from hybridkv.checkpoint.checkpoint import open_checkpoint
 from hybridkv.errors import ModelFileError, UnsupportedModel
+from hybridkv.models import open_checkpoint
 
 
 def folder_with(tmp_path: Path, weights_bytes: bytes | None, config: str | bytes = "{}") -> Path:

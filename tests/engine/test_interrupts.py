@@ -100,7 +100,7 @@ def engine_for(kind: str) -> Engine:
     config = CacheConfig("f32", block=16) if compressed else CacheConfig("f32", 2, budget=8, window=2, recent=2)
     schema = cache_schema(model.config, config, torch.float32)
     manager = KVCacheManager(schema, schema.pool_pages(1, 48 if compressed else 18), 3, 64)
-    evictor = Evictor.make(config, manager, scale=model.config.head_dim**-0.5)
+    evictor = Evictor.make(config, manager, scale=model.config.attention_scale)
     engine = Engine(model, manager, step_tokens=64, evictor=evictor)
     engine.launches_ahead = True  # as on a GPU
     return engine

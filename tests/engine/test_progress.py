@@ -36,7 +36,7 @@ def bounded_pyramid(open_llm: Callable, folder: object, pool: int) -> Engine:
     config = CacheConfig("f32", 16, budget=64, recent=0, window=8, bounded=True, policy=Pyramid())
     schema = cache_schema(llm.config, config, llm.dtype)
     manager = KVCacheManager(schema, schema.pool_pages(1, pool), 4, 2048)
-    evictor = Evictor.make(config, manager, scale=llm.config.head_dim**-0.5)
+    evictor = Evictor.make(config, manager, scale=llm.config.attention_scale)
     return Engine(llm.model, manager, step_tokens=64, evictor=evictor)
 
 

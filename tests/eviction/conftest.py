@@ -44,7 +44,7 @@ def evicting(oracle: Callable, open_llm: Callable) -> Callable[..., Engine]:
         model = open_llm(oracle(kind).folder).model
         schema = cache_schema(model.config, settings, torch.float32)
         manager = KVCacheManager(schema, schema.pool_pages(1, pool), slots, context, query_buffers=query_buffers)
-        evictor = Evictor.make(settings, manager, scale=model.config.head_dim**-0.5)
+        evictor = Evictor.make(settings, manager, scale=model.config.attention_scale)
         return Engine(model, manager, step_tokens=step_tokens, evictor=evictor)
 
     return build

@@ -23,7 +23,7 @@ from hybridkv.config import CacheConfig, SamplingParams
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.runner import Runner
 from hybridkv.eviction import Evictor
-from hybridkv.models import cache_schema
+from hybridkv.models import attention, cache_schema
 from hybridkv.models.decoder import Decoder
 from hybridkv.request import Request
 from hybridkv.text.stream import TextStream
@@ -47,7 +47,7 @@ class Run:
         pages = schema.pool_pages(1, pool or 2 * context)
         self.manager = KVCacheManager(schema, pages, slots, context)
         self.model, self.config = model, config
-        self.evictor = Evictor.make(config, self.manager, scale=model.config.head_dim**-0.5)
+        self.evictor = Evictor.make(config, self.manager, scale=model.config.attention_scale)
         self.runner = Runner(model, self.manager)
         self.layers = model.config.attention_layers
         self.drops: dict[object, Dropped] = {}
@@ -104,7 +104,7 @@ class MaskedRun(Run):
     def feed(self, tokens: Sequence[int], chunk: int | None = None, key: object = "r") -> Tensor:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                LayerHandle, "attend", lambda handle, q, scale, _, gate=None: self._attend(handle, q, scale, gate)
+                attention, "attend", lambda handle, q, scale, _, gate=None: self._attend(handle, q, scale, gate)
             )
             return super().feed(tokens, chunk, key)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from eviction.harness import Run
 from hybridkv.cache import LayerHandle
+from hybridkv.models import attention
 
 KINDS = ("llama", "qwen3_5")
 CUTS = {
@@ -35,16 +36,16 @@ def captured(run: Run, key: object = "r") -> dict[int, Tensor]:
 def feed(run: Run, ids: list[int], cuts: list[int], monkeypatch: pytest.MonkeyPatch) -> dict[int, Tensor]:
     """Run the chunks; returns every query that each layer attended with, [T, H, D]."""
     seen: dict[int, list[Tensor]] = {layer: [] for layer in run.layers}
-    original = LayerHandle.attend
+    original = attention.attend
     place = run.manager.tables["attention"].schema.place
 
-    def attend(self: LayerHandle, q: Tensor, *rest: Any) -> Tensor:
-        layer = next(x for x in run.layers if place(x)[1] == self.rows)
+    def attend(handle: LayerHandle, q: Tensor, *rest: Any) -> Tensor:
+        layer = next(x for x in run.layers if place(x)[1] == handle.rows)
         seen[layer].append(q.clone())
-        return original(self, q, *rest)
+        return original(handle, q, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(LayerHandle, "attend", attend)
+        patch.setattr(attention, "attend", attend)
         at = 0
         for cut in cuts:
             run.feed(ids[at : at + cut])

@@ -42,7 +42,7 @@ def run(raw: dict[str, Any], cache: CacheConfig, fp8_weights: bool = False, devi
     model = random_decoder(config, device, torch.bfloat16, fp8_weights)
     schema = cache_schema(config, cache, torch.bfloat16)
     manager = KVCacheManager(schema, schema.pool_pages(3, 700), 3, 700, device)
-    evictor = Evictor.make(cache, manager, scale=config.head_dim**-0.5)
+    evictor = Evictor.make(cache, manager, scale=config.attention_scale)
     engine = Engine(model, manager, step_tokens=256, evictor=evictor)
     asked = [engine.add([(7 * i + n) % 1000 for i in range(n)], SamplingParams(max_tokens=6)) for n in LENGTHS]
     while not engine.idle:

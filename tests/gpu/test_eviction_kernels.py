@@ -169,7 +169,7 @@ def prompt(request: pytest.FixtureRequest) -> tuple[Evictor, KVCacheManager]:
     manager.prepare_forward([("r", 4096)])
     manager.commit([("r", 4096)])
     state["queries", "queries"].copy_(torch.randn(state["queries", "queries"].shape))
-    evictor = Evictor.make(config, manager, scale=model.head_dim**-0.5)
+    evictor = Evictor.make(config, manager, scale=model.attention_scale)
     assert evictor is not None
     return evictor, manager
 

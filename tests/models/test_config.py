@@ -1,6 +1,7 @@
 """ModelConfig: what is refused and in which words, and the rotation frequencies against transformers'."""
 
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hybridkv.errors import ModelFileError, UnsupportedModel
-from hybridkv.models.config import ARCHITECTURES, ModelConfig
+from hybridkv.models.config import ModelConfig
+from hybridkv.models.registry import BY_MODEL_TYPE
 
 LLAMA: dict[str, Any] = {**tiny.LLAMA, "model_type": "llama"}
+QWEN3: dict[str, Any] = {**tiny.LLAMA, "model_type": "qwen3"}
 QWEN: dict[str, Any] = {
     **tiny.QWEN,
     "model_type": "qwen3_5_text",
@@ -21,7 +24,7 @@ QWEN: dict[str, Any] = {
     "rope_parameters": tiny.MROPE,
 }
 MOE: dict[str, Any] = {**tiny.QWEN, **tiny.MOE, "model_type": "qwen3_5_moe_text", "rope_parameters": tiny.MROPE}
-CONFIGS = {"llama": LLAMA, "qwen": QWEN, "moe": MOE}
+CONFIGS = {"llama": LLAMA, "qwen3": QWEN3, "qwen": QWEN, "moe": MOE}
 NAN, INF = float("nan"), float("inf")
 
 SIZES = [
@@ -56,7 +59,7 @@ def test_the_tiny_configs_are_read(family: str) -> None:
     """Guard: what the other tests change is accepted as it is."""
     config = ModelConfig.from_dict(CONFIGS[family])
     assert config.vocab == tiny.VOCAB and config.eos_ids == (2,)
-    assert (config.gdn is not None) == (family != "llama") and (config.moe is not None) == (family == "moe")
+    assert (config.gdn is not None) == (family in ("qwen", "moe")) and (config.moe is not None) == (family == "moe")
 
 
 @pytest.mark.parametrize(("family", "key"), SIZES)
@@ -143,7 +146,7 @@ def test_bad_frequency_factors_are_refused(factors: object) -> None:
 def test_an_unknown_architecture_is_answered_with_the_supported_ones(model_type: object) -> None:
     with pytest.raises(UnsupportedModel) as problem:
         ModelConfig.from_dict(changed("llama", model_type=model_type))
-    assert all(name in str(problem.value) for name in ARCHITECTURES)
+    assert all(name in str(problem.value) for name in BY_MODEL_TYPE)
     assert len(str(problem.value)) < 400
 
 
@@ -167,6 +170,7 @@ def test_an_unknown_rope_type_is_answered_with_the_supported_ones(kind: str) -> 
         ("llama", {"head_dim": 1 << 24}, "head_dim"),
         ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings"),
         ("llama", {"hidden_act": "gelu"}, "activation 'gelu'"),
+        ("llama", {"hidden_act": [10**5000]}, "activation a list with a huge number"),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantised"),
         ("qwen", {"attention_bias": True}, "attention_bias"),
         ("qwen", {"linear_num_value_heads": 5}, "5 value heads cannot share 2 key heads"),
@@ -175,6 +179,12 @@ def test_an_unknown_rope_type_is_answered_with_the_supported_ones(kind: str) -> 
         ("qwen", {"layer_types": [["full_attention"]] * 8}, "layer_types"),
         ("qwen", {"layer_types": "full_attention"}, "layer_types"),
         ("qwen", {"full_attention_interval": 0}, "full_attention_interval"),
+        ("qwen", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 9e307}}, "partial_rotary_factor"),
+        ("moe", {"mlp_only_layers": list(range(9))}, "mlp_only_layers must list at most 8 layers, not a list of 9"),
+        ("moe", {"mlp_only_layers": 3}, "mlp_only_layers must list at most 8 layers, not 3"),
+        ("moe", {"mlp_only_layers": [8]}, "mlp_only_layers must hold layer numbers from 0 to 7, not 8"),
+        ("moe", {"mlp_only_layers": [[1]]}, "mlp_only_layers must hold layer numbers"),
+        ("moe", {"mlp_only_layers": [True]}, "mlp_only_layers must hold layer numbers"),
         ("moe", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 exceeds num_experts 8"),
         ("moe", {"norm_topk_prob": "yes"}, "norm_topk_prob"),
     ),
@@ -208,6 +218,26 @@ def test_layers_are_named_by_layer_types_or_by_an_interval() -> None:
     assert ModelConfig.from_dict(changed("qwen", layer_types=types)).attention_layers == (0, 2, 4, 6)
     config = ModelConfig.from_dict(changed("qwen", layer_types=None, full_attention_interval=4))
     assert config.attention_layers == (3, 7) and config.gdn_layers == (0, 1, 2, 4, 5, 6)
+
+
+def test_layers_without_experts_are_listed_or_follow_from_a_step() -> None:
+    def dense(**changes: Any) -> set[int]:
+        moe = ModelConfig.from_dict(changed("moe", **changes)).moe
+        assert moe is not None
+        return set(moe.dense_layers)
+
+    assert dense() == dense(mlp_only_layers=None) == dense(mlp_only_layers=[]) == set()
+    assert dense(mlp_only_layers=[5, 0, 5]) == {0, 5}
+    assert dense(mlp_only_layers=[1], decoder_sparse_step=4) == {0, 1, 2, 4, 5, 6}
+
+
+def test_a_long_list_of_layers_is_refused_at_once() -> None:
+    """1024 layers looked for in a list of millions took most of a minute."""
+    raw = changed("moe", num_hidden_layers=1024, mlp_only_layers=[-1] * 5_000_000)
+    begin = time.perf_counter()
+    with pytest.raises(ModelFileError, match="not a list of 5000000"):
+        ModelConfig.from_dict(raw)
+    assert time.perf_counter() - begin < 1
 
 
 @pytest.mark.parametrize(("ids", "want"), ((2, (2,)), ([2, 5], (2, 5)), (None, ()), ("2", ()), ([True, 3], (3,))))

@@ -18,6 +18,7 @@ from hybridkv.kernels.formats.page_format import fake_quantise, store_entries_re
 from hybridkv.kernels.formats.page_layout import PageFormat, entry_format, index_format
 from hybridkv.kernels.v4 import flush_entry
 from hybridkv.kernels.v4 import window_ring as window
+from hybridkv.models import deepseek_v4
 from hybridkv.models.deepseek_v4 import cache_schema
 
 KINDS = ("select", "all", "mini")
@@ -161,18 +162,20 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     count: Counter[str] = Counter()
 
     def watched(name: str, real: Callable) -> Callable:
-        def call(self: CompressedHandle, *args: Any, **more: Any) -> Any:
-            count[f"{self.schema.kind} {name}"] += 1
-            out = real(self, *args, **more)
+        def call(handle: CompressedHandle, *args: Any, **more: Any) -> Any:
+            count[f"{handle.schema.kind} {name}"] += 1
+            out = real(handle, *args, **more)
             if name == "select" and out is not None:
-                visible = (self.index.positions + 1) // self.schema.ratio
+                visible = (handle.index.positions + 1) // handle.schema.ratio
                 count["left out"] += int((visible - (out >= 0).sum(-1)).sum())
             return out
 
         return call
 
-    for name in ("write_swa", "maybe_flush_csa", "maybe_flush_hca", "select", "attend"):
+    for name in ("write_swa", "maybe_flush_csa", "maybe_flush_hca"):
         monkeypatch.setattr(CompressedHandle, name, watched(name, getattr(CompressedHandle, name)))
+    for name in ("select", "attend"):
+        monkeypatch.setattr(deepseek_v4, name, watched(name, getattr(deepseek_v4, name)))
     return count
 
 

@@ -9,8 +9,7 @@ import pytest
 import tiny
 import torch
 
-from hybridkv.checkpoint.checkpoint import open_checkpoint
-from hybridkv.models import load_model
+from hybridkv.models import load_model, open_checkpoint
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Model, weight_bytes
 from hybridkv.models.fingerprint import SAMPLES, _weights, fingerprint_of, model_fingerprint

@@ -9,7 +9,7 @@ import tiny_gguf
 from numerics import assert_close_rms, logit_gap
 from transformers import PreTrainedModel
 
-from hybridkv.checkpoint.checkpoint import open_checkpoint
+from hybridkv.models import open_checkpoint
 
 Writer = Callable[..., Path]
 
@@ -17,6 +17,7 @@ WRITERS: dict[str, tuple[Writer, dict[str, bool]]] = {
     "llama": (tiny_gguf.write_gguf_llama, {}),
     "llama_tied": (tiny_gguf.write_gguf_llama, {}),
     "llama3_rope": (tiny_gguf.write_gguf_llama, {}),
+    "qwen3": (tiny_gguf.write_gguf_qwen3, {}),
     "qwen3_5": (tiny_gguf.write_gguf_qwen35, {}),
     "qwen3_5_tied": (tiny_gguf.write_gguf_qwen35, {}),
     "qwen3_5_moe": (tiny_gguf.write_gguf_qwen35, {"moe": True}),

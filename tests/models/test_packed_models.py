@@ -15,7 +15,6 @@ import torch
 from numerics import logit_gap
 
 from hybridkv import LLM
-from hybridkv.checkpoint.checkpoint import open_checkpoint
 from hybridkv.checkpoint.gguf_file import GgufFile
 from hybridkv.cli import main
 from hybridkv.errors import HybridKVError, ModelFileError
@@ -23,6 +22,7 @@ from hybridkv.kernels.linear import packed as linear_packed
 from hybridkv.kernels.linear.linear import Linear
 from hybridkv.kernels.linear.packed_linear import PackedLinear
 from hybridkv.kernels.linear.packed_weights import Packed
+from hybridkv.models import open_checkpoint
 from hybridkv.models.config import ModelConfig
 from hybridkv.planner import model_bytes
 

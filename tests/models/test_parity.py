@@ -10,8 +10,8 @@ import tiny
 import torch
 from numerics import logit_gap, rel_rms
 
-from hybridkv.cache import handle
 from hybridkv.kernels.attention.tile import KEY_TILE
+from hybridkv.models import attention, deltanet
 
 LENGTHS = (1, 3, 63, 64, 65, 127, 128, 129, 300)  # around the edges of 64-token chunks and pages
 KINDS = tuple(tiny.KINDS)
@@ -86,8 +86,13 @@ def test_prompts_and_steps_take_their_own_paths(
 
         return call
 
-    for name in ("attention_prefill", "attention_decode", "gdn_prefill", "gdn_step"):
-        monkeypatch.setattr(handle, name, counted(name, getattr(handle, name)))
+    for module, name in (
+        (attention, "attention_prefill"),
+        (attention, "attention_decode"),
+        (deltanet, "gdn_prefill"),
+        (deltanet, "gdn_step"),
+    ):
+        monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
     open_llm(tiny_model.folder).logits(tiny_model.ids[:100], prefill=90, chunk=64)
     config = tiny_model.model.config
     linear = (getattr(config, "layer_types", None) or []).count("linear_attention")

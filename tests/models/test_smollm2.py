@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hybridkv import LLM, CacheConfig, SamplingParams
-from hybridkv.checkpoint.checkpoint import open_checkpoint
 from hybridkv.embedded import embedded_model
+from hybridkv.models import open_checkpoint
 
 PASSAGE = """
 The harbour lay under a thin fog when Marta unlocked the workshop. She had slept badly, and the boat on the \

@@ -1,6 +1,7 @@
 """Driving a prompt through exact mode in any pattern of steps, and comparing all that came of it, bit by bit."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -14,9 +15,8 @@ import torch
 from torch import Tensor
 
 from hybridkv import LLM, CacheConfig
-from hybridkv.cache import LayerHandle
-from hybridkv.cache import handle as handle_file
 from hybridkv.kernels.attention.tile import read_pages
+from hybridkv.models import attention
 
 BUDGET, STEPS = 96, 5
 
@@ -59,19 +59,23 @@ def drive(llm: LLM, ids: list[int], cuts: list[int], monkeypatch: pytest.MonkeyP
     evictor = llm.engine.evictor
     request = SimpleNamespace(key="it", prompt_tokens=len(ids), evictions={}, hold=False)
     request.eviction = evictor.default if evictor is not None else None
-    attend, exact = LayerHandle.attend, handle_file.attention_exact
+    exact = attention.attention_exact
 
-    def watched(self: LayerHandle, *args: Any) -> Tensor:
-        out = attend(self, *args)
-        trace.attended[-1].append(out[here].clone())
-        return out
+    def watched(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*args: Any) -> Tensor:
+            out = attend(*args)
+            trace.attended[-1].append(out[here].clone())
+            return out
+
+        return call
 
     def counted(q: Tensor, *args: Any) -> Tensor:
         trace.rows.append(len(q))
         return exact(q, *args)
 
-    monkeypatch.setattr(LayerHandle, "attend", watched)
-    monkeypatch.setattr(handle_file, "attention_exact", counted)
+    for name in ("attend", "attend_exact"):
+        monkeypatch.setattr(attention, name, watched(getattr(attention, name)))
+    monkeypatch.setattr(attention, "attention_exact", counted)
     monkeypatch.setattr(llm.engine.runner, "graphs", None)  # what a graph replays cannot be watched
     others = {"one": tiny.token_ids(4000, seed=1), "many": tiny.token_ids(4000, seed=2)} if company else {}
     for key in ("it", *others):

@@ -22,5 +22,5 @@ def engine_for(
     plan = plan_cache(schema, 1, pool, None)
     manager = KVCacheManager(schema, plan.pages, slots, context, device)
     return Engine(
-        model, manager, step_tokens=2048, evictor=Evictor.make(cache, manager, scale=model.config.head_dim**-0.5)
+        model, manager, step_tokens=2048, evictor=Evictor.make(cache, manager, scale=model.config.attention_scale)
     )

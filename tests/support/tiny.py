@@ -25,6 +25,8 @@ from transformers import (
     Qwen3_5MoeForCausalLM,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
@@ -60,6 +62,7 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama_tied": (LlamaConfig, LlamaForCausalLM, {**LLAMA, "tie_word_embeddings": True}),
     "llama3_rope": (LlamaConfig, LlamaForCausalLM, {**LLAMA, "rope_parameters": LLAMA3_ROPE}),
     "llama_bias": (LlamaConfig, LlamaForCausalLM, {**LLAMA, "attention_bias": True, "head_dim": 20}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {**LLAMA, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}),
     "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, {**QWEN, "intermediate_size": 96, "rope_parameters": MROPE}),
     "qwen3_5_tied": (
         Qwen3_5TextConfig,
@@ -99,9 +102,8 @@ def _draw(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
         return torch.rand(parameter.shape, generator=generator) * 2 - 2
     if name.endswith("dt_bias"):
         return noise
-    if (
-        "embed_tokens" in name
-    ):  # small, so that the layers' outputs and not the token itself decide, also with tied weights
+    if "embed_tokens" in name:
+        # small, so that the layers' outputs and not the token itself decide, also with tied weights
         return 0.3 * noise
     if name.endswith(".bias") or "conv1d" in name:
         return 0.5 * noise

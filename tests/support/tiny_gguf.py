@@ -2,7 +2,8 @@
 
 What the converter changes, and a reader has to undo:
   llama        rows of q and k go from half-split to interleaved rotary pairs; llama3 scaling becomes a table of factors
-  all Qwen     norm weights are stored + 1 (not the linear layers' own norm); A_log as -exp(A_log); conv squeezed
+  qwen3        nothing
+  other Qwen   norm weights are stored + 1 (not the linear layers' own norm); A_log as -exp(A_log); conv squeezed
   qwen35(moe)  value heads of the linear layers go from grouped by key head, [k0v0 k0v1 k1v0 k1v1], to tiled,
                [k0v0 k1v0 k0v1 k1v1]
   qwen3next    the interleaved qkvz projection is split into qkv and z; value heads stay grouped
@@ -23,9 +24,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 Kinds = bool | Callable[[str], str]  # Q8_0 for all matrices, or what a tensor of the file gets
-Named = Iterator[
-    tuple[str, str, Tensor]
-]  # name in the model (decides whether it is quantised), name in the file, values
+# name in the model (decides whether it is quantised), name in the file, values
+Named = Iterator[tuple[str, str, Tensor]]
 
 LAYER_NAMES = {
     "input_layernorm.weight": "attn_norm.weight",
@@ -93,6 +93,22 @@ def write_gguf_llama(model: PreTrainedModel, path: Path, q8: Kinds = False) -> P
     writer = _begin(path, "llama", model)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_rope_dimension_count(config.head_dim)
+    return _finish(writer, path, tensors(), q8)
+
+
+def write_gguf_qwen3(model: PreTrainedModel, path: Path, q8: Kinds = False) -> Path:
+    config = model.config
+
+    def tensors() -> Named:
+        for name, tensor in _parameters(model):
+            layer, rest = _split(name)
+            if rest == "post_attention_layernorm.weight":
+                yield name, f"blk.{layer}.ffn_norm.weight", tensor
+            else:
+                yield name, _file_name(layer, rest), tensor
+
+    writer = _begin(path, "qwen3", model)
+    writer.add_feed_forward_length(config.intermediate_size)
     return _finish(writer, path, tensors(), q8)
 
 

@@ -13,6 +13,7 @@ from v4_stream import EPS, CompressorWeights, LayerWeights, normed, rotate
 from hybridkv.cache import CompressedHandle, CompressedSpec, ForwardStep, KVCacheManager, compressed_schema
 from hybridkv.kernels.formats.page_format import load_entries_ref
 from hybridkv.kernels.v4.gather import flat_entries
+from hybridkv.models.v4_attention import attend, select
 
 WRONG = {  # -> the kinds of layer it makes a difference to
     "read before the flush": ("csa", "hca"),
@@ -103,7 +104,7 @@ class CachedLayer:
         chosen = self.choose(handle, step, x, low, angle)
         sink = torch.full_like(w.sink, -math.inf) if self.wrong == "no sink" else w.sink
         back = (angles[0], -angles[1]) if self.wrong == "turned on instead of back" else angles
-        out = handle.attend(q, sink, s.head_dim**-0.5, back, chosen)
+        out = attend(handle, q, sink, s.head_dim**-0.5, back, chosen)
         if read_first:
             self.flush(handle, step, x)
         return out
@@ -142,7 +143,7 @@ class CachedLayer:
             assert w.index_q is not None and w.index_weights is not None
             q = rotate((low @ w.index_q.T).view(-1, s.index_heads, s.index_dim), angle[:, None])
             weights = x @ w.index_weights.T * (s.index_heads * s.index_dim) ** -0.5
-            self.chosen = handle.select(q, weights, s.topk)
+            self.chosen = select(handle, q, weights, s.topk)
         if self.wrong == "entry visible one token late":
             assert step.index is not None
             seen = step.index.positions[:, None] // w.ratio

@@ -168,6 +168,24 @@ def test_turn_ends_are_ends() -> None:
     assert build(tokens=tokens).eos_ids == {260, 261}
 
 
+@pytest.mark.parametrize("kind", (1, 4))
+def test_a_turn_end_that_the_file_does_not_mark_as_control_is_one_all_the_same(kind: int) -> None:
+    """Otherwise a message could spell it, and an answer would not end there."""
+    tokens, types = small()["tokenizer.ggml.tokens"], small()["tokenizer.ggml.token_type"]
+    tokens[262], types[262] = "<|im_end|>", kind
+    tokenizer = build(tokens=tokens, token_type=types, add_bos_token=False)
+    assert tokenizer.eos_ids == {261, 262}
+    assert shown(tokenizer, "he<|im_end|>") == ["he", "<|im_end|>"]
+    assert "<|im_end|>" not in shown(tokenizer, "he<|im_end|>", special=False)
+    assert tokenizer.decode(tokenizer.encode("he<|im_end|>")) == "he"
+
+
+def test_an_ordinary_token_that_text_may_hold_is_no_turn_end() -> None:
+    types = small()["tokenizer.ggml.token_type"]
+    types[261] = 1  # </s>, also the end of struck-out text in HTML
+    assert build(token_type=types, eos_token_id=260).eos_ids == {260}
+
+
 def test_numpy_arrays_from_a_reader_are_taken() -> None:
     types = np.array(small()["tokenizer.ggml.token_type"], dtype=np.int32)
     assert build(token_type=types, bos_token_id=np.uint32(260)).encode("he") == build().encode("he")
@@ -213,6 +231,9 @@ TOKENS = small()["tokenizer.ggml.tokens"]
         ({"token_type": [1, 2]}, "2 entries"),
         ({"token_type": ["x"] * 266}, "numbers"),
         ({"token_type": [float("nan")] * 266}, "numbers"),
+        ({"token_type": [float("inf")] * 266}, "token_type of token 0 is inf"),
+        ({"token_type": np.array([1.0] * 265 + [-np.inf], np.float32)}, "token_type of token 265 is -inf"),
+        ({"token_type": [1.5] * 266}, "whole number"),
     ],
 )
 def test_bad_metadata_is_refused(changes: dict[str, Any], words: str) -> None:

@@ -1,0 +1,232 @@
+"""Full attention as a mixer: the fast form, the exact form, and what both declare to the cache.
+
+    x -> projection -> norm and rotate queries and keys -> store keys and values -> attend -> (gate) -> projection
+
+A family chooses whether queries and keys are normed head by head and whether a sigmoid gate multiplies the output.
+The requests of a step that decode one token run together in one launch, its prompt chunks in another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from hybridkv.cache import CacheSchema, ForwardStep, LayerHandle, StateSchema, TensorSpec
+from hybridkv.checkpoint.loader import Loader
+from hybridkv.config import KV_DTYPES, CacheConfig
+from hybridkv.kernels.activation import sigmoid_mul, sigmoid_mul_exact
+from hybridkv.kernels.attention.decode import attention_decode
+from hybridkv.kernels.attention.exact import attention_exact
+from hybridkv.kernels.attention.inputs import attention_inputs
+from hybridkv.kernels.attention.prefill import attention_prefill
+from hybridkv.kernels.linear.linear import Linear
+from hybridkv.kernels.norm import rms_norm_exact
+from hybridkv.kernels.rope import rope_exact
+from hybridkv.models.config import ModelConfig
+from hybridkv.models.decoder import Angles, attention_streams
+
+LseRows = tuple[Tensor, Tensor]  # LayerHandle.lse_rows
+TAIL = 64  # tokens of a chunk that the last layer computes at least: as many as a budget's window has
+
+
+@dataclass(frozen=True)
+class Attention:
+    config: ModelConfig
+    qkv: Linear  # [(H + 2 G) D, hidden]; gated [(2 H + 2 G) D, hidden]: (query | gate) head by head, keys, values
+    out: Linear  # [hidden, H D]
+    q_norm: Tensor | None = None  # [D] f32; None: queries are not normed
+    k_norm: Tensor | None = None  # [D] f32
+    gated: bool = False
+
+    def __call__(
+        self, x: Tensor, angles: Angles, handle: LayerHandle, rows: Tensor | None, h: Tensor | None
+    ) -> Tensor | None:
+        x = self.qkv(x)
+        q = self.store(x, angles, handle)
+        mixed = attend(handle, q, self.config.attention_scale, rows is not None, self.gate(x)).flatten(1)
+        return self.out.add_to(h, mixed if rows is None else mixed[rows])
+
+    def store(self, x: Tensor, angles: Angles, handle: LayerHandle) -> Tensor:
+        """Norm and rotate queries and keys, store keys and values, keep the last queries -> queries [T, H, D]."""
+        c = self.config
+        return attention_inputs(
+            x, *angles, handle.pages("k"), handle.pages("v"), handle.places, c.heads, c.kv_heads, c.head_dim,
+            self.gated, self.q_norm, self.k_norm, c.eps, handle.query_buffer, handle.query_rows,
+        )  # fmt: skip
+
+    def gate(self, x: Tensor) -> Tensor | None:
+        """[T, H, D] of the projection's output."""
+        if not self.gated:
+            return None
+        c = self.config
+        both = x[:, : 2 * c.heads * c.head_dim].view(len(x), c.heads, 2 * c.head_dim)
+        return both[..., c.head_dim :]
+
+
+@dataclass(frozen=True)
+class ExactAttention(Attention):
+    """Attention whose bits do not depend on the batch or on how a prompt is divided into chunks."""
+
+    def __call__(
+        self, x: Tensor, angles: Angles, handle: LayerHandle, rows: Tensor | None, h: Tensor | None
+    ) -> Tensor | None:
+        x = self.qkv(x)
+        q = self.store(x, angles, handle)
+        mixed = attend_exact(handle, q, self.config.attention_scale, self.gate(x)).flatten(1)
+        return self.out.add_to(h, mixed if rows is None else mixed[rows])
+
+    def store(self, x: Tensor, angles: Angles, handle: LayerHandle) -> Tensor:
+        c = self.config
+        heads = x.unflatten(1, (-1, c.head_dim))  # [T, H + 2 G, D], gated [T, 2 H + 2 G, D]
+        queries, k, v = heads.split([heads.shape[1] - 2 * c.kv_heads, c.kv_heads, c.kv_heads], 1)
+        q = queries[:, ::2] if self.gated else queries
+        if self.q_norm is not None:
+            q = rms_norm_exact(q, self.q_norm, c.eps)
+        if self.k_norm is not None:
+            k = rms_norm_exact(k, self.k_norm, c.eps)
+        q, k = rope_exact(q, *angles), rope_exact(k, *angles)
+        handle.append(k, v)
+        handle.capture(q)
+        return q
+
+
+def load_attention(
+    config: ModelConfig, loader: Loader, name: str, normed: bool = False, gated: bool = False, norm_plus: float = 0.0
+) -> Attention:
+    """The mixer of a layer. `normed`: with q_norm and k_norm, to whose weights `norm_plus` is added."""
+    c = config
+    queries, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    q_rows = 2 * queries if gated else queries
+    qkv = loader.linear(c.hidden, (f"{name}.q_proj", q_rows), (f"{name}.k_proj", kv), (f"{name}.v_proj", kv))
+    out = loader.linear(queries, (f"{name}.o_proj", c.hidden))
+    q_norm = k_norm = None
+    if normed:
+        q_norm = loader.vector(f"{name}.q_norm.weight", c.head_dim, plus=norm_plus)
+        k_norm = loader.vector(f"{name}.k_norm.weight", c.head_dim, plus=norm_plus)
+    kind = ExactAttention if loader.exact else Attention
+    return kind(c, qkv, out, q_norm, k_norm, gated)
+
+
+# --- the cache ------------------------------------------------------------------------------------------------------
+
+
+def attention_schema(
+    config: ModelConfig, cache: CacheConfig, model_dtype: torch.dtype, states: tuple[StateSchema, ...] = ()
+) -> CacheSchema:
+    """Keys and values of the attention layers, and the states of other layers."""
+    if not config.attention_layers:
+        return CacheSchema(states=states)
+    kv_dtype = model_dtype if cache.kv_dtype == "auto" else getattr(torch, KV_DTYPES[cache.kv_dtype])
+    schema = CacheSchema(streams=(attention_streams(config, kv_dtype, cache.page_size),), states=states)
+    if cache.budget is None:
+        return schema
+    # eviction scores the cache by the last queries of every attention layer and what their softmax summed to
+    buffers = (
+        TensorSpec("queries", (cache.window, config.heads, config.head_dim), model_dtype),
+        TensorSpec("lse", (cache.window, config.heads), torch.float32),
+    )
+    return replace(schema, states=(*states, StateSchema("queries", config.attention_layers, buffers, lent=True)))
+
+
+# --- attention over what is stored ----------------------------------------------------------------------------------
+
+
+def attend(
+    handle: LayerHandle,
+    q: Tensor,  # [T, H, D]
+    scale: float,
+    last: bool = False,  # the last layer: rows before the tail of a chunk are not computed and hold anything
+    gate: Tensor | None = None,  # [T, H, D]; the result is multiplied by its sigmoid
+) -> Tensor:  # [T, H, D]
+    """Causal attention over what is stored, this step's tokens included."""
+    decodes, requests = handle.step.num_decodes, len(handle.step.slots)
+    lse = handle.lse_rows
+    if decodes == requests:
+        return attend_decodes(handle, q, scale, gate, lse)
+    if decodes == 0:
+        return attend_chunks(handle, q, scale, gate, lse, last)
+    parts = attend_decodes(handle, q, scale, gate, lse), attend_chunks(handle, q, scale, gate, lse, last)
+    return torch.cat(parts)
+
+
+def attend_decodes(handle: LayerHandle, q: Tensor, scale: float, gate: Tensor | None, lse: LseRows | None) -> Tensor:
+    """[num_decodes, H, D] of the requests with one token, the first of the step."""
+    n = handle.step.num_decodes
+    lengths = handle.lengths
+    return attention_decode(
+        q[:n],
+        handle.pages("k"),
+        handle.pages("v"),
+        handle.table,
+        None if lengths is None else lengths[:n],
+        scale,
+        handle.device_lengths[:n],
+        rows=handle.slots[:n],
+        lse=None if lse is None else (lse[0], lse[1][:n]),
+        gate=None if gate is None else gate[:n],
+        keys=handle.max_entries,
+    )
+
+
+def attend_chunks(
+    handle: LayerHandle, q: Tensor, scale: float, gate: Tensor | None, lse: LseRows | None, last: bool
+) -> Tensor:
+    """[T - num_decodes, H, D] of the prompt chunks."""
+    step, n = handle.step, handle.step.num_decodes
+    lengths = handle.lengths
+    assert lengths is not None
+    window = 0 if lse is None else handle.state["lse"].shape[1]  # what these queries' softmax sums to is kept
+    wanted = _computed(step, last, window)
+    bounds = [0, *accumulate(part.stop - part.start for part in wanted)]
+    mixed = attention_prefill(
+        _joined(q, wanted),
+        handle.pages("k"),
+        handle.pages("v"),
+        handle.table,
+        lengths[n:],
+        bounds,
+        scale,
+        handle.device_lengths[n:],
+        rows=handle.slots[n:],
+        lse=None if lse is None else (lse[0], _joined(lse[1], wanted)),
+    )
+    if gate is not None:
+        mixed = sigmoid_mul(mixed, _joined(gate, wanted)).view_as(mixed)
+    tokens = step.query_start_loc[-1]
+    return mixed if bounds[-1] == tokens - n else _spread(mixed, wanted, n, tokens)
+
+
+def _computed(step: ForwardStep, last: bool, window: int) -> list[slice]:
+    """The tokens of each chunk whose attention is computed: all or, in the last layer, its tail."""
+    chunks = pairwise(step.query_start_loc[step.num_decodes :])
+    if step.tail is None or not last:
+        return [slice(begin, end) for begin, end in chunks]
+    tail = max(step.tail, TAIL, window)
+    return [slice(max(begin, end - tail), end) for begin, end in chunks]
+
+
+def attend_exact(handle: LayerHandle, q: Tensor, scale: float, gate: Tensor | None = None) -> Tensor:
+    """`attend` with bits that depend on a token and its past alone."""
+    lengths = handle.lengths
+    assert lengths is not None
+    table = handle.table[handle.slots]
+    mixed = attention_exact(q, handle.pages("k"), handle.pages("v"), table, lengths, handle.step.query_start_loc, scale)
+    return mixed if gate is None else sigmoid_mul_exact(mixed, gate).view_as(mixed)
+
+
+def _joined(x: Tensor, parts: list[slice]) -> Tensor:
+    """Parts of x one after the other, without a copy where there is nothing between them."""
+    if all(a.stop == b.start for a, b in pairwise(parts)):
+        return x[parts[0].start : parts[-1].stop]
+    return torch.cat([x[part] for part in parts])
+
+
+def _spread(x: Tensor, parts: list[slice], first: int, last: int) -> Tensor:
+    """The reverse of `_joined`: rows `first` to `last` of the whole. Rows outside the parts hold anything."""
+    out = x.new_empty(last - first, *x.shape[1:])
+    for part, own in zip(parts, x.split([part.stop - part.start for part in parts]), strict=True):
+        out[part.start - first : part.stop - first] = own
+    return out

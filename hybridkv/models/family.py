@@ -1,0 +1,57 @@
+"""Family: all that the engine, the planner and the command line need to know about one kind of model.
+
+A family is declared at the end of its own file and listed in `registry.py`; docs/add_a_model.md goes through one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from hybridkv.cache import CacheSchema
+from hybridkv.checkpoint.checkpoint import FolderLayout
+from hybridkv.checkpoint.config_reader import Reader
+from hybridkv.checkpoint.gguf_architecture import GgufArchitecture
+from hybridkv.checkpoint.loader import Loader
+from hybridkv.config import CacheConfig
+from hybridkv.errors import HybridKVError
+from hybridkv.models.config import ModelConfig
+from hybridkv.models.decoder import Model
+
+OPTIONS = ("exact", "fp8", "budget", "state_dtype", "index_dtype")  # what a family may refuse
+# what a model of plain attention layers refuses
+NO_STATE = "state_dtype is for recurrent state, which {name} does not have"
+NO_INDEX = "index_dtype is for deepseek_v4: {name} has no index keys"
+
+
+def _plain_refusals() -> dict[str, str]:
+    return {"state_dtype": NO_STATE, "index_dtype": NO_INDEX}
+
+
+@dataclass(frozen=True)
+class Family:
+    name: str  # ModelConfig.architecture
+    model_types: tuple[str, ...]  # of a config.json; a vision-language checkpoint runs as its text model
+    parse: Callable[[Reader], ModelConfig]
+    cache_schema: Callable[[ModelConfig, CacheConfig, torch.dtype], CacheSchema]  # the dtype is the activations'
+    load: Callable[[ModelConfig, Loader], Model]
+    # whether a checkpoint, which answers if it has a tensor, is one of this config; ModelFileError if not
+    check_weights: Callable[[ModelConfig, Callable[[str], bool]], None] = lambda config, has: None
+    gguf: tuple[GgufArchitecture, ...] = ()  # how its GGUF files are read
+    folder: FolderLayout | None = None  # how its safetensors folders are read; None: as Hugging Face writes them
+    refuses: Mapping[str, str] = field(default_factory=_plain_refusals)  # option -> what to say to who asks for it
+
+    def __post_init__(self) -> None:
+        unknown = set(self.refuses) - set(OPTIONS)
+        if unknown:
+            raise ValueError(f"family {self.name} refuses {sorted(unknown)}; options are {OPTIONS}")
+
+    def supports(self, option: str) -> bool:
+        return option not in self.refuses
+
+    def check(self, option: str, asked: bool) -> None:
+        """HybridKVError if an option is asked for that the family does not have."""
+        if asked and not self.supports(option):
+            raise HybridKVError(self.refuses[option].format(name=self.name))
