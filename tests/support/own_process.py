@@ -14,6 +14,6 @@ def compile_alone(script: str, cache: Path, **environment: str) -> str:
     paths = os.pathsep.join(str(path) for path in PATHS)
     env = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": paths, **environment}
     env.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
