@@ -1,7 +1,5 @@
 """Products with packed weights: the kernels against float64 on the weights of the file, and what a layer is made of."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -173,7 +171,7 @@ print(len(built))
 
 
 @pytest.mark.parametrize("card", [None, "89"])
-def test_the_tiles_of_a_27b_model_compile_and_fit(card: str | None, tmp_path: Path) -> None:
+def test_the_tiles_of_a_27b_model_compile_and_fit(card: str | None) -> None:
     """In a process without the interpreter: for Hopper, and for an RTX 40 card."""
-    printed = compile_alone(COMPILE, tmp_path, **({"COMPILE_FOR": card} if card else {}))
+    printed = compile_alone(COMPILE, **({"COMPILE_FOR": card} if card else {}))
     assert printed.split() == ["9" if card else "2"]
