@@ -41,7 +41,7 @@ demo: $(VENV)/.stamp-run
 # The model is fetched before the workers start, so that they never fetch it at the same time.
 test: $(VENV)/.stamp-dev
 	@$(BIN)/python -m hybridkv.embedded
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 # Libraries pick their products by what the CPU can do. Here they do without AVX-512; test_old_cpu.py checks that they did.
 OLD_CPU := OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
@@ -49,7 +49,7 @@ NUMBERS := tests/test_old_cpu.py tests/test_exact.py tests/kernels tests/models 
 
 test-old-cpu: $(VENV)/.stamp-dev
 	@$(BIN)/python -m hybridkv.embedded
-	$(OLD_CPU) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(NUMBERS) $(ARGS)
+	$(OLD_CPU) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(NUMBERS) $(ARGS)
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
