@@ -7,11 +7,12 @@ BIN    := $(VENV)/bin
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test test-old-cpu lint bench clean
 
 help:
 	@echo "make demo    build the environment if needed, then run the demo with the embedded model"
 	@echo "make test    run the tests (JOBS=$(JOBS) processes, one thread each)"
+	@echo "make test-old-cpu   run the tests of numbers as a CPU without AVX-512 would"
 	@echo "make lint    ruff check, ruff format --check, pyrefly"
 	@echo "make bench   measure speed on this machine's GPU (ARGS='--model-shape tiny': on a CPU, to see that it runs)"
 	@echo "make clean   remove caches and $(VENV)"
@@ -40,7 +41,15 @@ demo: $(VENV)/.stamp-run
 # The model is fetched before the workers start, so that they never fetch it at the same time.
 test: $(VENV)/.stamp-dev
 	@$(BIN)/python -m hybridkv.embedded
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+# Libraries pick their products by what the CPU can do. Here they do without AVX-512; test_old_cpu.py checks that they did.
+OLD_CPU := OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
+NUMBERS := tests/test_old_cpu.py tests/test_exact.py tests/kernels tests/models tests/eviction tests/cache tests/engine
+
+test-old-cpu: $(VENV)/.stamp-dev
+	@$(BIN)/python -m hybridkv.embedded
+	$(OLD_CPU) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(NUMBERS) $(ARGS)
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .

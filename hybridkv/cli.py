@@ -7,6 +7,7 @@ Exit codes: 0 done, 2 a wrong argument or a model that cannot be used, 130 stopp
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Annotated, NoReturn
@@ -52,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
         # threads that wait for each other sleep soon: on a busy machine spinning makes an answer 20 times slower
         os.environ["GOMP_SPINCOUNT"] = "10000"
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # a shell script starts background jobs like that; whoever sends SIGINT to this process wants it to stop
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = app(arguments, prog_name="hybridkv", standalone_mode=False)
         sys.stdout.flush()

@@ -18,6 +18,7 @@ os.environ.setdefault("USE_HUB_KERNELS", "0")
 sys.modules.setdefault("fla", None)  # type: ignore[arg-type]  # transformers would run its GPU kernels on a CPU
 
 import random
+import signal
 import zlib
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -33,10 +34,23 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from hybridkv import LLM
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # `make test &` in a script: processes inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 triton_interpreter.install()
 settings.register_profile("fixed", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("fixed")
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Where pytest-timeout is not installed, its settings in pyproject.toml are known and have no effect."""
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "seconds that a test may take")
+        parser.addini("timeout_method", "how it is ended")
+
+
+def pytest_report_header() -> str:
+    return f"CPU instructions used by torch: {torch.backends.cpu.get_cpu_capability()}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -60,8 +74,8 @@ def poison_before_session_fixtures() -> None:
 
 @pytest.fixture(autouse=True)
 def fixed_surroundings(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A seed of the test's own, so that order and selection change nothing; poison on, whatever the last test did."""
-    seed = zlib.crc32(request.node.nodeid.encode())
+    """A seed of the test's own, so that order, selection and the file's place change nothing; poison on again."""
+    seed = zlib.crc32((request.node.name + os.environ.get("HYBRIDKV_TEST_SEED", "")).encode())
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -168,26 +168,23 @@ class CacheModel(RuleBasedStateMachine):
         want_lengths = request.lengths(s)
         assert lengths.tolist() == want_lengths, f"streams of '{s.name}' are {lengths} long, not {want_lengths}"
         history = np.array(request.tokens, np.int64)
-        for stream, n in enumerate(want_lengths):
-            entry = np.arange(n)
-            page = table[stream, entry // P]  # [n]
-            assert (page >= 0).all(), "an entry in use has no page"
-            pool = self.m.tables[s.name].pool.tensors
-            got = {key: t.numpy()[:, page, entry % P] for key, t in pool.items()}  # [lanes, n, ...]
-            if s is HEADS:
-                place = np.array(request.kept[stream], np.int64)
-                number = history[place]
-                want = {
-                    "k": np.stack((number, np.full(n, stream)), 1)[None],
-                    "v": np.stack((place, -number), 1)[None],
-                }
-            else:
-                number = np.broadcast_to(history[3 : 4 * n : 4], (s.lanes, n))
-                lane = np.broadcast_to(np.array(s.layers)[:, None], number.shape)
-                index = np.broadcast_to(1000 * history[0 : 4 * n : 4] + entry, number.shape)
-                want = {"main": np.stack((number, lane), 2), "index": index}
-            for key in want:
-                assert np.array_equal(got[key], want[key]), f"request {name} reads another's '{key}' in '{s.name}'"
+        stream = np.repeat(np.arange(s.streams), want_lengths)  # [n], of the entries of all streams
+        entry = np.concatenate([np.arange(length) for length in want_lengths])
+        page = table[stream, entry // P]
+        assert (page >= 0).all(), "an entry in use has no page"
+        if s is HEADS:
+            place = np.array([at for row in request.kept for at in row], np.int64)
+            number = history[place]
+            want = {"k": np.stack((number, stream), 1)[None], "v": np.stack((place, -number), 1)[None]}
+        else:
+            [n] = want_lengths  # one stream, which all layers share
+            number = np.broadcast_to(history[3 : 4 * n : 4], (s.lanes, n))
+            lane = np.broadcast_to(np.array(s.layers)[:, None], number.shape)
+            index = np.broadcast_to(1000 * history[0 : 4 * n : 4] + entry, number.shape)
+            want = {"main": np.stack((number, lane), 2), "index": index}
+        for key, tensor in self.m.tables[s.name].pool.tensors.items():
+            got = tensor.numpy()[:, page, entry % P]  # [lanes, n, ...]
+            assert np.array_equal(got, want[key]), f"request {name} reads another's '{key}' in '{s.name}'"
 
     # ---- after each rule
 

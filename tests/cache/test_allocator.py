@@ -172,13 +172,13 @@ def test_check_finds_a_corrupt_pool(spoil: str) -> None:
         a.check()
 
 
-def test_200000_random_operations_agree_with_a_dictionary() -> None:
+def test_50000_random_operations_agree_with_a_dictionary() -> None:
     total, rng = 24, random.Random(20)
     a = PageAllocator(total)
     owners: dict[int, int] = {}
     handed: list[int] = []  # one item for each ownership
     seen: Counter[str] = Counter()
-    for turn in range(200_000):
+    for turn in range(50_000):
         what = rng.random()
         if what < 0.4:
             n = rng.randrange(0, 6)
@@ -216,7 +216,7 @@ def test_200000_random_operations_agree_with_a_dictionary() -> None:
         if turn % 500 == 0:
             a.check()
             assert a.refs.tolist() == [owners.get(p, 0) for p in range(total)], f"turn {turn}"
-    assert min(seen[k] for k in ("out of pages", "share", "release", "refused")) > 1000, seen
+    assert min(seen[k] for k in ("out of pages", "share", "release", "refused")) > 300, seen
     a.release(handed)
     a.check()
     assert sorted(a._stack.tolist()) == list(range(total)) and not a.refs.any()

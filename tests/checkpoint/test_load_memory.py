@@ -33,7 +33,8 @@ def test_the_peak_while_loading_stays_near_the_weights(tmp_path: Path) -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     run = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    weights, peak = map(int, subprocess.run(run, capture_output=True, text=True, check=True).stdout.split())
+    done = subprocess.run(run, capture_output=True, text=True, check=True, timeout=120)
+    weights, peak = map(int, done.stdout.split())
     assert weights > 400 << 20
     # 64 MiB of the file may be mapped, and one tensor exists up to three times: as read, joined, and packed
     assert peak < 1.2 * weights + (64 << 20) + 3 * (2 * 2816 * 1024 * 2) + (48 << 20)

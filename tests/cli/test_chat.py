@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.commands import TINY, Run, of, process, short_prompt
+from cli.commands import SECONDS, TINY, Run, of, process, short_prompt
 from engine.ascii_tokenizer import write_tokenizer
 from hybridkv import LLM, SamplingParams
 from hybridkv.commands import demo, options
@@ -62,7 +62,7 @@ def test_an_interrupt_ends_the_answer_and_not_the_chat(long_folder: Path) -> Non
         of(chat.stdin).flush()
         first = of(chat.stdout).read(1)
         chat.send_signal(signal.SIGINT)
-        rest, err = chat.communicate()
+        rest, err = chat.communicate(timeout=SECONDS)
     assert first and chat.returncode == 0, err
     answer, _, stats = rest.rstrip("\n").rpartition("\n1 turns")  # a line on the answer's speed may follow
     stats = "1 turns" + stats
@@ -71,11 +71,12 @@ def test_an_interrupt_ends_the_answer_and_not_the_chat(long_folder: Path) -> Non
 
 
 def test_an_interrupt_stops_generate_with_130(long_folder: Path) -> None:
+    """Also where SIGINT was ignored at the start, as it is for a job that a script starts in the background."""
     arguments = ("--device", "cpu", "--dtype", "float32", "--context", 100000, "--max-tokens", 90000, "--ignore-eos")
-    with process("generate", "Hello", "-m", long_folder, *arguments) as generate:
+    with process("generate", "Hello", "-m", long_folder, *arguments, ignore_interrupts=True) as generate:
         assert of(generate.stdout).read(1)
         generate.send_signal(signal.SIGINT)
-        _, err = generate.communicate()
+        _, err = generate.communicate(timeout=SECONDS)
     assert generate.returncode == 130 and "Traceback" not in err
 
 
@@ -90,7 +91,7 @@ def test_a_closed_pipe_is_a_quiet_end(long_folder: Path) -> None:
 
 def test_a_poor_terminal_is_enough() -> None:
     with process("plan", LANG="C", LC_ALL="C", PYTHONIOENCODING="ascii", COLUMNS="1", TERM="dumb") as plan:
-        out, err = plan.communicate()
+        out, err = plan.communicate(timeout=SECONDS)
     assert plan.returncode == 0 and out and err == ""
 
 

@@ -1,5 +1,9 @@
 """Steps of a model on the GPU by hand, as captured graphs and plainly."""
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -23,25 +27,42 @@ def feed(llm: LLM, streams: dict[str, list[int]], begin: int, tokens: int, graph
     return out.clone()
 
 
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Cycles that earlier tests left behind are freed now, and none while memory is measured."""
+    gc.collect()
+    torch.cuda.synchronize()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def replay_quietly(llm: LLM, streams: dict[str, list[int]], begin: int, end: int) -> None:
     """Replays one token of each stream at a time: nothing is allocated, and the host never waits for the device."""
+    with no_garbage_collection():
+        for position in range(begin, end):
+            replay_one_quietly(llm, streams, position)
+
+
+def replay_one_quietly(llm: LLM, streams: dict[str, list[int]], position: int) -> None:
     graphs, manager = llm.engine.runner.graphs, llm.engine.manager
     assert graphs is not None
-    for position in range(begin, end):
-        plan = [(key, 1) for key in streams]
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            step = manager.prepare_forward(plan, graphs.rows(len(plan)))
-            tokens = torch.zeros(len(plan), dtype=torch.int64, device="cuda")
-            before = torch.cuda.memory_allocated()
-            manager.acquire(step)
-            graphs.replay(tokens, step)
-            assert torch.cuda.memory_allocated() == before
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        manager.commit(plan)
-        assert all(manager.position(key) == position + 1 for key in streams)
+    plan = [(key, 1) for key in streams]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step = manager.prepare_forward(plan, graphs.rows(len(plan)))
+        tokens = torch.zeros(len(plan), dtype=torch.int64, device="cuda")
+        before = torch.cuda.memory_allocated()
+        manager.acquire(step)
+        graphs.replay(tokens, step)
+        assert torch.cuda.memory_allocated() == before
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    manager.commit(plan)
+    assert all(manager.position(key) == position + 1 for key in streams)
 
 
 def replay_beside_hostile_rows(llm: LLM, key: str, tokens: list[int], begin: int, end: int, rows: int) -> None:

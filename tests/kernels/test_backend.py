@@ -2,7 +2,6 @@
 
 import pkgutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -71,8 +70,8 @@ for name in NAMES:
 
 
 @pytest.mark.parametrize("hidden", ["triton", "triton.experimental"])
-def test_every_kernel_file_can_be_imported_without(hidden: str, tmp_path: Path) -> None:
+def test_every_kernel_file_can_be_imported_without(hidden: str) -> None:
     """Without Triton, and with a Triton whose Gluon is another language."""
     pytest.importorskip("triton")
     assert len(MODULES) > 50
-    compile_alone(IMPORT.replace("HIDDEN", hidden).replace("NAMES", repr(MODULES)), tmp_path)
+    compile_alone(IMPORT.replace("HIDDEN", hidden).replace("NAMES", repr(MODULES)))

@@ -4,8 +4,6 @@ The launchers themselves run, with a driver that has no device: what they launch
 interpreter of the other tests takes more than the compiler does.
 """
 
-from pathlib import Path
-
 import pytest
 from own_process import compile_alone
 
@@ -147,9 +145,9 @@ KERNELS = {
 }  # fmt: skip
 
 
-def test_every_launch_compiles_and_fits(tmp_path: Path) -> None:
+def test_every_launch_compiles_and_fits() -> None:
     """In a process without the interpreter, which would take the place of the compiler."""
-    printed = compile_alone(COMPILE, tmp_path)
+    printed = compile_alone(COMPILE)
     built = [line.split() for line in printed.splitlines()]
     assert {name for name, _ in built} >= KERNELS, KERNELS - {name for name, _ in built}
     assert max(int(shared) for _, shared in built) <= SHARED_MEMORY

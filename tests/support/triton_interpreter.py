@@ -38,16 +38,34 @@ def cast(data: np.ndarray, source: torch.dtype, target: torch.dtype) -> np.ndarr
     return x.view(getattr(torch, np.dtype(RAW[target]).name)).numpy() if target in RAW else x.numpy()
 
 
+def dot(a: np.ndarray, b: np.ndarray, d: np.ndarray) -> np.ndarray:
+    """a [.., M, K] times b [.., K, N] plus d [.., M, N], in d's type.
+
+    Products are summed in float64, in the order of k, one operation on whole arrays at a time. So a row of the result
+    has the same bits however many rows and columns are beside it, on any CPU. A BLAS library promises neither.
+    """
+    if d.dtype.kind != "f":
+        return np.matmul(a, b, dtype=d.dtype) + d  # integers: exact in any order
+    columns = np.ascontiguousarray(np.moveaxis(a, -1, 0), np.float64)[..., None]  # [K, .., M, 1]
+    rows = np.ascontiguousarray(np.moveaxis(b, -2, 0), np.float64)[..., None, :]  # [K, .., 1, N]
+    total, product = np.zeros(d.shape), np.empty(d.shape)
+    for column, row in zip(columns, rows):
+        total += np.multiply(column, row, out=product)
+    return total.astype(d.dtype) + d
+
+
 def install() -> None:
     """Mend the interpreter, once. Nothing to do where kernels are compiled, or where there is no Triton."""
     if not INTERPRETED or importlib.util.find_spec("triton") is None:
         return
+    import interpreter_speed
     import triton.language as tl
     from triton.runtime import interpreter
 
     if getattr(interpreter, "hybridkv_mended", False):
         return
     interpreter.hybridkv_mended = True
+    interpreter_speed.install()
     builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
     formats = {
         tl.float16: torch.float16,
@@ -85,11 +103,16 @@ def install() -> None:
 
         return run
 
+    def number(h: Any) -> np.ndarray:
+        """A handle's values as numbers, where numpy holds bit patterns."""
+        if formats.get(h.dtype.scalar) not in RAW:
+            return h.data
+        return convert(h.data, h.dtype.scalar, tl.float32, None).view(np.float32)
+
     interpreter._convert_float = convert
     for name in ("binary_op", "unary_op", "ternary_op", "create_fma"):
         setattr(builder, name, in_f32(getattr(builder, name)))
-    dot_as_it_was = builder.create_dot
-    builder.create_dot = lambda self, a, b, *more: dot_as_it_was(self, widen(a), widen(b), *more)
+    builder.create_dot = lambda self, a, b, d, *more: handle(dot(number(a), number(b), d.data), d.dtype.scalar)
     if not hasattr(builder, "get_bf16"):
         builder.get_bf16 = lambda self, value: narrow(handle(np.array([value], np.float32), tl.float32))
     patch_as_it_was = interpreter._patch_lang_tensor

@@ -1,7 +1,5 @@
 """score_hopper compiles where there is no GPU. What it computes is tested on one: tests/gpu."""
 
-from pathlib import Path
-
 import pytest
 from own_process import compile_alone
 
@@ -22,7 +20,7 @@ assert triton.__version__.startswith(GLUON), "another Triton than score_hopper i
 NAMES = kernel.arg_names
 TYPES = dict(q="*bf16", when="*i64", table="*i32", positions="*i64", scale="fp32", log2_e="fp32")
 TYPES |= dict.fromkeys(("k_scale", "lse", "out"), "*fp32")
-for fp8, R, D in ((False, 6, 256), (True, 6, 256), (True, 4, 128), (True, 4, 256), (True, 3, 256), (True, 12, 128)):
+for fp8, R, D in ((False, 6, 256), (True, 6, 256), (True, 3, 256), (True, 12, 128)):
     types = TYPES | {"k_pool": "*u8" if fp8 else "*bf16"}
     tiles = key_tiles(R, D)
     assert tiles > 0
@@ -37,11 +35,11 @@ for fp8, R, D in ((False, 6, 256), (True, 6, 256), (True, 4, 128), (True, 4, 256
 """
 
 
-def test_it_compiles_for_keys_of_both_kinds(tmp_path: Path) -> None:
+def test_it_compiles_for_keys_of_both_kinds() -> None:
     """In a process without the interpreter, which would take the place of the compiler."""
-    printed = compile_alone(COMPILE, tmp_path)
+    printed = compile_alone(COMPILE)
     lines = [[int(x) for x in line.split()] for line in printed.splitlines()]
-    assert len(lines) == 6
+    assert len(lines) == 4
     for channels, shared, products in lines:
         assert 0 < shared <= SHARED_MEMORY
         assert products == 2 * channels // 16  # two workers, each with every head's products in steps of 16 channels

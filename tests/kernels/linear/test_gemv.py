@@ -1,7 +1,5 @@
 """The product of few rows: the kernel against float64, every code of FP8, and the sizes that a decode step has."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -132,9 +130,9 @@ for N, K, gated in SHAPES:
 """
 
 
-def test_the_tiles_of_a_27b_decode_step_compile_for_hopper_and_fit(tmp_path: Path) -> None:
+def test_the_tiles_of_a_27b_decode_step_compile_for_hopper_and_fit() -> None:
     """In a process without the interpreter. Nothing is read before the kernel before has ended, and nothing spills."""
-    printed = compile_alone(COMPILE, tmp_path)
+    printed = compile_alone(COMPILE)
     built = [line.split() for line in printed.splitlines()]
     assert len(built) == 6
     assert all(int(shared) <= SHARED_MEMORY and rest == ["True", "False"] for shared, *rest in built), built

@@ -1,7 +1,5 @@
 """Products with packed weights: the kernels against float64 on the weights of the file, and what a layer is made of."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -160,7 +158,7 @@ for bits in (4,) if hopper else (4, 5, 6, 8):  # on Hopper a GPU runs the others
     N, K, each = 34816, 5120, 256
     sizes = zip(plane_bytes(bits, K, each), (torch.uint8, torch.uint8, torch.int32, torch.int32))
     weight = Packed(bits, K, *(torch.empty(N, n // t.itemsize, dtype=t) for n, t in sizes), each, 16)
-    for T in (16,) if hopper else (16, 1):  # the largest tiles; a request alone
+    for T in (16, 1) if bits == 4 and not hopper else (16,):  # the largest tiles; a request alone
         file.linear_packed_triton(torch.empty(T, K, dtype=torch.bfloat16), weight, gated=True)
 file.dequantise_triton(weight, torch.empty(N, K, dtype=torch.bfloat16))
 for name, kernel in built:
@@ -173,7 +171,7 @@ print(len(built))
 
 
 @pytest.mark.parametrize("card", [None, "89"])
-def test_the_tiles_of_a_27b_model_compile_and_fit(card: str | None, tmp_path: Path) -> None:
+def test_the_tiles_of_a_27b_model_compile_and_fit(card: str | None) -> None:
     """In a process without the interpreter: for Hopper, and for an RTX 40 card."""
-    printed = compile_alone(COMPILE, tmp_path, **({"COMPILE_FOR": card} if card else {}))
-    assert printed.split() == ["9" if card else "2"]
+    printed = compile_alone(COMPILE, **({"COMPILE_FOR": card} if card else {}))
+    assert printed.split() == ["6" if card else "2"]

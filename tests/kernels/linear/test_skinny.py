@@ -2,8 +2,6 @@
 What it computes is tested on one: tests/gpu.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 from numerics import assert_close_rms
@@ -95,10 +93,10 @@ for name, kernel in built:
 """
 
 
-def test_it_compiles(tmp_path: Path) -> None:
+def test_it_compiles() -> None:
     """In a process without the interpreter, which would take the place of the compiler."""
     pytest.importorskip("triton", minversion="3.6")
-    printed = compile_alone(COMPILE, tmp_path)
+    printed = compile_alone(COMPILE)
     kernels = [line.split() for line in printed.splitlines()]
     # two halves, steps of 16 columns; where tiles are shared, a loop for whole ones and one for shares
     assert all(int(count) % 8 == 0 for count, *_ in kernels)

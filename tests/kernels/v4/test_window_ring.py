@@ -102,9 +102,10 @@ def test_rows_are_normed_rotated_and_at_their_positions(form: str, name: str, D:
     got = load_entries_ref(ring, fmt, torch.tensor(list(at)))
     want = plainly(x, weight, 0.0, cos, sin)[list(at.values())]
     kept = D - rope
-    bound = {"f32": 1e-6, "bf16": 2e-3}.get(name, 0.03)  # f32 sums; 2^-9 rounded evenly; E4M3 of Gaussian rows 2.7%
+    # f32 sums; bf16 rounds by 2^-8 at most; E4M3 of Gaussian rows by 2.7 % RMS, of some dozen numbers by a little more
+    bound = {"f32": 1e-6, "bf16": 2**-8}.get(name, 0.035)
     assert_close_rms("values", want[:, :kept], got[:, :kept], bound)
-    assert_close_rms("rotary", want[:, kept:], got[:, kept:], min(bound, 2e-3))
+    assert_close_rms("rotary", want[:, kept:], got[:, kept:], min(bound, 2**-8))
 
 
 @both_forms
