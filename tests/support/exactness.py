@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from hybridkv import LLM, CacheConfig
-from hybridkv.kernels.attention.tile import read_pages
 from hybridkv.models import attention
 
 BUDGET, STEPS = 96, 5
@@ -129,8 +128,9 @@ def remember(trace: Trace, llm: LLM, when: str) -> None:
         length = int(table.lengths[slot, rows][0])
         pages = torch.from_numpy(table.pages[slot, rows]).to(manager.device)
         for name, pool in table.pool.lane(lane).items():
-            bytes_ = pool if pool.ndim == 3 else pool.unsqueeze(-1)
-            trace.found[f"{name} {layer} {when}"] = read_pages(bytes_, pages, 0, length).clone()
+            entry = torch.arange(length, device=manager.device)
+            place = pages[:, entry // pool.shape[1]].long(), entry % pool.shape[1]
+            trace.found[f"{name} {layer} {when}"] = pool[place].clone()  # [G, length, ...] as stored
     for layer in range(llm.config.layers):
         for name, rows in manager.state.layer(layer).items():
             if name != "queries":
