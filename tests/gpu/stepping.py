@@ -22,7 +22,7 @@ def feed(llm: LLM, streams: dict[str, list[int]], begin: int, tokens: int, graph
     if graph:
         out = runner.forward(inputs)
     else:
-        out = runner.model.forward(inputs.tokens, inputs.positions, manager.acquire(step), inputs.rows)
+        out = runner.model.forward(inputs.tokens, step.index.positions, manager.acquire(step), inputs.rows)
     manager.commit(plan)
     return out.clone()
 
@@ -57,7 +57,10 @@ def replay_one_quietly(llm: LLM, streams: dict[str, list[int]], position: int) -
         tokens = torch.zeros(len(plan), dtype=torch.int64, device="cuda")
         before = torch.cuda.memory_allocated()
         manager.acquire(step)
-        graphs.replay(tokens, step)
+        graph = graphs.ready(step)
+        assert graph is not None
+        manager.begin(step)
+        graph.replay(tokens, step)
         assert torch.cuda.memory_allocated() == before
     finally:
         torch.cuda.set_sync_debug_mode("default")

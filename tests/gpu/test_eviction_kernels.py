@@ -176,7 +176,7 @@ def prompt(request: pytest.FixtureRequest) -> tuple[Evictor, KVCacheManager]:
 
 def test_a_whole_eviction_waits_for_the_device_once(prompt: tuple[Evictor, KVCacheManager]) -> None:
     evictor, manager = prompt
-    request = SimpleNamespace(key="r", prompt_tokens=4096, evictions={})
+    request = SimpleNamespace(key="r", prompt_tokens=4096, evictions={}, eviction=None)
     table, slot = manager.tables["attention"], manager.slot_of["r"]
     evictor.choose(request, manager)  # compiles
     torch.cuda.synchronize()
@@ -212,4 +212,4 @@ def test_nan_scores_stop_an_eviction(prompt: tuple[Evictor, KVCacheManager]) -> 
     else:
         pool["k"][0, page, 5, 9] = torch.nan
     with pytest.raises(HybridKVError, match="attention layer 9"):
-        evictor.choose(SimpleNamespace(key="r", prompt_tokens=4096, evictions={}), manager)
+        evictor.choose(SimpleNamespace(key="r", prompt_tokens=4096, evictions={}, eviction=None), manager)
