@@ -47,6 +47,7 @@ class Request:
     text: TextStream
     generator: torch.Generator
     hold: bool = False  # keep the cache when finished, for a next turn
+    limit: int = 0  # tokens, prompt and answer, at which it ends; known when it has its first one
     status: Status = Status.WAITING
     finish_reason: str | None = None  # stop | length | abort | error
     error: str | None = None

@@ -191,7 +191,7 @@ class Engine:
         """
         self._check_owner()
         in_flight = self.pipeline.in_flight
-        if in_flight is None or not in_flight.live:
+        if in_flight is None or in_flight.in_vain:
             self.pipeline.in_flight = None
             return []
         return self._run_step(launch_ahead=False)
@@ -230,13 +230,13 @@ class Engine:
             return self._end_stuck(problem)
         if step is None:
             return []
-        counts = dict(zip(step.batch.requests, step.batch.counts, strict=True))
-        self.manager.commit([(request.key, counts[request]) for request in step.live])
-        failed = self._evict(step.live)
-        if not failed:
+        live = step.live
+        self.manager.commit([(request.key, n) for request, n in live])
+        failed = self._evict([request for request, _ in live])
+        if not failed and len(live) == len(step.batch.requests):
             self.pipeline.prepare_next()
             if launch_ahead:
-                self.pipeline.launch_ahead(self._ends_soon)
+                self.pipeline.launch_ahead()
         updates = self._extend(step, failed)
         self.pipeline.advance()
         self._finish_done([*updates, *(Update(request, None, "") for request in failed)])
@@ -250,17 +250,13 @@ class Engine:
         for request in requests:
             try:
                 self.evictor.after_step(request, self.manager)
+                if request.evictions:
+                    request.limit = self._limit(request)
             except Exception as problem:  # a policy of the user's, NaN scores, or no memory for them
                 request.finish_reason = "error"
                 request.error = f"eviction failed: {problem}"
                 failed.append(request)
         return failed
-
-    def _ends_soon(self, request: Request) -> bool:
-        """Whether the request is known to end on the token that is not known yet."""
-        return request.answer_tokens + 1 >= request.params.max_tokens or len(request.tokens) + 1 >= self._longest(
-            request
-        )
 
     def _extend(self, step: InFlightStep, failed: Sequence[Request]) -> list[Update]:
         """Give each request its next token, but for those that have failed or ended. The host waits for the device."""
@@ -278,22 +274,26 @@ class Engine:
                 request.finish_reason = "error"
                 updates.append(Update(request, None, ""))
                 continue
-            request.first_token_at = request.first_token_at or now
+            if request.first_token_at is None:
+                request.first_token_at = now
+                request.limit = self._limit(request)
             request.last_token_at = now
             request.tokens.append(token)
             ends = token in request.params.stop_token_ids or (token in self.eos_ids and not request.params.ignore_eos)
             text = "" if ends else request.text.push(token)
             if ends or request.text.stopped is not None:
                 request.finish_reason = "stop"
-            elif request.answer_tokens >= request.params.max_tokens or len(request.tokens) >= self._longest(request):
+            elif len(request.tokens) >= request.limit:
                 request.finish_reason = "length"
             updates.append(Update(request, token, text))
         return updates
 
+    def _limit(self, request: Request) -> int:
+        """Tokens, prompt and answer, at which the request ends."""
+        return min(request.prompt_tokens + request.params.max_tokens, self._longest(request))
+
     def _longest(self, request: Request) -> int:
-        """Tokens, prompt and answer, at which the request ends: those of the context, or those that the pools hold if
-        nothing is evicted.
-        """
+        """Tokens of the context, or those that the pools hold if nothing is evicted."""
         evicts = request.evictions or (request.eviction is not None and request.eviction.bounded)
         return self.manager.max_tokens if evicts else self.tokens_alone
 

@@ -11,7 +11,6 @@ advanced state, so its requests are in doubt until its results have been given o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from hybridkv.engine.runner import Runner, StepInputs
@@ -28,9 +27,14 @@ class InFlightStep:
     sampled: SampledTokens | None = None  # None: it is being launched
 
     @property
-    def live(self) -> list[Request]:
-        """Requests that have not ended since it was launched."""
-        return [request for request in self.batch.requests if not request.finished]
+    def live(self) -> list[tuple[Request, int]]:
+        """Requests that have not ended since it was launched, with their new tokens."""
+        return [(r, n) for r, n in zip(self.batch.requests, self.batch.counts, strict=True) if not r.finished]
+
+    @property
+    def in_vain(self) -> bool:
+        """Whether all its requests have ended."""
+        return all(request.finished for request in self.batch.requests)
 
 
 class Pipeline:
@@ -42,7 +46,7 @@ class Pipeline:
 
     def next_step(self) -> InFlightStep | None:
         """The step whose results are due: the one in flight, or a new one; None: there is nothing to do."""
-        if self.in_flight is not None and self.in_flight.live:
+        if self.in_flight is not None and not self.in_flight.in_vain:
             return self.in_flight
         self.in_flight = None
         prepared, self.prepared = self.prepared, None
@@ -53,12 +57,12 @@ class Pipeline:
         return self.in_flight
 
     def prepare_next(self) -> None:
-        """Have the step after the one in flight ready, if that only decodes."""
+        """Have the step after the one in flight ready, if that only decodes. None of its requests has ended."""
         step = self.in_flight
-        if step is not None and step.sampled is not None and len(step.live) == len(step.batch.requests):
+        if step is not None and step.sampled is not None:
             self.prepared = self.scheduler.prepare_next(step.batch, step.sampled.tokens)
 
-    def launch_ahead(self, ends_soon: Callable[[Request], bool]) -> None:
+    def launch_ahead(self) -> None:
         """Start the prepared step before the tokens of the one in flight are known here.
 
         The launch is wasted for requests that finish on the pending token: do not launch if a request is known to end
@@ -68,8 +72,10 @@ class Pipeline:
         if batch is None or scheduler.waiting or len(scheduler.running) > len(batch.requests):
             return
         for request in batch.requests:
-            evicts = request.eviction is not None and (request.eviction.bounded or request.eviction.decode_every)
-            if request.hold or evicts or ends_soon(request):
+            eviction = request.eviction
+            if request.hold or len(request.tokens) + 1 >= request.limit:
+                return
+            if eviction is not None and (eviction.bounded or eviction.decode_every):
                 return
         self.ahead, self.prepared = InFlightStep(batch), None
         self._launch(self.ahead)
@@ -82,13 +88,13 @@ class Pipeline:
         """Drop what was made for requests that have ended."""
         if self.prepared is not None and any(request.finished for request in self.prepared.requests):
             self.prepared = None
-        if self.in_flight is not None and not self.in_flight.live:
+        if self.in_flight is not None and self.in_flight.in_vain:
             self.in_flight = None
 
     def in_doubt(self) -> list[Request]:
         """Requests whose state may be ahead of their tokens."""
         steps = [step for step in (self.in_flight, self.ahead) if step is not None]
-        return list(dict.fromkeys(request for step in steps for request in step.live))
+        return list(dict.fromkeys(request for step in steps for request, _ in step.live))
 
     def clear(self) -> None:
         """Forget all steps; the requests in doubt must have ended."""

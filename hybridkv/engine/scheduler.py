@@ -126,7 +126,7 @@ class Scheduler:
         """
         if batch.step.num_decodes < len(batch.requests) or len(batch.sampled) < len(batch.requests):
             return None
-        if max(self.manager.position(request.key) for request in batch.requests) >= self.manager.max_tokens:
+        if int(batch.step.host.num_computed.max()) + 1 >= self.manager.max_tokens:
             return None
         try:
             step = self.reserve([(request.key, 1) for request in batch.requests])
