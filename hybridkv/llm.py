@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,22 +12,14 @@ from torch import Tensor
 from hybridkv.cache import KVCacheManager
 from hybridkv.checkpoint.checkpoint import Checkpoint
 from hybridkv.checkpoint.source import locate_model
-from hybridkv.config import (
-    GPU_STEP_TOKENS,
-    MODEL_DTYPES,
-    WEIGHT_DTYPES,
-    CacheConfig,
-    EngineConfig,
-    SamplingParams,
-    shown,
-)
+from hybridkv.config import GPU_STEP_TOKENS, CacheConfig, EngineConfig, SamplingParams
+from hybridkv.devices import check_fp8_cache, free_memory, on_device, resolve_device, resolve_dtype, resolve_fp8
 from hybridkv.embedded import Progress
 from hybridkv.engine.engine import Engine
+from hybridkv.engine.workspace import workspace
 from hybridkv.errors import HybridKVError, RequestError, UnsupportedModel
 from hybridkv.eviction import Evictor, most_held, query_buffers_for
-from hybridkv.kernels.formats.kv_format import KV_FORMATS
 from hybridkv.kernels.linear.fp8 import keeps_codes
-from hybridkv.kernels.linear.linear import fast_bf16
 from hybridkv.kernels.linear.packed import keeps_packed
 from hybridkv.models import cache_schema, check_exact, load_model, open_checkpoint
 from hybridkv.models.config import ModelConfig
@@ -106,9 +97,10 @@ class LLM:
             check_fp8_cache(self.cache_config, self.device)
             self.packed = weight_dtype == "auto" and not exact and keeps_packed(self.device, self.dtype)
             self.plan = self._plan(checkpoint, limits, exact)
-            self.model = load_model(
-                self.config, checkpoint, self.device, self.dtype, load_progress, exact, self.fp8, self.packed
-            )
+            with on_device(self.device):  # matrices are packed and quantised by kernels
+                self.model = load_model(
+                    self.config, checkpoint, self.device, self.dtype, load_progress, exact, self.fp8, self.packed
+                )
         plan = self.plan
         self.manager = KVCacheManager(
             plan.schema, plan.pages, plan.slots, plan.max_tokens, self.device, exact, plan.query_buffers
@@ -150,8 +142,17 @@ class LLM:
             )
         held = most_held(self.cache_config, limits.step_tokens)
         query_buffers = query_buffers_for(self.cache_config, limits.step_tokens, limits.max_requests)
+        captures = self.device.type == "cuda" and not exact
+        beside = workspace(self.config, schema, self.cache_config, limits, context, self.dtype, captures)
         return plan_cache(
-            schema, limits.max_requests, context, memory - weights, limits.max_context is None, held, query_buffers
+            schema,
+            limits.max_requests,
+            context,
+            memory - weights,
+            shrink_context=limits.max_context is None,
+            held=held,
+            query_buffers=query_buffers,
+            workspace=beside.nbytes,
         )
 
     # ---- answers
@@ -252,58 +253,3 @@ def load_tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer | None, str]:
     except UnsupportedModel as problem:
         return None, str(problem)
     return found, f"{checkpoint.path.name} has no tokenizer; give token ids instead of text"
-
-
-def resolve_device(device: str) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise HybridKVError(f"device {device!r} is unknown; use auto, cpu or cuda") from None
-    if found.type not in ("cpu", "cuda"):
-        raise HybridKVError(f"device {device!r} is not supported; use auto, cpu or cuda")
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise HybridKVError("device 'cuda' was asked for, but torch sees no GPU; use device='cpu'")
-    return found
-
-
-def check_fp8_cache(cache: CacheConfig, device: torch.device) -> None:
-    """Whether the device's kernels know the format of keys and values, or HybridKVError."""
-    if cache.kv_dtype != "auto":
-        KV_FORMATS[cache.kv_dtype].check_device(device)
-
-
-def resolve_dtype(dtype: str, device: torch.device, config: Mapping[str, object]) -> torch.dtype:
-    """auto: bfloat16 on a GPU, and on a CPU that has it in hardware if the weights are stored so; else float32."""
-    if dtype == "auto":
-        text = config.get("text_config")
-        found = [c.get(key) for c in (config, text) if isinstance(c, Mapping) for key in ("dtype", "torch_dtype")]
-        stored = str(next(filter(None, found), "")).removeprefix("torch.")
-        return torch.bfloat16 if device.type == "cuda" or (stored == "bfloat16" and fast_bf16()) else torch.float32
-    if dtype not in MODEL_DTYPES:
-        raise HybridKVError(f"dtype {dtype!r} is not supported; choose auto, {', '.join(MODEL_DTYPES)}")
-    return getattr(torch, dtype)
-
-
-def resolve_fp8(weight_dtype: str) -> bool:
-    """Whether matrices are to be FP8."""
-    if weight_dtype not in WEIGHT_DTYPES:
-        raise HybridKVError(f"weight_dtype {shown(weight_dtype)} is not supported; choose {' or '.join(WEIGHT_DTYPES)}")
-    return weight_dtype == "fp8"
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can still be taken."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    try:  # a container may have less than its host
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
-        return min(free, max(int(limit) - int(used), 0))
-    except (OSError, ValueError):
-        return free

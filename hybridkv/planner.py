@@ -27,6 +27,7 @@ class CachePlan:
     slots: int
     max_tokens: int  # longest request
     query_buffers: int = 0  # requests whose last queries are kept at the same time
+    workspace: int = 0  # bytes that steps take for a while beside it (engine/workspace.py)
 
     @property
     def pool_bytes(self) -> dict[str, int]:
@@ -160,6 +161,7 @@ def plan_cache(
     shrink_context: bool = False,  # whether a shorter longest request is acceptable
     held: int | None = None,  # tokens that a request holds at the most, where eviction bounds it; None: all of them
     query_buffers: int | None = None,  # requests whose last queries are kept at the same time; None: all
+    workspace: int = 0,  # bytes of the room that steps take for a while
 ) -> CachePlan:
     """Pools for `requests` requests of `context` tokens, or as many pages as there is room for, but at least one such
     request.
@@ -168,8 +170,11 @@ def plan_cache(
     query_buffers = (
         min(requests if query_buffers is None else query_buffers, requests) if schema.query_buffer_bytes else 0
     )
-    whole = CachePlan(schema, schema.pool_pages(requests, held), requests, context, query_buffers)
-    if room is None or whole.nbytes <= room:
+    whole = CachePlan(schema, schema.pool_pages(requests, held), requests, context, query_buffers, workspace)
+    if room is None:
+        return whole
+    room -= workspace
+    if whole.nbytes <= room:
         return whole
     bounded = held < context
 
@@ -187,9 +192,10 @@ def plan_cache(
             f"the page tables of {requests} requests": least.table_bytes,
             f"the last queries of {query_buffers} requests": query_buffers * schema.query_buffer_bytes,
         }
+        beside = f" beside {human(workspace)} for logits, sampling and eviction" if workspace else ""
         named = ", ".join(f"{human(size)} for {what}" for what, size in parts.items() if size)
         raise HybridKVError(
-            f"{human(least.nbytes)} are needed ({named}), but {human(max(room, 0))} are left for the cache; "
+            f"{human(least.nbytes)} are needed ({named}), but {human(max(room, 0))} are left for the cache{beside}; "
             f"give more memory, lower max_context (at most {tokens} tokens fit) or max_requests, or use kv_dtype='bf16'"
         )
     return shared(tokens)

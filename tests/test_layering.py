@@ -10,8 +10,8 @@ PACKAGE = Path(__file__).parents[1] / "hybridkv"
 
 # each may import itself and what stands before it; "" is hybridkv/__init__.py, the public face
 ORDER = (
-    "errors", "files", "config", "overrides", "text", "eviction_record", "request", "kernels", "cache", "eviction",
-    "embedded", "checkpoint", "models", "planner", "engine", "llm", "conversation", "", "report", "bench",
+    "errors", "files", "config", "overrides", "text", "eviction_record", "request", "kernels", "devices", "cache",
+    "eviction", "embedded", "checkpoint", "models", "planner", "engine", "llm", "conversation", "", "report", "bench",
     "commands", "cli",
 )  # fmt: skip
 # these stand beside the cache, not on top of it

@@ -127,7 +127,7 @@ class Weights:
 
 def make_report(options: ModelOptions, requests: int) -> Report:
     from hybridkv.config import EngineConfig
-    from hybridkv.llm import resolve_device, resolve_dtype
+    from hybridkv.devices import resolve_device, resolve_dtype
     from hybridkv.models import check_exact, family_of
     from hybridkv.models.config import ModelConfig
 
@@ -175,9 +175,9 @@ def find_weights(
 ) -> Weights:
     import torch
 
+    from hybridkv.devices import resolve_fp8
     from hybridkv.kernels.linear.fp8 import keeps_codes
     from hybridkv.kernels.linear.packed import keeps_packed
-    from hybridkv.llm import resolve_fp8
     from hybridkv.models import check_fp8
     from hybridkv.planner import model_bytes, planned_tensors
 

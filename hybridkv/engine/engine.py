@@ -14,16 +14,16 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import index
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.config import EvictionConfig, SamplingParams
+from hybridkv.devices import on_device
 from hybridkv.engine.pipeline import InFlightStep, Pipeline
 from hybridkv.engine.runner import Runner
 from hybridkv.engine.scheduler import Scheduler
@@ -203,7 +203,7 @@ class Engine:
 
         Eviction applies as to a request whose prompt they are.
         """
-        with self._change(), self._on_device():
+        with self._change(), on_device(self.manager.device):
             return score(self, tokens, prefill, chunk)
 
     def _run_step(self, launch_ahead: bool) -> list[Update]:
@@ -212,7 +212,7 @@ class Engine:
             self._recover("an earlier call was interrupted")
         self._stepping = True
         try:
-            with self._on_device():
+            with on_device(self.manager.device):
                 updates = self._step(launch_ahead)
         except BaseException as problem:
             if self._stepping:
@@ -357,15 +357,6 @@ class Engine:
             self._recover("")
             raise
         self._changing = False
-
-    @property
-    def _device(self) -> torch.device:
-        return self.manager.device
-
-    def _on_device(self) -> Any:
-        """Triton launches on the current device: make it the engine's."""
-        device = self._device
-        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     def _recover(self, why: str) -> None:
         """Make everything consistent again. May itself be interrupted: the next call then begins here.

@@ -9,7 +9,9 @@ import torch
 
 from engine.driving import alone, assert_nothing_held, prompt, run
 from hybridkv.config import SamplingParams
-from hybridkv.errors import RequestError
+from hybridkv.devices import on_device, resolve_device
+from hybridkv.engine import engine as engine_file
+from hybridkv.errors import HybridKVError, RequestError
 
 ASK = SamplingParams(max_tokens=6)
 
@@ -102,7 +104,17 @@ def test_a_step_makes_its_device_the_current_one(engine_of: Callable, monkeypatc
     engine.step()
     assert not entered  # on a CPU there is nothing to choose
     second = torch.device("cuda", 1)
-    monkeypatch.setattr(type(engine), "_device", property(lambda self: second))
+    monkeypatch.setattr(engine_file, "on_device", lambda given: on_device(second))
     engine.step()
     engine.score(prompt(3))
     assert entered == [second, second]
+
+
+def test_a_gpu_is_named_with_its_number_and_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_device("cuda") == resolve_device("auto") == torch.device("cuda", 1)
+    assert resolve_device("cuda:0") == torch.device("cuda", 0)
+    with pytest.raises(HybridKVError, match="'cuda:2' was asked for, but torch sees 2 GPUs"):
+        resolve_device("cuda:2")
