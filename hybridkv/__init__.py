@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 __version__ = "0.2.0"
-__all__ = ["LLM", "CacheConfig", "SamplingParams"]
+__all__ = ["LLM", "CacheConfig", "EvictionConfig", "SamplingParams"]
 
 if TYPE_CHECKING:
-    from hybridkv.config import CacheConfig, SamplingParams
+    from hybridkv.config import CacheConfig, EvictionConfig, SamplingParams
     from hybridkv.llm import LLM
 
 
@@ -18,7 +18,7 @@ def __getattr__(name: str) -> object:
         from hybridkv.llm import LLM
 
         return LLM
-    if name in ("CacheConfig", "SamplingParams"):
+    if name in ("CacheConfig", "EvictionConfig", "SamplingParams"):
         from hybridkv import config
 
         return getattr(config, name)

@@ -17,12 +17,16 @@ from hybridkv.cache.state import StatePool
 from hybridkv.cache.step import ForwardStep, StreamView
 from hybridkv.errors import OutOfPages
 
+CompressedStep, EntryView = ForwardStep, StreamView  # their names for DeepSeek-V4 before 0.2
+
 __all__ = [
     "BLOCK_SIZE_ORIGINAL_TOKENS",
     "CacheSchema",
     "CompressedHandle",
     "CompressedLayer",
     "CompressedSpec",
+    "CompressedStep",
+    "EntryView",
     "ForwardStep",
     "KVCacheManager",
     "LayerHandle",

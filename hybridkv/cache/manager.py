@@ -76,7 +76,10 @@ class KVCacheManager(Facts):
         device: torch.device | str = "cpu",
         exact: bool = False,  # steps run in exact mode
         query_buffers: int | None = None,  # requests whose last queries are kept at the same time; None: all
+        *,
+        rings: int | None = None,  # the name of query_buffers before 0.2
     ) -> None:
+        query_buffers = rings if query_buffers is None else query_buffers
         self.exact = exact
         self.model_fingerprint: Callable[[], str] = lambda: ""  # names the model whose entries these are
         self.schema, self.slots, self.max_tokens, self.device = schema, slots, max_tokens, torch.device(device)
@@ -148,6 +151,8 @@ class KVCacheManager(Facts):
     def drop_query_buffer(self, request: Hashable) -> None:
         """No eviction will ask for the request's last queries any more."""
         self.query_buffers.drop(self._slot(request))
+
+    take_ring, drop_ring = take_query_buffer, drop_query_buffer  # their names before 0.2
 
     def can_rewind(self, request: Hashable, position: int) -> bool:
         """Whether the request's state can go back to a position."""

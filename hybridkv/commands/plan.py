@@ -81,6 +81,7 @@ class Report:
     buys: list[Buy]
     ffn_layer_bytes: int | None = None  # the largest FFN layer as the file stores it
     packed_on_gpu: int | None = None  # bytes of a GGUF file's weights there, where they are for a CPU here
+    workspace: int = 0  # bytes that steps take for a while: logits, sampling, eviction
 
 
 @with_options
@@ -113,7 +114,11 @@ def plan(
         console.print(f"Weights packed on a GPU: {human(report.packed_on_gpu)}", style="dim")
     if report.memory is not None:
         written = f", {human(2 * WORKSPACE)} of it for packed weights" if report.dtype == "packed" else ""
-        console.print(f"What a step needs to compute comes on top{written}; leave a few hundred MiB.", style="dim")
+        console.print(
+            f"On top: up to {human(report.workspace)} for logits, sampling and eviction, and what a step needs to "
+            f"compute{written}; leave a few hundred MiB.",
+            style="dim",
+        )
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,8 @@ class Weights:
 def make_report(options: ModelOptions, requests: int) -> Report:
     from hybridkv.config import EngineConfig
     from hybridkv.devices import resolve_device, resolve_dtype
-    from hybridkv.models import check_exact, family_of
+    from hybridkv.engine.workspace import workspace
+    from hybridkv.models import cache_schema, check_exact, family_of
     from hybridkv.models.config import ModelConfig
 
     limits = EngineConfig(requests, options.context, options.memory)
@@ -155,6 +161,9 @@ def make_report(options: ModelOptions, requests: int) -> Report:
         kinds = [choice.kv_dtype for choice in choices]
         room = None if limits.memory_bytes is None else limits.memory_bytes - weights.nbytes
         buys = find_buys(config, evicting, dtype, kinds, limits.step_tokens, requests, context, room, ffn)
+    beside = workspace(
+        config, cache_schema(config, evicting, dtype), evicting, limits, context, dtype, device.type == "cuda"
+    )
     return Report(
         model=name,
         requests=requests,
@@ -167,6 +176,7 @@ def make_report(options: ModelOptions, requests: int) -> Report:
         buys=buys,
         ffn_layer_bytes=ffn,
         packed_on_gpu=weights.packed_on_gpu,
+        workspace=beside.nbytes,
     )
 
 

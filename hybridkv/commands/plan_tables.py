@@ -100,6 +100,7 @@ def as_dict(report: Report) -> dict[str, Any]:
         "weights_bytes": report.weights,
         "packed_on_gpu_bytes": report.packed_on_gpu,
         "memory_bytes": report.memory,
+        "workspace_bytes": report.workspace,
         "ffn_layer_bytes": report.ffn_layer_bytes,
         "buys": [asdict(b) for b in report.buys],
         "choices": [

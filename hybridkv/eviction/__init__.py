@@ -4,6 +4,8 @@ from hybridkv.eviction.evict import Evictor, max_held_tokens, most_held, query_b
 from hybridkv.eviction.policies import POLICIES, Ada, Pyramid, SnapKV
 from hybridkv.eviction.policy import LayerCache, Policy
 
+rings_for = query_buffers_for  # its name before 0.2
+
 __all__ = [
     "POLICIES",
     "Ada",
@@ -15,4 +17,5 @@ __all__ = [
     "max_held_tokens",
     "most_held",
     "query_buffers_for",
+    "rings_for",
 ]
