@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,6 +12,14 @@ from hybridkv.cache.query_buffers import QueryBuffers
 from hybridkv.cache.schema import CacheSchema
 from hybridkv.cache.state import StatePool
 from hybridkv.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Compaction:
+    """What a compacted request still holds of its past: entries of later tokens follow without gaps."""
+
+    position: int  # when it happened last
+    kept: dict[str, list[np.ndarray]]  # absolute positions of each stream's surviving entries
 
 
 class Facts:
@@ -22,7 +31,10 @@ class Facts:
     tables: dict[str, PageTable]
     state: StatePool
     query_buffers: QueryBuffers
-    positions: np.ndarray
+    positions: np.ndarray  # [slots]
+    reached: np.ndarray  # [slots] the furthest position that state has seen
+    compactions: dict[int, Compaction]  # of slots that were compacted
+    _has_running_state: bool
     slot_of: dict[Hashable, int]
     _free_slots: list[int]
 
@@ -94,6 +106,48 @@ class Facts:
         if sorted([*self._free_slots, *self.slot_of.values()]) != list(range(self.slots)):
             raise AssertionError(f"slots are lost or owned twice: {self._free_slots} free, {self.slot_of} owned")
         self.query_buffers.check(self._free_slots)
+
+    def entry_positions(self, request: Hashable, name: str) -> list[np.ndarray]:
+        """Absolute position of every entry of every stream of one schema (one token an entry)."""
+        slot = self._slot(request)
+        position, lengths = int(self.positions[slot]), self.tables[name].lengths[slot]
+        past = self.compactions.get(slot)
+        if past is None or name not in past.kept:
+            return [np.arange(n) for n in lengths]
+        return [np.concatenate((kept, np.arange(past.position, position))) for kept in past.kept[name]]
+
+    def can_rewind(self, request: Hashable, position: int) -> bool:
+        """Whether the request's state can go back to a position."""
+        return not self.schema.states or self.reached[self._slot(request)] - position <= self.schema.rewind
+
+    def _overrun(self, slots: np.ndarray) -> np.ndarray:
+        """[B] tokens that state has seen beyond each slot's position. A step from 0 makes all state anew."""
+        position = self.positions[slots]
+        return np.where(position > 0, self.reached[slots] - position, 0)
+
+    def can_continue(self, request: Hashable) -> bool:
+        """Whether the request's state is that of its position, or can be rewound to it."""
+        overrun = self._overrun(np.array([self._slot(request)]))[0] if self._has_running_state else 0
+        return bool(overrun <= self.schema.rewind)
+
+    def check_settled(self, slot: int) -> None:
+        """Whether the slot's state is that of its position, or RequestError."""
+        if self.schema.states and self.reached[slot] - self.positions[slot] > self.schema.rewind:
+            raise RequestError(
+                f"a step that is not committed has taken this request's state to position {self.reached[slot]}, and it "
+                f"counts as being at {self.positions[slot]}: fork or save it after the commit (an engine on a GPU "
+                "launches steps ahead: call engine.drain() first)"
+            )
+
+    def check_shareable(self, position: int) -> None:
+        """Whether a request at this position can be forked or saved, or RequestError."""
+        every = self.schema.share_every
+        if position % every:
+            before = position - position % every
+            raise RequestError(
+                f"a request can be forked or saved only at a multiple of {every} tokens, where no page is half full; "
+                f"this one is at {position}: do it at {before} or at {before + every}"
+            )
 
     def _slot(self, request: Hashable) -> int:
         if request not in self.slot_of:

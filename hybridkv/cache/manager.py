@@ -15,56 +15,29 @@ be gone then, so its owner releases it, as the engine does.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial, wraps
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
+from hybridkv.cache.bookkeeping import bookkeeping
 from hybridkv.cache.compressed_handle import CompressedHandle
-from hybridkv.cache.facts import Facts
+from hybridkv.cache.facts import Compaction
 from hybridkv.cache.handle import LayerHandle
 from hybridkv.cache.page_table import PageTable
 from hybridkv.cache.query_buffers import QueryBuffers
 from hybridkv.cache.schema import CacheSchema, ceil_div
+from hybridkv.cache.specification import SpecificationNames
 from hybridkv.cache.state import StatePool
 from hybridkv.cache.step import ForwardStep, build_step
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.kernels.step_index import HostIndex
 
 Plan = Sequence[tuple[Hashable, int]]  # (request, new tokens)
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def bookkeeping(method: Method) -> Method:
-    """A method that changes who holds what. If the one before it was interrupted, the counts are made anew first."""
-
-    @wraps(method)
-    def call(self: KVCacheManager, *args: Any, **more: Any) -> Any:
-        if self.interrupted:
-            self.rebuild()
-        self.interrupted = True
-        try:
-            result = method(self, *args, **more)
-        except (HybridKVError, ValueError):  # refused before anything changed
-            self.interrupted = False
-            raise
-        self.interrupted = False
-        return result
-
-    return call  # type: ignore[return-value]
-
-
-@dataclass(frozen=True)
-class Compaction:
-    """What a compacted request still holds of its past: entries of later tokens follow without gaps."""
-
-    position: int  # when it happened last
-    kept: dict[str, list[np.ndarray]]  # absolute positions of each stream's surviving entries
-
-
-class KVCacheManager(Facts):
+class KVCacheManager(SpecificationNames):
     """Pools, state and bookkeeping of all resident requests. What they hold is answered in `facts.py`."""
 
     def __init__(
@@ -154,10 +127,6 @@ class KVCacheManager(Facts):
 
     take_ring, drop_ring = take_query_buffer, drop_query_buffer  # their names before 0.2
 
-    def can_rewind(self, request: Hashable, position: int) -> bool:
-        """Whether the request's state can go back to a position."""
-        return not self.schema.states or self.reached[self._slot(request)] - position <= self.schema.rewind
-
     @bookkeeping
     def truncate_request(self, request: Hashable, position: int) -> None:
         """Forget all tokens from `position` on. Refused where the past cannot be brought back."""
@@ -207,15 +176,6 @@ class KVCacheManager(Facts):
             table.compact(slot, kept)
         self.compactions[slot] = Compaction(int(self.positions[slot]), where)
         return sum(before.values()) - sum(self.held_pages(request).values())
-
-    def entry_positions(self, request: Hashable, name: str) -> list[np.ndarray]:
-        """Absolute position of every entry of every stream of one schema (one token an entry)."""
-        slot = self._slot(request)
-        position, lengths = int(self.positions[slot]), self.tables[name].lengths[slot]
-        past = self.compactions.get(slot)
-        if past is None or name not in past.kept:
-            return [np.arange(n) for n in lengths]
-        return [np.concatenate((kept, np.arange(past.position, position))) for kept in past.kept[name]]
 
     # ---- one step
 
@@ -268,16 +228,6 @@ class KVCacheManager(Facts):
                 f"{step.num_computed[i]} is gone; release the request and compute it again"
             )
 
-    def _overrun(self, slots: np.ndarray) -> np.ndarray:
-        """[B] tokens that state has seen beyond each slot's position. A step from 0 makes all state anew."""
-        position = self.positions[slots]
-        return np.where(position > 0, self.reached[slots] - position, 0)
-
-    def can_continue(self, request: Hashable) -> bool:
-        """Whether the request's state is that of its position, or can be rewound to it."""
-        overrun = self._overrun(np.array([self._slot(request)]))[0] if self._has_running_state else 0
-        return bool(overrun <= self.schema.rewind)
-
     def padding_step(self, rows: int, reach: int | None = None) -> ForwardStep:
         """A decode step of nothing but padding, for requests of up to `reach` tokens (None: of any length): what a
         captured graph is made from.
@@ -328,47 +278,6 @@ class KVCacheManager(Facts):
             table.lengths[slots] += new
         self.positions[slots] = before + tokens
         self.reached[slots] = np.maximum(self.reached[slots], before + tokens)
-
-    @bookkeeping
-    def allocate_block(self, request: Hashable, name: str) -> int:
-        """One more page for each of the request's streams of a schema, ahead of need; returns the last page's id.
-
-        `prepare_forward` counts what is held, so it takes none for what this has brought.
-        """
-        if name not in self.tables:
-            raise RequestError(f"there is no pool '{name}'; there are {', '.join(self.tables) or 'none'}")
-        slot, table = self._slot(request), self.tables[name]
-        if table.held[slot].max() >= table.pages.shape[2]:
-            raise RequestError(f"request {request!r} holds the pages of {self.max_tokens} tokens already")
-        table.allocator.require(table.schema.streams)
-        none = np.zeros(table.schema.streams, bool)
-        table.take(slot, np.ones(table.schema.streams, np.int64), none)
-        return int(table.pages[slot, -1, table.held[slot, -1] - 1])
-
-    def reset_slot(self, slot: int) -> None:
-        """State of a slot as if nothing had been seen. Admitting a request does it; one that goes on needs its own."""
-        if not 0 <= slot < self.slots:
-            raise RequestError(f"there is no slot {slot}; slots are 0 to {self.slots - 1}")
-        self.state.reset(slot)
-
-    def check_settled(self, slot: int) -> None:
-        """Whether the slot's state is that of its position, or RequestError."""
-        if self.schema.states and self.reached[slot] - self.positions[slot] > self.schema.rewind:
-            raise RequestError(
-                f"a step that is not committed has taken this request's state to position {self.reached[slot]}, and it "
-                f"counts as being at {self.positions[slot]}: fork or save it after the commit (an engine on a GPU "
-                "launches steps ahead: call engine.drain() first)"
-            )
-
-    def check_shareable(self, position: int) -> None:
-        """Whether a request at this position can be forked or saved, or RequestError."""
-        every = self.schema.share_every
-        if position % every:
-            before = position - position % every
-            raise RequestError(
-                f"a request can be forked or saved only at a multiple of {every} tokens, where no page is half full; "
-                f"this one is at {position}: do it at {before} or at {before + every}"
-            )
 
     # ---- inside
 

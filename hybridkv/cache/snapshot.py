@@ -28,7 +28,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from hybridkv.cache.manager import Compaction, KVCacheManager
+from hybridkv.cache.facts import Compaction
+from hybridkv.cache.manager import KVCacheManager
 from hybridkv.cache.page_table import PageTable
 from hybridkv.cache.schema import CacheSchema
 from hybridkv.errors import HybridKVError, RequestError
