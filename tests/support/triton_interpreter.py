@@ -1,4 +1,4 @@
-"""Triton kernels on the CPU: the interpreter is switched on where there is no CUDA device, and its numbers are corrected.
+"""Triton kernels on the CPU: the interpreter runs where there is no CUDA device, and its numbers are corrected.
 
 Importing this sets TRITON_INTERPRET (Triton reads it when it is imported and at every `@triton.jit`). `install` then
 gives the interpreter of Triton 3.6 the number formats of the GPU:
