@@ -22,11 +22,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("exact"), "cpu")
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kv", "budget"),
-    [("float32", "f32", BUDGET), ("bfloat16", "bf16", BUDGET), ("bfloat16", "bf16", None), ("float32", "fp8", BUDGET)],
+FORMATS = (
+    ("float32", "f32", BUDGET),
+    ("bfloat16", "bf16", BUDGET),
+    ("bfloat16", "bf16", None),
+    ("float32", "fp8", BUDGET),
 )
-@pytest.mark.parametrize("kind", KINDS)
+CASES = [(kind, *fmt) for kind in ("llama", "qwen3_5") for fmt in FORMATS]
+CASES += [("qwen3_5_moe", *fmt) for fmt in FORMATS[:2]]  # its attention and cache are those of qwen3_5
+
+
+@pytest.mark.parametrize(("kind", "dtype", "kv", "budget"), CASES)
 def test_any_cut_and_any_company_give_the_same_bits(
     models: Models, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str, kv: str, budget: int | None
 ) -> None:

@@ -45,8 +45,7 @@ def finished(llm: LLM, *requests: Request) -> None:
     assert all(r.error is None for r in requests)
 
 
-@pytest.mark.parametrize("kind", ("llama", "qwen3_5"))
-@pytest.mark.parametrize("prompt", (10, 300))
+@pytest.mark.parametrize(("kind", "prompt"), (("llama", 10), ("qwen3_5", 300)))
 def test_answers_of_any_length(kind: str, prompt: int, open_bounded: Callable) -> None:
     llm = open_bounded(kind)
     request = llm.engine.add(tiny.token_ids(prompt), greedy(500))

@@ -13,6 +13,7 @@ import tiny
 import tiny_gguf
 import torch
 from numerics import logit_gap
+from torch import Tensor
 
 from hybridkv import LLM
 from hybridkv.checkpoint.gguf_file import GgufFile
@@ -73,6 +74,11 @@ def kinds_of(layer: object) -> list[int | str]:
     return [part.bits if isinstance(part, Packed) else "plain" for part in layer.parts]
 
 
+def typical_error(true: Tensor, got: Tensor) -> float:
+    """The median over tokens of the RMS error: a router that sees a tie moves single tokens far."""
+    return float((got - true).square().mean(-1).sqrt().median())
+
+
 @pytest.mark.parametrize("kinds", ["Q8_0", "Q4_K", "mixed"])
 @pytest.mark.parametrize("kind", WRITERS)
 def test_logits_are_those_of_the_dequantised_model(
@@ -86,8 +92,8 @@ def test_logits_are_those_of_the_dequantised_model(
     llm = LLM(path, dtype="bfloat16", **SETTINGS)
     matrices = linears(llm.model)
     assert len(matrices) > 4 and all(isinstance(part, PackedLinear) for part in matrices)
-    # weights that are not rounded to bf16 move the logits no more than those that are; a router may see a tie
-    assert logit_gap(true, llm.logits(ids, 30)) <= 1.5 * logit_gap(true, plain.logits(ids, 30))
+    # weights that are not rounded to bf16 move the logits no more than those that are
+    assert typical_error(true, llm.logits(ids, 30)) <= 1.25 * typical_error(true, plain.logits(ids, 30))
     with open_checkpoint(path) as checkpoint:
         config, packed = ModelConfig.from_dict(checkpoint.config), checkpoint.packed_bytes()
         planned = model_bytes(config, checkpoint.__contains__, torch.bfloat16, "cuda", packed=packed)

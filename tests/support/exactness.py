@@ -33,8 +33,8 @@ class Models:
             tiny.save(kind, folder)
             config = json.loads((folder / "config.json").read_text())
             (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
-        cut = CacheConfig(kv_dtype=kv, page_size=16, budget=budget, window=24, recent=16)
-        return LLM(str(folder), self.device, dtype, exact, cut, max_requests=3, max_context=context)
+        cache_config = CacheConfig(kv_dtype=kv, page_size=16, budget=budget, window=24, recent=16)
+        return LLM(str(folder), self.device, dtype, exact, cache_config, max_requests=3, max_context=context)
 
 
 @dataclass
@@ -52,8 +52,10 @@ class Trace:
         return out | self.found
 
 
-def drive(llm: LLM, ids: list[int], cuts: list[int], monkeypatch: pytest.MonkeyPatch, company: bool = False) -> Trace:
-    """The prompt in steps that end at `cuts`, then eviction where the model has a budget, then greedy steps."""
+def drive(
+    llm: LLM, ids: list[int], chunk_ends: list[int], monkeypatch: pytest.MonkeyPatch, company: bool = False
+) -> Trace:
+    """The prompt in steps that end at `chunk_ends`, then eviction where the model has a budget, then greedy steps."""
     manager, trace, here = llm.manager, Trace(), slice(0)
     evictor = llm.engine.evictor
     request = SimpleNamespace(key="it", prompt_tokens=len(ids), evictions={}, hold=False)
@@ -97,7 +99,7 @@ def drive(llm: LLM, ids: list[int], cuts: list[int], monkeypatch: pytest.MonkeyP
         manager.commit(counts)
         return logits
 
-    for a, b in pairwise([0, *cuts]):
+    for a, b in pairwise([0, *chunk_ends]):
         trace.logits.append(step(ids[a:b]))
     remember(trace, llm, "prompt")
     if evictor is not None:

@@ -1,11 +1,12 @@
-"""Triton kernels on the CPU: its interpreter is switched on where there is no CUDA device, and its numbers are mended.
+"""Triton kernels on the CPU: the interpreter runs where there is no CUDA device, and its numbers are corrected.
 
 Importing this sets TRITON_INTERPRET (Triton reads it when it is imported and at every `@triton.jit`). `install` then
 gives the interpreter of Triton 3.6 the number formats of the GPU:
 
     f32 -> bf16, fp8      it truncates, or loses the carry      round to nearest even; fp8 saturates, NaN stays
-    fp8 NaN codes         it reads them as numbers              NaN
-    bf16 arithmetic, dot  it works on the bit patterns          in f32, rounded once
+    fp8 NaN values        it reads them as numbers              NaN
+    bf16 arithmetic       it works on the bit patterns          in f32, rounded once
+    dot                   as the BLAS library sums it           in float64, in the order of k
     range(run-time n)     fails with numpy 2.4                  works
 
 No kernel source and no compiled kernel changes.
@@ -55,7 +56,7 @@ def dot(a: np.ndarray, b: np.ndarray, d: np.ndarray) -> np.ndarray:
 
 
 def install() -> None:
-    """Mend the interpreter, once. Nothing to do where kernels are compiled, or where there is no Triton."""
+    """Correct the interpreter, once. Nothing to do where kernels are compiled, or where there is no Triton."""
     if not INTERPRETED or importlib.util.find_spec("triton") is None:
         return
     import interpreter_speed
@@ -85,21 +86,21 @@ def install() -> None:
         bits = getattr(np, f"uint{target.primitive_bitwidth}")
         return cast(data, a, b).view(bits).reshape(data.shape)
 
-    def widen(h: Any) -> Any:
+    def upcast(h: Any) -> Any:
         if not (isinstance(h, handle) and h.dtype.scalar == tl.bfloat16):
             return h
         return handle(convert(h.data, tl.bfloat16, tl.float32, None).view(np.float32), tl.float32)
 
-    def narrow(h: Any) -> Any:
+    def round_to_bf16(h: Any) -> Any:
         if h.data.dtype.kind != "f":  # a comparison's result
             return h
         return handle(convert(h.data.astype(np.float32), tl.float32, tl.bfloat16, None), tl.bfloat16)
 
     def in_f32(op: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: Any, *args: Any) -> Any:
-            wide = [widen(a) for a in args]
-            out = op(self, *wide)
-            return out if all(a is w for a, w in zip(args, wide)) else narrow(out)
+            f32_args = [upcast(a) for a in args]
+            out = op(self, *f32_args)
+            return out if all(a is u for a, u in zip(args, f32_args)) else round_to_bf16(out)
 
         return run
 
@@ -114,7 +115,7 @@ def install() -> None:
         setattr(builder, name, in_f32(getattr(builder, name)))
     builder.create_dot = lambda self, a, b, d, *more: handle(dot(number(a), number(b), d.data), d.dtype.scalar)
     if not hasattr(builder, "get_bf16"):
-        builder.get_bf16 = lambda self, value: narrow(handle(np.array([value], np.float32), tl.float32))
+        builder.get_bf16 = lambda self, value: round_to_bf16(handle(np.array([value], np.float32), tl.float32))
     patch_as_it_was = interpreter._patch_lang_tensor
 
     def patch_tensor(tensor: Any, scope: Any) -> None:
