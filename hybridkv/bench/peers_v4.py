@@ -23,9 +23,9 @@ class V4Peer:
         return self.model.state_dict()
 
     @torch.inference_mode()
-    def last_logits(self, tokens: Tensor) -> Tensor:
-        """[vocab] f32 after tokens [T]."""
-        return self.model(input_ids=tokens[None], use_cache=False, logits_to_keep=1).logits[0, -1].float()
+    def logits(self, tokens: Tensor) -> Tensor:
+        """[T, vocab] f32 after each of tokens [T]."""
+        return self.model(input_ids=tokens[None], use_cache=False).logits[0].float()
 
     @torch.inference_mode()
     def run(self, tokens: Tensor, chunk: int, steps: int) -> tuple[Meter, float]:
