@@ -1,12 +1,15 @@
 """EvictionRecord: which entries one eviction kept, in few bytes.
 
 A request remembers every eviction, because it is computed again after a preemption and must then drop the same entries
-at the same positions. A bounded request of 262,144 tokens is evicted hundreds of times, so a record takes the smallest
-of three forms, over all streams one after the other:
+at the same positions. A bounded request of 262,144 tokens is evicted hundreds of times. So all records but the latest
+are packed, into the smallest of three forms, over all streams one after the other:
 
     kept      numbers of the entries that stay          4 bytes an entry that stays
     dropped   numbers of the entries that go            4 bytes an entry that goes
     mask      a bit for every entry                     1/8 byte an entry
+
+The latest stays as the lists that were chosen, which the cache keeps for its own use anyway: most requests are evicted
+once, and packing would take a part of the time of that eviction.
 """
 
 from __future__ import annotations
@@ -22,27 +25,41 @@ class EvictionRecord:
     def __init__(self, keep: Sequence[Sequence[np.ndarray]], lengths: np.ndarray) -> None:
         """`keep`: of each layer and stream the entries that stay; lengths [layers, G] before the eviction."""
         self._lengths = lengths.astype(np.uint32)
+        self._lists: Keep | None = [list(layer) for layer in keep]  # None: packed
+        self._form = ""
+        self._data = np.zeros(0, np.uint8)
+
+    def pack(self) -> None:
+        """From here on in few bytes."""
+        if self._lists is None:
+            return
+        lengths = self._lengths.astype(np.int64)
         starts = np.cumsum(lengths) - lengths.ravel()  # of each stream, if all lie one after the other
-        streams = [entries for layer in keep for entries in layer]
+        streams = [entries for layer in self._lists for entries in layer]
         stays = np.concatenate([entries + start for entries, start in zip(streams, starts, strict=True)])
         total = int(lengths.sum())
         number = np.uint32 if total < 1 << 32 else np.uint64
         sizes = {"kept": 4 * len(stays), "dropped": 4 * (total - len(stays)), "mask": total // 8}
-        self._data: np.ndarray
-        self._form = min(sizes, key=sizes.__getitem__)
-        if self._form == "kept":
-            self._data = stays.astype(number)
-            return
-        mask = np.zeros(total, bool)
-        mask[stays] = True
-        self._data = np.packbits(mask) if self._form == "mask" else np.flatnonzero(~mask).astype(number)
+        form = min(sizes, key=sizes.__getitem__)
+        if form == "kept":
+            data = stays.astype(number)
+        else:
+            mask = np.zeros(total, bool)
+            mask[stays] = True
+            data = np.packbits(mask) if form == "mask" else np.flatnonzero(~mask).astype(number)
+        self._form, self._data = form, data
+        self._lists = None  # last: an interrupt before this leaves the lists
 
     @property
     def nbytes(self) -> int:
+        if self._lists is not None:
+            return self._lengths.nbytes + sum(entries.nbytes for layer in self._lists for entries in layer)
         return self._data.nbytes + self._lengths.nbytes
 
     def lists(self) -> Keep:
         """Of each layer and stream the entries that stay, ascending."""
+        if self._lists is not None:
+            return self._lists
         lengths = self._lengths.astype(np.int64)
         total = int(lengths.sum())
         if self._form == "kept":

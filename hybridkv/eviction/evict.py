@@ -121,6 +121,8 @@ class Evictor:
             keep = request.evictions[position].lists()
         else:
             keep = self.choose(request, manager)
+            if request.evictions:
+                request.evictions[max(request.evictions)].pack()
             lengths = table.lengths[manager.slot_of[request.key]].reshape(len(table.schema.layers), -1)
             request.evictions[position] = EvictionRecord(keep, lengths)
         return manager.compact_request(request.key, dict(zip(table.schema.layers, keep, strict=True)))
