@@ -27,7 +27,7 @@ class EvictionRecord:
         self._lengths = lengths.astype(np.uint32)
         self._lists: Keep | None = [list(layer) for layer in keep]  # None: packed
         self._form = ""
-        self._data = np.zeros(0, np.uint8)
+        self._data: np.ndarray = np.zeros(0, np.uint8)
 
     def pack(self) -> None:
         """From here on in few bytes."""
