@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from own_process import compile_alone
+from own_process import run_fresh
 
 import hybridkv.kernels
 from hybridkv.kernels import backend
@@ -74,4 +74,4 @@ def test_every_kernel_file_can_be_imported_without(hidden: str) -> None:
     """Without Triton, and with a Triton whose Gluon is another language."""
     pytest.importorskip("triton")
     assert len(MODULES) > 50
-    compile_alone(IMPORT.replace("HIDDEN", hidden).replace("NAMES", repr(MODULES)))
+    run_fresh(IMPORT.replace("HIDDEN", hidden).replace("NAMES", repr(MODULES)))
