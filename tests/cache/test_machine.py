@@ -36,7 +36,7 @@ def test_random_use_agrees_with_the_model() -> None:
     machine.counts.clear()
     run_state_machine_as_test(
         machine.CacheMachine,
-        settings=settings(max_examples=120, stateful_step_count=50, derandomize=True, deadline=None),
+        settings=settings(max_examples=200, stateful_step_count=50, derandomize=True, deadline=None),
     )
     rare = {what: machine.counts[what] for what, n in AT_LEAST.items() if machine.counts[what] < n}
     assert not rare, f"rules that hardly ran: {rare}; all: {machine.counts}"
