@@ -137,7 +137,7 @@ def test_the_plan_counts_packed_bytes(
     with pytest.raises(SystemExit):
         main(["plan", "--model", str(path), "--dtype", "bfloat16", "--device", "cpu", "--memory", "1GiB"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "Weights packed on a GPU: " in shown and "comes on top, 128.0 MiB of it for packed weights; leave" in shown
+    assert "Weights packed on a GPU: " in shown and "compute, 128.0 MiB of it for packed weights; leave" in shown
 
 
 def test_an_embedding_alone_is_no_packed_model(
