@@ -30,7 +30,7 @@ class Conversation:
             tokenizer, template = self.llm.chat_parts()
             pieces = render_pieces(template, tokenizer, self.messages)
             request = self.llm.engine.add(self._tokens(pieces), self.params, hold=True, after=self._request)
-        except Exception:
+        except BaseException:
             self.messages.pop()  # the turn did not happen
             raise
         self._request, self._prompt = request, "".join(text for text, _ in pieces)

@@ -26,6 +26,9 @@ class EvictionRecord:
         """`keep`: of each layer and stream the entries that stay; lengths [layers, G] before the eviction."""
         self._lengths = lengths.astype(np.uint32)
         self._lists: Keep | None = [list(layer) for layer in keep]  # None: packed
+        sizes = [len(entries) for layer in keep for entries in layer]
+        self.kept = sum(sizes) / max(1, len(sizes))  # entries of a stream, on average
+        self.even = min(sizes) == max(sizes)
         self._form = ""
         self._data: np.ndarray = np.zeros(0, np.uint8)
 

@@ -191,6 +191,8 @@ class LLM:
         """Run until the request is finished, and give its text as it grows, a piece a step."""
         given = 0
         while not request.finished:
+            if self.engine.idle:
+                raise RequestError("the request is no longer in the engine: it was lost by an interrupt; ask again")
             self.engine.step()
             text = request.text.text
             yield text[given:]  # perhaps nothing: who reads along may want to stop while a long prompt is read

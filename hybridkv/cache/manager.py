@@ -78,14 +78,9 @@ class KVCacheManager(SpecificationNames):
     @bookkeeping
     def admit_request(self, request: Hashable) -> int:
         """A slot with fresh state at position 0. Takes no pages, and a query buffer only if every slot has one."""
-        slot = self._take_slot(request)
-        try:
-            self.state.reset(slot)
-            if self.query_buffers.count == self.slots:
-                self.query_buffers.take(slot, 0)
-        except BaseException:
-            self._release(request)
-            raise
+        slot = self._take_slot(request, fresh=True)
+        if self.query_buffers.count == self.slots:
+            self.query_buffers.take(slot, 0)
         return slot
 
     @bookkeeping
@@ -197,9 +192,17 @@ class KVCacheManager(SpecificationNames):
             raise ValueError(
                 f"{len(plan)} requests, {step.num_decodes} of them with one token, do not make a step of {rows} rows"
             )
+        self._restart(step)
         self.check_reach(step)
         self._take_pages(step)
         return self._build_step(step if rows is None else step.padded(rows))
+
+    def _restart(self, step: HostIndex) -> None:
+        """Fresh state for requests at position 0 whose first step ran and was not committed."""
+        if self._has_running_state:
+            for slot in step.slots[(step.num_computed == 0) & (self.reached[step.slots] > 0)].tolist():
+                self.state.reset(slot)
+                self.reached[slot] = 0
 
     def _take_pages(self, step: HostIndex) -> None:
         """Pages for all new entries, in all pools or in none."""
@@ -295,13 +298,16 @@ class KVCacheManager(SpecificationNames):
         self._free_slots = free
         self.interrupted = False
 
-    def _take_slot(self, request: Hashable) -> int:
+    def _take_slot(self, request: Hashable, fresh: bool = False) -> int:
         if request in self.slot_of:
             raise RequestError(f"request {request!r} is resident already")
         if not self._free_slots:
             raise HybridKVError(f"all {self.slots} request slots are taken; raise max_requests or wait")
-        slot = self._free_slots.pop()
-        self.slot_of[request] = slot
+        slot = self._free_slots[-1]
+        if fresh:
+            self.state.reset(slot)
+        self._free_slots.pop()
+        self.slot_of[request] = slot  # last: an interrupt before this leaves a free slot
         return slot
 
     def _release(self, request: Hashable) -> None:

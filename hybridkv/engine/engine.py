@@ -13,9 +13,11 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import index
 
 import torch
@@ -26,7 +28,7 @@ from hybridkv.config import EvictionConfig, SamplingParams
 from hybridkv.devices import on_device
 from hybridkv.engine.pipeline import InFlightStep, Pipeline
 from hybridkv.engine.runner import Runner
-from hybridkv.engine.scheduler import Scheduler
+from hybridkv.engine.scheduler import DoesNotFit, Scheduler
 from hybridkv.engine.scoring import score
 from hybridkv.engine.stats import stats_of
 from hybridkv.errors import HybridKVError, OutOfPages, RequestError
@@ -46,6 +48,10 @@ class Update:
     request: Request
     token: int | None
     text: str
+
+
+class _Running:
+    """Lives as long as a call does."""
 
 
 class Engine:
@@ -69,11 +75,13 @@ class Engine:
         self.launches_ahead = manager.device.type == "cuda"  # on a CPU it would only compute in vain
         self._owner = threading.get_ident()
         self._stepping = self._changing = False  # a call of that kind has begun and not come to its end
+        self._running: weakref.ref[_Running] | None = None  # such a call is running now, if what it refers to lives
+        self._deferred: list[Callable[[], None]] = []  # calls that came inside a step, for after it
         self._numbers = itertools.count()
 
     def take_ownership(self) -> None:
         """From here on the calling thread owns the engine. The owner before it must not be inside a call."""
-        if self._stepping or self._changing:
+        if self._active:
             raise RequestError("the engine is in the middle of a call; its owner hands it over between calls")
         self._owner = threading.get_ident()
 
@@ -146,6 +154,8 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """Stop a request in whatever state it is; all it holds is released. A finished one loses its held cache."""
+        if self._defers(partial(self.abort, request)):
+            return
         with self._change():
             if request.finished:
                 self.scheduler.release_held(request)
@@ -156,6 +166,8 @@ class Engine:
 
     def stop(self, request: Request) -> None:
         """End a running answer where it is; a cache to be held stays held."""
+        if self._defers(partial(self.stop, request)):
+            return
         with self._change():
             if not request.finished:
                 request.text.finish()
@@ -208,17 +220,25 @@ class Engine:
 
     def _run_step(self, launch_ahead: bool) -> list[Update]:
         self._check_owner()
-        if self._stepping or self._changing:  # an interrupt came while the last one was being mended
+        if self._active:
+            raise RequestError("a step was asked for inside a call of the same engine; ask for it after that call")
+        if self._stepping or self._changing:  # an interrupt came in the middle of a recovery
             self._recover("an earlier call was interrupted")
-        self._stepping = True
+        running = _Running()
         try:
+            self._running = weakref.ref(running)
+            self._stepping = True
             with on_device(self.manager.device):
                 updates = self._step(launch_ahead)
+            self._stepping = False
         except BaseException as problem:
             if self._stepping:
                 self._recover(f"the step failed: {problem!r}")
             raise
-        self._stepping = False
+        finally:
+            self._running = None
+        while self._deferred:
+            self._deferred.pop()()
         return updates
 
     def _step(self, launch_ahead: bool) -> list[Update]:
@@ -226,6 +246,8 @@ class Engine:
             step = self.pipeline.next_step()
         except OutOfPages as problem:  # one request is left and fills the pools alone: it ends with what it has
             return self._end_full(self.scheduler.running[0], problem)
+        except DoesNotFit as problem:
+            return self._end_full(problem.request, problem)
         except RequestError as problem:
             return self._end_stuck(problem)
         if step is None:
@@ -237,9 +259,9 @@ class Engine:
             self.pipeline.prepare_next()
             if launch_ahead:
                 self.pipeline.launch_ahead()
-        updates = self._extend(step, failed)
+        updates = [*self._extend(step, failed), *(Update(request, None, "") for request in failed)]
         self.pipeline.advance()
-        self._finish_done([*updates, *(Update(request, None, "") for request in failed)])
+        self._finish_done(updates)
         return updates
 
     def _evict(self, requests: Sequence[Request]) -> list[Request]:
@@ -299,7 +321,7 @@ class Engine:
 
     # ---- how requests end
 
-    def _end_full(self, request: Request, problem: OutOfPages) -> list[Update]:
+    def _end_full(self, request: Request, problem: Exception) -> list[Update]:
         if not request.answer_tokens:
             request.error = f"the pools are too small for this prompt: {problem}"
         request.finish_reason = "length" if request.answer_tokens else "error"
@@ -341,22 +363,40 @@ class Engine:
                 "To hand it over, call engine.take_ownership() in the new thread while no call is running"
             )
 
+    @property
+    def _active(self) -> bool:
+        """Whether a call is running now. It dies with the call's own frame, however that ends."""
+        return self._running is not None and self._running() is not None
+
+    def _defers(self, call: Callable[[], None]) -> bool:
+        """Whether a call came inside a step, as of a generator that is collected there, and waits for its end."""
+        self._check_owner()
+        if self._active:
+            self._deferred.append(call)
+        return self._active
+
     @contextmanager
     def _change(self) -> Iterator[None]:
         """Around a call that moves requests without running a step."""
         self._check_owner()
+        if self._active:
+            raise RequestError("a call came inside another call of the same engine; make it after that call")
         if self._stepping or self._changing:
             self._recover("an earlier call was interrupted")
-        self._changing = True
+        running = _Running()
         try:
+            self._running = weakref.ref(running)
+            self._changing = True
             yield
+            self._changing = False
         except HybridKVError:
             self._changing = False
             raise
         except BaseException:
             self._recover("")
             raise
-        self._changing = False
+        finally:
+            self._running = None
 
     def _recover(self, why: str) -> None:
         """Make everything consistent again. May itself be interrupted: the next call then begins here.

@@ -27,6 +27,12 @@ def can_capture(manager: KVCacheManager) -> bool:
     return HAS_TRITON and manager.device.type == "cuda" and not manager.exact
 
 
+def graph_sizes(slots: int) -> list[int]:
+    """Rows of the graphs for up to `slots` requests: powers of two, and one that holds all."""
+    powers = [1 << i for i in range(slots.bit_length())]
+    return powers if powers[-1] == slots else [*powers, slots]
+
+
 @dataclass(frozen=True)
 class Captured:
     """A graph and the tensors whose addresses it holds: they must live as long as it does."""
@@ -49,9 +55,7 @@ class Captured:
 class DecodeGraphs:
     def __init__(self, model: Model, manager: KVCacheManager) -> None:
         self.model, self.manager = model, manager
-        self.sizes = [1 << i for i in range(manager.slots.bit_length())]  # powers of two, the last holds all slots
-        if self.sizes[-1] < manager.slots:
-            self.sizes.append(manager.slots)
+        self.sizes = graph_sizes(manager.slots)
         formats = [pool_format(table.pool.tensors) for table in manager.tables.values()]
         self.quantised = any(fmt is not None and fmt.quantised for fmt in formats)
         self.captured: dict[tuple[int, int], Captured] = {}  # by rows and reach

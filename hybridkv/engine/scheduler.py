@@ -10,6 +10,7 @@ is never preempted, so work always ends.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hybridkv.cache import ForwardStep, KVCacheManager
-from hybridkv.config import CHUNK_QUANTUM
+from hybridkv.config import CHUNK_QUANTUM, EvictionConfig
 from hybridkv.errors import HybridKVError, OutOfPages
 from hybridkv.eviction import Evictor, max_held_tokens
 from hybridkv.request import Request, RequestKey, Status
@@ -25,6 +26,14 @@ from hybridkv.request import Request, RequestKey, Status
 BESIDE_DECODING = 512  # tokens of a step in which others decode
 
 Plan = list[tuple[Request, int]]  # (request, new tokens)
+
+
+class DoesNotFit(Exception):
+    """The empty pools are too small for the first request that waits."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(f"the empty pools are too small for the {len(request.tokens)} tokens of this request")
+        self.request = request
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.held: list[Request] = []  # finished, cache kept; longest unused first
+        self._sorting: list[Request] = []  # all requests, while they are sorted anew
 
     @property
     def idle(self) -> bool:
@@ -154,7 +164,9 @@ class Scheduler:
     def _until_eviction(self, request: Request, position: int, tokens: int) -> int:
         """How many of the next `tokens` tokens come before the next position at which the request is evicted."""
         # a request that is computed again stops where entries were evicted the first time
-        stop = min((at - position for at in request.evictions if at > position), default=tokens)
+        stop = tokens
+        if request.evictions and position < next(reversed(request.evictions)):
+            stop = min(at - position for at in request.evictions if at > position)
         if request.eviction is not None and request.eviction.bounded:
             stop = min(stop, self.step_tokens - position % self.step_tokens)
         return min(stop, tokens)
@@ -170,10 +182,20 @@ class Scheduler:
         return len(request.tokens) - self.manager.position(request.key)
 
     def held_tokens(self, request: Request, tokens: int) -> int:
-        """Tokens that a stream holds on average at the most, of a request of `tokens` tokens."""
+        """Tokens that a stream holds on average at the most while a request of `tokens` tokens is computed."""
         page_size = max((table.schema.entries_per_page for table in self.manager.tables.values()), default=0)
-        most = max_held_tokens(request.eviction, self.step_tokens, page_size)
-        return tokens if most is None else min(tokens, most)
+        bound = max_held_tokens(request.eviction, self.step_tokens, page_size)
+        if bound is not None:
+            return min(tokens, bound)
+        # one that is computed again drops the same entries at the same positions
+        held, peak, before = 0, 0, 0
+        for at, record in request.evictions.items():
+            held += at - before
+            peak = max(peak, held)
+            # streams of different lengths each fill a last page of their own
+            held = math.ceil(record.kept) + (0 if record.even else page_size)
+            before = at
+        return min(tokens, max(peak, held + tokens - before))
 
     def give_query_buffer(self, request: Request) -> bool:
         """Whether the request can run: it has a query buffer, or needs none.
@@ -199,6 +221,8 @@ class Scheduler:
             slots, free = self.manager.slots, self.manager.free_slots
             pages = {name: table.allocator for name, table in self.manager.tables.items()}
             held = ", ".join(f"{a.held} of {a.total} pages of pool '{name}'" for name, a in pages.items())
+            if free == slots:
+                raise DoesNotFit(self.waiting[0])
             raise HybridKVError(
                 f"{len(self.waiting)} requests wait and none can run: {slots - free} of {slots} request slots"
                 f"{' and ' + held if held else ''} are held by requests outside the engine (forks, restored snapshots, "
@@ -252,18 +276,31 @@ class Scheduler:
 
     def take_over(self, request: Request) -> bool:
         """Whether the request goes on in the held cache that it continues, as far as their tokens agree."""
-        held, request.continues = request.continues, None
+        held = request.continues
         if held is None or held not in self.held:
+            request.continues = None
             return False
         position = self.manager.position(held.key)
         same = _common_prefix(held.tokens[:position], request.tokens[:-1])
-        if same < position and (same == 0 or not self.manager.can_rewind(held.key, same)):
-            self.release_held(held)  # recurrent state cannot be rewound
+        rewinds = same == position or (same > 0 and self.manager.can_rewind(held.key, same))
+        if not rewinds or not self._has_queries(held, same, request.eviction):
+            self.release_held(held)
+            request.continues = None
             return False
+        held.hold = False  # if this is interrupted half way, the cache is given back
         self.manager.truncate_request(held.key, same)
-        request.key, request.cached_tokens, request.evictions = held.key, same, dict(held.evictions)
+        request.cached_tokens, request.evictions = same, dict(held.evictions)
+        request.key = held.key  # from here on the cache is the request's
         self.held.remove(held)
+        request.continues = None
         return True
+
+    def _has_queries(self, held: Request, position: int, eviction: EvictionConfig | None) -> bool:
+        """Whether the last queries before a position are there, if an eviction to come may choose by them."""
+        if eviction is None:
+            return True
+        first = max(0, position - eviction.window)
+        return self.manager.query_buffers.whole(self.manager.slot_of[held.key], first) >= 0
 
     def make_room(self) -> Request | None:
         """Free the pages of a request that can best spare them, and return it; None: only the oldest is left."""
@@ -296,12 +333,14 @@ class Scheduler:
             elif request.continues is not None:
                 self.release_held(request.continues)
                 request.continues = None
+            request.status = Status.FINISHED  # before it leaves its queue: an interrupt then finds it in one or ended
             self.waiting.remove(request)
         if request in self.running:
             if keeps:
                 self.held.append(request)
             else:
                 self.manager.release_request(request.key)
+            request.status = Status.FINISHED
             self.running.remove(request)
         request.status = Status.FINISHED
 
@@ -312,21 +351,26 @@ class Scheduler:
 
     def rebuild(self) -> None:
         """Sort all requests anew by what they are, after an interrupt in the middle of moving one. May be repeated."""
-        known = dict.fromkeys([*self.held, *self.running, *self.waiting])  # each once, in order
+        known = list(dict.fromkeys([*self._sorting, *self.held, *self.running, *self.waiting]))  # each once, in order
+        self._sorting = known  # until the queues are whole again
         resident = self.manager.slot_of
         ended = [r for r in known if r.finish_reason is not None]
         live = [r for r in known if r.finish_reason is None]
-        taken_over = {r.key for r in live}
-        self.held = [r for r in ended if r.keeps_cache and r.key in resident and r.key not in taken_over]
-        self.running = [r for r in live if r.key in resident]
-        self.waiting = deque(sorted((r for r in live if r.key not in resident), key=lambda r: r.order))
         for request in ended:
             request.status = Status.FINISHED
         for request in live:
             request.status = Status.RUNNING if request.key in resident else Status.WAITING
-        owned = {r.key for r in (*self.held, *self.running)}
-        for key in [key for key in resident if isinstance(key, RequestKey) and key not in owned]:
+        never_began = {r.continues for r in ended}  # what a turn would have gone on with has no other owner
+        keeping = [r for r in ended if r.keeps_cache and r not in never_began]
+        owner = {r.key: r for r in sorted([*keeping, *live], key=lambda r: r.order) if r.key in resident}
+        self.held = [r for r in keeping if owner.get(r.key) is r]
+        self.running = [r for r in live if owner.get(r.key) is r]
+        self.waiting = deque(sorted((r for r in live if r.key not in resident), key=lambda r: r.order))
+        for key in [key for key in resident if isinstance(key, RequestKey) and key not in owner]:
             self.manager.release_request(key)
+        for request in ended:
+            request.continues = None
+        self._sorting = []
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

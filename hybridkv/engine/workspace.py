@@ -16,11 +16,13 @@ import torch
 
 from hybridkv.cache import CacheSchema
 from hybridkv.config import CacheConfig, EngineConfig
+from hybridkv.engine.graphs import graph_sizes
 from hybridkv.engine.sampler import sampling_bytes
-from hybridkv.eviction.evict import SCORE_BYTES, find_policy, max_held_tokens
+from hybridkv.eviction.evict import SCORE_BYTES
 from hybridkv.kernels.eviction.select import select_bytes
 from hybridkv.models.config import ModelConfig
 
+FEW_ROWS = 4  # rows up to which attention over short streams is launched in another way
 STREAM_SCORE_BYTES = 12  # f32 as the policy gave it, again joined with the others, and the masks of the NaN check
 INDEX_SCORE_BYTES = 4 << 26  # models/v4_attention.py holds this many bytes of index scores at once
 
@@ -47,30 +49,29 @@ def workspace(
     captures: bool,  # whether decode steps are captured as graphs
 ) -> Workspace:
     rows = limits.max_requests
-    kept = 2 * rows - 1 if captures else 0  # graphs of 1, 2, 4, ... rows
+    sizes = graph_sizes(rows) if captures else []
+    kept = sum(sizes) + sum(size for size in sizes if size <= FEW_ROWS)  # few rows of FP8 keys have two graphs
     return Workspace(
         logits=(rows + kept) * config.vocab * dtype.itemsize,
         sampling=sampling_bytes(rows, config.vocab),
-        eviction=_eviction(config, schema, cache, limits.step_tokens, context, captures),
+        eviction=_eviction(config, cache, context, captures),
         index=min(INDEX_SCORE_BYTES, 4 * limits.step_tokens * context) if schema.compressed else 0,
     )
 
 
-def _eviction(
-    config: ModelConfig, schema: CacheSchema, cache: CacheConfig, step_tokens: int, context: int, gpu: bool
-) -> int:
-    """Of one request: the scores of its streams, those of the query heads that are scored at once, and choosing."""
-    eviction = cache.eviction
-    if eviction is None:
+def _eviction(config: ModelConfig, cache: CacheConfig, context: int, gpu: bool) -> int:
+    """Scores of one request's streams, those of the query heads that are scored at once, and choosing among them.
+
+    Of the largest request that may be asked for: a request brings its own settings, so it may be as long as the context
+    and share a budget between the heads of a layer, which then compete in one row.
+    """
+    if cache.eviction is None:
         return 0
-    held = max_held_tokens(eviction, step_tokens, cache.page_size)
-    length = context if held is None else min(held, context)
     layers = len(config.attention_layers)
     streams = layers * config.kv_heads
-    scores = STREAM_SCORE_BYTES * streams * length
-    of_heads = min(SCORE_BYTES, 4 * config.heads * layers * length)
-    choosing = select_bytes(streams, length, min(eviction.budget, length), gpu)
-    if find_policy(eviction.policy).spread == "heads":  # the heads of a layer compete in one row
-        width = min(eviction.budget, length) * config.kv_heads
-        choosing = max(choosing, select_bytes(layers, config.kv_heads * length, width, gpu))
-    return scores + of_heads + choosing
+    width = min(cache.eviction.budget, context)
+    scores = STREAM_SCORE_BYTES * streams * context
+    of_heads = min(SCORE_BYTES, 4 * config.heads * layers * context)
+    by_stream = select_bytes(streams, context, width, gpu)
+    by_layer = select_bytes(layers, config.kv_heads * context, config.kv_heads * width, gpu)
+    return scores + of_heads + max(by_stream, by_layer)

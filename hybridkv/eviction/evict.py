@@ -81,12 +81,10 @@ class Evictor:
     def due(self, request: Request, manager: KVCacheManager) -> bool:
         """Whether the request is to be evicted now, after a step that brought it to a new position."""
         position, prompt, eviction = manager.position(request.key), request.prompt_tokens, request.eviction
-        if eviction is None:
-            return False
         if position in request.evictions:
             return True
-        if request.evictions and position < max(request.evictions):
-            return False  # being computed again
+        if eviction is None or (request.evictions and position < next(reversed(request.evictions))):
+            return False  # it keeps everything, or is being computed again
         held = mean_length(request, manager)
         if position == prompt:
             return held > eviction.budget + (0 if eviction.bounded else eviction.window)
@@ -122,7 +120,7 @@ class Evictor:
         else:
             keep = self.choose(request, manager)
             if request.evictions:
-                request.evictions[max(request.evictions)].pack()
+                request.evictions[next(reversed(request.evictions))].pack()
             lengths = table.lengths[manager.slot_of[request.key]].reshape(len(table.schema.layers), -1)
             request.evictions[position] = EvictionRecord(keep, lengths)
         return manager.compact_request(request.key, dict(zip(table.schema.layers, keep, strict=True)))

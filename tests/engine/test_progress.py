@@ -12,6 +12,7 @@ from hybridkv.engine.engine import Engine
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction import Evictor, Pyramid
 from hybridkv.models import cache_schema
+from hybridkv.text.tokenizer import Tokenizer
 
 ASK = SamplingParams(max_tokens=12)
 
@@ -150,3 +151,60 @@ def test_a_turn_that_is_stopped_before_it_begins_leaves_its_conversation_the_cac
     run(engine)
     assert again.cached_tokens == len(said.tokens) - 1
     assert_nothing_held(engine)
+
+
+# ---- requests that have outgrown what the pools hold
+
+
+def test_an_evicted_request_that_outgrew_the_pools_is_computed_again_after_preemption(
+    oracle: Callable, open_llm: Callable
+) -> None:
+    """Its tokens alone would not fit; what it holds while its evictions are repeated does."""
+    llm = open_llm(oracle("llama").folder)
+    config = CacheConfig("f32", 4, budget=8, recent=2, window=2)
+    schema = cache_schema(llm.config, config, llm.dtype)
+    answers = []
+    for slots in (1, 3):
+        manager = KVCacheManager(schema, schema.pool_pages(1, 64), slots, 256)
+        evictor = Evictor.make(config, manager, scale=llm.config.attention_scale)
+        engine = Engine(llm.model, manager, step_tokens=64, evictor=evictor)
+        limit_preemptions(engine)
+        requests = [engine.add(tiny.token_ids(40, seed=i), SamplingParams(max_tokens=44)) for i in range(2)]
+        run(engine)
+        answers.append([r.generated for r in requests])
+        assert all(r.finish_reason == "length" and r.answer_tokens == 44 for r in requests)
+        assert slots == 1 or sum(r.preemptions for r in requests) > 0, "the pool was not tight"
+        assert_nothing_held(engine)
+    assert answers[0] == answers[1]
+
+
+def test_the_last_text_of_an_answer_is_among_the_updates(engine_of: Callable, ascii_tokenizer: Tokenizer) -> None:
+    """Text that was held back because a stop string might begin there comes with the last token."""
+    engine = engine_of("llama", tokenizer=ascii_tokenizer)
+    whole = engine.add(prompt(9), ASK)
+    run(engine)
+    text = whole.text.text
+    request = engine.add(prompt(9), SamplingParams(max_tokens=12, stop=text[-1] + "never"))
+    updates = run(engine)
+    assert "".join(u.text for u in updates if u.request is request) == request.text.text == text
+
+
+@pytest.mark.parametrize("first", (None, "default"))
+def test_turns_with_different_evictions(first: str | None, oracle: Callable, open_llm: Callable) -> None:
+    """Evicting after a turn that kept no queries: computed anew. Keeping all after an eviction: that is repeated."""
+    llm = open_llm(oracle("qwen3_5").folder)
+    config = CacheConfig("f32", 16, budget=32, recent=8, window=8)
+    schema = cache_schema(llm.config, config, llm.dtype)
+    manager = KVCacheManager(schema, schema.pool_pages(1, 600), 2, 256)
+    engine = Engine(llm.model, manager, step_tokens=64, evictor=Evictor.make(config, manager, scale=0.3))
+    assert engine.evictor is not None
+    turns = (None, engine.evictor.default) if first is None else (engine.evictor.default, None)
+    said = engine.add(prompt(60), ASK, hold=True, eviction=turns[0])
+    run(engine)
+    turn = engine.add(said.tokens + prompt(3, 1), ASK, after=said, eviction=turns[1])
+    while turn.answer_tokens < 4:
+        engine.step()
+    engine.scheduler.preempt(turn)
+    run(engine)
+    assert turn.finish_reason == "length" and turn.error is None and len(turn.evictions) == 1
+    assert (turn.cached_tokens == 0) and assert_nothing_held(engine) is None
