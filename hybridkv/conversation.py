@@ -54,9 +54,8 @@ class Conversation:
     def _tokens(self, pieces: list[tuple[str, bool]]) -> list[int]:
         """Tokens of the whole conversation; those of the last turn are taken over as they were computed."""
         request, prompt, tokenizer = self._request, pieces[0][0], self.llm.chat_parts()[0]
-        if (
-            request is None or len(pieces) > 1 or request.text.stopped is not None
-        ):  # stopped: its tokens say more than its text
+        # where a stop string ended the answer, its tokens say more than its text
+        if request is None or len(pieces) > 1 or request.text.stopped is not None:
             return encode_pieces(tokenizer, pieces)
         done = self._prompt + request.text.text
         if not prompt.startswith(done):

@@ -143,12 +143,12 @@ def most_that_fits(need: Callable[[int], int], room: int, limit: int) -> int:
 
 
 def longest_context(schema: CacheSchema, room: int, requests: int, limit: int) -> int:
-    """Most tokens, up to `limit`, that each of `requests` requests, of which none is cut, can have in `room` bytes."""
+    """Most tokens, up to `limit`, that each of `requests` requests, of which none is evicted, can have in `room` bytes."""
     return most_that_fits(lambda n: schema.bytes(schema.pool_pages(requests, n), requests, n), room, limit)
 
 
 def most_requests(schema: CacheSchema, room: int, context: int) -> int:
-    """How many requests of `context` tokens, of which none is cut, fit in `room` bytes."""
+    """How many requests of `context` tokens, of which none is evicted, fit in `room` bytes."""
     each = schema.bytes(schema.pool_pages(1, context), 1, context)
     return max(room, 0) // each if each else 0
 

@@ -21,7 +21,7 @@ def bookkeeping(method: Method) -> Method:
         self.interrupted = True
         try:
             result = method(self, *args, **more)
-        except (HybridKVError, ValueError):  # refused before anything changed
+        except (HybridKVError, ValueError):  # refused: lists and pages are checked before anything changes
             self.interrupted = False
             raise
         self.interrupted = False

@@ -57,8 +57,8 @@ class KVCacheManager(SpecificationNames):
         self.model_fingerprint: Callable[[], str] = lambda: ""  # names the model whose entries these are
         self.schema, self.slots, self.max_tokens, self.device = schema, slots, max_tokens, torch.device(device)
         self.tables = {s.name: PageTable(s, pages[s.name], slots, max_tokens, self.device) for s in schema.streams}
-        most = slots if schema.query_window is not None else 0
-        self.query_buffers = QueryBuffers(slots, most if query_buffers is None else min(query_buffers, most))
+        usable = slots if schema.query_window is not None else 0
+        self.query_buffers = QueryBuffers(slots, usable if query_buffers is None else min(query_buffers, usable))
         self.state = StatePool(schema.states, slots, self.device, self.query_buffers.count)
         self.positions = np.zeros(slots, np.int64)
         self.reached = np.zeros(slots, np.int64)  # the furthest position that state has seen

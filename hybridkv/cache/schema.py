@@ -147,8 +147,8 @@ class CacheSchema:
     streams: tuple[StreamSchema, ...] = ()
     states: tuple[StateSchema, ...] = ()
     compressed: tuple[CompressedLayer, ...] = ()  # one a layer; none where the model has no such layers
-    share_every: int = 1  # a request can be forked or saved only at a multiple of so many tokens
-    rewind: int = 0  # of the last tokens, so many can be taken back in spite of state
+    share_every: int = 1  # a request can be forked or saved only at multiples of this many tokens
+    rewind: int = 0  # how many of the last tokens can be taken back in spite of state
 
     def __post_init__(self) -> None:
         names = [s.name for s in (*self.streams, *self.states)]

@@ -41,17 +41,17 @@ class StatePool:
             for t in s.tensors
         }
 
-    def rows(self, slot: int, ring: int = -1) -> Snapshot:
-        """Views of all that a slot has, and of a ring; -1: it has none."""
+    def rows(self, slot: int, buffer: int = -1) -> Snapshot:
+        """Views of all that a slot has, and of a buffer; -1: it has none."""
         return {
-            (s.name, t.name): self.tensors[s.name, t.name][:, ring if s.lent else slot]
+            (s.name, t.name): self.tensors[s.name, t.name][:, buffer if s.lent else slot]
             for s in self.schemas
-            if not s.lent or ring >= 0
+            if not s.lent or buffer >= 0
             for t in s.tensors
         }
 
     def reset(self, slot: int) -> None:
-        """What a fresh slot holds. A ring is not read where it was not written."""
+        """What a fresh slot holds. A buffer is not read where it was not written."""
         for s in self.schemas:
             for t in s.tensors if not s.lent else ():
                 self.tensors[s.name, t.name][:, slot] = t.init
@@ -61,11 +61,11 @@ class StatePool:
         for key, row in self.rows(target, query_buffers[1]).items():
             row.copy_(rows[key])
 
-    def snapshot(self, slot: int, ring: int = -1) -> Snapshot:
-        return {key: row.clone() for key, row in self.rows(slot, ring).items()}
+    def snapshot(self, slot: int, buffer: int = -1) -> Snapshot:
+        return {key: row.clone() for key, row in self.rows(slot, buffer).items()}
 
-    def restore(self, slot: int, snapshot: Snapshot, ring: int = -1) -> None:
-        rows = self.rows(slot, ring)
+    def restore(self, slot: int, snapshot: Snapshot, buffer: int = -1) -> None:
+        rows = self.rows(slot, buffer)
         if snapshot.keys() != rows.keys():
             raise ValueError(f"the snapshot holds {sorted(snapshot)}, this pool {sorted(rows)}")
         for key, row in rows.items():

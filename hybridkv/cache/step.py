@@ -29,9 +29,7 @@ class StreamView:
     table: Tensor  # [slots, streams, N] page ids of every slot, -1 past the end; the page table on the device itself
     lengths: np.ndarray | None  # [B, streams] entries held once the step's are appended; None: a graph's, of any length
     device_lengths: Tensor  # [B, streams] int64, the same where the kernels read it; 0: padding
-    entry_index: (
-        Tensor  # [streams, T] flat place of the entry that a token completes; -1: it completes none, or padding
-    )
+    entry_index: Tensor  # [streams, T] flat place of the entry that a token completes; -1: none, or padding
     max_entries: int  # of the longest stream of the step
 
 

@@ -55,10 +55,9 @@ class Runner:
         """Logits [S, vocab], good until the next step. Pages and state of the step's requests are written."""
         step = inputs.step
         graph = self.graphs.ready(step) if self.graphs is not None else None
+        self.manager.begin(step)
         if graph is not None:
-            self.manager.begin(step)
             logits = graph.replay(inputs.tokens, step)
             return logits[: len(inputs.rows)] if inputs.first else logits[inputs.rows]
-        self.manager.begin(step)
         handles = self.manager.acquire(step)
         return self.model.forward(inputs.tokens, step.index.positions, handles, inputs.rows)

@@ -114,7 +114,7 @@ class Streaming(Policy):
 
 @dataclass(frozen=True)
 class Random(Policy):
-    """The baseline: any entry as good as another; the same ones whenever a request is cut at the same position."""
+    """The baseline: any entry as good as another; the same ones whenever a request is evicted at the same position."""
 
     seed: int = 0
 
