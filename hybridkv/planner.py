@@ -143,7 +143,7 @@ def most_that_fits(need: Callable[[int], int], room: int, limit: int) -> int:
 
 
 def longest_context(schema: CacheSchema, room: int, requests: int, limit: int) -> int:
-    """Most tokens, up to `limit`, that each of `requests` requests, of which none is evicted, can have in `room` bytes."""
+    """Most tokens, up to `limit`, that each of `requests` requests can have in `room` bytes if none is evicted."""
     return most_that_fits(lambda n: schema.bytes(schema.pool_pages(requests, n), requests, n), room, limit)
 
 

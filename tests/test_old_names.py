@@ -17,10 +17,14 @@ def test_rings_are_query_buffers() -> None:
     assert config.query_buffers == 3 and config == CacheConfig(budget=128, query_buffers=3)
     assert eviction.rings_for is eviction.query_buffers_for
     entry = (TensorSpec("k", (4,), torch.float32),)
-    queries = StateSchema("queries", (0,), (TensorSpec("queries", (2, 1, 4), torch.float32),), lent=True)
+    queries = StateSchema("queries", (0,), (TensorSpec("queries", (64, 1, 4), torch.float32),), lent=True)
     schema = CacheSchema((StreamSchema("attention", (0,), entry, 4),), (queries,))
     manager = KVCacheManager(schema, {"attention": 8}, 2, 16, rings=1)
-    assert manager.query_buffers.count == 1
+    assert manager.query_buffers.count == 1 and manager.rings is manager.query_buffers
+    evictor = eviction.Evictor.make(CacheConfig(budget=128), manager, 16)  # a head dimension stood for the scale
+    assert evictor is not None and evictor.scale == 0.25
+    assert eviction.Evictor.reads is eviction.Evictor.needs_queries
+    assert eviction.Evictor.cut is eviction.Evictor.after_step
     manager.admit_request("a")
     manager.admit_request("b")
     assert manager.take_ring("a") and not manager.take_ring("b")

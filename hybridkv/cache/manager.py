@@ -122,6 +122,11 @@ class KVCacheManager(SpecificationNames):
 
     take_ring, drop_ring = take_query_buffer, drop_query_buffer  # their names before 0.2
 
+    @property
+    def rings(self) -> QueryBuffers:
+        """The name of `query_buffers` before 0.2."""
+        return self.query_buffers
+
     @bookkeeping
     def truncate_request(self, request: Hashable, position: int) -> None:
         """Forget all tokens from `position` on. Refused where the past cannot be brought back."""

@@ -44,11 +44,20 @@ class Evictor:
 
     @staticmethod
     def make(
-        config: CacheConfig, manager: KVCacheManager, *, scale: float, step_tokens: int = EngineConfig.step_tokens
+        config: CacheConfig,
+        manager: KVCacheManager,
+        head_dim: int | None = None,  # what was given for the scale before 0.2
+        *,
+        scale: float | None = None,
+        step_tokens: int = EngineConfig.step_tokens,
     ) -> Evictor | None:
         """None where nothing is ever evicted."""
         if config.eviction is None:
             return None
+        if scale is None:
+            if head_dim is None:
+                raise HybridKVError("the scale of attention scores is missing: pass scale=config.attention_scale")
+            scale = head_dim**-0.5
         evictor = Evictor(config.eviction, scale, step_tokens)
         evictor.check(config.eviction, manager)
         return evictor
@@ -111,6 +120,8 @@ class Evictor:
             self.evict(request, manager)
         if not self.needs_queries(request, manager):
             manager.drop_query_buffer(request.key)
+
+    reads, cut = needs_queries, after_step  # their names before 0.2
 
     def evict(self, request: Request, manager: KVCacheManager) -> int:
         """Score, choose, compact. Returns the pages that went back."""
