@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         # threads that wait for each other sleep soon: on a busy machine spinning makes an answer 20 times slower
         os.environ["GOMP_SPINCOUNT"] = "10000"
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # a shell script starts background jobs like that; whoever sends SIGINT to this process wants it to stop
+        # a shell script starts background jobs like that; SIGINT sent to this process is meant to stop it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = app(arguments, prog_name="hybridkv", standalone_mode=False)

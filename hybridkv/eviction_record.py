@@ -60,7 +60,7 @@ class EvictionRecord:
         return self._data.nbytes + self._lengths.nbytes
 
     def lists(self) -> Keep:
-        """Of each layer and stream the entries that stay, ascending."""
+        """The entries that stay of each layer and stream, ascending."""
         if self._lists is not None:
             return self._lists
         lengths = self._lengths.astype(np.int64)

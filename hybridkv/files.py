@@ -1,4 +1,4 @@
-"""Opening model files that nobody vouches for: regular files only, and JSON with every limit set before it is parsed.
+"""Opening untrusted model files: regular files only, and JSON with every limit set before it is parsed.
 
 What the bytes mean is left to the readers of weights (`models/`) and of tokenizers (`text/`).
 """

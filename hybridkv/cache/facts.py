@@ -130,7 +130,7 @@ class Facts:
         overrun = self._overrun(np.array([self._slot(request)]))[0] if self._has_running_state else 0
         return bool(overrun <= self.schema.rewind)
 
-    def check_settled(self, slot: int) -> None:
+    def check_committed(self, slot: int) -> None:
         """Whether the slot's state is that of its position, or RequestError."""
         if self.schema.states and self.reached[slot] - self.positions[slot] > self.schema.rewind:
             raise RequestError(

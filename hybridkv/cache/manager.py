@@ -87,7 +87,7 @@ class KVCacheManager(SpecificationNames):
     def fork_request(self, source: Hashable, request: Hashable) -> int:
         """A second request with the same past: pages shared, state copied. Neither sees what the other then writes."""
         origin = self._slot(source)
-        self.check_settled(origin)
+        self.check_committed(origin)
         self.check_shareable(int(self.positions[origin]))
         slot = self._take_slot(request)
         try:

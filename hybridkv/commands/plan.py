@@ -43,7 +43,7 @@ class Choice:
 
     @property
     def index_dtype(self) -> str | None:
-        """Of the keys by which DeepSeek-V4 chooses entries."""
+        """The dtype of the keys by which DeepSeek-V4 chooses entries."""
         return next((layer.index.name for layer in self.plan.schema.compressed if layer.index), None)
 
     @property

@@ -64,7 +64,7 @@ class Evictor:
 
     @property
     def policy(self) -> Policy:
-        """Of requests that ask for nothing else."""
+        """The policy of requests that ask for nothing else."""
         return find_policy(self.default.policy)
 
     @staticmethod

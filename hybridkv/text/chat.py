@@ -163,7 +163,7 @@ class _Worker:
         try:
             timer.start()
             answer = self._exchange(frame)
-        except BaseException:  # KeyboardInterrupt, say: the answer may still come, and nobody waits for it
+        except BaseException:  # KeyboardInterrupt, say: the answer may still come, and nothing waits for it
             self.end()
             raise
         finally:

@@ -152,7 +152,7 @@ def main() -> None:
         used = resource.getrusage(resource.RUSAGE_SELF)
         limit(
             resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + settings["seconds"]) + 2
-        )  # if nobody is left to kill it
+        )  # if its parent is gone and cannot kill it
         current = template
         if current is None:
             write_frame(stdout, number, answer(compile_template))
