@@ -7,11 +7,12 @@ BIN    := $(VENV)/bin
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-old-cpu lint bench clean
+.PHONY: help demo test test-old-cpu test-interrupts lint bench clean
 
 help:
 	@echo "make demo    build the environment if needed, then run the demo with the embedded model"
 	@echo "make test    run the tests (JOBS=$(JOBS) processes, one thread each)"
+	@echo "make test-interrupts   interrupt an engine at thousands of lines"
 	@echo "make test-old-cpu   run the tests of numbers as a CPU without AVX-512 would"
 	@echo "make lint    ruff check, ruff format --check, pyrefly"
 	@echo "make bench   measure speed on this machine's GPU (ARGS='--model-shape tiny': on a CPU, to see that it runs)"
@@ -47,6 +48,9 @@ test: $(VENV)/.stamp-dev
 # The state machines and the interrupts compute nothing whose bits could differ, and take long.
 OLD_CPU := OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 NUMBERS := tests/test_old_cpu.py tests/test_exact.py tests/kernels tests/models tests/eviction tests/cache tests/engine
+
+test-interrupts: $(VENV)/.stamp-dev
+	HYBRIDKV_INTERRUPTS=4 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/engine/test_interrupts.py -k any_line $(ARGS)
 
 test-old-cpu: $(VENV)/.stamp-dev
 	@$(BIN)/python -m hybridkv.embedded
