@@ -39,9 +39,9 @@ from hybridkv.request import Request
 
 PACKAGE = str(Path(hybridkv.__file__).parent)
 WATCHED = ("/engine/", "/cache/", "/eviction/", "/request.py", "/eviction_record.py")  # where bookkeeping is done
-# points of interruption, spread over the whole work; HYBRIDKV_INTERRUPTS=4 takes four times as many
+# points of interruption, spread over the whole work; HYBRIDKV_INTERRUPTS=8 takes eight times as many
 MORE = int(os.environ.get("HYBRIDKV_INTERRUPTS", "1"))
-SHARES = {"llama": 250, "qwen3_5": 250, "qwen3_5_moe": 60, "qwen3": 60, "deepseek_v4": 40}
+SHARES = {"llama": 120, "qwen3_5": 120, "qwen3_5_moe": 32, "qwen3": 32, "deepseek_v4": 20}
 POINTS = {kind: MORE * share for kind, share in SHARES.items()}
 
 
@@ -201,7 +201,7 @@ def test_an_interrupt_at_any_line_harms_only_the_requests_of_its_step(kind: str)
                 assert request.tokens[:n] == want[i].tokens[:n], f"{calls.place}: wrong tokens"
             else:
                 assert request.tokens == want[i].tokens, f"{calls.place}: request {i} has wrong tokens"
-    assert len(places) > min(150, POINTS[kind] / 3) and ended > 10, f"{len(places)} lines, {ended} requests ended"
+    assert len(places) > min(150, POINTS[kind] / 3) and ended >= min(10, POINTS[kind] / 4), f"{len(places)} lines, {ended} requests ended"
 
 
 # ---- the places at which damage was seen, one by one
@@ -246,7 +246,7 @@ def test_every_line_of_the_bookkeeping_may_be_the_last(place: str) -> None:
     want: list[Request] = []
     work(engine_for("llama"), want)
     interrupted = 0
-    for n in range(1, 18):
+    for n in range(1, 12):
         engine, requests = engine_for("llama"), []
         if place in ("rebuild", "sort"):
             engine.manager.interrupted = engine._changing = True  # as after an interrupt: the next call begins with it
