@@ -201,7 +201,8 @@ def test_an_interrupt_at_any_line_harms_only_the_requests_of_its_step(kind: str)
                 assert request.tokens[:n] == want[i].tokens[:n], f"{calls.place}: wrong tokens"
             else:
                 assert request.tokens == want[i].tokens, f"{calls.place}: request {i} has wrong tokens"
-    assert len(places) > min(150, POINTS[kind] / 3) and ended >= min(10, POINTS[kind] / 4), f"{len(places)} lines, {ended} requests ended"
+    assert len(places) > min(150, POINTS[kind] / 3), f"{len(places)} different lines"
+    assert ended >= min(10, POINTS[kind] / 4), f"{ended} requests ended"
 
 
 # ---- the places at which damage was seen, one by one
