@@ -2,24 +2,49 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 __version__ = "0.2.0"
-__all__ = ["LLM", "CacheConfig", "EvictionConfig", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CacheConfig",
+    "Completion",
+    "Conversation",
+    "EvictionConfig",
+    "HybridKVError",
+    "SamplingParams",
+    "Stream",
+]
 
 if TYPE_CHECKING:
+    from hybridkv.answers import Completion, Stream
+    from hybridkv.async_llm import AsyncLLM
     from hybridkv.config import CacheConfig, EvictionConfig, SamplingParams
+    from hybridkv.conversation import Conversation
+    from hybridkv.errors import HybridKVError
     from hybridkv.llm import LLM
+
+_HOMES = {
+    "LLM": "llm",
+    "AsyncLLM": "async_llm",
+    "CacheConfig": "config",
+    "Completion": "answers",
+    "Conversation": "conversation",
+    "EvictionConfig": "config",
+    "HybridKVError": "errors",
+    "SamplingParams": "config",
+    "Stream": "answers",
+}
 
 
 def __getattr__(name: str) -> object:
     """torch takes a second to import; `hybridkv --help` should not."""
-    if name == "LLM":
-        from hybridkv.llm import LLM
-
-        return LLM
-    if name in ("CacheConfig", "EvictionConfig", "SamplingParams"):
-        from hybridkv import config
-
-        return getattr(config, name)
+    if name in _HOMES:
+        return getattr(import_module(f"hybridkv.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'hybridkv' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -7,49 +7,100 @@ a template rewrites earlier turns, the engine reuses as much as it can and compu
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
+from hybridkv.answers import Completion, Stream
 from hybridkv.config import SamplingParams
-from hybridkv.llm import LLM, Completion
+from hybridkv.engine.engine import INHERIT, Engine
+from hybridkv.errors import RequestError
+from hybridkv.llm import LLM, Eviction
 from hybridkv.request import Request
 from hybridkv.text.prompt import encode_pieces, render_pieces
 
 
 class Conversation:
-    def __init__(self, llm: LLM, system: str | None = None, params: SamplingParams | None = None) -> None:
-        self.llm, self.params = llm, params or SamplingParams(max_tokens=512)
+    """Turns of a chat that share one cache.
+
+    llm: the model; several conversations, in several threads, may use it at once.
+    system: what the model is told first.
+    params: how answers are chosen; may be changed between turns.
+    eviction: what the cache keeps: an EvictionConfig, a number (its budget), or None (everything). Without it: what the
+        LLM was opened with. May be changed between turns.
+
+    `messages` has what was said, `last` the last answer. Turns of one conversation come one after the other: a second
+    thread that sends waits for the first one's answer to end.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        system: str | None = None,
+        params: SamplingParams | None = None,
+        *,
+        eviction: Eviction = INHERIT,
+    ) -> None:
+        self.llm, self.params, self.eviction = llm, params, eviction
         self.messages = [{"role": "system", "content": system}] if system else []
         self.last: Completion | None = None
         self._request: Request | None = None  # the last turn's, whose cache is held
         self._prompt = ""  # the text that the last turn's prompt was made from
+        self._turn = threading.Lock()  # held while a turn is answered
+        self._answering: int | None = None  # the thread that reads the answer
 
     def send(self, text: str) -> Iterator[str]:
-        """The answer's text piece by piece. Closing the iterator early keeps what was said so far as the answer."""
+        """The answer's text piece by piece, "" where a step gave none.
+
+        Closing the iterator early ends the answer where the engine is by then, perhaps a step or two further than what
+        was heard; `last.text` has all of it.
+        """
+        self._begin()
+        try:
+            yield from self._answer(text)
+        finally:
+            self._answering = None
+            self._turn.release()
+
+    def _begin(self) -> None:
+        if self._turn.acquire(blocking=False):
+            self._answering = threading.get_ident()
+            return
+        if self._answering == threading.get_ident():
+            raise RequestError("the last turn is still being answered; read it to its end, or close it, then send")
+        self._turn.acquire()
+        self._answering = threading.get_ident()
+
+    def _answer(self, text: str) -> Iterator[str]:
         self.messages.append({"role": "user", "content": text})
         try:
             tokenizer, template = self.llm.chat_parts()
             pieces = render_pieces(template, tokenizer, self.messages)
-            request = self.llm.engine.add(self._tokens(pieces), self.params, hold=True, after=self._request)
+            tokens, before = self._tokens(pieces), self._request
+
+            def add(engine: Engine) -> Request:
+                return engine.add(tokens, self.params, hold=True, after=before, eviction=self.eviction)
+
+            stream = Stream(self.llm.owner, add, hold=True)
         except BaseException:
             self.messages.pop()  # the turn did not happen
             raise
-        self._request, self._prompt = request, "".join(text for text, _ in pieces)
+        self._request, self._prompt = stream.request, "".join(text for text, _ in pieces)
         try:
-            yield from self.llm.pieces(request)
+            yield from stream.steps()
         finally:
-            self.llm.engine.stop(request)
-            if request.error is None:
-                self.messages.append({"role": "assistant", "content": request.text.text})
-                self.last = Completion.of(request)
+            stream.close()
+            if stream.request.error is None:
+                self.messages.append({"role": "assistant", "content": stream.request.text.text})
+                self.last = stream.completion
             else:
                 self.messages.pop()  # the turn did not happen, and its cache is gone
                 self._request = None
 
     def close(self) -> None:
-        """Give the cache back."""
-        if self._request is not None:
-            self.llm.engine.abort(self._request)
-            self._request = None
+        """Give the cache back. A later turn computes all of the conversation again."""
+        request, self._request = self._request, None
+        if request is not None:
+            self.llm.owner.run(lambda engine: engine.abort(request))
 
     def _tokens(self, pieces: list[tuple[str, bool]]) -> list[int]:
         """Tokens of the whole conversation; those of the last turn are taken over as they were computed."""

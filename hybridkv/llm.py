@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hybridkv.answers import Completion, Stream
 from hybridkv.cache import KVCacheManager
 from hybridkv.checkpoint.checkpoint import Checkpoint
 from hybridkv.checkpoint.source import locate_model
-from hybridkv.config import GPU_STEP_TOKENS, CacheConfig, EngineConfig, SamplingParams
+from hybridkv.config import GPU_STEP_TOKENS, CacheConfig, EngineConfig, EvictionConfig, SamplingParams
 from hybridkv.devices import check_fp8_cache, free_memory, on_device, resolve_device, resolve_dtype, resolve_fp8
 from hybridkv.embedded import Progress
-from hybridkv.engine.engine import Engine
+from hybridkv.engine.engine import INHERIT, Engine
+from hybridkv.engine.owner import EngineOwner, Ticket
 from hybridkv.engine.workspace import workspace
 from hybridkv.errors import HybridKVError, RequestError, UnsupportedModel
 from hybridkv.eviction import Evictor, most_held, query_buffers_for
@@ -26,38 +30,14 @@ from hybridkv.models.config import ModelConfig
 from hybridkv.models.fingerprint import fingerprint_of
 from hybridkv.overrides import overridden
 from hybridkv.planner import CachePlan, human, model_bytes, plan_cache
-from hybridkv.request import Request, TokenLogprobs
+from hybridkv.request import Request
 from hybridkv.text.chat import ChatTemplate
 from hybridkv.text.prompt import encode_pieces, render_pieces
 from hybridkv.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+Eviction = EvictionConfig | int | None | object  # object: INHERIT, what the LLM was opened with
 HEADROOM = 0.9  # of the free memory is used when no limit was given
-
-
-@dataclass(frozen=True)
-class Completion:
-    """An answer. `stats`: kept_tokens, kv_bytes_full, kv_bytes_kept, prefill_s, prefill_tok_s, decode_tok_s, ..."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    prompt_tokens: int
-    stats: dict[str, float]
-    logprobs: list[TokenLogprobs] | None = None
-    error: str | None = None  # why, where finish_reason is "error"
-
-    @staticmethod
-    def of(request: Request) -> Completion:
-        return Completion(
-            text=request.text.text,
-            token_ids=request.generated,
-            finish_reason=request.finish_reason or "abort",
-            prompt_tokens=request.prompt_tokens,
-            stats=request.stats,
-            logprobs=request.logprobs if request.params.logprobs is not None else None,
-            error=request.error,
-        )
 
 
 class LLM:
@@ -109,6 +89,7 @@ class LLM:
         eos = self.tokenizer.eos_ids if self.tokenizer and self.tokenizer.eos_ids else frozenset(self.config.eos_ids)
         evictor = Evictor.make(self.cache_config, self.manager, scale=self.config.attention_scale)
         self.engine = Engine(self.model, self.manager, self.tokenizer, limits.step_tokens, eos, evictor)
+        self.owner = EngineOwner(self.engine)
         template = self.tokenizer.chat_template if self.tokenizer else None
         self.chat_template = (
             ChatTemplate(template, bos=self.tokenizer.bos_text, eos=self.tokenizer.eos_text)
@@ -158,37 +139,100 @@ class LLM:
     # ---- answers
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        eviction: Eviction | Sequence[Eviction] = INHERIT,
     ) -> list[Completion]:
-        """Answers in the order of the prompts, computed together. A prompt is text or a list of token ids."""
+        """Answers in the order of the prompts, computed together.
+
+        prompts: a text, a list of token ids, or a list of either.
+        params: how to choose tokens and when to end, for all of them or one for each.
+        eviction: what a request keeps: an EvictionConfig, a number (its budget), or None (everything); for all of them
+            or one for each. Without it: what the LLM was opened with.
+
+        May be called from several threads: what they ask runs together.
+        """
+        tickets = [Ticket(add) for add in self.requests(prompts, params, eviction)]
+        try:
+            self.owner.submit(tickets)
+            for ticket in tickets:
+                ticket.wait()
+        finally:
+            self.owner.cancel(tickets)
+        return [Completion.of(ticket.result()) for ticket in tickets]
+
+    def as_completed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        eviction: Eviction | Sequence[Eviction] = INHERIT,
+    ) -> Iterator[tuple[int, Completion]]:
+        """Like `generate`, but each answer as soon as it is whole, with the number of its prompt, from 0.
+
+        Leaving the loop early stops the requests that are left.
+        """
+        ended: SimpleQueue[int] = SimpleQueue()
+
+        def tell(number: int, piece: str | None) -> None:
+            if piece is None:
+                ended.put(number)
+
+        adds = self.requests(prompts, params, eviction)
+        tickets = [Ticket(add, partial(tell, number)) for number, add in enumerate(adds)]
+        self.owner.submit(tickets)
+        return self._as_they_end(tickets, ended)
+
+    def _as_they_end(self, tickets: list[Ticket], ended: SimpleQueue[int]) -> Iterator[tuple[int, Completion]]:
+        try:
+            for _ in tickets:
+                number = ended.get()
+                yield number, Completion.of(tickets[number].result())
+        finally:
+            self.owner.cancel(tickets)
+
+    def requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        eviction: Eviction | Sequence[Eviction],
+    ) -> list[Callable[[Engine], Request]]:
+        """What `generate` hands to the engine's thread: a function for each prompt that begins its request."""
         listed = _as_list(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(listed)
+        each = list(params) if isinstance(params, Sequence) else [params] * len(listed)
         if len(each) != len(listed):
             raise RequestError(f"{len(listed)} prompts were given with {len(each)} sampling parameters")
-        ids = [self.encode(prompt) for prompt in listed]
-        requests: list[Request] = []
-        try:
-            for tokens, param in zip(ids, each, strict=True):
-                requests.append(self.engine.add(tokens, param))
-            while not self.engine.idle:
-                self.engine.step()
-        finally:
-            for request in requests:
-                if not request.finished:
-                    self.engine.abort(request)
-        return [Completion.of(request) for request in requests]
+        evictions = list(eviction) if isinstance(eviction, list | tuple) else [eviction] * len(listed)
+        if len(evictions) != len(listed):
+            raise RequestError(f"{len(listed)} prompts were given with {len(evictions)} settings of eviction")
+        return [self._adding(self.encode(p), s, e) for p, s, e in zip(listed, each, evictions, strict=True)]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
-        """The answer's text piece by piece. Leaving the loop early stops the request."""
-        request = self.engine.add(self.encode(prompt), params)
-        try:
-            yield from filter(None, self.pieces(request))
-            self.completion(request)
-        finally:
-            self.engine.abort(request)
+    @staticmethod
+    def _adding(
+        tokens: list[int], params: SamplingParams | None, eviction: Eviction, **how: Any
+    ) -> Callable[[Engine], Request]:
+        """What the engine's thread does to begin a request."""
+        return lambda engine: engine.add(tokens, params, eviction=eviction, **how)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, eviction: Eviction = INHERIT) -> Stream:
+        """The answer's text piece by piece; see `generate` for the arguments. Leaving the loop early stops it."""
+        return Stream(self.owner, self.single_request(prompt, params, eviction))
+
+    def single_request(
+        self, prompt: Prompt, params: SamplingParams | None, eviction: Eviction
+    ) -> Callable[[Engine], Request]:
+        """What `stream` hands to the engine's thread."""
+        if params is not None and getattr(params, "n", 1) > 1:
+            raise RequestError(f"a stream is one answer, n={getattr(params, 'n', 1)} were asked for; use generate")
+        return self._adding(self.encode(prompt), params, eviction)
 
     def pieces(self, request: Request) -> Iterator[str]:
-        """Run until the request is finished, and give its text as it grows, a piece a step."""
+        """Run the engine until a request of its own is finished, and give its text as it grows, a piece a step.
+
+        For those who use `llm.engine` themselves, on the thread that opened the model.
+        """
         given = 0
         while not request.finished:
             if self.engine.idle:
@@ -204,7 +248,19 @@ class LLM:
         """[T, vocab] f32, teacher-forced through the real path: `prefill` tokens in chunks of `chunk`, then one by
         one.
         """
-        return self.engine.score(token_ids, prefill, chunk)
+        return self.owner.run(lambda engine: engine.score(token_ids, prefill, chunk))
+
+    def close(self) -> None:
+        """End what runs, and the engine's thread. Memory goes back when nothing refers to the LLM any more."""
+        self.owner.close()
+        if self.chat_template is not None:
+            self.chat_template.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):

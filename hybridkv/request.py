@@ -54,6 +54,7 @@ class Request:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     eviction: EvictionConfig | None = None  # what it keeps; None: everything
     evictions: dict[int, EvictionRecord] = field(default_factory=dict)  # position -> entries kept there
+    siblings: list[Request] = field(default_factory=list)  # further answers to the same prompt (n > 1)
     continues: Request | None = None  # a finished request whose held cache this one goes on with, once it is admitted
     seen: torch.Tensor | None = None  # [vocab] bool, tokens so far, where a repetition penalty asks for it
     counted: int = 0  # tokens that `seen` has

@@ -138,6 +138,7 @@ def with_cache(llm: LLM, cache: CacheConfig) -> LLM:
     """A second LLM on the same weights, with a cache of its own."""
     from hybridkv.cache import KVCacheManager
     from hybridkv.engine.engine import Engine
+    from hybridkv.engine.owner import EngineOwner
     from hybridkv.eviction import Evictor
     from hybridkv.models import cache_schema
 
@@ -151,6 +152,7 @@ def with_cache(llm: LLM, cache: CacheConfig) -> LLM:
     evictor = Evictor.make(cache, other.manager, scale=llm.config.attention_scale)
     steps = llm.engine.scheduler.step_tokens
     other.engine = Engine(llm.model, other.manager, llm.tokenizer, steps, llm.engine.eos_ids, evictor)
+    other.owner = EngineOwner(other.engine)
     return other
 
 

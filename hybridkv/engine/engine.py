@@ -85,6 +85,16 @@ class Engine:
             raise RequestError("the engine is in the middle of a call; its owner hands it over between calls")
         self._owner = threading.get_ident()
 
+    @contextmanager
+    def owned(self) -> Iterator[None]:
+        """Inside, the calling thread owns the engine; afterwards, whoever did before."""
+        before = self._owner
+        self.take_ownership()
+        try:
+            yield
+        finally:
+            self._owner = before
+
     # ---- requests
 
     def add(

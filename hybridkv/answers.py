@@ -1,0 +1,132 @@
+"""What a caller gets: a Completion, whole, or a Stream, piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from queue import SimpleQueue
+from types import TracebackType
+
+from hybridkv.engine.engine import Engine
+from hybridkv.engine.owner import EngineOwner, Ticket
+from hybridkv.errors import HybridKVError
+from hybridkv.request import Request, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class Completion:
+    """An answer.
+
+    text: the answer. token_ids: its tokens, the one that ended it included.
+    reasoning: the thoughts before the answer, where the chat template marks them; None elsewhere.
+    finish_reason: "stop" (the model's own end, or a stop text), "length" (max_tokens or the context was reached),
+        "abort" (its caller left) or "error", which `error` explains.
+    prompt_tokens: how many tokens were asked with.
+    stats: kept_tokens, kv_bytes_full, kv_bytes_kept, state_bytes, cached_tokens, prefill_s, prefill_tok_s, decode_s,
+        decode_tok_s, wait_s, preemptions, eviction_record_bytes.
+    logprobs: of each token, where asked for.
+    others: answers 2 to n, where n were asked for; `samples` has all of them.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    prompt_tokens: int
+    stats: dict[str, float]
+    logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+    reasoning: str | None = None
+    others: tuple[Completion, ...] = ()
+
+    @property
+    def samples(self) -> tuple[Completion, ...]:
+        """All n answers, this one first."""
+        return (self, *self.others)
+
+    @staticmethod
+    def of(request: Request) -> Completion:
+        """The answer of a finished request."""
+        return Completion(
+            text=request.text.text,
+            token_ids=request.generated,
+            finish_reason=request.finish_reason or "abort",
+            prompt_tokens=request.prompt_tokens,
+            stats=request.stats,
+            logprobs=request.logprobs if request.params.logprobs is not None else None,
+            error=request.error,
+            others=tuple(map(Completion.of, request.siblings)),
+        )
+
+
+class Stream(Iterator[str]):
+    """An answer's text piece by piece, as it is written.
+
+    `completion` is the whole answer once the text has ended. Leaving early (`close`, the end of a `with`, or dropping
+    the stream) stops the request. An answer that ends in an error raises it.
+    """
+
+    def __init__(self, owner: EngineOwner, add: Callable[[Engine], Request], hold: bool = False) -> None:
+        self.completion: Completion | None = None  # known at the end
+        self._owner = owner
+        self._pieces: SimpleQueue[str | None] = SimpleQueue()
+        self._ticket = Ticket(add, self._pieces.put, hold)
+        self._texts = self._run()
+        owner.submit([self._ticket])
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Tokens of the prompt that have been read, and all of them."""
+        request = self._ticket.request
+        return self._ticket.read, 0 if request is None else request.prompt_tokens
+
+    @property
+    def request(self) -> Request:
+        """The engine's request. Its fields are the engine's to change until it has finished."""
+        assert self._ticket.request is not None
+        return self._ticket.request
+
+    def steps(self) -> Iterator[str]:
+        """Like iterating the stream, but with a piece for every step of the engine, "" while the prompt is read. Who
+        shows progress, or may want to stop, looks in between.
+        """
+        return self._texts
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> str:
+        for piece in self._texts:
+            if piece:
+                return piece
+        raise StopIteration
+
+    def _run(self) -> Iterator[str]:
+        given = 0
+        while (piece := self._pieces.get()) is not None:
+            given += len(piece)
+            yield piece
+        request = self._ticket.result()
+        if rest := request.text.text[given:]:
+            yield rest
+        self.completion = Completion.of(request)
+        if request.error is not None:
+            raise HybridKVError(request.error)
+
+    def close(self) -> None:
+        """Stop the request, if it has not ended. Nothing of it is left when this returns."""
+        self._owner.cancel([self._ticket])
+        if self.completion is None and self._ticket.request is not None:
+            self.completion = Completion.of(self._ticket.request)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        ticket = getattr(self, "_ticket", None)
+        if ticket is not None and not ticket.ended:
+            self._owner.cancel([ticket], wait=False)  # whatever thread collects it, waiting could block that one

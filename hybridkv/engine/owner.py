@@ -1,0 +1,316 @@
+"""EngineOwner: the thread that runs an engine, and the way other threads hand it requests.
+
+    callers     submit(ticket) ............... pieces ... done        call(f) -> result
+    the owner   | calls that came | step | updates given out | calls that came | step | ...
+
+The engine itself belongs to one thread at a time. The owner's thread begins with the first request, takes the engine
+while there is work, and hands it back to whoever had it when there is none. Everything that callers do is a call in one
+queue, so requests of several threads run in the same steps.
+
+A ticket is made before its request is. So a caller that leaves, at whatever line, can always cancel it: a request that
+was not added yet never is, and one that runs is aborted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+from hybridkv.engine.engine import Engine, Update
+from hybridkv.errors import RequestError
+from hybridkv.request import Request
+
+T = TypeVar("T")
+EXIT_SECONDS = 10.0  # that an interpreter which ends waits for a step to end
+
+
+class Ticket:
+    """One caller's request, and its siblings if it asked for several answers.
+
+    `listener`, where there is one, is called on the owner's thread: with the text of every step that ran while the
+    request was there, which may be "", and at the end with None. It must not wait for anything.
+    """
+
+    def __init__(
+        self,
+        add: Callable[[Engine], Request],  # runs on the owner's thread
+        listener: Callable[[str | None], None] | None = None,
+        hold: bool = False,  # a cancelled answer ends where it is, and its cache is held for a next turn
+    ) -> None:
+        self.add, self.listener, self.hold = add, listener, hold
+        self.request: Request | None = None  # None: not added yet
+        self.problem: BaseException | None = None  # the exception that ended it
+        self.read = 0  # prompt tokens read so far
+        self.cancelled = False
+        self._ended = threading.Event()
+
+    @property
+    def requests(self) -> list[Request]:
+        return [] if self.request is None else [self.request, *self.request.siblings]
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing of it is left in the engine, and nothing will be."""
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        """Until it has ended."""
+        self._ended.wait()
+
+    def result(self) -> Request:
+        """The finished request; what ended it early is raised."""
+        if self.problem is not None:
+            raise self.problem
+        if self.request is None:
+            raise RequestError("the request was cancelled before it began")
+        return self.request
+
+    def end(self, problem: BaseException | None = None) -> None:
+        """Called once, on the owner's thread or after it."""
+        self.problem = self.problem or problem
+        self._ended.set()
+        if self.listener is not None:
+            with contextlib.suppress(Exception):  # a caller that is gone
+                self.listener(None)
+
+
+class EngineOwner:
+    """Runs one engine on a thread of its own. All methods may be called from any thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._inbox: SimpleQueue[_Work | None] = SimpleQueue()
+        self._state = _State()
+        self._start = threading.Lock()
+        self._thread: threading.Thread | None = None
+        # the thread knows the engine weakly while it is idle, so that a model that nobody uses goes away
+        self._finalizer = weakref.finalize(self, _end_thread, self._inbox, self._state)
+
+    def submit(self, tickets: Sequence[Ticket]) -> None:
+        """Add requests, all of them or, if one is refused, none: its error is raised here."""
+        try:
+            self._call(lambda serving: serving.add(tickets))
+        except BaseException:
+            self.cancel(tickets, wait=False)
+            raise
+
+    def post(self, tickets: Sequence[Ticket]) -> None:
+        """`submit` without waiting: a ticket that is refused ends with its error."""
+        self._send(_Work(lambda serving: serving.add_each(tickets), partial(_end_all, tickets)))
+
+    def cancel(self, tickets: Sequence[Ticket], wait: bool = True) -> None:
+        """End what has not ended: nothing of it is left when this returns, or soon after if `wait` is False."""
+        left = [ticket for ticket in tickets if not ticket.ended]
+        for ticket in left:
+            ticket.cancelled = True
+        if left:
+            self._send(_Work(lambda serving: serving.cancel(left), partial(_end_all, left)))
+        if wait and threading.current_thread() is not self._thread:
+            for ticket in left:
+                ticket.wait()
+
+    def run(self, work: Callable[[Engine], T]) -> T:
+        """`work(engine)` on the owner's thread, between two steps."""
+        return self._call(lambda serving: work(serving.engine))
+
+    def close(self) -> None:
+        """End all requests and the thread. What is asked for later is refused."""
+        self._state.closed = True
+        self._inbox.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _call(self, work: Callable[[_Serving], T]) -> T:
+        serving = self._state.serving
+        if threading.current_thread() is self._thread and serving is not None:
+            return work(serving)  # of a hook inside a step; the engine refuses what it must
+        answer: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
+
+        def carry_out(serving: _Serving) -> None:
+            try:
+                answer.put((work(serving), None))
+            except BaseException as problem:
+                answer.put((None, problem))
+
+        self._send(_Work(carry_out, lambda problem: answer.put((None, problem))))
+        found, problem = answer.get()
+        if problem is not None:
+            raise problem
+        return found  # type: ignore[return-value]
+
+    def _send(self, work: _Work) -> None:
+        if self._thread is None and not self._state.closed:
+            with self._start:
+                if self._thread is None:
+                    arguments = (self._inbox, weakref.ref(self._engine), self._state)
+                    thread = threading.Thread(target=_serve, args=arguments, name="hybridkv-engine", daemon=True)
+                    thread.start()
+                    self._thread = self._state.thread = thread
+        self._inbox.put(work)
+        if self._state.finished or self._thread is None:
+            _refuse_all(self._inbox)
+
+
+@dataclass(frozen=True)
+class _Work:
+    carry_out: Callable[[_Serving], object]
+    refuse: Callable[[BaseException], object]  # instead, where the engine cannot be had
+
+
+class _State:
+    """What the thread and its owner object both know. It keeps neither the engine nor the model alive."""
+
+    def __init__(self) -> None:
+        self.closed = False  # the thread is to end
+        self.finished = False  # it has
+        self.thread: threading.Thread | None = None
+        self.serving: _Serving | None = None  # while there is work
+
+
+def _end_thread(inbox: SimpleQueue[_Work | None], state: _State) -> None:
+    """The owner object is gone, or the interpreter ends: the thread ends after the step that it is in."""
+    state.closed = True
+    inbox.put(None)
+    if state.serving is not None and state.thread is not None and state.thread is not threading.current_thread():
+        state.thread.join(EXIT_SECONDS)
+
+
+def _serve(inbox: SimpleQueue[_Work | None], engine_ref: weakref.ref[Engine], state: _State) -> None:
+    """The thread: waits for work without holding the engine, and serves until there is none."""
+    while not state.closed:
+        work = inbox.get()
+        engine = engine_ref()
+        if work is None or engine is None:
+            continue
+        serving = _Serving(engine, inbox, state)
+        try:
+            with engine.owned():
+                state.serving = serving
+                serving.until_idle(work)
+        except BaseException as problem:  # another thread is inside the engine
+            work.refuse(problem)
+            _end_all(list(serving.tickets), problem)
+        finally:
+            state.serving = None
+        del engine, serving, work
+    state.finished = True
+    _refuse_all(inbox)
+
+
+def _refuse_all(inbox: SimpleQueue[_Work | None]) -> None:
+    with contextlib.suppress(Empty):
+        while True:
+            work = inbox.get_nowait()
+            if work is not None:
+                work.refuse(RequestError("this model was closed; open it again"))
+
+
+def _end_all(tickets: Sequence[Ticket], problem: BaseException | None) -> None:
+    for ticket in tickets:
+        if not ticket.ended:
+            ticket.end(problem)
+
+
+class _Serving:
+    """The owner's thread at work."""
+
+    def __init__(self, engine: Engine, inbox: SimpleQueue[_Work | None], state: _State) -> None:
+        self.engine, self.inbox, self.state = engine, inbox, state
+        self.tickets: dict[Ticket, None] = {}  # in the order they came
+
+    def until_idle(self, work: _Work) -> None:
+        work.carry_out(self)
+        while True:
+            self.take_calls()
+            if self.state.closed:
+                self.cancel(list(self.tickets), RequestError("this model was closed while the answer was written"))
+                return
+            if not self.tickets:
+                return
+            self.step()
+
+    def take_calls(self) -> None:
+        while True:
+            try:
+                work = self.inbox.get_nowait()
+            except Empty:
+                return
+            if work is not None:
+                work.carry_out(self)
+
+    # ---- what callers ask for
+
+    def add(self, tickets: Sequence[Ticket]) -> None:
+        try:
+            for ticket in tickets:
+                self._add(ticket)
+        except BaseException:
+            self.cancel(tickets)
+            raise
+
+    def add_each(self, tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            try:
+                self._add(ticket)
+            except BaseException as problem:
+                ticket.end(problem)
+
+    def _add(self, ticket: Ticket) -> None:
+        if ticket.cancelled:
+            return
+        ticket.request = ticket.add(self.engine)
+        self.tickets[ticket] = None
+
+    def cancel(self, tickets: Sequence[Ticket], problem: BaseException | None = None) -> None:
+        for ticket in tickets:
+            if ticket.ended:
+                continue
+            ticket.cancelled = True
+            for request in ticket.requests:
+                if not request.finished:
+                    (self.engine.stop if ticket.hold else self.engine.abort)(request)
+            self._end(ticket, problem)
+
+    # ---- running
+
+    def step(self) -> None:
+        try:
+            updates = self.engine.step()
+        except BaseException as problem:
+            self._failed(problem)
+            return
+        self._give(updates)
+
+    def _give(self, updates: Sequence[Update]) -> None:
+        texts = {update.request: update.text for update in updates}
+        for ticket in list(self.tickets):
+            request = ticket.request
+            if ticket.listener is not None and request is not None:
+                slot = self.engine.manager.slot_of.get(request.key)
+                if slot is not None and not request.finished:
+                    ticket.read = min(int(self.engine.manager.positions[slot]), request.prompt_tokens)
+                try:
+                    ticket.listener(texts.get(request, ""))
+                except Exception:  # its caller is gone, as an event loop that was closed
+                    self.cancel([ticket])
+                    continue
+            if all(request.finished for request in ticket.requests):
+                self._end(ticket)
+        if self.tickets and self.engine.idle:  # they are in no queue any more: an interrupt lost them
+            lost = RequestError("the request is no longer in the engine: it was lost by an interrupt; ask again")
+            self.cancel(list(self.tickets), lost)
+
+    def _failed(self, problem: BaseException) -> None:
+        """A step raised. Requests that ended with it get the exception; if none did, all do, or it would come again."""
+        ended = [ticket for ticket in self.tickets if any(request.finished for request in ticket.requests)]
+        self.cancel(ended or list(self.tickets), problem)
+
+    def _end(self, ticket: Ticket, problem: BaseException | None = None) -> None:
+        self.tickets.pop(ticket, None)
+        ticket.end(problem)
