@@ -248,7 +248,7 @@ class LLM:
         """[T, vocab] f32, teacher-forced through the real path: `prefill` tokens in chunks of `chunk`, then one by
         one.
         """
-        return self.owner.run(lambda engine: engine.score(token_ids, prefill, chunk))
+        return self.owner.run(lambda engine: engine.score(token_ids, prefill, chunk), drained=True)
 
     def close(self) -> None:
         """End what runs, and the engine's thread. Memory goes back when nothing refers to the LLM any more."""

@@ -115,9 +115,9 @@ class EngineOwner:
             for ticket in left:
                 ticket.wait()
 
-    def run(self, work: Callable[[Engine], T]) -> T:
-        """`work(engine)` on the owner's thread, between two steps."""
-        return self._call(lambda serving: work(serving.engine))
+    def run(self, work: Callable[[Engine], T], drained: bool = False) -> T:
+        """`work(engine)` on the owner's thread, between two steps; `drained`: with no step in flight on a device."""
+        return self._call(lambda serving: serving.run(work, drained))
 
     def close(self) -> None:
         """End all requests and the thread. What is asked for later is refused."""
@@ -277,11 +277,19 @@ class _Serving:
                     (self.engine.stop if ticket.hold else self.engine.abort)(request)
             self._end(ticket, problem)
 
+    def run(self, work: Callable[[Engine], T], drained: bool) -> T:
+        if drained:
+            self._advance(self.engine.drain)
+        return work(self.engine)
+
     # ---- running
 
     def step(self) -> None:
+        self._advance(self.engine.step)
+
+    def _advance(self, step: Callable[[], list[Update]]) -> None:
         try:
-            updates = self.engine.step()
+            updates = step()
         except BaseException as problem:
             self._failed(problem)
             return

@@ -26,11 +26,13 @@ def score(engine: Engine, tokens: Sequence[int], prefill: int | None, chunk: int
     bounds = _chunk_bounds(engine, len(tokens), prefill, chunk)
     request = engine.new_request(tokens, SamplingParams(), eviction=eviction)
     request.prompt_tokens = len(tokens) if prefill is None else prefill
-    if not manager.free_slots and scheduler.held:
-        scheduler.make_room()
+    while not manager.free_slots and _make_room(engine):
+        pass
     manager.admit_request(request.key)
     try:
-        if not scheduler.give_query_buffer(request):
+        while not (given := scheduler.give_query_buffer(request)) and _make_room(engine):
+            pass
+        if not given:
             raise HybridKVError(
                 f"all {manager.query_buffers.count} query buffers are taken by prompts that are being read; let the "
                 "engine run until one has been evicted, or raise max_requests"
@@ -64,11 +66,25 @@ def _chunk_bounds(engine: Engine, tokens: int, prefill: int | None, chunk: int |
 
 
 def _reserve(engine: Engine, key: RequestKey, tokens: int) -> ForwardStep:
-    """Pages for one request, at the cost of caches that are only held."""
+    """Pages for one request, at the cost of the others."""
     while True:
         try:
             return engine.scheduler.reserve([(key, tokens)])
         except OutOfPages:
-            if not engine.scheduler.held:
+            if not _make_room(engine):
                 raise
-            engine.scheduler.make_room()
+
+
+def _make_room(engine: Engine) -> bool:
+    """Give up a cache that is only held, or preempt the youngest request, which is computed again later.
+
+    False: there is none, or a step of it is still in flight on a device.
+    """
+    scheduler, pipeline = engine.scheduler, engine.pipeline
+    if not scheduler.held and (pipeline.in_flight is not None or not scheduler.running):
+        return False
+    if not scheduler.held:
+        pipeline.prepared = None  # the step that was to come next may be of this request
+        scheduler.preempt(max(scheduler.running, key=lambda request: request.order))
+        return True
+    return scheduler.make_room() is not None
