@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,9 @@ MAX_MEMORY = 1 << 29  # bytes of address space of the worker
 MAX_ANSWER = 13 * MAX_OUTPUT  # bytes; JSON writes a character in at most six, or twelve beyond U+FFFF
 START_SECONDS = 60.0  # for Python and jinja2 to start
 SECONDS = 5.0  # for compiling, and for each rendering
+PROBE = "a text part"
 
-_RESERVED = frozenset(
+RESERVED = frozenset(  # variables that are not a request's to set
     {"messages", "add_generation_prompt", "bos_token", "eos_token"}
     | {"raise_exception", "strftime_now", "namespace", "dict", "range"}
 )
@@ -52,12 +54,14 @@ class ChatTemplate:
         self._seconds = seconds
         self._lock = threading.Lock()
         self._worker: _Worker | None = None
+        self._variables: frozenset[str] | None = None  # known when the template is compiled
+        self._takes_parts: bool | None = None
 
     def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **extra: Any) -> str:
         """`extra` are further variables of the template: tools, documents, enable_thinking, ..."""
         if not isinstance(messages, (list, tuple)) or not all(isinstance(m, dict) for m in messages):
             raise RequestError("messages must be a list of objects such as {'role': 'user', 'content': 'Hello'}")
-        if taken := sorted(_RESERVED & extra.keys()):
+        if taken := sorted(RESERVED & extra.keys()):
             raise RequestError(f"chat template variables cannot be set by a request: {', '.join(taken)}")
         variables = {"tools": None, "documents": None, **extra, **self._tokens}
         variables |= {"messages": messages, "add_generation_prompt": bool(add_generation_prompt)}
@@ -69,9 +73,39 @@ class ChatTemplate:
             raise RequestError(
                 f"the messages have {len(data)} bytes; at most {MAX_INPUT} can be put through a chat template"
             )
+        return self._use(lambda worker: worker.ask(data, self._seconds))
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """The names of the variables that the template reads: messages, tools, enable_thinking, ..."""
+        if self._variables is None:
+            self._use(lambda worker: "")
+        assert self._variables is not None
+        return self._variables
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether content that is a list of text parts can be given as it is: tried once, with one part. A template
+        that shows no such message at all, not even with plain text, gets what it is given.
+        """
+        if self._takes_parts is None:
+            text = self._shown([{"type": "text", "text": PROBE}])
+            if text is None:
+                self._takes_parts = self._shown(PROBE) is None
+            else:
+                self._takes_parts = PROBE in text and f"'{PROBE}'" not in text and f'"{PROBE}"' not in text
+        return self._takes_parts
+
+    def _shown(self, content: Any) -> str | None:
+        try:
+            return self.render([{"role": "user", "content": content}])
+        except RequestError:
+            return None
+
+    def _use(self, work: Callable[[_Worker], str]) -> str:
         with self._lock:
             try:
-                return self._running().ask(data, self._seconds)
+                return work(self._running())
             except _Failed as e:
                 if self._worker is not None and not self._worker.alive():
                     self._worker = None
@@ -90,7 +124,7 @@ class ChatTemplate:
             worker = _Worker()
             settings = {"source": self.source, "seconds": self._seconds, "memory": MAX_MEMORY, "output": MAX_OUTPUT}
             try:
-                worker.ask(json.dumps(settings).encode(), self._seconds)
+                self._variables = frozenset(worker.ask(json.dumps(settings).encode(), self._seconds).split())
             except BaseException:
                 worker.end()
                 raise

@@ -1,6 +1,7 @@
 """From messages to token ids, so that what a person wrote cannot forge a turn.
 
-Control tokens that the template writes are real; those that a message spells, anywhere in it, stay plain text.
+Control tokens that the template writes are real; those that a message, a tool or a template variable spells, anywhere
+in it, stay plain text.
 """
 
 from __future__ import annotations
@@ -11,7 +12,15 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridkv.errors import RequestError
-from hybridkv.text.chat import ChatTemplate
+from hybridkv.text.chat import RESERVED, ChatTemplate
+from hybridkv.text.messages import (
+    check_messages,
+    check_tools,
+    with_joined_parts,
+    with_object_arguments,
+    with_text_arguments,
+)
+from hybridkv.text.thinking import reads, thinking_variables
 from hybridkv.text.tokenizer import Tokenizer
 
 NAME_DIGITS = 20  # random ones at either end of a name; digits stay as they are in capitals
@@ -19,13 +28,60 @@ TRACE_DIGITS = 12  # of these, by which a name that was cut is known
 
 
 def render_pieces(
-    template: ChatTemplate, tokenizer: Tokenizer, messages: list[dict[str, Any]]
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    messages: list[dict[str, Any]],
+    /,
+    tools: list[dict[str, Any]] | None = None,
+    thinking: bool | None = None,
+    **variables: Any,
 ) -> list[tuple[str, bool]]:
     """The prompt in pieces (text, whether control tokens in it are real).
 
-    Almost always one piece. Where a message spells a control token, it is rendered with a random name that no one can
-    guess in that place, and what it stands for is put back as a piece of its own, as often as the template shows it.
+    messages: objects with a role and content (text, a list of text parts, or None), tool_calls, reasoning_content.
+    tools: what the model may call, as JSON schemas. thinking: on, off, or as the template has it.
+    variables: others that the template reads.
+
+    Almost always one piece. Where a text in any of these spells a control token, it is rendered with a random name that
+    no one can guess in that place, and what it stands for is put back as a piece of its own, as often as the template
+    shows it.
     """
+    check_messages(messages)
+    values = _variables(template, tools, thinking, variables)
+    messages = with_object_arguments(with_joined_parts(template, messages))
+    try:
+        return _render(template, tokenizer, messages, values)
+    except RequestError:
+        texts = with_text_arguments(messages)
+        if texts == messages:
+            raise
+    return _render(template, tokenizer, texts, values)
+
+
+def _variables(
+    template: ChatTemplate, tools: list[dict[str, Any]] | None, thinking: bool | None, given: dict[str, Any]
+) -> dict[str, Any]:
+    """All variables but the messages; refuses what the template would not read."""
+    if taken := sorted(RESERVED & given.keys()):
+        raise RequestError(f"chat template variables cannot be set by a request: {', '.join(taken)}")
+    if unread := sorted(given.keys() - template.variables):
+        raise RequestError(f"the model's chat template does not read {', '.join(unread)[:200]}; {reads(template)}")
+    values = thinking_variables(template, thinking)
+    if twice := sorted(values.keys() & given.keys()):
+        raise RequestError(f"give thinking or {twice[0]}, not both: they are the same switch")
+    values |= given
+    if tools is not None:
+        check_tools(tools)
+    if tools:
+        if "tools" not in template.variables:
+            raise RequestError(f"the model's chat template takes no tools, and {len(tools)} were given")
+        values["tools"] = list(tools)
+    return values
+
+
+def _render(
+    template: ChatTemplate, tokenizer: Tokenizer, messages: list[dict[str, Any]], values: dict[str, Any]
+) -> list[tuple[str, bool]]:
     begin, end = (f"{secrets.randbelow(10**NAME_DIGITS):0{NAME_DIGITS}}" for _ in range(2))
     named: list[str] = []  # what the names stand for
 
@@ -33,7 +89,8 @@ def render_pieces(
         named.append(text)
         return f"{begin}{len(named) - 1:08}{end}"
 
-    text = template.render(_guarded(messages, tokenizer, name))
+    shown = {key: _guarded(value, tokenizer, name) for key, value in values.items()}
+    text = template.render(_guarded(messages, tokenizer, name), **shown)
     if not named:
         return [(text, True)]
     pieces = []
@@ -66,7 +123,9 @@ def _guarded(value: Any, tokenizer: Tokenizer, name: Callable[[str], str]) -> An
     try:
         return visit(value)
     except RecursionError:
-        raise RequestError("messages must be plain JSON values, and these are nested too deeply") from None
+        raise RequestError(
+            "messages, tools and template variables must be plain JSON values, and these are nested too deeply"
+        ) from None
 
 
 def encode_pieces(tokenizer: Tokenizer, pieces: list[tuple[str, bool]]) -> list[int]:

@@ -1,9 +1,10 @@
 """The process in which chat templates are rendered; started by `chat.py`, which says why. Needs jinja2 alone.
 
 Frames on stdin and stdout: u32 length, u32 number (little endian), JSON. The first frame in is {"source", "seconds",
-"memory", "output"}; every further one is the variables of one rendering. Each is answered by {"text"} or {"error":
-kind, "message"} under the number it came with, so that no answer can be taken for that to another question. A frame
-{"text": ""} with the number 0 says at the start that the process is ready.
+"memory", "output"}, answered by the names of the variables that the template reads, with spaces between them; every
+further one is the variables of one rendering. Each is answered by {"text"} or {"error": kind, "message"} under the
+number it came with, so that no answer can be taken for that to another question. A frame {"text": ""} with the number 0
+says at the start that the process is ready.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, BinaryIO, cast
 import jinja2
 import jinja2.debug  # otherwise imported at the first error, when no file can be opened
 import jinja2.ext
+import jinja2.meta
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -75,6 +77,25 @@ def environment() -> ImmutableSandboxedEnvironment:
     names: dict[str, Any] = {"raise_exception": raise_exception, "strftime_now": strftime_now, "dict": make_dict}
     cast(dict[str, Any], env.globals).update(names)
     return env
+
+
+def variables_read(tree: nodes.Template) -> set[str]:
+    """The variables that a template takes from outside. jinja also names those that it sets in a branch before it reads
+    them; these are not meant.
+    """
+    first: dict[str, str] = {}  # name -> whether the template first loads or stores it
+    stack: list[nodes.Node] = [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, nodes.Name):
+            first.setdefault(node.name, node.ctx)
+        children = list(node.iter_child_nodes())
+        if isinstance(node, nodes.Assign | nodes.AssignBlock | nodes.For):  # a value is worked out before it is stored
+            target = [child for child in children if child is node.target]
+            rest = [child for child in children if child is not node.target]
+            children = [rest[0], *target, *rest[1:]] if isinstance(node, nodes.For) else rest + target
+        stack += reversed(children)
+    return {name for name in jinja2.meta.find_undeclared_variables(tree) if first.get(name) == "load"}
 
 
 def render(template: jinja2.Template, variables: dict[str, Any], longest: int) -> str:
@@ -144,8 +165,9 @@ def main() -> None:
 
     def compile_template() -> str:
         nonlocal template
-        template = environment().from_string(settings["source"])
-        return ""
+        env = environment()
+        template = env.from_string(settings["source"])
+        return " ".join(sorted(variables_read(env.parse(settings["source"]))))
 
     variables: Any = {}
     while variables is not None:

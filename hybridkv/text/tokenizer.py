@@ -27,6 +27,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from hybridkv.errors import HybridKVError, ModelFileError, RequestError
+from hybridkv.text.reasoning import marks_in
 
 MAX_TOKENS = 1 << 24  # tokens in a vocabulary; the largest in use have 262 144
 MAX_TOKEN_CHARS = 1 << 14  # in one token
@@ -60,6 +61,9 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._added = {i: token.content for i, token in added.items()}
         self._special = frozenset(i for i, token in added.items() if token.special)
+        marks = marks_in(chat_template or "") or ()
+        # without text in an answer; marks around thoughts have one, whether or not they are control tokens
+        self._hidden = frozenset(i for i in self._special if self._added[i] not in marks)
         self._unspaced: dict[bool, Backend] = {}  # special -> the twin that puts no space before a text
         self._spaces = _space_rule(backend)
         self._pieces: dict[int, bytes] = {}  # token id -> its bytes, filled as tokens are met
@@ -166,7 +170,8 @@ class Tokenizer:
         if self._join is None:
             known = [i for i in ids if 0 <= i < self.vocab_size]
             with guarded("the tokens cannot be turned into text", RequestError):
-                return self._backend.decode(known, skip_special_tokens=skip_special)
+                shown = [i for i in known if not skip_special or i not in self._hidden]
+                return self._backend.decode(shown, skip_special_tokens=False)
         raw = b"".join(self.piece(i, skip_special) for i in ids)
         text = raw.decode("utf-8", "replace")
         return text[1:] if self.strips_space and text.startswith(" ") else text
@@ -178,7 +183,7 @@ class Tokenizer:
 
     def piece(self, id: int, skip_special: bool = True) -> bytes:
         """The bytes of one token, where `joins_bytes`."""
-        if skip_special and id in self._special:
+        if skip_special and id in self._hidden:
             return b""
         if id not in self._pieces:
             assert self._join is not None

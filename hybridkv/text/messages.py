@@ -1,0 +1,109 @@
+"""Messages and tools: checked, and in the form that chat templates expect.
+
+Two things differ from template to template. Content may be a list of text parts, which many templates show as nothing
+or as Python: where a template does, the parts are joined to one text. Arguments of a tool call come as JSON text from
+servers, and most templates want the object; the few that want text get it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from hybridkv.errors import RequestError
+from hybridkv.text.chat import ChatTemplate
+
+Message = dict[str, Any]
+TOOL = "{'type': 'function', 'function': {'name': ..., 'description': ..., 'parameters': {...}}}"
+
+
+def check_messages(messages: Any) -> None:
+    """Refuse what no template can show."""
+    if not isinstance(messages, (list, tuple)) or not all(isinstance(m, dict) for m in messages):
+        raise RequestError("messages must be a list of objects such as {'role': 'user', 'content': 'Hello'}")
+    if not messages:
+        raise RequestError("there are no messages; give at least one, such as {'role': 'user', 'content': 'Hello'}")
+    for i, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise RequestError(f"message {i} must have a role: 'system', 'user', 'assistant' or 'tool'")
+        content, thoughts, calls = (message.get(key) for key in ("content", "reasoning_content", "tool_calls"))
+        if isinstance(content, (list, tuple)):
+            _check_parts(i, content)
+        elif not isinstance(content, str | None):
+            raise RequestError(f"message {i}: content must be text, a list of text parts or None, not {_kind(content)}")
+        if not isinstance(thoughts, str | None):
+            raise RequestError(f"message {i}: reasoning_content must be text, not {_kind(thoughts)}")
+        if calls is not None and not (isinstance(calls, (list, tuple)) and all(_named(call) for call in calls)):
+            raise RequestError(
+                f"message {i}: tool_calls must be a list of objects such as "
+                "{'function': {'name': 'weather', 'arguments': {'city': 'Oslo'}}}"
+            )
+
+
+def _check_parts(i: int, parts: Any) -> None:
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
+            what = part.get("type", "an object") if isinstance(part, dict) else _kind(part)
+            raise RequestError(
+                f"message {i}: only text can be shown to the model; its content has a part that is {str(what)[:80]!r}, "
+                "not {'type': 'text', 'text': ...}"
+            )
+
+
+def check_tools(tools: Any) -> None:
+    """Tools are described by JSON objects with a name."""
+    if not isinstance(tools, (list, tuple)) or not all(_named(tool) for tool in tools):
+        raise RequestError(f"tools must be a list of objects such as {TOOL}")
+
+
+def _named(value: Any) -> bool:
+    inner = value.get("function", value) if isinstance(value, dict) else None
+    return isinstance(inner, dict) and isinstance(inner.get("name"), str)
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__
+
+
+def with_joined_parts(template: ChatTemplate, messages: list[Message]) -> list[Message]:
+    """Lists of text parts joined by line ends, where the template does not show lists itself."""
+    lists = [isinstance(m.get("content"), (list, tuple)) for m in messages]
+    if not any(lists) or template.takes_parts:
+        return messages
+    return [
+        {**m, "content": "\n".join(part["text"] for part in m["content"])} if is_list else m
+        for m, is_list in zip(messages, lists, strict=True)
+    ]
+
+
+def with_object_arguments(messages: list[Message]) -> list[Message]:
+    """Arguments of tool calls that are the JSON text of an object become that object."""
+
+    def to_object(arguments: Any) -> Any:
+        try:
+            value = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError):  # whatever the model wrote: shown as it is
+            return arguments
+        return value if isinstance(value, dict) else arguments
+
+    return _with_arguments(messages, to_object)
+
+
+def with_text_arguments(messages: list[Message]) -> list[Message]:
+    """Arguments of tool calls that are objects become JSON text."""
+
+    def to_text(arguments: Any) -> Any:
+        return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
+
+    return _with_arguments(messages, to_text)
+
+
+def _with_arguments(messages: list[Message], change: Callable[[Any], Any]) -> list[Message]:
+    def changed(function: dict[str, Any]) -> dict[str, Any]:
+        return function | {"arguments": change(function["arguments"])} if "arguments" in function else function
+
+    def call(found: dict[str, Any]) -> dict[str, Any]:
+        return found | {"function": changed(found["function"])} if "function" in found else changed(found)
+
+    return [m | {"tool_calls": [call(c) for c in m["tool_calls"]]} if m.get("tool_calls") else m for m in messages]
