@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from types import TracebackType
 
@@ -11,6 +11,7 @@ from hybridkv.engine.engine import Engine
 from hybridkv.engine.owner import EngineOwner, Ticket
 from hybridkv.errors import HybridKVError
 from hybridkv.request import Request, TokenLogprobs
+from hybridkv.text.reasoning import ChatPiece, ReasoningSplitter
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,14 @@ class Completion:
             error=request.error,
             others=tuple(map(Completion.of, request.siblings)),
         )
+
+    def divided(self, splitter: Callable[[], ReasoningSplitter]) -> Completion:
+        """The same with the thoughts apart from the answer; `splitter` makes one for each of the n answers."""
+        found = splitter()
+        found.push(self.text)
+        found.finish()
+        others = tuple(other.divided(splitter) for other in self.others)
+        return replace(self, text=found.answer, reasoning=found.reasoning, others=others)
 
 
 class Stream(Iterator[str]):
@@ -130,3 +139,56 @@ class Stream(Iterator[str]):
         ticket = getattr(self, "_ticket", None)
         if ticket is not None and not ticket.ended:
             self._owner.cancel([ticket], wait=False)  # whatever thread collects it, waiting could block that one
+
+
+class ChatStream(Iterator[ChatPiece]):
+    """An answer to a chat piece by piece, thoughts apart from the answer. Like Stream in all else."""
+
+    def __init__(self, stream: Stream, splitter: Callable[[], ReasoningSplitter]) -> None:
+        self._stream, self._splitter = stream, splitter
+        self._pieces = self._run()
+
+    @property
+    def completion(self) -> Completion | None:
+        """The whole answer, known at the end."""
+        whole = self._stream.completion
+        return None if whole is None else whole.divided(self._splitter)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Tokens of the prompt that have been read, and all of them."""
+        return self._stream.progress
+
+    @property
+    def request(self) -> Request:
+        """The engine's request. Its fields are the engine's to change until it has finished."""
+        return self._stream.request
+
+    def steps(self) -> Iterator[ChatPiece]:
+        """Like iterating the stream, but with a piece for every step of the engine, without text where it gave none."""
+        return self._pieces
+
+    def __iter__(self) -> ChatStream:
+        return self
+
+    def __next__(self) -> ChatPiece:
+        for piece in self._pieces:
+            if piece.text:
+                return piece
+        raise StopIteration
+
+    def _run(self) -> Iterator[ChatPiece]:
+        splitter = self._splitter()
+        for text in self._stream.steps():
+            yield from splitter.push(text) or [ChatPiece("", False)]
+        yield from splitter.finish()
+
+    def close(self) -> None:
+        """Stop the request, if it has not ended. Nothing of it is left when this returns."""
+        self._stream.close()
+
+    def __enter__(self) -> ChatStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -8,15 +8,18 @@ a template rewrites earlier turns, the engine reuses as much as it can and compu
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from functools import partial
+from typing import Any
 
-from hybridkv.answers import Completion, Stream
+from hybridkv.answers import ChatStream, Completion, Stream
 from hybridkv.config import SamplingParams
 from hybridkv.engine.engine import INHERIT, Engine
 from hybridkv.errors import RequestError
-from hybridkv.llm import LLM, Eviction
+from hybridkv.llm import LLM, Eviction, Messages, Tools, one_answer
 from hybridkv.request import Request
 from hybridkv.text.prompt import encode_pieces, render_pieces
+from hybridkv.text.reasoning import ChatPiece, assistant_message, reasoning_of
 
 
 class Conversation:
@@ -25,6 +28,8 @@ class Conversation:
     llm: the model; several conversations, in several threads, may use it at once.
     system: what the model is told first.
     params: how answers are chosen; may be changed between turns.
+    tools, thinking, template_variables: as in `LLM.chat`, for every turn; `tools` and `thinking` may be changed between
+        turns.
     eviction: what the cache keeps: an EvictionConfig, a number (its budget), or None (everything). Without it: what the
         LLM was opened with. May be changed between turns.
 
@@ -38,10 +43,14 @@ class Conversation:
         system: str | None = None,
         params: SamplingParams | None = None,
         *,
+        tools: Tools = None,
+        thinking: bool | None = None,
         eviction: Eviction = INHERIT,
+        **template_variables: Any,
     ) -> None:
         self.llm, self.params, self.eviction = llm, params, eviction
-        self.messages = [{"role": "system", "content": system}] if system else []
+        self.tools, self.thinking, self.template_variables = tools, thinking, template_variables
+        self.messages: Messages = [{"role": "system", "content": system}] if system else []
         self.last: Completion | None = None
         self._request: Request | None = None  # the last turn's, whose cache is held
         self._prompt = ""  # the text that the last turn's prompt was made from
@@ -49,11 +58,20 @@ class Conversation:
         self._answering: int | None = None  # the thread that reads the answer
 
     def send(self, text: str) -> Iterator[str]:
-        """The answer's text piece by piece, "" where a step gave none.
+        """The answer's text piece by piece, "" where a step gave none; thoughts are left out (`pieces` has them).
 
         Closing the iterator early ends the answer where the engine is by then, perhaps a step or two further than what
         was heard; `last.text` has all of it.
         """
+        pieces = self.pieces(text)
+        try:
+            for piece in pieces:
+                yield "" if piece.reasoning else piece.text
+        finally:
+            pieces.close()
+
+    def pieces(self, text: str) -> Generator[ChatPiece, None, None]:
+        """Like `send`, with the thoughts: ChatPiece(text, reasoning)."""
         self._begin()
         try:
             yield from self._answer(text)
@@ -70,28 +88,33 @@ class Conversation:
         self._turn.acquire()
         self._answering = threading.get_ident()
 
-    def _answer(self, text: str) -> Iterator[str]:
+    def _answer(self, text: str) -> Iterator[ChatPiece]:
         self.messages.append({"role": "user", "content": text})
         try:
             tokenizer, template = self.llm.chat_parts()
-            pieces = render_pieces(template, tokenizer, self.messages)
-            tokens, before = self._tokens(pieces), self._request
+            pieces = render_pieces(
+                template, tokenizer, self.messages, tools=self.tools, thinking=self.thinking, **self.template_variables
+            )
+            prompt = "".join(text for text, _ in pieces)
+            tokens, params, eviction, before = self._tokens(pieces), self.params, self.eviction, self._request
+            one_answer(params)
 
             def add(engine: Engine) -> Request:
-                return engine.add(tokens, self.params, hold=True, after=before, eviction=self.eviction)
+                return engine.add(tokens, params, hold=True, after=before, eviction=eviction)
 
-            stream = Stream(self.llm.owner, add, hold=True)
+            stream = ChatStream(Stream(self.llm.owner, add, hold=True), partial(reasoning_of, template, prompt))
         except BaseException:
             self.messages.pop()  # the turn did not happen
             raise
-        self._request, self._prompt = stream.request, "".join(text for text, _ in pieces)
+        self._request, self._prompt = stream.request, prompt
         try:
             yield from stream.steps()
         finally:
             stream.close()
-            if stream.request.error is None:
-                self.messages.append({"role": "assistant", "content": stream.request.text.text})
-                self.last = stream.completion
+            said = stream.completion
+            if said is not None and said.error is None:
+                self.messages.append(assistant_message(said.text, said.reasoning))
+                self.last = said
             else:
                 self.messages.pop()  # the turn did not happen, and its cache is gone
                 self._request = None

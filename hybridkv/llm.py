@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridkv.answers import Completion, Stream
+from hybridkv.answers import ChatStream, Completion, Stream
 from hybridkv.cache import KVCacheManager
 from hybridkv.checkpoint.checkpoint import Checkpoint
 from hybridkv.checkpoint.source import locate_model
@@ -33,9 +34,12 @@ from hybridkv.planner import CachePlan, human, model_bytes, plan_cache
 from hybridkv.request import Request
 from hybridkv.text.chat import ChatTemplate
 from hybridkv.text.prompt import encode_pieces, render_pieces
+from hybridkv.text.reasoning import ReasoningSplitter, reasoning_of
 from hybridkv.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+Messages = list[dict[str, Any]]
+Tools = list[dict[str, Any]] | None
 Eviction = EvictionConfig | int | None | object  # object: INHERIT, what the LLM was opened with
 HEADROOM = 0.9  # of the free memory is used when no limit was given
 
@@ -224,9 +228,69 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None, eviction: Eviction
     ) -> Callable[[Engine], Request]:
         """What `stream` hands to the engine's thread."""
-        if params is not None and getattr(params, "n", 1) > 1:
-            raise RequestError(f"a stream is one answer, n={getattr(params, 'n', 1)} were asked for; use generate")
+        one_answer(params)
         return self._adding(self.encode(prompt), params, eviction)
+
+    def chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        tools: Tools = None,
+        thinking: bool | None = None,
+        eviction: Eviction = INHERIT,
+        **template_variables: Any,
+    ) -> Completion:
+        """The answer to a conversation, in the model's own chat format.
+
+        messages: objects such as {"role": "user", "content": "Hello"}, with tool_calls and the like where a template
+            knows them.
+        params, eviction: as in `generate`.
+        tools: functions that the model may call, as JSON schemas, if its template takes them. Calls are in the text.
+        thinking: on or off, if the template has such a switch; None: as the template has it.
+        template_variables: whatever else the template reads, such as reasoning_effort="low".
+
+        The thoughts of a model that thinks are in `reasoning`, apart from `text`, where the template marks them.
+        """
+        asked = self.chat_request(messages, params, tools, thinking, eviction, template_variables)
+        ticket = Ticket(asked.add)
+        try:
+            self.owner.submit([ticket])
+            ticket.wait()
+        finally:
+            self.owner.cancel([ticket])
+        return Completion.of(ticket.result()).divided(asked.splitter)
+
+    def chat_stream(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        tools: Tools = None,
+        thinking: bool | None = None,
+        eviction: Eviction = INHERIT,
+        **template_variables: Any,
+    ) -> ChatStream:
+        """Like `chat`, piece by piece: ChatPiece(text, reasoning), `reasoning` True while the model thinks."""
+        one_answer(params)
+        asked = self.chat_request(messages, params, tools, thinking, eviction, template_variables)
+        return ChatStream(Stream(self.owner, asked.add), asked.splitter)
+
+    def chat_request(
+        self,
+        messages: Messages,
+        params: SamplingParams | None,
+        tools: Tools,
+        thinking: bool | None,
+        eviction: Eviction,
+        variables: Mapping[str, Any],
+    ) -> ChatRequest:
+        """What `chat` hands to the engine's thread, and how the answer is divided."""
+        tokenizer, template = self.chat_parts()
+        pieces = self._chat_pieces(messages, tools, thinking, variables)
+        text = "".join(text for text, _ in pieces)
+        adding = self._adding(encode_pieces(tokenizer, pieces), params, eviction)
+        return ChatRequest(adding, partial(reasoning_of, template, text))
 
     def pieces(self, request: Request) -> Iterator[str]:
         """Run the engine until a request of its own is finished, and give its text as it grows, a piece a step.
@@ -271,14 +335,21 @@ class LLM:
             raise RequestError(self._no_tokenizer)
         return self.tokenizer.encode(prompt)
 
-    def render(self, messages: list[dict[str, str]]) -> str:
-        """A conversation in the model's own chat format, ready for an answer."""
-        return self.chat_parts()[1].render(messages)
+    def render(self, messages: Messages, *, tools: Tools = None, thinking: bool | None = None, **variables: Any) -> str:
+        """A conversation as text in the model's own chat format, ready for an answer; see `chat` for the arguments."""
+        return "".join(text for text, _ in self._chat_pieces(messages, tools, thinking, variables))
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def encode_chat(
+        self, messages: Messages, *, tools: Tools = None, thinking: bool | None = None, **variables: Any
+    ) -> list[int]:
         """Token ids of a conversation, ready for an answer. Control tokens spelled inside a message stay plain text."""
+        return encode_pieces(self.chat_parts()[0], self._chat_pieces(messages, tools, thinking, variables))
+
+    def _chat_pieces(
+        self, messages: Messages, tools: Tools, thinking: bool | None, variables: Mapping[str, Any]
+    ) -> list[tuple[str, bool]]:
         tokenizer, template = self.chat_parts()
-        return encode_pieces(tokenizer, render_pieces(template, tokenizer, messages))
+        return render_pieces(template, tokenizer, messages, tools=tools, thinking=thinking, **variables)
 
     def chat_parts(self) -> tuple[Tokenizer, ChatTemplate]:
         if self.tokenizer is None or self.chat_template is None:
@@ -291,6 +362,21 @@ class LLM:
         if request.error is not None:
             raise HybridKVError(request.error)
         return Completion.of(request)
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A chat on its way: what begins its request, and what makes the splitter of its answer."""
+
+    add: Callable[[Engine], Request]
+    splitter: Callable[[], ReasoningSplitter]
+
+
+def one_answer(params: SamplingParams | None) -> None:
+    """Refuse parameters that ask for several answers."""
+    n = getattr(params, "n", 1)
+    if n != 1:
+        raise RequestError(f"a stream is one answer, {n} were asked for with n={n}; use generate or chat")
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
