@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import warnings
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from hybridkv.errors import HybridKVError, RequestError
 
@@ -13,6 +15,7 @@ KV_DTYPES = {"f32": "float32", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 INDEX_DTYPES = ("f32", "bf16", "fp8", "mxfp4", "nvfp4")
 MODEL_DTYPES = ("float32", "bfloat16")
 WEIGHT_DTYPES = ("auto", "fp8", "plain")
+POLICY_NAMES = ("snapkv", "tova", "expected", "knorm", "keydiff", "streaming", "random")  # those of eviction.POLICIES
 # A prefill chunk is a whole number of these: the chunked delta rule gives the same bits however a prompt is cut at
 # multiples of 64.
 CHUNK_QUANTUM = 64
@@ -43,6 +46,10 @@ class EvictionConfig:
             )
         if self.scope not in ("head", "layer", "global"):
             raise HybridKVError(f"scope must be head, layer or global, not {shown(self.scope)}")
+        if isinstance(self.policy, str) and self.policy not in POLICY_NAMES:
+            raise HybridKVError(
+                f"policy {shown(self.policy)} is unknown; choose {', '.join(POLICY_NAMES)}, or give a Policy"
+            )
 
 
 @dataclass(frozen=True)
@@ -161,52 +168,120 @@ def parse_bytes(size: int | str | None) -> int | None:
     return found  # type: ignore[return-value]
 
 
+# What each of these is where neither the caller nor the model says: greedy, and every filter off.
+SAMPLING_OFF = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+LogitsHook = Callable[
+    [list[int], Any], Any
+]  # (generated token ids, logits Tensor [vocab] f32) -> such a Tensor or None
+
+
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request's tokens are chosen and when it ends. temperature 0 is greedy."""
+    """How one request's tokens are chosen and when it ends. What is None is the model's own default where it has one
+    (its generation_config), else greedy or off. The order in which all of this applies: engine/sampler.py.
+    """
 
-    max_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0  # 0: all tokens
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
+    max_tokens: int | None = None  # of the answer; None: as many as the context allows
+    temperature: float | None = None  # 0: greedy, whatever the model's default is
+    top_k: int | None = None  # 0: all tokens
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None  # of tokens in prompt and answer; 1: none
+    presence_penalty: float = 0.0  # taken once from the logit of each token that the answer has
+    frequency_penalty: float = 0.0  # the same, as often as the answer has it
+    logit_bias: dict[int, float] = field(default_factory=dict, hash=False)  # token id -> what is added to its logit
+    min_tokens: int = 0  # of the answer before it may end by itself or by stop
+    bad_words: tuple[str, ...] = field(default=())  # texts whose last token is ruled out where the others precede it
+    # (generated token ids, logits Tensor [vocab] f32) -> a Tensor like it, or None where it was changed in place. It is
+    # called for every token on the engine's thread. If it raises, its request ends with an error, and no other does.
+    logits_hook: LogitsHook | None = None
+    seed: int | None = None  # the same seed gives the same answer; None: another one each time
     stop: tuple[str, ...] = field(default=())  # text that ends the answer and is cut from it; a string or several
     stop_token_ids: tuple[int, ...] = field(default=())
     logprobs: int | None = None  # how many alternatives to report per token; 0: the chosen token's alone
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens; a prompt is then always read anew
     ignore_eos: bool = False
+    n: int = 1  # answers to the prompt, which is read once; answer i has the seed `seed + i`
 
     MAX_STOPS = 16
     MAX_STOP_LENGTH = 1024
     MAX_LOGPROBS = 100
+    MAX_BIASES = 16384
+    MAX_BAD_WORDS = 1024
+    MAX_N = 128
 
     def __post_init__(self) -> None:
-        stops = (self.stop,) if isinstance(self.stop, str) else self._listed("stop", self.stop)
+        stops, words = self._texts("stop", self.stop), self._texts("bad_words", self.bad_words)
         object.__setattr__(self, "stop", stops)
+        object.__setattr__(self, "bad_words", words)
         object.__setattr__(self, "stop_token_ids", self._listed("stop_token_ids", self.stop_token_ids))
-        self._check("max_tokens", self.max_tokens, int, 1, 2**31)
-        self._check("temperature", self.temperature, float, 0.0, 1e4)
-        self._check("top_k", self.top_k, int, 0, 2**31)
-        self._check("top_p", self.top_p, float, 0.0, 1.0)
-        self._check("min_p", self.min_p, float, 0.0, 1.0)
-        self._check("repetition_penalty", self.repetition_penalty, float, 1e-3, 1e3)
+        self._check_bias()
+        for name, kind, low, high in (
+            ("max_tokens", int, 1, 2**31),
+            ("temperature", float, 0.0, 1e4),
+            ("top_k", int, 0, 2**31),
+            ("top_p", float, 0.0, 1.0),
+            ("min_p", float, 0.0, 1.0),
+            ("repetition_penalty", float, 1e-3, 1e3),
+            ("seed", int, 0, 2**63 - 1),
+            ("logprobs", int, 0, self.MAX_LOGPROBS),
+            ("prompt_logprobs", int, 0, self.MAX_LOGPROBS),
+        ):
+            if getattr(self, name) is not None:
+                self._check(name, getattr(self, name), kind, low, high)
+        self._check("presence_penalty", self.presence_penalty, float, -2.0, 2.0)
+        self._check("frequency_penalty", self.frequency_penalty, float, -2.0, 2.0)
+        self._check("min_tokens", self.min_tokens, int, 0, 2**31)
+        self._check("n", self.n, int, 1, self.MAX_N)
         if self.top_p == 0.0:
             raise RequestError("top_p must be above 0 (1 keeps all tokens)")
-        if self.seed is not None:
-            self._check("seed", self.seed, int, 0, 2**63 - 1)
-        if self.logprobs is not None:
-            self._check("logprobs", self.logprobs, int, 0, self.MAX_LOGPROBS)
-        if len(stops) > self.MAX_STOPS or any(
-            not isinstance(s, str) or not 0 < len(s) <= self.MAX_STOP_LENGTH for s in stops
-        ):
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}")
+        if self.seed is not None and self.seed + self.n > 2**63:
+            raise RequestError(f"seed {self.seed} is too large for {self.n} answers, which take the seeds after it")
+        if len(stops) > self.MAX_STOPS or not all(map(self._good_text, stops)):
             raise RequestError(f"stop takes at most {self.MAX_STOPS} texts of 1 to {self.MAX_STOP_LENGTH} characters")
+        if len(words) > self.MAX_BAD_WORDS or not all(self._good_text(word) and word.strip() for word in words):
+            raise RequestError(
+                f"bad_words takes at most {self.MAX_BAD_WORDS} texts of 1 to {self.MAX_STOP_LENGTH} characters, not "
+                "spaces alone"
+            )
+        if self.logits_hook is not None and not callable(self.logits_hook):
+            raise RequestError(f"logits_hook must be a function or None, not {shown(self.logits_hook)}")
         if len(self.stop_token_ids) > 1024:
             raise RequestError(f"stop_token_ids takes at most 1024 ids, {len(self.stop_token_ids)} were given")
         for token in self.stop_token_ids:
             self._check("stop_token_ids", token, int, 0, 2**31)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos must be True or False, not {shown(self.ignore_eos)}")
+
+    def resolved(self, defaults: Mapping[str, float] | None = None) -> SamplingParams:
+        """With every None that has a default filled in: from `defaults`, the model's own, named as in a
+        generation_config, else greedy or off. Other names in `defaults` are left alone.
+        """
+        known = SAMPLING_OFF | {name: value for name, value in (defaults or {}).items() if value is not None}
+        missing = {name: known[name] for name in SAMPLING_OFF if getattr(self, name) is None}
+        return replace(self, **missing) if missing else self  # type: ignore[arg-type]
+
+    def _check_bias(self) -> None:
+        bias = {} if self.logit_bias is None else self.logit_bias
+        if not isinstance(bias, Mapping):
+            raise RequestError(f"logit_bias must map token ids to numbers, not {shown(bias)}")
+        if len(bias) > self.MAX_BIASES:
+            raise RequestError(f"logit_bias takes at most {self.MAX_BIASES} tokens, {len(bias)} were given")
+        for token, value in bias.items():
+            self._check("a token id of logit_bias", token, int, 0, 2**31)
+            self._check(f"logit_bias of token {token}", value, float, -100.0, 100.0)
+        object.__setattr__(self, "logit_bias", dict(bias))
+
+    @classmethod
+    def _texts(cls, name: str, value: object) -> tuple:
+        return (value,) if isinstance(value, str) else cls._listed(name, value)
+
+    @classmethod
+    def _good_text(cls, text: object) -> bool:
+        return isinstance(text, str) and 0 < len(text) <= cls.MAX_STOP_LENGTH
 
     @staticmethod
     def _listed(name: str, value: object) -> tuple:

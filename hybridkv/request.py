@@ -37,13 +37,25 @@ class RequestKey:
         return f"#{self.number}"
 
 
+@dataclass
+class SamplerState:
+    """What the sampler keeps on the device for a request. It can be dropped at any time, and is then made again."""
+
+    counted: int = 0  # tokens that `seen` and `counts` have; on the device that may be more than the host knows
+    seen: torch.Tensor | None = None  # [vocab] bool, tokens of prompt and answer, for a repetition penalty
+    counts: torch.Tensor | None = None  # [vocab] int32, how often the answer has each, for the other penalties
+    bias: tuple[torch.Tensor, torch.Tensor] | None = None  # [b] token ids, and [b] f32 added to their logits
+
+
 @dataclass(eq=False)
 class Request:
+    """One prompt and its answer so far, the settings it came with, and where it stands."""
+
     key: RequestKey
     order: int  # arrival; the youngest is preempted first
     tokens: list[int]  # prompt, then what was generated
     prompt_tokens: int
-    params: SamplingParams
+    params: SamplingParams  # resolved: of what has a default, nothing is None
     text: TextStream
     generator: torch.Generator
     hold: bool = False  # keep the cache when finished, for a next turn
@@ -52,12 +64,14 @@ class Request:
     finish_reason: str | None = None  # stop | length | abort | error
     error: str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # None for the first token
+    ends_at: frozenset[int] = frozenset()  # tokens that end the answer
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not appear in the answer
     eviction: EvictionConfig | None = None  # what it keeps; None: everything
     evictions: dict[int, EvictionRecord] = field(default_factory=dict)  # position -> entries kept there
     siblings: list[Request] = field(default_factory=list)  # further answers to the same prompt (n > 1)
     continues: Request | None = None  # a finished request whose held cache this one goes on with, once it is admitted
-    seen: torch.Tensor | None = None  # [vocab] bool, tokens so far, where a repetition penalty asks for it
-    counted: int = 0  # tokens that `seen` has
+    sampler: SamplerState | None = None
     preemptions: int = 0
     cached_tokens: int = 0  # prompt tokens taken over from a held cache
     stats: dict[str, float] = field(default_factory=dict)
@@ -73,6 +87,11 @@ class Request:
     @property
     def answer_tokens(self) -> int:
         return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def needs_last_token(self) -> bool:
+        """Whether the host must know the last token before the next one is sampled."""
+        return self.params.logits_hook is not None or bool(self.bad_words)
 
     @property
     def finished(self) -> bool:

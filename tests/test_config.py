@@ -1,12 +1,14 @@
 """What a user can set: every bad value is refused by a message that names the field."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from hybridkv.config import CacheConfig, EngineConfig, SamplingParams, parse_bytes
+from hybridkv.config import POLICY_NAMES, CacheConfig, EngineConfig, EvictionConfig, SamplingParams, parse_bytes
 from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.eviction import POLICIES
 
 NAN, INF = float("nan"), float("inf")
 HUGE = 10**400  # too large for a float
@@ -20,14 +22,19 @@ BAD = {  # field -> what it refuses beside NOT_NUMBERS
     "repetition_penalty": (0, 0.0, -1, 1e9, NAN, INF, HUGE),
     "seed": (-1, 2**63, HUGE, 1.0, NAN, INF),
     "logprobs": (-1, 101, HUGE, 1.0, NAN, INF),
+    "prompt_logprobs": (-1, 101, HUGE, 1.0, NAN, INF),
+    "presence_penalty": (-2.1, 2.1, NAN, INF, -INF, HUGE),
+    "frequency_penalty": (-2.1, 2.1, NAN, INF, -INF, HUGE),
+    "min_tokens": (-1, 2**31 + 1, HUGE, 1.0, NAN, INF),
+    "n": (0, -1, 129, HUGE, 1.0, NAN, INF),
 }
-MAY_BE_NONE = ("seed", "logprobs")
+NEVER_NONE = ("presence_penalty", "frequency_penalty", "min_tokens", "n")
 
 
 @pytest.mark.parametrize("field", BAD)
 def test_bad_sampling_parameters_are_named(field: str) -> None:
     for bad in (*BAD[field], *NOT_NUMBERS):
-        if bad is None and field in MAY_BE_NONE:
+        if bad is None and field not in NEVER_NONE:
             continue
         with pytest.raises(RequestError, match=rf"\b{field}\b") as problem:
             SamplingParams(**{field: bad})
@@ -52,6 +59,80 @@ def test_bad_stop_strings_are_refused(bad: Any) -> None:
 def test_bad_stop_ids_are_refused(bad: Any) -> None:
     with pytest.raises(RequestError, match="stop_token_ids"):
         SamplingParams(stop_token_ids=bad)
+
+
+@pytest.mark.parametrize(
+    "bad", ("", [""], ["a", "  "], [1], [None], 5, True, b"x", ["x" * 1025], ["x"] * 1025, {"a": 1})
+)
+def test_bad_bad_words_are_refused(bad: Any) -> None:
+    with pytest.raises(RequestError, match="bad_words"):
+        SamplingParams(bad_words=bad)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    (5, "5", [5], (1, 2), {-1: 0.0}, {"1": 0.0}, {True: 0.0}, {1.0: 0.0}, {2**31 + 1: 0.0}, {HUGE: 0.0}, {1: 101},
+     {1: -100.1}, {1: NAN}, {1: INF}, {1: None}, {1: "1"}, {1: True}, {1: HUGE}, dict.fromkeys(range(16385), 0.0)),
+    ids=lambda v: repr(v)[:12],
+)  # fmt: skip
+def test_a_bad_logit_bias_is_refused(bad: Any) -> None:
+    with pytest.raises(RequestError, match="logit_bias") as problem:
+        SamplingParams(logit_bias=bad)
+    assert len(str(problem.value)) < 200
+
+
+def test_settings_that_do_not_go_together_are_refused() -> None:
+    with pytest.raises(RequestError, match="min_tokens 6 is more than max_tokens 5"):
+        SamplingParams(min_tokens=6, max_tokens=5)
+    with pytest.raises(RequestError, match="seed"):
+        SamplingParams(seed=2**63 - 3, n=4)
+    with pytest.raises(RequestError, match="logits_hook must be a function"):
+        SamplingParams(logits_hook="argmax")  # type: ignore[arg-type]
+    assert SamplingParams(min_tokens=6).min_tokens == 6 and SamplingParams(seed=2**63 - 4, n=4).n == 4
+
+
+def test_what_is_left_open_is_the_models_own_default_else_greedy_and_off() -> None:
+    plain = SamplingParams(max_tokens=7, seed=3).resolved()
+    assert (plain.temperature, plain.top_k, plain.top_p, plain.min_p, plain.repetition_penalty) == (
+        0.0,
+        0,
+        1.0,
+        0.0,
+        1.0,
+    )
+    assert plain.max_tokens == 7 and plain.seed == 3 and plain.logprobs is None
+    assert SamplingParams().resolved().max_tokens is None
+    model = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_new_tokens": 5, "repetition_penalty": None}
+    found = SamplingParams(top_k=5).resolved(model)  # type: ignore[arg-type]
+    assert (found.temperature, found.top_k, found.top_p, found.min_p, found.repetition_penalty) == (
+        0.6,
+        5,
+        0.95,
+        0.0,
+        1.0,
+    )
+    assert found.max_tokens is None and found.resolved({"temperature": 0.1}) is found
+    assert SamplingParams(temperature=0).resolved(model).temperature == 0  # type: ignore[arg-type]
+    assert SamplingParams(top_p=1, min_p=0.0).resolved({"top_p": 0.5, "min_p": 0.5}).top_p == 1
+    with pytest.raises(RequestError, match="temperature"):
+        SamplingParams().resolved({"temperature": -1.0})
+
+
+def test_sampling_parameters_own_their_values() -> None:
+    bias = {5: 1.0}
+    made = SamplingParams(logit_bias=bias)
+    bias[6] = 2.0
+    assert made.logit_bias == {5: 1.0} and SamplingParams(logit_bias=None).logit_bias == {}  # type: ignore[arg-type]
+    assert SamplingParams(bad_words="no").bad_words == ("no",)  # type: ignore[arg-type]
+    assert hash(made) == hash(SamplingParams(logit_bias={5: 1.0}))
+
+
+def test_policies_are_known_by_name_before_anything_is_opened() -> None:
+    assert tuple(POLICIES) == POLICY_NAMES
+    for make in (CacheConfig, partial(EvictionConfig, 100), partial(CacheConfig, budget=100)):
+        with pytest.raises(HybridKVError, match="policy 'h2o' is unknown; choose snapkv"):
+            make(policy="h2o")
+    CacheConfig(policy=POLICIES["tova"]())
 
 
 def test_good_sampling_parameters_are_kept() -> None:

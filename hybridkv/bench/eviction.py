@@ -85,6 +85,11 @@ class Configured:
     ) -> Tensor:
         raise AssertionError("there is no model to run")
 
+    hidden = forward
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        raise AssertionError("there is no model to run")
+
 
 def token_bytes(engine: Engine) -> float:
     """Keys and values of one token in one layer."""

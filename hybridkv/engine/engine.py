@@ -67,6 +67,7 @@ class Engine:
         self.manager, self.tokenizer, self.eos_ids = manager, tokenizer, eos_ids
         self.evictor = evictor if evictor is None else replace(evictor, step_tokens=step_tokens)
         self.vocab = model.config.vocab
+        self.sampling_defaults: dict[str, float] = {}  # the model's own, for what a request leaves open
         self.tokens_alone = manager.tokens_alone()
         self.runner = Runner(model, manager)
         graphs = self.runner.graphs
@@ -109,8 +110,7 @@ class Engine:
         params = params or SamplingParams()
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling parameters must be SamplingParams, not {type(params).__name__}")
-        if params.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, which this model does not have; use stop_token_ids")
+        self._check_params(params)
         request = self.new_request(self.check_tokens(tokens), params, hold, self._eviction(eviction))
         self._check_fits(request)
         request.continues = after
@@ -121,6 +121,7 @@ class Engine:
         self, tokens: list[int], params: SamplingParams, hold: bool = False, eviction: EvictionConfig | None = None
     ) -> Request:
         """A request that is in no queue yet."""
+        params = params.resolved(self.sampling_defaults)
         generator = torch.Generator(device=self.manager.device)
         if params.seed is None:
             generator.seed()
@@ -129,8 +130,29 @@ class Engine:
         number = next(self._numbers)
         text = TextStream(self.tokenizer, params.stop)
         return Request(
-            RequestKey(number), number, tokens, len(tokens), params, text, generator, hold, eviction=eviction
+            RequestKey(number),
+            number,
+            tokens,
+            len(tokens),
+            params,
+            text,
+            generator,
+            hold,
+            prompt_logprobs=[] if params.prompt_logprobs is None else [None],
+            ends_at=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids),
+            bad_words=bad_word_tokens(params.bad_words, self.tokenizer),
+            eviction=eviction,
         )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """What can be asked of this model, or RequestError."""
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, which this model does not have; use stop_token_ids")
+        if params.bad_words and self.tokenizer is None:
+            raise RequestError("bad_words need a tokenizer, which this model does not have; use logit_bias")
+        for token in params.logit_bias:
+            if token >= self.vocab:
+                raise RequestError(f"token id {token} of logit_bias is outside the vocabulary of {self.vocab}")
 
     def _eviction(self, asked: EvictionConfig | None | object) -> EvictionConfig | None:
         if asked is INHERIT:
@@ -293,16 +315,16 @@ class Engine:
     def _extend(self, step: InFlightStep, failed: Sequence[Request]) -> list[Update]:
         """Give each request its next token, but for those that have failed or ended. The host waits for the device."""
         assert step.sampled is not None
-        if not step.sampled.requests:
+        if not step.sampled.requests and not step.sampled.prompts:
             return []
-        tokens, broken = step.sampled.wait()
+        tokens, problems = step.sampled.wait()
         now = time.perf_counter()
         updates = []
-        for request, token, bad in zip(step.sampled.requests, tokens, broken, strict=True):
+        for request, token, problem in zip(step.sampled.requests, tokens, problems, strict=True):
             if request in failed or request.finished:
                 continue
-            if bad:
-                request.error = "the model gave logits that are NaN or infinite; its weights or inputs are broken"
+            if problem is not None:
+                request.error = problem
                 request.finish_reason = "error"
                 updates.append(Update(request, None, ""))
                 continue
@@ -311,8 +333,9 @@ class Engine:
                 request.limit = self._limit(request)
             request.last_token_at = now
             request.tokens.append(token)
-            ends = token in request.params.stop_token_ids or (token in self.eos_ids and not request.params.ignore_eos)
-            text = "" if ends else request.text.push(token)
+            may_stop = request.answer_tokens > request.params.min_tokens
+            ends = may_stop and token in request.ends_at
+            text = "" if ends else request.text.push(token, may_stop)
             if ends or request.text.stopped is not None:
                 request.finish_reason = "stop"
             elif len(request.tokens) >= request.limit:
@@ -322,7 +345,8 @@ class Engine:
 
     def _limit(self, request: Request) -> int:
         """Tokens, prompt and answer, at which the request ends."""
-        return min(request.prompt_tokens + request.params.max_tokens, self._longest(request))
+        longest, most = self._longest(request), request.params.max_tokens
+        return longest if most is None else min(request.prompt_tokens + most, longest)
 
     def _longest(self, request: Request) -> int:
         """Tokens of the context, or those that the pools hold if nothing is evicted."""
@@ -430,3 +454,15 @@ def _whole(token: object) -> int:
     if isinstance(token, bool):
         raise TypeError("a truth value is no token id")
     return index(token)  # type: ignore[arg-type]
+
+
+def bad_word_tokens(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
+    """Token sequences of texts that must not appear: each at the beginning of a word and inside one, as vLLM has it."""
+    found: dict[tuple[int, ...], None] = {}  # each once, in order
+    if tokenizer is None:
+        return ()
+    for word in words:
+        for text in (word.lstrip(), " " + word.lstrip()):
+            # after some token: an answer is the middle of a text from its beginning on
+            found[tuple(tokenizer.encode(text, special=False, after=-1))] = None
+    return tuple(ids for ids in found if ids)

@@ -13,8 +13,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+import numpy as np
+
+from hybridkv.cache.step import upload
+from hybridkv.engine.prompt_logprobs import prompt_parts, score_prompts
 from hybridkv.engine.runner import Runner, StepInputs
-from hybridkv.engine.sampler import SampledTokens, sample
+from hybridkv.engine.sampler import SampledTokens, prompt_rows_at_once, sample
 from hybridkv.engine.scheduler import Batch, Scheduler
 from hybridkv.request import Request
 
@@ -66,19 +70,20 @@ class Pipeline:
         """Start the prepared step before the tokens of the one in flight are known here.
 
         The launch is wasted for requests that finish on the pending token: do not launch if a request is known to end
-        there, must hold its cache, or is evicted while it decodes; nor if another request could join.
+        there, must hold its cache, or is evicted while it decodes; nor if another request could join. A logits hook and
+        bad words ask for the pending token itself.
         """
         batch, scheduler = self.prepared, self.scheduler
         if batch is None or scheduler.waiting or len(scheduler.running) > len(batch.requests):
             return
         for request in batch.requests:
             eviction = request.eviction
-            if request.hold or len(request.tokens) + 1 >= request.limit:
+            if request.hold or request.needs_last_token or len(request.tokens) + 1 >= request.limit:
                 return
             if eviction is not None and (eviction.bounded or eviction.decode_every):
                 return
         self.ahead, self.prepared = InFlightStep(batch), None
-        self._launch(self.ahead)
+        self._launch(self.ahead, ahead=1)
 
     def advance(self) -> None:
         """The results of the step in flight have been given out."""
@@ -102,12 +107,25 @@ class Pipeline:
         self.ahead = None
         self.in_flight = None
 
-    def _launch(self, step: InFlightStep) -> None:
+    def _launch(self, step: InFlightStep, ahead: int = 0) -> None:
+        """Run a step. `ahead`: tokens of each request that only the device knows."""
         batch = step.batch
-        logits = self.runner.forward(self._inputs(batch))
-        step.sampled = sample(logits, [batch.requests[i] for i in batch.sampled])
+        requests, parts = [batch.requests[i] for i in batch.sampled], prompt_parts(batch)
+        if not parts:
+            step.sampled = sample(self.runner.forward(self._inputs(batch)), requests, ahead=ahead)
+            return
+        last = [batch.step.query_start_loc[i + 1] - 1 for i in batch.sampled]
+        rows = sorted({*last, *(row for part in parts for row in part.rows)})
+        place = {row: i for i, row in enumerate(rows)}
+        hidden, model = self.runner.hidden(self._inputs(batch, rows)), self.runner.model
+        at_once = prompt_rows_at_once(self.scheduler.manager.slots, model.config.vocab)
+        scores = score_prompts(parts, hidden, [[place[r] for r in part.rows] for part in parts], model.logits, at_once)
+        wanted = upload([np.array([place[row] for row in last], np.int64)], hidden.device)
+        logits = model.logits(hidden.index_select(0, wanted))
+        step.sampled = sample(logits, requests, prompts=scores)
 
-    def _inputs(self, batch: Batch) -> StepInputs:
+    def _inputs(self, batch: Batch, rows: list[int] | None = None) -> StepInputs:
+        """`rows`: whose logits are wanted; None: the last one of each request that gets a token."""
         now = time.perf_counter()
         for request in batch.requests:
             request.started_at = request.started_at or now
@@ -116,5 +134,6 @@ class Pipeline:
         host = batch.step.host
         first, count = host.num_computed.tolist(), host.num_scheduled.tolist()
         parts = [r.tokens[a : a + n] for r, a, n in zip(batch.requests, first, count)]
-        wanted = [batch.step.query_start_loc[i + 1] - 1 for i in batch.sampled]
-        return self.runner.inputs(parts, wanted, batch.step)
+        if rows is None:
+            rows = [batch.step.query_start_loc[i + 1] - 1 for i in batch.sampled]
+        return self.runner.inputs(parts, rows, batch.step)

@@ -61,3 +61,9 @@ class Runner:
             return logits[: len(inputs.rows)] if inputs.first else logits[inputs.rows]
         handles = self.manager.acquire(step)
         return self.model.forward(inputs.tokens, step.index.positions, handles, inputs.rows)
+
+    def hidden(self, inputs: StepInputs) -> Tensor:
+        """`forward` without its last part: [S, hidden], for `model.logits` to turn into logits, all or some."""
+        self.manager.begin(inputs.step)
+        handles = self.manager.acquire(inputs.step)
+        return self.model.hidden(inputs.tokens, inputs.step.index.positions, handles, inputs.rows)

@@ -1,8 +1,18 @@
 """Sampler: logits to token ids, on the device. Nothing waits for the host until the tokens are asked for.
 
-The order is: repetition penalty, temperature, top-k, top-p, min-p, then one draw (Gumbel noise over the whole
-vocabulary). The noise comes from the request's own random generator, so other requests in the batch do not change it.
-Requests with the same kind of filters are computed together, in blocks of rows that bound the temporary memory.
+The order is that of vLLM, but for min-p, which comes last here:
+
+    forbidden tokens    the last token of a bad word, and, before min_tokens, those that end the answer: -inf
+    logit bias          added
+    logits hook         the caller's function, on the host's thread
+    penalties           repetition (prompt and answer), then frequency and presence (answer alone)
+    greedy              the largest is taken, the first among equals; nothing below applies
+    temperature, top-k, top-p, min-p
+    one draw            Gumbel noise over the whole vocabulary, from the request's own random generator, so other
+                        requests in the batch do not change it
+
+Logprobs are of the logits before all of this. Requests with the same kind of filters are computed together, in blocks
+of rows that bound the temporary memory.
 """
 
 from __future__ import annotations
@@ -10,12 +20,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from hybridkv.config import SamplingParams
 from hybridkv.kernels.best_tokens import best_tokens
-from hybridkv.request import Request, TokenLogprobs
+from hybridkv.request import Request, SamplerState, TokenLogprobs
 
 MIN_TEMPERATURE = 1e-6  # smaller ones are 0 or overflow in f32; the result is greedy from here on
 
@@ -25,13 +37,66 @@ BLOCK_BYTES = 256 << 20  # temporaries of one block of rows
 LOGIT_BYTES = 96
 
 
+PROMPT_ROWS = 16  # of a prompt that are scored at once, at least
+PROMPT_LOGIT_BYTES = 24  # that such a row needs for each of its logits, these included
+
+
 def sampling_bytes(rows: int, vocab: int) -> int:
-    """The most memory that sampling takes besides the logits: temporaries, and `Request.seen` of every row."""
-    return min(rows, _block_rows(vocab)) * vocab * LOGIT_BYTES + rows * vocab
+    """The most memory that sampling takes besides the logits: temporaries, and `SamplerState` of every row."""
+    state = 5 * vocab + 12 * min(vocab, SamplingParams.MAX_BIASES)
+    return _temporary_bytes(rows, vocab) + rows * state
+
+
+def _temporary_bytes(rows: int, vocab: int) -> int:
+    return vocab * max(min(rows, _block_rows(vocab)) * LOGIT_BYTES, PROMPT_ROWS * PROMPT_LOGIT_BYTES)
+
+
+def prompt_rows_at_once(rows: int, vocab: int) -> int:
+    """Rows of a prompt's logits that may be scored at once, in the memory that sampling `rows` requests has."""
+    return _temporary_bytes(rows, vocab) // (vocab * PROMPT_LOGIT_BYTES)
 
 
 def _block_rows(vocab: int) -> int:
     return max(1, BLOCK_BYTES // (vocab * LOGIT_BYTES))
+
+
+NO_DISTRIBUTION = 1  # the model's own logits are broken
+NO_TOKEN_LEFT = 2  # what is ruled out, or the hook, leaves nothing to choose from
+PROBLEMS = {
+    NO_DISTRIBUTION: "the model gave logits that are NaN or infinite; its weights or inputs are broken",
+    NO_TOKEN_LEFT: "no token is left to choose from: bad_words, min_tokens and the logits hook must not rule out all, "
+    "nor give NaN or +inf",
+}
+
+
+class Filters(NamedTuple):
+    """What a request's parameters say about the distribution, none of it open any more."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+
+    @staticmethod
+    def of(params: SamplingParams) -> Filters:
+        """Of resolved parameters; what is None all the same is off."""
+        return Filters(
+            params.temperature or 0.0,
+            params.top_k or 0,
+            1.0 if params.top_p is None else params.top_p,
+            params.min_p or 0.0,
+            params.repetition_penalty or 1.0,
+        )
+
+
+@dataclass
+class PromptScores:
+    """Logprobs of a part of a prompt."""
+
+    request: Request
+    first: int  # the token that the first row is about
+    rows: Tensor  # [t, 1 + 2 n] f64 of `token_scores`, on the host
 
 
 @dataclass
@@ -40,36 +105,56 @@ class SampledTokens:
 
     tokens: Tensor  # [S] int64, on the device
     requests: Sequence[Request]  # S
-    found: Tensor  # [2, S] int64, on the host: tokens, and 1 where a row of logits is broken
-    logprobs: list[tuple[int, Tensor]] = field(default_factory=list)  # row, and its [1 + 2 n] f64 of `_logprobs`
+    found: Tensor  # [2, S] int64, on the host: tokens, and what is wrong with a row (PROBLEMS)
+    logprobs: list[tuple[int, Tensor]] = field(default_factory=list)  # row, and its [1 + 2 n] f64 of `token_scores`
+    failed: dict[int, str] = field(default_factory=dict)  # rows whose hook has failed, and how
+    prompts: list[PromptScores] = field(default_factory=list)
     ready: torch.cuda.Event | None = None  # recorded after the copies to the host; None: they are there already
 
-    def wait(self) -> tuple[list[int], list[bool]]:
-        """The tokens, and whether a row's logits were broken. Logprobs, where asked, are added to the requests."""
+    def wait(self) -> tuple[list[int], list[str | None]]:
+        """The tokens, and what is wrong where there is none. Logprobs, where asked, are added to the requests."""
         if self.ready is not None:
             self.ready.synchronize()
         tokens, flags = self.found.tolist()
-        broken = [bool(flag) for flag in flags]
+        problems = [PROBLEMS.get(flag) or self.failed.get(i) for i, flag in enumerate(flags)]
         for i, row in self.logprobs:
             request = self.requests[i]
-            if broken[i] or request.finished or request.finish_reason is not None:
+            if problems[i] or request.finished or request.finish_reason is not None:
                 continue  # no token for it, or it ended while this step ran
             request.logprobs.append(_token_logprobs(row, request.params.logprobs or 0))
-        return tokens, broken
+        for part in self.prompts:
+            known, count = part.request.prompt_logprobs, part.request.params.prompt_logprobs or 0
+            known += [_token_logprobs(row, count) for row in part.rows[len(known) - part.first :]]
+        return tokens, problems
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, requests: Sequence[Request]) -> SampledTokens:
-    """The next token of each request from logits [S, vocab]."""
-    found = best_tokens(logits)  # all that greedy requests without a penalty need
-    tokens = found[0]
-    for rows in _groups(requests):
-        _sample_group(logits, requests, rows, tokens)
+def sample(
+    logits: Tensor,  # [R, vocab]
+    requests: Sequence[Request],  # S
+    rows: Sequence[int] | None = None,  # the row of each request; several may share one. None: one each, in order
+    ahead: int = 0,  # tokens that each request has on the device and the host does not know yet
+    prompts: Sequence[PromptScores] = (),  # to be brought to the host together with the tokens
+) -> SampledTokens:
+    """The next token of each request."""
+    found = best_tokens(logits)  # all that plain greedy requests need
+    if rows is None:
+        rows = range(len(requests))
+    else:
+        found = found.index_select(1, _upload(rows, torch.int64, logits.device))
+    sampled = SampledTokens(found[0], requests, found, prompts=list(prompts))
+    for group in _groups(requests):
+        _sample_group(logits, rows, group, found, sampled, ahead)
     asked = [i for i, request in enumerate(requests) if request.params.logprobs is not None]
-    logprobs = []
     if asked:
-        logprobs = list(zip(asked, _host(_logprobs(logits, tokens, requests, asked)), strict=True))
-    sampled = SampledTokens(tokens, requests, _host(found), logprobs)
+        count = max(requests[i].params.logprobs or 0 for i in asked)
+        index = _upload([[rows[i] for i in asked], asked], torch.int64, logits.device)
+        scores = [
+            token_scores(logits.index_select(0, row), sampled.tokens[i], count)
+            for row, i in zip(*(part.split(_block_rows(logits.shape[1])) for part in index), strict=True)
+        ]
+        sampled.logprobs = list(zip(asked, host(torch.cat(scores)), strict=True))
+    sampled.found = host(found)
     if logits.is_cuda:
         sampled.ready = torch.cuda.Event()
         sampled.ready.record(torch.cuda.current_stream(logits.device))
@@ -77,45 +162,56 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> SampledTokens:
 
 
 def _groups(requests: Sequence[Request]) -> list[list[int]]:
-    """Rows that are not plainly greedy, those with the same kind of filters together."""
+    """Requests that are not plainly greedy, those with the same kind of filters together."""
     groups: dict[tuple, list[int]] = {}
     for i, request in enumerate(requests):
-        p = request.params
-        if p.temperature > 0:
+        p = Filters.of(request.params)
+        if p.temperature:
             groups.setdefault((p.top_k, p.top_p < 1, p.min_p > 0), []).append(i)
-        elif p.repetition_penalty != 1:
+        elif _adjusts(request):
             groups.setdefault((), []).append(i)
     return list(groups.values())
 
 
-def _sample_group(logits: Tensor, requests: Sequence[Request], rows: list[int], tokens: Tensor) -> None:
-    """Write the tokens of rows that have the same kind of filters (their bounds may differ), or are all greedy."""
-    params = [requests[i].params for i in rows]
+def _sample_group(
+    logits: Tensor, rows: Sequence[int], group: list[int], found: Tensor, sampled: SampledTokens, ahead: int
+) -> None:
+    """Write the tokens of requests that have the same kind of filters (their bounds may differ), or are all greedy."""
+    params = [Filters.of(sampled.requests[i].params) for i in group]
     columns = [
-        rows,
+        group,
+        [rows[i] for i in group],
         [max(p.temperature, MIN_TEMPERATURE) for p in params],
         [p.top_p for p in params],
         [p.min_p for p in params],
     ]
-    table = _upload(columns, torch.float64, logits.device)  # [4, rows]
+    table = _upload(columns, torch.float64, logits.device)  # [5, group]
     size = _block_rows(logits.shape[1])
-    for begin in range(0, len(rows), size):
-        block = rows[begin : begin + size]
-        _sample_block(logits, [requests[i] for i in block], table[:, begin : begin + size], tokens)
+    for begin in range(0, len(group), size):
+        _sample_block(logits, group[begin : begin + size], table[:, begin : begin + size], found, sampled, ahead)
 
 
-def _sample_block(logits: Tensor, requests: Sequence[Request], table: Tensor, tokens: Tensor) -> None:
-    """One block of a group: table [4, n] f64 has row numbers, temperatures, top-p and min-p."""
-    first = requests[0].params
+def _sample_block(
+    logits: Tensor, block: list[int], table: Tensor, found: Tensor, sampled: SampledTokens, ahead: int
+) -> None:
+    """One block of a group: table [5, n] f64 has numbers of requests and rows, temperatures, top-p and min-p."""
+    requests = [sampled.requests[i] for i in block]
+    first = Filters.of(requests[0].params)
     index = table[0].long()
-    temperature, top_p, min_p = (column.float().unsqueeze(1) for column in table[1:])  # [n, 1]
-    scores = logits.index_select(0, index).float()
-    for row, request in zip(scores, requests, strict=True):
-        if request.params.repetition_penalty != 1:
-            row.copy_(penalise(row, request))
-    if first.temperature == 0:
-        chosen = best_tokens(scores)[0]
-    else:
+    temperature, top_p, min_p = (column.float().unsqueeze(1) for column in table[2:])  # [n, 1]
+    scores = logits.index_select(0, table[1].long()).float()
+    rules_out = False
+    for i, row, request in zip(block, scores, requests, strict=True):
+        try:
+            rules_out |= _adjust(row, request, ahead)
+        except HookFailed as problem:
+            sampled.failed[i] = str(problem)
+    chosen = index  # until it is known
+    if rules_out or not first.temperature:
+        chosen, empty = best_tokens(scores).unbind()
+        before = found[1].index_select(0, index)
+        found[1].scatter_(0, index, torch.where(before > 0, before, NO_TOKEN_LEFT * empty))
+    if first.temperature:
         # relative to the best score: a temperature near 0 then makes the others -inf, and not the best one inf
         scores.sub_(scores.amax(-1, keepdim=True)).div_(temperature)
         scores, ids = filter_logits(
@@ -127,11 +223,74 @@ def _sample_block(logits: Tensor, requests: Sequence[Request], table: Tensor, to
         chosen = scores.sub_(noise.clamp_(min=1e-20).log_()).argmax(-1)
         if ids is not None:
             chosen = ids.gather(1, chosen.unsqueeze(1)).squeeze(1)
-    tokens.scatter_(0, index, chosen)
+    found[0].scatter_(0, index, chosen)
     for token, request in zip(chosen.split(1), requests, strict=True):
-        if request.seen is not None:  # the host learns it later
-            request.seen.index_fill_(0, token, True)
-            request.counted = len(request.tokens) + 1
+        if request.sampler is not None:  # the host learns it later
+            _count(request.sampler, token)
+            request.sampler.counted += 1
+
+
+def _adjusts(request: Request) -> bool:
+    """Whether a greedy request may choose another token than that of the largest logit."""
+    params = request.params
+    return _penalises(params) or bool(params.logit_bias) or params.min_tokens > 0 or request.needs_last_token
+
+
+class HookFailed(Exception):
+    """A logits hook raised, or gave back something else than logits."""
+
+
+def _adjust(row: Tensor, request: Request, ahead: int) -> bool:
+    """Change a request's logits [vocab] f32 as it asks, before temperature and filters. Nothing waits for the device,
+    but for what a hook does.
+
+    Returns whether tokens may have been ruled out: then perhaps all of them.
+    """
+    params = request.params
+    forbidden = _forbidden(request, ahead)
+    if forbidden:
+        row.index_fill_(0, _upload(forbidden, torch.int64, row.device), -torch.inf)
+    if params.logit_bias:
+        row.index_add_(0, *_bias(request, row.device))
+    if params.logits_hook is not None:
+        _run_hook(row, request)
+    if _penalises(params):
+        row.copy_(penalise(row, request))
+    return bool(forbidden) or params.logits_hook is not None
+
+
+def _forbidden(request: Request, ahead: int) -> list[int]:
+    """Tokens that must not come next: those that end the answer too early, and ends of bad words."""
+    found = list(request.ends_at) if request.answer_tokens + ahead < request.params.min_tokens else []
+    for *before, last in request.bad_words:
+        known = len(request.tokens) - len(before)
+        if known >= request.prompt_tokens and request.tokens[known:] == before:
+            found.append(last)
+    return found
+
+
+def _bias(request: Request, device: torch.device) -> tuple[Tensor, Tensor]:
+    state = _state(request)
+    if state.bias is None:
+        bias = request.params.logit_bias
+        state.bias = (_upload(list(bias), torch.int64, device), _upload(list(bias.values()), torch.float32, device))
+    return state.bias
+
+
+def _run_hook(row: Tensor, request: Request) -> None:
+    assert request.params.logits_hook is not None
+    try:
+        given = request.params.logits_hook(request.generated, row)
+        if given is None:
+            return
+        if not isinstance(given, Tensor) or given.shape != row.shape:
+            what = f"a Tensor {list(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+            raise HookFailed(f"logits_hook must return a Tensor [{len(row)}], or None, not {what}")
+        row.copy_(given)
+    except HookFailed:
+        raise
+    except Exception as problem:
+        raise HookFailed(f"logits_hook failed: {problem!r}") from problem
 
 
 def _noise(requests: Sequence[Request], vocab: int, device: torch.device) -> Tensor:
@@ -142,17 +301,47 @@ def _noise(requests: Sequence[Request], vocab: int, device: torch.device) -> Ten
     return noise
 
 
+def _penalises(params: SamplingParams) -> bool:
+    return params.repetition_penalty not in (1, None) or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+
+def _state(request: Request) -> SamplerState:
+    if request.sampler is None:
+        request.sampler = SamplerState()
+    return request.sampler
+
+
 def penalise(logits: Tensor, request: Request) -> Tensor:
-    """Tokens already seen become less likely: positive logits are divided by the penalty, negative ones multiplied."""
-    penalty = request.params.repetition_penalty
-    if penalty == 1:
-        return logits
-    if request.seen is None:
-        request.seen = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-    if request.counted < len(request.tokens):
-        request.seen.index_fill_(0, _upload(request.tokens[request.counted :], torch.int64, logits.device), True)
-        request.counted = len(request.tokens)
-    return torch.where(request.seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    """Logits [vocab] with tokens that were seen less likely.
+
+    Repetition, of prompt and answer: positive logits are divided by the penalty, negative ones multiplied. Frequency
+    and presence, of the answer alone: the penalty is subtracted as often as a token came, and once if it did.
+    """
+    params, state = request.params, _state(request)
+    factor = Filters.of(params).repetition_penalty
+    if factor != 1 and state.seen is None:
+        state.seen = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+    if (params.frequency_penalty or params.presence_penalty) and state.counts is None:
+        state.counts = torch.zeros(logits.shape[-1], dtype=torch.int32, device=logits.device)
+    for end, generated in ((request.prompt_tokens, False), (len(request.tokens), True)):
+        if state.counted < end:
+            _count(state, _upload(request.tokens[state.counted : end], torch.int64, logits.device), generated)
+            state.counted = end
+    if state.seen is not None:
+        logits = torch.where(state.seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
+    if state.counts is not None and params.frequency_penalty:
+        logits = logits - params.frequency_penalty * state.counts
+    if state.counts is not None and params.presence_penalty:
+        logits = logits - params.presence_penalty * (state.counts > 0)
+    return logits
+
+
+def _count(state: SamplerState, tokens: Tensor, generated: bool = True) -> None:
+    """Take note of tokens [t], of the prompt or generated ones."""
+    if state.seen is not None:
+        state.seen.index_fill_(0, tokens, True)
+    if state.counts is not None and generated:
+        state.counts.index_add_(0, tokens, torch.ones_like(tokens, dtype=torch.int32))
 
 
 def filter_logits(
@@ -198,20 +387,18 @@ def _ordered_integers(scores: Tensor) -> Tensor:
     return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
-def _logprobs(logits: Tensor, tokens: Tensor, requests: Sequence[Request], rows: list[int]) -> Tensor:
-    """[rows, 1 + 2 n] f64: the token's log probability, those of the best tokens, and their ids."""
-    count = min(max(requests[i].params.logprobs or 0 for i in rows), logits.shape[1])
-    parts = []
-    for index in _upload(rows, torch.int64, logits.device).split(_block_rows(logits.shape[1])):
-        logs = logits.index_select(0, index).float().log_softmax(-1)
-        top = logs.topk(count)
-        own = logs.gather(1, tokens[index].unsqueeze(1))
-        parts.append(torch.cat([x.double() for x in (own, top.values, top.indices)], 1))
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+def token_scores(logits: Tensor, tokens: Tensor, count: int) -> Tensor:
+    """[t, 1 + 2 n] f64 for logits [t, vocab] and tokens [t]: the token's log probability, those of the `count` best
+    tokens, and their ids.
+    """
+    logs = logits.float().log_softmax(-1)
+    top = logs.topk(min(count, logits.shape[1]))
+    own = logs.gather(1, tokens.unsqueeze(1))
+    return torch.cat([x.double() for x in (own, top.values, top.indices)], 1)
 
 
 def _token_logprobs(row: Tensor, count: int) -> TokenLogprobs:
-    """One row of `_logprobs`, as many of the best tokens as asked for; tokens with a probability of 0 are left out."""
+    """One row of `token_scores`, as many of the best tokens as asked for; those of probability 0 are left out."""
     values, ids = (half[:count].tolist() for half in row[1:].chunk(2))
     top = {int(token): value for token, value in zip(ids, values, strict=True) if math.isfinite(value)}
     return TokenLogprobs(float(row[0]), top)
@@ -223,7 +410,7 @@ def _upload(values: Sequence, dtype: torch.dtype, device: torch.device) -> Tenso
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
 
-def _host(x: Tensor) -> Tensor:
+def host(x: Tensor) -> Tensor:
     """To the host, in a copy that the host does not wait for."""
     if not x.is_cuda:
         return x

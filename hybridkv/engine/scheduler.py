@@ -251,6 +251,8 @@ class Scheduler:
     def _to_give_up(self, request: Request) -> list[Request] | None:
         """Held caches to give up so that the request can enter, as few as will do; None: it must wait."""
         own = request.continues if request.continues in self.held else None  # the cache that it goes on in
+        if request.params.prompt_logprobs is not None:  # it reads its prompt anew
+            own = None
         free, slots = self.manager.free_pages(), self.manager.free_slots
         if own is None:
             need = self.manager.pages_needed(None, self.held_tokens(request, len(request.tokens) + 1))
@@ -278,6 +280,10 @@ class Scheduler:
         """Whether the request goes on in the held cache that it continues, as far as their tokens agree."""
         held = request.continues
         if held is None or held not in self.held:
+            request.continues = None
+            return False
+        if request.params.prompt_logprobs is not None:  # every token's logits are wanted
+            self.release_held(held)
             request.continues = None
             return False
         position = self.manager.position(held.key)
@@ -320,6 +326,7 @@ class Scheduler:
         self.manager.release_request(request.key)
         request.status = Status.WAITING
         request.preemptions += 1
+        request.sampler = None
         request.cached_tokens = 0
         self.running.remove(request)
 
@@ -343,6 +350,7 @@ class Scheduler:
             request.status = Status.FINISHED
             self.running.remove(request)
         request.status = Status.FINISHED
+        request.sampler = None
 
     def release_held(self, request: Request) -> None:
         if request in self.held:

@@ -55,6 +55,10 @@ class Model(Protocol):
 
     def forward(self, tokens: Tensor, positions: Tensor, handles: Mapping[int, Any], rows: Tensor | None) -> Tensor: ...
 
+    # the two halves of `forward`, for many rows whose logits are not all wanted at once
+    def hidden(self, tokens: Tensor, positions: Tensor, handles: Mapping[int, Any], rows: Tensor | None) -> Tensor: ...
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
 
 @dataclass(frozen=True)
 class Norm:
@@ -119,12 +123,24 @@ class Decoder:
         handles: Mapping[int, LayerHandle],
         rows: Tensor | None,  # [S] tokens whose logits are wanted; None: all
     ) -> Tensor:  # [S, vocab] in the dtype of the weights
+        return self.logits(self.hidden(tokens, positions, handles, rows))
+
+    @torch.inference_mode()
+    def hidden(
+        self, tokens: Tensor, positions: Tensor, handles: Mapping[int, LayerHandle], rows: Tensor | None
+    ) -> Tensor:
+        """[S, hidden]: what the head turns into logits."""
         h, delta = F.embedding(tokens, self.embedding), None
         angles = rope_angles(positions, self.inv_freq)
         last = len(self.layers) - 1
         for i, layer in enumerate(self.layers):
             h, delta = layer(h, delta, angles, handles[i], rows if i == last else None)
-        return self.head(self.norm.add(h, delta)[1])
+        return self.norm.add(h, delta)[1]
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, vocab] of what `hidden` gave."""
+        return self.head(hidden)
 
     @property
     def nbytes(self) -> int:

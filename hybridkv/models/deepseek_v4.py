@@ -247,6 +247,13 @@ class DeepseekV4:
         handles: Mapping[int, CompressedHandle],
         rows: Tensor | None,  # [S] tokens whose logits are wanted; None: all
     ) -> Tensor:  # [S, vocab] f32
+        return self.logits(self.hidden(tokens, positions, handles, rows))
+
+    @torch.inference_mode()
+    def hidden(
+        self, tokens: Tensor, positions: Tensor, handles: Mapping[int, CompressedHandle], rows: Tensor | None
+    ) -> Tensor:
+        """[S, hidden]: what the head turns into logits."""
         v = _v4(self.config)
         angles = StepAngles.at(positions, v, self.window_freq, self.compress_freq)
         streams = F.embedding(tokens, self.embedding).unsqueeze(1).repeat(1, v.streams, 1)
@@ -254,8 +261,15 @@ class DeepseekV4:
         for i, layer in enumerate(self.layers):
             streams = layer(streams, tokens, angles, handles[i], rows if i == last else None)
         if len(streams) == 0:
-            return streams.new_zeros((0, self.config.vocab), dtype=torch.float32)
-        return linear_wide(hyper_exit(streams, self.exit), self.head)
+            return streams.new_zeros((0, self.config.hidden))
+        return hyper_exit(streams, self.exit)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, vocab] f32 of what `hidden` gave."""
+        if len(hidden) == 0:
+            return hidden.new_zeros((0, self.config.vocab), dtype=torch.float32)
+        return linear_wide(hidden, self.head)
 
     @property
     def nbytes(self) -> int:

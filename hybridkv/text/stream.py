@@ -33,11 +33,13 @@ class TextStream:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
 
-    def push(self, token_id: int) -> str:
-        """One more token; returns the text that is certain now."""
+    def push(self, token_id: int, may_stop: bool = True) -> str:
+        """One more token; returns the text that is certain now. `may_stop`: a stop string that is complete with it
+        counts.
+        """
         if self._source is None or self._finished or self.stopped is not None:
             return ""
-        return self._give(self._source.push(token_id), last=False)
+        return self._give(self._source.push(token_id), last=False, may_stop=may_stop)
 
     def finish(self) -> str:
         """No more tokens; returns what was held back."""
@@ -46,20 +48,20 @@ class TextStream:
         self._finished = True
         return self._give(self._source.finish(), last=True)
 
-    def _give(self, new: str, *, last: bool) -> str:
+    def _give(self, new: str, *, last: bool, may_stop: bool = True) -> str:
         start = len(self._held)
         self._held += new
         out = None
         for i, char in enumerate(new if self._stops else ""):
             complete = [s for s in self._stops if s.push(char)]
-            if complete:
+            if complete and may_stop:
                 longest = max(complete, key=lambda s: len(s.text))
                 self.stopped = longest.text
                 out = self._held[: start + i + 1 - len(longest.text)]
                 self._held = ""
                 break
         if out is None:
-            keep = 0 if last else max((s.matched for s in self._stops), default=0)
+            keep = 0 if last else max((s.begun for s in self._stops), default=0)
             cut = len(self._held) - keep
             out, self._held = self._held[:cut], self._held[cut:]
         if out:
@@ -81,13 +83,18 @@ class _StopString:
             length = self._extend(length, text[n])
             self._shorter[n] = length
 
+    @property
+    def begun(self) -> int:
+        """Characters at the text's end that may yet become the whole stop string, which has not just been met."""
+        return self._shorter[-1] if self.matched == len(self.text) else self.matched
+
     def _extend(self, length: int, char: str) -> int:
-        while length and self.text[length] != char:
+        while length and (length == len(self.text) or self.text[length] != char):
             length = self._shorter[length - 1]
         return length + (self.text[length] == char)
 
     def push(self, char: str) -> bool:
-        """True when the text now ends with the whole stop string. Nothing is pushed after that."""
+        """True when the text now ends with the whole stop string."""
         self.matched = self._extend(self.matched, char)
         return self.matched == len(self.text)
 

@@ -203,7 +203,7 @@ def test_experts(T: int) -> None:
 
 
 def request(**params: Any) -> Request:
-    made = SamplingParams(**params)
+    made = SamplingParams(**params).resolved()
     return Request(0, 0, [1, 2, 3], 3, made, TextStream(None), torch.Generator("cuda").manual_seed(made.seed or 0))
 
 
@@ -211,6 +211,7 @@ ASKS = (
     {}, {"temperature": 0.7, "top_k": 20, "top_p": 0.95}, {"temperature": 1.0}, {"repetition_penalty": 1.3},
     {"temperature": 0.6, "top_p": 0.9, "logprobs": 3}, {"temperature": 1.0, "min_p": 0.1, "repetition_penalty": 1.1},
     {"logprobs": 0}, {"temperature": 1e-9, "top_k": 50},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.5}, {"temperature": 1.0, "logit_bias": {7: 2.0}, "min_tokens": 2},
 )  # fmt: skip
 
 
