@@ -25,7 +25,8 @@ class Completion:
     prompt_tokens: how many tokens were asked with.
     stats: kept_tokens, kv_bytes_full, kv_bytes_kept, state_bytes, cached_tokens, prefill_s, prefill_tok_s, decode_s,
         decode_tok_s, wait_s, preemptions, eviction_record_bytes.
-    logprobs: of each token, where asked for.
+    logprobs, prompt_logprobs: of each token of the answer and of the prompt, where asked for; None for the first of the
+        prompt, which nothing comes before.
     others: answers 2 to n, where n were asked for; `samples` has all of them.
     """
 
@@ -37,6 +38,7 @@ class Completion:
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
     reasoning: str | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     others: tuple[Completion, ...] = ()
 
     @property
@@ -55,6 +57,7 @@ class Completion:
             stats=request.stats,
             logprobs=request.logprobs if request.params.logprobs is not None else None,
             error=request.error,
+            prompt_logprobs=request.prompt_logprobs if request.params.prompt_logprobs is not None else None,
             others=tuple(map(Completion.of, request.siblings)),
         )
 
