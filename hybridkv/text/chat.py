@@ -77,7 +77,9 @@ class ChatTemplate:
 
     @property
     def variables(self) -> frozenset[str]:
-        """The names of the variables that the template reads: messages, tools, enable_thinking, ..."""
+        """The names of the variables that the template reads: messages, tools, enable_thinking, ... Also some that it
+        sets itself, in one branch of several, before it reads them.
+        """
         if self._variables is None:
             self._use(lambda worker: "")
         assert self._variables is not None

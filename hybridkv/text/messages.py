@@ -1,13 +1,15 @@
 """Messages and tools: checked, and in the form that chat templates expect.
 
-Two things differ from template to template. Content may be a list of text parts, which many templates show as nothing
-or as Python: where a template does, the parts are joined to one text. Arguments of a tool call come as JSON text from
-servers, and most templates want the object; the few that want text get it.
+What differs from template to template: content beside tool calls may be None, which some templates look for, and others
+fail on or write as "None". Content may be a list of text parts, which many show as nothing or as Python: there the parts
+are joined to one text. Arguments of a tool call come as JSON text from servers, and most templates want the object; the
+few that want text get it.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from hybridkv.errors import RequestError
 from hybridkv.text.chat import ChatTemplate
 
 Message = dict[str, Any]
+_LOOKS_FOR_NONE = re.compile(r"content['\"\])]*\s+(is|==|!=)\s+(not\s+)?none", re.IGNORECASE)
 TOOL = "{'type': 'function', 'function': {'name': ..., 'description': ..., 'parameters': {...}}}"
 
 
@@ -66,15 +69,21 @@ def _kind(value: Any) -> str:
     return type(value).__name__
 
 
-def with_joined_parts(template: ChatTemplate, messages: list[Message]) -> list[Message]:
-    """Lists of text parts joined by line ends, where the template does not show lists itself."""
-    lists = [isinstance(m.get("content"), (list, tuple)) for m in messages]
-    if not any(lists) or template.takes_parts:
-        return messages
-    return [
-        {**m, "content": "\n".join(part["text"] for part in m["content"])} if is_list else m
-        for m, is_list in zip(messages, lists, strict=True)
-    ]
+def with_text_content(template: ChatTemplate, messages: list[Message]) -> list[Message]:
+    """No content becomes empty text, where the template does not look for None; lists of text parts are joined by line
+    ends, where it does not show lists itself.
+    """
+    empty = None if _LOOKS_FOR_NONE.search(template.source) else ""
+
+    def shown(message: Message) -> Message:
+        content = message.get("content")
+        if content is None:
+            return {**message, "content": empty}
+        if isinstance(content, str) or template.takes_parts:
+            return message
+        return {**message, "content": "\n".join(part["text"] for part in content)}
+
+    return [shown(message) for message in messages]
 
 
 def with_object_arguments(messages: list[Message]) -> list[Message]:

@@ -6,6 +6,7 @@ in it, stay plain text.
 
 from __future__ import annotations
 
+import difflib
 import re
 import secrets
 from collections.abc import Callable
@@ -16,11 +17,11 @@ from hybridkv.text.chat import RESERVED, ChatTemplate
 from hybridkv.text.messages import (
     check_messages,
     check_tools,
-    with_joined_parts,
     with_object_arguments,
     with_text_arguments,
+    with_text_content,
 )
-from hybridkv.text.thinking import reads, thinking_variables
+from hybridkv.text.thinking import thinking_variables
 from hybridkv.text.tokenizer import Tokenizer
 
 NAME_DIGITS = 20  # random ones at either end of a name; digits stay as they are in capitals
@@ -48,7 +49,7 @@ def render_pieces(
     """
     check_messages(messages)
     values = _variables(template, tools, thinking, variables)
-    messages = with_object_arguments(with_joined_parts(template, messages))
+    messages = with_object_arguments(with_text_content(template, messages))
     try:
         return _render(template, tokenizer, messages, values)
     except RequestError:
@@ -65,7 +66,9 @@ def _variables(
     if taken := sorted(RESERVED & given.keys()):
         raise RequestError(f"chat template variables cannot be set by a request: {', '.join(taken)}")
     if unread := sorted(given.keys() - template.variables):
-        raise RequestError(f"the model's chat template does not read {', '.join(unread)[:200]}; {reads(template)}")
+        close = difflib.get_close_matches(unread[0], template.variables - RESERVED, n=1)
+        hint = f"; is {close[0]} meant?" if close else ""
+        raise RequestError(f"the model's chat template does not read {', '.join(unread)[:200]}{hint}")
     values = thinking_variables(template, thinking)
     if twice := sorted(values.keys() & given.keys()):
         raise RequestError(f"give thinking or {twice[0]}, not both: they are the same switch")

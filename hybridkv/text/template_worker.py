@@ -79,25 +79,6 @@ def environment() -> ImmutableSandboxedEnvironment:
     return env
 
 
-def variables_read(tree: nodes.Template) -> set[str]:
-    """The variables that a template takes from outside. jinja also names those that it sets in a branch before it reads
-    them; these are not meant.
-    """
-    first: dict[str, str] = {}  # name -> whether the template first loads or stores it
-    stack: list[nodes.Node] = [tree]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, nodes.Name):
-            first.setdefault(node.name, node.ctx)
-        children = list(node.iter_child_nodes())
-        if isinstance(node, nodes.Assign | nodes.AssignBlock | nodes.For):  # a value is worked out before it is stored
-            target = [child for child in children if child is node.target]
-            rest = [child for child in children if child is not node.target]
-            children = [rest[0], *target, *rest[1:]] if isinstance(node, nodes.For) else rest + target
-        stack += reversed(children)
-    return {name for name in jinja2.meta.find_undeclared_variables(tree) if first.get(name) == "load"}
-
-
 def render(template: jinja2.Template, variables: dict[str, Any], longest: int) -> str:
     parts, size = [], 0
     for part in template.generate(**variables):
@@ -167,7 +148,7 @@ def main() -> None:
         nonlocal template
         env = environment()
         template = env.from_string(settings["source"])
-        return " ".join(sorted(variables_read(env.parse(settings["source"]))))
+        return " ".join(sorted(jinja2.meta.find_undeclared_variables(env.parse(settings["source"]))))
 
     variables: Any = {}
     while variables is not None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from hybridkv.errors import RequestError
-from hybridkv.text.chat import RESERVED, ChatTemplate
+from hybridkv.text.chat import ChatTemplate
 
 SWITCHES = ("enable_thinking", "thinking")  # true or false: Qwen, GLM, SmolLM3; DeepSeek-V3.1, Granite, Kimi
 MODE = "thinking_mode"  # a word: DeepSeek-V4 thinking/chat, MiniMax-M3 enabled/disabled
+OTHERS = ("reasoning_effort", "thinking_budget", "thinking_effort")  # no switches, but what one may be after
 
 
 def thinking_variables(template: ChatTemplate, thinking: bool | None) -> dict[str, Any]:
@@ -22,15 +23,9 @@ def thinking_variables(template: ChatTemplate, thinking: bool | None) -> dict[st
     if MODE in template.variables:
         on, off = ("enabled", "disabled") if _quotes(template, "enabled") else ("thinking", "chat")
         return {MODE: on if thinking else off}
-    raise RequestError(
-        f"the model's chat template has no switch for thinking ({', '.join((*SWITCHES, MODE))}); {reads(template)}"
-    )
-
-
-def reads(template: ChatTemplate) -> str:
-    """The variables of the template that a request may set, for a message."""
-    names = sorted(template.variables - RESERVED)
-    return f"it reads {', '.join(names)}"[:300] if names else "it reads no variables"
+    others = [name for name in OTHERS if name in template.variables]
+    hint = f"; it reads {' and '.join(others)}, which can be given as template variables" if others else ""
+    raise RequestError(f"the model's chat template has no switch for thinking{hint}")
 
 
 def _quotes(template: ChatTemplate, word: str) -> bool:

@@ -41,10 +41,11 @@ READS = {
         "tools",
     },
     "{% for m in messages %}{{ m.thinking }}{{ loop.index }}{{ raise_exception() }}{% endfor %}": {"messages"},
-    "{% for m in messages %}{% if m %}{% set x = m %}{% if y %}{{ x }}{% endif %}{% endif %}{% endfor %}": {
-        "messages",
-        "y",
+    "{% if custom is defined %}{% set tools = custom %}{% endif %}{% if not tools is defined %}{% endif %}": {
+        "custom",
+        "tools",
     },
+    "{% macro m(tools) %}{{ tools }}{% endmacro %}{{ m(tools) }}": {"tools"},
     "{% set messages = messages[1:] %}{% for x in x %}{{ x }}{% endfor %}{{ messages }}": {"messages", "x"},
     "": set(),
 }
@@ -89,9 +90,15 @@ def test_each_template_has_its_own_switch(source: str, on: dict[str, Any], off: 
 
 
 @pytest.mark.parametrize("thinking", [True, False])
-@pytest.mark.parametrize("source", ["<think></think> thinking {{ messages }}", "{{ reasoning_effort }}"])
-def test_a_template_without_a_switch_says_so(source: str, thinking: bool, tokenizer: Tokenizer) -> None:
-    with pytest.raises(RequestError, match="no switch for thinking.*it reads (no variables|reasoning_effort)"):
+@pytest.mark.parametrize(
+    ("source", "hint"),
+    [
+        ("<think></think> thinking {{ messages }}", ""),
+        ("{{ reasoning_effort }}", "; it reads reasoning_effort, which can be given as template variables"),
+    ],
+)
+def test_a_template_without_a_switch_says_so(source: str, hint: str, thinking: bool, tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match=f"no switch for thinking{hint}$"):
         render_pieces(made(source), tokenizer, ASK, thinking=thinking)
     render_pieces(made(source), tokenizer, ASK)  # the template decides
 
@@ -139,7 +146,8 @@ def test_reserved_names_are_refused(template: ChatTemplate, tokenizer: Tokenizer
 def test_a_variable_that_the_template_does_not_read_is_refused(
     template: ChatTemplate, tokenizer: Tokenizer, name: str
 ) -> None:
-    with pytest.raises(RequestError, match=f"does not read {name}; it reads enable_thinking, preserve_thinking, tools"):
+    hint = "; is enable_thinking meant" if name.startswith("enable") else ""
+    with pytest.raises(RequestError, match=f"does not read {name}{hint}"):
         render_pieces(template, tokenizer, ASK, **{name: 1})
 
 
@@ -204,6 +212,22 @@ def test_arguments_that_are_no_json_are_shown_as_they_are(tokenizer: Tokenizer) 
     echo = made("{{ messages[1].tool_calls[0].function.arguments }}")
     for arguments in ("city: Oslo", "[1]", "{", ""):
         assert shown(echo, tokenizer, called(arguments)) == arguments
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("({{ messages[0].content + '' }})", "()"),
+        ("({{ messages[0].content }})", "()"),  # not "None"
+        ("{% if messages[0]['content'] is none %}called{% endif %}", "called"),
+        ("{% if messages[0].content is not none %}{% else %}called{% endif %}", "called"),
+        ("{% if messages[0]['content'] == None %}called{% endif %}", "called"),
+    ],
+)
+def test_no_content(tokenizer: Tokenizer, source: str, text: str) -> None:
+    answer: dict[str, Any] = {"role": "assistant", "tool_calls": [{"name": "f"}]}
+    for message in (answer, answer | {"content": None}):
+        assert shown(made(source), tokenizer, [message]) == text
 
 
 # Text parts
