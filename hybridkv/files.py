@@ -123,3 +123,8 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 def read_json(path: Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
     return parse_json(read_bytes(path, limit), repr(str(path)))
+
+
+def read_json_if_any(path: Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
+    """A file that need not be there: empty then."""
+    return read_json(path, limit) if os.path.lexists(path) else {}

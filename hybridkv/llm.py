@@ -393,7 +393,10 @@ def load_tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer | None, str]:
     """The tokenizer, or None and what to say when text arrives: a model without one still runs on token ids."""
     try:
         gguf = checkpoint.kind == "gguf"
-        found = Tokenizer.from_gguf(checkpoint.metadata) if gguf else Tokenizer.from_folder(checkpoint.path)
+        folder = checkpoint.path
+        found = (
+            Tokenizer.from_gguf(checkpoint.metadata) if gguf else Tokenizer.from_folder(folder, checkpoint.generation)
+        )
     except UnsupportedModel as problem:
         return None, str(problem)
     return found, f"{checkpoint.path.name} has no tokenizer; give token ids instead of text"

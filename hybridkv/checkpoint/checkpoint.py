@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +25,7 @@ from hybridkv.checkpoint.recipe import Recipe
 from hybridkv.checkpoint.safetensors_file import SafetensorsFile
 from hybridkv.checkpoint.safetensors_store import SafetensorsStore
 from hybridkv.errors import ModelFileError, UnsupportedModel
-from hybridkv.files import read_json
+from hybridkv.files import read_json, read_json_if_any
 from hybridkv.kernels.linear.packed_weights import BITS, Packed, each_for, pack, plane_bytes
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -90,6 +91,11 @@ class Checkpoint:
         self.metadata = metadata  # GGUF keys, for the tokenizer; empty for safetensors
         self._recipes, self._store = recipes, store
         self.nbytes = sum(store.nbytes(name) for name in {part for r in recipes.values() for part in r.parts})
+
+    @cached_property
+    def generation(self) -> dict[str, Any]:
+        """generation_config.json of a folder, read once: end tokens, sampling settings. Empty where there is none."""
+        return read_json_if_any(self.path / "generation_config.json") if self.kind == "safetensors" else {}
 
     def names(self) -> list[str]:
         return list(self._recipes)

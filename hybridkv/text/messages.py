@@ -1,9 +1,9 @@
 """Messages and tools: checked, and in the form that chat templates expect.
 
 What differs from template to template: content beside tool calls may be None, which some templates look for, and others
-fail on or write as "None". Content may be a list of text parts, which many show as nothing or as Python: there the parts
-are joined to one text. Arguments of a tool call come as JSON text from servers, and most templates want the object; the
-few that want text get it.
+fail on or write as "None". Content may be a list of text parts, which many show as nothing or as Python: there they are
+joined to one text. Arguments of a tool call come as JSON text from servers, and most templates want the object; the few
+that want text get it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hybridkv.errors import RequestError
 from hybridkv.text.chat import ChatTemplate
 
 Message = dict[str, Any]
-_LOOKS_FOR_NONE = re.compile(r"content['\"\])]*\s+(is|==|!=)\s+(not\s+)?none", re.IGNORECASE)
+_LOOKS_FOR_NONE = re.compile(r"\bcontent['\"\])]*\s+(is|==|!=)\s+(not\s+)?none", re.IGNORECASE)
 TOOL = "{'type': 'function', 'function': {'name': ..., 'description': ..., 'parameters': {...}}}"
 
 

@@ -74,11 +74,11 @@ class Tokenizer:
         return self.bos_id is not None and self.bos_id in self._before
 
     @staticmethod
-    def from_folder(path: str | Path) -> Tokenizer | None:
-        """None when the folder has no tokenizer.json."""
+    def from_folder(path: str | Path, generation: dict[str, Any] | None = None) -> Tokenizer | None:
+        """None when the folder has no tokenizer.json. `generation`: generation_config.json, if it was read before."""
         from hybridkv.text.tokenizer_folder import read_folder
 
-        return read_folder(Path(path))
+        return read_folder(Path(path), generation)
 
     @staticmethod
     def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer | None:

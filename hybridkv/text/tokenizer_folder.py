@@ -13,13 +13,13 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from hybridkv.errors import ModelFileError
-from hybridkv.files import JSON_LIMIT, read_bytes, read_json
+from hybridkv.files import JSON_LIMIT, read_bytes, read_json_if_any
 from hybridkv.text.tokenizer import Tokenizer, check_vocabulary, guarded
 
 TOKENIZER_LIMIT = 1 << 28  # bytes; tokenizer.json of a 262 144 token vocabulary has 33 MB
 
 
-def read_folder(folder: Path) -> Tokenizer | None:
+def read_folder(folder: Path, generation: dict[str, Any] | None = None) -> Tokenizer | None:
     file = folder / "tokenizer.json"
     if not os.path.lexists(file):
         return None
@@ -31,11 +31,11 @@ def read_folder(folder: Path) -> Tokenizer | None:
         vocab = backend.get_vocab(with_added_tokens=True)
     check_vocabulary(vocab, max(vocab.values(), default=-1) + 1, str(file))
 
-    settings = _read_json(folder / "tokenizer_config.json")
-    special = _read_json(folder / "special_tokens_map.json") | settings
-    model = _read_json(folder / "config.json")
+    settings = read_json_if_any(folder / "tokenizer_config.json")
+    special = read_json_if_any(folder / "special_tokens_map.json") | settings
+    model = read_json_if_any(folder / "config.json")
     text_model = model.get("text_config")
-    generation = _read_json(folder / "generation_config.json")
+    generation = read_json_if_any(folder / "generation_config.json") if generation is None else generation
 
     def named(key: str) -> int | None:
         value = special.get(key)
@@ -94,7 +94,7 @@ def _folder_template(folder: Path, settings: dict[str, Any]) -> str | None:
             return read_bytes(file, JSON_LIMIT).decode("utf-8")
         except UnicodeDecodeError as e:
             raise ModelFileError(f"{file} cannot be read: {e}") from None
-    for source in (_read_json(folder / "chat_template.json"), settings):
+    for source in (read_json_if_any(folder / "chat_template.json"), settings):
         template = source.get("chat_template")
         if isinstance(template, list):  # [{"name": "default", "template": "..."}, ...]
             named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
@@ -102,11 +102,6 @@ def _folder_template(folder: Path, settings: dict[str, Any]) -> str | None:
         if isinstance(template, str):
             return template
     return None
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """A file that need not be there."""
-    return read_json(file) if os.path.lexists(file) else {}
 
 
 def _ids(value: Any, what: str) -> list[int]:

@@ -219,6 +219,7 @@ def test_arguments_that_are_no_json_are_shown_as_they_are(tokenizer: Tokenizer) 
     [
         ("({{ messages[0].content + '' }})", "()"),
         ("({{ messages[0].content }})", "()"),  # not "None"
+        ("{% if messages[0].reasoning_content is not none %}({{ messages[0].content }}){% endif %}", "()"),
         ("{% if messages[0]['content'] is none %}called{% endif %}", "called"),
         ("{% if messages[0].content is not none %}{% else %}called{% endif %}", "called"),
         ("{% if messages[0]['content'] == None %}called{% endif %}", "called"),
