@@ -15,6 +15,7 @@ from torch import Tensor
 from hybridkv.answers import ChatStream, Completion, Stream
 from hybridkv.cache import KVCacheManager
 from hybridkv.checkpoint.checkpoint import Checkpoint
+from hybridkv.checkpoint.generation_config import sampling_defaults
 from hybridkv.checkpoint.source import locate_model
 from hybridkv.config import GPU_STEP_TOKENS, CacheConfig, EngineConfig, EvictionConfig, SamplingParams
 from hybridkv.devices import check_fp8_cache, free_memory, on_device, resolve_device, resolve_dtype, resolve_fp8
@@ -77,6 +78,7 @@ class LLM:
             self.dtype = resolve_dtype(dtype, self.device, checkpoint.config)
             self.set_aside = dict(checkpoint.set_aside)
             self.tokenizer, self._no_tokenizer = load_tokenizer(checkpoint)
+            self.sampling_defaults = sampling_defaults(checkpoint)  # what SamplingParams leaves open
             check_exact(self.config, exact, self.cache_config.state_dtype)
             check_fp8_cache(self.cache_config, self.device)
             self.packed = weight_dtype == "auto" and not exact and keeps_packed(self.device, self.dtype)
@@ -93,6 +95,7 @@ class LLM:
         eos = self.tokenizer.eos_ids if self.tokenizer and self.tokenizer.eos_ids else frozenset(self.config.eos_ids)
         evictor = Evictor.make(self.cache_config, self.manager, scale=self.config.attention_scale)
         self.engine = Engine(self.model, self.manager, self.tokenizer, limits.step_tokens, eos, evictor)
+        self.engine.sampling_defaults = self.sampling_defaults
         self.owner = EngineOwner(self.engine)
         template = self.tokenizer.chat_template if self.tokenizer else None
         self.chat_template = (

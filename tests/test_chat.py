@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,3 +114,17 @@ def test_the_same_in_asyncio(llm: LLM) -> None:
 
     asyncio.run(main())
     assert_nothing_held(llm.engine)
+
+
+def test_the_models_own_settings_are_the_defaults(tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path)
+    write_tokenizer(tmp_path, THINKING_TEMPLATE)
+    (tmp_path / "generation_config.json").write_text('{"do_sample": true, "temperature": 1.5, "top_k": 5}')
+    with LLM(tmp_path, device="cpu", dtype="float32", max_context=256) as llm:
+        own = llm.chat(MESSAGES, SamplingParams(max_tokens=20, seed=3))
+        said = llm.chat(MESSAGES, SamplingParams(max_tokens=20, seed=3, temperature=1.5, top_k=5))
+        greedy = llm.chat(MESSAGES, SamplingParams(max_tokens=20, seed=3, temperature=0))
+        assert own.token_ids == said.token_ids != greedy.token_ids
+        assert dict(llm.sampling_defaults) == {"temperature": 1.5, "top_k": 5}
+        long = llm.generate("Hello", SamplingParams(ignore_eos=True))[0]
+        assert long.finish_reason == "length" and long.prompt_tokens + len(long.token_ids) == 256
