@@ -6,6 +6,7 @@ in it, stay plain text.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 import secrets
@@ -54,9 +55,10 @@ def render_pieces(
         return _render(template, tokenizer, messages, values)
     except RequestError:
         texts = with_text_arguments(messages)
-        if texts == messages:
-            raise
-    return _render(template, tokenizer, texts, values)
+        if texts != messages:
+            with contextlib.suppress(RequestError):  # then the first problem is the one to tell
+                return _render(template, tokenizer, texts, values)
+        raise
 
 
 def _variables(

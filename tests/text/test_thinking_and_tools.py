@@ -1,10 +1,12 @@
 """Tools, the switch for thinking and other variables reach the template, and none of them forges a turn."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from thinking_template import THINKING_TEMPLATE
 
+from engine.ascii_tokenizer import BOS, EOS, write_tokenizer
 from hybridkv.errors import ModelFileError, RequestError
 from hybridkv.text.chat import ChatTemplate
 from hybridkv.text.prompt import encode_pieces, render_pieces
@@ -127,6 +129,17 @@ def test_the_template_decides_which_thoughts_are_shown_again(template: ChatTempl
     assert "<think>Hm.</think>Yes." in shown(template, tokenizer, later, preserve_thinking=True)
 
 
+def test_the_tiny_models_can_spell_the_template(template: ChatTemplate, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, THINKING_TEMPLATE)
+    ascii_tokenizer = Tokenizer.from_folder(tmp_path)
+    assert ascii_tokenizer is not None
+    messages = called({"city": "Oslo", "days": [1, 2]}, reasoning_content="Look it up.")
+    pieces = render_pieces(template, ascii_tokenizer, messages, tools=[WEATHER], thinking=False)
+    ids = encode_pieces(ascii_tokenizer, pieces)
+    assert ascii_tokenizer.decode(ids, skip_special=False) == "".join(text for text, _ in pieces)
+    assert ids[0] == BOS and ids.count(BOS) == 1 and ids.count(EOS) == 4  # system, user, assistant, tool
+
+
 # Other variables
 
 
@@ -204,8 +217,10 @@ def test_a_template_that_wants_arguments_as_text_gets_text(tokenizer: Tokenizer,
         "{% for c in messages[1].tool_calls %}{{ c['function']['name'] + c['function']['arguments'] }}{% endfor %}"
     )
     assert shown(text, tokenizer, called(arguments)) == 'weather{"city": "Zürich"}'
-    with pytest.raises(RequestError, match="refuses these messages: no"):  # its own words, not those of a second try
-        render_pieces(made("{{ raise_exception('no') }}"), tokenizer, called(arguments))
+    look = "messages[1].tool_calls[0].function.arguments is mapping"
+    fails = made("{% if " + look + " %}{{ raise_exception('no') }}{% endif %}{{ 1 + '' }}")
+    with pytest.raises(RequestError, match="refuses these messages: no"):  # not the words of the second try
+        render_pieces(fails, tokenizer, called(arguments))
 
 
 def test_arguments_that_are_no_json_are_shown_as_they_are(tokenizer: Tokenizer) -> None:
