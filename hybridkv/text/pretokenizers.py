@@ -31,9 +31,11 @@ class Rule:
     add_bos: bool = False  # when the file has no tokenizer.ggml.add_bos_token
 
     def normalizer(self) -> Any:
+        """What is done to the text before it is cut; None: nothing."""
         return normalizers.NFC() if self.nfc else None
 
     def pre_tokenizer(self) -> Any:
+        """The cuts, and bytes as byte-level BPE spells them."""
         cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in self.patterns]
         return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
@@ -54,6 +56,7 @@ RULES: dict[str, Rule] = {
 
 
 def rule_for(name: str | None) -> Rule:
+    """The rule of a name in `tokenizer.ggml.pre`; an unknown one is refused."""
     if name is None or name not in RULES:
         known = ", ".join(sorted(RULES))
         raise UnsupportedModel(

@@ -134,6 +134,7 @@ def _guarded(value: Any, tokenizer: Tokenizer, name: Callable[[str], str]) -> An
 
 
 def encode_pieces(tokenizer: Tokenizer, pieces: list[tuple[str, bool]]) -> list[int]:
+    """Token ids of a prompt in pieces, with the token that begins a text where the template did not write it."""
     first, real = pieces[0]
     wrote_bos = real and bool(tokenizer.bos_text) and first.startswith(str(tokenizer.bos_text))  # templates often do
     ids = [] if wrote_bos or not tokenizer.add_bos or tokenizer.bos_id is None else [tokenizer.bos_id]

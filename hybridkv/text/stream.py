@@ -16,6 +16,8 @@ from hybridkv.text.tokenizer import Tokenizer
 
 
 class TextStream:
+    """The text of one request. `tokenizer` None: it has no text. `stop`: texts that end it and are cut from it."""
+
     def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str] = ()) -> None:
         self.stopped: str | None = None  # the stop string that was met
         self._pieces: list[str] = []  # given out

@@ -34,6 +34,7 @@ class Generation(jinja2.ext.Extension):
     tags = {"generation"}
 
     def parse(self, parser: Any) -> nodes.Node:
+        """The body as it stands."""
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
@@ -46,26 +47,30 @@ def to_json(
 
 
 def raise_exception(message: Any = "") -> None:
+    """For templates that refuse what they are given."""
     raise RefusedByTemplate(str(message))
 
 
 def strftime_now(format: str) -> str:
+    """The time now, for templates that tell the model the date."""
     return datetime.now().strftime(format)
 
 
 def make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    """Python's dict, for templates."""
     return dict(*args, **kwargs)
 
 
 class RefusedByTemplate(TemplateError):
-    pass
+    """The template itself said no."""
 
 
 class OutputTooLong(Exception):
-    pass
+    """More text than asked for."""
 
 
 def environment() -> ImmutableSandboxedEnvironment:
+    """jinja2 as transformers sets it up for chat templates."""
     env = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -80,6 +85,7 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 
 def render(template: jinja2.Template, variables: dict[str, Any], longest: int) -> str:
+    """The text, given up when it is longer than `longest`."""
     parts, size = [], 0
     for part in template.generate(**variables):
         size += len(part)
@@ -120,18 +126,21 @@ def read_frame(stream: BinaryIO) -> tuple[int, Any]:
 
 
 def write_frame(stream: BinaryIO, number: int, value: Any) -> None:
+    """One answer."""
     data = json.dumps(value).encode()
     stream.write(struct.pack("<II", len(data), number) + data)
     stream.flush()
 
 
 def limit(what: int, value: int) -> None:
+    """A limit of this process, never raised again."""
     with contextlib.suppress(ValueError, OSError):  # a lower limit is in force already
         hard = resource.getrlimit(what)[1]
         resource.setrlimit(what, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
 def main() -> None:
+    """Answer until the pipe is closed."""
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     write_frame(stdout, 0, {"text": ""})
     number, settings = read_frame(stdin)

@@ -71,6 +71,7 @@ class Tokenizer:
 
     @property
     def add_bos(self) -> bool:
+        """Whether `encode` begins a text with the model's own token for that."""
         return self.bos_id is not None and self.bos_id in self._before
 
     @staticmethod
@@ -211,6 +212,7 @@ def guarded(what: str, error: type[HybridKVError]) -> Iterator[None]:
 
 
 def check_vocabulary(vocab: Mapping[str, int], size: int, where: str) -> None:
+    """Refuse a vocabulary that is empty or too large, before anything is built from it."""
     if not vocab:
         raise ModelFileError(f"{where}: the vocabulary is empty")
     if size > MAX_TOKENS:

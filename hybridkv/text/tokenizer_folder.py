@@ -20,6 +20,7 @@ TOKENIZER_LIMIT = 1 << 28  # bytes; tokenizer.json of a 262 144 token vocabulary
 
 
 def read_folder(folder: Path, generation: dict[str, Any] | None = None) -> Tokenizer | None:
+    """The tokenizer of a folder; None: it has none. `generation`: generation_config.json, if it was read before."""
     file = folder / "tokenizer.json"
     if not os.path.lexists(file):
         return None

@@ -29,6 +29,7 @@ _WHERE = "GGUF tokenizer"
 
 
 def read_metadata(metadata: Mapping[str, Any]) -> Tokenizer | None:
+    """The tokenizer of a GGUF file's keys; None: the file says that it has none."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind is None or kind in ("none", "no_vocab"):
         return None
