@@ -70,6 +70,7 @@ class Request:
     eviction: EvictionConfig | None = None  # what it keeps; None: everything
     evictions: dict[int, EvictionRecord] = field(default_factory=dict)  # position -> entries kept there
     siblings: list[Request] = field(default_factory=list)  # further answers to the same prompt (n > 1)
+    source: Request | None = None  # whose sibling it is, until it has a token of its own
     continues: Request | None = None  # a finished request whose held cache this one goes on with, once it is admitted
     sampler: SamplerState | None = None
     preemptions: int = 0
@@ -87,6 +88,11 @@ class Request:
     @property
     def answer_tokens(self) -> int:
         return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def forming(self) -> list[Request]:
+        """Siblings that wait for this request's prompt. If it ends before that is read, they end with it."""
+        return [s for s in self.siblings if s.source is self and s.finish_reason is None]
 
     @property
     def needs_last_token(self) -> bool:

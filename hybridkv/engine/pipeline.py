@@ -11,14 +11,16 @@ advanced state, so its requests are in doubt until its results have been given o
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
 from hybridkv.cache.step import upload
 from hybridkv.engine.prompt_logprobs import prompt_parts, score_prompts
 from hybridkv.engine.runner import Runner, StepInputs
-from hybridkv.engine.sampler import SampledTokens, prompt_rows_at_once, sample
+from hybridkv.engine.sampler import PromptScores, SampledTokens, prompt_rows_at_once, sample
 from hybridkv.engine.scheduler import Batch, Scheduler
 from hybridkv.request import Request
 
@@ -63,7 +65,7 @@ class Pipeline:
     def prepare_next(self) -> None:
         """Have the step after the one in flight ready, if that only decodes. None of its requests has ended."""
         step = self.in_flight
-        if step is not None and step.sampled is not None:
+        if step is not None and step.sampled is not None and len(step.sampled.requests) <= len(step.batch.requests):
             self.prepared = self.scheduler.prepare_next(step.batch, step.sampled.tokens)
 
     def launch_ahead(self) -> None:
@@ -99,7 +101,8 @@ class Pipeline:
     def in_doubt(self) -> list[Request]:
         """Requests whose state may be ahead of their tokens."""
         steps = [step for step in (self.in_flight, self.ahead) if step is not None]
-        return list(dict.fromkeys(request for step in steps for request, _ in step.live))
+        live = [request for step in steps for request, _ in step.live]
+        return list(dict.fromkeys(each for request in live for each in (request, *request.forming)))
 
     def clear(self) -> None:
         """Forget all steps; the requests in doubt must have ended."""
@@ -110,9 +113,9 @@ class Pipeline:
     def _launch(self, step: InFlightStep, ahead: int = 0) -> None:
         """Run a step. `ahead`: tokens of each request that only the device knows."""
         batch = step.batch
-        requests, parts = [batch.requests[i] for i in batch.sampled], prompt_parts(batch)
+        parts = prompt_parts(batch)
         if not parts:
-            step.sampled = sample(self.runner.forward(self._inputs(batch)), requests, ahead=ahead)
+            step.sampled = self._sample(batch, self.runner.forward(self._inputs(batch)), ahead)
             return
         last = [batch.step.query_start_loc[i + 1] - 1 for i in batch.sampled]
         rows = sorted({*last, *(row for part in parts for row in part.rows)})
@@ -121,8 +124,18 @@ class Pipeline:
         at_once = prompt_rows_at_once(self.scheduler.manager.slots, model.config.vocab)
         scores = score_prompts(parts, hidden, [[place[r] for r in part.rows] for part in parts], model.logits, at_once)
         wanted = upload([np.array([place[row] for row in last], np.int64)], hidden.device)
-        logits = model.logits(hidden.index_select(0, wanted))
-        step.sampled = sample(logits, requests, prompts=scores)
+        step.sampled = self._sample(batch, model.logits(hidden.index_select(0, wanted)), prompts=scores)
+
+    def _sample(
+        self, batch: Batch, logits: Tensor, ahead: int = 0, prompts: Sequence[PromptScores] = ()
+    ) -> SampledTokens:
+        """Tokens from logits [S, vocab]. Where a prompt has been read, those of all its siblings from the same row."""
+        first = [batch.requests[i] for i in batch.sampled]
+        chosen = [(each, row) for row, request in enumerate(first) for each in (request, *request.forming)]
+        if len(chosen) == len(first):
+            return sample(logits, first, ahead=ahead, prompts=prompts)
+        at_once = self.scheduler.manager.slots  # what memory was set aside for
+        return sample(logits, [r for r, _ in chosen], [row for _, row in chosen], ahead, prompts, at_once)
 
     def _inputs(self, batch: Batch, rows: list[int] | None = None) -> StepInputs:
         """`rows`: whose logits are wanted; None: the last one of each request that gets a token."""

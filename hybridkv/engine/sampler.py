@@ -37,7 +37,7 @@ BLOCK_BYTES = 256 << 20  # temporaries of one block of rows
 LOGIT_BYTES = 96
 
 
-PROMPT_ROWS = 16  # of a prompt that are scored at once, at least
+PROMPT_ROWS = 8  # of a prompt that are scored at once, at least
 PROMPT_LOGIT_BYTES = 24  # that such a row needs for each of its logits, these included
 
 
@@ -135,6 +135,7 @@ def sample(
     rows: Sequence[int] | None = None,  # the row of each request; several may share one. None: one each, in order
     ahead: int = 0,  # tokens that each request has on the device and the host does not know yet
     prompts: Sequence[PromptScores] = (),  # to be brought to the host together with the tokens
+    at_once: int | None = None,  # requests that are sampled at once at the most; None: as many as memory allows
 ) -> SampledTokens:
     """The next token of each request."""
     found = best_tokens(logits)  # all that plain greedy requests need
@@ -143,15 +144,16 @@ def sample(
     else:
         found = found.index_select(1, _upload(rows, torch.int64, logits.device))
     sampled = SampledTokens(found[0], requests, found, prompts=list(prompts))
+    size = min(_block_rows(logits.shape[1]), at_once or len(requests))
     for group in _groups(requests):
-        _sample_group(logits, rows, group, found, sampled, ahead)
+        _sample_group(logits, rows, group, found, sampled, ahead, size)
     asked = [i for i, request in enumerate(requests) if request.params.logprobs is not None]
     if asked:
         count = max(requests[i].params.logprobs or 0 for i in asked)
         index = _upload([[rows[i] for i in asked], asked], torch.int64, logits.device)
         scores = [
             token_scores(logits.index_select(0, row), sampled.tokens[i], count)
-            for row, i in zip(*(part.split(_block_rows(logits.shape[1])) for part in index), strict=True)
+            for row, i in zip(*(part.split(size) for part in index), strict=True)
         ]
         sampled.logprobs = list(zip(asked, host(torch.cat(scores)), strict=True))
     sampled.found = host(found)
@@ -174,7 +176,13 @@ def _groups(requests: Sequence[Request]) -> list[list[int]]:
 
 
 def _sample_group(
-    logits: Tensor, rows: Sequence[int], group: list[int], found: Tensor, sampled: SampledTokens, ahead: int
+    logits: Tensor,
+    rows: Sequence[int],
+    group: list[int],
+    found: Tensor,  # [2, S] on the device
+    sampled: SampledTokens,
+    ahead: int,
+    size: int,  # of a block
 ) -> None:
     """Write the tokens of requests that have the same kind of filters (their bounds may differ), or are all greedy."""
     params = [Filters.of(sampled.requests[i].params) for i in group]
@@ -186,7 +194,6 @@ def _sample_group(
         [p.min_p for p in params],
     ]
     table = _upload(columns, torch.float64, logits.device)  # [5, group]
-    size = _block_rows(logits.shape[1])
     for begin in range(0, len(group), size):
         _sample_block(logits, group[begin : begin + size], table[:, begin : begin + size], found, sampled, ahead)
 
@@ -228,6 +235,8 @@ def _sample_block(
         if request.sampler is not None:  # the host learns it later
             _count(request.sampler, token)
             request.sampler.counted += 1
+        if request.source is not None:  # a sibling's first token: it may yet have to wait, and holds nothing until then
+            request.sampler = None
 
 
 def _adjusts(request: Request) -> bool:

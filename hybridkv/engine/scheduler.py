@@ -229,6 +229,48 @@ class Scheduler:
                 "requests admitted by hand); release them"
             )
 
+    # ---- several answers to one prompt
+
+    def fork(self, request: Request) -> None:
+        """Begin the other answers to a prompt that has just been read and evicted, its first tokens being sampled.
+
+        Each goes on in a copy of the request: pages are shared until one writes to them, state is copied. One that
+        finds no slot, query buffer or page waits, and is computed again from its tokens with the same evictions.
+        """
+        forming = request.forming
+        if not forming:
+            return
+        tables = self.manager.tables
+        # each stream's next token needs a page: a new one, or a copy of the one that all share
+        each = {name: table.schema.streams for name, table in tables.items()}
+        need = self._pages_to_come()
+        for sibling in forming:
+            sibling.evictions, sibling.started_at = dict(request.evictions), request.started_at
+            sibling.prompt_logprobs = request.prompt_logprobs
+            need = {name: pages + each[name] for name, pages in need.items()}
+            if self._make_free(need) and self._fork(request, sibling):
+                sibling.cached_tokens, sibling.status = sibling.prompt_tokens, Status.RUNNING
+                self.running.append(sibling)
+            else:
+                need = {name: pages - each[name] for name, pages in need.items()}
+                self.waiting.append(sibling)
+        self.waiting = deque(sorted(self.waiting, key=lambda waiting: waiting.order))
+
+    def _make_free(self, need: dict[str, int]) -> bool:
+        """Whether a slot and so many pages are free, at the cost of caches that are only held."""
+        while not self.manager.free_slots or any(n > self.manager.free_pages()[name] for name, n in need.items()):
+            if not self.held:
+                return False
+            self.release_held(self.held[0])
+        return True
+
+    def _fork(self, request: Request, sibling: Request) -> bool:
+        try:
+            self.manager.fork_request(request.key, sibling.key)
+        except HybridKVError:  # no query buffer for it, or a position at which the cache cannot be shared
+            return False
+        return True
+
     # ---- who is resident
 
     def _admit(self, preempted: set[Request]) -> None:
@@ -261,10 +303,8 @@ class Scheduler:
             new = max(1, len(request.tokens) + 1 - position)
             need = self.manager.pages_needed(own.key, self._until_eviction(request, position, new))
             slots += 1
-        for other in self.running:  # they still need pages for tokens that are known already, and for one more
-            tokens = self._until_eviction(other, self.manager.position(other.key), self.pending(other) + 1)
-            for name, pages in self.manager.pages_needed(other.key, tokens).items():
-                need[name] += pages
+        for name, pages in self._pages_to_come().items():
+            need[name] += pages
         given_up: list[Request] = []
         for held in [*(h for h in self.held if h is not own), None]:
             if slots and all(need[name] <= free[name] for name in need):
@@ -275,6 +315,15 @@ class Scheduler:
                 for name, pages in self.manager.returnable_pages(held.key).items():
                     free[name] += pages
         return None
+
+    def _pages_to_come(self) -> dict[str, int]:
+        """Pages that running requests still need for tokens that are known already, and for one more each."""
+        need = dict.fromkeys(self.manager.tables, 0)
+        for request in self.running:
+            tokens = self._until_eviction(request, self.manager.position(request.key), self.pending(request) + 1)
+            for name, pages in self.manager.pages_needed(request.key, tokens).items():
+                need[name] += pages
+        return need
 
     def take_over(self, request: Request) -> bool:
         """Whether the request goes on in the held cache that it continues, as far as their tokens agree."""
@@ -288,7 +337,7 @@ class Scheduler:
             return False
         position = self.manager.position(held.key)
         same = _common_prefix(held.tokens[:position], request.tokens[:-1])
-        rewinds = same == position or (same > 0 and self.manager.can_rewind(held.key, same))
+        rewinds = same == position or (same > 0 and self.manager.can_rewind(held.key, same) and not held.evictions)
         if not rewinds or not self._has_queries(held, same, request.eviction):
             self.release_held(held)
             request.continues = None
@@ -359,11 +408,15 @@ class Scheduler:
 
     def rebuild(self) -> None:
         """Sort all requests anew by what they are, after an interrupt in the middle of moving one. May be repeated."""
-        known = list(dict.fromkeys([*self._sorting, *self.held, *self.running, *self.waiting]))  # each once, in order
+        queued = [*self._sorting, *self.held, *self.running, *self.waiting]
+        known = list(dict.fromkeys([*queued, *(s for r in queued for s in r.siblings if not s.finished)]))  # each once
+        for request in known:
+            if request.source is not None and request.source.finish_reason is not None and not request.finish_reason:
+                request.error, request.finish_reason = request.source.error, request.source.finish_reason
         self._sorting = known  # until the queues are whole again
         resident = self.manager.slot_of
         ended = [r for r in known if r.finish_reason is not None]
-        live = [r for r in known if r.finish_reason is None]
+        live = [r for r in known if r.finish_reason is None and r.source is None]  # others wait for a prompt
         for request in ended:
             request.status = Status.FINISHED
         for request in live:

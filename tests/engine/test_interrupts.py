@@ -205,6 +205,42 @@ def test_an_interrupt_at_any_line_harms_only_the_requests_of_its_step(kind: str)
     assert ended >= min(10, POINTS[kind] / 4), f"{ended} requests ended"
 
 
+@pytest.mark.parametrize("kind", ("llama", "qwen3_5", "deepseek_v4"))
+def test_an_interrupt_while_siblings_begin_harms_only_the_requests_of_its_step(kind: str) -> None:
+    """Three answers to one prompt, in pools too small for all of them, and a neighbour."""
+
+    def ask(engine: Engine, requests: list[Request], call: Callable[..., Any] = lambda f, *a, **k: f(*a, **k)) -> None:
+        if not requests:
+            requests.append(call(engine.add, prompt(4, 4), SamplingParams(max_tokens=9)))
+        if len(requests) == 1:
+            params = SamplingParams(max_tokens=3, n=3, temperature=1.0, seed=1, frequency_penalty=0.5)
+            first = call(engine.add, prompt(12, 12), params)
+            requests += [first, *first.siblings]
+        while not engine.idle:
+            call(engine.step)
+
+    want: list[Request] = []
+    watched = Calls()
+    ask(engine_for(kind), want, watched)
+    assert [len(r.generated) for r in want] == [9, 3, 3, 3]
+    points = [(number, line) for number, lines in enumerate(watched.lines[2:4], 2) for line in range(1, lines + 1)]
+    places = set()
+    for number, line in random.Random(5).sample(points, min(len(points), MORE * 60)):
+        engine, requests, calls = engine_for(kind), [], Calls(number, line)
+        with suppress(Interrupted):
+            ask(engine, requests, calls)
+        places.add(calls.place)
+        engine.manager.check_integrity()
+        concerned = [r for r in requests if r.finish_reason == "error"]
+        ask(engine, requests)
+        assert len(requests) == 4 and all(r.finished for r in requests), calls.place
+        for i, request in enumerate(requests):
+            n = len(request.tokens) if request in concerned else len(want[i].tokens)
+            assert request.tokens == want[i].tokens[:n], f"{calls.place}: request {i} has wrong tokens"
+        assert_nothing_held(engine)
+    assert any("scheduler.py" in place for place in places) and len(places) > 30
+
+
 # ---- the places at which damage was seen, one by one
 
 
