@@ -65,7 +65,8 @@ class CacheConfig:
     scope: str = "head"  # one list of survivors for each head, each layer, or for all: head | layer | global
     bounded: bool = False  # evict at every step of prompt and answer: no more than budget + one step is ever held
     decode_every: int = 0  # evict again to the budget every n generated tokens; 0: never
-    # requests that keep their last queries at once: prompts not yet evicted, and conversations; None: as many as needed
+    # requests that keep their last queries at once: prompts not yet evicted, and conversations. None: as many as are
+    # needed, and without a budget one, for requests that bring their own; 0: without a budget, nobody may bring one
     query_buffers: int | None = None
     state_dtype: str = "f32"  # recurrent state of Gated DeltaNet layers: f32 | bf16 (half the bytes)
     index_dtype: str = "auto"  # DeepSeek-V4's index keys: f32 | bf16 | fp8 | mxfp4 | nvfp4; auto: mxfp4 beside fp8 KV
@@ -77,8 +78,11 @@ class CacheConfig:
             warnings.warn("CacheConfig.rings is now called query_buffers", DeprecationWarning, stacklevel=3)
             object.__setattr__(self, "query_buffers", self.rings if self.query_buffers is None else self.query_buffers)
             object.__setattr__(self, "rings", None)  # so that dataclasses.replace does not bring it back
-        if self.query_buffers is not None and (not is_whole(self.query_buffers) or not 1 <= self.query_buffers <= 4096):
-            raise HybridKVError(f"query_buffers must be from 1 to 4096, or None, not {shown(self.query_buffers)}")
+        least = 0 if self.budget is None else 1
+        if self.query_buffers is not None and (
+            not is_whole(self.query_buffers) or not least <= self.query_buffers <= 4096
+        ):
+            raise HybridKVError(f"query_buffers must be from {least} to 4096, or None, not {shown(self.query_buffers)}")
         if self.budget is None and (self.bounded or self.decode_every):
             raise HybridKVError("bounded and decode_every need a budget")
         settings = self._eviction_settings

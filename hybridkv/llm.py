@@ -27,7 +27,7 @@ from hybridkv.errors import HybridKVError, RequestError, UnsupportedModel
 from hybridkv.eviction import Evictor, most_held, query_buffers_for
 from hybridkv.kernels.linear.fp8 import keeps_codes
 from hybridkv.kernels.linear.packed import keeps_packed
-from hybridkv.models import cache_schema, check_exact, load_model, open_checkpoint
+from hybridkv.models import cache_schema, check_exact, load_model, open_checkpoint, with_query_buffer
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.fingerprint import fingerprint_of
 from hybridkv.overrides import overridden
@@ -79,6 +79,7 @@ class LLM:
             self.set_aside = dict(checkpoint.set_aside)
             self.tokenizer, self._no_tokenizer = load_tokenizer(checkpoint)
             self.sampling_defaults = sampling_defaults(checkpoint)  # what SamplingParams leaves open
+            self.cache_config = with_query_buffer(self.config, self.cache_config)
             check_exact(self.config, exact, self.cache_config.state_dtype)
             check_fp8_cache(self.cache_config, self.device)
             self.packed = weight_dtype == "auto" and not exact and keeps_packed(self.device, self.dtype)

@@ -18,7 +18,7 @@ from hybridkv.cli import main
 from hybridkv.config import CacheConfig
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction import query_buffers_for
-from hybridkv.models import cache_schema
+from hybridkv.models import cache_schema, with_query_buffer
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.known import KNOWN, known_config
 from hybridkv.planner import longest_context, model_bytes, most_requests, plan_cache, planned_tensors
@@ -119,10 +119,12 @@ def test_a_tiny_plan_is_what_gets_allocated(
 ) -> None:
     llm = open_llm(oracle(kind).folder, kv_dtype=kv_dtype, max_requests=requests, max_context=context)
     raw = json.loads((oracle(kind).folder / "config.json").read_text())
-    plan = plan_cache(
-        cache_schema(ModelConfig.from_dict(raw), CacheConfig(kv_dtype, 64), torch.float32), requests, context, None
-    )
-    assert llm.manager.memory_bytes() == plan.nbytes
+    config = ModelConfig.from_dict(raw)
+    cache = with_query_buffer(config, CacheConfig(kv_dtype, 64))
+    schema = cache_schema(config, cache, torch.float32)
+    plan = plan_cache(schema, requests, context, None, query_buffers=query_buffers_for(cache, 512, requests))
+    assert llm.manager.memory_bytes() == plan.nbytes == llm.plan.nbytes
+    assert plan.query_buffers == 1 and plan.schema.query_buffer_bytes > 0  # for requests that bring a budget
     held = sum(t.nbytes for table in llm.manager.tables.values() for t in table.pool.tensors.values())
     assert held == sum(plan.pool_bytes.values())
     assert llm.manager.memory_bytes() - held == plan.state_bytes + plan.table_bytes

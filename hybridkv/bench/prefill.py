@@ -145,7 +145,8 @@ class PrefillBench:
         return engine
 
     def row(self, engine: Engine, length: int, more: str = "") -> None:
-        budget = engine.evictor.default.budget if engine.evictor is not None else None
+        default = engine.evictor.default if engine.evictor is not None else None
+        budget = default.budget if default is not None else None
         name = f"{self.kind} T={length}{more}" + ("" if budget is None else f" budget {budget}")
         self.report.attempt("prefill", name, lambda: self._row(engine, length, name, budget))
 

@@ -100,7 +100,8 @@ def resident(engine: Engine, tokens: int, answer: int, evict: bool = True) -> Re
     manager = engine.manager
     manager.admit_request(request.key)
     evictor = engine.evictor if evict else None
-    step = evictor.step_tokens if evictor is not None and evictor.default.bounded else tokens
+    bounded = evictor is not None and evictor.default is not None and evictor.default.bounded
+    step = evictor.step_tokens if evictor is not None and bounded else tokens
     try:
         if evictor is not None and not engine.scheduler.give_query_buffer(request):
             raise HybridKVError("no query buffer is free")

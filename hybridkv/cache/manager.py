@@ -244,8 +244,11 @@ class KVCacheManager(SpecificationNames):
 
     def _build_step(self, step: HostIndex, reach: int | None = None) -> ForwardStep:
         plans = [table.stream_plan(step, reach) for table in self.tables.values()]
-        window = self.schema.query_window
-        query_rows = None if window is None else step.query_rows(window, self.query_buffers.of)
+        query_rows, window = None, self.schema.query_window
+        # what a captured graph reads is always there; elsewhere queries are left out where nobody keeps them
+        graph = self.device.type == "cuda" and step.num_decodes == len(step.slots)
+        if window is not None and (graph or (self.query_buffers.of[step.slots] >= 0).any()):
+            query_rows = step.query_rows(window, self.query_buffers.of)
         compressed = bool(self.schema.compressed)
         return build_step(step, plans, query_rows, compressed, self.device, self.exact, any_length=reach is not None)
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.config import EvictionConfig, SamplingParams
+from hybridkv.config import EvictionConfig, SamplingParams, is_whole
 from hybridkv.devices import on_device
 from hybridkv.engine.pipeline import InFlightStep, Pipeline
 from hybridkv.engine.runner import Runner
@@ -104,18 +104,32 @@ class Engine:
         params: SamplingParams | None = None,
         hold: bool = False,  # keep the cache when finished
         after: Request | None = None,  # a held request whose cache is to be continued, as far as its tokens agree
-        eviction: EvictionConfig | None | object = INHERIT,  # what the request keeps; None: everything
+        # what the request keeps: an EvictionConfig, a number (its budget), or None (everything)
+        eviction: EvictionConfig | int | None | object = INHERIT,
     ) -> Request:
         self._check_owner()
         params = params or SamplingParams()
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling parameters must be SamplingParams, not {type(params).__name__}")
         self._check_params(params)
+        if params.n > 1 and hold:
+            raise RequestError(f"the cache of {params.n} answers cannot be held for a next turn; ask for n=1")
         request = self.new_request(self.check_tokens(tokens), params, hold, self._eviction(eviction))
         self._check_fits(request)
+        request.bad_words = bad_word_tokens(params.bad_words, self.tokenizer)
         request.continues = after
+        for i in range(1, params.n):
+            request.siblings.append(self._sibling(request, i))
         self.scheduler.add(request)
         return request
+
+    def _sibling(self, request: Request, i: int) -> Request:
+        """Answer i to the same prompt. It is in no queue until the prompt has been read."""
+        params = request.params
+        seed = None if params.seed is None else params.seed + i
+        sibling = self.new_request(list(request.tokens), replace(params, seed=seed), eviction=request.eviction)
+        sibling.bad_words, sibling.source = request.bad_words, request
+        return sibling
 
     def new_request(
         self, tokens: list[int], params: SamplingParams, hold: bool = False, eviction: EvictionConfig | None = None
@@ -140,7 +154,6 @@ class Engine:
             hold,
             prompt_logprobs=[] if params.prompt_logprobs is None else [None],
             ends_at=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids),
-            bad_words=bad_word_tokens(params.bad_words, self.tokenizer),
             eviction=eviction,
         )
 
@@ -154,20 +167,25 @@ class Engine:
             if token >= self.vocab:
                 raise RequestError(f"token id {token} of logit_bias is outside the vocabulary of {self.vocab}")
 
-    def _eviction(self, asked: EvictionConfig | None | object) -> EvictionConfig | None:
+    def _eviction(self, asked: EvictionConfig | int | None | object) -> EvictionConfig | None:
         if asked is INHERIT:
             return self.evictor.default if self.evictor is not None else None
         if asked is None:
             return None
-        if not isinstance(asked, EvictionConfig):
-            raise RequestError(f"eviction must be an EvictionConfig or None, not {type(asked).__name__}")
+        if not isinstance(asked, EvictionConfig) and not is_whole(asked):
+            raise RequestError(
+                f"eviction must be an EvictionConfig, a budget in tokens, or None, not {type(asked).__name__}"
+            )
+        if self.evictor is None and self.manager.schema.compressed:
+            raise RequestError("this model compresses its cache itself and never evicts; leave out eviction")
         if self.evictor is None:
             raise RequestError(
-                "this model was opened without a budget, so the queries that choose what to keep are not stored; open "
-                "it with CacheConfig(budget=...) to evict"
+                "the queries that choose what to keep are not stored in this cache; to evict, open the model with "
+                "CacheConfig(budget=...), or with query_buffers=1 or more"
             )
-        self.evictor.check(asked, self.manager)
-        return asked
+        found = asked if isinstance(asked, EvictionConfig) else self.evictor.with_budget(asked)  # type: ignore[arg-type]
+        self.evictor.check(found, self.manager)
+        return found
 
     def _check_fits(self, request: Request) -> None:
         """Whether the request can run if it is alone, or RequestError."""
@@ -185,7 +203,10 @@ class Engine:
             )
 
     def abort(self, request: Request) -> None:
-        """Stop a request in whatever state it is; all it holds is released. A finished one loses its held cache."""
+        """Stop a request in whatever state it is; all it holds is released. A finished one loses its held cache.
+
+        Siblings go on, but for those whose prompt this request is still reading: they end with it.
+        """
         if self._defers(partial(self.abort, request)):
             return
         with self._change():
@@ -287,6 +308,7 @@ class Engine:
         live = step.live
         self.manager.commit([(request.key, n) for request, n in live])
         failed = self._evict([request for request, _ in live])
+        self._fork(step, failed)
         if not failed and len(live) == len(step.batch.requests):
             self.pipeline.prepare_next()
             if launch_ahead:
@@ -312,6 +334,13 @@ class Engine:
                 failed.append(request)
         return failed
 
+    def _fork(self, step: InFlightStep, failed: Sequence[Request]) -> None:
+        """Where a prompt has been read, its other answers begin."""
+        assert step.sampled is not None
+        for request in step.sampled.requests:
+            if request.siblings and request not in failed and not request.finished:
+                self.scheduler.fork(request)
+
     def _extend(self, step: InFlightStep, failed: Sequence[Request]) -> list[Update]:
         """Give each request its next token, but for those that have failed or ended. The host waits for the device."""
         assert step.sampled is not None
@@ -326,6 +355,7 @@ class Engine:
             if problem is not None:
                 request.error = problem
                 request.finish_reason = "error"
+                request.source = None
                 updates.append(Update(request, None, ""))
                 continue
             if request.first_token_at is None:
@@ -333,6 +363,7 @@ class Engine:
                 request.limit = self._limit(request)
             request.last_token_at = now
             request.tokens.append(token)
+            request.source = None
             may_stop = request.answer_tokens > request.params.min_tokens
             ends = may_stop and token in request.ends_at
             text = "" if ends else request.text.push(token, may_stop)
@@ -376,14 +407,18 @@ class Engine:
         return updates
 
     def _finish_done(self, updates: list[Update]) -> None:
-        for i, update in enumerate(updates):
+        for i, update in enumerate(list(updates)):
             if update.request.finish_reason is not None:
                 updates[i] = Update(update.request, update.token, update.text + update.request.text.finish())
+                updates += [Update(sibling, None, "") for sibling in update.request.forming]
                 self._finish(update.request)
         if self.idle:
             self.manager.check_counts()
 
     def _finish(self, request: Request) -> None:
+        for sibling in request.forming:
+            sibling.error, sibling.finish_reason = request.error, request.finish_reason
+            self._finish(sibling)
         request.stats = stats_of(request, self.manager)
         self.scheduler.finish(request)
         self.pipeline.forget_finished()

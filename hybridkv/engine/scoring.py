@@ -60,7 +60,8 @@ def _chunk_bounds(engine: Engine, tokens: int, prefill: int | None, chunk: int |
     if tokens > engine.manager.max_tokens:
         raise RequestError(f"{tokens} tokens do not fit a context of {engine.manager.max_tokens}")
     bounds = {*range(0, prefill, chunk or 1), *range(prefill, tokens), tokens}
-    if engine.evictor is not None and engine.evictor.default.bounded:
+    default = engine.evictor.default if engine.evictor is not None else None
+    if engine.evictor is not None and default is not None and default.bounded:
         bounds.update(range(0, prefill, engine.evictor.step_tokens))  # where a bounded prompt is evicted
     return sorted(bounds)
 

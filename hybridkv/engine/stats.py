@@ -12,7 +12,7 @@ def stats_of(request: Request, manager: KVCacheManager) -> dict[str, float]:
         stats |= {
             "kept_tokens": manager.kept_tokens(request.key),
             "kv_bytes_full": manager.schema.kv_bytes(manager.position(request.key)),
-            "kv_bytes_kept": manager.held_bytes(request.key),
+            "kv_bytes_kept": manager.used_bytes(request.key),
             "state_bytes": manager.schema.slot_bytes,
             "eviction_record_bytes": sum(record.nbytes for record in request.evictions.values()),
         }

@@ -65,11 +65,11 @@ def _eviction(config: ModelConfig, cache: CacheConfig, context: int, gpu: bool) 
     Of the largest request that may be asked for: a request brings its own settings, so it may be as long as the context
     and share a budget between the heads of a layer, which then compete in one row.
     """
-    if cache.eviction is None:
+    if cache.budget is None and not cache.query_buffers:
         return 0
     layers = len(config.attention_layers)
     streams = layers * config.kv_heads
-    width = min(cache.eviction.budget, context)
+    width = context if cache.budget is None else min(cache.budget, context)
     scores = STREAM_SCORE_BYTES * streams * context
     of_heads = min(SCORE_BYTES, 4 * config.heads * layers * context)
     by_stream = select_bytes(streams, context, width, gpu)

@@ -15,7 +15,7 @@ entries are dropped at the same positions, so it goes on as if nothing had happe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -33,14 +33,16 @@ from hybridkv.request import Request
 
 STREAMS = "attention"
 SCORE_BYTES = 64 << 20  # of scores of query heads that are computed at once
+MAX_BUDGET = 1 << 20  # stands for a budget that is not known
 QUERY_BUFFERS = EngineConfig.max_requests  # at least: by default every request has one
 
 
 @dataclass(frozen=True)
 class Evictor:
-    default: EvictionConfig  # for requests that ask for nothing else
+    default: EvictionConfig | None  # for requests that ask for nothing else; None: they keep everything
     scale: float  # of attention scores
     step_tokens: int = EngineConfig.step_tokens  # a bounded request is evicted at multiples of these
+    settings: EvictionConfig | None = None  # of requests that name a budget alone: all but that
 
     @staticmethod
     def make(
@@ -51,21 +53,34 @@ class Evictor:
         scale: float | None = None,
         step_tokens: int = EngineConfig.step_tokens,
     ) -> Evictor | None:
-        """None where nothing is ever evicted."""
-        if config.eviction is None:
+        """None where nothing is ever evicted: there is no budget, and no query buffer for one that a request brings."""
+        if config.eviction is None and (manager.schema.query_window is None or not manager.query_buffers.count):
             return None
         if scale is None:
             if head_dim is None:
                 raise HybridKVError("the scale of attention scores is missing: pass scale=config.attention_scale")
             scale = head_dim**-0.5
-        evictor = Evictor(config.eviction, scale, step_tokens)
-        evictor.check(config.eviction, manager)
+        settings = config.eviction or replace(config, budget=MAX_BUDGET).eviction
+        evictor = Evictor(config.eviction, scale, step_tokens, settings)
+        if config.eviction is not None:
+            evictor.check(config.eviction, manager)
         return evictor
 
     @property
     def policy(self) -> Policy:
         """The policy of requests that ask for nothing else."""
-        return find_policy(self.default.policy)
+        return find_policy("snapkv" if self.default is None else self.default.policy)
+
+    def with_budget(self, budget: int) -> EvictionConfig:
+        """What a request keeps that names a budget alone."""
+        return EvictionConfig(budget) if self.settings is None else replace(self.settings, budget=budget)
+
+    def asked_by(self, request: Request) -> EvictionConfig:
+        """What a request that is to be evicted keeps."""
+        found = request.eviction or self.default
+        if found is None:
+            raise HybridKVError(f"request {request.key!r} has no budget, and there is none for all requests")
+        return found
 
     @staticmethod
     def check(eviction: EvictionConfig, manager: KVCacheManager) -> None:
@@ -138,7 +153,7 @@ class Evictor:
 
     def choose(self, request: Request, manager: KVCacheManager) -> Keep:
         """Survivors of every stream under the request's policy."""
-        eviction, table = request.eviction or self.default, manager.tables[STREAMS]
+        eviction, table = self.asked_by(request), manager.tables[STREAMS]
         policy = find_policy(eviction.policy)
         lengths = table.lengths[manager.slot_of[request.key]].reshape(len(table.schema.layers), -1)  # [layers, G]
         parts = [policy.score(part) for part in self.layers(request, manager, policy.batchable)]
@@ -155,7 +170,7 @@ class Evictor:
 
         `batched`: several layers as one, streams after streams, as many as SCORE_BYTES of scores allow.
         """
-        window = (request.eviction or self.default).window
+        window = self.asked_by(request).window
         table, slot = manager.tables[STREAMS], manager.slot_of[request.key]
         position, past = manager.position(request.key), manager.compactions.get(slot)
         first = max(0, position - window)
@@ -244,14 +259,14 @@ def most_held(config: CacheConfig, step_tokens: int) -> int | None:
 
 
 def query_buffers_for(config: CacheConfig, step_tokens: int, slots: int) -> int:
-    """Query buffers that are needed so that no request waits for one; 0: nothing is evicted.
+    """Query buffers that are needed so that no request waits for one; without a budget as many as were asked for.
 
     A request needs none after its prompt, unless it is evicted again. A prompt that is evicted has more than budget +
     window tokens, and one step can finish one such prompt, read several short ones and start another: each needs a
     buffer. Conversations keep theirs, so raise `query_buffers` for many conversations.
     """
     if config.budget is None:
-        return 0
+        return min(slots, config.query_buffers or 0)
     if config.bounded or config.decode_every:
         return slots
     enough = max(QUERY_BUFFERS, step_tokens // (config.budget + config.window + 1) + 2)

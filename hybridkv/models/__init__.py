@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ __all__ = [
     "family_of",
     "load_model",
     "open_checkpoint",
+    "with_query_buffer",
 ]
 
 
@@ -41,6 +43,12 @@ def cache_schema(config: ModelConfig, cache: CacheConfig, model_dtype: torch.dty
     family.check("budget", cache.budget is not None)
     family.check("index_dtype", cache.index_dtype != "auto")
     return family.cache_schema(config, cache, model_dtype)
+
+
+def with_query_buffer(config: ModelConfig, cache: CacheConfig) -> CacheConfig:
+    """How a model is opened: without a budget one query buffer, so that a request may bring a budget of its own."""
+    evicts = family_of(config).supports("budget") and bool(config.attention_layers)
+    return replace(cache, query_buffers=1) if evicts and cache.budget is cache.query_buffers is None else cache
 
 
 def check_exact(config: ModelConfig, exact: bool, state_dtype: str = "f32") -> None:

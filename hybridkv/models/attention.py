@@ -121,7 +121,7 @@ def attention_schema(
         return CacheSchema(states=states)
     kv_dtype = model_dtype if cache.kv_dtype == "auto" else getattr(torch, KV_DTYPES[cache.kv_dtype])
     schema = CacheSchema(streams=(attention_streams(config, kv_dtype, cache.page_size),), states=states)
-    if cache.budget is None:
+    if cache.budget is None and not cache.query_buffers:
         return schema
     # eviction scores the cache by the last queries of every attention layer and what their softmax summed to
     buffers = (

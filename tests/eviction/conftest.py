@@ -1,6 +1,7 @@
 """Runs over the tiny models, whose weights are loaded once."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,6 +42,8 @@ def evicting(oracle: Callable, open_llm: Callable) -> Callable[..., Engine]:
         **config: Any,
     ) -> Engine:
         settings = CacheConfig(**{"kv_dtype": "f32", "page_size": 16, "window": 16, "recent": 8, **config})
+        if settings.budget is None:
+            settings = replace(settings, query_buffers=query_buffers)
         model = open_llm(oracle(kind).folder).model
         schema = cache_schema(model.config, settings, torch.float32)
         manager = KVCacheManager(schema, schema.pool_pages(1, pool), slots, context, query_buffers=query_buffers)

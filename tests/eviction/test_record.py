@@ -95,9 +95,10 @@ def test_what_the_cache_was_not_planned_for_is_refused(evicting: Callable) -> No
     engine = evicting("llama", budget=64)
     with pytest.raises(RequestError, match=r"a window of 100 queries .* CacheConfig\(window=100\)"):
         engine.add([1, 2], SAY, eviction=EvictionConfig(64, window=100))
-    with pytest.raises(RequestError, match="EvictionConfig or None"):
-        engine.add([1, 2], SAY, eviction=64)
-    with pytest.raises(RequestError, match=r"opened without a budget"):
+    for bad in ("64", 64.0, True, [64]):
+        with pytest.raises(RequestError, match="EvictionConfig, a budget in tokens, or None"):
+            engine.add([1, 2], SAY, eviction=bad)
+    with pytest.raises(RequestError, match=r"not stored in this cache.*query_buffers=1"):
         evicting("llama").add([1, 2], SAY, eviction=EvictionConfig(64))
 
 
