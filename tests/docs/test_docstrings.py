@@ -1,0 +1,88 @@
+"""Every public class, function and method says what it is, and the names a user begins with explain every argument."""
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hybridkv
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "docs"))
+import api  # noqa: E402
+
+MODULES = api.public_files()
+
+
+def is_explained_by_a_base(module: str, name: str) -> bool:
+    """A method that does what a base class says it does: Knorm.score is Policy.score."""
+    holder, _, method = name.rpartition(".")
+    found = importlib.import_module(module)
+    for part in filter(None, holder.split(".")):
+        found = getattr(found, part)
+    bases = found.__mro__[1:] if isinstance(found, type) else ()
+    return any(inspect.getdoc(vars(base).get(method)) for base in bases if method in vars(base))
+
+
+def undocumented(module: str, source: str) -> list[str]:
+    tree = ast.parse(source)
+    found = [] if ast.get_docstring(tree) else [module]
+    for name, node in api.definitions(tree.body):
+        if not ast.get_docstring(node) and not is_explained_by_a_base(module, name):
+            found.append(f"{module}.{name}")
+    return found
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    assert len(MODULES) > 40, "the package was not found"
+    missing = [name for module, path in MODULES.items() for name in undocumented(module, path.read_text())]
+    assert missing == []
+
+
+def test_a_missing_docstring_is_found() -> None:
+    source = '"""A file."""\ndef told():\n    """Does."""\ndef untold(): ...\nclass Told:\n    """Is."""\n    def no(self): ...'
+    assert undocumented("hybridkv.errors", source.replace("Told", "HybridKVError")) == [
+        "hybridkv.errors.untold",
+        "hybridkv.errors.HybridKVError.no",
+    ]
+    assert undocumented("hybridkv.errors", "x = 1") == ["hybridkv.errors"]
+
+
+# ---- arguments
+
+
+def callables(name: str) -> Iterator[tuple[str, object, str]]:
+    """The public calls of a name of `hybridkv`: what to call it, the function, and the text that must explain it."""
+    found = getattr(hybridkv, name)
+    about = inspect.getdoc(found) or ""
+    if not inspect.isclass(found):
+        yield name, found, about
+        return
+    yield name, found, about + (inspect.getdoc(found.__init__) or "" if not dataclasses.is_dataclass(found) else "")
+    for method, function in inspect.getmembers(found, inspect.isfunction):
+        if not method.startswith("_"):
+            yield f"{name}.{method}", function, inspect.getdoc(function) or ""
+
+
+def unexplained(function: object, about: str) -> list[str]:
+    """Arguments that the text does not name, as `argument` or as `argument: ...`."""
+    names = [name for name in inspect.signature(function).parameters if name != "self"]  # type: ignore[arg-type]
+    return [name for name in names if f"`{name}`" not in about and f"{name}:" not in about]
+
+
+@pytest.mark.parametrize("name", hybridkv.__all__)
+def test_help_explains_every_argument(name: str) -> None:
+    missing = {call: left for call, function, about in callables(name) if (left := unexplained(function, about))}
+    assert missing == {}
+
+
+def test_an_unexplained_argument_is_found() -> None:
+    def call(first: int, second: int) -> None: ...
+
+    assert unexplained(call, "Does `first`.") == ["second"]
+    assert unexplained(call, "Args:\n    first: one\n    second: two") == []
