@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cli.commands import LONG, ROOT, TINY, Run, short_prompt
 import hybridkv
+from cli.commands import LONG, ROOT, TINY, Run, short_prompt
 from hybridkv import LLM, SamplingParams
 from hybridkv.cli import main
 from hybridkv.commands import demo, options
