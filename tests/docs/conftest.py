@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tiny
 import tiny_v4
+from thinking_template import THINKING_TEMPLATE
 
 from docs.shell import Shell
 from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
@@ -27,7 +28,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Copied for each page, so that no page lives on what another has left."""
     folder = tmp_path_factory.mktemp("stand-ins")
     tiny.save("qwen3_5", folder / "Qwen3.5-4B")
-    write_tokenizer(folder / "Qwen3.5-4B", TEMPLATE)
+    write_tokenizer(folder / "Qwen3.5-4B", THINKING_TEMPLATE)
     tiny_v4.build("mini").save_pretrained(folder / "tiny-v4")
     shutil.copytree(folder / "tiny-v4", folder / "models/DeepSeek-V4-Flash")
     write_tokenizer(folder / "models/DeepSeek-V4-Flash", TEMPLATE)

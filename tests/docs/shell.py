@@ -13,6 +13,7 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 from install.building import ROOT
 
@@ -80,16 +81,25 @@ def answer(caller: socket.socket) -> int:
 
 
 def run(program: str, arguments: list[str]) -> None:
+    """With answers that end soon; one that ends in an error is an exception here."""
+    from hybridkv.answers import Completion
     from hybridkv.cli import main
     from hybridkv.config import SamplingParams
 
-    checked = SamplingParams.__post_init__
+    checked, completed = SamplingParams.__post_init__, Completion.of
 
     def shortened(self: SamplingParams) -> None:
         checked(self)
         object.__setattr__(self, "max_tokens", min(self.max_tokens or ANSWER, ANSWER))
 
+    def of(*given: Any, **more: Any) -> Completion:
+        found = completed(*given, **more)
+        if found.error is not None:
+            raise RuntimeError(f"an answer has ended in an error: {found.error}")
+        return found
+
     SamplingParams.__post_init__ = shortened  # type: ignore[method-assign]
+    Completion.of = staticmethod(of)  # type: ignore[method-assign,assignment]
     if program == "hybridkv":
         main(arguments)
     if arguments[0] == "-m":

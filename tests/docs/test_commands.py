@@ -98,6 +98,14 @@ def test_code_that_fails_is_found(shell: Shell, folder: Path) -> None:
     assert code == 1 and "line 2" in printed
 
 
+def test_an_answer_that_ends_in_an_error_is_found(shell: Shell, folder: Path) -> None:
+    script = "from hybridkv import LLM, SamplingParams\nllm = LLM('./Qwen3.5-4B', max_context=256)\n"
+    script += "llm.generate('One', SamplingParams(logits_hook=lambda logits, tokens: logits.no_such_name))\n"
+    (folder / "page.py").write_text(script)
+    code, printed = shell.run("python page.py", folder)
+    assert code == 1 and "an answer has ended in an error" in printed
+
+
 def test_pipes_and_files_are_the_shells(shell: Shell, folder: Path) -> None:
     code, printed = shell.run("echo 'hello' | cat > there.txt && hybridkv --version 2>&1 | grep -c hybridkv", folder)
     assert (code, printed) == (0, "1\n")
