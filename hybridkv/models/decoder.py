@@ -67,8 +67,14 @@ class Model(Protocol):
         ...
 
     # the two halves of `forward`, for many rows whose logits are not all wanted at once
-    def hidden(self, tokens: Tensor, positions: Tensor, handles: Mapping[int, Any], rows: Tensor | None) -> Tensor: ...
-    def logits(self, hidden: Tensor) -> Tensor: ...
+
+    def hidden(self, tokens: Tensor, positions: Tensor, handles: Mapping[int, Any], rows: Tensor | None) -> Tensor:
+        """As `forward`, up to what the head turns into logits: [S, hidden]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, hidden] -> [S, vocab]."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -138,6 +144,7 @@ class Decoder:
         handles: Mapping[int, LayerHandle],
         rows: Tensor | None,  # [S] tokens whose logits are wanted; None: all
     ) -> Tensor:  # [S, vocab] in the dtype of the weights
+        """Logits of the wanted tokens; keys, values and state of all tokens are stored."""
         return self.logits(self.hidden(tokens, positions, handles, rows))
 
     @torch.inference_mode()

@@ -263,6 +263,7 @@ class DeepseekV4:
         handles: Mapping[int, CompressedHandle],
         rows: Tensor | None,  # [S] tokens whose logits are wanted; None: all
     ) -> Tensor:  # [S, vocab] f32
+        """Logits of the wanted tokens; entries and state of all tokens are stored."""
         return self.logits(self.hidden(tokens, positions, handles, rows))
 
     @torch.inference_mode()
