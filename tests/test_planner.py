@@ -319,16 +319,3 @@ def test_the_second_table_comes_with_memory_or_a_budget(capsys: pytest.CaptureFi
     out = run(capsys, *common, "--budget", 1024)
     assert "1024, bounded" in out and "longest" not in out and "FFN" not in out
     assert "longest" in run(capsys, *common, "--memory", "64GiB")
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/eviction.md", "docs/deepseek_v4.md"])
-def test_pages_show_what_is_printed(
-    page: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    text = (Path(__file__).parents[1] / page).read_text(encoding="utf-8")
-    blocks = re.findall(r"^```\n\$ hybridkv (plan .*)\n([^`]*)\n```$", text, re.MULTILINE)
-    assert len(blocks) == text.count("$ hybridkv plan") == 1
-    for command, shown in blocks:
-        printed = run(capsys, *command.split(), "--device", "cpu").rstrip()
-        assert [line.rstrip() for line in printed.splitlines()] == shown.splitlines(), command

@@ -25,13 +25,16 @@ class PageAllocator:
 
     @property
     def free(self) -> int:
+        """Pages that nobody holds."""
         return self._top
 
     @property
     def held(self) -> int:
+        """Pages that somebody holds; a shared page counts once."""
         return self.total - self._top
 
     def require(self, n: int) -> None:
+        """OutOfPages unless `n` pages are free."""
         if n > self._top:
             raise OutOfPages(n, self._top, self.total, self.name)
 

@@ -60,10 +60,12 @@ class CompressedHandle:
 
     @property
     def num_query_heads(self) -> int:
+        """Heads of the queries; all of them read the same entries."""
         return self.schema.heads
 
     @property
     def head_dim(self) -> int:
+        """Channels of an entry, which is key and value at once."""
         return self.schema.head_dim
 
     # ---- views

@@ -50,15 +50,18 @@ class PagedView:
 
 
 def read_swa_view(handle: CompressedHandle) -> SWAView:
+    """The layer's ring of recent tokens."""
     schema = handle.schema
     return SWAView(handle.state["window"], schema.entries, schema.window, handle.index.slots, handle.seen())
 
 
 def read_classical_view(handle: CompressedHandle) -> PagedView:
+    """The layer's compressed entries, in their pages."""
     return _paged_view(handle, "entries")
 
 
 def read_indexer_view(handle: CompressedHandle) -> PagedView:
+    """The layer's index keys, in their pages."""
     return _paged_view(handle, "index")
 
 

@@ -66,9 +66,11 @@ class CompressedSpec:
             raise HybridKVError(f"compressed attention needs sizes of 1 or more, not {sizes}")
 
     def layers(self, kind: str) -> tuple[int, ...]:
+        """Numbers of the layers of a kind: window, csa or hca."""
         return tuple(i for i, k in enumerate(self.kinds) if k == kind)
 
     def ratio(self, kind: str) -> int:
+        """Tokens that one entry of such a layer stands for; 0: it has no entries."""
         return {"window": 0, "csa": self.csa_ratio, "hca": self.hca_ratio}[kind]
 
 
@@ -80,6 +82,7 @@ def compressed_schema(
     drafts: int = 0,  # tokens that can be taken back
     ring: int | None = None,  # rows of the window's ring; None: window + drafts
 ) -> CacheSchema:
+    """What DeepSeek-V4's layers store. `block` must be a multiple of both compression ratios."""
     entries = entry_format(kv, spec.head_dim, spec.rope)
     keys = index_format(index, spec.index_dim)
     quantum = lcm(spec.csa_ratio, spec.hca_ratio)

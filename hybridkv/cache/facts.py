@@ -39,6 +39,7 @@ class Facts:
     _free_slots: list[int]
 
     def position(self, request: Hashable) -> int:
+        """Tokens that the request has seen."""
         return int(self.positions[self._slot(request)])
 
     def lengths(self, request: Hashable) -> dict[str, np.ndarray]:
@@ -52,6 +53,7 @@ class Facts:
         return float(np.concatenate(lengths).mean()) if lengths else position  # compressed streams never evict
 
     def held_pages(self, request: Hashable) -> dict[str, int]:
+        """Pages that the request holds, by stream name; shared ones count too."""
         return {name: int(t.held[self._slot(request)].sum()) for name, t in self.tables.items()}
 
     def held_bytes(self, request: Hashable) -> int:
@@ -86,6 +88,7 @@ class Facts:
         }
 
     def free_pages(self) -> dict[str, int]:
+        """Pages that nobody holds, by stream name."""
         return {name: t.allocator.free for name, t in self.tables.items()}
 
     def tokens_alone(self) -> int:

@@ -73,6 +73,7 @@ class KVCacheManager(SpecificationNames):
 
     @property
     def free_slots(self) -> int:
+        """How many more requests could be admitted, as far as slots go."""
         return len(self._free_slots)
 
     @bookkeeping

@@ -19,6 +19,7 @@ class PagedPool:
 
     @property
     def nbytes(self) -> int:
+        """Bytes allocated."""
         return sum(t.nbytes for t in self.tensors.values())
 
     def lane(self, lane: int) -> dict[str, Tensor]:

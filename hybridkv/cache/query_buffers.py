@@ -13,6 +13,8 @@ from hybridkv.errors import HybridKVError
 
 
 class QueryBuffers:
+    """Which slots have a query buffer, and since which position. `count`: buffers there are."""
+
     def __init__(self, slots: int, count: int) -> None:
         self.of = np.full(slots, -1, np.int64)  # buffer of each slot; -1: none
         self.since = np.zeros(slots, np.int64)  # position from which on it has every query
@@ -42,6 +44,7 @@ class QueryBuffers:
         return int(self.of[slot]) if self.since[slot] <= begin else -1
 
     def drop(self, slot: int) -> None:
+        """Give back the slot's buffer, if it has one."""
         if self.of[slot] >= 0:
             self._free.append(int(self.of[slot]))
             self.of[slot] = -1

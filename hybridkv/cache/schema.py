@@ -44,6 +44,7 @@ Count = TypeVar("Count", int, np.ndarray)
 
 
 def ceil_div(a: Count, b: int) -> Count:
+    """a / b, rounded up."""
     return -(-a // b)
 
 
@@ -58,6 +59,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of one entry, or of one slot of a state."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -79,14 +81,17 @@ class StreamSchema:
 
     @property
     def streams(self) -> int:
+        """Page lists that a request has."""
         return self.heads if self.shared else self.heads * len(self.layers)
 
     @property
     def lanes(self) -> int:
+        """Layers that share each page list."""
         return len(self.layers) if self.shared else 1
 
     @property
     def page_bytes(self) -> int:
+        """Bytes of one page, all lanes together."""
         return self.lanes * self.entries_per_page * sum(t.nbytes for t in self.tensors)
 
     def new_entries(self, position: Count, tokens: Count) -> Count:
@@ -98,6 +103,7 @@ class StreamSchema:
         return tokens // self.tokens_per_entry
 
     def pages_per_stream(self, tokens: int) -> int:
+        """Pages that one stream needs for so many tokens, if none is evicted."""
         return ceil_div(self.entries(tokens), self.entries_per_page)
 
     def pages(self, tokens: int) -> int:
@@ -121,6 +127,7 @@ class StateSchema:
 
     @property
     def slot_bytes(self) -> int:
+        """Bytes of one request, all layers together."""
         return len(self.layers) * sum(t.nbytes for t in self.tensors)
 
 
@@ -137,6 +144,7 @@ class CompressedLayer:
 
     @property
     def head_dim(self) -> int:
+        """Channels of an entry."""
         return self.entries.dim
 
 

@@ -12,6 +12,8 @@ from hybridkv.errors import RequestError
 
 
 class SpecificationNames(Facts):
+    """Names that a specification gave to what the cache does; the engine uses others."""
+
     @bookkeeping
     def allocate_block(self, request: Hashable, name: str) -> int:
         """One more page for each of the request's streams of a schema, ahead of need; returns the last page's id.

@@ -30,6 +30,7 @@ class StatePool:
 
     @property
     def nbytes(self) -> int:
+        """Bytes allocated."""
         return sum(t.nbytes for t in self.tensors.values())
 
     def layer(self, layer: int) -> dict[str, Tensor]:
@@ -57,14 +58,17 @@ class StatePool:
                 self.tensors[s.name, t.name][:, slot] = t.init
 
     def copy(self, source: int, target: int, query_buffers: tuple[int, int] = (-1, -1)) -> None:
+        """Slot `target` gets slot `source`'s rows. `query_buffers`: the buffers of both; -1: none."""
         rows = self.rows(source, query_buffers[0])
         for key, row in self.rows(target, query_buffers[1]).items():
             row.copy_(rows[key])
 
     def snapshot(self, slot: int, buffer: int = -1) -> Snapshot:
+        """Copies of the rows of a slot, and of its query buffer if it has one."""
         return {key: row.clone() for key, row in self.rows(slot, buffer).items()}
 
     def restore(self, slot: int, snapshot: Snapshot, buffer: int = -1) -> None:
+        """The rows of a slot become those of a snapshot; nothing changes if it does not fit."""
         rows = self.rows(slot, buffer)
         if snapshot.keys() != rows.keys():
             raise ValueError(f"the snapshot holds {sorted(snapshot)}, this pool {sorted(rows)}")

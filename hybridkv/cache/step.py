@@ -35,6 +35,8 @@ class StreamView:
 
 @dataclass(frozen=True)
 class ForwardStep:
+    """What one forward pass may touch: its requests, and where their entries and state are."""
+
     host: HostIndex
     index: StepIndex  # the same on the device
     streams: dict[str, StreamView]
@@ -61,6 +63,7 @@ class ForwardStep:
 
     @property
     def num_decodes(self) -> int:
+        """Requests with one new token; they come first."""
         return self.host.num_decodes
 
     @property

@@ -73,6 +73,7 @@ def load_model(
     fp8: bool = False,
     packed: bool = False,  # keep what a GGUF file has packed
 ) -> Model:
+    """Read all weights, in `dtype` onto `device`, and put the model together."""
     check_exact(config, exact)
     check_fp8(config, fp8)
     family = family_of(config)

@@ -34,6 +34,8 @@ TAIL = 64  # tokens of a chunk that the last layer computes at least: as many as
 
 @dataclass(frozen=True)
 class Attention:
+    """Full attention of a layer: projections, norm and rotation, store, attend, an output gate where there is one."""
+
     config: ModelConfig
     qkv: Linear  # [(H + 2 G) D, hidden]; gated [(2 H + 2 G) D, hidden]: (query | gate) head by head, keys, values
     out: Linear  # [hidden, H D]

@@ -35,6 +35,7 @@ class GdnConfig:
 
     @property
     def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
@@ -80,6 +81,7 @@ class ModelConfig:
 
     @property
     def gdn_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with recurrent state."""
         if self.gdn is None:
             return ()
         attention = set(self.attention_layers)
@@ -87,6 +89,7 @@ class ModelConfig:
 
     @staticmethod
     def from_dict(raw: Raw) -> ModelConfig:
+        """What a `config.json` says, checked; UnsupportedModel if its model type is not known."""
         from hybridkv.models.registry import parse_config
 
         return parse_config(raw)
@@ -120,6 +123,7 @@ def common_fields(read: Reader, architecture: str) -> dict[str, Any]:
 
 
 def refuse_biases(read: Reader, architecture: str) -> None:
+    """UnsupportedModel if the config asks for biases."""
     for key in ("attention_bias", "mlp_bias"):
         if read.raw.get(key):
             raise UnsupportedModel(f"config: {key} is not supported for {architecture}")

@@ -30,6 +30,8 @@ Angles = tuple[Tensor, Tensor]  # cos, sin [T, 1, R]
 
 
 class Mixer(Protocol):
+    """The part of a layer that reads other tokens, through its handle."""
+
     def __call__(
         self, x: Tensor, angles: Angles, handle: LayerHandle, rows: Tensor | None, h: Tensor | None
     ) -> Tensor | None:
@@ -40,6 +42,8 @@ class Mixer(Protocol):
 
 
 class FeedForward(Protocol):
+    """The part of a layer that sees one token at a time."""
+
     def __call__(self, x: Tensor, h: Tensor | None = None) -> Tensor | None:
         """The result for x [T, hidden], or None if it was added to `h` instead."""
         ...
@@ -49,19 +53,34 @@ class Model(Protocol):
     """What the engine runs. The handles are those of `KVCacheManager.acquire`: each family knows its own kind."""
 
     @property
-    def config(self) -> ModelConfig: ...
-    @property
-    def nbytes(self) -> int: ...
+    def config(self) -> ModelConfig:
+        """What was loaded."""
+        ...
 
-    def forward(self, tokens: Tensor, positions: Tensor, handles: Mapping[int, Any], rows: Tensor | None) -> Tensor: ...
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        ...
+
+    def forward(self, tokens: Tensor, positions: Tensor, handles: Mapping[int, Any], rows: Tensor | None) -> Tensor:
+        """[T] tokens at [T] positions -> [S, vocab] logits of the tokens in `rows`; None: of all."""
+        ...
 
     # the two halves of `forward`, for many rows whose logits are not all wanted at once
-    def hidden(self, tokens: Tensor, positions: Tensor, handles: Mapping[int, Any], rows: Tensor | None) -> Tensor: ...
-    def logits(self, hidden: Tensor) -> Tensor: ...
+
+    def hidden(self, tokens: Tensor, positions: Tensor, handles: Mapping[int, Any], rows: Tensor | None) -> Tensor:
+        """As `forward`, up to what the head turns into logits: [S, hidden]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, hidden] -> [S, vocab]."""
+        ...
 
 
 @dataclass(frozen=True)
 class Norm:
+    """RMS norm."""
+
     weight: Tensor  # [hidden] f32
     eps: float
     ops: RowOps = FAST
@@ -88,6 +107,8 @@ class GatedMlp:
 
 @dataclass(frozen=True)
 class DecoderLayer:
+    """Mixer and feed-forward, each after its norm. A sum is added where the next norm reads it."""
+
     mixer_norm: Norm
     mixer: Mixer
     feed_norm: Norm
@@ -123,6 +144,7 @@ class Decoder:
         handles: Mapping[int, LayerHandle],
         rows: Tensor | None,  # [S] tokens whose logits are wanted; None: all
     ) -> Tensor:  # [S, vocab] in the dtype of the weights
+        """Logits of the wanted tokens; keys, values and state of all tokens are stored."""
         return self.logits(self.hidden(tokens, positions, handles, rows))
 
     @torch.inference_mode()
@@ -144,6 +166,7 @@ class Decoder:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the weights."""
         return weight_bytes(self)
 
 
@@ -163,6 +186,7 @@ def assemble(config: ModelConfig, loader: Loader, layers: tuple[DecoderLayer, ..
 
 
 def gated_mlp(loader: Loader, name: str, hidden: int, intermediate: int) -> GatedMlp:
+    """The feed-forward of most families, its weights read under `name`."""
     gate_up = loader.linear(hidden, (f"{name}.gate_proj", intermediate), (f"{name}.up_proj", intermediate))
     return GatedMlp(gate_up, loader.linear(intermediate, (f"{name}.down_proj", hidden)))
 

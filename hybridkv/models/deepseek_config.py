@@ -26,6 +26,8 @@ MAX_RATIO = 1 << 12  # tokens that one entry stands for
 
 @dataclass(frozen=True)
 class DeepseekV4Config:
+    """What only DeepSeek-V4's config says."""
+
     kinds: tuple[str, ...]  # one for each layer: window | csa | hca
     csa_ratio: int  # tokens an entry stands for
     hca_ratio: int

@@ -48,6 +48,7 @@ INDEX_BESIDE = {"f32": "f32", "bf16": "bf16"}  # format of index keys by that of
 
 
 def parse(read: Reader) -> ModelConfig:
+    """A `config.json` of this family, checked."""
     layers = read.size("num_hidden_layers", limit=MAX_LAYERS)
     heads, head_dim = read.size("num_attention_heads"), read.size("head_dim", limit=MAX_HEAD_DIM)
     inv_freq, v4 = parse_deepseek_v4(read, layers, heads, head_dim)
@@ -71,6 +72,7 @@ def parse(read: Reader) -> ModelConfig:
 
 
 def cache_schema(config: ModelConfig, cache: CacheConfig, model_dtype: torch.dtype) -> CacheSchema:
+    """What the layers store, in the precision asked for."""
     v = _v4(config)
     spec = CompressedSpec(
         kinds=v.kinds,
@@ -100,6 +102,8 @@ class StepAngles:
 
     @staticmethod
     def at(positions: Tensor, v: DeepseekV4Config, window_freq: Tensor, compress_freq: Tensor) -> StepAngles:
+        """The angles of a step, for tokens and for the entries that they may complete."""
+
         def angles(at: Tensor, freq: Tensor) -> Angles:
             cos, sin = rope_angles(at, freq)
             return cos.squeeze(1), sin.squeeze(1)
@@ -111,6 +115,8 @@ class StepAngles:
 
 @dataclass(frozen=True)
 class Compressor:
+    """What turns the content and gate of a window of tokens into one entry."""
+
     bias: Tensor  # [ratio, channels] f32, added to the gate by the token's place in its window
     norm: Tensor  # [width] f32
 
@@ -156,12 +162,16 @@ class Attention:
 
 @dataclass(frozen=True)
 class WindowAttention(Attention):
+    """A layer that sees the last tokens only."""
+
     def own_angles(self, angles: StepAngles) -> Angles:
         return angles.window
 
 
 @dataclass(frozen=True)
 class HcaAttention(Attention):
+    """A layer with one entry for many tokens; it reads all of them."""
+
     main: Compressor
 
     def compress(
@@ -174,6 +184,8 @@ class HcaAttention(Attention):
 
 @dataclass(frozen=True)
 class CsaAttention(Attention):
+    """A layer with one entry for few tokens; an index picks which of them are read."""
+
     main: Compressor
     index: Compressor
 
@@ -191,6 +203,8 @@ class CsaAttention(Attention):
 
 @dataclass(frozen=True)
 class Experts:
+    """Router, routed experts, and one that every token goes through."""
+
     gate: Linear  # [E, hidden]
     router: Router
     gate_up: Tensor  # [E + 1, 2 I, hidden]; the last is the shared expert
@@ -204,6 +218,8 @@ class Experts:
 
 @dataclass(frozen=True)
 class Block:
+    """A layer: attention and experts, each between hyper connections."""
+
     to_attention: HyperMap
     attention: Attention
     to_experts: HyperMap
@@ -247,6 +263,7 @@ class DeepseekV4:
         handles: Mapping[int, CompressedHandle],
         rows: Tensor | None,  # [S] tokens whose logits are wanted; None: all
     ) -> Tensor:  # [S, vocab] f32
+        """Logits of the wanted tokens; entries and state of all tokens are stored."""
         return self.logits(self.hidden(tokens, positions, handles, rows))
 
     @torch.inference_mode()
@@ -273,10 +290,12 @@ class DeepseekV4:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the weights."""
         return weight_bytes(self)
 
 
 def load(config: ModelConfig, loader: Loader) -> DeepseekV4:
+    """The model, its weights read."""
     v = _v4(config)
     layers = tuple(_block(config, v, loader, i) for i in range(config.layers))
     embedding = loader.weight("model.embed_tokens.weight", config.vocab, config.hidden)

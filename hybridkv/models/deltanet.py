@@ -28,6 +28,8 @@ from hybridkv.models.decoder import Angles
 
 @dataclass(frozen=True)
 class GatedDeltaNet:
+    """A layer with recurrent state: projections, convolution, the gated delta rule, a gated norm."""
+
     inputs: Linear  # [channels + Hv V + 2 Hv, hidden]: q | k | v, z, b, a
     net: DeltaNet
     out: Linear  # [hidden, Hv V]

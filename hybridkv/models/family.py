@@ -32,6 +32,8 @@ def _plain_refusals() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Family:
+    """A family of models: how its configs are read, what it stores, how it is loaded, what it refuses."""
+
     name: str  # ModelConfig.architecture
     model_types: tuple[str, ...]  # of a config.json; a vision-language checkpoint runs as its text model
     parse: Callable[[Reader], ModelConfig]
@@ -49,6 +51,7 @@ class Family:
             raise ValueError(f"family {self.name} refuses {sorted(unknown)}; options are {OPTIONS}")
 
     def supports(self, option: str) -> bool:
+        """Whether the family has an option: exact, fp8, budget, state_dtype or index_dtype."""
         return option not in self.refuses
 
     def check(self, option: str, asked: bool) -> None:

@@ -17,6 +17,7 @@ from hybridkv.models.family import Family
 
 
 def parse(read: Reader) -> ModelConfig:
+    """A `config.json` of this family, checked."""
     common = common_fields(read, "llama")
     return ModelConfig(
         **common,
@@ -28,6 +29,7 @@ def parse(read: Reader) -> ModelConfig:
 
 
 def load(config: ModelConfig, loader: Loader) -> Decoder:
+    """The model, its weights read."""
     layers = tuple(_layer(config, loader, f"model.layers.{i}") for i in range(config.layers))
     return assemble(config, loader, layers)
 

@@ -15,6 +15,7 @@ from hybridkv.models.family import Family
 
 
 def parse(read: Reader) -> ModelConfig:
+    """A `config.json` of this family, checked."""
     common = common_fields(read, "qwen3")
     refuse_biases(read, "qwen3")
     types = read.raw.get("layer_types") or []
@@ -30,6 +31,7 @@ def parse(read: Reader) -> ModelConfig:
 
 
 def load(config: ModelConfig, loader: Loader) -> Decoder:
+    """The model, its weights read."""
     layers = tuple(_layer(config, loader, f"model.layers.{i}") for i in range(config.layers))
     return assemble(config, loader, layers)
 

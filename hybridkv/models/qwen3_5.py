@@ -29,6 +29,7 @@ from hybridkv.models.qwen3_5_gguf import QWEN3_NEXT, QWEN35, QWEN35_MOE
 
 
 def cache_schema(config: ModelConfig, cache: CacheConfig, model_dtype: torch.dtype) -> CacheSchema:
+    """Pages for the attention layers, state for the others."""
     gdn = config.gdn
     assert gdn is not None
     if not config.gdn_layers:
@@ -64,6 +65,7 @@ class SparseMoe:
 
 
 def load(config: ModelConfig, loader: Loader) -> Decoder:
+    """The model, its weights read."""
     layers = tuple(_layer(config, loader, i) for i in range(config.layers))
     return assemble(config, loader, layers, norm_plus=1.0)
 

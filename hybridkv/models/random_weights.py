@@ -21,6 +21,7 @@ class RandomLoader(Loader):
         self.generator = torch.Generator(device=device).manual_seed(seed)
 
     def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name: a head of its own, nothing else that is optional."""
         return name == "lm_head.weight"
 
     def raw(self, name: str, *shape: int) -> Tensor:

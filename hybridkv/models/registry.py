@@ -29,6 +29,7 @@ LAYOUTS = Layouts(
 
 
 def family_of(config: ModelConfig) -> Family:
+    """The config's family."""
     return FAMILIES[config.architecture]
 
 

@@ -1,0 +1,1 @@
+"""Text: tokenizers, streaming text, chat templates. Knows nothing of models."""

@@ -2,12 +2,12 @@
 
 import subprocess
 import sys
-import tomllib
 from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
 
+import hybridkv
 from cli.commands import LONG, ROOT, TINY, Run, short_prompt
 from hybridkv import LLM, SamplingParams
 from hybridkv.cli import main
@@ -24,8 +24,7 @@ def test_importing_the_command_line_does_not_import_torch() -> None:
 
 
 def test_the_version_is_shown(run: Run) -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert run("--version") == (0, f"hybridkv {version}\n", "")
+    assert run("--version") == (0, f"hybridkv {hybridkv.__version__}\n", "")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], []])

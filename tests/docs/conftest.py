@@ -1,0 +1,44 @@
+"""The folder that the commands of a page run in: small models and texts under the names that the pages use."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tiny
+import tiny_v4
+from thinking_template import THINKING_TEMPLATE
+
+from docs.shell import Shell
+from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
+from install.building import ROOT
+
+SENTENCE = "The ship left the harbour at dawn, and the pilot wrote it down. "
+
+
+@pytest.fixture(scope="session")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
+    made = Shell(tmp_path_factory.mktemp("shell") / "programs")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copied for each page, so that no page lives on what another has left."""
+    folder = tmp_path_factory.mktemp("stand-ins")
+    tiny.save("qwen3_5", folder / "Qwen3.5-4B")
+    write_tokenizer(folder / "Qwen3.5-4B", THINKING_TEMPLATE)
+    tiny_v4.build("mini").save_pretrained(folder / "tiny-v4")
+    shutil.copytree(folder / "tiny-v4", folder / "models/DeepSeek-V4-Flash")
+    write_tokenizer(folder / "models/DeepSeek-V4-Flash", TEMPLATE)
+    (folder / "report.txt").write_text(SENTENCE * 20)
+    (folder / "question.txt").write_text("Why is the sky blue?\n")
+    (folder / "prompts.txt").write_text("The sea is\nThe moon is\n")
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    return folder
+
+
+@pytest.fixture
+def folder(stand_ins: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(stand_ins, tmp_path / "here")
