@@ -5,8 +5,8 @@
     evictions      what each eviction kept, so that a turn that is preempted later is computed again as it was
     conversation   plain JSON values of whoever talks: messages, tools, settings. Nothing in it is ever run
 
-    file = a snapshot's file of version 3. Its metadata has three JSON objects more: session (the request), conversation,
-           and about (model and cache in words, for errors). Tensors beside those of the snapshot: session/tokens [T],
+    file = a snapshot's file of version 3. Its metadata has three JSON objects more: session (the request),
+           conversation, and about (model and cache in words, for errors). It has more tensors: session/tokens [T],
            evicted_lengths/POSITION [layers, G] and evicted/POSITION/FORM [n] (eviction_record.py)
 
 Loading checks the file by itself, and takes no more memory than a few times its size. What must hold of it in one cache
@@ -117,8 +117,8 @@ def check_model(manager: KVCacheManager, about: dict[str, str], model: str, its:
     if model != here:
         weights = f"other weights (fingerprint {_shown(model[:12] or '-')} there and {here[:12] or '-'} here)"
         raise RequestError(
-            f"the session was saved with another model: {_different(its, about) or weights}; open the model that it was "
-            "saved with, in the same form"
+            f"the session was saved with another model: {_different(its, about) or weights}; open the model that it "
+            "was saved with, in the same form"
         )
 
 
@@ -145,8 +145,8 @@ def check_session(manager: KVCacheManager, session: Session, about: dict[str, st
     if snapshot.fingerprint != fingerprint(manager.schema):
         what = _different(session.about, about) or "other layers or sizes"
         raise RequestError(
-            f"the session's cache stores other things than this one: {what}; open the model with the CacheConfig that it "
-            "was saved with"
+            f"the session's cache stores other things than this one: {what}; open the model with the CacheConfig that "
+            "it was saved with"
         )
     check_restorable(manager, snapshot)
     if not 0 < snapshot.position <= len(session.tokens):
