@@ -16,7 +16,7 @@ is checked by `check_session`, before anything is taken.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,17 +26,12 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache.manager import KVCacheManager
-from hybridkv.cache.snapshot import (
-    Snapshot,
-    check_restorable,
-    fingerprint,
-    snapshot_of,
-    vector,
-    without_session,
-)
+from hybridkv.cache.schema import TensorSpec
+from hybridkv.cache.snapshot import Snapshot, check_restorable, fingerprint, snapshot_of, vector, without_session
 from hybridkv.cache.snapshot_file import FORMAT, SESSION_VERSION, NotWellFormed, read_file, write_file
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.eviction_record import EvictionRecord
+from hybridkv.kernels.formats.kv_format import pool_format
 
 ENDS = ("stop", "length", "abort")  # finish reasons after which there is a next turn
 RECORD_BYTES = 1 << 30  # room for eviction records, tokens and texts beside the cache when a file is read
@@ -177,14 +172,18 @@ def _check_evictions(manager: KVCacheManager, session: Session, snapshot: Snapsh
 
 def about_cache(manager: KVCacheManager) -> dict[str, str]:
     """What a cache stores, in words."""
-    schema, found = manager.schema, {}
-    for s in schema.streams:
-        tensors = " + ".join(f"{t.name} {str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in s.tensors)
-        found[f"cache '{s.name}'"] = f"{len(s.layers)} layers of {s.heads} heads, {tensors}"
-    for s in schema.states:
-        tensors = " + ".join(f"{t.name} {str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in s.tensors)
-        found[f"state '{s.name}'"] = f"{len(s.layers)} layers, {tensors}"
+    found = {}
+    for name, table in manager.tables.items():
+        form = pool_format(table.pool.tensors)
+        layers = f"{len(table.schema.layers)} layers of {table.schema.heads} heads"
+        found[name] = f"{layers} in {form.name}" if form is not None else f"{layers}, {_tensors(table.schema.tensors)}"
+    for s in manager.schema.states:
+        found[s.name] = f"{len(s.layers)} layers, {_tensors(s.tensors)}"
     return found
+
+
+def _tensors(specs: Sequence[TensorSpec]) -> str:
+    return " + ".join(f"{t.name} {str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in specs)
 
 
 def _session(tensors: dict[str, Tensor], meta: dict[str, str]) -> Session:
@@ -264,6 +263,11 @@ def _object(meta: Mapping[str, str], key: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise NotWellFormed(f"its '{key}' is not a JSON object")
     return found
+
+
+def plain_json(value: Any) -> Any:
+    """A copy, if it is made of texts, numbers, lists and dicts alone, or RequestError."""
+    return json.loads(_json(value))
 
 
 def _json(value: Any) -> str:

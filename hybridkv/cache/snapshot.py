@@ -26,7 +26,7 @@ from hybridkv.cache.facts import Compaction
 from hybridkv.cache.manager import KVCacheManager
 from hybridkv.cache.page_table import PageTable
 from hybridkv.cache.schema import CacheSchema
-from hybridkv.cache.snapshot_file import FORMAT, VERSION, NotWellFormed, read_file, write_file
+from hybridkv.cache.snapshot_file import FORMAT, SESSION_VERSION, VERSION, NotWellFormed, read_file, write_file
 from hybridkv.errors import HybridKVError, RequestError
 
 GROUPS = ("entries", "state", "lengths", "kept", "kept_lengths")
@@ -74,7 +74,12 @@ class Snapshot:
         Of a session file, the cache alone.
         """
         path = Path(path)
-        tensors, meta = read_file(path, lambda meta: None)
+
+        def check(meta: dict[str, str]) -> None:
+            if meta["version"] == SESSION_VERSION and "fingerprint" not in meta:
+                raise HybridKVError(f"{path.name} is a session without its cache: there is no snapshot in it")
+
+        tensors, meta = read_file(path, check)
         try:
             return snapshot_of(without_session(tensors), meta)
         except NotWellFormed as problem:

@@ -89,6 +89,8 @@ def read_file(
                 )
             file.seek(0)
             data = file.read(size)
+    except HybridKVError:
+        raise
     except (OSError, ValueError) as problem:
         raise HybridKVError(f"{what} {path.name!r} cannot be read: {_reason(problem)}") from None
     if not data.startswith(header) or not _agrees(data, len(header), meta.get("sha256", "")):

@@ -1,4 +1,4 @@
-"""Held requests taken out of an engine and brought into another, or doubled: each goes on as if nothing had happened."""
+"""Held requests taken out of an engine and brought into another, or doubled: each goes on as if nothing had been."""
 
 import random
 import sys
@@ -25,7 +25,7 @@ from hybridkv.cache.session import Session
 from hybridkv.cache.snapshot_file import with_checksum
 from hybridkv.engine.engine import Engine
 from hybridkv.errors import HybridKVError, RequestError
-from hybridkv.eviction import Evictor
+from hybridkv.eviction import Ada, Evictor, SnapKV
 from hybridkv.eviction_record import EvictionRecord
 from hybridkv.models import cache_schema
 from hybridkv.request import Request
@@ -41,7 +41,7 @@ CACHES = {
     "evicted fp8": EVICTING | dict(kv_dtype="fp8"),
     "bounded": EVICTING | dict(bounded=True),
     "while decoding": EVICTING | dict(decode_every=3),
-    "ada": EVICTING | dict(policy="adasnapkv"),
+    "ada": EVICTING | dict(policy=Ada(SnapKV())),
 }
 
 
@@ -549,7 +549,7 @@ def test_a_snapshot_is_no_session_and_a_session_is_a_snapshot(saved: tuple[Path,
 def test_another_cache_refuses_and_says_what_differs(other: dict, saved: tuple[Path, Engine]) -> None:
     path, _ = saved
     found = refusal(path, engine_with("llama", **EVICTING | other))
-    assert "stores other things" in found and ("float8" in found or "queries" in found), found
+    assert "stores other things" in found and ("in f32 there and" in found or "queries" in found), found
 
 
 def test_another_model_refuses_and_says_what_differs(saved: tuple[Path, Engine]) -> None:
@@ -592,11 +592,7 @@ def test_a_record_survives_its_packed_form(keep: int) -> None:
     for _ in range(2):
         back = EvictionRecord.of_packed(*record.packed())
         assert [[e.tolist() for e in layer] for layer in back] == [[e.tolist() for e in layer] for layer in lists]
-        assert (back.kept, back.even, back.nbytes) == (
-            record.kept,
-            record.even,
-            EvictionRecord.of_packed(*back.packed()).nbytes,
-        )
+        assert (back.kept, back.even) == (record.kept, record.even)
         assert back.counts().tolist() == record.counts().tolist() == [[len(e) for e in layer] for layer in lists]
         assert (back.lengths == lengths).all()
         record.pack()
