@@ -48,6 +48,8 @@ class SavedConversation:
         for name, value in settings.items():
             if not isinstance(value, SETTINGS.get(name, ())):
                 raise NotWellFormed(f"its setting {shown(name)} is {shown(value)}")
+        for name in SETTINGS.keys() & settings.get("template_variables", {}):
+            raise NotWellFormed(f"its variables of the template have {name}, which is a setting of its own")
         if eviction is AS_SAVED:
             eviction = _eviction(found["eviction"]) if "eviction" in found else INHERIT
         return SavedConversation(messages, prompt, eviction, settings)

@@ -324,6 +324,33 @@ def test_a_policy_of_ones_own_is_given_again(model: Callable, tmp_path: Path) ->
     close(talk, other)
 
 
+THINKING = (
+    "{{ bos_token }}{{ tone }}{{ tools | tojson if tools }}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{{ eos_token }}{% endfor %}[assistant]{{ '<think>' if enable_thinking else '<think></think>' }}"
+)
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+
+
+@pytest.mark.parametrize("thinking", (True, False, None))
+def test_tools_thinking_and_variables_shape_the_next_prompt_as_before(thinking: bool | None, tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path)
+    write_tokenizer(tmp_path, THINKING)
+    with LLM(tmp_path, device="cpu", dtype="float32", max_requests=3, max_context=512) as llm:
+        talk = Conversation(llm, "Be brief.", GREEDY, tools=TOOLS, thinking=thinking, tone="calm")
+        say(talk, "Hello")
+        talk.save(tmp_path / "talk")
+        other, fork = Conversation.load(llm, tmp_path / "talk"), talk.fork()
+        for each in (other, fork):
+            assert (each.tools, each.thinking, each.template_variables) == (TOOLS, thinking, {"tone": "calm"})
+            assert each.last is not None and talk.last is not None
+            assert (each.last.text, each.last.reasoning) == (talk.last.text, talk.last.reasoning)
+        assert (other.last.reasoning is not None) == bool(thinking)  # type: ignore[union-attr]
+        want = turns(talk)
+        assert turns(other) == want and turns(fork) == want
+        assert other.messages == fork.messages == talk.messages and other._prompt == fork._prompt == talk._prompt
+        close(talk, other, fork)
+
+
 # ---- what is refused
 
 
@@ -374,6 +401,8 @@ def test_a_damaged_or_foreign_file_is_refused(model: Callable, tmp_path: Path) -
 BAD = (
     dict(messages=None), dict(messages=[1]), dict(messages=[{}]), dict(messages=[{"role": 3}]), dict(messages="x"),
     dict(prompt=None), dict(settings=None), dict(settings={"llm": 1}), dict(settings={"_request": None}),
+    dict(settings={"tools": {}}), dict(settings={"thinking": 1}), dict(settings={"template_variables": []}),
+    dict(settings={"template_variables": {"tools": []}}),
     dict(eviction="x"), dict(eviction={}), dict(eviction={"policy": "snapkv"}),
     dict(eviction={"policy": 3, "budget": 4}), dict(eviction={"policy": "snapkv", "budget": -4}),
     dict(eviction={"policy": "snapkv", "budget": 4, "x": 1}),
