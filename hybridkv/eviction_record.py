@@ -55,10 +55,10 @@ class EvictionRecord:
         self._lists = None  # last: an interrupt before this leaves the lists
 
     def packed(self) -> tuple[np.ndarray, str, np.ndarray]:
-        """(lengths [layers, G], form, data [n]), as a file holds it. The record itself stays as it is."""
-        record = self
-        if self._lists is not None:
-            record = EvictionRecord(self._lists, self._lengths)
+        """(lengths [layers, G], form, data [n]), as a file holds it, in any thread. The record stays as it is."""
+        record, lists = self, self._lists  # looked at once: the engine's thread may pack it at any moment
+        if lists is not None:
+            record = EvictionRecord(lists, self._lengths)
             record.pack()
         return record._lengths, record._form, record._data
 
