@@ -7,17 +7,23 @@ a template rewrites earlier turns, the engine reuses as much as it can and compu
 
 from __future__ import annotations
 
+import copy
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from hybridkv.answers import ChatStream, Completion, Stream
-from hybridkv.config import SamplingParams
+from hybridkv.cache.session import RECORD_BYTES, Session
+from hybridkv.cache.snapshot_file import NotWellFormed, check_place
+from hybridkv.config import SamplingParams, shown
 from hybridkv.engine.engine import INHERIT, Engine
-from hybridkv.errors import RequestError
+from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.llm import LLM, Eviction, Messages, Tools, one_answer
 from hybridkv.request import Request
+from hybridkv.saved import AS_SAVED, SETTINGS, SavedConversation
 from hybridkv.text.prompt import encode_pieces, render_pieces
 from hybridkv.text.reasoning import ChatPiece, assistant_message, reasoning_of
 
@@ -72,9 +78,14 @@ class Conversation:
 
     def pieces(self, text: str) -> Generator[ChatPiece, None, None]:
         """Like `send`, with the thoughts: ChatPiece(text, reasoning)."""
+        with self._between_turns():
+            yield from self._answer(text)
+
+    @contextmanager
+    def _between_turns(self) -> Iterator[None]:
         self._begin()
         try:
-            yield from self._answer(text)
+            yield
         finally:
             self._answering = None
             self._turn.release()
@@ -84,7 +95,7 @@ class Conversation:
             self._answering = threading.get_ident()
             return
         if self._answering == threading.get_ident():
-            raise RequestError("the last turn is still being answered; read it to its end, or close it, then send")
+            raise RequestError("the last turn is still being answered; read it to its end, or close it, first")
         self._turn.acquire()
         self._answering = threading.get_ident()
 
@@ -125,6 +136,84 @@ class Conversation:
         if request is not None:
             self.llm.owner.run(lambda engine: engine.abort(request))
 
+    @classmethod
+    def load(
+        cls, llm: LLM, path: str | Path, params: SamplingParams | None = None, *, eviction: Eviction = AS_SAVED
+    ) -> Conversation:
+        """A conversation that `save` wrote: it goes on as if it had never been away.
+
+        llm: the model that it was saved with, in the same form, with the same KV dtype; anything else is refused, with
+            what differs.
+        params: how answers are chosen; they are the caller's, not the file's.
+        eviction: what the cache keeps from here on; without it, as when it was saved.
+
+        A file that is damaged, or not what `save` writes, is refused, and nothing is taken. Where slots or pages are
+        short, caches of the conversations that were silent longest make room.
+        """
+        owner, path = llm.owner, _path(path)
+        template = llm.chat_parts()[1]
+        room = llm.manager.memory_bytes() + RECORD_BYTES
+        session = Session.load(
+            path, lambda model, about: owner.run(lambda engine: engine.check_session_model(model, about)), room
+        )
+        try:
+            saved = SavedConversation.of(session.conversation, eviction)
+        except NotWellFormed as problem:
+            raise HybridKVError(f"session {path.name} is not well-formed: {problem}") from None
+        talk = cls(llm, params=params, eviction=saved.eviction)
+        talk.messages, talk._prompt = saved.messages, saved.prompt
+        for name, value in saved.settings.items():
+            setattr(talk, name, value)
+        if session.tokens:
+            last = Completion.of(talk._take(lambda engine: engine.restore_held(session)))
+            talk.last = last.divided(partial(reasoning_of, template, talk._prompt))
+        return talk
+
+    def save(self, path: str | Path) -> None:
+        """Write all of it to a file, with its cache if that is still there: `load` goes on from it, in any process.
+
+        The file is replaced in one go, or not at all; only its owner may read it. Sampling parameters are not in it. An
+        answer that another thread reads is waited for; inside one's own, saving is refused.
+        """
+        path = _path(path)
+        check_place(path, "session")  # before anything is copied
+        with self._between_turns():
+            words = SavedConversation(self.messages, self._prompt, self.eviction, self._settings()).as_json()
+            request = self._request
+            session = self.llm.owner.run(lambda engine: engine.session(request, words))
+        session.save(path)  # other threads' requests go on meanwhile
+
+    def fork(self) -> Conversation:
+        """A second conversation with the same past, which goes on by itself. They share the memory of what was said.
+
+        Where there is no room for a second one, its next turn computes the past again. An answer that another thread
+        reads is waited for; inside one's own, forking is refused.
+        """
+        with self._between_turns():
+            fork = type(self)(self.llm, params=self.params, eviction=self.eviction)
+            fork.messages, fork._prompt = copy.deepcopy(self.messages), self._prompt
+            for name, value in copy.deepcopy(self._settings()).items():
+                setattr(fork, name, value)
+            request = self._request
+            if request is not None:
+                fork._take(lambda engine: engine.fork_held(request))
+            fork.last = self.last
+            return fork
+
+    def _settings(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in SETTINGS}
+
+    def _take(self, make: Callable[[Engine], Request]) -> Request:
+        """Go on from a held request that the engine makes; whatever happens here, it is this conversation's or gone."""
+        made: list[Request] = []
+        try:
+            self.llm.owner.run(lambda engine: made.append(make(engine)))
+            self._request = made[0]
+            return made[0]
+        except BaseException:
+            self.llm.owner.run(lambda engine: [engine.abort(request) for request in made])
+            raise
+
     def _tokens(self, pieces: list[tuple[str, bool]]) -> list[int]:
         """Tokens of the whole conversation; those of the last turn are taken over as they were computed."""
         request, prompt, tokenizer = self._request, pieces[0][0], self.llm.chat_parts()[0]
@@ -137,3 +226,9 @@ class Conversation:
         # without the token that ended the answer: the template writes that itself
         said = request.tokens[:-1] if request.finish_reason == "stop" else request.tokens
         return said + tokenizer.encode(prompt[len(done) :], bos=False, after=said[-1])
+
+
+def _path(path: str | Path) -> Path:
+    if not isinstance(path, str | Path) or not str(path):
+        raise RequestError(f"the name of a file was expected, not {shown(path)}")
+    return Path(path).expanduser()

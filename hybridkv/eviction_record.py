@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 Keep = list[list[np.ndarray]]  # [layers][G] ascending entry numbers
+FORMS = ("kept", "dropped", "mask")
 
 
 class EvictionRecord:
@@ -52,6 +53,54 @@ class EvictionRecord:
             data = np.packbits(mask) if form == "mask" else np.flatnonzero(~mask).astype(number)
         self._form, self._data = form, data
         self._lists = None  # last: an interrupt before this leaves the lists
+
+    def packed(self) -> tuple[np.ndarray, str, np.ndarray]:
+        """(lengths [layers, G], form, data [n]), as a file holds it, in any thread. The record stays as it is."""
+        record, lists = self, self._lists  # looked at once: the engine's thread may pack it at any moment
+        if lists is not None:
+            record = EvictionRecord(lists, self._lengths)
+            record.pack()
+        return record._lengths, record._form, record._data
+
+    @staticmethod
+    def of_packed(lengths: np.ndarray, form: str, data: np.ndarray) -> EvictionRecord:
+        """A record from what `packed` gave, or ValueError: what is wrong with it. Nothing is unpacked."""
+        if form not in FORMS:
+            raise ValueError(f"form {form[:20]!r} is not one of {', '.join(FORMS)}")
+        if lengths.ndim != 2 or not lengths.size or data.ndim != 1:
+            raise ValueError("its lengths are not a matrix, or its data are not a vector")
+        total = int(lengths.astype(np.int64).sum())
+        if form == "mask":
+            if data.dtype != np.uint8 or len(data) != -(-total // 8):
+                raise ValueError(f"a mask of {total} entries takes {-(-total // 8)} bytes, not {data.nbytes}")
+        elif len(data) and not (data[0] >= 0 and data[-1] < total and (data[1:] > data[:-1]).all()):
+            raise ValueError(f"the entries are not in ascending order from 0 to {total - 1}")
+        record = EvictionRecord([[data[:0]]], lengths)
+        number = np.uint8 if form == "mask" else np.uint32 if total < 1 << 32 else np.uint64
+        record._form, record._data, record._lists = form, data.astype(number), None
+        counts = record.counts()
+        record.kept, record.even = float(counts.mean()), counts.min() == counts.max()
+        return record
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[layers, G] entries of each stream before the eviction."""
+        return self._lengths.astype(np.int64)
+
+    def counts(self) -> np.ndarray:
+        """[layers, G] entries of each stream that stayed. A packed record stays packed."""
+        if self._lists is not None:
+            return np.array([[len(entries) for entries in layer] for layer in self._lists])
+        lengths = self.lengths
+        ends = np.cumsum(lengths)
+        if self._form == "mask":
+            bits = np.unpackbits(self._data, count=int(ends[-1]))
+            starts = ends - lengths.ravel()
+            found = np.array([np.count_nonzero(bits[a:b]) for a, b in zip(starts, ends, strict=True)])
+        else:
+            found = np.diff(np.searchsorted(self._data, ends), prepend=0)
+        found = found.reshape(lengths.shape)
+        return lengths - found if self._form == "dropped" else found
 
     @property
     def nbytes(self) -> int:

@@ -98,6 +98,8 @@ class LLM:
         self.engine = Engine(self.model, self.manager, self.tokenizer, limits.step_tokens, eos, evictor)
         self.engine.sampling_defaults = self.sampling_defaults
         self.owner = EngineOwner(self.engine)
+        form = "fp8" if self.fp8 else "packed" if self.packed else str(self.dtype).removeprefix("torch.")
+        self.engine.about = {"model": self.path.name, "weights": form}
         template = self.tokenizer.chat_template if self.tokenizer else None
         self.chat_template = (
             ChatTemplate(template, bos=self.tokenizer.bos_text, eos=self.tokenizer.eos_text)

@@ -12,6 +12,7 @@ from hybridkv.cache.handle import LayerHandle
 from hybridkv.cache.manager import KVCacheManager
 from hybridkv.cache.pools import PagedPool
 from hybridkv.cache.schema import CacheSchema, CompressedLayer, StateSchema, StreamSchema, TensorSpec
+from hybridkv.cache.session import Session
 from hybridkv.cache.snapshot import Snapshot, restore_request, snapshot_request
 from hybridkv.cache.state import StatePool
 from hybridkv.cache.step import ForwardStep, StreamView
@@ -33,6 +34,7 @@ __all__ = [
     "OutOfPages",
     "PageAllocator",
     "PagedPool",
+    "Session",
     "Snapshot",
     "StatePool",
     "StateSchema",

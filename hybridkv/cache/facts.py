@@ -80,12 +80,14 @@ class Facts:
             found[name] = int(add.sum() + copy.sum())
         return found
 
-    def returnable_pages(self, request: Hashable) -> dict[str, int]:
-        """Pages that would be free if the request were released: those that no other request shares."""
-        rows = {name: t.pages[self._slot(request)] for name, t in self.tables.items()}
-        return {
-            name: int((t.allocator.refs[rows[name][rows[name] >= 0]] == 1).sum()) for name, t in self.tables.items()
-        }
+    def returnable_pages(self, *requests: Hashable) -> dict[str, int]:
+        """Pages that would be free if these requests were released: those that no other request shares."""
+        slots, found = [self._slot(request) for request in requests], {}
+        for name, table in self.tables.items():
+            rows = table.pages[slots]
+            pages, owners = np.unique(rows[rows >= 0], return_counts=True)
+            found[name] = int((table.allocator.refs[pages] == owners).sum())
+        return found
 
     def free_pages(self) -> dict[str, int]:
         """Pages that nobody holds, by stream name."""

@@ -21,6 +21,11 @@ class QueryBuffers:
         self.count = count
         self._free = list(range(count - 1, -1, -1))
 
+    @property
+    def free(self) -> int:
+        """How many are not taken."""
+        return len(self._free)
+
     def take(self, slot: int, position: int) -> bool:
         """Whether the slot has a buffer now."""
         if self.of[slot] < 0:

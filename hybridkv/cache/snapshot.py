@@ -5,39 +5,32 @@ model whose schema stores the same, also one with other page ids or (except for 
 What is restored is what was taken, byte for byte: entries, lengths, position, which positions survived an eviction, and
 state rows; last queries only if the request had a query buffer, and then it needs one again.
 
-    file = a safetensors file; its metadata holds format, version, fingerprints of schema and model, position and a
-           SHA-256 of the whole file with the digest's own place filled with zeros
-
-The checksum finds damage, not malice: a file that was written by someone else is checked for its form as well.
+    file = a safetensors file with a checksum (snapshot_file.py); its metadata holds fingerprints of schema and model,
+           and the position. A session file (session.py) is the same and holds the request beside its cache
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from hybridkv.cache.facts import Compaction
 from hybridkv.cache.manager import KVCacheManager
 from hybridkv.cache.page_table import PageTable
 from hybridkv.cache.schema import CacheSchema
+from hybridkv.cache.snapshot_file import FORMAT, SESSION_VERSION, VERSION, NotWellFormed, read_file, write_file
 from hybridkv.errors import HybridKVError, RequestError
 
-FORMAT = "hybridkv-snapshot"
-VERSION = "2"
-NO_DIGEST = "0" * 64
 GROUPS = ("entries", "state", "lengths", "kept", "kept_lengths")
+SESSION_GROUPS = ("session", "evicted", "evicted_lengths")  # of the request, in a session file
 INTEGERS = (torch.int32, torch.int64)
 MAX_POSITION = 1 << 48
 
@@ -58,6 +51,11 @@ class Snapshot:
 
     def save(self, path: str | Path) -> None:
         """Write a file: whole, or not at all."""
+        tensors, meta = self.contents()
+        write_file(Path(path), tensors, {"format": FORMAT, "version": VERSION} | meta)
+
+    def contents(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Tensors and metadata of a file that holds it."""
         tensors = {f"entries/{a}/{b}": t.contiguous() for (a, b), t in self.entries.items()}
         tensors |= {f"state/{a}/{b}": t.contiguous() for (a, b), t in self.states.items()}
         tensors |= {f"lengths/{name}": torch.from_numpy(n) for name, n in self.lengths.items()}
@@ -67,34 +65,30 @@ class Snapshot:
             for name, kept in self.compaction.kept.items():
                 tensors[f"kept/{name}"] = torch.from_numpy(np.concatenate(kept))
                 tensors[f"kept_lengths/{name}"] = torch.tensor([len(each) for each in kept])
-        _write_whole(Path(path), _with_checksum(tensors, {"format": FORMAT, "version": VERSION} | meta))
+        return tensors, meta
 
     @staticmethod
     def load(path: str | Path) -> Snapshot:
-        """Read a file back; one that is truncated, altered, badly formed or of another format is refused."""
+        """Read a file back; one that is truncated, altered, badly formed or of another format is refused.
+
+        Of a session file, the cache alone.
+        """
         path = Path(path)
+
+        def check(meta: dict[str, str]) -> None:
+            if meta["version"] == SESSION_VERSION and "fingerprint" not in meta:
+                raise HybridKVError(f"{path.name} is a session without its cache: there is no snapshot in it")
+
+        tensors, meta = read_file(path, check)
         try:
-            data = path.read_bytes()
-        except OSError as problem:
-            raise HybridKVError(f"snapshot {path.name} cannot be read: {problem.strerror}") from None
-        meta = _metadata(data, path.name)
-        _check_version(meta, path.name)
-        digest = meta.get("sha256", "")
-        plain = data.replace(digest.encode(), NO_DIGEST.encode(), 1)
-        if len(digest) != 64 or hashlib.sha256(plain).hexdigest() != digest:
-            raise HybridKVError(f"snapshot {path.name} is damaged: its checksum does not agree; take it again")
-        try:
-            tensors = safetensors.torch.load(data)
-        except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as problem:
-            raise HybridKVError(f"snapshot {path.name} is not well-formed: {problem}") from None
-        try:
-            return _from_tensors(tensors, meta)
-        except _NotWellFormed as problem:
+            return snapshot_of(without_session(tensors), meta)
+        except NotWellFormed as problem:
             raise HybridKVError(f"snapshot {path.name} is not well-formed: {problem}") from None
 
 
-class _NotWellFormed(Exception):
-    """Says what is wrong with a snapshot by itself, whatever cache it is for."""
+def without_session(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those tensors of a file that belong to the cache."""
+    return {name: t for name, t in tensors.items() if name.partition("/")[0] not in SESSION_GROUPS}
 
 
 def snapshot_request(manager: KVCacheManager, request: Hashable) -> Snapshot:
@@ -127,7 +121,7 @@ def snapshot_request(manager: KVCacheManager, request: Hashable) -> Snapshot:
 
 def restore_request(manager: KVCacheManager, snapshot: Snapshot, request: Hashable) -> int:
     """Bring a snapshot back as a request; returns its slot. Without pages for all of it nothing changes."""
-    _check(manager, snapshot)
+    check_restorable(manager, snapshot)
     need = {name: _pages(table, snapshot.lengths[name]) for name, table in manager.tables.items()}
     for name, table in manager.tables.items():
         table.allocator.require(int(need[name].sum()))
@@ -181,11 +175,11 @@ def _places(table: PageTable, rows: np.ndarray, lengths: np.ndarray) -> Tensor:
     return torch.from_numpy(np.concatenate(parts))
 
 
-def _check(manager: KVCacheManager, snapshot: Snapshot) -> None:
+def check_restorable(manager: KVCacheManager, snapshot: Snapshot) -> None:
     """Refuse what does not belong into this cache, before anything is taken."""
     try:
         _check_form(snapshot)
-    except _NotWellFormed as problem:
+    except NotWellFormed as problem:
         raise RequestError(f"the snapshot is not well-formed: {problem}") from None
     _check_origin(manager, snapshot)
     manager.check_shareable(snapshot.position)
@@ -244,20 +238,20 @@ def _check_states(manager: KVCacheManager, snapshot: Snapshot) -> None:
 def _check_form(snapshot: Snapshot) -> None:
     """What must hold of any snapshot: integer vectors, counts that add up, positions in order."""
     if not 0 <= snapshot.position <= MAX_POSITION:
-        raise _NotWellFormed(f"position {snapshot.position} is not from 0 to {MAX_POSITION}")
+        raise NotWellFormed(f"position {snapshot.position} is not from 0 to {MAX_POSITION}")
     for name, lengths in snapshot.lengths.items():
         if lengths.ndim != 1 or lengths.dtype != np.int64:
-            raise _NotWellFormed(f"lengths of '{name}' are {lengths.dtype} {list(lengths.shape)}, not an int64 vector")
+            raise NotWellFormed(f"lengths of '{name}' are {lengths.dtype} {list(lengths.shape)}, not an int64 vector")
         if ((lengths < 0) | (lengths > MAX_POSITION)).any():
-            raise _NotWellFormed(f"a length in '{name}' is not from 0 to {MAX_POSITION}")
+            raise NotWellFormed(f"a length in '{name}' is not from 0 to {MAX_POSITION}")
         if not any(key[0] == name for key in snapshot.entries):
-            raise _NotWellFormed(f"'{name}' has lengths and no entries")
+            raise NotWellFormed(f"'{name}' has lengths and no entries")
     for (name, tensor), entries in snapshot.entries.items():
         lengths = snapshot.lengths.get(name)
         if lengths is None:
-            raise _NotWellFormed(f"'{name}' has entries and no lengths")
+            raise NotWellFormed(f"'{name}' has entries and no lengths")
         if entries.ndim < 2 or entries.shape[1] != sum(lengths.tolist()):
-            raise _NotWellFormed(
+            raise NotWellFormed(
                 f"tensor '{tensor}' of '{name}' is {list(entries.shape)}, its lengths add up to {sum(lengths.tolist())}"
             )
     if snapshot.compaction is not None:
@@ -266,66 +260,41 @@ def _check_form(snapshot: Snapshot) -> None:
 
 def _check_compaction(snapshot: Snapshot, past: Compaction) -> None:
     if not 0 <= past.position <= snapshot.position:
-        raise _NotWellFormed(f"it was compacted at {past.position}, but is at position {snapshot.position}")
+        raise NotWellFormed(f"it was compacted at {past.position}, but is at position {snapshot.position}")
     for name, kept in past.kept.items():
         if name not in snapshot.lengths or len(kept) != len(snapshot.lengths[name]):
-            raise _NotWellFormed(f"the surviving positions of '{name}' are not those of its streams")
+            raise NotWellFormed(f"the surviving positions of '{name}' are not those of its streams")
         for positions in kept:
             if positions.ndim != 1 or positions.dtype not in (np.int32, np.int64):
-                raise _NotWellFormed(f"surviving positions of '{name}' are not vectors of integers")
+                raise NotWellFormed(f"surviving positions of '{name}' are not vectors of integers")
             ascending = (positions[1:] > positions[:-1]).all()
             if len(positions) and not (ascending and positions[0] >= 0 and positions[-1] < past.position):
-                raise _NotWellFormed(
+                raise NotWellFormed(
                     f"surviving positions of '{name}' are not in ascending order from 0 to {past.position - 1}"
                 )
 
 
-def _check_version(meta: dict[str, str], name: str) -> None:
-    if meta.get("format") != FORMAT:
-        raise HybridKVError(f"{name} is not a snapshot: its format is not {FORMAT}")
-    found = meta.get("version")
-    if found == "1":
-        raise HybridKVError(
-            f"{name} is a snapshot of version 1, which does not say which model it was taken from, so it cannot be "
-            f"trusted; this program reads version {VERSION}: take it again"
-        )
-    if found != VERSION:
-        raise HybridKVError(f"{name} is a snapshot of version {str(found)[:20]}; this program reads version {VERSION}")
-
-
-def _metadata(data: bytes, name: str) -> dict[str, str]:
-    """The metadata of a safetensors file: eight bytes of header length, then JSON."""
-    size = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or size > len(data) - 8:
-        raise HybridKVError(f"{name} is not a snapshot, or it is truncated")
-    try:
-        meta = json.loads(data[8 : 8 + size])["__metadata__"]
-        return {str(key): str(value) for key, value in meta.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise HybridKVError(f"{name} is not a snapshot, or its header is damaged") from None
-
-
-def _from_tensors(tensors: dict[str, Tensor], meta: dict[str, str]) -> Snapshot:
-    """The snapshot that a file holds, or _NotWellFormed."""
+def snapshot_of(tensors: dict[str, Tensor], meta: dict[str, str]) -> Snapshot:
+    """The snapshot that a file holds, or NotWellFormed."""
     groups: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
         group, _, rest = name.partition("/")
         if group not in GROUPS or not rest:
-            raise _NotWellFormed(f"tensor '{name[:80]}' has no place in a snapshot")
+            raise NotWellFormed(f"tensor '{name[:80]}' has no place in a snapshot")
         groups[group][rest] = tensor
     past = None
     if "compacted_at" in meta:
-        past = Compaction(_whole_number(meta, "compacted_at"), _kept(groups["kept"], groups["kept_lengths"]))
+        past = Compaction(whole_number(meta, "compacted_at"), _kept(groups["kept"], groups["kept_lengths"]))
     elif groups["kept"] or groups["kept_lengths"]:
-        raise _NotWellFormed("it has surviving positions, but does not say when it was compacted")
+        raise NotWellFormed("it has surviving positions, but does not say when it was compacted")
     for key in ("fingerprint", "model"):
         if key not in meta:
-            raise _NotWellFormed(f"its metadata has no '{key}'")
+            raise NotWellFormed(f"its metadata has no '{key}'")
     snapshot = Snapshot(
         meta["fingerprint"],
         meta["model"],
-        _whole_number(meta, "position"),
-        {name: _vector(t, f"lengths of '{name}'").numpy() for name, t in groups["lengths"].items()},
+        whole_number(meta, "position"),
+        {name: vector(t, f"lengths of '{name}'").numpy() for name, t in groups["lengths"].items()},
         _by_schema(groups["entries"]),
         _by_schema(groups["state"]),
         past,
@@ -337,28 +306,29 @@ def _from_tensors(tensors: dict[str, Tensor], meta: dict[str, str]) -> Snapshot:
 def _kept(kept: dict[str, Tensor], lengths: dict[str, Tensor]) -> dict[str, list[np.ndarray]]:
     """Surviving positions of each stream: one vector for all streams of a schema, split by how many each has."""
     if kept.keys() != lengths.keys():
-        raise _NotWellFormed("surviving positions and their counts are not for the same streams")
+        raise NotWellFormed("surviving positions and their counts are not for the same streams")
     found = {}
     for name in kept:
-        positions = _vector(kept[name], f"surviving positions of '{name}'")
-        counts = _vector(lengths[name], f"counts of surviving positions of '{name}'").tolist()
+        positions = vector(kept[name], f"surviving positions of '{name}'")
+        counts = vector(lengths[name], f"counts of surviving positions of '{name}'").tolist()
         if any(count < 0 for count in counts) or sum(counts) != len(positions):
-            raise _NotWellFormed(f"counts of surviving positions of '{name}' do not add up to {len(positions)}")
+            raise NotWellFormed(f"counts of surviving positions of '{name}' do not add up to {len(positions)}")
         found[name] = [part.numpy() for part in positions.split(counts)]
     return found
 
 
-def _vector(tensor: Tensor, what: str) -> Tensor:
+def vector(tensor: Tensor, what: str) -> Tensor:
     """The tensor as int64, if it is a vector of integers."""
     if tensor.ndim != 1 or tensor.dtype not in INTEGERS:
-        raise _NotWellFormed(f"{what} are {tensor.dtype} {list(tensor.shape)}, not a vector of integers")
+        raise NotWellFormed(f"{what} are {tensor.dtype} {list(tensor.shape)}, not a vector of integers")
     return tensor.long()
 
 
-def _whole_number(meta: dict[str, str], key: str) -> int:
+def whole_number(meta: dict[str, str], key: str) -> int:
+    """A number of the metadata, or NotWellFormed."""
     text = meta.get(key, "")
     if not (text.isascii() and text.isdigit() and len(text) < 20):
-        raise _NotWellFormed(f"its metadata has {key} {text[:40]!r}, not a whole number")
+        raise NotWellFormed(f"its metadata has {key} {text[:40]!r}, not a whole number")
     return int(text)
 
 
@@ -368,27 +338,6 @@ def _by_schema(tensors: dict[str, Tensor]) -> dict[tuple[str, str], Tensor]:
     for name, tensor in tensors.items():
         schema, _, part = name.rpartition("/")
         if not schema:
-            raise _NotWellFormed(f"tensor '{name[:80]}' does not say what it belongs to")
+            raise NotWellFormed(f"tensor '{name[:80]}' does not say what it belongs to")
         found[schema, part] = tensor
     return found
-
-
-def _with_checksum(tensors: dict[str, Tensor], meta: dict[str, str]) -> bytes:
-    """A safetensors file whose metadata has the SHA-256 of the file with zeros in its place."""
-    data = safetensors.torch.save(tensors, meta | {"sha256": NO_DIGEST})
-    digest = hashlib.sha256(data).hexdigest()
-    return data.replace(NO_DIGEST.encode(), digest.encode(), 1)
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    """A temporary file beside the target, then one rename: readers see the old file or the new one."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise

@@ -14,18 +14,21 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridkv.cache import KVCacheManager
+from hybridkv.cache.session import Session, check_model
 from hybridkv.config import EvictionConfig, SamplingParams, is_whole
 from hybridkv.devices import on_device
+from hybridkv.engine import held
 from hybridkv.engine.pipeline import InFlightStep, Pipeline
 from hybridkv.engine.runner import Runner
 from hybridkv.engine.scheduler import DoesNotFit, Scheduler
@@ -74,6 +77,7 @@ class Engine:
         self.scheduler = Scheduler(manager, step_tokens, self.evictor, graphs.rows if graphs is not None else None)
         self.pipeline = Pipeline(self.runner, self.scheduler)
         self.launches_ahead = manager.device.type == "cuda"  # on a CPU it would only compute in vain
+        self.about: dict[str, str] = {}  # the model in words, for a session that meets another one
         self._owner = threading.get_ident()
         self._stepping = self._changing = False  # a call of that kind has begun and not come to its end
         self._running: weakref.ref[_Running] | None = None  # such a call is running now, if what it refers to lives
@@ -226,6 +230,37 @@ class Engine:
                 request.text.finish()
                 request.finish_reason = "abort"
                 self._finish(request)
+
+    # ---- held requests, saved and doubled (held.py)
+
+    def session(self, request: Request | None, conversation: Mapping[str, Any] | None = None) -> Session:
+        """A finished request with its held cache, copied to the host; None: nothing was said yet.
+
+        `conversation`: plain JSON values that are saved with it. `Session.save` writes the file, in any thread.
+        """
+        with self._change(), on_device(self.manager.device):
+            return held.session_of(self, request, conversation or {})
+
+    def check_session_model(self, model: str, about: dict[str, str]) -> None:
+        """Whether a session file's model is this one, or RequestError: what differs."""
+        check_model(self.manager, held.about(self), model, about)
+
+    def restore_held(self, session: Session) -> Request:
+        """A session's request as it was: finished, its cache held for a next turn (`add(after=...)`).
+
+        Caches that are held longest make room. Where there is none, or the session is of another model or cache, it is
+        refused, and nothing is taken.
+        """
+        with self._change(), on_device(self.manager.device):
+            return held.restore_held(self, session)
+
+    def fork_held(self, request: Request) -> Request:
+        """A second finished request with the same past, which shares the pages of the first; each can go on.
+
+        Where there is no room for it, or the first one's cache was given up, its next turn computes all again.
+        """
+        with self._change(), on_device(self.manager.device):
+            return held.fork_held(self, request)
 
     def check_tokens(self, tokens: Sequence[int]) -> list[int]:
         """Plain ints, whatever kind of whole numbers they came as."""

@@ -281,7 +281,12 @@ class Scheduler:
             request = self.waiting[0]
             given_up = self._to_give_up(request)
             if given_up is None:
-                return
+                others = [held for held in self.held if held is not request.continues]
+                if self.running or not others:
+                    return
+                # it goes on in pages that a held fork shares, and would need none of its own without that fork
+                self.release_held(others[0])
+                continue
             for held in given_up:
                 self.release_held(held)
             if not self.take_over(request):
@@ -295,7 +300,7 @@ class Scheduler:
         own = request.continues if request.continues in self.held else None  # the cache that it goes on in
         if request.params.prompt_logprobs is not None:  # it reads its prompt anew
             own = None
-        free, slots = self.manager.free_pages(), self.manager.free_slots
+        slots = self.manager.free_slots
         if own is None:
             need = self.manager.pages_needed(None, self.held_tokens(request, len(request.tokens) + 1))
         else:
@@ -303,17 +308,34 @@ class Scheduler:
             new = max(1, len(request.tokens) + 1 - position)
             need = self.manager.pages_needed(own.key, self._until_eviction(request, position, new))
             slots += 1
+        others = [held for held in self.held if held is not own]
+        return self._fewest(others, need, slots)
+
+    def room_to_hold(
+        self, need: dict[str, int], query_buffer: bool, keep: Request | None = None
+    ) -> list[Request] | None:
+        """Held caches to give up so that one more can be held, as few as will do; None: there is no room.
+
+        `need`: its pages; `query_buffer`: whether it has a buffer, too; `keep` is not given up.
+        """
+        others = [held for held in self.held if held is not keep]
+        return self._fewest(others, dict(need), self.manager.free_slots, int(query_buffer))
+
+    def _fewest(
+        self, others: list[Request], need: dict[str, int], slots: int, buffers: int = 0
+    ) -> list[Request] | None:
+        """Which of the held caches to give up, longest unused first, for a slot, pages and query buffers."""
+        manager = self.manager
         for name, pages in self._pages_to_come().items():
             need[name] += pages
-        given_up: list[Request] = []
-        for held in [*(h for h in self.held if h is not own), None]:
-            if slots and all(need[name] <= free[name] for name in need):
+        free = manager.free_pages()
+        buffers -= manager.query_buffers.free
+        for n in range(len(others) + 1):
+            given_up = others[:n]
+            back = manager.returnable_pages(*(held.key for held in given_up))  # forks share pages
+            lent = sum(manager.query_buffers.of[manager.slot_of[held.key]] >= 0 for held in given_up)
+            if slots + n > 0 and buffers <= lent and all(need[name] <= free[name] + back[name] for name in need):
                 return given_up
-            if held is not None:
-                given_up.append(held)
-                slots += 1
-                for name, pages in self.manager.returnable_pages(held.key).items():
-                    free[name] += pages
         return None
 
     def _pages_to_come(self) -> dict[str, int]:

@@ -28,6 +28,13 @@ class TextStream:
         if tokenizer is not None:
             self._source = _JoinedBytes(tokenizer) if tokenizer.joins_bytes else _Redecoded(tokenizer)
 
+    @staticmethod
+    def ended(text: str, stopped: str | None = None) -> TextStream:
+        """One that has come to its end with this text, at this stop string if there was one."""
+        stream = TextStream(None)
+        stream.stopped, stream._pieces, stream._finished = stopped, [text], True
+        return stream
+
     @property
     def text(self) -> str:
         """All text given out so far."""

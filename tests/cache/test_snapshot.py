@@ -19,7 +19,8 @@ from cache.machine_model import snapshot as facts
 from eviction.harness import Run
 from hybridkv import LLM
 from hybridkv.cache.manager import Compaction
-from hybridkv.cache.snapshot import Snapshot, _with_checksum, fingerprint, restore_request, snapshot_request
+from hybridkv.cache.snapshot import Snapshot, fingerprint, restore_request, snapshot_request
+from hybridkv.cache.snapshot_file import with_checksum
 from hybridkv.config import CacheConfig
 from hybridkv.errors import HybridKVError, OutOfPages, RequestError
 
@@ -257,7 +258,7 @@ def rewritten(path: Path, change: Callable[[dict[str, Tensor], dict[str, str]], 
     change(tensors, meta)
     del meta["sha256"]
     path = path.with_name("changed")
-    path.write_bytes(_with_checksum({name: t.contiguous() for name, t in tensors.items()}, meta))
+    path.write_bytes(b"".join(with_checksum({name: t.contiguous() for name, t in tensors.items()}, meta)))
     return path
 
 
@@ -407,7 +408,7 @@ def test_what_is_not_a_snapshot_is_refused(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(3)}, tmp_path / "other")
     with pytest.raises(HybridKVError, match="not a snapshot"):
         Snapshot.load(tmp_path / "other")
-    for version, words in (("1", "does not say which model"), ("3", "reads version 2")):
+    for version, words in (("1", "does not say which model"), ("4", "reads versions 2 and 3")):
         save_file({"x": torch.zeros(3)}, tmp_path / "other", {"format": "hybridkv-snapshot", "version": version})
         with pytest.raises(HybridKVError, match=words):
             Snapshot.load(tmp_path / "other")

@@ -1,0 +1,134 @@
+"""Held requests taken out of an engine, brought back, and doubled: what saving, loading and forking a conversation is.
+
+A held request has finished and keeps its cache, so that a next turn goes on in it (`Engine.add(after=...)`). One
+without a cache is right too: the next turn then computes its tokens again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hybridkv.cache.schema import ceil_div
+from hybridkv.cache.session import ENDS, Session, about_cache, check_session
+from hybridkv.cache.snapshot import lent_keys, restore_request, snapshot_request
+from hybridkv.config import SamplingParams
+from hybridkv.errors import RequestError
+from hybridkv.request import Request, Status
+from hybridkv.text.stream import TextStream
+
+if TYPE_CHECKING:
+    from hybridkv.engine.engine import Engine
+
+
+def about(engine: Engine) -> dict[str, str]:
+    """The engine's model and cache in words."""
+    config = engine.runner.model.config
+    sizes = {"layers": config.layers, "width": config.hidden, "vocabulary": config.vocab}
+    words = engine.about | {"architecture": config.architecture} | {key: str(value) for key, value in sizes.items()}
+    return words | about_cache(engine.manager)
+
+
+def session_of(engine: Engine, request: Request | None, conversation: Mapping[str, Any]) -> Session:
+    """A copy on the host of a finished request, with its cache if that is held; the request stays as it is."""
+    manager = engine.manager
+    plain = Session(manager.model_fingerprint(), about(engine), conversation=dict(conversation))
+    if request is None:
+        return plain
+    check_ended(request, "saved")
+    snapshot = snapshot_request(manager, request.key) if has_cache(engine, request) else None
+    return Session(
+        plain.model,
+        plain.about,
+        list(request.tokens),
+        request.prompt_tokens,
+        str(request.finish_reason),
+        request.text.text,
+        request.text.stopped,
+        dict(request.evictions) if snapshot is not None else {},
+        snapshot,
+        dict(conversation),
+    )
+
+
+def restore_held(engine: Engine, session: Session) -> Request:
+    """The session's request, finished, with its cache held where it has one. Older held caches make room."""
+    manager, scheduler, snapshot = engine.manager, engine.scheduler, session.snapshot
+    check_session(manager, session, about(engine))
+    tokens = engine.check_tokens(session.tokens)
+    if session.evictions and engine.evictor is None:
+        raise RequestError("the session's cache was evicted, and this model was opened without a budget")
+    request = _ended(engine, tokens, session.prompt_tokens, session.finish_reason, SamplingParams())
+    request.text = TextStream.ended(session.text, session.stopped)
+    if snapshot is None:
+        return request
+    request.evictions = dict(session.evictions)
+    need = {}
+    for name, table in manager.tables.items():
+        need[name] = int(np.sum([ceil_div(int(n), table.schema.entries_per_page) for n in snapshot.lengths[name]]))
+    with_queries = bool(lent_keys(manager) & snapshot.states.keys())
+    given_up = scheduler.room_to_hold(need, with_queries)
+    if given_up is None:
+        raise RequestError(_no_room(engine, need))
+    for held in given_up:
+        scheduler.release_held(held)
+    restore_request(manager, snapshot, request.key)
+    scheduler.held.append(request)  # last: an interrupt before this finds a cache without an owner, and releases it
+    return request
+
+
+def fork_held(engine: Engine, request: Request) -> Request:
+    """A second finished request with the same past, on the same pages. Without room for it, it has no cache."""
+    manager, scheduler = engine.manager, engine.scheduler
+    check_ended(request, "forked")
+    fork = _ended(engine, list(request.tokens), request.prompt_tokens, str(request.finish_reason), request.params)
+    fork.text = TextStream.ended(request.text.text, request.text.stopped)
+    fork.stats = dict(request.stats)
+    if not has_cache(engine, request):
+        return fork
+    with_queries = manager.query_buffers.of[manager.slot_of[request.key]] >= 0
+    given_up = scheduler.room_to_hold(dict.fromkeys(manager.tables, 0), bool(with_queries), keep=request)
+    if given_up is None:
+        return fork
+    for held in given_up:
+        scheduler.release_held(held)
+    fork.evictions = dict(request.evictions)
+    manager.fork_request(request.key, fork.key)
+    scheduler.held.append(fork)
+    return fork
+
+
+def has_cache(engine: Engine, request: Request) -> bool:
+    """Whether the request's cache is held, and stands where it can be shared (`CacheSchema.share_every`)."""
+    if request not in engine.scheduler.held:
+        return False
+    position = engine.manager.position(request.key)
+    return position > 0 and position % engine.manager.schema.share_every == 0
+
+
+def check_ended(request: Request, what: str) -> None:
+    """Whether the request has an answer that a next turn can follow, or RequestError."""
+    if not request.finished:
+        raise RequestError(f"an answer is still being written; a conversation can be {what} after its end")
+    if request.finish_reason not in ENDS:
+        raise RequestError(f"a request that failed cannot be {what}: {request.error}")
+
+
+def _ended(engine: Engine, tokens: list[int], prompt: int, reason: str, params: SamplingParams) -> Request:
+    request = engine.new_request(tokens, params, hold=True)
+    request.prompt_tokens, request.finish_reason, request.status = prompt, reason, Status.FINISHED
+    return request
+
+
+def _no_room(engine: Engine, need: dict[str, int]) -> str:
+    manager, running = engine.manager, len(engine.scheduler.running)
+    totals = {name: table.allocator.total for name, table in manager.tables.items()}
+    for name, pages in need.items():
+        if pages > totals[name]:
+            return f"the session's cache takes {pages} pages of '{name}', the pool has {totals[name]}; give more memory"
+    return (
+        f"there is no room for the session's cache beside the {running} requests that are running; load it when they "
+        "have ended, or give more memory or a higher max_requests"
+    )

@@ -1,0 +1,82 @@
+"""What a session file says of a conversation, beside its request and cache: plain JSON values, checked as they come.
+
+messages   what was said          prompt     the text that the last turn's prompt was made from
+eviction   what the cache keeps   settings   tools, thinking and other variables of the chat template
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import NoneType
+from typing import Any
+
+from hybridkv.cache.session import plain_json
+from hybridkv.cache.snapshot_file import NotWellFormed
+from hybridkv.config import EvictionConfig, is_whole, shown
+from hybridkv.engine.engine import INHERIT
+from hybridkv.errors import HybridKVError, RequestError
+
+AS_SAVED = object()  # "the eviction settings that the file has"
+# attributes of a conversation that shape a prompt beside its messages, and their types
+SETTINGS = {"tools": (list, NoneType), "thinking": (bool, NoneType), "template_variables": (dict,)}
+OWN_POLICY = "a policy of one's own"  # which is code, and no file holds that
+
+
+@dataclass(frozen=True)
+class SavedConversation:
+    messages: list[dict[str, Any]]
+    prompt: str
+    eviction: EvictionConfig | int | None | object
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """A copy in plain JSON values, or RequestError."""
+        found: dict[str, Any] = {"messages": self.messages, "prompt": self.prompt, "settings": self.settings}
+        if self.eviction is not INHERIT:
+            found["eviction"] = _eviction_as_json(self.eviction)
+        return plain_json(found)
+
+    @staticmethod
+    def of(found: Mapping[str, Any], eviction: object = AS_SAVED) -> SavedConversation:
+        """What a file holds, or NotWellFormed. `eviction`: instead of what it says of that."""
+        messages, prompt, settings = found.get("messages"), found.get("prompt"), found.get("settings")
+        if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+            raise NotWellFormed("its messages are not a list of messages, each with a role")
+        if not isinstance(prompt, str) or not isinstance(settings, dict):
+            raise NotWellFormed("its prompt is not a text, or its settings are not a JSON object")
+        for name, value in settings.items():
+            if not isinstance(value, SETTINGS.get(name, ())):
+                raise NotWellFormed(f"its setting {shown(name)} is {shown(value)}")
+        for name in SETTINGS.keys() & settings.get("template_variables", {}):
+            raise NotWellFormed(f"its variables of the template have {name}, which is a setting of its own")
+        if eviction is AS_SAVED:
+            eviction = _eviction(found["eviction"]) if "eviction" in found else INHERIT
+        return SavedConversation(messages, prompt, eviction, settings)
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str)
+
+
+def _eviction_as_json(eviction: object) -> object:
+    if not isinstance(eviction, EvictionConfig):
+        return eviction
+    settings = {f.name: getattr(eviction, f.name) for f in fields(eviction)}
+    return settings | ({} if isinstance(eviction.policy, str) else {"policy": OWN_POLICY})
+
+
+def _eviction(found: object) -> EvictionConfig | int | None:
+    if found is None or is_whole(found):
+        return found  # type: ignore[return-value]
+    if not isinstance(found, dict) or not isinstance(found.get("policy"), str):
+        raise NotWellFormed(f"its settings of eviction are {shown(found)}")
+    if found["policy"] == OWN_POLICY:
+        raise RequestError(
+            "the conversation was saved with an eviction policy of one's own, which a file cannot hold; give it again: "
+            "Conversation.load(llm, path, eviction=EvictionConfig(...))"
+        )
+    try:
+        return EvictionConfig(**found)
+    except (TypeError, HybridKVError) as problem:
+        raise NotWellFormed(f"its settings of eviction: {problem}") from None
