@@ -25,4 +25,6 @@ def _shortest(program: Path) -> str:
     if found is not None and Path(os.path.abspath(found)) == path:
         return path.name
     here = Path.cwd()
+    if path.parent == here:
+        return shlex.quote(f"./{path.name}")
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))

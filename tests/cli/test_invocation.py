@@ -28,8 +28,10 @@ def test_a_program_that_is_not_on_the_path_is_named_by_its_path(script: Path, mo
     assert command_name() == ".venv/bin/hybridkv"
     monkeypatch.setattr(sys, "argv", [str(script)])
     assert command_name() == ".venv/bin/hybridkv"
-    monkeypatch.chdir("/")
+    monkeypatch.chdir("/usr/lib")
     assert command_name() == str(script)
+    monkeypatch.chdir(script.parent)
+    assert command_name() == "./hybridkv"
 
 
 def test_a_program_on_the_path_is_named_by_its_name(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
