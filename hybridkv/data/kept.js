@@ -6,6 +6,7 @@ const masks = data.masks.flat().map(unpack); // [S][T] of 0 and 1
 let stream = -1; // the row looked at; -1: all of them
 let layer = -1; // the layer looked at; with stream -1: all its heads
 let here = 0; // the token the keyboard stands on
+let tipAtKeyboard = false; // else at the pointer
 
 function unpack(text) {
   const bytes = atob(text), out = new Uint8Array(T);
@@ -48,14 +49,14 @@ const fixed = sum(data.states.map((state) => state.layers.length * state.layer_b
 const lengths = data.lengths.flat(), mean = Math.round(sum(lengths) / S);
 const even = Math.min(...lengths) === Math.max(...lengths);
 const percent = (n) => `${((n / T) * 100).toFixed(n === T ? 0 : 1)}\u00a0%`;
-const smaller = (a, b) => (a === b ? "no smaller" : `${(a / b).toFixed(1)}\u00d7 smaller`);
+const smaller = (a, b) => (a === b ? "not smaller" : `${(a / b).toFixed(1)}\u00d7 smaller`);
 {
-  const lists = S === 1 ? "One head keeps one list of tokens, a stream"
-    : `Every KV head of every attention layer keeps a list of its own, a stream: ${count(L, "layer")} of ${count(G, "head")} make ${number(S)} streams`;
-  const what = mean === T ? "all of them" : even ? `${number(mean)} of them` : `${range(lengths)} of them, ${number(mean)} on average`;
+  const held = mean === T ? "all of them" : even ? count(mean, "token") : `${range(lengths)} tokens, ${number(mean)} on average`;
   const states = data.states.map((state) =>
-    ` Its ${count(state.layers.length, `${state.name} layer`)} keep no list: they hold a state of fixed size.`);
-  $("lead").textContent = `${data.model} read ${count(T, "token")}. ${lists}. ${S === 1 ? "It" : "Each"} holds ${what}.${states.join("")}`;
+    ` The ${count(state.layers.length, `${state.name} layer`)} keep no list, but a state of fixed size.`);
+  $("lead").textContent = `${data.model} read a prompt of ${count(T, "token")}. Each KV head of each attention layer keeps its own list of tokens, `
+    + `a stream: here ${count(S, "stream")}, from ${count(L, "layer")} of ${count(G, "head")}. `
+    + `With this budget ${S === 1 ? "it" : even ? "each stream" : "a stream"} holds ${held}.${states.join("")}`;
 }
 function tile(name, value, more) {
   const box = element("div");
@@ -67,8 +68,8 @@ tile("the prompt", count(T, "token"));
 tile(even ? "each stream keeps" : "a stream keeps on average", count(mean, "token"), `${percent(mean)} of the prompt`);
 tile("KV with everything kept", size(before));
 tile("KV with this budget", size(after), smaller(before, after));
-if (fixed) tile("KV and state together", `${size(before + fixed)} \u2192 ${size(after + fixed)}`,
-  `${smaller(before + fixed, after + fixed)}; the state, ${size(fixed)}, stays`);
+if (fixed) tile("KV and state together", size(after + fixed),
+  `${smaller(before + fixed, after + fixed)} than ${size(before + fixed)}; ${size(fixed)} is state, which stays`);
 for (const [name, value] of Object.entries(data.settings)) $("settings").append(element("dt", name), element("dd", value));
 
 // ---- the question and its answers
@@ -78,7 +79,7 @@ function answer(title, given, apart, className) {
   text.append(given.text.slice(0, apart));
   if (apart < given.text.length) text.append(element("ins", given.text.slice(apart)));
   box.append(element("h3", title), text);
-  if (given.cut) box.append(element("p", "Cut here: the longest answer that was asked for.", "quiet"));
+  if (given.cut) box.append(element("p", "Cut here; the model had more to say.", "quiet"));
   $("pair").append(box);
 }
 function parting(a, b) { // where two texts part, at a word's beginning
@@ -258,7 +259,7 @@ function roundStep(least) { // the smallest of 1, 2, 5, 10, 20, 50, ... that is 
   return [1, 2, 5, 10].map((n) => n * ten).find((step) => step >= least);
 }
 function drawAxis(width, inside) {
-  const step = roundStep((T * 80) / inside); // 80 pixels apart at the least
+  const step = roundStep((T * (inside < 500 ? 50 : 80)) / inside); // so many pixels apart at the least
   $("axis").replaceChildren();
   for (let i = 0; i < T; i += step) {
     const x = left + ((i + 0.5) / T) * inside, tick = element("i"), label = element("span", number(i));
@@ -293,12 +294,14 @@ function under(event) { // the row and the token at the pointer; token -1: left 
 }
 function point(event) {
   const [s, i] = under(event);
+  tipAtKeyboard = false;
   showTip(event.clientX, event.clientY, i, s);
   if (i >= 0) describe(i, s);
 }
 function showKeyboardPlace() {
   const box = canvas.getBoundingClientRect(), x = left + ((here + 0.5) / T) * (box.width - left - right);
   describe(here, stream);
+  tipAtKeyboard = true;
   showTip(box.left + x, box.top + (stream < 0 ? top_ : yOf(stream) + rowHeight), here, stream);
 }
 canvas.addEventListener("pointermove", point);
@@ -311,7 +314,10 @@ canvas.addEventListener("click", (event) => {
 });
 canvas.addEventListener("focus", () => { if (canvas.matches(":focus-visible")) showKeyboardPlace(); });
 canvas.addEventListener("blur", hideTip);
-window.addEventListener("scroll", hideTip, { passive: true });
+window.addEventListener("scroll", () => {
+  if (tipAtKeyboard && !$("tip").hidden) showKeyboardPlace();
+  else hideTip();
+}, { passive: true });
 canvas.addEventListener("keydown", (event) => {
   const move = { ArrowDown: 1, ArrowUp: -1 }[event.key];
   const along = { ArrowRight: 1, ArrowLeft: -1, PageDown: 100, PageUp: -100, Home: -T, End: T }[event.key];

@@ -1,5 +1,5 @@
-"""Kept: which prompt tokens each stream of a request held when the prompt was read, what that costs in bytes, and how the
-model answered with them and with all of them. Plain data.
+"""Kept: which prompt tokens each stream of a request held when the prompt had been read, what that costs in bytes, and
+how the model answered with them and with all of them. Plain data.
 """
 
 from __future__ import annotations

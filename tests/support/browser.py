@@ -164,6 +164,7 @@ class Browser:
         context = self.chromium.new_context(
             viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light", offline=True
         )
+        context.set_default_timeout(300_000)  # a busy machine is slow; pytest ends what hangs
         page = Page(context.new_page())
         address = path.resolve().as_uri()
         page.sheet.on("console", lambda said: page.errors.append(said.text) if said.type == "error" else None)
