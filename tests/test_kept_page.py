@@ -206,16 +206,19 @@ def test_differences_are_seen_where_nearly_every_token_is_kept_by_somebody(brows
     masks = np.random.default_rng(1).random((LAYERS, HEADS, TOKENS)) < 0.33  # counts are close together, about 30 of 90
     page = show(browser, tmp_path, example(masks=masks))
     counts = masks.sum((0, 1))
-    assert (counts > 0).all()
-    shades = np.array(
-        page.evaluate("[...document.querySelectorAll('#text span')].map((e) => +e.style.getPropertyValue('--s'))")
-    )
-    low, high = np.sort(counts)[[int(0.05 * (TOKENS - 1)), int(0.95 * (TOKENS - 1))]]
-    assert np.abs(shades - 100 * np.clip((counts - low) / (high - low), 0, 1)).max() <= 0.5
-    assert (shades == 0).any() and (shades == 100).any() and len(np.unique(shades)) > 10
-    assert f"kept by {low} or fewer" in plain(page.text("#scale"))
-    assert f"{high} or more of 90 streams" in plain(page.text("#scale"))
-    assert page.evaluate("document.querySelectorAll('#scale i').length") == 5
+    knots = np.sort(counts)[[int(share * (TOKENS - 1)) for share in (0.05, 0.25, 0.5, 0.75, 0.95)]]
+    assert (counts > 0).all() and (np.diff(knots) > 0).all()
+    script = "[...document.querySelectorAll('#text span')].map((e) => +e.style.getPropertyValue('--s'))"
+    shades = np.array(page.evaluate(script))
+    assert np.abs(shades - np.interp(counts, knots, [0, 25, 50, 75, 100])).max() <= 0.5
+    assert all((shades >= 25 * k).sum() > 0.2 * (4 - k) * TOKENS for k in range(4))  # all of the scale is used
+    shown = [str(knot) for knot in knots]
+    assert page.texts("#scale .steps span") == [f"\u2264{shown[0]}", *shown[1:-1], f"\u2265{shown[-1]}"]
+    assert plain(page.text("#scale")).replace("\n", " ").endswith("of 90 streams grey: by none")
+    page.choose("#layer", "4")
+    assert page.texts("#scale .steps span")[0] == "0" and "of 3 heads" in plain(page.text("#scale"))
+    page.choose("#head", "1")
+    assert page.texts("#scale .steps span") == ["kept"] and "grey: dropped" in page.text("#scale")
 
 
 def test_an_even_spread_is_one_row_and_an_uneven_one_a_row_for_each_layer(browser: Browser, tmp_path: Path) -> None:

@@ -118,7 +118,12 @@ class Facts:
 
     def can_rewind(self, request: Hashable, position: int) -> bool:
         """Whether the request's state can go back to a position."""
-        return not self.schema.states or self.reached[self._slot(request)] - position <= self.schema.rewind
+        slot = self._slot(request)
+        return not self._has_state(slot) or bool(self.reached[slot] - position <= self.schema.rewind)
+
+    def _has_state(self, slot: int) -> bool:
+        """Whether steps advance state of the slot: recurrent state, or its last queries."""
+        return self._has_running_state or bool(self.query_buffers.of[slot] >= 0)
 
     def _overrun(self, slots: np.ndarray) -> np.ndarray:
         """[B] tokens that state has seen beyond each slot's position. A step from 0 makes all state anew."""
@@ -132,7 +137,7 @@ class Facts:
 
     def check_committed(self, slot: int) -> None:
         """Whether the slot's state is that of its position, or RequestError."""
-        if self.schema.states and self.reached[slot] - self.positions[slot] > self.schema.rewind:
+        if self._has_state(slot) and self.reached[slot] - self.positions[slot] > self.schema.rewind:
             raise RequestError(
                 f"a step that is not committed has taken this request's state to position {self.reached[slot]}, and it "
                 f"counts as being at {self.positions[slot]}: fork or save it after the commit (an engine on a GPU "

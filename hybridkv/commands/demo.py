@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from hybridkv.commands.inspect import look, page_path, whole
+from hybridkv.commands.inspect import look, page_path, read_along, whole
 from hybridkv.commands.invocation import command_name
 from hybridkv.commands.options import ModelOptions, with_options
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from hybridkv.answers import Stream
     from hybridkv.config import CacheConfig, SamplingParams
     from hybridkv.llm import LLM
     from hybridkv.report.kept import Answer, Kept
@@ -102,7 +103,7 @@ def _prompt(llm: LLM, text: str, question: str) -> list[int]:
 
 def full_answers(llm: LLM, console: Console, text: str, params: SamplingParams) -> list[Row]:
     """Stream the answers with every token kept. The second continues the first one's cache."""
-    from hybridkv.commands.display import pieces, say, summary
+    from hybridkv.commands.display import say, summary
     from hybridkv.report.kept import Answer
 
     request: Request | None = None
@@ -110,18 +111,27 @@ def full_answers(llm: LLM, console: Console, text: str, params: SamplingParams) 
     for question in QUESTIONS:
         console.print(f"[bold]{question}[/bold]")
         began = time.perf_counter()
-        request = llm.engine.add(_prompt(llm, text, question), params, hold=True, after=request, eviction=None)
-        for piece in pieces(llm, request):
+        stream = held_stream(llm, _prompt(llm, text, question), params, request)
+        for piece in read_along(stream):
             say(piece)
+        request, answer = stream.request, stream.completion
+        assert answer is not None
         seconds = time.perf_counter() - began
-        answer = llm.completion(request)
         console.print(f"\n[dim]{summary(answer)[1:-1]}[/dim]\n")
-        size = llm.manager.schema.kv_bytes(request.prompt_tokens)
-        tokens = request.prompt_tokens
+        tokens = answer.prompt_tokens
+        size = llm.manager.schema.kv_bytes(tokens)
         rows.append(Row(question, Answer.of(request), tokens, tokens, size, seconds))
-    assert request is not None
-    llm.engine.abort(request)
+    llm.owner.run(lambda engine: engine.abort(stream.request))  # its cache is not needed any more
     return rows
+
+
+def held_stream(llm: LLM, tokens: list[int], params: SamplingParams, after: Request | None) -> Stream:
+    """An answer with everything kept, whose cache is held for a next question."""
+    from hybridkv.answers import Stream
+
+    return Stream(
+        llm.owner, lambda engine: engine.add(tokens, params, hold=True, after=after, eviction=None), hold=True
+    )
 
 
 def short_answer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +13,7 @@ from hybridkv.commands.options import ModelOptions, utf8, with_options
 from hybridkv.commands.prompts import read_prompts, refuse_system, to_tokens
 
 if TYPE_CHECKING:
+    from hybridkv.answers import Stream
     from hybridkv.config import CacheConfig, EvictionConfig, SamplingParams
     from hybridkv.llm import LLM
     from hybridkv.report.kept import Answer, Kept
@@ -28,7 +30,7 @@ def inspect(
         str | None, Option("--prompt-file", metavar="FILE", help="a file that holds the prompt; - for standard input")
     ] = None,
     question: Annotated[
-        str | None, Option("--question", metavar="TEXT", help="asked after the prompt, which is then what it is about")
+        str | None, Option("--question", metavar="TEXT", help="asked after the prompt, which is the text it is about")
     ] = None,
     output: Annotated[str, Option("--output", "-o", metavar="FILE", help="the page to write")] = "kept.html",
     system: Annotated[str | None, Option("--system", metavar="TEXT", help="system message")] = None,
@@ -47,17 +49,19 @@ def inspect(
     from hybridkv.config import SamplingParams
     from hybridkv.report.page import write_page
 
-    [text] = read_prompts(prompt, prompt_file)
-    refuse_system(system, raw)
+    if question is None and prompt not in (None, "-") and prompt_file is not None:
+        prompt, question = None, prompt  # a file and a question about it
     if question is not None and not question.strip():
         raise BadParameter("--question is empty; say what is to be asked, or leave it out")
+    [text] = read_prompts(prompt, prompt_file)
+    refuse_system(system, raw)
     # the likeliest tokens: what differs between the answers is then the cache's doing
     params, path = SamplingParams(max_tokens=max_tokens, temperature=0.0), page_path(output)
     model = replace(model, budget=BUDGET) if model.budget is None else model
     cache = model.cache()
     llm = model.open(cache=whole(cache) if full else cache)
-    tokens = to_tokens(llm, text if question is None else f"{text}\n{utf8(question)}", system, raw)
     asked = text.strip() if question is None else utf8(question)
+    tokens = to_tokens(llm, text if question is None else f"{text.rstrip()}\n\n{asked}", system, raw)
     found, request = look(llm, tokens, params, model.describe(cache), cache.eviction, asked, full)
     write_page(found, path)
     note(kept_line(llm, [request]) or "nothing is evicted")
@@ -105,14 +109,28 @@ def look(
 
 
 def ask(llm: LLM, tokens: list[int], params: SamplingParams, eviction: EvictionConfig | None) -> Request:
-    """Run one request to its end, with a progress bar while its prompt is read."""
-    from hybridkv.commands.display import pieces
+    """Run one request to its end."""
+    with llm.stream(tokens, params, eviction=eviction) as stream:
+        for _ in read_along(stream):
+            pass
+        return stream.request
 
-    request = llm.engine.add(tokens, params, eviction=eviction)
-    for _ in pieces(llm, request):
-        pass
-    llm.completion(request)  # its error is raised
-    return request
+
+def read_along(stream: Stream) -> Iterator[str]:
+    """A stream's text piece by piece, with a progress bar while its prompt is read."""
+    from hybridkv.commands.display import progress
+
+    steps = stream.steps()
+    with progress() as bars:  # gone before the first piece: a bar and an answer do not share a terminal
+        read = bars.show("reading the prompt")
+        for piece in steps:
+            read(*stream.progress)
+            if piece:
+                break
+        else:
+            return
+    yield piece
+    yield from steps
 
 
 def storage(llm: LLM) -> dict[str, str]:

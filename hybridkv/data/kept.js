@@ -113,19 +113,24 @@ function rows() { // the streams looked at
   if (stream >= 0) return [stream];
   return [...Array(S).keys()].filter((s) => layer < 0 || Math.floor(s / G) === layer);
 }
-function stretch(counts, most) { // [low, high]: the counts with the palest and the strongest colour
-  const sorted = counts.slice().sort(), at = (share) => sorted[Math.floor(share * (T - 1))];
-  for (const [low, high] of [[at(0.05), at(0.95)], [sorted[0], sorted[T - 1]]]) if (low < high) return [low, high];
-  return [0, most];
+const SHARES = [0.05, 0.25, 0.5, 0.75, 0.95];
+function stretch(counts, most) { // counts with 0, 25, 50, 75 and 100 % of the colour, so that all of it is used
+  const sorted = counts.slice().sort(), knots = SHARES.map((share) => sorted[Math.floor(share * (T - 1))]);
+  if (knots[0] < knots[4]) return knots;
+  return SHARES.map((_, k) => (most * k) / 4); // nearly all are alike
+}
+function strength(n, knots) { // between two knots in proportion
+  if (n <= knots[0]) return 0;
+  const k = knots.findLastIndex((knot) => knot <= n);
+  return k === 4 ? 100 : Math.round(25 * (k + (n - knots[k]) / (knots[k + 1] - knots[k])));
 }
 function shade() {
   const chosen = rows(), n = chosen.length, counts = new Uint32Array(T);
   for (const s of chosen) for (let i = 0; i < T; i++) counts[i] += masks[s][i];
-  const [low, high] = n === 1 ? [0, 1] : stretch(counts, n);
+  const knots = n === 1 ? [0, 1, 1, 1, 1] : stretch(counts, n);
   let some = 0, least = n, most = 0;
   for (let i = 0; i < T; i++) {
-    const share = Math.max(0, Math.min(1, (counts[i] - low) / (high - low)));
-    spans[i].style.setProperty("--s", Math.round(share * 100));
+    spans[i].style.setProperty("--s", strength(counts[i], knots));
     spans[i].classList.toggle("none", counts[i] === 0);
     some += counts[i] > 0;
     least = Math.min(least, counts[i]);
@@ -136,21 +141,19 @@ function shade() {
     ? `${streamName(chosen[0])} keeps ${number(kept)} of ${number(T)} tokens (${percent(kept)}).`
     : `${layer < 0 ? `All ${number(S)} streams` : `The ${G} heads of layer ${data.layers[layer]}`}: ${number(Math.round(kept))} tokens each${even ? "" : " on average"} (${percent(kept)}), `
       + `${number(some)} of ${number(T)} kept by at least one.`;
-  legend(n, low, high, least, most);
+  legend(n, knots, least, most);
 }
-function legend(n, low, high, least, most) {
-  const steps = element("span", undefined, "steps");
-  for (const share of n === 1 ? [100] : [0, 25, 50, 75, 100]) {
-    const step = element("i");
-    step.style.setProperty("--s", share);
+function legend(n, knots, least, most) {
+  const steps = element("span", undefined, "steps"), listed = n === 1 ? [1] : [...new Set(knots)].filter(Number.isInteger);
+  for (const at of listed) {
+    const beyond = at === listed[0] && least < at ? "\u2264" : at === listed.at(-1) && most > at ? "\u2265" : "";
+    const step = element("span", n === 1 ? "kept" : beyond + number(at));
+    step.style.setProperty("--s", strength(at, knots));
     steps.append(step);
   }
-  const parts = n === 1 ? [steps, "kept", element("span", "grey text: dropped", "none")] : [
-    `kept by ${number(low)}${least < low ? " or fewer" : ""}`, steps,
-    `${number(high)}${most > high ? " or more" : ""} of ${count(n, layer < 0 ? "stream" : "head")}`,
-    element("span", "grey text: kept by none", "none"),
-  ];
-  $("scale").replaceChildren(...parts.map((part) => (typeof part === "string" ? element("span", part) : part)));
+  const before = n === 1 ? [] : [element("span", "kept by")];
+  const after = n === 1 ? [] : [element("span", `of ${count(n, layer < 0 ? "stream" : "head")}`)];
+  $("scale").replaceChildren(...before, steps, ...after, element("span", n === 1 ? "grey: dropped" : "grey: by none", "none"));
 }
 function streamName(s) {
   return `Layer ${data.layers[Math.floor(s / G)]}, head ${s % G}`;
