@@ -294,6 +294,11 @@ def test_nothing_sticks_out(browser: Browser, tmp_path: Path, width: int, uneven
       (e) => e.scrollWidth > e.clientWidth + 1 && !e.closest("#text") && getComputedStyle(e).display !== "inline"
     ).map((e) => e.outerHTML.slice(0, 80))"""
     assert page.evaluate(wider) == []  # nor does anything leave its own box
+    outside = """[...document.querySelectorAll(".card")].flatMap((card) => {
+      const edge = card.getBoundingClientRect().right - parseFloat(getComputedStyle(card).paddingRight);
+      return [...card.querySelectorAll(":scope > *, td")].filter((e) => e.getBoundingClientRect().right > edge + 0.5);
+    }).map((e) => e.outerHTML.slice(0, 80))"""
+    assert page.evaluate(outside) == []  # or runs into its card's margin
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

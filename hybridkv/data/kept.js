@@ -300,6 +300,7 @@ function point(event) {
   tipAtKeyboard = false;
   showTip(event.clientX, event.clientY, i, s);
   if (i >= 0) describe(i, s);
+  else $("token").textContent = `${streamName(s)} \u00b7 keeps ${number(lengths[s])} of ${count(T, "token")}`;
 }
 function showKeyboardPlace() {
   const box = canvas.getBoundingClientRect(), x = left + ((here + 0.5) / T) * (box.width - left - right);
