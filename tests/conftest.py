@@ -29,6 +29,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from browser import browser, chromium  # noqa: F401  # fixtures
 from hypothesis import settings
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ import pytest
 import tiny
 
 from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
-from hybridkv import LLM, CacheConfig, SamplingParams
+from hybridkv import LLM, CacheConfig, EvictionConfig, SamplingParams
 from hybridkv.cli import main
 from hybridkv.commands.inspect import look
-from hybridkv.report.kept import Kept, token_texts
+from hybridkv.report.kept import Answer, Kept, positions_after_prompt, token_texts
 from hybridkv.report.page import page
 from hybridkv.text.tokenizer import Tokenizer
 
@@ -67,7 +67,7 @@ def test_the_page_has_the_counts_of_the_cache(folder: Path, tmp_path: Path, caps
     request = llm.engine.add(llm.encode(PROMPT), SamplingParams(max_tokens=1), hold=True)
     while not request.finished:
         llm.engine.step()
-    positions = llm.manager.entry_positions(request.key, "attention")
+    positions = llm.manager.entry_positions(request.key, "attention")  # of a request that ended with its prompt
     T = request.prompt_tokens
     assert len(found["tokens"]) == T and "".join(found["tokens"]).removeprefix("<s>") == PROMPT
     masks = masks_of(found)
@@ -84,10 +84,61 @@ def test_the_page_has_the_counts_of_the_cache(folder: Path, tmp_path: Path, caps
 def test_positions_are_the_prompts_own_when_it_was_cut_more_than_once(folder: Path) -> None:
     cache = CacheConfig(kv_dtype="f32", budget=40, window=8, recent=8, bounded=True)
     llm = LLM(folder, device="cpu", dtype="float32", cache=cache, max_requests=1, max_context=512, step_tokens=64)
-    found, request = look(llm, llm.encode(PROMPT), SamplingParams(max_tokens=3), {})
-    assert len(request.evictions) > 2
+    tokens = llm.encode(PROMPT)
+    found, request = look(llm, tokens, SamplingParams(max_tokens=3), {}, cache.eviction, full=False)
+    assert len(request.evictions) > 2 and found.full_answer is None
     assert (found.lengths == 40).all() and found.masks[:, :, -8:].all()
     assert llm.manager.free_slots == 1 and not llm.engine.scheduler.held
+    held = llm.engine.add(tokens, SamplingParams(max_tokens=1), hold=True)
+    while not held.finished:
+        llm.engine.step()
+    positions = llm.manager.entry_positions(held.key, "attention")
+    assert [row.tolist() for row in positions_after_prompt(request, len(positions))] == [p.tolist() for p in positions]
+
+
+@pytest.mark.parametrize("flags", [[], ["--bounded"], ["--scope", "layer"], ["--decode-every", "2"]])
+def test_both_answers_are_the_librarys_own(folder: Path, tmp_path: Path, flags: list[str]) -> None:
+    found = inspect(folder, tmp_path / "kept.html", "--budget", 40, "--question", "Who jumps?", *flags)
+    text = f"{PROMPT.rstrip()}\n\nWho jumps?"
+    cache = CacheConfig(kv_dtype="f32", budget=40, window=8, recent=8)
+    llm = LLM(folder, device="cpu", dtype="float32", cache=cache, max_requests=1, max_context=512)
+    assert found["question"] == "Who jumps?" and len(found["tokens"]) == len(llm.encode(text))
+    settings = {"bounded": True} if "--bounded" in flags else {"scope": "layer"} if "--scope" in flags else {}
+    settings |= {"decode_every": 2} if "--decode-every" in flags else {}
+    for name, eviction in (("full_answer", None), ("answer", EvictionConfig(40, window=8, recent=8, **settings))):
+        [expected] = llm.generate([text], SamplingParams(max_tokens=4, temperature=0.0), eviction=eviction)
+        assert found[name] == {"text": expected.text, "cut": expected.finish_reason == "length"}
+
+
+def test_without_a_question_the_prompt_is_what_was_asked(folder: Path, tmp_path: Path) -> None:
+    found = inspect(folder, tmp_path / "kept.html", "--budget", 40, "--no-full")
+    assert found["question"] == PROMPT.strip() and found["full_answer"] is None and found["answer"]["text"]
+
+
+def test_a_file_and_a_prompt_are_a_text_and_a_question(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "report.txt").write_text(PROMPT)
+    common = ("-m", folder, "--device", "cpu", "--dtype", "float32", "--context", 512, "--max-tokens", 4)
+    code = run("inspect", "Who?", "--prompt-file", tmp_path / "report.txt", *common, "-o", tmp_path / "kept.html")
+    found = embedded((tmp_path / "kept.html").read_text(encoding="utf-8"))
+    assert code == 0 and found["question"] == "Who?"
+    assert "lazy dog.Who?" in "".join(found["tokens"])  # this tokenizer has no newline
+
+
+def test_an_empty_question_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("inspect", "hi", "--question", "  ") == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "--question is empty" in err
+
+
+def test_state_layers_have_their_own_bytes(folder: Path, tmp_path: Path) -> None:
+    found = inspect(folder, tmp_path / "kept.html", "--budget", 40)
+    if folder.name == "llama":
+        assert found["states"] == []
+        return
+    llm = LLM(folder, device="cpu", dtype="float32", max_requests=1, max_context=512)
+    [state] = found["states"]
+    assert state["name"] == "Gated DeltaNet" and not set(state["layers"]) & set(found["layers"])
+    assert state["layer_bytes"] * len(state["layers"]) == llm.manager.schema.slot_bytes
 
 
 def test_a_budget_shared_unevenly_shows_each_heads_own_number(folder: Path, tmp_path: Path) -> None:
@@ -104,12 +155,13 @@ def test_a_budget_that_covers_the_prompt_keeps_all(folder: Path, tmp_path: Path)
 
 def hostile_page() -> str:
     masks = np.ones((1, 1, 2), bool)
-    return page(Kept(HOSTILE, [HOSTILE, "<b>"], [0], masks, [64], [64], {HOSTILE: HOSTILE}, HOSTILE))
+    said = Answer(HOSTILE)
+    return page(Kept(HOSTILE, [HOSTILE, "<b>"], [0], masks, [64], [64], {HOSTILE: HOSTILE}, HOSTILE, said, said))
 
 
 def test_hostile_text_stays_text() -> None:
     html = hostile_page()
-    assert embedded(html)["tokens"] == [HOSTILE, "<b>"] and embedded(html)["answer"] == HOSTILE
+    assert embedded(html)["tokens"] == [HOSTILE, "<b>"] and embedded(html)["answer"]["text"] == HOSTILE
     assert html.count("<script") == 2 == html.count("</script>")
     assert "<img" not in html and "<!--" not in html and "alert(1)</" not in html.replace("&lt;", "<lt;")
     script = html[html.rindex("<script>") :]

@@ -1,5 +1,5 @@
 """`hybridkv demo`: a model reads a document that comes with the project and answers two questions about it, once with
-every token in the cache and once with a third of them. What was kept is left as a web page.
+every token in the cache and once with a third of them. A web page shows what was kept for the first question.
 
 With all tokens kept the second question continues on the document's pages: only the question itself is read. At a
 budget each question chooses for itself what stays, so each reads the document.
@@ -7,7 +7,6 @@ budget each question chooses for itself what stays, so each reads the document.
 
 from __future__ import annotations
 
-import copy
 import os
 import time
 from dataclasses import dataclass, replace
@@ -17,15 +16,18 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
+from hybridkv.commands.inspect import look, page_path, read_along, whole
+from hybridkv.commands.invocation import command_name
 from hybridkv.commands.options import ModelOptions, with_options
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from hybridkv.answers import Stream
     from hybridkv.config import CacheConfig, SamplingParams
     from hybridkv.llm import LLM
-    from hybridkv.report.kept import Kept
+    from hybridkv.report.kept import Answer, Kept
     from hybridkv.request import Request
 
 DOCUMENT = "petrel_log.txt"
@@ -45,7 +47,7 @@ class Row:
     """One answer, for the table."""
 
     question: str
-    answer: str
+    answer: Answer
     kept: float
     tokens: int
     bytes: int
@@ -70,25 +72,26 @@ def demo(
     path = page_place(output)
     model = replace(model, budget=BUDGET) if model.budget is None else model
     cache = model.cache()
-    llm = model.open(cache=replace(cache, budget=None, bounded=False, decode_every=0))
+    llm = model.open(cache=whole(cache))
     dtype = str(llm.dtype).removeprefix("torch.")
     console.print(f"[bold]{llm.path.stem}[/bold] on {llm.device.type}, {dtype} weights: {human(llm.model.nbytes)}")
     text = files("hybridkv").joinpath("data", DOCUMENT).read_text(encoding="utf-8")
     console.print(f"It reads {TITLE}: {len(text.split())} words.\n")
-    params = SamplingParams(max_tokens=64, stop=("\n",))
+    params = SamplingParams(max_tokens=64, temperature=0.0, stop=("\n",))
     rows = full_answers(llm, console, text, params)
-    small = with_cache(llm, cache)
-    for question in QUESTIONS:
+    pages = []
+    for question, full in zip(QUESTIONS, tuple(rows), strict=True):
         console.print(f"[bold]{question}[/bold] [dim]with {cache.budget} tokens a stream[/dim]")
-        row, page = short_answer(small, model, question, _prompt(small, text, question), params)
+        row, page = short_answer(llm, model, cache, full, _prompt(llm, text, question), params)
         rows.append(row)
-        console.print(f"{row.answer}\n", markup=False)
-    write_page(page, path)
+        pages.append(page)
+        console.print(f"{row.answer.text}\n", markup=False)
+    write_page(pages[0], path)
     console.print(side_by_side(rows))
     console.print(f"What was kept, token by token: [bold]{path}[/bold]", soft_wrap=True)
-    console.print(
-        "[dim]Next: hybridkv chat\n      hybridkv plan --model Qwen3.5-27B --memory 64GiB --context 16384[/dim]"
-    )
+    suggestions = "chat", 'plan Qwen3.5-27B --card "RTX 4090" --weights q4_k'
+    for word, what in zip(("Next:", "     "), suggestions, strict=True):
+        console.print(f"{word} {command_name()} {what}", style="dim", markup=False, soft_wrap=True)
 
 
 def _prompt(llm: LLM, text: str, question: str) -> list[int]:
@@ -100,65 +103,53 @@ def _prompt(llm: LLM, text: str, question: str) -> list[int]:
 
 def full_answers(llm: LLM, console: Console, text: str, params: SamplingParams) -> list[Row]:
     """Stream the answers with every token kept. The second continues the first one's cache."""
-    from hybridkv.commands.display import pieces, say, summary
+    from hybridkv.commands.display import say, summary
+    from hybridkv.report.kept import Answer
 
     request: Request | None = None
     rows = []
     for question in QUESTIONS:
         console.print(f"[bold]{question}[/bold]")
         began = time.perf_counter()
-        request = llm.engine.add(_prompt(llm, text, question), params, hold=True, after=request)
-        for piece in pieces(llm, request):
+        stream = held_stream(llm, _prompt(llm, text, question), params, request)
+        for piece in read_along(stream):
             say(piece)
+        request, answer = stream.request, stream.completion
+        assert answer is not None
         seconds = time.perf_counter() - began
-        answer = llm.completion(request)
         console.print(f"\n[dim]{summary(answer)[1:-1]}[/dim]\n")
-        size = llm.manager.schema.kv_bytes(request.prompt_tokens)
-        tokens = request.prompt_tokens
-        rows.append(Row(question, answer.text, tokens, tokens, size, seconds))
-    assert request is not None
-    llm.engine.abort(request)
+        tokens = answer.prompt_tokens
+        size = llm.manager.schema.kv_bytes(tokens)
+        rows.append(Row(question, Answer.of(request), tokens, tokens, size, seconds))
+    llm.owner.run(lambda engine: engine.abort(stream.request))  # its cache is not needed any more
     return rows
 
 
+def held_stream(llm: LLM, tokens: list[int], params: SamplingParams, after: Request | None) -> Stream:
+    """An answer with everything kept, whose cache is held for a next question."""
+    from hybridkv.answers import Stream
+
+    return Stream(
+        llm.owner, lambda engine: engine.add(tokens, params, hold=True, after=after, eviction=None), hold=True
+    )
+
+
 def short_answer(
-    llm: LLM, model: ModelOptions, question: str, tokens: list[int], params: SamplingParams
+    llm: LLM, model: ModelOptions, cache: CacheConfig, full: Row, tokens: list[int], params: SamplingParams
 ) -> tuple[Row, Kept]:
+    """The same question with the budget, and what was kept for it. `full`: the answer with everything kept."""
     from hybridkv.commands.display import last_eviction
-    from hybridkv.commands.inspect import look
 
     began = time.perf_counter()
-    page, request = look(llm, tokens, params, model.describe(llm.cache_config))
+    page, request = look(llm, tokens, params, model.describe(cache), cache.eviction, full.question, full.answer)
     seconds = time.perf_counter() - began
     left = last_eviction(llm, request)
-    return Row(question, page.answer, left.kept_tokens, left.tokens, left.bytes_after, seconds), page
-
-
-def with_cache(llm: LLM, cache: CacheConfig) -> LLM:
-    """A second LLM on the same weights, with a cache of its own."""
-    from hybridkv.cache import KVCacheManager
-    from hybridkv.engine.engine import Engine
-    from hybridkv.engine.owner import EngineOwner
-    from hybridkv.eviction import Evictor
-    from hybridkv.models import cache_schema
-
-    other, plan = copy.copy(llm), llm.plan
-    other.cache_config = cache
-    schema = cache_schema(llm.config, cache, llm.dtype)
-    plan = other.plan = replace(plan, schema=schema, slots=1, query_buffers=1 if schema.query_buffer_bytes else 0)
-    sizes = (plan.schema, plan.pages, plan.slots, plan.max_tokens)
-    other.manager = KVCacheManager(*sizes, llm.device, query_buffers=plan.query_buffers)
-    other.manager.model_fingerprint = llm.manager.model_fingerprint
-    evictor = Evictor.make(cache, other.manager, scale=llm.config.attention_scale)
-    steps = llm.engine.scheduler.step_tokens
-    other.engine = Engine(llm.model, other.manager, llm.tokenizer, steps, llm.engine.eos_ids, evictor)
-    other.owner = EngineOwner(other.engine)
-    return other
+    assert page.answer is not None
+    return Row(full.question, page.answer, left.kept_tokens, left.tokens, left.bytes_after, seconds), page
 
 
 def page_place(output: str) -> Path:
     """Where the page goes: where it was asked for, or under the cache folder if the current one is not writable."""
-    from hybridkv.commands.inspect import page_path
     from hybridkv.embedded import cache_folder
 
     path = page_path(output)
@@ -169,6 +160,7 @@ def page_place(output: str) -> Path:
 
 
 def side_by_side(rows: list[Row]) -> Table:
+    """Each question's answers under each other."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -182,5 +174,5 @@ def side_by_side(rows: list[Row]) -> Table:
         out.add_section()
         for row in (r for r in rows if r.question == question):
             size, tokens = human(row.bytes), f"{row.kept:.0f} of {row.tokens}"
-            out.add_row(tokens, size, f"{row.seconds:.1f}", Text(row.answer))
+            out.add_row(tokens, size, f"{row.seconds:.1f}", Text(row.answer.text))
     return out

@@ -6,6 +6,7 @@ const masks = data.masks.flat().map(unpack); // [S][T] of 0 and 1
 let stream = -1; // the row looked at; -1: all of them
 let layer = -1; // the layer looked at; with stream -1: all its heads
 let here = 0; // the token the keyboard stands on
+let tipAtKeyboard = false; // else at the pointer
 
 function unpack(text) {
   const bytes = atob(text), out = new Uint8Array(T);
@@ -20,44 +21,83 @@ function element(tag, text, className) {
 }
 function size(n) {
   for (const unit of ["B", "KiB", "MiB", "GiB"]) {
-    if (n < 1024 || unit === "GiB") return unit === "B" ? `${n} B` : `${n.toFixed(1)} ${unit}`;
+    if (n < 1024 || unit === "GiB") return unit === "B" ? `${n}\u00a0B` : `${n.toFixed(1)}\u00a0${unit}`;
     n /= 1024;
   }
 }
 const number = (n) => n.toLocaleString("en").replaceAll(",", "\u202f");
+const count = (n, what) => `${number(n)}\u00a0${what}${n === 1 ? "" : "s"}`;
 const sum = (list) => list.reduce((a, b) => a + b, 0);
 const range = (list) => {
   const low = Math.min(...list), high = Math.max(...list);
   return low === high ? number(low) : `${number(low)} to ${number(high)}`;
 };
-
-// ---- numbers at the top, settings, answer
-
-function pairs(into, entries, wrap) {
-  for (const [name, value] of entries) {
-    const parts = [element("dt", name), element("dd", value)];
-    if (!wrap) into.append(...parts);
-    else {
-      const box = element("div");
-      box.append(...parts);
-      into.append(box);
-    }
+function runs(numbers) { // 0, 1, 2, 4 -> 0 to 2, 4
+  const found = [];
+  for (const n of numbers) {
+    const last = found.at(-1);
+    if (last && last[1] === n - 1) last[1] = n;
+    else found.push([n, n]);
   }
+  return found.map(([a, b]) => (a === b ? `${a}` : `${a} to ${b}`)).join(", ");
 }
+
+// ---- the numbers in words, settings
+
 const before = sum(data.bytes_before), after = sum(data.bytes_after);
-const mean = sum(data.lengths.flat()) / S;
-$("model").textContent = `${data.model}: ${number(L)} attention layers of ${G} KV ${G === 1 ? "head" : "heads"}, ${number(S)} streams`;
-pairs($("tiles"), [
-  ["prompt tokens", number(T)],
-  ["kept a stream, on average", number(Math.round(mean))],
-  ["pages before", size(before)],
-  ["pages after", size(after)],
-  ["smaller by", `${(before / after).toFixed(1)}\u00d7`],
-], true);
-pairs($("settings"), Object.entries(data.settings), false);
+const fixed = sum(data.states.map((state) => state.layers.length * state.layer_bytes));
+const lengths = data.lengths.flat(), mean = Math.round(sum(lengths) / S);
+const even = Math.min(...lengths) === Math.max(...lengths);
+const percent = (n) => `${((n / T) * 100).toFixed(n === T ? 0 : 1)}\u00a0%`;
+const smaller = (a, b) => (a === b ? "not smaller" : `${(a / b).toFixed(1)}\u00d7 smaller`);
+{
+  const held = mean === T ? "all of them" : even ? count(mean, "token") : `${range(lengths)} tokens, ${number(mean)} on average`;
+  const states = data.states.map((state) =>
+    ` The ${count(state.layers.length, `${state.name} layer`)} keep no list, but a state of fixed size.`);
+  $("lead").textContent = `${data.model} read a prompt of ${count(T, "token")}. Each KV head of each attention layer keeps its own list of tokens, `
+    + `a stream: here ${count(S, "stream")}, from ${count(L, "layer")} of ${count(G, "head")}. `
+    + `With this budget ${S === 1 ? "it" : even ? "each stream" : "a stream"} holds ${held}.${states.join("")}`;
+}
+function tile(name, value, more) {
+  const box = element("div");
+  box.append(element("dt", name), element("dd", value, "value"));
+  if (more) box.append(element("dd", more, "more"));
+  $("tiles").append(box);
+}
+tile("the prompt", count(T, "token"));
+tile(even ? "each stream keeps" : "a stream keeps on average", count(mean, "token"), `${percent(mean)} of the prompt`);
+tile("KV with everything kept", size(before));
+tile("KV with this budget", size(after), smaller(before, after));
+if (fixed) tile("KV and state together", size(after + fixed),
+  `${smaller(before + fixed, after + fixed)} than ${size(before + fixed)}; ${size(fixed)} is state, which stays`);
+for (const [name, value] of Object.entries(data.settings)) $("settings").append(element("dt", name), element("dd", value));
+
+// ---- the question and its answers
+
+function answer(title, given, apart, className) {
+  const box = element("article", undefined, className), text = element("p", undefined, "answer");
+  text.append(given.text.slice(0, apart));
+  if (apart < given.text.length) text.append(element("ins", given.text.slice(apart)));
+  box.append(element("h3", title), text);
+  if (given.cut) box.append(element("p", "Cut here; the model had more to say.", "quiet"));
+  $("pair").append(box);
+}
+function parting(a, b) { // where two texts part, at a word's beginning
+  let i = 0;
+  while (i < a.length && i < b.length && a[i] === b[i]) i++;
+  if (i === a.length && i === b.length) return i;
+  while (i > 0 && !/\s/.test(a[i - 1])) i--;
+  return i;
+}
 if (data.answer) {
-  $("answer").textContent = data.answer;
-  $("answer-card").hidden = false;
+  const { question, answer: short, full_answer: full } = data, apart = full ? parting(full.text, short.text) : short.text.length;
+  const same = full && full.text === short.text;
+  $("question").textContent = question.length > 400 ? `${question.slice(0, 200)} \u2026 ${question.slice(-180)}` : question;
+  if (full) answer(`With everything kept: ${count(T, "token")} a stream, ${size(before)}`, full, apart);
+  answer(`With this budget: ${count(mean, "token")} a stream, ${size(after)}`, short, apart, "budget");
+  $("pair").classList.toggle("single", !full);
+  $("parting").textContent = !full ? "" : same ? "Both answers are the same, word for word." : "Underlined: where the two answers part.";
+  $("answers").hidden = false;
 }
 
 // ---- the text
@@ -73,37 +113,91 @@ function rows() { // the streams looked at
   if (stream >= 0) return [stream];
   return [...Array(S).keys()].filter((s) => layer < 0 || Math.floor(s / G) === layer);
 }
+const SHARES = [0.05, 0.25, 0.5, 0.75, 0.95];
+function stretch(counts, most) { // counts with 0, 25, 50, 75 and 100 % of the colour, so that all of it is used
+  const sorted = counts.slice().sort(), knots = SHARES.map((share) => sorted[Math.floor(share * (T - 1))]);
+  if (knots[0] < knots[4]) return knots;
+  return SHARES.map((_, k) => (most * k) / 4); // nearly all are alike
+}
+function strength(n, knots) { // between two knots in proportion
+  if (n <= knots[0]) return 0;
+  const k = knots.findLastIndex((knot) => knot <= n);
+  return k === 4 ? 100 : Math.round(25 * (k + (n - knots[k]) / (knots[k + 1] - knots[k])));
+}
 function shade() {
-  const chosen = rows(), counts = new Uint32Array(T);
+  const chosen = rows(), n = chosen.length, counts = new Uint32Array(T);
   for (const s of chosen) for (let i = 0; i < T; i++) counts[i] += masks[s][i];
-  let some = 0;
+  const knots = n === 1 ? [0, 1, 1, 1, 1] : stretch(counts, n);
+  let some = 0, least = n, most = 0;
   for (let i = 0; i < T; i++) {
-    spans[i].style.setProperty("--s", Math.round((counts[i] / chosen.length) ** 0.7 * 55));
+    spans[i].style.setProperty("--s", strength(counts[i], knots));
     spans[i].classList.toggle("none", counts[i] === 0);
     some += counts[i] > 0;
+    least = Math.min(least, counts[i]);
+    most = Math.max(most, counts[i]);
   }
-  $("text").classList.toggle("one", chosen.length === 1);
-  const kept = sum(chosen.map((s) => data.lengths[Math.floor(s / G)][s % G])) / chosen.length;
-  const percent = `${((kept / T) * 100).toFixed(kept === T ? 0 : 1)} %`;
-  $("status").textContent = chosen.length === 1
-    ? `${streamName(stream)} keeps ${number(kept)} of ${number(T)} tokens (${percent}); the others are grey.`
-    : `${layer < 0 ? `All ${number(S)} streams` : `The ${G} heads of layer ${data.layers[layer]}`}: ${number(Math.round(kept))} tokens each on average (${percent}), `
-      + `${number(some)} kept by at least one. The stronger the colour, the more of them kept it.`;
+  const kept = sum(chosen.map((s) => lengths[s])) / n;
+  $("status").textContent = n === 1
+    ? `${streamName(chosen[0])} keeps ${number(kept)} of ${number(T)} tokens (${percent(kept)}).`
+    : `${layer < 0 ? `All ${number(S)} streams` : `The ${G} heads of layer ${data.layers[layer]}`}: ${number(Math.round(kept))} tokens each${even ? "" : " on average"} (${percent(kept)}), `
+      + `${number(some)} of ${number(T)} kept by at least one.`;
+  legend(n, knots, least, most);
+}
+function legend(n, knots, least, most) {
+  const steps = element("span", undefined, "steps"), listed = n === 1 ? [1] : [...new Set(knots)].filter(Number.isInteger);
+  for (const at of listed) {
+    const beyond = at === listed[0] && least < at ? "\u2264" : at === listed.at(-1) && most > at ? "\u2265" : "";
+    const step = element("span", n === 1 ? "kept" : beyond + number(at));
+    step.style.setProperty("--s", strength(at, knots));
+    steps.append(step);
+  }
+  const before = n === 1 ? [] : [element("span", "kept by")];
+  const after = n === 1 ? [] : [element("span", `of ${count(n, layer < 0 ? "stream" : "head")}`)];
+  $("scale").replaceChildren(...before, steps, ...after, element("span", n === 1 ? "grey: dropped" : "grey: by none", "none"));
 }
 function streamName(s) {
   return `Layer ${data.layers[Math.floor(s / G)]}, head ${s % G}`;
 }
-function describe(i) {
-  const text = JSON.stringify(data.tokens[i]);
-  $("token").textContent = `Token ${number(i)} ${text.length > 42 ? text.slice(0, 40) + "\u2026" : text}: kept by ${number(data.counts[i])} of ${number(S)} streams.`;
+
+// ---- which token, who kept it: in a line that is always in sight, and beside the pointer or the keyboard's place
+
+function tokenText(i) {
+  const text = data.tokens[i];
+  if (text === "") return "a part of a character";
+  const shown = JSON.stringify(text);
+  return shown.length > 42 ? `${shown.slice(0, 40)}\u2026` : shown;
 }
+function verdict(i, s) { // of one stream, or of all
+  const all = `${data.counts[i] ? number(data.counts[i]) : "none"} of ${count(S, "stream")}`;
+  return s < 0 || S === 1 ? `kept by ${all}` : `${masks[s][i] ? "kept here" : "dropped here"}, kept by ${all}`;
+}
+function describe(i, s) {
+  $("token").replaceChildren(
+    s < 0 ? "" : `${streamName(s)} \u00b7 `, `position ${number(i)} \u00b7 `, element("bdi", tokenText(i)), ` \u00b7 ${verdict(i, s)}`);
+}
+function showTip(x, y, i, s) { // i -1: the row's own numbers
+  const lines = [element("div", s < 0 ? "All streams" : streamName(s))];
+  if (i < 0) lines.push(element("div", `keeps ${number(lengths[s])} of ${count(T, "token")}`));
+  else {
+    const token = element("div");
+    token.append(element("bdi", tokenText(i)), ` at position ${number(i)}`);
+    lines.push(token, element("div", verdict(i, s)));
+  }
+  const tip = $("tip");
+  tip.replaceChildren(...lines);
+  tip.hidden = false;
+  const { width, height: tall } = tip.getBoundingClientRect(), room = document.documentElement.clientWidth - 8;
+  tip.style.left = `${Math.max(8, Math.min(x + 14, room - width))}px`;
+  tip.style.top = `${y + 18 + tall > window.innerHeight - 44 ? Math.max(8, y - tall - 12) : y + 18}px`;
+}
+const hideTip = () => { $("tip").hidden = true; };
 $("text").addEventListener("pointerover", (event) => {
-  if (event.target.token !== undefined) describe(event.target.token);
+  if (event.target.token !== undefined) describe(event.target.token, stream);
 });
 
 // ---- the heat map
 
-const canvas = $("map"), left = 62, top_ = 4, bottom = 20;
+const canvas = $("map"), left = 62, right = 8, top_ = 4, bottom = 2;
 const rowHeight = Math.max(2, Math.min(14, Math.floor(400 / S)));
 const gap = G > 1 && rowHeight >= 4 ? 1 : 0; // between layers
 const yOf = (s) => top_ + s * rowHeight + Math.floor(s / G) * gap;
@@ -120,7 +214,7 @@ function colour(variable) { // CSS colour -> [r, g, b]
 }
 function draw() {
   const width = canvas.clientWidth, ratio = window.devicePixelRatio || 1;
-  const inside = Math.max(1, width - left - 8), bins = Math.min(T, inside);
+  const inside = Math.max(1, width - left - right), bins = Math.min(T, inside);
   canvas.width = width * ratio;
   canvas.height = height * ratio;
   const pen = canvas.getContext("2d");
@@ -151,12 +245,6 @@ function draw() {
   pen.textAlign = "right";
   const every = Math.ceil(13 / (G * rowHeight + gap));
   for (let l = 0; l < L; l += every) pen.fillText(`layer ${data.layers[l]}`, left - 8, yOf(l * G) + (Math.min(G, 99) * rowHeight) / 2);
-  pen.textBaseline = "alphabetic";
-  const steps = width < 700 ? 4 : 8;
-  for (let i = 0; i <= steps; i++) {
-    pen.textAlign = i === 0 ? "left" : i === steps ? "right" : "center";
-    pen.fillText(number(Math.round(((T - 1) * i) / steps)), left + (inside * i) / steps, height - 4);
-  }
   pen.strokeStyle = mark;
   pen.lineWidth = 2;
   if (stream >= 0) {
@@ -167,6 +255,21 @@ function draw() {
     pen.lineTo(x, yOf(stream) + rowHeight + 6);
     pen.stroke();
   } else if (layer >= 0) pen.strokeRect(left - 1, yOf(layer * G) - 1, inside + 2, G * rowHeight + 2);
+  drawAxis(width, inside);
+}
+function roundStep(least) { // the smallest of 1, 2, 5, 10, 20, 50, ... that is not below
+  const ten = 10 ** Math.floor(Math.log10(Math.max(1, least)));
+  return [1, 2, 5, 10].map((n) => n * ten).find((step) => step >= least);
+}
+function drawAxis(width, inside) {
+  const step = roundStep((T * (inside < 500 ? 50 : 80)) / inside); // so many pixels apart at the least
+  $("axis").replaceChildren();
+  for (let i = 0; i < T; i += step) {
+    const x = left + ((i + 0.5) / T) * inside, tick = element("i"), label = element("span", number(i));
+    $("axis").append(tick, label);
+    tick.style.left = `${x}px`;
+    label.style.left = `${Math.min(x - label.offsetWidth / 2, width - label.offsetWidth)}px`;
+  }
 }
 function goTo(i) {
   spans[here].classList.remove("here");
@@ -174,26 +277,51 @@ function goTo(i) {
   spans[here].classList.add("here");
   const box = $("text");
   box.scrollTop += spans[here].getBoundingClientRect().top - box.getBoundingClientRect().top - box.clientHeight / 3;
-  describe(here);
 }
 function look(newLayer, newStream) {
   layer = newLayer;
   stream = newStream;
   $("layer").value = String(layer);
   $("head").value = String(stream < 0 ? -1 : stream % G);
-  [...$("bytes").tBodies[0].rows].forEach((row, l) => row.classList.toggle("on", l === layer));
+  for (const row of $("bytes").tBodies[0].rows) row.classList.toggle("on", layer >= 0 && row.dataset.layer === String(layer));
   shade();
   draw();
   history.replaceState(null, "", layer < 0 ? "#" : `#layer=${data.layers[layer]}${stream < 0 ? "" : `&head=${stream % G}`}`);
 }
-canvas.addEventListener("click", (event) => {
+function under(event) { // the row and the token at the pointer; token -1: left of the first
   const box = canvas.getBoundingClientRect(), y = event.clientY - box.top;
   let s = 0;
   while (s < S - 1 && yOf(s + 1) <= y) s++;
-  const x = (event.clientX - box.left - left) / (box.width - left - 8);
-  if (x >= 0) goTo(Math.floor(x * T));
+  const x = (event.clientX - box.left - left) / (box.width - left - right);
+  return [s, x < 0 ? -1 : Math.min(T - 1, Math.floor(x * T))];
+}
+function point(event) {
+  const [s, i] = under(event);
+  tipAtKeyboard = false;
+  showTip(event.clientX, event.clientY, i, s);
+  if (i >= 0) describe(i, s);
+  else $("token").textContent = `${streamName(s)} \u00b7 keeps ${number(lengths[s])} of ${count(T, "token")}`;
+}
+function showKeyboardPlace() {
+  const box = canvas.getBoundingClientRect(), x = left + ((here + 0.5) / T) * (box.width - left - right);
+  describe(here, stream);
+  tipAtKeyboard = true;
+  showTip(box.left + x, box.top + (stream < 0 ? top_ : yOf(stream) + rowHeight), here, stream);
+}
+canvas.addEventListener("pointermove", point);
+canvas.addEventListener("pointerleave", hideTip);
+canvas.addEventListener("click", (event) => {
+  const [s, i] = under(event);
+  if (i >= 0) goTo(i);
   look(Math.floor(s / G), s);
+  point(event); // a finger does not move before it clicks
 });
+canvas.addEventListener("focus", () => { if (canvas.matches(":focus-visible")) showKeyboardPlace(); });
+canvas.addEventListener("blur", hideTip);
+window.addEventListener("scroll", () => {
+  if (tipAtKeyboard && !$("tip").hidden) showKeyboardPlace();
+  else hideTip();
+}, { passive: true });
 canvas.addEventListener("keydown", (event) => {
   const move = { ArrowDown: 1, ArrowUp: -1 }[event.key];
   const along = { ArrowRight: 1, ArrowLeft: -1, PageDown: 100, PageUp: -100, Home: -T, End: T }[event.key];
@@ -205,6 +333,8 @@ canvas.addEventListener("keydown", (event) => {
     goTo(here + along * (event.shiftKey ? 10 : 1));
     draw();
   } else return;
+  if (event.key === "Escape") hideTip();
+  else showKeyboardPlace();
   event.preventDefault();
 });
 
@@ -223,23 +353,44 @@ $("head").addEventListener("change", () => {
 
 // ---- bytes
 
-const widest = Math.max(...data.bytes_before);
-data.layers.forEach((n, l) => {
-  const row = element("tr"), track = element("div", undefined, "track"), bar = element("div");
-  const pick = element("button", String(n));
+const widest = Math.max(...data.bytes_before, ...data.states.map((state) => state.layer_bytes));
+function bytesRow(cells, part, className) { // of a layer; `part`: its bytes now
+  const row = $("bytes").tBodies[0].insertRow(), track = element("div", undefined, "track"), bar = element("div", undefined, className);
+  if (className) row.className = className;
+  row.style.setProperty("--part", (100 * part) / widest);
+  track.append(bar);
+  const share = element("td", undefined, "share");
+  share.append(track);
+  row.append(...cells.map((cell) => (typeof cell === "string" ? element("td", cell) : cell)), share);
+  return row;
+}
+const alike = even && new Set(data.bytes_after).size === 1 && L > 1;
+if (alike) bytesRow([`each of ${number(L)}`, number(mean), size(data.bytes_before[0]), size(data.bytes_after[0])], data.bytes_after[0]);
+else data.layers.forEach((n, l) => {
+  const first = element("td"), pick = element("button", String(n));
   pick.type = "button";
   pick.title = `show layer ${n}`;
-  bar.style.width = `${(100 * data.bytes_after[l]) / widest}%`;
-  track.append(bar);
-  const cells = ["", range(data.lengths[l]), size(data.bytes_before[l]), size(data.bytes_after[l]), ""].map((t) => element("td", t));
-  cells[0].append(pick);
-  cells[4].append(track);
-  row.append(...cells);
+  first.append(pick);
+  const row = bytesRow([first, range(data.lengths[l]), size(data.bytes_before[l]), size(data.bytes_after[l])], data.bytes_after[l]);
+  row.dataset.layer = String(l);
   row.addEventListener("click", () => look(layer === l && stream < 0 ? -1 : l, -1));
-  $("bytes").tBodies[0].append(row);
 });
-const foot = $("bytes").createTFoot().insertRow();
-["all", "", size(before), size(after), ""].forEach((text) => foot.append(element("td", text)));
+for (const { layers, layer_bytes: one } of data.states) {
+  bytesRow([`each of ${number(layers.length)}`, "state", size(one), size(one)], one, "fixed");
+}
+$("bytes").createTFoot();
+function totals(name, a, b) {
+  const row = $("bytes").tFoot.insertRow();
+  row.append(...[name, "", size(a), size(b)].map((text) => element("td", text)), element("td", "", "share"));
+}
+totals(fixed ? "KV" : "all", before, after);
+if (fixed) {
+  totals("state", fixed, fixed);
+  totals("all", before + fixed, after + fixed);
+  $("state-note").textContent = data.states.map(({ name, layers, layer_bytes: one }) =>
+    `Layers ${runs(layers)} are ${name} layers. Their state takes ${size(one)} each, for one token as for a million: it does not grow, and a budget does not touch it.`).join(" ");
+  $("state-note").hidden = false;
+}
 
 window.addEventListener("resize", draw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);

@@ -1,4 +1,6 @@
-"""Kept: which prompt tokens each stream of a request still holds, and what that costs in bytes. Plain data."""
+"""Kept: which prompt tokens each stream of a request held when the prompt had been read, what that costs in bytes, and
+how the model answered with them and with all of them. Plain data.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,30 @@ from hybridkv.llm import LLM
 from hybridkv.request import Request
 from hybridkv.text.tokenizer import Tokenizer
 
+STATE_NAMES = {"gdn": "Gated DeltaNet"}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model said. `cut`: it had more to say."""
+
+    text: str
+    cut: bool = False
+
+    @staticmethod
+    def of(request: Request) -> Answer:
+        """The answer of a finished request."""
+        return Answer(request.text.text, request.finish_reason == "length")
+
+
+@dataclass(frozen=True)
+class State:
+    """Layers that hold a state of fixed size instead of tokens."""
+
+    name: str
+    layers: list[int]
+    layer_bytes: int  # of each
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -26,7 +52,10 @@ class Kept:
     bytes_before: list[int]  # of each layer's pages, with every token kept
     bytes_after: list[int]
     settings: dict[str, str]
-    answer: str = ""
+    question: str = ""
+    answer: Answer | None = None  # with the tokens that were kept
+    full_answer: Answer | None = None  # with all of them; None: it was not asked for
+    states: tuple[State, ...] = ()
 
     @property
     def counts(self) -> np.ndarray:
@@ -39,13 +68,14 @@ class Kept:
         return self.masks.sum(2)
 
 
-def kept(llm: LLM, request: Request, settings: dict[str, str], answer: str = "") -> Kept:
-    """What the request's cache holds of its prompt now. Call it when the prompt has just been read."""
-    manager, T = llm.manager, request.prompt_tokens
-    schema = manager.tables[STREAMS].schema
+def kept(
+    llm: LLM, request: Request, settings: dict[str, str], question: str = "", full_answer: Answer | None = None
+) -> Kept:
+    """What the cache held of a finished request's prompt when it had just been read, and the answer that followed."""
+    T, schema = request.prompt_tokens, llm.manager.tables[STREAMS].schema
     masks = np.zeros((schema.streams, T), bool)
-    for stream, positions in enumerate(manager.entry_positions(request.key, STREAMS)):
-        masks[stream, positions[positions < T]] = True
+    for stream, positions in enumerate(positions_after_prompt(request, schema.streams)):
+        masks[stream, positions] = True
     masks = masks.reshape(len(schema.layers), schema.heads, T)
     page, size = schema.entries_per_page, schema.page_bytes
     return Kept(
@@ -56,8 +86,29 @@ def kept(llm: LLM, request: Request, settings: dict[str, str], answer: str = "")
         bytes_before=[schema.heads * ceil_div(T, page) * size] * len(schema.layers),
         bytes_after=[sum(ceil_div(int(n), page) for n in heads) * size for heads in masks.sum(2)],
         settings=settings,
-        answer=answer,
+        question=question,
+        answer=Answer.of(request),
+        full_answer=full_answer,
+        states=tuple(
+            State(STATE_NAMES.get(state.name, state.name), list(state.layers), state.slot_bytes // len(state.layers))
+            for state in llm.manager.schema.states
+            if not state.lent
+        ),
     )
+
+
+def positions_after_prompt(request: Request, streams: int) -> list[np.ndarray]:
+    """Of each stream the prompt positions that were left when the prompt was read, by what the request remembers of its
+    evictions.
+    """
+    found, seen = [np.arange(0)] * streams, 0
+    for position in sorted(at for at in request.evictions if at <= request.prompt_tokens):
+        stays = [entries for layer in request.evictions[position] for entries in layer]
+        new = np.arange(seen, position)
+        found = [np.concatenate([held, new])[entries] for held, entries in zip(found, stays, strict=True)]
+        seen = position
+    new = np.arange(seen, request.prompt_tokens)
+    return [np.concatenate([held, new]) for held in found]
 
 
 def token_texts(tokenizer: Tokenizer | None, tokens: Sequence[int]) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from dataclasses import asdict
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -22,10 +23,12 @@ _INERT = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 
 def write_page(kept: Kept, path: Path) -> None:
+    """Write the page to a file."""
     path.write_text(page(kept), encoding="utf-8")
 
 
 def page(kept: Kept) -> str:
+    """The page as HTML."""
     style, script, body = (
         files("hybridkv").joinpath("data", f"kept.{kind}").read_text(encoding="utf-8") for kind in ("css", "js", "html")
     )
@@ -55,7 +58,10 @@ def as_dict(kept: Kept) -> dict[str, Any]:
         "bytes_before": kept.bytes_before,
         "bytes_after": kept.bytes_after,
         "settings": kept.settings,
-        "answer": kept.answer,
+        "question": kept.question,
+        "answer": None if kept.answer is None else asdict(kept.answer),
+        "full_answer": None if kept.full_answer is None else asdict(kept.full_answer),
+        "states": [asdict(state) for state in kept.states],
     }
 
 

@@ -11,10 +11,12 @@ import pytest
 from cli.commands import SECONDS, TINY, Run, of, process, short_prompt
 from engine.ascii_tokenizer import write_tokenizer
 from hybridkv import LLM, SamplingParams
-from hybridkv.commands import demo, options
+from hybridkv.commands import demo
 from hybridkv.commands.chat import Interrupt
 from hybridkv.config import CacheConfig
 from hybridkv.conversation import Conversation
+from hybridkv.report import page as page_file
+from hybridkv.report.kept import Kept
 
 # ---- chat
 
@@ -120,16 +122,27 @@ def test_the_demo_reads_its_document_once_where_all_is_kept(
     assert str(page) in out.replace("\n", "") and "100 tokens a stream" in page.read_text()
 
 
-def test_the_demo_at_a_budget_gives_the_librarys_answers(folder: Path, llm: LLM) -> None:
-    cache = CacheConfig(kv_dtype="f32", budget=100, window=16, recent=16)
-    tokens = llm.encode("The ship left the harbour at dawn. " * 8)
-    params = SamplingParams(max_tokens=6)
-    own = LLM(folder, device="cpu", dtype="float32", cache=cache, max_requests=1, max_context=512)
-    row, page = demo.short_answer(demo.with_cache(llm, cache), options.ModelOptions(), "?", tokens, params)
-    [expected] = own.generate([tokens], params)
-    assert row.answer == page.answer == expected.text
-    assert (row.kept, row.tokens) == (100, len(tokens))
-    assert llm.engine.evictor is None and llm.cache_config.budget is None  # the first LLM is as it was
+def test_the_demo_gives_the_librarys_answers_from_one_model(
+    folder: Path, tmp_path: Path, llm: LLM, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "_prompt", short_prompt)
+    shown: list[Kept] = []
+    monkeypatch.setattr(page_file, "write_page", lambda kept, path: shown.append(kept))
+    opened: list[LLM] = []
+    begin = LLM.__init__
+    monkeypatch.setattr(LLM, "__init__", lambda self, *what, **how: (opened.append(self), begin(self, *what, **how))[1])
+    code, _, _ = run("demo", "-m", folder, *TINY, "--budget", 100, "-o", tmp_path / "page.html")
+    [used] = opened
+    assert code == 0 and used.manager.free_slots == 1 and used.engine.idle
+    text = files("hybridkv").joinpath("data", demo.DOCUMENT).read_text(encoding="utf-8")
+    tokens = short_prompt(llm, text, demo.QUESTIONS[0])
+    params = SamplingParams(max_tokens=64, temperature=0.0, stop=("\n",))
+    own = LLM(folder, device="cpu", dtype="float32", cache=CacheConfig(budget=100), max_requests=1, max_context=512)
+    [page] = shown
+    for found, eviction in ((page.full_answer, None), (page.answer, own.cache_config.eviction)):
+        [expected] = own.generate([tokens], params, eviction=eviction)
+        assert found is not None and found.text == expected.text
+    assert page.question == demo.QUESTIONS[0] and (page.lengths == 100).all()
 
 
 def test_the_demo_page_goes_elsewhere_if_the_folder_is_not_writable(
