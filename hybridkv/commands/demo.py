@@ -40,6 +40,7 @@ QUESTIONS = (
 
 BUDGET = 1024  # a third of the tokens; with 768 the small model's first answer names a place that is not in the text
 PAGE = "hybridkv-demo.html"
+SUGGESTIONS = ("chat", 'plan Qwen3.5-27B --card "RTX 4090" --weights q4_k --context 32k')  # printed at the end
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,7 @@ def demo(
     write_page(pages[0], path)
     console.print(side_by_side(rows))
     console.print(f"What was kept, token by token: [bold]{path}[/bold]", soft_wrap=True)
-    suggestions = "chat", 'plan Qwen3.5-27B --card "RTX 4090" --weights q4_k'
-    for word, what in zip(("Next:", "     "), suggestions, strict=True):
+    for word, what in zip(("Next:", "     "), SUGGESTIONS, strict=True):
         console.print(f"{word} {command_name()} {what}", style="dim", markup=False, soft_wrap=True)
 
 
