@@ -245,12 +245,12 @@ def test_a_failed_forward_ends_its_batch_and_the_engine_serves_on(kind: str, whe
 def fail_on_third(function: Callable) -> Callable:
     calls = 0
 
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **more: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise RuntimeError("injected")
-        return function(*args)
+        return function(*args, **more)
 
     return call
 
