@@ -154,14 +154,18 @@ def lent_keys(manager: KVCacheManager) -> set[tuple[str, str]]:
 
 
 def fingerprint(schema: CacheSchema) -> str:
-    """What a schema stores, in 64 characters. Page sizes are no part of it, unless entries are laid out by pages."""
+    """What a schema stores, in 64 characters. Page sizes are no part of it, unless entries are laid out by pages; nor is
+    what is lent, which a snapshot may have or not.
+    """
     formats = [[c.kind, c.entries.name, c.index and c.index.name] for c in schema.compressed]
     pages = [s.entries_per_page for s in schema.streams] if formats else []
     streams = [
         [s.name, s.layers, s.heads, s.shared, s.tokens_per_entry, [[t.name, t.shape, str(t.dtype)] for t in s.tensors]]
         for s in schema.streams
     ]
-    states = [[s.name, s.layers, [[t.name, t.shape, str(t.dtype)] for t in s.tensors]] for s in schema.states]
+    states = [
+        [s.name, s.layers, [[t.name, t.shape, str(t.dtype)] for t in s.tensors]] for s in schema.states if not s.lent
+    ]
     return hashlib.sha256(json.dumps([streams, states, formats, pages]).encode()).hexdigest()
 
 
