@@ -154,8 +154,8 @@ def lent_keys(manager: KVCacheManager) -> set[tuple[str, str]]:
 
 
 def fingerprint(schema: CacheSchema) -> str:
-    """What a schema stores, in 64 characters. Page sizes are no part of it, unless entries are laid out by pages; nor is
-    what is lent, which a snapshot may have or not.
+    """What a schema stores, in 64 characters. Page sizes are no part of it, unless entries are laid out by pages, nor
+    is what is lent, which a snapshot may have or not.
     """
     formats = [[c.kind, c.entries.name, c.index and c.index.name] for c in schema.compressed]
     pages = [s.entries_per_page for s in schema.streams] if formats else []
