@@ -245,7 +245,7 @@ def test_another_model_of_the_same_shapes_refuses(run_of: Callable, oracle: Call
             restore_request(manager, snapshot, "back")
         assert facts(manager) == before
     with pytest.raises(RequestError, match="here it is not known"):
-        restore_request(run_of("llama", budget=None).manager, snapshot, "back")
+        restore_request(run_of("llama", window=64).manager, snapshot, "back")
 
 
 # ---- files with a right checksum and contents that are not well-formed
