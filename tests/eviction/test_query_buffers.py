@@ -234,9 +234,16 @@ def test_what_needs_a_ring_and_has_none_is_said(evicting: Callable) -> None:
     engine = evicting("llama", budget=BUDGET, query_buffers=1)
     request = engine.add(ids(150), SAY)
     engine.step()
+    engine.score(ids(50))  # is not evicted, and needs none
+    assert request.preemptions == 0
+    engine.score(ids(100))  # takes the buffer: the request is computed again
+    assert request.preemptions == 1
+    engine.manager.admit_request("outside")
+    assert engine.manager.take_query_buffer("outside")
     with pytest.raises(HybridKVError, match="query buffers"):
         engine.score(ids(100))
-    engine.score(ids(50))  # is not cut
+    engine.manager.release_request("outside")
+    engine.step()
     assert engine.evictor is not None
     engine.manager.drop_query_buffer(request.key)
     with pytest.raises(HybridKVError, match="were not kept"):
