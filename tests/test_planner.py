@@ -233,7 +233,7 @@ def test_the_plan_says_what_fits_in_memory(capsys: pytest.CaptureFixture[str]) -
     just_short = choice["total_bytes"] - 1
     [choice] = json.loads(run(capsys, *arguments, "--kv-dtype", "bf16", "--memory", just_short))["choices"]
     assert choice["fits"] is False and choice["most_requests"] == 0
-    assert choice["longest_context"] == 4096 - 64  # one page of each stream less
+    assert 4096 - 64 <= choice["longest_context"] < 4096  # not a page less: eviction scores each token
 
 
 def test_a_known_name_may_have_an_owner_and_any_case() -> None:

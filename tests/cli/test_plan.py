@@ -91,7 +91,7 @@ def test_the_27b_in_q4_k_on_a_24_gb_card(capsys: pytest.CaptureFixture[str]) -> 
     assert found["weights_bytes"] / 2**30 == pytest.approx(16.2, abs=0.05)
     assert found["context"] == 32768 and found["fits"] is True and not found["suggestions"]
     by_kv = {choice["kv_dtype"]: choice for choice in found["choices"]}
-    assert by_kv["bf16"]["longest_context"] > 65536 and by_kv["fp8"]["longest_context"] > 131072
+    assert by_kv["bf16"]["longest_context"] > 65536 and by_kv["fp8"]["longest_context"] > 120000
     assert by_kv["bf16"]["most_requests"] == 2
     for choice in found["choices"]:
         assert choice["total_bytes"] == found["weights_bytes"] + choice["cache_bytes"] + choice["workspace_bytes"]
