@@ -168,7 +168,7 @@ def random_blocks(kind: GGMLQuantizationType, rng: np.random.Generator) -> np.nd
 
 def repeat(write: Callable[[Any], Any], chunk: np.ndarray, nbytes: int) -> None:
     """Write `nbytes` bytes, the chunk again and again."""
-    view = memoryview(np.ascontiguousarray(chunk)).cast("B")
+    view = memoryview(chunk.tobytes())
     for at in range(0, nbytes, len(view)):
         write(view[: min(len(view), nbytes - at)])
 
