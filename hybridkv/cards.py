@@ -22,12 +22,15 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Card:
+    """A graphics card."""
+
     name: str
     mib: int  # as nvidia-smi reports
     capability: tuple[int, int]  # CUDA's compute capability; (0, 0): not known
 
     @property
     def nbytes(self) -> int:
+        """All of its memory."""
         return self.mib * MIB
 
     @property

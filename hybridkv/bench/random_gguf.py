@@ -42,6 +42,7 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
+        """Bytes in the file."""
         per_block, size = GGML_QUANT_SIZES[self.type]
         return prod(self.shape) // per_block * size
 

@@ -64,6 +64,7 @@ class TensorSpec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """What a tensor of it is made with."""
         return torch_dtype(self.dtype)
 
     @property

@@ -68,6 +68,7 @@ class Choice:
 
     @property
     def kv_dtype(self) -> str:
+        """Of the choice."""
         return self.estimate.cache.kv_dtype
 
     @property

@@ -37,6 +37,7 @@ class Try:
 
     @property
     def fits(self) -> bool:
+        """Whether all of it has room."""
         return self.estimate.need(self.requests, self.context).nbytes <= self.memory - self.weights.nbytes
 
 

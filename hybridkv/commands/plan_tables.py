@@ -38,6 +38,7 @@ def show(report: Report, buys: bool) -> None:
 
 
 def title(report: Report) -> str:
+    """Model, context, and what else was asked for."""
     many = f", {report.requests} requests" if report.requests > 1 else ""
     kept = f", {report.budget} kept" if report.budget is not None else ""
     return f"{report.source.name}, {report.context} tokens{many}{kept}"
@@ -129,6 +130,7 @@ def verdict(report: Report) -> str:
 
 
 def footnote(report: Report) -> str:
+    """What the reserve is, or what comes on top of a limit."""
     if report.card is not None:
         return (
             f"Reserve: of {human(report.card.nbytes)}, 1 GiB for driver and CUDA context and a tenth of the rest for "

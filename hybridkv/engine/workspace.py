@@ -57,6 +57,7 @@ def prompt_rows_at_once(rows: int, vocab: int) -> int:
 
 
 def block_rows(vocab: int) -> int:
+    """Rows of logits that are sampled at once."""
     return max(1, BLOCK_BYTES // (vocab * LOGIT_BYTES))
 
 

@@ -73,6 +73,7 @@ def cache_schema(config: ModelConfig, cache: CacheConfig, model_dtype: str | tor
 
 
 def weights(config: ModelConfig, has: Has) -> Iterator[Weight]:
+    """Every tensor that is loaded."""
     v = config.v4
     assert v is not None
     mapped = v.streams * (v.streams + 2)

@@ -24,6 +24,8 @@ Has = Callable[[str], bool]  # whether a checkpoint has a tensor that not every 
 
 @dataclass(frozen=True)
 class Weight:
+    """One tensor."""
+
     name: str  # Hugging Face's
     shape: tuple[int, ...]
     kind: str
@@ -40,6 +42,7 @@ def linear(has: Has, inputs: int, *parts: tuple[str, int], column_heads: int = 1
 
 
 def vector(name: str, *shape: int) -> Weight:
+    """A tensor that is f32 whatever the model's dtype."""
     return Weight(name, shape, "vector")
 
 
@@ -56,11 +59,13 @@ def attention(config: ModelConfig, has: Has, name: str, normed: bool = False, ga
 
 
 def gated_mlp(has: Has, name: str, hidden: int, intermediate: int) -> Iterator[Weight]:
+    """The three projections of a gated feed-forward layer."""
     yield from linear(has, hidden, (f"{name}.gate_proj", intermediate), (f"{name}.up_proj", intermediate))
     yield from linear(has, intermediate, (f"{name}.down_proj", hidden))
 
 
 def layer_norms(config: ModelConfig, name: str) -> Iterator[Weight]:
+    """The two norms of a layer."""
     for norm in ("input_layernorm", "post_attention_layernorm"):
         yield vector(f"{name}.{norm}.weight", config.hidden)
 

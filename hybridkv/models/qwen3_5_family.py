@@ -18,6 +18,7 @@ from hybridkv.models.schemas import gdn_schema
 
 
 def weights(config: ModelConfig, has: Has) -> Iterator[Weight]:
+    """Every tensor that is loaded."""
     attention = set(config.attention_layers)
     for i in range(config.layers):
         name = f"model.layers.{i}"

@@ -26,6 +26,7 @@ class Linear:
     factor: float
 
     def stretch(self, freq: Tensor, theta: float) -> Tensor:
+        """Frequencies [R] as they are after scaling."""
         return freq / self.factor
 
 
@@ -39,6 +40,7 @@ class Llama3:
     original: float  # tokens of the original context
 
     def stretch(self, freq: Tensor, theta: float) -> Tensor:
+        """Frequencies [R] as they are after scaling."""
         rotations = self.original * freq / (2 * math.pi)
         blend = ((rotations - self.low) / (self.high - self.low)).clamp(0, 1)
         return freq * blend + freq / self.factor * (1 - blend)
@@ -56,6 +58,7 @@ class Yarn:
     original: float
 
     def stretch(self, freq: Tensor, theta: float) -> Tensor:
+        """Frequencies [R] as they are after scaling."""
         import torch
 
         rope = 2 * len(freq)
@@ -73,6 +76,8 @@ class Yarn:
 
 @dataclass(frozen=True)
 class Rotation:
+    """Rotary positions of queries and keys."""
+
     theta: float
     channels: int  # rotated channels of a head, two for each frequency
     scaling: Linear | Llama3 | Yarn | None = None
