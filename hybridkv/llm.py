@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hybridkv.answers import ChatStream, Completion, Stream
 from hybridkv.cache import KVCacheManager
+from hybridkv.cards import HEADROOM
 from hybridkv.checkpoint.checkpoint import Checkpoint
 from hybridkv.checkpoint.generation_config import sampling_defaults
 from hybridkv.checkpoint.source import locate_model
@@ -42,7 +43,6 @@ Prompt = str | Sequence[int]
 Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
 Eviction = EvictionConfig | int | None | object  # object: INHERIT, what the LLM was opened with
-HEADROOM = 0.9  # of the free memory is used when no limit was given
 
 
 class LLM:
@@ -110,7 +110,8 @@ class LLM:
     def _plan(self, checkpoint: Checkpoint, limits: EngineConfig, exact: bool) -> CachePlan:
         """Decide all sizes before any weight is read."""
         schema = cache_schema(self.config, self.cache_config, self.dtype)
-        has, device, fp8 = checkpoint.__contains__, self.device.type, self.fp8 and not exact
+        has, device = checkpoint.__contains__, self.device.type
+        fp8 = self.fp8 and not exact and keeps_codes(self.device, self.dtype)
         plain = packed = model_bytes(self.config, has, self.dtype, device, fp8)
         if not exact and keeps_packed(self.device, self.dtype):
             packed = model_bytes(self.config, has, self.dtype, device, packed=checkpoint.packed_bytes())
@@ -118,7 +119,7 @@ class LLM:
         memory = limits.memory_bytes or int(free_memory(self.device) * HEADROOM)
         if weights >= memory:
             given = "the limit" if limits.memory_bytes else "free memory"
-            form = "fp8" if fp8 and keeps_codes(self.device, self.dtype) else str(self.dtype).removeprefix("torch.")
+            form = "fp8" if fp8 else str(self.dtype).removeprefix("torch.")
             form = "packed" if weights < plain else f"in {form}"
             less = "dtype='bfloat16', " if self.dtype == torch.float32 else ""
             less = "weight_dtype='auto', " if packed < weights else less

@@ -1,21 +1,22 @@
-"""Planner: the cache schema turned into bytes. Pure functions, so what fits is known before any memory is taken."""
+"""Planner: the cache schema and the list of weights turned into bytes. Pure functions, so what fits is known before any
+memory is taken, and without torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from math import prod
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from hybridkv.cache import CacheSchema
-from hybridkv.checkpoint.loader import Loader, Part, count
+from hybridkv.cache.schema import CacheSchema
+from hybridkv.dtypes import dtype_name, itemsize
 from hybridkv.errors import HybridKVError
-from hybridkv.kernels.linear.fp8 import keeps_codes
-from hybridkv.kernels.linear.linear import Linear
-from hybridkv.models import FAMILIES
 from hybridkv.models.config import ModelConfig
+from hybridkv.models.registry import family_of
+from hybridkv.models.weight_forms import fp8_bytes, weight_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -58,19 +59,27 @@ def human(size: float) -> str:
 def model_bytes(
     config: ModelConfig,
     has: Callable[[str], bool],
-    dtype: torch.dtype,
+    dtype: str | torch.dtype,
     device: str,
     fp8: bool = False,
     packed: Mapping[str, int] | None = None,
 ) -> int:
     """Bytes of all weights in memory. `has` answers whether the checkpoint holds a tensor that not every model has;
-    `packed` gives the bytes of matrices that stay in a GGUF file's formats.
+    `device` is cpu or cuda; `fp8`: matrices are kept as E4M3 codes (kernels/linear/fp8.py: keeps_codes); `packed` gives
+    the bytes of matrices that stay in a GGUF file's formats.
     """
-    loader = _CountingLoader(has, dtype, torch.device(device), fp8, packed or {})
-    FAMILIES[config.architecture].load(config, loader)
+    name, packed = dtype_name(dtype), packed or {}
+    total = 0
+    for weight in family_of(config).weights(config, has):
+        if weight.kind == "matrix" and weight.name in packed:
+            total += packed[weight.name]
+        elif weight.kind == "matrix" and fp8:
+            total += fp8_bytes(weight)
+        else:
+            total += weight_bytes(weight, name, device != "cpu")
     tied = config.tied or not has("lm_head.weight")
     # on a CPU a tied head is a second, packed copy (kernels/linear.py)
-    return loader.nbytes + (config.vocab * config.hidden * dtype.itemsize if tied and device == "cpu" else 0)
+    return total + (config.vocab * config.hidden * itemsize(name) if tied and device == "cpu" else 0)
 
 
 def planned_tensors(config: ModelConfig, raw: Mapping[str, object]) -> Callable[[str], bool]:
@@ -84,53 +93,6 @@ def planned_tensors(config: ModelConfig, raw: Mapping[str, object]) -> Callable[
         return name == "lm_head.weight" and not config.tied
 
     return has
-
-
-class _CountingLoader(Loader):
-    """A loader without files. The model's own loading code asks it for every tensor, so nothing is listed twice."""
-
-    def __init__(
-        self,
-        has: Callable[[str], bool],
-        dtype: torch.dtype,
-        runs_on: torch.device,
-        fp8: bool,
-        packed: Mapping[str, int],
-    ) -> None:
-        self.has = has  # type: ignore[method-assign]
-        self.packed_bytes = packed
-        self.device, self.dtype, self.runs_on = torch.device("meta"), dtype, runs_on
-        self.codes = fp8 and keeps_codes(runs_on, dtype)
-        self.used: set[str] = set()
-        self.nbytes = 0
-
-    def raw(self, name: str, *shape: int) -> Tensor:
-        self.nbytes += prod(shape) * self.dtype.itemsize
-        return torch.empty(shape, device="meta")
-
-    def fill(self, out: Tensor, name: str) -> None:
-        self.nbytes += out.nbytes
-
-    def stays_packed(self, name: str) -> bool:
-        return name in self.packed_bytes
-
-    def packed_linear(self, inputs: int, parts: Sequence[Part], bias: Tensor | None) -> Linear:
-        for name, rows in parts:
-            self.nbytes += self.packed_bytes.get(name, count(rows) * inputs * self.dtype.itemsize)
-        return Linear(torch.empty(sum(count(rows) for _, rows in parts), inputs, device="meta"), bias)
-
-    def make_linear(self, weight: Tensor, bias: Tensor | None = None, shared: bool = False) -> Linear:
-        if self.codes and not shared:  # a byte each and a scale a row, where the dtype was counted
-            self.nbytes += weight.numel() + len(weight) * torch.float32.itemsize - weight.nbytes
-        return Linear(weight, bias)
-
-    def indices(self, name: str, *shape: int, below: int) -> Tensor:
-        self.nbytes += prod(shape) * torch.int64.itemsize
-        return torch.empty(shape, dtype=torch.int64, device="meta")
-
-    def vector(self, name: str, *shape: int, plus: float = 0.0) -> Tensor:
-        self.nbytes += prod(shape) * torch.float32.itemsize
-        return torch.empty(shape, device="meta")
 
 
 def most_that_fits(need: Callable[[int], int], room: int, limit: int) -> int:

@@ -11,6 +11,7 @@ import torch
 from hybridkv import LLM, CacheConfig
 from hybridkv.cache import CacheSchema, KVCacheManager
 from hybridkv.cli import main
+from hybridkv.commands.plan_estimate import Estimate
 from hybridkv.errors import HybridKVError
 from hybridkv.models import cache_schema
 from hybridkv.models.config import ModelConfig
@@ -113,8 +114,11 @@ def test_a_config_alone_is_enough_and_memory_is_shared_out(tmp_path: Path, capsy
     each = schema.kv_bytes(131072) + schema.slot_bytes + 2 * 131072 // 128 * 4
     assert choice["cache_bytes"] == 3 * each
     assert choice["fits"] is True and choice["longest_context"] == MILLION and found["buys"] == []
-    room = 4 * 1024**4 - found["weights_bytes"]
-    assert choice["most_requests"] == room // each
+    room, beside = 4 * 1024**4 - found["weights_bytes"], choice["workspace_bytes"]
+    assert choice["total_bytes"] == found["weights_bytes"] + 3 * each + beside and beside > 4 << 26  # index scores
+    estimate = Estimate(ModelConfig.from_dict(KNOWN[PRO]), CacheConfig("fp8"), "bfloat16", gpu=True)
+    most = choice["most_requests"]
+    assert estimate.need(most, 131072).nbytes <= room < estimate.need(most + 1, 131072).nbytes
     text = plan(capsys, "-m", tmp_path, "--memory", "4TiB", *arguments[:-1])
     assert "requests of 131072" in text and "What a dtype and a budget buy" not in text
 

@@ -16,7 +16,8 @@ from hybridkv.config import SamplingParams
 from hybridkv.kernels.linear.linear import Linear
 from hybridkv.kernels.linear.packed_dequantise import dequantise_ref
 from hybridkv.kernels.linear.packed_linear import PackedLinear
-from hybridkv.kernels.linear.packed_weights import BITS, BLOCK_BYTES, Packed, pack
+from hybridkv.kernels.linear.packed_planes import BITS, BLOCK_BYTES
+from hybridkv.kernels.linear.packed_weights import Packed, pack
 from hybridkv.text.stream import TextStream
 
 ROUNDING = 1e-2  # bf16 results of f32 sums in another order

@@ -27,16 +27,14 @@ What waits to become an entry is state. Nothing in it is ever moved: the place o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import lcm
-
-import torch
+from math import inf, lcm
 
 from hybridkv.cache.schema import CacheSchema, CompressedLayer, StateSchema, StreamSchema, TensorSpec
 from hybridkv.errors import HybridKVError
 from hybridkv.kernels.formats.page_layout import PageFormat, entry_format, index_format
 
 BLOCK_SIZE_ORIGINAL_TOKENS = 128  # lcm of both compression ratios
-EMPTY = -torch.inf  # gate of a token that is not there: its weight is exactly 0
+EMPTY = -inf  # gate of a token that is not there: its weight is exactly 0
 KINDS = ("window", "csa", "hca")
 MAX_DRAFTS = 64
 
@@ -123,25 +121,25 @@ def _stream(
 
 
 def _entry(name: str, fmt: PageFormat) -> TensorSpec:
-    return TensorSpec(name, (fmt.width,), fmt.dtype)
+    return TensorSpec(name, (fmt.width,), fmt.codec.stored)
 
 
 def _rows(name: str, fmt: PageFormat, rows: int) -> TensorSpec:
-    return TensorSpec(name, (rows, fmt.width), fmt.dtype)
+    return TensorSpec(name, (rows, fmt.width), fmt.codec.stored)
 
 
 def _token_rows(name: str, rows: int, width: int) -> tuple[TensorSpec, ...]:
     """Content and gate of the last tokens: channels for the next entry, then those for the token's own entry."""
     shape = (rows, 2 * width)
-    return TensorSpec(f"{name}_p", shape, torch.float32), TensorSpec(f"{name}_z", shape, torch.float32, init=EMPTY)
+    return TensorSpec(f"{name}_p", shape, "float32"), TensorSpec(f"{name}_z", shape, "float32", init=EMPTY)
 
 
 def _running(banks: int, width: int) -> tuple[TensorSpec, ...]:
     shape = (banks, width)
     return (
-        TensorSpec("top", shape, torch.float32, init=EMPTY),
-        TensorSpec("total", shape, torch.float32),
-        TensorSpec("mixed", shape, torch.float32),
+        TensorSpec("top", shape, "float32", init=EMPTY),
+        TensorSpec("total", shape, "float32"),
+        TensorSpec("mixed", shape, "float32"),
     )
 
 

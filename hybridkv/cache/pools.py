@@ -15,7 +15,7 @@ class PagedPool:
     def __init__(self, schema: StreamSchema, pages: int, device: torch.device) -> None:
         self.schema, self.pages = schema, pages
         lead = (schema.lanes, pages, schema.entries_per_page)
-        self.tensors = {t.name: torch.empty(lead + t.shape, dtype=t.dtype, device=device) for t in schema.tensors}
+        self.tensors = {t.name: torch.empty(lead + t.shape, dtype=t.torch_dtype, device=device) for t in schema.tensors}
 
     @property
     def nbytes(self) -> int:

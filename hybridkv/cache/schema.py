@@ -33,14 +33,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
-import torch
-
+from hybridkv.dtypes import ITEMSIZE, dtype_name, torch_dtype
 from hybridkv.kernels.formats.page_layout import PageFormat
 
-Count = TypeVar("Count", int, np.ndarray)
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+Count = TypeVar("Count", int, "np.ndarray")
 
 
 def ceil_div(a: Count, b: int) -> Count:
@@ -54,13 +56,21 @@ class TensorSpec:
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str  # torch's name for it; a torch.dtype may be given too
     init: float = 0.0  # what a fresh state row holds; pages are never read before they are written
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """What a tensor of it is made with."""
+        return torch_dtype(self.dtype)
 
     @property
     def nbytes(self) -> int:
         """Bytes of one entry, or of one slot of a state."""
-        return prod(self.shape) * self.dtype.itemsize
+        return prod(self.shape) * ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -193,7 +203,7 @@ class CacheSchema:
 
     def table_bytes(self, tokens: int) -> int:
         """Bytes of one slot's page ids on the device, for requests of up to `tokens` tokens."""
-        return sum(s.pages(tokens) for s in self.streams) * torch.int32.itemsize
+        return sum(s.pages(tokens) for s in self.streams) * ITEMSIZE["int32"]
 
     def bytes(self, pages: dict[str, int], slots: int, max_tokens: int, query_buffers: int = 0) -> int:
         """What pools of these sizes, this many slots for requests of `max_tokens` tokens and query buffers allocate."""

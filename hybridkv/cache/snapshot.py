@@ -25,7 +25,7 @@ from torch import Tensor
 from hybridkv.cache.facts import Compaction
 from hybridkv.cache.manager import KVCacheManager
 from hybridkv.cache.page_table import PageTable
-from hybridkv.cache.schema import CacheSchema
+from hybridkv.cache.schema import CacheSchema, StateSchema, StreamSchema
 from hybridkv.cache.snapshot_file import FORMAT, SESSION_VERSION, VERSION, NotWellFormed, read_file, write_file
 from hybridkv.errors import HybridKVError, RequestError
 
@@ -159,13 +159,12 @@ def fingerprint(schema: CacheSchema) -> str:
     """
     formats = [[c.kind, c.entries.name, c.index and c.index.name] for c in schema.compressed]
     pages = [s.entries_per_page for s in schema.streams] if formats else []
-    streams = [
-        [s.name, s.layers, s.heads, s.shared, s.tokens_per_entry, [[t.name, t.shape, str(t.dtype)] for t in s.tensors]]
-        for s in schema.streams
-    ]
-    states = [
-        [s.name, s.layers, [[t.name, t.shape, str(t.dtype)] for t in s.tensors]] for s in schema.states if not s.lent
-    ]
+
+    def named(s: StreamSchema | StateSchema) -> list:
+        return [[t.name, t.shape, f"torch.{t.dtype}"] for t in s.tensors]
+
+    streams = [[s.name, s.layers, s.heads, s.shared, s.tokens_per_entry, named(s)] for s in schema.streams]
+    states = [[s.name, s.layers, named(s)] for s in schema.states if not s.lent]
     return hashlib.sha256(json.dumps([streams, states, formats, pages]).encode()).hexdigest()
 
 
@@ -203,7 +202,7 @@ def check_restorable(manager: KVCacheManager, snapshot: Snapshot) -> None:
         for t in s.tensors:
             tensor = snapshot.entries.get((name, t.name))
             shape = (s.lanes, int(found.sum()), *t.shape)
-            if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != t.dtype:
+            if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != t.torch_dtype:
                 raise RequestError(f"the snapshot's tensor '{t.name}' of '{name}' is not {shape} {t.dtype}")
     _check_states(manager, snapshot)
 

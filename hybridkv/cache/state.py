@@ -22,7 +22,10 @@ class StatePool:
         self.schemas, self.slots = schemas, slots
         self.tensors = {
             (s.name, t.name): torch.full(
-                (len(s.layers), query_buffers if s.lent else slots, *t.shape), t.init, dtype=t.dtype, device=device
+                (len(s.layers), query_buffers if s.lent else slots, *t.shape),
+                t.init,
+                dtype=t.torch_dtype,
+                device=device,
             )
             for s in schemas
             for t in s.tensors

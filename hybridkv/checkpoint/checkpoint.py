@@ -9,8 +9,7 @@ ever run and pickle is never loaded. What is special about one model family's fi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,15 +17,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hybridkv.checkpoint.gguf_architecture import GgufArchitecture
 from hybridkv.checkpoint.gguf_file import KEPT, GgufFile
-from hybridkv.checkpoint.gguf_map import map_gguf, moved_heads, orders
+from hybridkv.checkpoint.gguf_map import map_gguf, orders
+from hybridkv.checkpoint.gguf_planes import Form, packed_bytes, packed_form
+from hybridkv.checkpoint.layouts import Layouts
 from hybridkv.checkpoint.recipe import Recipe
 from hybridkv.checkpoint.safetensors_file import SafetensorsFile
 from hybridkv.checkpoint.safetensors_store import SafetensorsStore
+from hybridkv.dtypes import torch_dtype
 from hybridkv.errors import ModelFileError, UnsupportedModel
 from hybridkv.files import read_json, read_json_if_any
-from hybridkv.kernels.linear.packed_weights import BITS, Packed, each_for, pack, plane_bytes
+from hybridkv.kernels.linear.packed_weights import Packed, pack
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 INDEX_LIMIT = 64 << 20  # bytes
@@ -43,23 +44,6 @@ _PREFIXES = (
 )
 _BARE = ("embed_tokens.", "layers.", "norm.")  # a model saved without its head: names lack "model."
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d{1,6})\.(gate|up|down)_proj\.weight")
-
-
-@dataclass(frozen=True)
-class FolderLayout:
-    """How a family's safetensors folders differ from Hugging Face's own."""
-
-    rename: Callable[[str], str]  # stored name -> canonical name
-    # the files and the config's quantization_config -> the tensors
-    open_store: Callable[[list[SafetensorsFile], object], SafetensorsStore]
-
-
-@dataclass(frozen=True)
-class Layouts:
-    """What is known about the files of all model families."""
-
-    gguf: Mapping[str, GgufArchitecture] = field(default_factory=dict)  # by general.architecture
-    folders: Mapping[str, FolderLayout] = field(default_factory=dict)  # by model_type; others are Hugging Face's own
 
 
 class _Store(Protocol):
@@ -133,19 +117,15 @@ class Checkpoint:
                 out[expert, row : row + len(piece)] = piece
                 row += len(piece)
 
-    def packed_form(self, name: str) -> tuple[int, int] | None:
+    def packed_form(self, name: str) -> Form | None:
         """(bits, columns for one d) of the planes that a matrix can be kept in; None: it has to be dequantised."""
-        recipe = self._recipe(name)
-        kinds = {self._store.kind(part) for part in recipe.parts} if isinstance(self._store, _GgufStore) else set()
-        heads = moved_heads(recipe)
-        bits = BITS.get(kinds.pop()) if len(kinds) == 1 else None
-        each = each_for(bits, recipe.shape[1], heads) if bits and heads else None
-        return (bits, each) if bits and each else None
+        if not isinstance(self._store, _GgufStore):
+            return None
+        return packed_form(self._recipe(name), self._store.kind)
 
     def packed_bytes(self) -> dict[str, int]:
         """Name -> bytes of the planes, for all that can be kept in them."""
-        forms = {name: form for name in self._recipes if (form := self.packed_form(name))}
-        return {n: self.shape(n)[0] * sum(plane_bytes(bits, self.shape(n)[1], e)) for n, (bits, e) in forms.items()}
+        return packed_bytes(self._recipes, self._store.kind) if isinstance(self._store, _GgufStore) else {}
 
     def read_packed(self, name: str, device: torch.device) -> Packed:
         """A matrix that has a packed form, on the device."""
@@ -227,7 +207,7 @@ class _GgufStore:
         return self._file.tensors[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return KEPT.get(self._file.tensors[name].type, torch.float32)
+        return torch_dtype(KEPT.get(self._file.tensors[name].type, "float32"))
 
     def nbytes(self, name: str) -> int:
         return self._file.tensors[name].nbytes

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from hybridkv.checkpoint.gguf_config import Keys
     from hybridkv.checkpoint.gguf_map import Table
 

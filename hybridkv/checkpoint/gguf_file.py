@@ -18,15 +18,17 @@ import struct
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from hybridkv.errors import ModelFileError, UnsupportedModel
 from hybridkv.files import OpenFile
+
+if TYPE_CHECKING:
+    import torch
 
 HEADER_LIMIT = 128 << 20  # bytes; a vocabulary of 250 000 tokens with its merges needs about 10 MiB
 MAX_KEY = 65535  # bytes, by the GGUF specification
@@ -45,7 +47,7 @@ _u32 = struct.Struct("<I").unpack_from
 _u64 = struct.Struct("<Q").unpack_from
 
 Type = GGMLQuantizationType
-KEPT = {Type.F32: torch.float32, Type.F16: torch.float16, Type.BF16: torch.bfloat16}  # read as they are
+KEPT = {Type.F32: "float32", Type.F16: "float16", Type.BF16: "bfloat16"}  # read as they are, in torch's dtypes
 DEQUANTISED = frozenset(
     {Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K}
     | {Type.TQ1_0, Type.TQ2_0, Type.MXFP4, Type.NVFP4, Type.IQ4_NL, Type.IQ4_XS, Type.IQ1_S, Type.IQ1_M}
@@ -94,10 +96,12 @@ class GgufFile:
 
     def rows(self, tensor: GgufTensor, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) of the tensor seen as [rows, columns]: F32, F16 and BF16 as stored, all else float32."""
+        import torch
+
         stored = self.raw(tensor)[start:stop]
         n_rows, columns = stored.shape[0], tensor.shape[-1]
         if tensor.type in KEPT:
-            out = torch.empty(n_rows, columns, dtype=KEPT[tensor.type])
+            out = torch.empty(n_rows, columns, dtype=getattr(torch, KEPT[tensor.type]))
             out.view(torch.uint8).numpy()[...] = stored
             return out
         if tensor.type not in DEQUANTISED:
@@ -114,6 +118,14 @@ class GgufFile:
             values[at : at + step] = dequantize(part.reshape(1, -1), tensor.type).reshape(-1, per_block)
         return out
 
+    def numbers(self, tensor: GgufTensor) -> np.ndarray:
+        """All values of a small tensor in f32, without torch."""
+        if tensor.type not in KEPT and tensor.type not in DEQUANTISED:
+            raise UnsupportedModel(
+                f"{str(self.path)!r}: tensor {tensor.name!r} is {tensor.type.name}; that is not read"
+            )
+        return np.array(dequantize(self.raw(tensor), tensor.type), dtype=np.float32)
+
     def dequantise(self, tensor: GgufTensor) -> torch.Tensor:
         out = self.rows(tensor, 0, tensor.n_rows).reshape(tensor.shape)
         self._forget(tensor)
@@ -121,6 +133,8 @@ class GgufFile:
 
     def blocks(self, tensor: GgufTensor) -> torch.Tensor:
         """u8 [rows, bytes per row]: a copy of what is stored."""
+        import torch
+
         out = torch.empty(tensor.n_rows, tensor.nbytes // tensor.n_rows, dtype=torch.uint8)
         out.numpy()[...] = self.raw(tensor)
         self._forget(tensor)

@@ -12,15 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from hybridkv.checkpoint.gguf_architecture import Config, GgufArchitecture
 from hybridkv.checkpoint.gguf_config import Keys, find_architecture, gguf_config
 from hybridkv.checkpoint.gguf_file import DEQUANTISED, KEPT, GgufFile
 from hybridkv.checkpoint.recipe import Recipe
 from hybridkv.errors import ModelFileError, UnsupportedModel
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ def group_heads(w: Tensor, k_heads: int, v_heads: int, dim: int = 0, skip: int =
     """V heads tiled -> grouped along `dim`, leaving the first `skip` entries (the q and k channels) where they are."""
     if k_heads == v_heads:
         return w
+    import torch
+
     fixed, heads = w.split([skip, w.shape[dim] - skip], dim)
     tiled = heads.unflatten(dim, (v_heads // k_heads, k_heads, -1))  # [.., R, Hk, D, ..]
     return torch.cat([fixed, tiled.transpose(dim, dim + 1).reshape(heads.shape)], dim)
@@ -52,11 +57,13 @@ def less_one(w: Tensor) -> Tensor:
 
 
 def log_decay(ssm_a: Tensor) -> Tensor:
-    return torch.log(-ssm_a.float())
+    return (-ssm_a.float()).log()
 
 
 def interleave_qkvz(qkv: Tensor, z: Tensor, k_heads: int, k_dim: int, v_dim: int) -> Tensor:
     """q|k|v rows and z rows -> per K head its q, k, and the v and z of its V heads. k_dim, v_dim: of all heads."""
+    import torch
+
     parts = [*qkv.split([k_dim, k_dim, v_dim]), z]
     return torch.cat([part.unflatten(0, (k_heads, -1)) for part in parts], dim=1).flatten(0, 1)
 
@@ -80,6 +87,8 @@ def moved_heads(recipe: Recipe) -> int | None:
 
 def orders(recipe: Recipe, rows: list[int]) -> tuple[Tensor | None, Tensor | None]:
     """Permutations of the parts' rows and of the heads among the columns; None: they stay."""
+    import torch
+
     heads, make = moved_heads(recipe), recipe.make
     assert heads is not None
     if make is None:
@@ -92,7 +101,7 @@ def orders(recipe: Recipe, rows: list[int]) -> tuple[Tensor | None, Tensor | Non
 # --- tensors --------------------------------------------------------------------------------------------------------
 
 # stored name, canonical name, its shape in letters (a 1 is not stored), and what undoes the converter
-Row = tuple[str, str, str] | tuple[str, str, str, Callable[[Tensor], Tensor]]
+Row = tuple[str, str, str] | tuple[str, str, str, Callable[["Tensor"], "Tensor"]]
 
 GATED_MLP: tuple[Row, ...] = (
     ("ffn_gate.weight", "mlp.gate_proj.weight", "F H"),
@@ -186,8 +195,8 @@ def map_gguf(file: GgufFile, known: Mapping[str, GgufArchitecture]) -> GgufModel
 
 def _rope_factors(table: Table) -> list[float]:
     """What the frequencies of llama-3 RoPE are divided by, one for each pair of dimensions."""
-    factors = table.file.dequantise(table.file.tensors[table.part("rope_freqs.weight", "D/2")]).float()
-    if not bool(torch.isfinite(factors).all() and (factors > 0).all()):
+    factors = table.file.numbers(table.file.tensors[table.part("rope_freqs.weight", "D/2")])
+    if not bool(np.isfinite(factors).all() and (factors > 0).all()):
         raise ModelFileError(f"{table.where}: rope_freqs.weight holds a value that is not a positive number")
     return factors.flatten().tolist()
 

@@ -1,56 +1,86 @@
 """`hybridkv plan`: what a model and a context cost in memory, before anything is downloaded or loaded.
 
-Every number comes from the cache schema that the model itself runs with, and from its own loading code.
+Every number comes from the cache schema that the model itself runs with, and from the list of weights that its loading
+code is tested against. No torch is imported, and no GPU is needed to plan for one.
+
+    plan_source     the model: a known name, a config.json, a GGUF file's header
+    plan_weights    bytes of its weights in the form asked for
+    plan_estimate   bytes of cache and workspace, and what fits
+    plan_advice     what would fit where it does not
+    plan_tables     what is printed; plan_page: the page of --html
 """
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-from typer import Option
+from typer import Argument, BadParameter, Option
 
 from hybridkv.commands.options import ModelOptions, with_options
-from hybridkv.errors import HybridKVError, ModelFileError
+from hybridkv.config import KV_DTYPES, WEIGHT_DTYPES, CacheConfig, EngineConfig
+from hybridkv.errors import HybridKVError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from hybridkv.cards import Card
+    from hybridkv.commands.plan_estimate import Estimate, Need
+    from hybridkv.commands.plan_source import Source
+    from hybridkv.commands.plan_weights import Weights
 
-    import torch
-
-    from hybridkv.cache import CacheSchema
-    from hybridkv.config import CacheConfig
-    from hybridkv.models.config import ModelConfig
-    from hybridkv.planner import CachePlan
-
-EMBEDDED = "SmolLM2-135M-Instruct"
 BUDGET = 2048  # where none is named
+_MODEL = "a known name (Qwen3.5-27B), a folder with a config.json, a .gguf file; without it SmolLM2-135M-Instruct"
+_WEIGHTS = (
+    "form of the weights on a GPU: bf16, f32; fp8 (projections); q8_0, q6_k, q5_k, q4_k (projections and experts as a "
+    "GGUF file of that format has them; a Q4_K_M file mixes q4_k and q6_k); mxfp4 (experts). bf16, or as the .gguf "
+    "file has them"
+)
+
+
+@dataclass(frozen=True)
+class PlanOptions(ModelOptions):
+    """What is planned. Options of the other commands mean the same here; a GPU is meant unless --device is cpu."""
+
+    model: Annotated[str | None, Option("--model", "-m", metavar="PATH", help="the same as MODEL")] = None
+    device: Annotated[str, Option("--device", metavar="NAME", help="cuda or cpu, whatever this machine has")] = "auto"
+    context: Annotated[  # type: ignore[assignment]
+        str | None,
+        Option("--context", metavar="TOKENS", help="of each request, such as 32768 or 32k; the model's own limit"),
+    ] = None
+    memory: Annotated[
+        str | None,
+        Option("--memory", metavar="SIZE", help="for weights, cache and workspace together, such as 20GiB"),
+    ] = None
 
 
 @dataclass(frozen=True)
 class Choice:
     """One KV dtype, and what fits with it. The last three are None when no memory was named."""
 
-    kv_dtype: str
-    plan: CachePlan
-    total: int
+    estimate: Estimate
+    need: Need  # of the requests and the context asked for
+    total: int  # with the weights
     fits: bool | None = None
     longest_context: int | None = None  # for the requests asked for
     most_requests: int | None = None  # of the context asked for
 
     @property
+    def kv_dtype(self) -> str:
+        """Of the choice."""
+        return self.estimate.cache.kv_dtype
+
+    @property
     def index_dtype(self) -> str | None:
         """The dtype of the keys by which DeepSeek-V4 chooses entries."""
-        return next((layer.index.name for layer in self.plan.schema.compressed if layer.index), None)
+        return next((layer.index.name for layer in self.estimate.schema.compressed if layer.index), None)
 
     @property
     def token_bytes(self) -> float:
         """Bytes of pages that one more token takes in the long run."""
-        each = (s.streams * s.page_bytes / (s.entries_per_page * s.tokens_per_entry) for s in self.plan.schema.streams)
-        return sum(each)
+        streams = self.estimate.schema.streams
+        return sum(s.streams * s.page_bytes / (s.entries_per_page * s.tokens_per_entry) for s in streams)
 
 
 @dataclass(frozen=True)
@@ -70,304 +100,279 @@ class Buy:
 
 @dataclass(frozen=True)
 class Report:
-    model: str
+    """All that is shown."""
+
+    source: Source
     requests: int
     context: int
-    dtype: str
-    layers: int
-    weights: int
-    memory: int | None
+    weights: Weights
+    gpu: bool
+    card: Card | None
+    memory: int | None  # bytes for weights, cache and workspace
+    budget: int | None  # that was asked for
     choices: list[Choice]
     buys: list[Buy]
-    ffn_layer_bytes: int | None = None  # the largest FFN layer as the file stores it
-    packed_on_gpu: int | None = None  # bytes of a GGUF file's weights there, where they are for a CPU here
-    workspace: int = 0  # bytes that steps take for a while: logits, sampling, eviction
+    notes: list[str]
+    advice: list[str]  # commands that fit, where this one does not
+    named: str  # the model, as it was asked for
+    memory_given: str | None  # as --memory has it
+    weight_flags: list[str]  # that were given
+    kv_named: bool  # whether --kv-dtype was given
+
+    @property
+    def judged(self) -> Choice:
+        """The choice that the verdict is about: the KV dtype that was asked for, or that LLM would take."""
+        usual = {"bfloat16": "bf16", "float32": "f32"}[self.weights.dtype]
+        return next((c for c in self.choices if c.kv_dtype == usual), self.choices[0])
 
 
 @with_options
 def plan(
-    model: ModelOptions,
+    options: PlanOptions,
+    name: Annotated[str | None, Argument(metavar="[MODEL]", help=_MODEL, show_default=False)] = None,
+    page: Annotated[str | None, Argument(metavar="[FILE]", help="of --html", show_default=False)] = None,
+    card: Annotated[
+        str | None,
+        Option("--card", metavar="NAME", help='a graphics card ("RTX 4090", h200) or its size (24GB: 24 GiB)'),
+    ] = None,
+    weights: Annotated[str | None, Option("--weights", metavar="FORM", help=_WEIGHTS)] = None,
     requests: Annotated[int | None, Option("--requests", metavar="N", help="the same as --max-requests; 1")] = None,
     as_json: Annotated[bool, Option("--json", help="print one JSON object")] = False,
+    html: Annotated[bool, Option("--html", help="write a page with sliders for all this to FILE; plan.html")] = False,
 ) -> None:
-    """Show the bytes of weights, KV cache and state for a model and a context.
+    """Show the bytes of weights, KV cache and state for a model and a context, on any card.
 
-    --model takes a folder with a config.json (weights are not needed), a .gguf file, or the name of a known model
-    such as Qwen3.5-27B. Without --kv-dtype all are shown. With --memory or --budget a second table shows what each
-    KV dtype and budget buys; without --budget it takes 2048 tokens.
+    Nothing is loaded, and no GPU is needed. Without --kv-dtype all are shown. With --card or --memory it says what
+    fits: the longest context, the most requests, and what would fit where it does not. With --memory, --card or
+    --budget a second table shows what each KV dtype and budget buys; without --budget it takes 2048 tokens.
     """
-    from rich.console import Console
+    named = [given for given in (name, options.model, page) if given is not None]
+    files = [given for given in named if html and given.endswith(".html")]
+    models = list(dict.fromkeys(given for given in named if given not in files))
+    if len(models) > 1 or len(files) > 1:
+        raise BadParameter(f"one model{' and one file that ends in .html' if html else ''} can be given, not {named}")
+    options = replace(options, model=models[0] if models else None)
+    if html:
+        from hybridkv.commands.plan_page import write_page
 
-    from hybridkv.commands.plan_tables import as_dict, buys_table, table
-    from hybridkv.kernels.linear.packed import WORKSPACE
-    from hybridkv.planner import human
-
-    report = make_report(model, next((n for n in (requests, model.max_requests) if n is not None), 1))
+        written = write_page(Path(files[0] if files else "plan.html"), options.model)
+        print(f"{written}: open it in a browser; it needs no network")
+        return
+    many = next((n for n in (requests, options.max_requests) if n is not None), 1)
+    report = make_report(options, many, card, weights)
     if as_json:
+        from hybridkv.commands.plan_tables import as_dict
+
         print(json.dumps(as_dict(report)))
         return
-    console = Console(highlight=False)
-    console.print(table(report))
-    if report.buys and (report.memory is not None or model.budget is not None):
-        console.print(buys_table(report))
-    if report.packed_on_gpu is not None:
-        console.print(f"Weights packed on a GPU: {human(report.packed_on_gpu)}", style="dim")
-    if report.memory is not None:
-        written = f", {human(2 * WORKSPACE)} of it for packed weights" if report.dtype == "packed" else ""
-        console.print(
-            f"On top: up to {human(report.workspace)} for logits, sampling and eviction, and what a step needs to "
-            f"compute{written}; leave a few hundred MiB.",
-            style="dim",
-        )
+    from hybridkv.commands.plan_tables import show
+
+    show(report, buys=report.memory is not None or options.budget is not None)
 
 
-@dataclass(frozen=True)
-class Weights:
-    """Bytes of a model's weights in the form that the options ask for."""
+def read_tokens(text: str | int | None) -> int | None:
+    """A number of tokens: 32768, 32k, 128K, 1M. Thousands are of 1024."""
+    if text is None or isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*(\d{1,12})\s*([km]?)\s*", text.lower())
+    if match is None:
+        raise BadParameter(f"--context takes a number of tokens such as 32768 or 32k, not {text[:40]!r}")
+    return int(match[1]) << {"": 0, "k": 10, "m": 20}[match[2]]
 
-    nbytes: int
-    form: str  # float32, bfloat16, fp8, "fp8 as ..." where a machine has none, or packed
-    packed_on_gpu: int | None  # of a GGUF file that is planned for a CPU
 
+def make_report(options: ModelOptions, requests: int, card_name: str | None = None, form: str | None = None) -> Report:
+    """The plan of what the options ask for."""
+    from hybridkv.cards import find_card
+    from hybridkv.commands.plan_source import find_source
+    from hybridkv.models import check_exact, family_of
 
-def make_report(options: ModelOptions, requests: int) -> Report:
-    from hybridkv.config import EngineConfig
-    from hybridkv.devices import resolve_device, resolve_dtype
-    from hybridkv.engine.workspace import workspace
-    from hybridkv.models import cache_schema, check_exact, family_of
-    from hybridkv.models.config import ModelConfig
-
-    limits = EngineConfig(requests, options.context, options.memory)
-    device = resolve_device(options.device)
-    name, raw = read_config(options.model)
-    config = ModelConfig.from_dict(raw)
+    card = None if card_name is None else find_card(card_name)
+    if card is not None and options.memory is not None:
+        raise BadParameter("--card says how much memory there is: leave out --memory, or --card")
+    limits = EngineConfig(requests, read_tokens(options.context), options.memory)
+    gpu = on_gpu(options.device, card)
+    source = find_source(options.model)
+    config = source.config
     check_exact(config, options.exact, options.state_dtype)
     evicts = family_of(config).supports("budget")
     if not evicts and options.budget is not None:
         raise HybridKVError(
             f"--budget is not for {config.architecture}: it compresses its cache itself and never evicts"
         )
-    evicting = (replace(options, budget=BUDGET) if evicts and options.budget is None else options).cache()
-    cache = replace(evicting, budget=None, bounded=False, decode_every=0) if evicts else evicting
-    dtype = resolve_dtype(options.dtype, device, raw)
-    weights = find_weights(options, config, raw, device, dtype)
+    weights = choose_weights(options, source, gpu, card, form)
     context = limits.max_context or config.max_positions
     if context > config.max_positions:
         raise HybridKVError(f"max_context {context} exceeds the model's own limit of {config.max_positions} tokens")
-    choices = find_choices(config, cache, dtype, requests, context, weights.nbytes, limits.memory_bytes)
-    ffn = ffn_layer_bytes(options.model)
+    memory = limits.memory_bytes if card is None else card.usable
+    cache = options.cache()
+    evicting = (replace(options, budget=BUDGET) if evicts and options.budget is None else options).cache()
+    choices = find_choices(source, cache, weights, gpu, options.exact, requests, context, memory)
     buys = []
     if evicts:
         kinds = [choice.kv_dtype for choice in choices]
-        room = None if limits.memory_bytes is None else limits.memory_bytes - weights.nbytes
-        buys = find_buys(config, evicting, dtype, kinds, limits.step_tokens, requests, context, room, ffn)
-    beside = workspace(
-        config, cache_schema(config, evicting, dtype), evicting, limits, context, dtype, device.type == "cuda"
-    )
-    return Report(
-        model=name,
+        room = None if memory is None else memory - weights.nbytes
+        buys = find_buys(source, evicting, weights, gpu, options.exact, kinds, requests, context, room)
+    report = Report(
+        source=source,
         requests=requests,
         context=context,
-        dtype=weights.form,
-        layers=config.layers,
-        weights=weights.nbytes,
-        memory=limits.memory_bytes,
+        weights=weights,
+        gpu=gpu,
+        card=card,
+        memory=memory,
+        budget=cache.budget,
         choices=choices,
         buys=buys,
-        ffn_layer_bytes=ffn,
-        packed_on_gpu=weights.packed_on_gpu,
-        workspace=beside.nbytes,
+        notes=notes(weights, card),
+        advice=[],
+        named=options.model or source.name,
+        memory_given=options.memory,
+        weight_flags=weight_flags(options, form),
+        kv_named=cache.kv_dtype != "auto",
     )
+    if report.judged.fits is False:
+        from hybridkv.commands.plan_advice import advice
+
+        report = replace(report, advice=advice(report, given(options)))
+    return report
 
 
-def find_weights(
-    options: ModelOptions, config: ModelConfig, raw: dict[str, Any], device: torch.device, dtype: torch.dtype
-) -> Weights:
-    import torch
+def on_gpu(device: str, card: Card | None) -> bool:
+    """Whether a GPU is planned for. None is needed for that."""
+    kind = device.split(":")[0]
+    if kind not in ("auto", "cuda", "cpu"):
+        raise HybridKVError(f"device {device!r} is not supported; use auto, cpu or cuda")
+    if kind == "cpu" and card is not None:
+        raise BadParameter(f"--device cpu does not go with --card {card.name}")
+    return kind != "cpu"
 
-    from hybridkv.devices import resolve_fp8
-    from hybridkv.kernels.linear.fp8 import keeps_codes
-    from hybridkv.kernels.linear.packed import keeps_packed
-    from hybridkv.models import check_fp8
-    from hybridkv.planner import model_bytes, planned_tensors
 
-    fp8 = resolve_fp8(options.weight_dtype)
-    check_fp8(config, fp8)
-    stays_fp8 = fp8 and not options.exact and keeps_codes(device, dtype)
-    has, packed = file_tensors(options.model) or (planned_tensors(config, raw), {})
-    plain = model_bytes(config, has, dtype, device.type, stays_fp8)
-    may_pack = options.weight_dtype == "auto" and not options.exact
-    nbytes = plain
-    if may_pack and keeps_packed(device, dtype):
-        nbytes = model_bytes(config, has, dtype, device.type, packed=packed)
-    on_gpu = None
-    if packed and may_pack and device.type == "cpu":
-        unpacked_there = model_bytes(config, has, torch.bfloat16, "cuda", packed={})
-        packed_there = model_bytes(config, has, torch.bfloat16, "cuda", packed=packed)
-        if packed_there < unpacked_there:
-            on_gpu = packed_there
-    name = str(dtype).removeprefix("torch.")
-    if nbytes < plain:
-        form = "packed"
-    elif stays_fp8:
-        form = "fp8"
-    else:
-        form = f"fp8 as {name}" if fp8 else name
-    return Weights(nbytes, form, on_gpu)
+def choose_weights(options: ModelOptions, source: Source, gpu: bool, card: Card | None, form: str | None) -> Weights:
+    """Bytes of the weights as --weights asks for them, or --dtype and --weight-dtype."""
+    from hybridkv.commands.plan_weights import check_form, find_weights, form_weights
+    from hybridkv.config import MODEL_DTYPES
+    from hybridkv.models.weight_forms import DTYPES
+
+    if options.dtype not in ("auto", *MODEL_DTYPES):
+        raise HybridKVError(f"dtype {options.dtype!r} is not supported; choose auto, {', '.join(MODEL_DTYPES)}")
+    if options.weight_dtype not in WEIGHT_DTYPES:
+        raise HybridKVError(
+            f"weight_dtype {options.weight_dtype!r} is not supported; choose {' or '.join(WEIGHT_DTYPES)}; plan takes "
+            "other forms as --weights"
+        )
+    if form is None:
+        return find_weights(source, gpu, options.dtype, options.weight_dtype, options.exact, card)
+    form = check_form(form)
+    if options.dtype != "auto" or options.weight_dtype != "auto":
+        raise BadParameter("--weights says the form of the weights: leave out --dtype and --weight-dtype")
+    if form in DTYPES and (not gpu or options.exact):
+        return find_weights(source, gpu, DTYPES[form], "plain", options.exact)
+    if not gpu:
+        raise HybridKVError(f"--weights {form} is for a GPU; on a CPU weights are bf16 or f32")
+    if options.exact:
+        raise HybridKVError(f"exact mode computes with plain weights: --weights bf16 or f32, not {form}")
+    return form_weights(source, form, card)
+
+
+def notes(weights: Weights, card: Card | None) -> list[str]:
+    """Sentences about what the engine, or the card, does not do."""
+    from hybridkv.cards import FP8_KV
+
+    found = [weights.note] if weights.note else []
+    if card is not None and (0, 0) < card.capability < FP8_KV:
+        found.append(f"KV fp8 needs an RTX 40, an L4, an H100 or later: the {card.name} has no FP8.")
+    return found
+
+
+def given(options: ModelOptions) -> list[str]:
+    """The flags that were given, as a suggestion repeats them: all but what it may change."""
+    usual, found = PlanOptions(), []
+    changed = ("model", "dtype", "weight_dtype", "kv_dtype", "max_requests", "context", "memory", "budget", "device")
+    for f in fields(usual):
+        value = getattr(options, f.name)
+        if f.name not in changed and value != getattr(usual, f.name):
+            found += [f"--{f.name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    return found
+
+
+def weight_flags(options: ModelOptions, form: str | None) -> list[str]:
+    """The flags that chose the weights, and the device."""
+    found = [] if form is None else ["--weights", form]
+    for name in ("dtype", "weight_dtype", "device"):
+        value = getattr(options, name)
+        found += [] if value == "auto" else [f"--{name.replace('_', '-')}", value]
+    return found
+
+
+def kv_dtypes(cache: CacheConfig) -> tuple[str, ...]:
+    """The KV dtypes that are shown."""
+    return tuple(KV_DTYPES) if cache.kv_dtype == "auto" else (cache.kv_dtype,)
 
 
 def find_choices(
-    config: ModelConfig,
+    source: Source,
     cache: CacheConfig,
-    dtype: torch.dtype,
+    weights: Weights,
+    gpu: bool,
+    exact: bool,
     requests: int,
     context: int,
-    weights: int,
     memory: int | None,
 ) -> list[Choice]:
     """One for each KV dtype that may be meant."""
-    from hybridkv.config import KV_DTYPES
-    from hybridkv.models import cache_schema
-    from hybridkv.planner import longest_context, most_requests, plan_cache
+    from hybridkv.commands.plan_estimate import Estimate
 
     choices = []
-    for kv_dtype in KV_DTYPES if cache.kv_dtype == "auto" else (cache.kv_dtype,):
-        schema = cache_schema(config, replace(cache, kv_dtype=kv_dtype), dtype)
-        pools = plan_cache(schema, requests, context, None)
-        choice = Choice(kv_dtype, pools, weights + pools.nbytes)
+    for kv_dtype in kv_dtypes(cache):
+        estimate = Estimate(source.config, replace(cache, kv_dtype=kv_dtype), weights.dtype, gpu, exact)
+        need = estimate.need(requests, context)
+        choice = Choice(estimate, need, weights.nbytes + need.nbytes)
         if memory is not None:
-            room = memory - weights
+            room = memory - weights.nbytes
             choice = replace(
                 choice,
-                fits=pools.nbytes <= room,
-                longest_context=longest_context(schema, room, requests, config.max_positions),
-                most_requests=most_requests(schema, room, context),
+                fits=need.nbytes <= room,
+                longest_context=estimate.longest_context(requests, room),
+                most_requests=estimate.most_requests(context, room),
             )
         choices.append(choice)
     return choices
 
 
 def find_buys(
-    config: ModelConfig,
+    source: Source,
     evicting: CacheConfig,
-    dtype: torch.dtype,
+    weights: Weights,
+    gpu: bool,
+    exact: bool,
     kv_dtypes: list[str],
-    step: int,
     requests: int,
     context: int,
     room: int | None,
-    ffn: int | None,  # bytes of a feed-forward layer
 ) -> list[Buy]:
-    """Each KV dtype with each budget to compare."""
-    from hybridkv.models import cache_schema
+    """Each KV dtype with each budget to compare: none, the one asked for, and that one while the prompt is read too."""
+    from hybridkv.commands.plan_estimate import Estimate
 
-    whole = cache_schema(config, replace(evicting, kv_dtype="f32", budget=None, bounded=False, decode_every=0), dtype)
-    base = requests * (whole.kv_bytes(context) + whole.slot_bytes)  # page tables are alike in all
+    budgets: list[tuple[int | None, bool]] = [(None, False), (evicting.budget, True)]
+    if not evicting.bounded:
+        budgets.insert(1, (evicting.budget, False))
+
+    def estimate(kv_dtype: str, budget: int | None, bounded: bool) -> Estimate:
+        settings = replace(evicting, kv_dtype=kv_dtype, budget=budget, bounded=bounded, decode_every=0)
+        return Estimate(source.config, settings, weights.dtype, gpu, exact)
+
+    whole = estimate("f32", None, False).need(requests, context)
     buys = []
     for kv_dtype in kv_dtypes:
-        for budget, bounded in budgets(evicting):
-            settings = replace(evicting, kv_dtype=kv_dtype, budget=budget, bounded=bounded, decode_every=0)
-            schema = cache_schema(config, settings, dtype)
-            found = buy(schema, settings, step, requests, context, room, config.max_positions)
-            if ffn:
-                freed = max(base - found.peak_bytes - found.state_bytes, 0)
-                found = replace(found, ffn_layers=min(freed // ffn, config.layers))
-            buys.append(found)
+        for budget, bounded in budgets:
+            found = estimate(kv_dtype, budget, bounded)
+            need = found.need(requests, context)
+            buy = Buy(kv_dtype, budget, bounded, need.held, need.pages, need.state)
+            if room is not None:
+                longest, most = found.longest_context(requests, room), found.most_requests(context, room)
+                buy = replace(buy, longest_context=longest, most_requests=most)
+            if source.ffn_layer_bytes:
+                freed = max(whole.pages + whole.state - need.pages - need.state, 0)  # page tables are alike in all
+                buy = replace(buy, ffn_layers=min(freed // source.ffn_layer_bytes, source.config.layers))
+            buys.append(buy)
     return buys
-
-
-def budgets(cache: CacheConfig) -> list[tuple[int | None, bool]]:
-    """(budget, bounded) to compare: none, the one asked for, and that one while the prompt is read too."""
-    found: list[tuple[int | None, bool]] = [(None, False), (cache.budget, True)]
-    if not cache.bounded:
-        found.insert(1, (cache.budget, False))
-    return found
-
-
-def kv_bytes(schema: CacheSchema, tokens: int, max_held: int | None) -> int:
-    """Page bytes of one request of `tokens` tokens whose attention streams hold at most `max_held` of them."""
-    from hybridkv.eviction.evict import STREAMS
-
-    held = tokens if max_held is None else min(tokens, max_held)
-    return sum(s.pages(held if s.name == STREAMS else tokens) * s.page_bytes for s in schema.streams)
-
-
-def buy(
-    schema: CacheSchema, cache: CacheConfig, step: int, requests: int, context: int, room: int | None, limit: int
-) -> Buy:
-    """What a dtype and a budget cost for `requests` requests of `context` tokens, and what fits in `room` bytes."""
-    from hybridkv.eviction import query_buffers_for
-    from hybridkv.planner import most_that_fits
-
-    def held(tokens: int) -> int:
-        return kv_bytes(schema, tokens, cache.budget)
-
-    def peak(tokens: int) -> int:
-        return kv_bytes(schema, tokens, cache.budget + step if cache.bounded and cache.budget is not None else None)
-
-    def state(many: int) -> int:
-        return many * schema.slot_bytes + query_buffers_for(cache, step, many) * schema.query_buffer_bytes
-
-    def need(many: int, tokens: int) -> int:
-        return (many - 1) * held(tokens) + peak(tokens) + state(many) + many * schema.table_bytes(tokens)
-
-    sizes = (requests * held(context), (requests - 1) * held(context) + peak(context), state(requests))
-    found = Buy(cache.kv_dtype, cache.budget, cache.bounded, *sizes)
-    if room is None:
-        return found
-    longest = most_that_fits(lambda tokens: need(requests, tokens), room, limit)
-    each = held(context) + schema.slot_bytes
-    most = most_that_fits(lambda many: need(many, context), room, max(room, 0) // each if each else 0)
-    return replace(found, longest_context=longest, most_requests=most)
-
-
-def file_tensors(model: str | None) -> tuple[Callable[[str], bool], dict[str, int]] | None:
-    """Which tensors a GGUF file has, and the bytes of those that can stay packed, by name. None for anything else."""
-    from hybridkv.models import open_checkpoint
-
-    path = Path(model).expanduser() if model else Path()
-    if path.suffix != ".gguf" or not path.is_file():
-        return None
-    with open_checkpoint(path) as checkpoint:
-        return set(checkpoint.names()).__contains__, checkpoint.packed_bytes()
-
-
-def ffn_layer_bytes(model: str | None) -> int | None:
-    """Bytes of the largest feed-forward layer of a GGUF file, as stored. None for anything else."""
-    from hybridkv.checkpoint.gguf_file import GgufFile
-
-    path = Path(model).expanduser() if model else Path()
-    if path.suffix != ".gguf" or not path.is_file():
-        return None
-    layers: dict[str, int] = {}
-    with GgufFile(path) as file:
-        for name, tensor in file.tensors.items():
-            match = re.fullmatch(r"blk\.(\d+)\.ffn_(?!norm).*", name)
-            if match:
-                layers[match[1]] = layers.get(match[1], 0) + tensor.nbytes
-    return max(layers.values(), default=None)
-
-
-def read_config(model: str | None) -> tuple[str, dict[str, Any]]:
-    """(name, config) of a model that may not be there yet. Never reaches for the network."""
-    from hybridkv.files import read_json
-    from hybridkv.models import open_checkpoint
-    from hybridkv.models.known import KNOWN, known_config
-
-    if model is None:
-        return EMBEDDED, KNOWN[EMBEDDED]
-    path = Path(model).expanduser()
-    if path.is_dir() and (path / "config.json").exists():
-        return path.resolve().name, read_json(path / "config.json")
-    if path.suffix == ".json" and path.exists():
-        return path.resolve().parent.name, read_json(path)
-    if path.exists():
-        with open_checkpoint(path) as checkpoint:
-            return path.stem, checkpoint.config
-    found = known_config(model)
-    if found is None:
-        raise ModelFileError(
-            f"there is no model at {model!r}; give a folder with a config.json, a .gguf file, or one of "
-            f"{', '.join(KNOWN)}"
-        )
-    return found

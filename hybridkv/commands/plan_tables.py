@@ -1,9 +1,13 @@
-"""What `hybridkv plan` shows: tables, and the same as a dictionary."""
+"""What `hybridkv plan` shows: tables at 80 columns, a verdict, and the same as a dictionary."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+
+from hybridkv.commands.plan_weights import LABELS
+from hybridkv.kernels.linear.packed_planes import WORKSPACE
+from hybridkv.planner import human
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -11,67 +15,143 @@ if TYPE_CHECKING:
     from hybridkv.commands.plan import Report
 
 
+def show(report: Report, buys: bool) -> None:
+    """Print the plan; `buys`: with what each KV dtype and budget buys."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(table(report))
+    if report.memory is not None:
+        console.print(verdict(report))
+        for command in report.advice:
+            console.print(f"  {command}", soft_wrap=True)  # never broken, so that it can be copied
+    nothing = report.memory is not None and report.weights.nbytes >= report.memory
+    if report.buys and buys and not nothing:
+        console.print()
+        console.print(buys_table(report))
+    for note in report.notes:
+        console.print(note)
+    if report.weights.packed_on_gpu is not None:
+        console.print(f"Weights packed on a GPU: {human(report.weights.packed_on_gpu)}", style="dim")
+    if report.memory is not None:
+        console.print(footnote(report), style="dim")
+
+
+def title(report: Report) -> str:
+    """Model, context, and what else was asked for."""
+    many = f", {report.requests} requests" if report.requests > 1 else ""
+    kept = f", {report.budget} kept" if report.budget is not None else ""
+    return f"{report.source.name}, {report.context} tokens{many}{kept}"
+
+
 def table(report: Report) -> Table:
+    """Every part of the memory, a column for each KV dtype."""
     from rich import box
     from rich.table import Table
 
-    from hybridkv.planner import human
-
-    many = f", {report.requests} requests" if report.requests > 1 else ""
     out = Table(
-        title=f"{report.model}, {report.context} tokens{many}",
+        title=title(report),
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0) if len(report.choices) < 3 else 0,  # 80 columns hold three dtypes
     )
     for heading in ("", "layers", "streams", "entries", "pages"):
-        out.add_column(heading, justify="right" if heading else "left", no_wrap=not heading)
+        out.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for choice in report.choices:
         out.add_column(f"KV {choice.kv_dtype}", justify="right", no_wrap=True)
-    first = report.choices[0].plan
-    for i, s in enumerate(first.schema.streams):
-        bytes_of = [human(c.plan.pool_bytes[c.plan.schema.streams[i].name]) for c in report.choices]
-        counts = (len(s.layers), s.streams, s.entries(report.context), first.pages[s.name])
-        out.add_row(f"{s.name} pages", *map(str, counts), *bytes_of)
-    for i, s in enumerate(first.schema.states):
-        sizes = [human(report.requests * c.plan.schema.states[i].slot_bytes) for c in report.choices]
+    blank, needs = ("", "", "", ""), [c.need for c in report.choices]
+    for i, s in enumerate(report.choices[0].estimate.schema.streams):
+        sizes = [human(stream_bytes(report, c)[i]) for c in report.choices]
+        pages = sum(stream_pages(report, i))
+        counts = (len(s.layers), s.streams, s.entries(report.context), pages)
+        out.add_row(f"{s.name} pages", *map(str, counts), *sizes)
+    for i, s in enumerate(report.choices[0].estimate.schema.states):
+        sizes = [human(state_bytes(report, c)[i]) for c in report.choices]
         out.add_row(f"{s.name} state", str(len(s.layers)), "", "", "", *sizes)
-    out.add_row("page tables", "", "", "", "", *(human(c.plan.table_bytes) for c in report.choices))
-    weights = human(report.weights)
-    out.add_row(
-        f"weights {report.dtype}", str(report.layers), "", "", "", *[weights] * len(report.choices), end_section=True
-    )
-    out.add_row("total", "", "", "", "", *(human(c.total) for c in report.choices), style="bold")
-    if first.schema.compressed:
+    out.add_row("page tables", *blank, *(human(need.tables) for need in needs))
+    out.add_row("workspace", *blank, *(human(need.workspace) for need in needs))
+    weights = [human(report.weights.nbytes)] * len(needs)
+    layers = str(report.source.config.layers)
+    out.add_row(f"weights {report.weights.label}", layers, "", "", "", *weights, end_section=True)
+    out.add_row("total", *blank, *(human(c.total) for c in report.choices), style="bold")
+    if report.choices[0].estimate.schema.compressed:
         out.add_section()
-        out.add_row("index keys", "", "", "", "", *(str(c.index_dtype) for c in report.choices))
-        out.add_row("bytes a token", "", "", "", "", *(f"{c.token_bytes:,.2f}" for c in report.choices))
-        out.add_row("cache", "", "", "", "", *(human(c.plan.nbytes) for c in report.choices))
+        out.add_row("index keys", *blank, *(str(c.index_dtype) for c in report.choices))
+        out.add_row("bytes a token", *blank, *(f"{c.token_bytes:,.2f}" for c in report.choices))
+        out.add_row("cache", *blank, *(human(need.cache) for need in needs))
     if report.memory is not None:
-        rows = (
-            (f"fits in {human(report.memory)}", ["yes" if c.fits else "no" for c in report.choices]),
-            ("longest context", [str(c.longest_context) for c in report.choices]),
-            (f"requests of {report.context}", [str(c.most_requests) for c in report.choices]),
-        )
         out.add_section()
-        for label, cells in rows:
-            out.add_row(label, "", "", "", "", *cells)
+        if report.card is not None:
+            reserve = human(report.card.nbytes - report.card.usable)
+            out.add_row("reserve", *blank, *[reserve] * len(needs))
+        out.add_row(f"fits in {human(report.memory)}", *blank, *("yes" if c.fits else "no" for c in report.choices))
+        out.add_row("longest context", *blank, *(str(c.longest_context) for c in report.choices))
+        out.add_row(f"requests of {report.context}", *blank, *(str(c.most_requests) for c in report.choices))
     return out
 
 
+def stream_pages(report: Report, i: int) -> tuple[int, int]:
+    """Pages of the i-th streams: of the requests that have read their prompts, and of the one that reads."""
+    estimate = report.choices[0].estimate
+    s, context, budget = estimate.schema.streams[i], report.context, estimate.cache.budget
+    held = s.pages(context if budget is None else min(context, budget))
+    peak = s.pages(min(context, budget + estimate.step)) if budget is not None and estimate.cache.bounded else None
+    return (report.requests - 1) * held, s.pages(context) if peak is None else peak
+
+
+def stream_bytes(report: Report, choice: Any) -> list[int]:
+    """Bytes of the pages of each kind of stream. Only attention is evicted, and models that evict have no other."""
+    return [sum(stream_pages(report, i)) * s.page_bytes for i, s in enumerate(choice.estimate.schema.streams)]
+
+
+def state_bytes(report: Report, choice: Any) -> list[int]:
+    """Bytes of each kind of state. What is lent is for those who read."""
+    schema = choice.estimate.schema
+    lent = choice.need.state - report.requests * schema.slot_bytes
+    return [lent if s.lent else report.requests * s.slot_bytes for s in schema.states]
+
+
+def verdict(report: Report) -> str:
+    """One sentence: whether it fits."""
+    assert report.memory is not None
+    judged = report.judged
+    many, take = ("one request", "takes") if report.requests == 1 else (f"{report.requests} requests", "take")
+    what = f"{many} of {report.context} tokens with KV {judged.kv_dtype} and {report.weights.label} weights"
+    if judged.fits:
+        left = human(report.memory - judged.total)
+        return f"Fits: {what} {take} {human(judged.total)}; {left} of {human(report.memory)} are left."
+    if report.weights.nbytes >= report.memory:
+        short = f"the weights alone take {human(report.weights.nbytes)} of {human(report.memory)}"
+    else:
+        short = f"{what} {take} {human(judged.total)}, {human(judged.total - report.memory)} more than there is"
+    found = {0: "Nothing near it fits.", 1: "This fits:"}.get(len(report.advice), "Each of these fits:")
+    on = f" on {report.card.name}" if report.card is not None else ""
+    return f"Does not fit{on}: {short}. {found}"
+
+
+def footnote(report: Report) -> str:
+    """What the reserve is, or what comes on top of a limit."""
+    if report.card is not None:
+        return (
+            f"Reserve: of {human(report.card.nbytes)}, 1 GiB for driver and CUDA context and a tenth of the rest for "
+            "what steps compute with, as LLM leaves."
+        )
+    written = f" ({human(2 * WORKSPACE)} of it to write packed weights out)" if report.weights.form == "packed" else ""
+    return f"On top comes what a step computes with{written}: leave a few hundred MiB."
+
+
 def buys_table(report: Report) -> Table:
+    """Bytes and what fits, a row for each KV dtype and budget."""
     from rich import box
     from rich.table import Table
 
-    from hybridkv.planner import human
-
-    title = "What a dtype and a budget buy" + (f" in {human(report.memory)}" if report.memory is not None else "")
-    out = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    heading = "What a dtype and a budget buy" + (f" in {human(report.memory)}" if report.memory is not None else "")
+    out = Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("KV", "kept a stream"):
         out.add_column(heading, no_wrap=True)
     headings = ["after reading", "while reading"]
     headings += ["longest context", f"requests of {report.context}"] if report.memory is not None else []
-    headings += ["FFN layers"] if report.ffn_layer_bytes else []
+    headings += ["FFN layers"] if report.source.ffn_layer_bytes else []
     for heading in headings:
         out.add_column(heading, justify="right")
     before = ""
@@ -81,27 +161,37 @@ def buys_table(report: Report) -> Table:
         budget = "all" if b.budget is None else f"{b.budget}, bounded" if b.bounded else str(b.budget)
         cells = [human(b.held_bytes), human(b.peak_bytes)]
         cells += [str(b.longest_context), str(b.most_requests)] if report.memory is not None else []
-        cells += [f"+{b.ffn_layers}"] if report.ffn_layer_bytes else []
+        cells += [f"+{b.ffn_layers}"] if report.source.ffn_layer_bytes else []
         out.add_row("" if before == b.kv_dtype else b.kv_dtype, budget, *cells)
         before = b.kv_dtype
-    if report.ffn_layer_bytes:
-        size = human(report.ffn_layer_bytes)
+    if report.source.ffn_layer_bytes:
+        size = human(report.source.ffn_layer_bytes)
         out.caption = f"FFN layers of {size}, as the file stores them, in what is saved against f32 with all kept"
         out.caption_justify = "left"
     return out
 
 
 def as_dict(report: Report) -> dict[str, Any]:
+    """All numbers of the plan."""
+    card = report.card
     return {
-        "model": report.model,
+        "model": report.source.name,
         "context": report.context,
         "requests": report.requests,
-        "dtype": report.dtype,
-        "weights_bytes": report.weights,
-        "packed_on_gpu_bytes": report.packed_on_gpu,
+        "device": "cuda" if report.gpu else "cpu",
+        "card": None if card is None else {"name": card.name, "bytes": card.nbytes, "usable_bytes": card.usable},
+        "reserve_bytes": 0 if card is None else card.nbytes - card.usable,
+        "dtype": report.weights.form,
+        "weights_form": LABELS.get(report.weights.form, report.weights.form),
+        "weights_bytes": report.weights.nbytes,
+        "packed_on_gpu_bytes": report.weights.packed_on_gpu,
         "memory_bytes": report.memory,
-        "workspace_bytes": report.workspace,
-        "ffn_layer_bytes": report.ffn_layer_bytes,
+        "workspace_bytes": report.judged.need.workspace,
+        "budget": report.budget,
+        "fits": report.judged.fits,
+        "notes": report.notes,
+        "suggestions": report.advice,
+        "ffn_layer_bytes": report.source.ffn_layer_bytes,
         "buys": [asdict(b) for b in report.buys],
         "choices": [
             {
@@ -116,20 +206,22 @@ def as_dict(report: Report) -> dict[str, Any]:
                         "lanes": s.lanes,
                         "tokens_per_entry": s.tokens_per_entry,
                         "entries": s.entries(report.context),
-                        "pages": choice.plan.pages[s.name],
+                        "pages": sum(stream_pages(report, i)),
                         "page_bytes": s.page_bytes,
-                        "bytes": choice.plan.pool_bytes[s.name],
+                        "bytes": stream_bytes(report, choice)[i],
                     }
-                    for s in choice.plan.schema.streams
+                    for i, s in enumerate(choice.estimate.schema.streams)
                 ],
                 "states": [
-                    {"name": s.name, "layers": len(s.layers), "bytes": report.requests * s.slot_bytes}
-                    for s in choice.plan.schema.states
+                    {"name": s.name, "layers": len(s.layers), "bytes": state_bytes(report, choice)[i]}
+                    for i, s in enumerate(choice.estimate.schema.states)
                 ],
-                "kv_bytes": sum(choice.plan.pool_bytes.values()),
-                "state_bytes": choice.plan.state_bytes,
-                "table_bytes": choice.plan.table_bytes,
-                "cache_bytes": choice.plan.nbytes,
+                "kv_bytes": choice.need.pages,
+                "kv_bytes_held": choice.need.held,
+                "state_bytes": choice.need.state,
+                "table_bytes": choice.need.tables,
+                "cache_bytes": choice.need.cache,
+                "workspace_bytes": choice.need.workspace,
                 "total_bytes": choice.total,
                 "fits": choice.fits,
                 "longest_context": choice.longest_context,

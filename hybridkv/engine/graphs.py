@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache import ForwardStep, KVCacheManager
+from hybridkv.engine.workspace import graph_sizes
 from hybridkv.kernels.attention.decode_tuning import same_shape_up_to
 from hybridkv.kernels.backend import HAS_TRITON
 from hybridkv.kernels.formats.kv_format import pool_format
@@ -25,12 +26,6 @@ from hybridkv.models.decoder import Model
 def can_capture(manager: KVCacheManager) -> bool:
     """Whether a decode step has no host branch and no wait in it. Exact mode has both, and no graph."""
     return HAS_TRITON and manager.device.type == "cuda" and not manager.exact
-
-
-def graph_sizes(slots: int) -> list[int]:
-    """Rows of the graphs for up to `slots` requests: powers of two, and one that holds all."""
-    powers = [1 << i for i in range(slots.bit_length())]
-    return powers if powers[-1] == slots else [*powers, slots]
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ from torch import Tensor
 from hybridkv.cache.step import upload
 from hybridkv.engine.prompt_logprobs import prompt_parts, score_prompts
 from hybridkv.engine.runner import Runner, StepInputs
-from hybridkv.engine.sampler import PromptScores, SampledTokens, prompt_rows_at_once, sample
+from hybridkv.engine.sampler import PromptScores, SampledTokens, sample
 from hybridkv.engine.scheduler import Batch, Scheduler
+from hybridkv.engine.workspace import prompt_rows_at_once
 from hybridkv.request import Request
 
 

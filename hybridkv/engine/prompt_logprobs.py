@@ -1,8 +1,8 @@
 """Logprobs of a prompt's own tokens, out of the steps that read it anyway.
 
 The logits after a token say how likely the next one was. Those of all rows of a chunk are never there at once: the
-head is applied to a few rows at a time, in the memory that sampling has (`sampler.prompt_rows_at_once`). What a request
-knows already, since it was preempted and is computed again, is not asked for twice.
+head is applied to a few rows at a time, in the memory that sampling has (`workspace.prompt_rows_at_once`). What a
+request knows already, since it was preempted and is computed again, is not asked for twice.
 """
 
 from __future__ import annotations

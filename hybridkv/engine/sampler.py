@@ -26,38 +26,11 @@ import torch
 from torch import Tensor
 
 from hybridkv.config import SamplingParams
+from hybridkv.engine.workspace import block_rows
 from hybridkv.kernels.best_tokens import best_tokens
 from hybridkv.request import Request, SamplerState, TokenLogprobs
 
 MIN_TEMPERATURE = 1e-6  # smaller ones are 0 or overflow in f32; the result is greedy from here on
-
-BLOCK_BYTES = 256 << 20  # temporaries of one block of rows
-# Bytes that a row needs for each of its logits. The tensors made here take up to 30; a sort on a GPU, with its keys,
-# indices and their second copies, twice as much.
-LOGIT_BYTES = 96
-
-
-PROMPT_ROWS = 8  # of a prompt that are scored at once, at least
-PROMPT_LOGIT_BYTES = 24  # that such a row needs for each of its logits, these included
-
-
-def sampling_bytes(rows: int, vocab: int) -> int:
-    """The most memory that sampling takes besides the logits: temporaries, and `SamplerState` of every row."""
-    state = 5 * vocab + 12 * min(vocab, SamplingParams.MAX_BIASES)
-    return _temporary_bytes(rows, vocab) + rows * state
-
-
-def _temporary_bytes(rows: int, vocab: int) -> int:
-    return vocab * max(min(rows, _block_rows(vocab)) * LOGIT_BYTES, PROMPT_ROWS * PROMPT_LOGIT_BYTES)
-
-
-def prompt_rows_at_once(rows: int, vocab: int) -> int:
-    """Rows of a prompt's logits that may be scored at once, in the memory that sampling `rows` requests has."""
-    return _temporary_bytes(rows, vocab) // (vocab * PROMPT_LOGIT_BYTES)
-
-
-def _block_rows(vocab: int) -> int:
-    return max(1, BLOCK_BYTES // (vocab * LOGIT_BYTES))
 
 
 NO_DISTRIBUTION = 1  # the model's own logits are broken
@@ -144,7 +117,7 @@ def sample(
     else:
         found = found.index_select(1, _upload(rows, torch.int64, logits.device))
     sampled = SampledTokens(found[0], requests, found, prompts=list(prompts))
-    size = min(_block_rows(logits.shape[1]), at_once or len(requests))
+    size = min(block_rows(logits.shape[1]), at_once or len(requests))
     for group in _groups(requests):
         _sample_group(logits, rows, group, found, sampled, ahead, size)
     asked = [i for i, request in enumerate(requests) if request.params.logprobs is not None]

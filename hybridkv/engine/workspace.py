@@ -11,20 +11,54 @@ Activations of a step come on top: they depend on the kernels that run.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
-import torch
-
-from hybridkv.cache import CacheSchema
-from hybridkv.config import CacheConfig, EngineConfig
-from hybridkv.engine.graphs import graph_sizes
-from hybridkv.engine.sampler import sampling_bytes
-from hybridkv.eviction.evict import SCORE_BYTES
-from hybridkv.kernels.eviction.select import select_bytes
+from hybridkv.cache.schema import CacheSchema
+from hybridkv.config import CacheConfig, EngineConfig, SamplingParams
+from hybridkv.dtypes import itemsize
+from hybridkv.eviction.sizes import SCORE_BYTES
+from hybridkv.kernels.eviction.select_sizes import select_bytes
 from hybridkv.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
 
 FEW_ROWS = 4  # rows up to which attention over short streams is launched in another way
 STREAM_SCORE_BYTES = 12  # f32 as the policy gave it, again joined with the others, and the masks of the NaN check
 INDEX_SCORE_BYTES = 4 << 26  # models/v4_attention.py holds this many bytes of index scores at once
+
+BLOCK_BYTES = 256 << 20  # temporaries of one block of rows
+# Bytes that a row needs for each of its logits. The tensors made here take up to 30; a sort on a GPU, with its keys,
+# indices and their second copies, twice as much.
+LOGIT_BYTES = 96
+PROMPT_ROWS = 8  # of a prompt that are scored at once, at least
+PROMPT_LOGIT_BYTES = 24  # that such a row needs for each of its logits, these included
+
+
+def graph_sizes(slots: int) -> list[int]:
+    """Rows of the graphs for up to `slots` requests: powers of two, and one that holds all."""
+    powers = [1 << i for i in range(slots.bit_length())]
+    return powers if powers[-1] == slots else [*powers, slots]
+
+
+def sampling_bytes(rows: int, vocab: int) -> int:
+    """The most memory that sampling takes besides the logits: temporaries, and `SamplerState` of every row."""
+    state = 5 * vocab + 12 * min(vocab, SamplingParams.MAX_BIASES)
+    return _temporary_bytes(rows, vocab) + rows * state
+
+
+def _temporary_bytes(rows: int, vocab: int) -> int:
+    return vocab * max(min(rows, block_rows(vocab)) * LOGIT_BYTES, PROMPT_ROWS * PROMPT_LOGIT_BYTES)
+
+
+def prompt_rows_at_once(rows: int, vocab: int) -> int:
+    """Rows of a prompt's logits that may be scored at once, in the memory that sampling `rows` requests has."""
+    return _temporary_bytes(rows, vocab) // (vocab * PROMPT_LOGIT_BYTES)
+
+
+def block_rows(vocab: int) -> int:
+    """Rows of logits that are sampled at once."""
+    return max(1, BLOCK_BYTES // (vocab * LOGIT_BYTES))
 
 
 @dataclass(frozen=True)
@@ -45,14 +79,14 @@ def workspace(
     cache: CacheConfig,
     limits: EngineConfig,
     context: int,  # tokens of the longest request
-    dtype: torch.dtype,  # of the weights, and so of logits
+    dtype: str | torch.dtype,  # of the weights, and so of logits
     captures: bool,  # whether decode steps are captured as graphs
 ) -> Workspace:
     rows = limits.max_requests
     sizes = graph_sizes(rows) if captures else []
     kept = sum(sizes) + sum(size for size in sizes if size <= FEW_ROWS)  # few rows of FP8 keys have two graphs
     return Workspace(
-        logits=(rows + kept) * config.vocab * dtype.itemsize,
+        logits=(rows + kept) * config.vocab * itemsize(dtype),
         sampling=sampling_bytes(rows, config.vocab),
         eviction=_eviction(config, cache, context, captures),
         index=min(INDEX_SCORE_BYTES, 4 * limits.step_tokens * context) if schema.compressed else 0,

@@ -27,14 +27,12 @@ from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.eviction.keep import Keep, choose
 from hybridkv.eviction.policies import POLICIES
 from hybridkv.eviction.policy import LayerCache, Policy
+from hybridkv.eviction.sizes import SCORE_BYTES, STREAMS
 from hybridkv.eviction_record import EvictionRecord
 from hybridkv.kernels.formats.kv_format import pages_of
 from hybridkv.request import Request
 
-STREAMS = "attention"
-SCORE_BYTES = 64 << 20  # of scores of query heads that are computed at once
 MAX_BUDGET = 1 << 20  # stands for a budget that is not known
-QUERY_BUFFERS = EngineConfig.max_requests  # at least: by default every request has one
 
 
 @dataclass(frozen=True)
@@ -242,35 +240,6 @@ def positions(slot: int, manager: KVCacheManager) -> torch.Tensor:
     if (lengths < len(entry)).any():
         found = torch.where(entry < upload([lengths], manager.device)[:, None], found, -1)
     return found
-
-
-def max_held_tokens(eviction: EvictionConfig | None, step_tokens: int, page_size: int) -> int | None:
-    """Tokens that a stream of a bounded request holds on average at the most; None: all of them."""
-    if eviction is None or not eviction.bounded:
-        return None
-    # streams of different lengths each fill a last page of their own
-    uneven = find_policy(eviction.policy).spread is not None
-    return eviction.budget + step_tokens + (page_size if uneven else 0)
-
-
-def most_held(config: CacheConfig, step_tokens: int) -> int | None:
-    """`max_held_tokens` of the requests that ask for nothing else."""
-    return max_held_tokens(config.eviction, step_tokens, config.page_size)
-
-
-def query_buffers_for(config: CacheConfig, step_tokens: int, slots: int) -> int:
-    """Query buffers that are needed so that no request waits for one; without a budget as many as were asked for.
-
-    A request needs none after its prompt, unless it is evicted again. A prompt that is evicted has more than budget +
-    window tokens, and one step can finish one such prompt, read several short ones and start another: each needs a
-    buffer. Conversations keep theirs, so raise `query_buffers` for many conversations.
-    """
-    if config.budget is None:
-        return min(slots, config.query_buffers or 0)
-    if config.bounded or config.decode_every:
-        return slots
-    enough = max(QUERY_BUFFERS, step_tokens // (config.budget + config.window + 1) + 2)
-    return min(slots, config.query_buffers or enough)
 
 
 def find_policy(policy: object) -> Policy:

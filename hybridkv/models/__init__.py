@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from hybridkv.cache import CacheSchema
-from hybridkv.checkpoint import checkpoint as files
-from hybridkv.checkpoint.checkpoint import Checkpoint
-from hybridkv.checkpoint.loader import Loader, Progress
+from hybridkv.cache.schema import CacheSchema
 from hybridkv.config import CacheConfig
 from hybridkv.errors import HybridKVError
 from hybridkv.models.config import ModelConfig
-from hybridkv.models.decoder import Model
 from hybridkv.models.family import Family
 from hybridkv.models.registry import FAMILIES, LAYOUTS, family_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from hybridkv.checkpoint.checkpoint import Checkpoint
+    from hybridkv.checkpoint.loader import Progress
+    from hybridkv.models.decoder import Model
 
 __all__ = [
     "FAMILIES",
@@ -33,10 +35,12 @@ __all__ = [
 
 def open_checkpoint(model: str | Path) -> Checkpoint:
     """A model's files, opened and checked: a safetensors folder, a .gguf file, or a folder with one .gguf file."""
+    from hybridkv.checkpoint import checkpoint as files  # reads tensors, and so needs torch
+
     return files.open_checkpoint(model, LAYOUTS)
 
 
-def cache_schema(config: ModelConfig, cache: CacheConfig, model_dtype: torch.dtype) -> CacheSchema:
+def cache_schema(config: ModelConfig, cache: CacheConfig, model_dtype: str | torch.dtype) -> CacheSchema:
     """What a model stores for a request, in the precision asked for."""
     family = family_of(config)
     family.check("state_dtype", cache.state_dtype != "f32")
@@ -74,6 +78,8 @@ def load_model(
     packed: bool = False,  # keep what a GGUF file has packed
 ) -> Model:
     """Read all weights, in `dtype` onto `device`, and put the model together."""
+    from hybridkv.checkpoint.loader import Loader
+
     check_exact(config, exact)
     check_fp8(config, fp8)
     family = family_of(config)

@@ -8,15 +8,14 @@ The requests of a step that decode one token run together in one launch, its pro
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from hybridkv.cache import CacheSchema, ForwardStep, LayerHandle, StateSchema, TensorSpec
+from hybridkv.cache import ForwardStep, LayerHandle
 from hybridkv.checkpoint.loader import Loader
-from hybridkv.config import KV_DTYPES, CacheConfig
 from hybridkv.kernels.activation import sigmoid_mul, sigmoid_mul_exact
 from hybridkv.kernels.attention.decode import attention_decode
 from hybridkv.kernels.attention.exact import attention_exact
@@ -26,7 +25,7 @@ from hybridkv.kernels.linear.linear import Linear
 from hybridkv.kernels.norm import rms_norm_exact
 from hybridkv.kernels.rope import rope_exact
 from hybridkv.models.config import ModelConfig
-from hybridkv.models.decoder import Angles, attention_streams
+from hybridkv.models.decoder import Angles
 
 LseRows = tuple[Tensor, Tensor]  # LayerHandle.lse_rows
 TAIL = 64  # tokens of a chunk that the last layer computes at least: as many as a budget's window has
@@ -110,27 +109,6 @@ def load_attention(
         k_norm = loader.vector(f"{name}.k_norm.weight", c.head_dim, plus=norm_plus)
     kind = ExactAttention if loader.exact else Attention
     return kind(c, qkv, out, q_norm, k_norm, gated)
-
-
-# --- the cache ------------------------------------------------------------------------------------------------------
-
-
-def attention_schema(
-    config: ModelConfig, cache: CacheConfig, model_dtype: torch.dtype, states: tuple[StateSchema, ...] = ()
-) -> CacheSchema:
-    """Keys and values of the attention layers, and the states of other layers."""
-    if not config.attention_layers:
-        return CacheSchema(states=states)
-    kv_dtype = model_dtype if cache.kv_dtype == "auto" else getattr(torch, KV_DTYPES[cache.kv_dtype])
-    schema = CacheSchema(streams=(attention_streams(config, kv_dtype, cache.page_size),), states=states)
-    if cache.budget is None and not cache.query_buffers:
-        return schema
-    # eviction scores the cache by the last queries of every attention layer and what their softmax summed to
-    buffers = (
-        TensorSpec("queries", (cache.window, config.heads, config.head_dim), model_dtype),
-        TensorSpec("lse", (cache.window, config.heads), torch.float32),
-    )
-    return replace(schema, states=(*states, StateSchema("queries", config.attention_layers, buffers, lent=True)))
 
 
 # --- attention over what is stored ----------------------------------------------------------------------------------

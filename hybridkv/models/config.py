@@ -1,22 +1,20 @@
 """ModelConfig: what the forward pass needs to know of a model, checked once, from a Hugging Face style config.
 
 Each family parses its own config in its own file. What several of them read alike is here: the common sizes
-(`common_fields`), rotation frequencies, and ids.
+(`common_fields`), rotary positions, and ids.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from hybridkv.checkpoint.config_reader import Raw, Reader
 from hybridkv.config import shown
 from hybridkv.errors import ModelFileError, UnsupportedModel
 from hybridkv.models.deepseek_config import DeepseekV4Config
+from hybridkv.models.rotation import Linear, Llama3, Rotation
 
 MAX_LAYERS = 1024
 MAX_HEAD_DIM = 1 << 14
@@ -67,12 +65,17 @@ class ModelConfig:
     max_positions: int
     tied: bool
     attention_layers: tuple[int, ...]  # layers with full attention; the others are Gated DeltaNet, or `v4` says
-    inv_freq: tuple[float, ...]  # one frequency for each rotated pair
+    rotation: Rotation  # of queries and keys; DeepSeek-V4: of its window layers
     eos_ids: tuple[int, ...]
     gdn: GdnConfig | None = None
     moe: MoeConfig | None = None
     v4: DeepseekV4Config | None = None
     scale: float | None = None  # of attention scores; None: head_dim ** -0.5
+
+    @property
+    def inv_freq(self) -> tuple[float, ...]:
+        """One frequency for each rotated pair."""
+        return self.rotation.frequencies
 
     @property
     def attention_scale(self) -> float:
@@ -138,24 +141,20 @@ def token_ids(value: object) -> tuple[int, ...]:
 # --- rotation -------------------------------------------------------------------------------------------------------
 
 
-def rope_frequencies(read: Reader, head_dim: int, default_part: float | None = None) -> tuple[float, ...]:
-    """Rotation frequencies, scaling included. Both spellings are read: rope_parameters, or rope_theta with
-    rope_scaling. `default_part`: which part of each head is rotated if the config does not say; None: always the whole.
+def read_rotation(read: Reader, head_dim: int, default_part: float | None = None) -> Rotation:
+    """Rotary positions, scaling included. Both spellings are read: rope_parameters, or rope_theta with rope_scaling.
+    `default_part`: which part of each head is rotated if the config does not say; None: always the whole.
     """
     rope = read.raw.get("rope_parameters") or read.raw.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         raise ModelFileError(f"config: rope_parameters must be an object, not {shown(rope)}")
     merged = Reader({key: read.raw.get(key) for key in ("rope_theta", "partial_rotary_factor")} | dict(rope))
     theta = merged.number("rope_theta", 10000.0)
-    rotary = _rotated_channels(merged, head_dim, default_part)
-    freq = 1.0 / theta ** (torch.arange(0, rotary, 2, dtype=torch.float32) / rotary)
-    freq = _scaled(freq, str(rope.get("rope_type", rope.get("type", "default"))), merged)
+    channels = _rotated_channels(merged, head_dim, default_part)
+    scaling = _scaling(str(rope.get("rope_type", rope.get("type", "default"))), merged)
     factors = rope.get("freq_factors")
-    if factors is not None:
-        freq = freq / _freq_factors(factors, len(freq))
-    if not bool((freq.isfinite() & (freq > 0)).all()):
-        raise ModelFileError(f"config: rope_theta {theta:g} and its scaling give rotation frequencies outside f32")
-    return tuple(freq.tolist())
+    divided = None if factors is None else _freq_factors(factors, channels // 2)
+    return Rotation(theta, channels, scaling, divided).check()
 
 
 def _rotated_channels(rope: Reader, head_dim: int, default_part: float | None) -> int:
@@ -170,35 +169,30 @@ def _rotated_channels(rope: Reader, head_dim: int, default_part: float | None) -
     return rotary
 
 
-def _scaled(freq: torch.Tensor, kind: str, rope: Reader) -> torch.Tensor:
-    """Frequencies [R] as the scaling of this kind has them."""
+def _scaling(kind: str, rope: Reader) -> Linear | Llama3 | None:
     if kind == "linear":
-        return freq / rope.number("factor")
+        return Linear(rope.number("factor"))
     if kind == "llama3":
-        return _llama3(freq, rope)
+        return _llama3(rope)
     if kind not in ("default", "mrope"):
         raise UnsupportedModel(
             f"config: rope type {kind[:40]!r} is not supported; supported are default, linear, llama3"
         )
-    return freq
+    return None
 
 
-def _llama3(freq: torch.Tensor, rope: Reader) -> torch.Tensor:
-    """Llama 3: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+def _llama3(rope: Reader) -> Llama3:
     factor = rope.number("factor")
     low = rope.number("low_freq_factor")
     high = rope.number("high_freq_factor")
     if high <= low:
         raise ModelFileError(f"config: high_freq_factor {high:g} must exceed low_freq_factor {low:g}")
-    # full rotations over the original context
-    rotations = rope.number("original_max_position_embeddings") * freq / (2 * math.pi)
-    blend = ((rotations - low) / (high - low)).clamp(0, 1)
-    return freq * blend + freq / factor * (1 - blend)
+    return Llama3(factor, low, high, rope.number("original_max_position_embeddings"))
 
 
-def _freq_factors(factors: object, pairs: int) -> torch.Tensor:
+def _freq_factors(factors: object, pairs: int) -> tuple[float, ...]:
     """[pairs] what each frequency is divided by, as GGUF files have it."""
     good = isinstance(factors, list) and len(factors) == pairs and all(isinstance(f, float | int) for f in factors)
     if not good or not all(0 < f <= 1e30 for f in factors):  # type: ignore[union-attr]
         raise ModelFileError(f"config: {pairs} positive rope freq_factors are needed, not {shown(factors)}")
-    return torch.tensor(factors, dtype=torch.float32)
+    return tuple(map(float, factors))  # type: ignore[arg-type]

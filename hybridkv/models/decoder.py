@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridkv.cache import LayerHandle, StreamSchema, TensorSpec
+from hybridkv.cache import LayerHandle
 from hybridkv.checkpoint.loader import Loader
-from hybridkv.kernels.formats.kv_format import kv_format
 from hybridkv.kernels.linear.linear import Linear
 from hybridkv.kernels.rope import rope_angles
 from hybridkv.kernels.row_ops import FAST, RowOps
@@ -216,9 +215,3 @@ def _collect(part: object, seen: dict[int, int]) -> None:
     elif hasattr(part, "__dataclass_fields__"):
         for item in vars(part).values():
             _collect(item, seen)
-
-
-def attention_streams(config: ModelConfig, kv_dtype: torch.dtype, page_size: int) -> StreamSchema:
-    """Full attention: one stream for each layer and KV head. An entry is a key and a value in the format's tensors."""
-    entry = tuple(TensorSpec(*tensor) for tensor in kv_format(kv_dtype).tensors(config.head_dim))
-    return StreamSchema("attention", config.attention_layers, entry, page_size, heads=config.kv_heads)

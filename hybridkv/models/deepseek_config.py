@@ -8,15 +8,13 @@ there they must agree. A schedule that is not there is never guessed: the publis
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import torch
 
 from hybridkv.checkpoint.config_reader import Raw, Reader
 from hybridkv.config import shown
 from hybridkv.errors import ModelFileError, UnsupportedModel
+from hybridkv.models.rotation import Rotation, Yarn
 
 CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
 LAYER_TYPES = {"sliding_attention": "window", CSA: "csa", HCA: "hca"}
@@ -49,17 +47,20 @@ class DeepseekV4Config:
     streams: int  # residual streams
     sinkhorn_iters: int
     hc_eps: float
-    compress_inv_freq: tuple[float, ...]  # of CSA and HCA layers; ModelConfig.inv_freq is the window layers'
+    compress_rotation: Rotation  # of CSA and HCA layers; ModelConfig.rotation is the window layers'
+
+    @property
+    def compress_inv_freq(self) -> tuple[float, ...]:
+        """One frequency for each rotated pair."""
+        return self.compress_rotation.frequencies
 
 
-def parse_deepseek_v4(
-    read: Reader, layers: int, heads: int, head_dim: int
-) -> tuple[tuple[float, ...], DeepseekV4Config]:
-    """(rotation frequencies of window layers, all the rest)."""
+def parse_deepseek_v4(read: Reader, layers: int, heads: int, head_dim: int) -> tuple[Rotation, DeepseekV4Config]:
+    """(rotary positions of window layers, all the rest)."""
     _refuse_variants(read.raw)
     csa_ratio, hca_ratio = _ratios(read)
     rope = _rotary_channels(read, head_dim)
-    window_freq, compress_freq = _frequencies(read, rope)
+    window_rotation, compress_rotation = _rotations(read, rope)
     config = DeepseekV4Config(
         kinds=_kinds(read.raw, layers, csa_ratio, hca_ratio),
         csa_ratio=csa_ratio,
@@ -82,7 +83,7 @@ def parse_deepseek_v4(
         streams=read.size("hc_mult", 4, limit=64),
         sinkhorn_iters=read.size("hc_sinkhorn_iters", 20, limit=1000),
         hc_eps=read.number("hc_eps", 1e-6, high=1.0),
-        compress_inv_freq=compress_freq,
+        compress_rotation=compress_rotation,
     )
     if config.per_token > config.experts:
         raise ModelFileError(
@@ -92,7 +93,7 @@ def parse_deepseek_v4(
         raise ModelFileError(f"config: qk_rope_head_dim {rope} exceeds index_head_dim {config.index_dim}")
     if heads % config.o_groups:
         raise ModelFileError(f"config: {heads} attention heads make no {config.o_groups} even groups (o_groups)")
-    return window_freq, config
+    return window_rotation, config
 
 
 def _refuse_variants(raw: Raw) -> None:
@@ -212,7 +213,7 @@ def _rotary_channels(read: Reader, head_dim: int) -> int:
     return rope
 
 
-def _frequencies(read: Reader, rope: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _rotations(read: Reader, rope: int) -> tuple[Rotation, Rotation]:
     """(window layers, compressed layers). Window layers are never scaled; no table has a magnitude factor."""
     main, compress = _ropes(read.raw)
     plain, kind = _kind(main), _kind(compress)
@@ -227,12 +228,8 @@ def _frequencies(read: Reader, rope: int) -> tuple[tuple[float, ...], tuple[floa
     tables = []
     for spelled, table, usual in (("rope_theta", main, 1e4), ("compress_rope_theta", compress, 1.6e5)):
         theta = Reader({spelled: table.get("rope_theta")}).number(spelled, usual, low=1.0)
-        freq = 1.0 / theta ** (torch.arange(0, rope, 2, dtype=torch.float32) / rope)
-        if table is compress and kind == "yarn":
-            freq = yarn(freq, theta, Reader(compress), read)
-        if not bool((freq.isfinite() & (freq > 0)).all()):
-            raise ModelFileError(f"config: {spelled} {theta:g} and its scaling give rotation frequencies outside f32")
-        tables.append(tuple(freq.tolist()))
+        scaling = _yarn(Reader(compress), read) if table is compress and kind == "yarn" else None
+        tables.append(Rotation(theta, rope, scaling).check(spelled))
     return tables[0], tables[1]
 
 
@@ -240,10 +237,7 @@ def _kind(rope: Raw) -> str:
     return str(rope.get("rope_type", rope.get("type", "default")))[:40]
 
 
-def yarn(freq: torch.Tensor, theta: float, scaling: Reader, config: Reader) -> torch.Tensor:
-    """NTK by parts, freq [rope / 2]: pairs that rotate often over the original context are kept, pairs that rotate
-    seldom are stretched by `factor`, those between are blended.
-    """
+def _yarn(scaling: Reader, config: Reader) -> Yarn:
     original = scaling.size("original_max_position_embeddings", limit=1 << 31)
     longest = config.size("max_position_embeddings", limit=1 << 31)
     factor = scaling.number("factor", longest / original, high=1e6)
@@ -251,14 +245,4 @@ def yarn(freq: torch.Tensor, theta: float, scaling: Reader, config: Reader) -> t
     slow = scaling.number("beta_slow", 1.0, high=1e6)
     if fast <= slow:
         raise ModelFileError(f"config: beta_fast {fast:g} must exceed beta_slow {slow:g}")
-    rope = 2 * len(freq)
-
-    def pair(rotations: float) -> float:
-        """The pair that rotates this often over the original context."""
-        return rope * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
-
-    low = max(math.floor(pair(fast)), 0)
-    high = min(math.ceil(pair(slow)), rope - 1)
-    width = high - low if high != low else 0.001
-    stretched = ((torch.arange(len(freq), dtype=torch.float32) - low) / width).clamp(0, 1)
-    return freq * (1 - stretched) + freq / factor * stretched
+    return Yarn(factor, fast, slow, original)

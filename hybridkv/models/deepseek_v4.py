@@ -15,22 +15,15 @@ its first token. Nothing here reads a value back from the device, so a step can 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridkv.cache import CacheSchema, CompressedHandle, CompressedSpec, compressed_schema
-from hybridkv.checkpoint.checkpoint import FolderLayout
-from hybridkv.checkpoint.config_reader import Reader
-from hybridkv.checkpoint.deepseek_names import deepseek_name
-from hybridkv.checkpoint.deepseek_quant import QuantisedStore, block_size
+from hybridkv.cache import CompressedHandle
 from hybridkv.checkpoint.loader import Loader
-from hybridkv.checkpoint.safetensors_file import SafetensorsFile
-from hybridkv.config import CacheConfig
-from hybridkv.errors import ModelFileError
 from hybridkv.kernels.linear.f32_out import linear_wide, wide_dtype
 from hybridkv.kernels.linear.linear import Linear
 from hybridkv.kernels.moe.grouped import run_experts
@@ -38,57 +31,10 @@ from hybridkv.kernels.moe.v4_router import Router, route
 from hybridkv.kernels.rope import rope_angles
 from hybridkv.kernels.v4.hyper_connections import HyperMap, hyper_enter, hyper_exit, hyper_expand
 from hybridkv.kernels.v4.norm_rope import norm_rope
-from hybridkv.models.config import MAX_HEAD_DIM, MAX_LAYERS, MAX_POSITIONS, ModelConfig, token_ids
+from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import weight_bytes
-from hybridkv.models.deepseek_config import DeepseekV4Config, parse_deepseek_v4
-from hybridkv.models.family import NO_STATE, Family
+from hybridkv.models.deepseek_config import DeepseekV4Config
 from hybridkv.models.v4_attention import Angles, attend, select
-
-INDEX_BESIDE = {"f32": "f32", "bf16": "bf16"}  # format of index keys by that of entries; others: mxfp4, as trained
-
-
-def parse(read: Reader) -> ModelConfig:
-    """A `config.json` of this family, checked."""
-    layers = read.size("num_hidden_layers", limit=MAX_LAYERS)
-    heads, head_dim = read.size("num_attention_heads"), read.size("head_dim", limit=MAX_HEAD_DIM)
-    inv_freq, v4 = parse_deepseek_v4(read, layers, heads, head_dim)
-    return ModelConfig(
-        architecture="deepseek_v4",
-        vocab=read.size("vocab_size"),
-        hidden=read.size("hidden_size"),
-        intermediate=v4.expert_width,
-        layers=layers,
-        heads=heads,
-        kv_heads=1,  # one vector serves all heads as key and value
-        head_dim=head_dim,
-        eps=read.number("rms_norm_eps", 1e-6, high=1.0),
-        max_positions=read.size("max_position_embeddings", limit=MAX_POSITIONS),
-        tied=read.flag("tie_word_embeddings", False),
-        attention_layers=(),
-        inv_freq=inv_freq,
-        eos_ids=token_ids(read.raw.get("eos_token_id")),
-        v4=v4,
-    )
-
-
-def cache_schema(config: ModelConfig, cache: CacheConfig, model_dtype: torch.dtype) -> CacheSchema:
-    """What the layers store, in the precision asked for."""
-    v = _v4(config)
-    spec = CompressedSpec(
-        kinds=v.kinds,
-        heads=config.heads,
-        head_dim=config.head_dim,
-        rope=v.rope,
-        index_dim=v.index_dim,
-        window=v.window,
-        csa_ratio=v.csa_ratio,
-        hca_ratio=v.hca_ratio,
-    )
-    kv = cache.kv_dtype
-    if kv == "auto":
-        kv = "f32" if model_dtype == torch.float32 else "bf16"
-    index = INDEX_BESIDE.get(kv, "mxfp4") if cache.index_dtype == "auto" else cache.index_dtype
-    return compressed_schema(spec, kv, index, cache.block)
 
 
 @dataclass(frozen=True)
@@ -415,50 +361,3 @@ def _experts(config: ModelConfig, v: DeepseekV4Config, loader: Loader, name: str
         down=down,
         limit=v.limit,
     )
-
-
-def check_schedule(config: ModelConfig, has: Callable[[str], bool]) -> None:
-    """Whether the weights are those of the layers that the config names. Without this check a wrong schedule would be
-    reported as a missing tensor.
-    """
-    assert config.v4 is not None
-    for layer, kind in enumerate(config.v4.kinds):
-        of = f"model.layers.{layer}."
-        found = "window"
-        if has(f"{of}self_attn.compressor.kv_proj.weight"):
-            found = "csa" if has(f"{of}self_attn.compressor.indexer.kv_proj.weight") else "hca"
-        if found != kind:
-            raise ModelFileError(
-                f"layer {layer} is {kind.upper()} by the config (layer_types, compress_ratios), but has the weights of "
-                f"{found.upper()}: the config is not this checkpoint's, or a download is incomplete"
-            )
-        by_table, routed = has(f"{of}mlp.gate.tid2eid"), has(f"{of}mlp.gate.e_score_correction_bias")
-        hashed = layer in config.v4.hash_layers
-        if by_table != hashed or routed == hashed:
-            wanted, other = ("tid2eid", "a bias") if hashed else ("e_score_correction_bias", "tid2eid")
-            raise ModelFileError(
-                f"layer {layer} needs mlp.gate.{wanted} by the config (num_hash_layers, mlp_layer_types), and must "
-                f"not have {other}: the config is not this checkpoint's, or a download is incomplete"
-            )
-
-
-def _open_store(files: list[SafetensorsFile], quantised: object) -> QuantisedStore:
-    return QuantisedStore(files, block_size(quantised))
-
-
-FAMILY = Family(
-    name="deepseek_v4",
-    model_types=("deepseek_v4",),
-    parse=parse,
-    cache_schema=cache_schema,
-    load=load,
-    check_weights=check_schedule,
-    folder=FolderLayout(deepseek_name, _open_store),
-    refuses={
-        "exact": "exact mode is not available for deepseek_v4: leave it out (exact=False, no --exact)",
-        "fp8": "weight_dtype='fp8' is not available for deepseek_v4: leave it out (auto)",
-        "budget": "budget is not for deepseek_v4: it compresses its cache itself and never evicts, so there is nothing "
-        "to choose or to show",
-        "state_dtype": NO_STATE,
-    },
-)

@@ -2,44 +2,24 @@
 
 The generations compute the same and differ in how the DeltaNet projections are stored: Qwen3-Next fuses them and
 interleaves by key head (in_proj_qkvz, in_proj_ba); they are taken apart when they are loaded.
-Norm weights are stored zero-centred, except that of the DeltaNet output.
+Norm weights are stored zero-centred, except that of the DeltaNet output. Configs and files: qwen3_5_family.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from hybridkv.cache import CacheSchema, StateSchema, TensorSpec
 from hybridkv.checkpoint.loader import Loader, Part
-from hybridkv.config import CacheConfig
 from hybridkv.kernels.gdn.weights import DeltaNet
 from hybridkv.kernels.linear.linear import Linear
 from hybridkv.kernels.row_ops import RowOps
-from hybridkv.models.attention import attention_schema, load_attention
+from hybridkv.models.attention import load_attention
 from hybridkv.models.config import GdnConfig, ModelConfig
 from hybridkv.models.decoder import Decoder, DecoderLayer, FeedForward, GatedMlp, assemble, gated_mlp, layer_norm
 from hybridkv.models.deltanet import ExactGatedDeltaNet, GatedDeltaNet
-from hybridkv.models.family import NO_INDEX, Family
-from hybridkv.models.qwen3_5_config import parse_qwen3_5
-from hybridkv.models.qwen3_5_gguf import QWEN3_NEXT, QWEN35, QWEN35_MOE
-
-
-def cache_schema(config: ModelConfig, cache: CacheConfig, model_dtype: torch.dtype) -> CacheSchema:
-    """Pages for the attention layers, state for the others."""
-    gdn = config.gdn
-    assert gdn is not None
-    if not config.gdn_layers:
-        return attention_schema(config, cache, model_dtype)
-    recurrent = torch.bfloat16 if cache.state_dtype == "bf16" else torch.float32
-    tensors = (
-        TensorSpec("conv", (gdn.kernel_width - 1, gdn.channels), model_dtype),  # inputs, as the projection gave them
-        TensorSpec("recurrent", (gdn.value_heads, gdn.key_dim, gdn.value_dim), recurrent),
-    )
-    return attention_schema(config, cache, model_dtype, (StateSchema("gdn", config.gdn_layers, tensors),))
 
 
 @dataclass(frozen=True)
@@ -144,32 +124,3 @@ def _feed_forward(config: ModelConfig, loader: Loader, name: str, layer: int) ->
         renormalise=moe.renormalise,
         ops=loader.ops,
     )
-
-
-DENSE = Family(
-    name="qwen3_5",
-    model_types=("qwen3_5", "qwen3_5_text"),
-    parse=partial(parse_qwen3_5, architecture="qwen3_5", has_experts=False),
-    cache_schema=cache_schema,
-    load=load,
-    gguf=(QWEN35,),
-    refuses={"index_dtype": NO_INDEX},
-)
-MOE = Family(
-    name="qwen3_5_moe",
-    model_types=("qwen3_5_moe", "qwen3_5_moe_text"),
-    parse=partial(parse_qwen3_5, architecture="qwen3_5_moe", has_experts=True),
-    cache_schema=cache_schema,
-    load=load,
-    gguf=(QWEN35_MOE,),
-    refuses={"index_dtype": NO_INDEX},
-)
-NEXT = Family(
-    name="qwen3_next",
-    model_types=("qwen3_next",),
-    parse=partial(parse_qwen3_5, architecture="qwen3_next", has_experts=True),
-    cache_schema=cache_schema,
-    load=load,
-    gguf=(QWEN3_NEXT,),
-    refuses={"index_dtype": NO_INDEX},
-)

@@ -11,8 +11,8 @@ from hybridkv.models.config import (
     ModelConfig,
     MoeConfig,
     common_fields,
+    read_rotation,
     refuse_biases,
-    rope_frequencies,
 )
 
 ROTATED = 0.25  # of each head, unless the config says otherwise
@@ -29,7 +29,7 @@ def parse_qwen3_5(read: Reader, architecture: str, has_experts: bool) -> ModelCo
         intermediate=read.size("intermediate_size", moe.intermediate if moe else None),
         max_positions=read.size("max_position_embeddings", 32768, limit=MAX_POSITIONS),
         attention_layers=_attention_layers(read, layers),
-        inv_freq=rope_frequencies(read, common["head_dim"], ROTATED),
+        rotation=read_rotation(read, common["head_dim"], ROTATED),
         gdn=_gdn(read),
         moe=moe,
     )

@@ -1,23 +1,23 @@
-"""The list of families. A new model is one file and one line here (docs/add_a_model.md)."""
+"""The list of families. A new model is two files and one line here (docs/add_a_model.md)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hybridkv.checkpoint.checkpoint import Layouts
 from hybridkv.checkpoint.config_reader import Raw, Reader
+from hybridkv.checkpoint.layouts import Layouts
 from hybridkv.errors import UnsupportedModel
-from hybridkv.models import deepseek_v4, llama, qwen3, qwen3_5
+from hybridkv.models import deepseek_family, llama_family, qwen3_5_family, qwen3_family
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.family import Family
 
 ALL: tuple[Family, ...] = (
-    llama.FAMILY,
-    qwen3.FAMILY,
-    qwen3_5.DENSE,
-    qwen3_5.MOE,
-    qwen3_5.NEXT,
-    deepseek_v4.FAMILY,
+    llama_family.FAMILY,
+    qwen3_family.FAMILY,
+    qwen3_5_family.DENSE,
+    qwen3_5_family.MOE,
+    qwen3_5_family.NEXT,
+    deepseek_family.FAMILY,
 )
 
 FAMILIES = {family.name: family for family in ALL}

@@ -145,7 +145,7 @@ def test_bytes_of_every_format(kv: str, index: str) -> None:
 def test_what_waits_to_become_an_entry(drafts: int) -> None:
     """Both streams of both compressors of a CSA layer; running sums of an HCA layer; more of each for drafts."""
     schema = few_layers("bf16", drafts=drafts)
-    found = {t.name: (t.shape, t.dtype, t.init) for s in schema.states for t in s.tensors}
+    found = {t.name: (t.shape, t.torch_dtype, t.init) for s in schema.states for t in s.tensors}
     f32, rows, banks = torch.float32, 8 + drafts, 1 + drafts
     assert found == {
         "window": ((128 + drafts, 512), torch.bfloat16, 0.0),

@@ -14,7 +14,7 @@ from hybridkv.checkpoint.deepseek_quant import block_size
 from hybridkv.errors import HybridKVError, ModelFileError, UnsupportedModel
 from hybridkv.models import open_checkpoint
 from hybridkv.models.config import ModelConfig
-from hybridkv.models.deepseek_v4 import check_schedule
+from hybridkv.models.deepseek_family import check_schedule
 
 
 @pytest.fixture(scope="module")

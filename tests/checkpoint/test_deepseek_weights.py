@@ -17,7 +17,7 @@ from hybridkv.checkpoint.loader import Loader
 from hybridkv.errors import ModelFileError
 from hybridkv.models import open_checkpoint
 from hybridkv.models.config import ModelConfig
-from hybridkv.models.deepseek_v4 import check_schedule
+from hybridkv.models.deepseek_family import check_schedule
 
 
 @pytest.fixture(scope="module")

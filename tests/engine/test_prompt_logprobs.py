@@ -12,7 +12,7 @@ from hybridkv.cache import KVCacheManager
 from hybridkv.config import CacheConfig, SamplingParams
 from hybridkv.engine import pipeline
 from hybridkv.engine.engine import Engine
-from hybridkv.engine.sampler import PROMPT_ROWS, prompt_rows_at_once, sampling_bytes
+from hybridkv.engine.workspace import PROMPT_ROWS, prompt_rows_at_once, sampling_bytes
 from hybridkv.models import cache_schema
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.random_weights import random_decoder

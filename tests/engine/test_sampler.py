@@ -22,7 +22,7 @@ from transformers import (
 
 from engine.driving import prompt, run
 from hybridkv.config import SamplingParams
-from hybridkv.engine import sampler
+from hybridkv.engine import workspace
 from hybridkv.engine.runner import StepInputs
 from hybridkv.engine.sampler import filter_logits, penalise, sample
 from hybridkv.request import Request, Status
@@ -288,10 +288,10 @@ def test_temporaries_stay_below_a_bound_and_blocks_change_no_token(ask: dict, mo
     blocks = [request([1, 2], seed=i, **ask) for i in range(S)]
     with LiveBytes() as unbounded:
         want = [sample_tokens(logits, whole) for _ in range(2)]
-    monkeypatch.setattr(sampler, "BLOCK_BYTES", 3 * V * 96)  # three rows
+    monkeypatch.setattr(workspace, "BLOCK_BYTES", 3 * V * 96)  # three rows
     with LiveBytes() as counted:
         found = [sample_tokens(logits, blocks) for _ in range(2)]
-    bound = sampler.sampling_bytes(S, V)
+    bound = workspace.sampling_bytes(S, V)
     # blocks; and for each request tokens seen, their counts, and biases
     assert bound == 3 * V * 96 + S * V * (1 + 4 + 12) and counted.peak <= 3 * V * 96 + S * V * 17
     assert unbounded.peak > 2 * counted.peak or not ask  # guard: the count sees what blocks save
@@ -300,8 +300,8 @@ def test_temporaries_stay_below_a_bound_and_blocks_change_no_token(ask: dict, mo
 
 
 def test_a_block_is_never_less_than_a_row_and_plain_greedy_rows_need_none() -> None:
-    assert sampler.sampling_bytes(256, 248320) <= sampler.BLOCK_BYTES + 256 * (5 * 248320 + 12 * 16384)
-    assert sampler.sampling_bytes(2, 10**8) == (2 * 96 + 2 * 5) * 10**8 + 2 * 12 * 16384
+    assert workspace.sampling_bytes(256, 248320) <= workspace.BLOCK_BYTES + 256 * (5 * 248320 + 12 * 16384)
+    assert workspace.sampling_bytes(2, 10**8) == (2 * 96 + 2 * 5) * 10**8 + 2 * 12 * 16384
     with LiveBytes() as counted:
         sample_tokens(torch.randn(40, 3000), [request() for _ in range(40)])
     assert counted.peak < 40 * 3000 * 4 + 4096  # the logits themselves

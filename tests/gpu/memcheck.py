@@ -19,7 +19,8 @@ from hybridkv.engine.engine import Engine
 from hybridkv.eviction import Evictor
 from hybridkv.kernels.linear.packed import linear_packed
 from hybridkv.kernels.linear.packed_linear import ROWS
-from hybridkv.kernels.linear.packed_weights import BLOCK, BLOCK_BYTES, GROUP, pack
+from hybridkv.kernels.linear.packed_planes import BLOCK, BLOCK_BYTES, GROUP
+from hybridkv.kernels.linear.packed_weights import pack
 from hybridkv.kernels.linear.skinny import linear_rows
 from hybridkv.models import cache_schema
 from hybridkv.models.config import ModelConfig

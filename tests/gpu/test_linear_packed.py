@@ -14,7 +14,8 @@ from hybridkv import LLM
 from hybridkv.kernels.linear.packed import FEW_ROWS, linear_packed, linear_packed_triton, linear_written_out
 from hybridkv.kernels.linear.packed_dequantise import dequantise_ref, dequantise_triton
 from hybridkv.kernels.linear.packed_linear import PackedLinear
-from hybridkv.kernels.linear.packed_weights import BITS, Packed, pack
+from hybridkv.kernels.linear.packed_planes import BITS
+from hybridkv.kernels.linear.packed_weights import Packed, pack
 from models.test_packed_models import SETTINGS, mixed, written
 
 pytestmark = pytest.mark.gpu

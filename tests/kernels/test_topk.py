@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from triton_interpreter import DEVICE
 
-from hybridkv.kernels import topk
-from hybridkv.kernels.topk import plan_levels, top_entries_ref, top_entries_triton
+from hybridkv.kernels import topk_levels
+from hybridkv.kernels.topk import top_entries_ref, top_entries_triton
+from hybridkv.kernels.topk_levels import plan_levels
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, of a NaN in the interpreter
 INF, NAN = torch.inf, torch.nan
@@ -109,10 +110,10 @@ def test_no_rows(form: Callable[..., Tensor]) -> None:
 
 @pytest.fixture
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topk, "KEPT", 4)
-    monkeypatch.setattr(topk, "LOOSE", 32)
-    monkeypatch.setattr(topk, "MAX_CHOICES", 256)
-    monkeypatch.setattr(topk, "TILE", 128)
+    monkeypatch.setattr(topk_levels, "KEPT", 4)
+    monkeypatch.setattr(topk_levels, "LOOSE", 32)
+    monkeypatch.setattr(topk_levels, "MAX_CHOICES", 256)
+    monkeypatch.setattr(topk_levels, "TILE", 128)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +147,6 @@ def top_entries_triton_on_device(logits: Tensor, visible: Tensor, k: int) -> Ten
 @pytest.mark.parametrize("width", (0, 1, 8193, 16384, 16385, 65536, 262143, 262144, 1 << 20))
 def test_every_plan_fits_a_program(width: int, k: int) -> None:
     kept, ratio, levels = plan_levels(width, k)
-    assert ratio >= 2 and k <= kept and -(-width // ratio**levels) <= kept * ratio <= topk.MAX_CHOICES
+    assert ratio >= 2 and k <= kept and -(-width // ratio**levels) <= kept * ratio <= topk_levels.MAX_CHOICES
     if k <= 1024 and width <= 262144:
         assert levels <= 3

@@ -19,7 +19,7 @@ from hybridkv.kernels.formats.page_layout import PageFormat, entry_format, index
 from hybridkv.kernels.v4 import flush_entry
 from hybridkv.kernels.v4 import window_ring as window
 from hybridkv.models import deepseek_v4
-from hybridkv.models.deepseek_v4 import cache_schema
+from hybridkv.models.deepseek_family import cache_schema
 
 KINDS = ("select", "all", "mini")
 # around the edges of CSA entries (4), of the window, of HCA entries and of pages (128)

@@ -123,32 +123,45 @@ def test_the_plan_counts_packed_bytes(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = written(kind, tmp_path, mixed, monkeypatch)
-    found = {}
-    for packs in (False, True):
-        monkeypatch.setattr(linear_packed, "keeps_packed", lambda device, dtype, packs=packs: packs)
-        monkeypatch.setattr("hybridkv.llm.keeps_packed", lambda device, dtype, packs=packs: packs)
+
+    def planned(*flags: str) -> dict[str, Any]:
         with pytest.raises(SystemExit):
-            main(["plan", "--model", str(path), "--dtype", "bfloat16", "--device", "cpu", "--context", "64", "--json"])
-        found[packs] = json.loads(capsys.readouterr().out)
+            main(["plan", "--model", str(path), "--context", "64", "--json", *flags])
+        return json.loads(capsys.readouterr().out)
+
+    for packs, found in (
+        (False, planned("--dtype", "bfloat16", "--weight-dtype", "plain")),
+        (False, planned("--dtype", "bfloat16", "--exact")),
+        (True, planned()),
+        (True, planned("--dtype", "bfloat16", "--device", "cuda")),
+    ):
+        monkeypatch.setattr("hybridkv.llm.keeps_packed", lambda device, dtype, packs=packs: packs)
         model: Any = LLM(path, dtype="bfloat16", **SETTINGS).model
-        assert found[packs]["weights_bytes"] == model.nbytes - model.inv_freq.nbytes
-    assert [found[packs]["dtype"] for packs in (False, True)] == ["bfloat16", "packed"]
-    assert found[False]["packed_on_gpu_bytes"] == found[True]["weights_bytes"]
-    with pytest.raises(SystemExit):
-        main(["plan", "--model", str(path), "--dtype", "bfloat16", "--device", "cpu", "--memory", "1GiB"])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "Weights packed on a GPU: " in shown and "compute, 128.0 MiB of it for packed weights; leave" in shown
+        held = model.nbytes - model.inv_freq.nbytes
+        if not packs:  # on a CPU a tied head is a second copy
+            held -= model.head.nbytes if model.config.tied else 0
+        assert found["weights_bytes"] == held
+        assert found["dtype"] == ("packed" if packs else "bfloat16") and found["packed_on_gpu_bytes"] is None
+    on_cpu = planned("--device", "cpu")
+    assert on_cpu["dtype"] == "float32" and on_cpu["packed_on_gpu_bytes"] == planned()["weights_bytes"]
+    for flags, said in (
+        (("--device", "cpu"), "Weights packed on a GPU: "),
+        ((), "what a step computes with (128.0 MiB of it to write packed weights out)"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["plan", str(path), "--memory", "1GiB", *flags])
+        assert said in " ".join(capsys.readouterr().out.split())
 
 
 def test_an_embedding_alone_is_no_packed_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(linear_packed, "keeps_packed", lambda device, dtype: True)
     path = written("llama", tmp_path, lambda name: "Q8_0" if name == "token_embd.weight" else "F16", monkeypatch)
-    with pytest.raises(SystemExit):
-        main(["plan", "--model", str(path), "--dtype", "bfloat16", "--device", "cpu", "--context", "64", "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert found["dtype"] == "bfloat16" and found["packed_on_gpu_bytes"] is None
+    for device in ("cuda", "cpu"):
+        with pytest.raises(SystemExit):
+            main(["plan", str(path), "--dtype", "bfloat16", "--device", device, "--context", "64", "--json"])
+        found = json.loads(capsys.readouterr().out)
+        assert found["dtype"] == "bfloat16" and found["packed_on_gpu_bytes"] is None
 
 
 def test_too_little_memory_names_the_form_and_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

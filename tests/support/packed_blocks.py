@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hybridkv.kernels.linear.packed_weights import BITS, BLOCK_BYTES
+from hybridkv.kernels.linear.packed_planes import BITS, BLOCK_BYTES
 
 F16_AT = {8: slice(0, 2), 4: slice(0, 4), 5: slice(0, 4), 6: slice(208, 210)}  # d, or d and dmin
 SIZE = {8: 1 / 74, 4: 1 / 300, 5: 1 / 600, 6: 1 / 1400}  # of d, for weights near one

@@ -20,12 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridkv.kernels.backend import tl, triton, use_triton
-from hybridkv.kernels.topk import MAX_CHOICES, scratch_bytes, top_entries_triton
+from hybridkv.kernels.eviction.select_sizes import kernel_rows, rows_at_once, runs_kernel
+from hybridkv.kernels.topk import top_entries_triton
 
 POOL_BLOCK = 512  # entries of a program
-TEMPORARY_BYTES = 64 << 20  # what a selection takes at once, beside its result
-# keys, masks, sorted keys and indices are 18 bytes a score; sorting pairs on a GPU takes buffers of up to 40 more
-SORT_BYTES_PER_SCORE = 64
 
 
 def pool_heads_ref(scores: Tensor, lengths: Tensor, window: int, pooling: str, kernel: int) -> Tensor:
@@ -111,31 +109,6 @@ def _select_rows(scores: Tensor, visible: Tensor, count: Tensor, lengths: Tensor
     following = visible + place[:width] - chosen_count
     following = torch.where(following < lengths, following, -1)
     return torch.where(place[:width] < chosen_count, chosen, following).to(torch.int32)
-
-
-def rows_at_once(length: int) -> int:
-    """Rows of `length` scores that the torch form sorts together."""
-    return max(1, TEMPORARY_BYTES // (SORT_BYTES_PER_SCORE * max(1, length)))
-
-
-def kernel_rows(length: int, width: int) -> int:
-    """Rows of `length` scores that the kernel searches in one launch."""
-    return max(1, TEMPORARY_BYTES // max(1, scratch_bytes(1, length, width)))
-
-
-def runs_kernel(width: int) -> bool:
-    """Whether the kernel has room for this many survivors of a row."""
-    return width <= MAX_CHOICES // 2
-
-
-def select_bytes(rows: int, length: int, width: int, gpu: bool = True) -> int:
-    """Bytes that select_entries takes at the most for scores [rows, length]: its result and its temporaries."""
-    result = 4 * rows * width
-    if gpu and runs_kernel(width):
-        block = min(rows, kernel_rows(length, width))
-        # results of blocks are put together at the end, when the scratch is free again
-        return result + max(scratch_bytes(block, length, width), result if block < rows else 0)
-    return result + min(rows, rows_at_once(length)) * SORT_BYTES_PER_SCORE * max(length, width)
 
 
 def select_entries_triton(scores: Tensor, visible: Tensor, count: Tensor, lengths: Tensor, width: int) -> Tensor:

@@ -19,14 +19,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybridkv.dtypes import torch_dtype
 from hybridkv.errors import HybridKVError
 from hybridkv.kernels.backend import HAS_TRITON, capability
-from hybridkv.kernels.formats.codec import BF16, F32, FP8_ENTRY, Codec
+from hybridkv.kernels.formats.codec import BF16, F32, FP8_ENTRY, SCALE_DTYPES, Codec
 from hybridkv.kernels.formats.fp8 import Fp8Pages, ScaledPages, fp8_decode, fp8_encode_ref
 
 Pages = Tensor | ScaledPages  # a pool of keys or of values
-KEY_AND_VALUE = ("k", "v")
-SCALE_DTYPES = {4: torch.float32, 1: torch.uint8}  # by the bytes of a scale
 
 
 @dataclass(frozen=True)
@@ -50,12 +49,7 @@ class KVFormat:
 
     def tensors(self, head_dim: int) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
         """(name, shape, dtype) of the tensors that hold one entry: all values first, then all scales."""
-        width = head_dim * self.codec.bits // (8 * self.codec.dtype.itemsize)
-        found = [(name, (width,), self.codec.dtype) for name in KEY_AND_VALUE]
-        if self.quantised:
-            shape = (-(-head_dim // self.codec.group),) if self.codec.group else ()
-            found += [(f"{name}_scale", shape, SCALE_DTYPES[self.codec.scale_bytes]) for name in KEY_AND_VALUE]
-        return tuple(found)
+        return tuple((name, shape, torch_dtype(dtype)) for name, shape, dtype in self.codec.entry_tensors(head_dim))
 
     def check_device(self, device: torch.device) -> None:
         """HybridKVError if the device's kernels do not know the format. Without a GPU torch computes every format."""
@@ -89,10 +83,16 @@ KV_FORMATS = {
         ),
     )
 }
+
+
+def _scale_dtype(fmt: KVFormat) -> torch.dtype | None:
+    return torch_dtype(SCALE_DTYPES[fmt.codec.scale_bytes]) if fmt.quantised else None
+
+
 _BY_DTYPE = {fmt.dtype: fmt for fmt in KV_FORMATS.values()}
 _BY_TYPE = {fmt.pages_type: fmt for fmt in KV_FORMATS.values() if fmt.pages_type is not None}
 _BY_TENSORS = {  # dtypes of the stored values and of their scales
-    (fmt.codec.dtype, SCALE_DTYPES.get(fmt.codec.scale_bytes)): fmt for fmt in KV_FORMATS.values()
+    (fmt.codec.dtype, _scale_dtype(fmt)): fmt for fmt in KV_FORMATS.values()
 }
 
 _SCALED_TYPES = {key: fmt.pages_type for key, fmt in _BY_TENSORS.items() if fmt.pages_type is not None}

@@ -16,24 +16,26 @@ A page holds P entries. Plain formats are P rows of numbers. In the others a pag
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from hybridkv.errors import HybridKVError
 from hybridkv.kernels.formats.codec import BF16, F32, FP8_ENTRY, Codec
 
+if TYPE_CHECKING:
+    import torch
+
 ENTRY_CODECS = {
     "f32": F32,
     "bf16": BF16,
-    "fp8": Codec(2, torch.uint8, 8, group=64, scale_bytes=1, scale_align=8),
+    "fp8": Codec(2, "uint8", 8, group=64, scale_bytes=1, scale_align=8),
     "fp8_entry": FP8_ENTRY,
 }
 INDEX_CODECS = {
     "f32": F32,
     "bf16": BF16,
-    "fp8": Codec(4, torch.uint8, 8, scale_bytes=4),
-    "mxfp4": Codec(5, torch.uint8, 4, group=32, scale_bytes=1, hadamard=True),
-    "nvfp4": Codec(6, torch.uint8, 4, group=16, scale_bytes=1),
+    "fp8": Codec(4, "uint8", 8, scale_bytes=4),
+    "mxfp4": Codec(5, "uint8", 4, group=32, scale_bytes=1, hadamard=True),
+    "nvfp4": Codec(6, "uint8", 4, group=16, scale_bytes=1),
 }
 CODECS = {c.code: c for table in (ENTRY_CODECS, INDEX_CODECS) for c in table.values()}
 

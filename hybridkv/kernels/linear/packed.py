@@ -25,10 +25,10 @@ from hybridkv.kernels.linear.packed_dequantise import (
     place,
     u8_at,
 )
+from hybridkv.kernels.linear.packed_planes import WORKSPACE
 from hybridkv.kernels.linear.packed_weights import Packed
 
 FEW_ROWS = {8: 48, 4: 48, 5: 16, 6: 16}  # of x, by format: more are multiplied faster by W written out
-WORKSPACE = 1 << 26  # weights written out at once
 ALIGNED = 256  # rows of W: cuBLAS is fastest with multiples
 
 

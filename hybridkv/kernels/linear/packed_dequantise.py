@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from hybridkv.kernels.backend import tl, triton
-from hybridkv.kernels.linear.packed_weights import BLOCK, GROUP, Packed
+from hybridkv.kernels.linear.packed_planes import BLOCK, GROUP
+from hybridkv.kernels.linear.packed_weights import Packed
 
 
 def dequantise_ref(packed: Packed) -> Tensor:

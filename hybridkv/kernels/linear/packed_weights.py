@@ -25,15 +25,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import gcd
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BITS = {"Q8_0": 8, "Q4_K": 4, "Q5_K": 5, "Q6_K": 6}  # the formats with planes, and what tells them apart
-BLOCK_BYTES = {8: 34, 4: 144, 5: 176, 6: 210}
-GROUP, BLOCK, PAIR = 32, 256, 64  # columns
+from hybridkv.kernels.linear.packed_planes import BLOCK, BLOCK_BYTES, GROUP, each_for, plane_bytes
+
 AT_ONCE = 1 << 24  # weights taken apart at once: temporaries take a few times their bytes
 
 
@@ -93,20 +91,6 @@ def join(parts: Sequence[Packed]) -> Packed:
     """Matrices of one format, one below the other."""
     codes, high, scales, d = (torch.cat(planes) for planes in zip(*(part.planes for part in parts), strict=True))
     return replace(parts[0], codes=codes, high=high, scales=scales, d=d)
-
-
-def each_for(bits: int, K: int, heads: int) -> int | None:
-    """Columns that share one d where columns move in `heads` parts (1: they stay); None: these planes do not fit."""
-    each = gcd(BLOCK, K // heads) if bits != 8 else BLOCK
-    fits = K % (GROUP if bits == 8 else BLOCK) == 0 and K % (heads * GROUP) == 0
-    return each if fits and each >= PAIR else None
-
-
-def plane_bytes(bits: int, K: int, each: int) -> tuple[int, int, int, int]:
-    """Bytes of a row in codes, high, scales and d."""
-    if bits == 8:
-        return K, 0, 4 * -(-K // PAIR), 0
-    return K // 2, K // 8 * (bits - 4), 4 * (K // PAIR), 4 * (K // each)
 
 
 def pack(blocks: Tensor, bits: int, order: Tensor | None = None) -> Packed:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from triton_interpreter import DEVICE
 
-from hybridkv.kernels import topk
+from hybridkv.kernels import topk_levels
 from hybridkv.kernels.eviction.select import (
     pool_heads_ref,
     pool_heads_triton,
@@ -74,17 +74,17 @@ def test_nothing_to_choose(form: str) -> None:
 @pytest.mark.parametrize(("k", "levels"), ((1, 3), (20, 1), (100, 2)))
 def test_rows_of_several_levels(k: int, levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, size in (
-        (topk, "KEPT", 4),
-        (topk, "LOOSE", 32),
-        (topk, "MAX_CHOICES", 256),
-        (topk, "TILE", 128),
+        (topk_levels, "KEPT", 4),
+        (topk_levels, "LOOSE", 32),
+        (topk_levels, "MAX_CHOICES", 256),
+        (topk_levels, "TILE", 128),
     ):
         monkeypatch.setattr(module, name, size)
     L = 1000
     visible, lengths = [997, 768, 385, 257, 120, 0], [999, 768, 390, 257, 121, 3]
     most = max(0, k - 6)
     count = [most, k, most, k, most // 2, 0]
-    assert topk.plan_levels(L, k)[2] == levels
+    assert topk_levels.plan_levels(L, k)[2] == levels
     for x in (torch.randn(6, L), torch.randint(0, 3, (6, L)).float()):
         check("kernel", x, visible, count, lengths)
 

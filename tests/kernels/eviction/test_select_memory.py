@@ -9,9 +9,11 @@ from torch.profiler import ProfilerActivity, profile
 from triton_interpreter import DEVICE
 
 from hybridkv.eviction.policies import Ada
-from hybridkv.kernels import topk
+from hybridkv.kernels import topk, topk_levels
 from hybridkv.kernels.eviction import select as file
-from hybridkv.kernels.eviction.select import select_bytes, select_entries, select_entries_ref
+from hybridkv.kernels.eviction import select_sizes
+from hybridkv.kernels.eviction.select import select_entries, select_entries_ref
+from hybridkv.kernels.eviction.select_sizes import select_bytes
 
 pytest.importorskip("triton")
 
@@ -37,7 +39,7 @@ def arguments(rows: int, L: int, budget: int) -> tuple:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> int:
     """A bound that small tensors can reach."""
-    monkeypatch.setattr(file, "TEMPORARY_BYTES", 1 << 20)
+    monkeypatch.setattr(select_sizes, "TEMPORARY_BYTES", 1 << 20)
     return 1 << 20
 
 
@@ -58,15 +60,15 @@ def test_the_count_covers_what_is_taken(rows: int, L: int, budget: int, small: i
 
 
 def test_blocks_change_no_result_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topk, "KEPT", 4)
-    monkeypatch.setattr(topk, "TILE", 128)
+    monkeypatch.setattr(topk_levels, "KEPT", 4)
+    monkeypatch.setattr(topk_levels, "TILE", 128)
     scores = torch.randint(-3, 4, (7, 600), device=DEVICE).float()
     visible = torch.tensor([600, 599, 20, 0, 400, 600, 300], device=DEVICE)
     count, lengths = torch.minimum(visible, torch.full_like(visible, 9)), torch.minimum(visible + 3, visible * 0 + 600)
     want = select_entries_ref(scores, visible, count, lengths, 12)
     for rows in (1, 3, 7):
-        monkeypatch.setattr(file, "TEMPORARY_BYTES", topk.scratch_bytes(rows, 600, 12))
-        assert file.kernel_rows(600, 12) == rows and topk.plan_levels(600, 12)[2] > 0
+        monkeypatch.setattr(select_sizes, "TEMPORARY_BYTES", topk_levels.scratch_bytes(rows, 600, 12))
+        assert select_sizes.kernel_rows(600, 12) == rows and topk_levels.plan_levels(600, 12)[2] > 0
         assert torch.equal(file.select_entries_triton(scores, visible, count, lengths, 12), want)
 
 
@@ -80,8 +82,8 @@ def test_blocks_change_no_result(rows: int, monkeypatch: pytest.MonkeyPatch) -> 
     lengths = torch.minimum(visible + width - count, torch.tensor(L))
     given = (scores, visible, count, lengths, width)
     want = select_entries_ref(*given)
-    monkeypatch.setattr(file, "TEMPORARY_BYTES", rows * L * file.SORT_BYTES_PER_SCORE)
-    assert file.rows_at_once(L) == rows
+    monkeypatch.setattr(select_sizes, "TEMPORARY_BYTES", rows * L * select_sizes.SORT_BYTES_PER_SCORE)
+    assert select_sizes.rows_at_once(L) == rows
     assert torch.equal(select_entries_ref(*given), want)
 
 
@@ -93,19 +95,19 @@ def test_the_kernels_scratch_is_what_its_launcher_allocates(monkeypatch: pytest.
     for name in ("top_entries_kernel", "group_largest_kernel"):
         monkeypatch.setattr(topk, name, Launch())
     for bound in (1 << 20, 64 << 20):
-        monkeypatch.setattr(file, "TEMPORARY_BYTES", bound)
+        monkeypatch.setattr(select_sizes, "TEMPORARY_BYTES", bound)
         for rows, L, k in ((64, 50_000, 512), (5, 20_000, 8192), (40, 20_000, 2000), (3, 700, 100), (9, 300, 0)):
             scores, sizes = torch.zeros(rows, L), torch.zeros(rows, dtype=torch.int64)
             taken = peak_bytes(lambda s=scores, n=sizes, k=k: file.select_entries_triton(s, n, n, n, k)) if k else 0
             assert taken <= select_bytes(rows, L, k) <= max(bound, 4 * rows * k) + 4 * rows * k
-            if file.kernel_rows(L, k) >= rows:
+            if select_sizes.kernel_rows(L, k) >= rows:
                 assert taken == select_bytes(rows, L, k)
 
 
-@pytest.mark.parametrize("budget", (512, topk.MAX_CHOICES // 2, topk.MAX_CHOICES // 2 + 1, 20_000))
+@pytest.mark.parametrize("budget", (512, topk_levels.MAX_CHOICES // 2, topk.MAX_CHOICES // 2 + 1, 20_000))
 def test_a_long_context_of_many_streams_takes_a_block_and_its_results(budget: int) -> None:
     """Not 41 bytes for each of 640 x 131072 scores, which were 3.4 GB."""
-    assert select_bytes(640, 131072, budget) <= max(file.TEMPORARY_BYTES, 4 * 640 * budget) + 4 * 640 * budget
+    assert select_bytes(640, 131072, budget) <= max(select_sizes.TEMPORARY_BYTES, 4 * 640 * budget) + 4 * 640 * budget
 
 
 @pytest.mark.parametrize("layers", (4, 32))
@@ -125,5 +127,5 @@ def test_ada_gives_the_same_budgets_a_layer_at_a_time(monkeypatch: pytest.Monkey
     scores[1][0, 20:] = scores[3][1] = -torch.inf
     want = Ada().budgets(scores, lengths, 50, 4)
     for rows in (1, 3, 6, 9):
-        monkeypatch.setattr(file, "TEMPORARY_BYTES", rows * 300 * file.SORT_BYTES_PER_SCORE)
+        monkeypatch.setattr(select_sizes, "TEMPORARY_BYTES", rows * 300 * select_sizes.SORT_BYTES_PER_SCORE)
         assert (Ada().budgets(scores, lengths, 50, 4) == want).all()

@@ -20,7 +20,8 @@ from hybridkv.kernels.linear.packed import (
 )
 from hybridkv.kernels.linear.packed_dequantise import dequantise_ref, dequantise_triton
 from hybridkv.kernels.linear.packed_linear import PackedLinear
-from hybridkv.kernels.linear.packed_weights import BITS, Packed, pack
+from hybridkv.kernels.linear.packed_planes import BITS
+from hybridkv.kernels.linear.packed_weights import Packed, pack
 
 pytest.importorskip("triton")
 BOUND = 3e-3  # one rounding of the result to bf16, 2^-9 at most; gated, of a product of two sums
@@ -150,7 +151,8 @@ import os
 import torch
 from no_device import built
 from hybridkv.kernels.linear import packed as file
-from hybridkv.kernels.linear.packed_weights import Packed, plane_bytes
+from hybridkv.kernels.linear.packed_planes import plane_bytes
+from hybridkv.kernels.linear.packed_weights import Packed
 
 hopper = "COMPILE_FOR" not in os.environ
 file.has_pdl = lambda device: hopper

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from hybridkv.kernels.linear import packed_weights as file
 from hybridkv.kernels.linear.packed_dequantise import dequantise_ref
-from hybridkv.kernels.linear.packed_weights import BITS, each_for, join, pack, plane_bytes
+from hybridkv.kernels.linear.packed_planes import BITS, each_for, plane_bytes
+from hybridkv.kernels.linear.packed_weights import join, pack
 
 FILE_BYTES = {"Q8_0": 34 * 8, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}  # for 256 weights
 

@@ -1,0 +1,30 @@
+"""Which matrices of a GGUF file can stay packed, and the bytes of their planes (kernels/linear/packed_planes.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from hybridkv.checkpoint.gguf_map import moved_heads
+from hybridkv.checkpoint.recipe import Recipe
+from hybridkv.kernels.linear.packed_planes import BITS, each_for, plane_bytes
+
+Form = tuple[int, int]  # bits, columns for one d
+
+
+def packed_form(recipe: Recipe, kind: Callable[[str], str]) -> Form | None:
+    """The planes that a matrix can be kept in; None: it has to be dequantised. `kind`: a stored tensor's format."""
+    kinds = {kind(part) for part in recipe.parts}
+    heads = moved_heads(recipe)
+    bits = BITS.get(kinds.pop()) if len(kinds) == 1 else None
+    each = each_for(bits, recipe.shape[1], heads) if bits and heads else None
+    return (bits, each) if bits and each else None
+
+
+def packed_bytes(recipes: Mapping[str, Recipe], kind: Callable[[str], str]) -> dict[str, int]:
+    """Name -> bytes of the planes, for all that can be kept in them."""
+    found = {}
+    for name, recipe in recipes.items():
+        if form := packed_form(recipe, kind):
+            rows, columns = recipe.shape
+            found[name] = rows * sum(plane_bytes(form[0], columns, form[1]))
+    return found

@@ -1,0 +1,103 @@
+"""Estimate: the bytes that a model's cache and steps take for some requests of some context, and what fits in a room.
+
+The page (data/plan.js) computes the same from numbers that plan_page.py exports; a test compares the two in a browser.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from hybridkv.cache.schema import CacheSchema
+from hybridkv.config import GPU_STEP_TOKENS, CacheConfig, EngineConfig
+from hybridkv.engine.workspace import workspace
+from hybridkv.eviction.sizes import STREAMS, query_buffers_for
+from hybridkv.models import cache_schema, with_query_buffer
+from hybridkv.models.config import ModelConfig
+from hybridkv.planner import most_that_fits
+
+MOST_REQUESTS = 4096  # that EngineConfig takes
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes beside the weights."""
+
+    pages: int  # while the last of the prompts is read: they are read one after the other
+    held: int  # of them, once all prompts are read
+    state: int
+    tables: int
+    workspace: int
+
+    @property
+    def cache(self) -> int:
+        """What is allocated for requests."""
+        return self.pages + self.state + self.tables
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return self.cache + self.workspace
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One way of running a model: where, with which KV dtype, and with which budget."""
+
+    config: ModelConfig
+    cache: CacheConfig  # with its KV dtype, and with or without a budget
+    dtype: str  # of the activations
+    gpu: bool
+    exact: bool = False
+
+    @cached_property
+    def opened(self) -> CacheConfig:
+        """The settings that `LLM` opens the model with: without a budget, one query buffer for who brings one."""
+        return with_query_buffer(self.config, self.cache)
+
+    @cached_property
+    def schema(self) -> CacheSchema:
+        """What is stored for a request."""
+        return cache_schema(self.config, self.opened, self.dtype)
+
+    @property
+    def step(self) -> int:
+        """Tokens that a step reads at the most."""
+        return GPU_STEP_TOKENS if self.gpu else EngineConfig.step_tokens
+
+    def kv_bytes(self, tokens: int, most: int | None) -> int:
+        """Bytes of the pages of one request of `tokens` tokens whose attention streams hold `most` of them."""
+        held = tokens if most is None else min(tokens, most)
+        return sum(s.pages(held if s.name == STREAMS else tokens) * s.page_bytes for s in self.schema.streams)
+
+    def held(self, tokens: int) -> int:
+        """Bytes of the pages of one request once its prompt is read."""
+        return self.kv_bytes(tokens, self.cache.budget)
+
+    def peak(self, tokens: int) -> int:
+        """Bytes of the pages of one request while its prompt is read."""
+        budget = self.cache.budget
+        return self.kv_bytes(tokens, budget + self.step if self.cache.bounded and budget is not None else None)
+
+    def need(self, requests: int, context: int) -> Need:
+        """What `requests` requests of `context` tokens take."""
+        schema, held = self.schema, self.held(context)
+        lent = query_buffers_for(self.opened, self.step, requests) * schema.query_buffer_bytes
+        limits = EngineConfig(requests, step_tokens=self.step)
+        captures = self.gpu and not self.exact
+        beside = workspace(self.config, schema, self.opened, limits, context, self.dtype, captures)
+        return Need(
+            pages=(requests - 1) * held + self.peak(context),
+            held=requests * held,
+            state=requests * schema.slot_bytes + lent,
+            tables=requests * schema.table_bytes(context),
+            workspace=beside.nbytes,
+        )
+
+    def longest_context(self, requests: int, room: int) -> int:
+        """Most tokens that each of `requests` requests can have in `room` bytes."""
+        return most_that_fits(lambda n: self.need(requests, n).nbytes, room, self.config.max_positions)
+
+    def most_requests(self, context: int, room: int) -> int:
+        """How many requests of `context` tokens fit in `room` bytes."""
+        return most_that_fits(lambda n: self.need(n, context).nbytes, room, MOST_REQUESTS)

@@ -1,0 +1,77 @@
+"""What a plan is made for: a known model, a config.json, or the header of a GGUF file. Nothing heavy is imported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hybridkv.errors import ModelFileError
+from hybridkv.files import read_json
+from hybridkv.models.config import ModelConfig
+from hybridkv.models.known import KNOWN, known_config, unknown_model
+from hybridkv.planner import planned_tensors
+
+EMBEDDED = "SmolLM2-135M-Instruct"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that may not be here."""
+
+    name: str
+    config: ModelConfig
+    has: Callable[[str], bool]  # whether it has a tensor that not every model has
+    packed: dict[str, int] = field(default_factory=dict)  # bytes of the matrices of a GGUF file that can stay packed
+    is_gguf: bool = False
+    ffn_layer_bytes: int | None = None  # the largest FFN layer of a GGUF file, as stored
+
+
+def find_source(model: str | None) -> Source:
+    """The model of that name, folder or file; None: the embedded one. Never reaches for the network."""
+    if model is None:
+        return _from_config(EMBEDDED, KNOWN[EMBEDDED])
+    path = Path(model).expanduser()
+    if path.is_dir() and (path / "config.json").exists():
+        return _from_config(path.resolve().name, read_json(path / "config.json"))
+    if path.suffix == ".json" and path.is_file():
+        return _from_config(path.resolve().parent.name, read_json(path))
+    inside = sorted(path.glob("*.gguf")) if path.is_dir() else []
+    if path.is_file() and path.suffix.lower() == ".gguf":
+        return _from_gguf(path)
+    if len(inside) == 1:
+        return _from_gguf(inside[0])
+    if path.exists():
+        from hybridkv.models import open_checkpoint
+
+        with open_checkpoint(path) as checkpoint:  # which says what is wrong with it
+            return _from_config(path.stem, checkpoint.config)
+    found = known_config(model)
+    if found is None:
+        raise ModelFileError(unknown_model(model))
+    return _from_config(*found)
+
+
+def _from_config(name: str, raw: dict[str, Any]) -> Source:
+    config = ModelConfig.from_dict(raw)
+    return Source(name, config, planned_tensors(config, raw))
+
+
+def _from_gguf(path: Path) -> Source:
+    from hybridkv.checkpoint.gguf_file import GgufFile
+    from hybridkv.checkpoint.gguf_map import map_gguf
+    from hybridkv.checkpoint.gguf_planes import packed_bytes
+    from hybridkv.models.registry import LAYOUTS
+
+    with GgufFile(path) as file:
+        found = map_gguf(file, LAYOUTS.gguf)
+        packed = packed_bytes(found.recipes, lambda name: file.tensors[name].type.name)
+        layers: dict[str, int] = {}
+        for name, tensor in file.tensors.items():
+            if match := re.fullmatch(r"blk\.(\d+)\.ffn_(?!norm).*", name):
+                layers[match[1]] = layers.get(match[1], 0) + tensor.nbytes
+    names = frozenset(found.recipes)
+    config = ModelConfig.from_dict(found.config)
+    return Source(path.stem, config, names.__contains__, packed, True, max(layers.values(), default=None))

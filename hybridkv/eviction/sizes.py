@@ -1,0 +1,45 @@
+"""How much eviction lets a request hold, and what it takes beside: numbers that a plan needs. No torch is needed."""
+
+from __future__ import annotations
+
+from hybridkv.config import CacheConfig, EngineConfig, EvictionConfig
+
+STREAMS = "attention"  # the streams whose entries are chosen
+SCORE_BYTES = 64 << 20  # of scores of query heads that are computed at once
+QUERY_BUFFERS = EngineConfig.max_requests  # at least: by default every request has one
+
+
+def max_held_tokens(eviction: EvictionConfig | None, step_tokens: int, page_size: int) -> int | None:
+    """Tokens that a stream of a bounded request holds on average at the most; None: all of them."""
+    if eviction is None or not eviction.bounded:
+        return None
+    # streams of different lengths each fill a last page of their own
+    return eviction.budget + step_tokens + (page_size if _spreads_unevenly(eviction.policy) else 0)
+
+
+def _spreads_unevenly(policy: object) -> bool:
+    if policy == EvictionConfig.policy:
+        return False
+    from hybridkv.eviction.evict import find_policy  # policies compute, and so need torch
+
+    return find_policy(policy).spread is not None
+
+
+def most_held(config: CacheConfig, step_tokens: int) -> int | None:
+    """`max_held_tokens` of the requests that ask for nothing else."""
+    return max_held_tokens(config.eviction, step_tokens, config.page_size)
+
+
+def query_buffers_for(config: CacheConfig, step_tokens: int, slots: int) -> int:
+    """Query buffers that are needed so that no request waits for one; without a budget as many as were asked for.
+
+    A request needs none after its prompt, unless it is evicted again. A prompt that is evicted has more than budget +
+    window tokens, and one step can finish one such prompt, read several short ones and start another: each needs a
+    buffer. Conversations keep theirs, so raise `query_buffers` for many conversations.
+    """
+    if config.budget is None:
+        return min(slots, config.query_buffers or 0)
+    if config.bounded or config.decode_every:
+        return slots
+    enough = max(QUERY_BUFFERS, step_tokens // (config.budget + config.window + 1) + 2)
+    return min(slots, config.query_buffers or enough)

@@ -1,0 +1,34 @@
+"""The memory that choosing survivors (select.py) takes, and the blocks that bound it. No torch is needed."""
+
+from __future__ import annotations
+
+from hybridkv.kernels.topk_levels import MAX_CHOICES, scratch_bytes
+
+TEMPORARY_BYTES = 64 << 20  # what a selection takes at once, beside its result
+# keys, masks, sorted keys and indices are 18 bytes a score; sorting pairs on a GPU takes buffers of up to 40 more
+SORT_BYTES_PER_SCORE = 64
+
+
+def rows_at_once(length: int) -> int:
+    """Rows of `length` scores that the torch form sorts together."""
+    return max(1, TEMPORARY_BYTES // (SORT_BYTES_PER_SCORE * max(1, length)))
+
+
+def kernel_rows(length: int, width: int) -> int:
+    """Rows of `length` scores that the kernel searches in one launch."""
+    return max(1, TEMPORARY_BYTES // max(1, scratch_bytes(1, length, width)))
+
+
+def runs_kernel(width: int) -> bool:
+    """Whether the kernel has room for this many survivors of a row."""
+    return width <= MAX_CHOICES // 2
+
+
+def select_bytes(rows: int, length: int, width: int, gpu: bool = True) -> int:
+    """Bytes that select_entries takes at the most for scores [rows, length]: its result and its temporaries."""
+    result = 4 * rows * width
+    if gpu and runs_kernel(width):
+        block = min(rows, kernel_rows(length, width))
+        # results of blocks are put together at the end, when the scratch is free again
+        return result + max(scratch_bytes(block, length, width), result if block < rows else 0)
+    return result + min(rows, rows_at_once(length)) * SORT_BYTES_PER_SCORE * max(length, width)

@@ -1,0 +1,24 @@
+"""The planes of packed weights (packed_weights.py) in numbers: which formats have them, and their bytes. No torch."""
+
+from __future__ import annotations
+
+from math import gcd
+
+BITS = {"Q8_0": 8, "Q4_K": 4, "Q5_K": 5, "Q6_K": 6}  # the formats with planes, and what tells them apart
+BLOCK_BYTES = {8: 34, 4: 144, 5: 176, 6: 210}
+GROUP, BLOCK, PAIR = 32, 256, 64  # columns
+WORKSPACE = 1 << 26  # weights written out at once, where many rows are multiplied (packed.py)
+
+
+def each_for(bits: int, K: int, heads: int) -> int | None:
+    """Columns that share one d where columns move in `heads` parts (1: they stay); None: these planes do not fit."""
+    each = gcd(BLOCK, K // heads) if bits != 8 else BLOCK
+    fits = K % (GROUP if bits == 8 else BLOCK) == 0 and K % (heads * GROUP) == 0
+    return each if fits and each >= PAIR else None
+
+
+def plane_bytes(bits: int, K: int, each: int) -> tuple[int, int, int, int]:
+    """Bytes of a row in codes, high, scales and d."""
+    if bits == 8:
+        return K, 0, 4 * -(-K // PAIR), 0
+    return K // 2, K // 8 * (bits - 4), 4 * (K // PAIR), 4 * (K // each)
