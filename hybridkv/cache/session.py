@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hybridkv.cache.manager import KVCacheManager
 from hybridkv.cache.schema import TensorSpec
-from hybridkv.cache.snapshot import Snapshot, check_restorable, fingerprint, snapshot_of, vector, without_session
+from hybridkv.cache.snapshot import Snapshot, check_restorable, snapshot_of, stores_the_same, vector, without_session
 from hybridkv.cache.snapshot_file import FORMAT, SESSION_VERSION, NotWellFormed, read_file, write_file
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.eviction_record import EvictionRecord
@@ -137,7 +137,7 @@ def check_session(manager: KVCacheManager, session: Session, about: dict[str, st
     snapshot = session.snapshot
     if snapshot is None:
         return
-    if snapshot.fingerprint != fingerprint(manager.schema):
+    if not stores_the_same(manager, snapshot):
         what = _different(session.about, about) or "other layers or sizes"
         raise RequestError(
             f"the session's cache stores other things than this one: {what}; open the model with the CacheConfig that "

@@ -15,7 +15,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -148,6 +148,15 @@ def restore_request(manager: KVCacheManager, snapshot: Snapshot, request: Hashab
     return slot
 
 
+def stores_the_same(manager: KVCacheManager, snapshot: Snapshot) -> bool:
+    """Whether the snapshot's cache stored what this one does. Without an eviction window it lacks last queries."""
+    schema = manager.schema
+    if snapshot.fingerprint == fingerprint(schema):
+        return True
+    without = replace(schema, states=tuple(s for s in schema.states if not s.lent))
+    return snapshot.fingerprint == fingerprint(without) and not lent_keys(manager) & snapshot.states.keys()
+
+
 def lent_keys(manager: KVCacheManager) -> set[tuple[str, str]]:
     """Names of the state that a request has only while it has a query buffer."""
     return {(s.name, t.name) for s in manager.schema.states if s.lent for t in s.tensors}
@@ -208,7 +217,7 @@ def check_restorable(manager: KVCacheManager, snapshot: Snapshot) -> None:
 
 
 def _check_origin(manager: KVCacheManager, snapshot: Snapshot) -> None:
-    if snapshot.fingerprint != fingerprint(manager.schema):
+    if not stores_the_same(manager, snapshot):
         raise RequestError(
             "the snapshot was taken from a cache that stores other things (other layers or sizes, another KV dtype or "
             "eviction window)"

@@ -172,6 +172,18 @@ def test_a_cache_that_stores_other_things_refuses(other: dict, run_of: Callable)
     assert facts(run.manager) == before
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_with_an_eviction_window_takes_what_one_without_stored(kind: str, run_of: Callable) -> None:
+    """As files from before every LLM had a window: all else is the same, and last queries may be missing."""
+    run, other = run_of(kind, budget=None), run_of(kind)
+    snapshot = taken(run, compacted=False)
+    slot = restore_request(other.manager, snapshot, "back")
+    assert other.manager.query_buffers.of[slot] == -1 and other.manager.query_buffers.count
+    more = tiny.token_ids(20, seed=4)
+    assert_same_bytes(run.feed(more, 1), other.feed(more, 1, "back"))
+    other.manager.check_integrity()
+
+
 def test_a_snapshot_past_the_context_is_refused(run_of: Callable) -> None:
     snapshot = taken(run_of("llama"))
     with pytest.raises(RequestError, match="context"):
