@@ -15,7 +15,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -149,12 +149,9 @@ def restore_request(manager: KVCacheManager, snapshot: Snapshot, request: Hashab
 
 
 def stores_the_same(manager: KVCacheManager, snapshot: Snapshot) -> bool:
-    """Whether the snapshot's cache stored what this one does. Without an eviction window it lacks last queries."""
+    """Whether the snapshot's cache stored what this one does."""
     schema = manager.schema
-    if snapshot.fingerprint == fingerprint(schema):
-        return True
-    without = replace(schema, states=tuple(s for s in schema.states if not s.lent))
-    return snapshot.fingerprint == fingerprint(without) and not lent_keys(manager) & snapshot.states.keys()
+    return snapshot.fingerprint in (fingerprint(schema), fingerprint(schema, lent=True))  # the second: before 0.3
 
 
 def lent_keys(manager: KVCacheManager) -> set[tuple[str, str]]:
@@ -162,9 +159,10 @@ def lent_keys(manager: KVCacheManager) -> set[tuple[str, str]]:
     return {(s.name, t.name) for s in manager.schema.states if s.lent for t in s.tensors}
 
 
-def fingerprint(schema: CacheSchema) -> str:
-    """What a schema stores, in 64 characters. Page sizes are no part of it, unless entries are laid out by pages, nor
-    is what is lent, which a snapshot may have or not.
+def fingerprint(schema: CacheSchema, lent: bool = False) -> str:
+    """What a schema stores, in 64 characters. Page sizes are no part of it, unless entries are laid out by pages.
+
+    Nor is what is lent, which a snapshot may have or not (`lent`: it is, as before 0.3).
     """
     formats = [[c.kind, c.entries.name, c.index and c.index.name] for c in schema.compressed]
     pages = [s.entries_per_page for s in schema.streams] if formats else []
@@ -173,7 +171,7 @@ def fingerprint(schema: CacheSchema) -> str:
         return [[t.name, t.shape, f"torch.{t.dtype}"] for t in s.tensors]
 
     streams = [[s.name, s.layers, s.heads, s.shared, s.tokens_per_entry, named(s)] for s in schema.streams]
-    states = [[s.name, s.layers, named(s)] for s in schema.states if not s.lent]
+    states = [[s.name, s.layers, named(s)] for s in schema.states if lent or not s.lent]
     return hashlib.sha256(json.dumps([streams, states, formats, pages]).encode()).hexdigest()
 
 
@@ -237,14 +235,21 @@ def _short(fingerprint: str) -> str:
 
 def _check_states(manager: KVCacheManager, snapshot: Snapshot) -> None:
     for key in snapshot.states.keys() - manager.state.tensors.keys():
-        raise RequestError(f"the snapshot's state {key} has no place in this cache")
+        raise RequestError(f"the snapshot stores other things than this cache: {_state(key)} has no place here; {HOW}")
     lent = lent_keys(manager)
     for key, t in manager.state.tensors.items():
         if key in lent and not lent & snapshot.states.keys():
             continue  # its last queries were no longer needed
         tensor = snapshot.states.get(key)
         if tensor is None or tensor.shape != (t.shape[0], *t.shape[2:]) or tensor.dtype != t.dtype:
-            raise RequestError(f"the snapshot's state {key} does not fit this cache")
+            raise RequestError(f"the snapshot stores other things than this cache: {_state(key)} does not fit; {HOW}")
+
+
+HOW = "open the model with the CacheConfig that it was saved with"
+
+
+def _state(key: tuple[str, str]) -> str:
+    return "what it keeps of its last queries" if key[0] == "queries" else f"its state {key[0]}/{key[1]}"
 
 
 def _check_form(snapshot: Snapshot) -> None:
