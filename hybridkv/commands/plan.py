@@ -129,8 +129,8 @@ class Report:
 @with_options
 def plan(
     options: PlanOptions,
-    name: Annotated[str | None, Argument(metavar="[MODEL]", help=_MODEL, show_default=False)] = None,
-    page: Annotated[str | None, Argument(metavar="[FILE]", help="of --html", show_default=False)] = None,
+    name: Annotated[str | None, Argument(metavar="MODEL", help=_MODEL, show_default=False)] = None,
+    page: Annotated[str | None, Argument(metavar="FILE", help="of --html", show_default=False)] = None,
     card: Annotated[
         str | None,
         Option("--card", metavar="NAME", help='a graphics card ("RTX 4090", h200) or its size (24GB: 24 GiB)'),

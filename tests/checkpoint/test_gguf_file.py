@@ -149,7 +149,7 @@ def test_the_list_of_dequantised_types_is_what_the_library_can_do() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_float_tensors_keep_their_dtype_and_bits(dtype: torch.dtype, tmp_path: Path) -> None:
     source = torch.randn(3, 4, 5).to(dtype)
-    kind = next(kind for kind, kept in KEPT.items() if kept == dtype)
+    kind = next(kind for kind, kept in KEPT.items() if getattr(torch, kept) == dtype)
     stored = source.view(torch.uint8).numpy()
     path = written(tmp_path / "m.gguf", lambda writer: writer.add_tensor("t", stored, raw_dtype=kind))
     with GgufFile(path) as file:
