@@ -16,6 +16,7 @@ from hybridkv.errors import ModelFileError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/\w[\w.-]*(/\w[\w.-]*\.gguf)?")
 FILES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")  # what no hub repository's name ends in
+OWNERS = {"Qwen": "Qwen", "DeepSeek": "deepseek-ai", "SmolLM": "HuggingFaceTB", "Llama": "meta-llama"}
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
@@ -27,9 +28,12 @@ def locate_model(model: str | Path | None, progress: Progress | None = None) -> 
         return path
     if isinstance(model, str) and is_hub_id(model):
         return _download(model)
+    missing = f"there is no file or folder {str(model)[:500]!r}"
+    if on_hub := hub_id_of(str(model)):
+        raise ModelFileError(f"{missing}; give the folder or the .gguf file that holds it, or its hub id {on_hub}")
     raise ModelFileError(
-        f"there is no file or folder {str(model)[:500]!r}; give a Hugging Face folder, a .gguf file, or a hub id such "
-        "as org/name (where there is no local folder org)"
+        f"{missing}; give a Hugging Face folder, a .gguf file, or a hub id such as org/name (where there is no local "
+        "folder org)"
     )
 
 
@@ -39,6 +43,15 @@ def is_hub_id(name: str) -> bool:
     if not HUB_ID.fullmatch(name) or os.path.lexists(parts[0]):
         return False
     return len(parts) == 3 or not name.lower().endswith(FILES)
+
+
+def hub_id_of(name: str) -> str | None:
+    """Where the hub has a model whose shape is known: Qwen3.5-27B -> Qwen/Qwen3.5-27B."""
+    from hybridkv.models.known import known_config
+
+    found = known_config(name) if "/" not in name else None
+    owner = next((o for begin, o in OWNERS.items() if found and found[0].startswith(begin)), None)
+    return f"{owner}/{found[0]}" if found and owner else None
 
 
 def _download(model: str) -> Path:
@@ -53,5 +66,19 @@ def _download(model: str) -> Path:
             return Path(hf_hub_download(f"{owner}/{name}", file))
         return Path(snapshot_download(model, allow_patterns=HUB_FILES))
     except (OSError, ValueError, RuntimeError) as problem:  # the hub client derives its errors from these
-        reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
-        raise ModelFileError(f"{missing}, and the hub gave no model of that name: {reason[:200]}") from None
+        raise ModelFileError(f"{missing}, and {_hub_said(problem)}") from None
+
+
+def _hub_said(problem: Exception) -> str:
+    """What went wrong at the hub: no way to it, no such model, or no right to it."""
+    reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
+    kinds = {kind.__name__ for kind in type(problem).__mro__}
+    if "GatedRepoError" in kinds:
+        said = "the hub gives it only to those who have accepted its terms there and logged in (hf auth login)"
+    elif "RepositoryNotFoundError" in kinds:
+        said = "the hub has no model of that name that it shows to you"
+    elif kinds & {"LocalEntryNotFoundError", "ConnectionError", "TimeoutError"}:
+        said = "the hub could not be reached; check the connection, or give a folder that is here"
+    else:
+        said = "the hub did not give it"
+    return f"{said}: {reason[:200]}"
