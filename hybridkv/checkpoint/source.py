@@ -16,7 +16,6 @@ from hybridkv.errors import ModelFileError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/\w[\w.-]*(/\w[\w.-]*\.gguf)?")
 FILES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")  # what no hub repository's name ends in
-OWNERS = {"Qwen": "Qwen", "DeepSeek": "deepseek-ai", "SmolLM": "HuggingFaceTB", "Llama": "meta-llama"}
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
@@ -28,12 +27,9 @@ def locate_model(model: str | Path | None, progress: Progress | None = None) -> 
         return path
     if isinstance(model, str) and is_hub_id(model):
         return _download(model)
-    missing = f"there is no file or folder {str(model)[:500]!r}"
-    if on_hub := hub_id_of(str(model)):
-        raise ModelFileError(f"{missing}; give the folder or the .gguf file that holds it, or its hub id {on_hub}")
     raise ModelFileError(
-        f"{missing}; give a Hugging Face folder, a .gguf file, or a hub id such as org/name (where there is no local "
-        "folder org)"
+        f"there is no file or folder {str(model)[:500]!r}; give a Hugging Face folder, a .gguf file, or a hub id such "
+        "as org/name (where there is no local folder org)"
     )
 
 
@@ -43,15 +39,6 @@ def is_hub_id(name: str) -> bool:
     if not HUB_ID.fullmatch(name) or os.path.lexists(parts[0]):
         return False
     return len(parts) == 3 or not name.lower().endswith(FILES)
-
-
-def hub_id_of(name: str) -> str | None:
-    """Where the hub has a model whose shape is known: Qwen3.5-27B -> Qwen/Qwen3.5-27B."""
-    from hybridkv.models.known import known_config
-
-    found = known_config(name) if "/" not in name else None
-    owner = next((o for begin, o in OWNERS.items() if found and found[0].startswith(begin)), None)
-    return f"{owner}/{found[0]}" if found and owner else None
 
 
 def _download(model: str) -> Path:

@@ -16,6 +16,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import Field, asdict, dataclass, fields, is_dataclass, replace
+from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
@@ -235,6 +236,8 @@ class ModelOptions:
         from hybridkv.commands.display import progress
         from hybridkv.llm import LLM
 
+        self._refuse_a_shape()
+
         with progress() as bars:
             return LLM(
                 model=self.model,
@@ -250,7 +253,23 @@ class ModelOptions:
                 load_progress=bars.show("loading weights"),
             )
 
+    def _refuse_a_shape(self) -> None:
+        """`plan` knows shapes by name; to run a model its files are needed."""
+        from hybridkv.models.known import known_config
 
+        if self.model is None or "/" in self.model or Path(self.model).expanduser().exists():
+            return
+        name, _ = known_config(self.model) or ("", {})
+        if owner := next((o for begin, o in _OWNERS.items() if name.startswith(begin)), None):
+            raise BadParameter(
+                f"--model: there is no file or folder {self.model!r}, and its shape alone does not run; give the "
+                f"folder or the .gguf file that holds it, or {owner}/{name}, which is fetched from the hub with "
+                "pip install 'hybridkv[hub]'"
+            )
+
+
+# who publishes the models whose shapes are known, by the beginning of their names
+_OWNERS = {"Qwen": "Qwen", "DeepSeek": "deepseek-ai", "SmolLM": "HuggingFaceTB", "Llama": "meta-llama"}
 _ONLY_WITH_BUDGET = {
     f.name: f.default
     for f in fields(ModelOptions)

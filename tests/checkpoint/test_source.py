@@ -89,13 +89,6 @@ def test_what_the_hub_said_is_told_apart(kind: str, words: str, monkeypatch: pyt
         locate_model("org/name")
 
 
-def test_a_known_shape_is_told_its_hub_id(hub: list) -> None:
-    for name in ("Qwen3.5-27B", "qwen3.5-27b"):
-        with pytest.raises(ModelFileError, match="hub id Qwen/Qwen3.5-27B$"):
-            locate_model(name)
-    assert hub == []
-
-
 def test_without_the_hub_client_the_path_comes_first_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ModelFileError, match="^there is no file or folder 'org/name'.*pip install"):
