@@ -4,6 +4,7 @@ standard error is not a terminal, except for `summary`, which a command prints i
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,10 +12,12 @@ from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.status import Status
 
+from hybridkv.answers import Completion, Stream
 from hybridkv.cache.schema import ceil_div
 from hybridkv.eviction.evict import STREAMS
-from hybridkv.llm import LLM, Completion
+from hybridkv.llm import LLM
 from hybridkv.planner import human
 from hybridkv.request import Request
 
@@ -58,6 +61,77 @@ def note(text: str) -> None:
     """A line beside the answer, on standard error."""
     sys.stdout.flush()
     Console(stderr=True, highlight=False, soft_wrap=True).print(text, style="dim", markup=False)
+
+
+class Voice:
+    """Says an answer piece by piece, and thoughts before it apart from it: dim on a terminal, between marks elsewhere,
+    and with `hide` not at all.
+    """
+
+    def __init__(self, hide: bool = False) -> None:
+        self.hide = hide
+        self.said = ""  # the last that was written
+        self._thinking = False
+        self._waiting: Status | None = None  # what a terminal shows instead of hidden thoughts
+        self._dim = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+    def say(self, text: str, reasoning: bool = False) -> None:
+        """A piece of the thoughts or of the answer; "" is nothing."""
+        if not text:
+            return
+        if reasoning and self.hide:
+            if self._waiting is None:
+                self._waiting = Console(stderr=True).status("thinking")
+                self._waiting.start()
+            return
+        self._end_waiting()
+        if reasoning != self._thinking:
+            self._write(self._begin_thoughts() if reasoning else self._end_thoughts())
+            self._thinking = reasoning
+        say(text)
+        self.said = text
+
+    def end(self) -> None:
+        """The answer is over, or was left: what comes next begins on a line of its own."""
+        self._end_waiting()
+        if self._thinking:
+            self._write(self._end_thoughts().rstrip("\n"))
+            self._thinking = False
+        if not self.said.endswith("\n"):
+            self._write("\n")
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        self.said = text
+
+    def _begin_thoughts(self) -> str:
+        return "\x1b[2m" if self._dim else "" if sys.stdout.isatty() else "<think>\n"
+
+    def _end_thoughts(self) -> str:
+        return ("\x1b[0m" if self._dim else "" if sys.stdout.isatty() else "\n</think>") + "\n\n"
+
+    def _end_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.stop()
+            self._waiting = None
+
+
+def read_along(stream: Stream) -> Iterator[str]:
+    """A stream's pieces, one for each step; a progress bar while its prompt is read."""
+    steps = stream.steps()
+    with progress() as bars:
+        report = None
+        for piece in steps:
+            read, total = stream.progress
+            if piece or read >= total:
+                break
+            report = report or bars.show(f"reading {total} tokens")
+            report(read, total)
+        else:
+            return
+    yield piece
+    yield from steps
 
 
 def read_prompt(llm: LLM, request: Request) -> None:
@@ -124,13 +198,27 @@ def kept_line(llm: LLM, requests: Sequence[Request]) -> str | None:
     return f"kept {kept:.0f} of {tokens:.0f} tokens a stream{whose}, KV {human(before)} -> {human(after)}"
 
 
+def cut_line(llm: LLM, answer: Completion) -> str | None:
+    """What to raise where an answer was cut; None where it ended by itself."""
+    if answer.finish_reason != "length":
+        return None
+    full = answer.prompt_tokens + len(answer.token_ids) >= llm.plan.max_tokens
+    where = "in its thoughts, " if answer.reasoning and not answer.text else ""
+    return f"{where}cut at {counted(len(answer.token_ids), 'token')}: raise {'--context' if full else '--max-tokens'}"
+
+
+def counted(number: int, what: str) -> str:
+    """1 turn, 2 turns."""
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
 def summary(answer: Completion) -> str:
     """Speed and memory of one answer in a line."""
     stats = answer.stats
     cached = int(stats.get("cached_tokens", 0))
     parts = [f"{cached} tokens were in the cache already"] if cached else []
-    parts += [f"read {answer.prompt_tokens - cached} tokens" + _speed(stats.get("prefill_tok_s", 0))]
-    parts += [f"wrote {len(answer.token_ids)} tokens" + _speed(stats.get("decode_tok_s", 0))]
+    parts += [f"read {counted(answer.prompt_tokens - cached, 'token')}" + _speed(stats.get("prefill_tok_s", 0))]
+    parts += [f"wrote {counted(len(answer.token_ids), 'token')}" + _speed(stats.get("decode_tok_s", 0))]
     parts += [f"KV {human(stats['kv_bytes_kept'])}"] if "kv_bytes_kept" in stats else []
     parts += [f"state {human(stats['state_bytes'])}"] if stats.get("state_bytes") else []
     return "[" + ", ".join([*parts, answer.finish_reason]) + "]"

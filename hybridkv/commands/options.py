@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hybridkv.llm import LLM
 
 KEYWORD = inspect.Parameter.KEYWORD_ONLY
-_CACHE, _ENGINE, _SAMPLING = asdict(CacheConfig()), asdict(EngineConfig()), asdict(SamplingParams())
+_CACHE, _ENGINE = asdict(CacheConfig()), asdict(EngineConfig())
 _MODEL = "a Hugging Face folder, a .gguf file or a hub id; without it the embedded SmolLM2-135M-Instruct"
 # panels of --help
 PROMPT, MODEL, MEMORY, SAMPLING, OUTPUT = "Prompt", "Model", "Memory", "Sampling", "Output"
@@ -277,36 +277,75 @@ _ONLY_WITH_BUDGET = {
 }
 
 
+_OWN = "the model's own, else {}"  # where generation_config says nothing
+
+
+def _sampling(flag: str, metavar: str, help: str, default: str | bool = True) -> Any:
+    """An option of the sampling panel. `default`: what stands for it in the help."""
+    return Option(flag, metavar=metavar, help=help, show_default=default, rich_help_panel=SAMPLING)
+
+
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How tokens are chosen and when an answer ends."""
+    """How tokens are chosen and when an answer ends. What is not given is the model's own default, if it has one."""
 
-    max_tokens: Annotated[int, Option("--max-tokens", metavar="N", help="longest answer, in tokens")] = _SAMPLING[
-        "max_tokens"
-    ]
-    temperature: Annotated[float, Option("--temperature", metavar="X", help="0 takes the likeliest token")] = _SAMPLING[
-        "temperature"
-    ]
-    top_k: Annotated[int, Option("--top-k", metavar="N", help="choose among the N likeliest; 0: all")] = _SAMPLING[
-        "top_k"
-    ]
-    top_p: Annotated[
-        float, Option("--top-p", metavar="X", help="choose among the likeliest that hold this much probability")
-    ] = _SAMPLING["top_p"]
-    min_p: Annotated[
-        float, Option("--min-p", metavar="X", help="drop tokens less likely than this share of the likeliest")
-    ] = _SAMPLING["min_p"]
-    repetition_penalty: Annotated[
-        float, Option("--repetition-penalty", metavar="X", help="above 1: tokens seen before become less likely")
-    ] = _SAMPLING["repetition_penalty"]
-    seed: Annotated[int | None, Option("--seed", metavar="N", help="same seed, same answer")] = _SAMPLING["seed"]
-    stop: Annotated[
-        list[str] | None, Option("--stop", metavar="TEXT", help="ends the answer where this would appear; repeatable")
+    max_tokens: Annotated[
+        int | None, _sampling("--max-tokens", "TOKENS", "longest answer", "as long as the context allows")
     ] = None
-    ignore_eos: Annotated[bool, Option("--ignore-eos", help="go on past the model's own end")] = _SAMPLING["ignore_eos"]
+    min_tokens: Annotated[int, _sampling("--min-tokens", "N", "the answer does not end before")] = 0
+    temperature: Annotated[
+        float | None, _sampling("--temperature", "X", "0 takes the likeliest token", _OWN.format(0))
+    ] = None
+    top_k: Annotated[
+        int | None, _sampling("--top-k", "N", "choose among the N likeliest; 0: all", _OWN.format(0))
+    ] = None
+    top_p: Annotated[
+        float | None,
+        _sampling("--top-p", "X", "choose among the likeliest that hold this much probability", _OWN.format(1)),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        _sampling("--min-p", "X", "drop tokens less likely than this share of the likeliest", _OWN.format(0)),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        _sampling("--repetition-penalty", "X", "above 1: tokens seen before become less likely", _OWN.format(1)),
+    ] = None
+    presence_penalty: Annotated[
+        float, _sampling("--presence-penalty", "X", "taken once from the logit of each token that the answer has")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, _sampling("--frequency-penalty", "X", "the same, as often as the answer has it")
+    ] = 0.0
+    logit_bias: Annotated[
+        list[str] | None, _sampling("--logit-bias", "ID=X", "added to the logit of a token id; repeatable")
+    ] = None
+    bad_words: Annotated[
+        list[str] | None, _sampling("--bad-word", "TEXT", "never appears in the answer; repeatable")
+    ] = None
+    seed: Annotated[int | None, _sampling("--seed", "N", "same seed, same answer")] = None
+    stop: Annotated[
+        list[str] | None, _sampling("--stop", "TEXT", "ends the answer where this would appear; repeatable")
+    ] = None
+    ignore_eos: Annotated[bool, _sampling("--ignore-eos", "", "go on past the model's own end")] = False
 
-    def params(self, logprobs: int | None = None) -> SamplingParams:
-        return SamplingParams(**asdict(self) | {"stop": tuple(self.stop or ()), "logprobs": logprobs})
+    def params(self, **more: Any) -> SamplingParams:
+        """What was asked for. `more`: fields that a command has options of its own for."""
+        return SamplingParams(
+            **asdict(self)
+            | {"stop": tuple(self.stop or ()), "bad_words": tuple(self.bad_words or ()), "logit_bias": self._bias()}
+            | more
+        )
+
+    def _bias(self) -> dict[int, float]:
+        found = {}
+        for text in self.logit_bias or ():
+            token, _, value = text.partition("=")
+            try:
+                found[int(token)] = float(value)
+            except ValueError:
+                raise BadParameter(f"--logit-bias takes a token id and a number such as 17=-2.5, not {text!r}") from None
+        return found
 
 
 def flowing(text: str) -> str:
