@@ -12,22 +12,14 @@ named by its line.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typer import BadParameter
 
-from hybridkv.commands.options import in_flags
 from hybridkv.config import EvictionConfig, SamplingParams
 from hybridkv.errors import HybridKVError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from hybridkv.llm import LLM
-    from hybridkv.request import Request
 
 OWN = ("prompt", "messages", "id")
 SAMPLING = tuple(f.name for f in fields(SamplingParams) if f.name != "logits_hook")
@@ -123,49 +115,3 @@ def _read(index: int, line: str) -> Line:
 
 def _is_ids(prompt: object) -> bool:
     return isinstance(prompt, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in prompt)
-
-
-@dataclass(frozen=True)
-class Job:
-    """A line as the engine gets it."""
-
-    line: Line
-    tokens: list[int]
-    params: SamplingParams
-    eviction: Any
-
-
-def run_batch(llm: LLM, jobs: Sequence[Job]) -> Iterator[tuple[Job, Request | Exception]]:
-    """Run all together, and give each as it ends, with the exception where it has no result.
-
-    A line that the engine refuses is named before anything runs. Leaving early stops what is left.
-    """
-    from hybridkv.engine.owner import Ticket
-
-    ended: SimpleQueue[int] = SimpleQueue()
-
-    def tell(number: int, piece: str | None) -> None:  # on the engine's thread
-        if piece is None:
-            ended.put(number)
-
-    def ticket(number: int, job: Job) -> Ticket:
-        def add(engine: Any) -> Request:
-            try:
-                return engine.add(job.tokens, job.params, eviction=job.eviction)
-            except HybridKVError as problem:
-                raise wrong(job.line.index, in_flags(str(problem))) from None
-
-        return Ticket(add, partial(tell, number))
-
-    tickets = [ticket(number, job) for number, job in enumerate(jobs)]
-    try:
-        llm.owner.submit(tickets)  # all of them, or none if one is refused
-        for _ in tickets:
-            number = ended.get()
-            try:
-                found: Request | Exception = tickets[number].result()
-            except Exception as problem:
-                found = problem
-            yield jobs[number], found
-    finally:
-        llm.owner.cancel(tickets)

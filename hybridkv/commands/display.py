@@ -14,12 +14,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.status import Status
 
-from hybridkv.answers import Completion, Stream
+from hybridkv.answers import ChatStream, Completion, Stream
 from hybridkv.cache.schema import ceil_div
 from hybridkv.eviction.evict import STREAMS
 from hybridkv.llm import LLM
 from hybridkv.planner import human
 from hybridkv.request import Request
+from hybridkv.text.reasoning import ChatPiece
 
 # what a terminal would obey, should a model write it: control characters except tab and newline
 _CONTROL = {i: "\N{REPLACEMENT CHARACTER}" for i in (*range(32), *range(127, 160)) if chr(i) not in "\t\n"}
@@ -42,12 +43,28 @@ class Bars:
 
         return report
 
+    def wait(self, what: str) -> None:
+        """A bar that only moves, for what has no measure."""
+        self.bars.add_task(what, total=None)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, something else is written to the terminal."""
+        self.bars.stop()
+        try:
+            yield
+        finally:
+            self.bars.start()
+
 
 @contextmanager
 def progress() -> Iterator[Bars]:
+    """Bars on standard error, if it is a terminal; they go away when done."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(compact=True))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    # standard output stays where it goes: rich would send it to its own console
+    settings = {"transient": True, "redirect_stdout": False, "disable": not console.is_terminal}
+    with Progress(*columns, console=console, **settings) as bars:  # type: ignore[arg-type]
         yield Bars(bars)
 
 
@@ -117,17 +134,16 @@ class Voice:
             self._waiting = None
 
 
-def read_along(stream: Stream) -> Iterator[str]:
+def read_along(stream: Stream | ChatStream) -> Iterator[ChatPiece]:
     """A stream's pieces, one for each step; a progress bar while its prompt is read."""
-    steps = stream.steps()
+    steps = (piece if isinstance(piece, ChatPiece) else ChatPiece(piece, False) for piece in stream.steps())
     with progress() as bars:
-        report = None
+        read = bars.show("reading the prompt")
         for piece in steps:
-            read, total = stream.progress
-            if piece or read >= total:
+            done, total = stream.progress
+            if piece.text or done >= total:
                 break
-            report = report or bars.show(f"reading {total} tokens")
-            report(read, total)
+            read(done, total)
         else:
             return
     yield piece
@@ -183,8 +199,9 @@ def last_eviction(llm: LLM, request: Request) -> LastEviction:
 
 
 def kept_line(llm: LLM, requests: Sequence[Request]) -> str | None:
-    """kept 2048 of 16384 tokens a stream, KV 1024.0 MiB -> 128.0 MiB. None where no budget is set."""
-    if llm.cache_config.budget is None or not requests:
+    """kept 2048 of 16384 tokens a stream, KV 1024.0 MiB -> 128.0 MiB. None where no request has a budget."""
+    requests = [request for request in requests if request.eviction is not None]
+    if not requests:
         return None
     found = [last_eviction(llm, request) for request in requests]
     kept = sum(each.kept_tokens for each in found) / len(found)
@@ -192,7 +209,9 @@ def kept_line(llm: LLM, requests: Sequence[Request]) -> str | None:
     before = sum(each.bytes_before for each in found)
     after = sum(each.bytes_after for each in found)
     if not any(request.evictions for request in requests):
-        few = f"no more than the budget of {llm.cache_config.budget} and the window of {llm.cache_config.window}"
+        asked = requests[0].eviction
+        assert asked is not None
+        few = f"no more than the budget of {asked.budget} and the window of {asked.window}"
         return f"kept all {tokens:.0f} tokens a stream ({few}), KV {human(before)}"
     whose = f" of each of {len(found)} requests on average" if len(found) > 1 else ""
     return f"kept {kept:.0f} of {tokens:.0f} tokens a stream{whose}, KV {human(before)} -> {human(after)}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import json
 import re
 from collections.abc import Callable
 from dataclasses import Field, asdict, dataclass, fields, is_dataclass, replace
@@ -275,6 +276,88 @@ _ONLY_WITH_BUDGET = {
     for f in fields(ModelOptions)
     if f.name in ("window", "recent", "policy", "scope", "pooling", "spread", "bounded", "decode_every")
 }
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """What a chat template is given besides the messages."""
+
+    system: Annotated[
+        str | None, Option("--system", metavar="TEXT", help="system message", rich_help_panel=PROMPT)
+    ] = None
+    thinking: Annotated[
+        bool | None,
+        Option(
+            "--think/--no-think",
+            help="let the model think first, or not; as its chat template has it",
+            rich_help_panel=PROMPT,
+        ),
+    ] = None
+    template_arg: Annotated[
+        list[str] | None,
+        Option(
+            "--template-arg",
+            metavar="KEY=VALUE",
+            help="a variable of the chat template, as JSON or text; repeatable",
+            rich_help_panel=PROMPT,
+        ),
+    ] = None
+    tools: Annotated[
+        str | None,
+        Option(
+            "--tools",
+            metavar="FILE",
+            help="functions that the model may call: a JSON list of their schemas",
+            rich_help_panel=PROMPT,
+            autocompletion=completion.any_file,
+        ),
+    ] = None
+    hide_thinking: Annotated[
+        bool, Option("--hide-thinking", help="show the answer without the thoughts before it", rich_help_panel=OUTPUT)
+    ] = False
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The template's variables; a value that is not JSON is text."""
+        found: dict[str, Any] = {}
+        for text in self.template_arg or ():
+            key, sign, value = text.partition("=")
+            if not sign or not key.isidentifier():
+                raise BadParameter(f"--template-arg takes KEY=VALUE such as reasoning_effort=low, not {text!r}")
+            if key in ("tools", "thinking"):
+                raise BadParameter(f"--template-arg {key}: use --{'tools' if key == 'tools' else 'think'} instead")
+            try:
+                found[key] = json.loads(value)
+            except (ValueError, RecursionError):
+                found[key] = utf8(value)
+        return found
+
+    @property
+    def tool_list(self) -> list[dict[str, Any]] | None:
+        """What --tools names."""
+        if self.tools is None:
+            return None
+        from hybridkv.commands.prompts import read_text
+
+        try:
+            found = json.loads(read_text(self.tools, "--tools"))
+        except (ValueError, RecursionError) as problem:
+            raise BadParameter(f"--tools: {self.tools!r} is not JSON ({problem})") from None
+        if not isinstance(found, list):
+            raise BadParameter(f"--tools: {self.tools!r} holds a JSON {type(found).__name__}, expected a list of tools")
+        return found
+
+    def refuse_raw(self, raw: bool) -> None:
+        """--raw leaves out the template that these are for."""
+        given = {
+            "--system": self.system,
+            "--think": self.thinking,
+            "--template-arg": self.template_arg,
+            "--tools": self.tools,
+        }
+        for flag, value in given.items():
+            if raw and value is not None:
+                raise BadParameter(f"{flag} needs the chat template, which --raw leaves out")
 
 
 _OWN = "the model's own, else {}"  # where generation_config says nothing

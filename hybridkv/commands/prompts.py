@@ -123,8 +123,13 @@ def to_tokens(llm: LLM, text: str, system: str | None, raw: bool) -> list[int]:
         return ids
     if raw or (llm.chat_template is None and system is None):
         return llm.encode(text)
-    messages = [{"role": "system", "content": system}] if system is not None else []
-    return llm.encode_chat([*messages, {"role": "user", "content": text}])
+    return llm.encode_chat(to_messages(text, system))
+
+
+def to_messages(text: str, system: str | None) -> list[dict[str, str]]:
+    """A prompt as a conversation of one turn."""
+    first = [{"role": "system", "content": system}] if system is not None else []
+    return [*first, {"role": "user", "content": text}]
 
 
 def token_ids(text: str) -> list[int] | None:
