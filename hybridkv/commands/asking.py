@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -100,7 +100,7 @@ class Outcome:
         return self.request.error if self.request is not None else None
 
 
-def run_together(llm: LLM, jobs: Sequence[Job], numbered: bool = True) -> Iterator[Outcome]:
+def run_together(llm: LLM, jobs: Sequence[Job], numbered: bool = True) -> Generator[Outcome, None, None]:
     """Run all in the same steps, and give each as it ends.
 
     What the engine refuses is told before anything runs, with the number of its line if they are numbered. Leaving
@@ -134,7 +134,7 @@ def run_together(llm: LLM, jobs: Sequence[Job], numbered: bool = True) -> Iterat
         llm.owner.cancel(tickets)
 
 
-def in_order_of(jobs: Sequence[Job], outcomes: Iterator[Outcome]) -> Iterator[Outcome]:
+def in_order_of(jobs: Sequence[Job], outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
     """Each once all before it have come."""
     waiting: dict[int, Outcome] = {}
     turn = iter(jobs)

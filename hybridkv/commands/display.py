@@ -16,6 +16,7 @@ from rich.status import Status
 
 from hybridkv.answers import ChatStream, Completion, Stream
 from hybridkv.cache.schema import ceil_div
+from hybridkv.config import SAMPLING_OFF, SamplingParams
 from hybridkv.eviction.evict import STREAMS
 from hybridkv.llm import LLM
 from hybridkv.planner import human
@@ -224,6 +225,23 @@ def cut_line(llm: LLM, answer: Completion) -> str | None:
     full = answer.prompt_tokens + len(answer.token_ids) >= llm.plan.max_tokens
     where = "in its thoughts, " if answer.reasoning and not answer.text else ""
     return f"{where}cut at {counted(len(answer.token_ids), 'token')}: raise {'--context' if full else '--max-tokens'}"
+
+
+def sampling_line(llm: LLM, params: SamplingParams) -> str:
+    """How tokens are chosen, and who said so: `sampling: temperature 0.6, top_p 0.95 (the model's own)`."""
+    resolved = params.resolved(llm.engine.sampling_defaults)
+    groups: dict[str, list[str]] = {}
+    for name, off in SAMPLING_OFF.items():
+        value = getattr(resolved, name)
+        if value != off:
+            whose = "the model's own" if getattr(params, name) is None else "as asked"
+            groups.setdefault(whose, []).append(f"{name} {value:g}")
+    if resolved.temperature == 0:
+        whose = "the likeliest token, " + (
+            "as asked" if params.temperature == 0 else "the model has no settings of its own"
+        )
+        groups = {whose: ["temperature 0"]} | groups
+    return "sampling: " + ", ".join(f"{', '.join(names)} ({whose})" for whose, names in groups.items())
 
 
 def counted(number: int, what: str) -> str:

@@ -282,9 +282,9 @@ _ONLY_WITH_BUDGET = {
 class ChatOptions:
     """What a chat template is given besides the messages."""
 
-    system: Annotated[
-        str | None, Option("--system", metavar="TEXT", help="system message", rich_help_panel=PROMPT)
-    ] = None
+    system: Annotated[str | None, Option("--system", metavar="TEXT", help="system message", rich_help_panel=PROMPT)] = (
+        None
+    )
     thinking: Annotated[
         bool | None,
         Option(
@@ -379,9 +379,9 @@ class SamplingOptions:
     temperature: Annotated[
         float | None, _sampling("--temperature", "X", "0 takes the likeliest token", _OWN.format(0))
     ] = None
-    top_k: Annotated[
-        int | None, _sampling("--top-k", "N", "choose among the N likeliest; 0: all", _OWN.format(0))
-    ] = None
+    top_k: Annotated[int | None, _sampling("--top-k", "N", "choose among the N likeliest; 0: all", _OWN.format(0))] = (
+        None
+    )
     top_p: Annotated[
         float | None,
         _sampling("--top-p", "X", "choose among the likeliest that hold this much probability", _OWN.format(1)),
@@ -427,7 +427,9 @@ class SamplingOptions:
             try:
                 found[int(token)] = float(value)
             except ValueError:
-                raise BadParameter(f"--logit-bias takes a token id and a number such as 17=-2.5, not {text!r}") from None
+                raise BadParameter(
+                    f"--logit-bias takes a token id and a number such as 17=-2.5, not {text!r}"
+                ) from None
         return found
 
 
@@ -480,7 +482,7 @@ def _typer_annotation(f: Field[Any], hint: Any) -> Any:
 
 
 def _with_reader(hint: Any) -> Any:
-    """The annotation with a reader of its kind, so that a mistake is told in our words and 32k is a number of tokens."""
+    """The annotation with a reader of its kind: a mistake is told in our words, and 32k is a number of tokens."""
     kind, *about = get_args(hint)
     [option] = about
     kinds = {k for k in get_args(kind) or (kind,) if k is not NoneType}

@@ -1,4 +1,4 @@
-"""What a user types in `hybridkv chat`, message by message: lines from a pipe, or a terminal's with editing and history.
+"""What a user types in `hybridkv chat`, message by message: lines of a pipe, or a terminal's, with editing and history.
 
 A message is one line; pasted lines arrive as one message. A line that ends in \\ goes on in the next one, and between
 lines that begin and end with three quotes everything is one message.

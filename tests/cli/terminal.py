@@ -10,13 +10,12 @@ import subprocess
 import sys
 import termios
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from fcntl import ioctl
 
 from cli.commands import ROOT, SECONDS
 
 PASTE = ("\x1b[200~", "\x1b[201~")  # what a terminal puts around pasted text
-MODULE = ["-m", "hybridkv"]
 CODES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[=>]|\r")
 
 
@@ -24,40 +23,51 @@ class Terminal:
     """What a program writes to its terminal, and keys that are pressed there."""
 
     def __init__(self, child: subprocess.Popen[bytes], end: int) -> None:
-        self.child, self._end, self.seen, self._read = child, end, "", 0
+        self.child, self._end = child, end
+        self._bytes, self._at = b"", 0  # what was written, and how far of its text was looked at
+
+    @property
+    def seen(self) -> str:
+        """All that was written, without control sequences."""
+        return CODES.sub("", self._bytes.decode(errors="replace"))
 
     def type(self, text: str) -> None:
+        """Press keys. What a program asks for is typed once it asks: keys between two questions may be lost."""
         os.write(self._end, text.encode())
 
     def expect(self, text: str) -> str:
-        """Wait until the program has written this, and give what it wrote up to it. Control sequences are left out."""
-        while text not in CODES.sub("", self.seen[self._read :]):
-            ready, _, _ = select.select([self._end], [], [], SECONDS)
-            assert ready, f"{text!r} did not come; seen: {self.seen[self._read :]!r}"
-            try:
-                data = os.read(self._end, 1 << 16)
-            except OSError:  # the program has closed its terminal
-                data = b""
-            assert data, f"the program ended before {text!r}; seen: {self.seen[self._read :]!r}"
-            self.seen += data.decode(errors="replace")
-        before = CODES.sub("", self.seen[self._read :])
-        self._read = len(self.seen)
+        """Wait until the program has written this, and give what it wrote since the last time."""
+        while (found := self.seen.find(text, self._at)) < 0:
+            assert self._read(), f"the program ended before {text!r}; seen: {self.seen[self._at :]!r}"
+        before, self._at = self.seen[self._at : found], found + len(text)
         return before
 
     def end(self) -> int:
         """Wait for the program's exit code."""
-        with suppress(OSError):
-            while data := os.read(self._end, 1 << 16):
-                self.seen += data.decode(errors="replace")
+        while self._read():
+            pass
         return self.child.wait(SECONDS)
+
+    def _read(self) -> bool:
+        """Wait for more; False: there is no more."""
+        ready, _, _ = select.select([self._end], [], [], SECONDS)
+        assert ready, f"nothing more came; seen: {self.seen[self._at :]!r}"
+        try:
+            data = os.read(self._end, 1 << 16)
+        except OSError:  # the program has closed its terminal
+            return False
+        self._bytes += data
+        return bool(data)
 
 
 @contextmanager
-def terminal(*arguments: object, columns: int = 100, **environment: str) -> Iterator[Terminal]:
+def terminal(
+    *arguments: object, program: tuple[str, ...] = ("-m", "hybridkv"), columns: int = 100, **environment: str
+) -> Iterator[Terminal]:
     """`hybridkv` with these arguments on a terminal of its own; it is killed at the end if it is still there."""
     ours, theirs = pty.openpty()
     ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    command = [sys.executable, *MODULE, *map(str, arguments)]
+    command = [sys.executable, *program, *map(str, arguments)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", **environment}
 
     def before_start() -> None:

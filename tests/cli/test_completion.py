@@ -13,7 +13,7 @@ from hybridkv.commands import completion
 from hybridkv.models.known import KNOWN
 
 ASK = (
-    'hybridkv() { "$PYTHON" -m hybridkv "$@"; }; export -f hybridkv; eval "$(_HYBRIDKV_COMPLETE=source_bash hybridkv)"; '
+    'hybridkv() { "$PYTHON" -m hybridkv "$@"; }; eval "$(_HYBRIDKV_COMPLETE=source_bash hybridkv)"; '
     'COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _hybridkv_completion "$PROGRAM"; printf "%s\\n" "${COMPREPLY[@]}"'
 )
 

@@ -4,6 +4,9 @@ import json
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -47,6 +50,9 @@ def test_three_quotes_hold_several_lines() -> None:
 TALK = "from hybridkv.commands.typed import messages\nfor text in messages(True): print('said', repr(text), flush=True)"
 
 
+Talk = Callable[..., AbstractContextManager[Terminal]]
+
+
 @pytest.fixture
 def history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "state" / "history"
@@ -55,18 +61,18 @@ def history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def talk(monkeypatch: pytest.MonkeyPatch):  # noqa: ANN201
+def talk() -> Talk:
     """A process that repeats what is typed into its terminal."""
-    monkeypatch.setattr(sys.modules["cli.terminal"], "MODULE", ["-c", TALK])
-    return terminal
+    return partial(terminal, program=("-c", TALK))
 
 
-def leave(talk: Terminal) -> None:
-    talk.type("\x04")
-    assert talk.end() == 0
+def leave(screen: Terminal) -> None:
+    screen.expect("> ")
+    screen.type("\x04")
+    assert screen.end() == 0
 
 
-def test_pasted_lines_are_one_message(talk, history: Path) -> None:  # noqa: ANN001
+def test_pasted_lines_are_one_message(talk: Talk, history: Path) -> None:
     with talk() as screen:
         screen.expect("> ")
         screen.type(f"{PASTE[0]}one\ntwo\nthree{PASTE[1]}")
@@ -76,10 +82,10 @@ def test_pasted_lines_are_one_message(talk, history: Path) -> None:  # noqa: ANN
     assert [json.loads(line) for line in history.read_text().splitlines()] == ["one\ntwo\nthree"]
 
 
-def test_history_is_there_the_next_time_and_for_its_owner_alone(talk, history: Path) -> None:  # noqa: ANN001
+def test_history_is_there_the_next_time_and_for_its_owner_alone(talk: Talk, history: Path) -> None:
     with talk() as screen:
-        screen.expect("> ")
         for text in ("first", "second", "second"):
+            screen.expect("> ")
             screen.type(f"{text}\r")
             screen.expect(f"said '{text}'")
         leave(screen)
@@ -92,40 +98,45 @@ def test_history_is_there_the_next_time_and_for_its_owner_alone(talk, history: P
         leave(screen)
 
 
-def test_history_off_keeps_no_file_but_the_arrows_of_this_run(talk, tmp_path: Path) -> None:  # noqa: ANN001
+def test_history_off_keeps_no_file_but_the_arrows_of_this_run(talk: Talk, tmp_path: Path) -> None:
     with talk(HYBRIDKV_HISTORY="off", XDG_STATE_HOME=str(tmp_path)) as screen:
         screen.expect("> ")
         screen.type("first\r")
         screen.expect("said 'first'")
+        screen.expect("> ")
         screen.type("\x1b[A\r")
         screen.expect("said 'first'")
         leave(screen)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_history_that_cannot_be_written_is_said_once_and_the_chat_goes_on(talk, tmp_path: Path) -> None:  # noqa: ANN001
+def test_a_history_that_cannot_be_written_is_said_once_and_the_chat_goes_on(talk: Talk, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with talk(HYBRIDKV_HISTORY=str(tmp_path / "file" / "history")) as screen:
         screen.expect("> ")
         screen.type("first\r")
         screen.expect("no history is kept")
         screen.expect("said 'first'")
+        screen.expect("> ")
         screen.type("next\r")
         assert "no history" not in screen.expect("said 'next'")
         leave(screen)
 
 
-def test_ctrl_c_drops_what_is_half_typed_and_the_second_leaves(talk, history: Path) -> None:  # noqa: ANN001
+def test_ctrl_c_drops_what_is_half_typed_and_the_second_leaves(talk: Talk, history: Path) -> None:
     with talk() as screen:
         screen.expect("> ")
         screen.type('"""half a message\r')
         screen.expect(". ")
         screen.type("\x03")
         screen.expect("Ctrl-C again or /exit leaves")
+        screen.expect("> ")
         screen.type("whole\r")
         screen.expect("said 'whole'")
+        screen.expect("> ")
         screen.type("\x03")
         screen.expect("Ctrl-C again")
+        screen.expect("> ")
         screen.type("\x03")
         assert screen.end() == 0
 
@@ -134,7 +145,8 @@ def test_a_long_history_is_cut_and_what_is_not_ours_is_left_out(history: Path) -
     history.parent.mkdir()
     history.write_text("not JSON\n[1]\n" + "".join(f'"{i}"\n' for i in range(2 * typed.HISTORY_LIMIT)))
     code = "from hybridkv.commands.typed import History; import readline; History()\n"
-    code += "n = readline.get_current_history_length(); print(n, readline.get_history_item(1), readline.get_history_item(n))"
+    code += "n = readline.get_current_history_length()\n"
+    code += "print(n, *(readline.get_history_item(i) for i in (1, n)))"
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.split()
     assert out == ["1000", "1000", "1999"]
     assert len(history.read_text().splitlines()) == typed.HISTORY_LIMIT
