@@ -49,7 +49,7 @@ class Line:
         return replace(common, **self.sampling)
 
     def evicts(self, common: EvictionConfig | None, otherwise: Any) -> Any:
-        """What this line's request keeps: `otherwise`, unless it says so; `common` has the settings that it leaves out."""
+        """What this line keeps: `otherwise`, unless it says so itself; `common` has the settings that it leaves out."""
         if not self.eviction:
             return otherwise
         if self.eviction.get("budget", 0) is None:
