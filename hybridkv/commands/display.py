@@ -16,6 +16,7 @@ from rich.status import Status
 
 from hybridkv.answers import ChatStream, Completion, Stream
 from hybridkv.cache.schema import ceil_div
+from hybridkv.checkpoint.generation_config import describe
 from hybridkv.config import SAMPLING_OFF, SamplingParams
 from hybridkv.eviction.evict import STREAMS
 from hybridkv.llm import LLM
@@ -228,20 +229,15 @@ def cut_line(llm: LLM, answer: Completion) -> str | None:
 
 
 def sampling_line(llm: LLM, params: SamplingParams) -> str:
-    """How tokens are chosen, and who said so: `sampling: temperature 0.6, top_p 0.95 (the model's own)`."""
-    resolved = params.resolved(llm.engine.sampling_defaults)
-    groups: dict[str, list[str]] = {}
-    for name, off in SAMPLING_OFF.items():
-        value = getattr(resolved, name)
-        if value != off:
-            whose = "the model's own" if getattr(params, name) is None else "as asked"
-            groups.setdefault(whose, []).append(f"{name} {value:g}")
-    if resolved.temperature == 0:
-        whose = "the likeliest token, " + (
-            "as asked" if params.temperature == 0 else "the model has no settings of its own"
-        )
-        groups = {whose: ["temperature 0"]} | groups
-    return "sampling: " + ", ".join(f"{', '.join(names)} ({whose})" for whose, names in groups.items())
+    """How tokens are chosen, and who said so: `sampling: temperature 0.6, top_p 0.95 (from generation_config.json)`."""
+    asked = {name: value for name in SAMPLING_OFF if (value := getattr(params, name)) is not None}
+    if not asked:
+        return f"sampling: {describe(llm.sampling_defaults)}"
+    own = {name: value for name, value in llm.sampling_defaults.items() if name not in asked}
+    parts = [(asked, "as asked")] + ([(own, f"from {llm.sampling_defaults.source}")] if own else [])
+    return "sampling: " + ", ".join(
+        ", ".join(f"{name} {value:g}" for name, value in values.items()) + f" ({who})" for values, who in parts
+    )
 
 
 def counted(number: int, what: str) -> str:

@@ -238,13 +238,13 @@ def _several(
         report(0, len(jobs))
         try:
             for outcome in in_order_of(jobs, outcomes) if in_order else outcomes:
+                ended.append(outcome)
                 with bars.aside():
                     _say_outcome(asking, outcome, as_json)
-                ended.append(outcome)
                 report(len(ended), len(jobs))
         except KeyboardInterrupt:
             with bars.aside():
-                note(f"stopped: {len(ended)} of {counted(len(jobs), 'answer')} are written")
+                note(f"stopped after {len(ended)} of {counted(len(jobs), 'answer')}")
             raise
     requests = [outcome.request for outcome in ended if outcome.request is not None]
     if not as_json:

@@ -404,7 +404,7 @@ class SamplingOptions:
         list[str] | None, _sampling("--logit-bias", "ID=X", "added to the logit of a token id; repeatable")
     ] = None
     bad_words: Annotated[
-        list[str] | None, _sampling("--bad-word", "TEXT", "never appears in the answer; repeatable")
+        list[str] | None, _sampling("--bad-words", "TEXT", "never appears in the answer; repeatable")
     ] = None
     seed: Annotated[int | None, _sampling("--seed", "N", "same seed, same answer")] = None
     stop: Annotated[

@@ -38,17 +38,17 @@ class Terminal:
     def expect(self, text: str) -> str:
         """Wait until the program has written this, and give what it wrote since the last time."""
         while (found := self.seen.find(text, self._at)) < 0:
-            assert self._read(), f"the program ended before {text!r}; seen: {self.seen[self._at :]!r}"
+            assert self.more(), f"the program ended before {text!r}; seen: {self.seen[self._at :]!r}"
         before, self._at = self.seen[self._at : found], found + len(text)
         return before
 
     def end(self) -> int:
         """Wait for the program's exit code."""
-        while self._read():
+        while self.more():
             pass
         return self.child.wait(SECONDS)
 
-    def _read(self) -> bool:
+    def more(self) -> bool:
         """Wait for more; False: there is no more."""
         ready, _, _ = select.select([self._end], [], [], SECONDS)
         assert ready, f"nothing more came; seen: {self.seen[self._at :]!r}"

@@ -138,4 +138,6 @@ def test_eviction_flags_reach_the_cache(llm: LLM) -> None:
 def test_a_chat_at_a_budget_goes_on(run: Run, folder: Path) -> None:
     stdin = f"{LONG}\nAnd then?\n/stats\n".encode()
     code, out, err = run("chat", "-m", folder, *TINY, "--budget", 100, "--max-tokens", 4, stdin=stdin)
-    assert code == 0 and out.splitlines()[-2].startswith("2 turns, "), err
+    *_, turns, speed, evicted = out.splitlines()
+    assert code == 0 and turns.startswith("2 turns, ") and speed.startswith("last answer: 4 tokens"), err
+    assert evicted.startswith("evicted: ") and " of 333 tokens a stream, KV " in evicted

@@ -1,0 +1,97 @@
+"""`hybridkv chat` on a real terminal: pasted text, its commands, Ctrl-C, and what it says after a turn."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cli.commands import TINY
+from cli.terminal import PASTE, Terminal, terminal
+
+
+@pytest.fixture
+def screen(folder: Path, tmp_path: Path) -> Iterator[Terminal]:
+    """A chat that waits for its first message."""
+    history = str(tmp_path / "history")
+    with terminal("chat", "-m", folder, *TINY, "--max-tokens", 5, "--ignore-eos", HYBRIDKV_HISTORY=history) as found:
+        found.expect("> ")
+        yield found
+
+
+def ask(screen: Terminal, text: str) -> str:
+    """Type a line and wait until the chat asks again; what it said meanwhile."""
+    screen.type(f"{text}\r")
+    screen.expect("\n")
+    return screen.expect("\n> ")
+
+
+def test_the_start_says_what_runs_and_how_tokens_are_chosen(screen: Terminal) -> None:
+    assert "tiny-llama, context of 512 tokens. /help lists commands" in screen.seen
+    assert "sampling: greedy (the model names no sampling settings)" in screen.seen
+
+
+def test_pasted_lines_are_one_turn(screen: Terminal, tmp_path: Path) -> None:
+    screen.type(f"{PASTE[0]}one\ntwo\nthree{PASTE[1]}")
+    screen.type("\r")
+    said = screen.expect("\n> ")
+    assert said.count("[read ") == 1 and "wrote 5 tokens" in said and "cut at 5 tokens: raise --max-tokens" in said
+    assert "1 turn, " in ask(screen, "/stats")
+    assert [json.loads(line) for line in (tmp_path / "history").read_text().splitlines()][0] == "one\ntwo\nthree"
+
+
+def test_commands_say_what_they_did(screen: Terminal) -> None:
+    ask(screen, "Hello")
+    assert "/budget N" in ask(screen, "/help")
+    assert "temperature 0.7 (as asked)" in ask(screen, "/set temperature 0.7")
+    assert "sampling: greedy" in ask(screen, "/set temperature default")
+    assert "there is no setting 'heat'" in ask(screen, "/set heat 1")
+    assert "temperature must be a number" in ask(screen, "/set temperature hot")
+    assert "has no switch for thinking" in ask(screen, "/think on")
+    assert "/think on: let the model think" in ask(screen, "/think perhaps")
+    assert "all tokens are kept" in ask(screen, "/budget off")
+    assert "such as 32768 or 32k" in ask(screen, "/budget lots")
+    assert "smaller than the 64 recent tokens" in ask(screen, "/budget 10")
+    assert "there is no command /nonsense" in ask(screen, "/nonsense x")
+    assert "started afresh" in ask(screen, "/reset")
+    assert "0 turns, 0 of 512 tokens, 0 of " in ask(screen, "/stats")
+    assert "started afresh with this system message" in ask(screen, "/system Be kind")
+    assert "[read " in ask(screen, "/etc/hosts is a file")  # no command
+    screen.type("/exit\r")
+    assert screen.end() == 0
+
+
+def test_a_mistake_in_a_turn_leaves_the_chat_as_it_was(screen: Terminal) -> None:
+    said = ask(screen, "x" * 600)
+    assert "the context holds 512" in said and "--context" in said and "max_context" not in said
+    assert "[read " in ask(screen, "Hello")
+
+
+def test_ctrl_c_ends_the_answer_then_warns_then_leaves(long_folder: Path) -> None:
+    arguments = ("--device", "cpu", "--dtype", "float32", "--context", "100k", "--ignore-eos")
+    with terminal("chat", "-m", long_folder, *arguments, HYBRIDKV_HISTORY="off") as screen:
+        screen.expect("> ")
+        screen.type("Hello\r")
+        screen.expect("\n")
+        while len(screen.seen.rpartition("Hello")[2].strip()) < 20:  # some of the answer
+            screen.more()
+        screen.type("\x03")
+        screen.expect(" ...")
+        assert ", abort]" in screen.expect("\n> ")
+        assert "1 turn, " in ask(screen, "/stats")
+        screen.type("\x03")
+        screen.expect("Ctrl-C again or /exit leaves")
+        screen.expect("> ")
+        screen.type("\x03")
+        assert screen.end() == 0
+
+
+def test_ctrl_c_in_generate_ends_its_line_and_says_how_far_it_came(long_folder: Path) -> None:
+    arguments = ("--device", "cpu", "--dtype", "float32", "--context", "100k", "--ignore-eos", "--raw")
+    with terminal("generate", "Hello", "-m", long_folder, *arguments) as screen:
+        while len(screen.seen.rpartition("━")[2]) < 60:  # what follows the bar of loading
+            screen.more()
+        screen.type("\x03")
+        screen.expect("\n[read ")
+        assert ", abort]" in screen.expect("\n")
+        assert screen.end() == 130
