@@ -10,7 +10,7 @@ import sys
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Option
+from typer import BadParameter, Option
 
 from hybridkv.commands import completion
 from hybridkv.commands.invocation import command_name
@@ -84,7 +84,7 @@ def chat(
             try:
                 if not talk.command(text):
                     _answer(talk, text)
-            except HybridKVError as error:
+            except (HybridKVError, BadParameter, OSError) as error:
                 if not interactive:
                     raise
                 note(in_flags(str(error)))

@@ -7,6 +7,7 @@ import re
 from dataclasses import fields, replace
 from typing import Any
 
+from hybridkv.cache import KVCacheManager
 from hybridkv.commands.display import counted, note, sampling_line, say
 from hybridkv.commands.options import ChatOptions, tokens
 from hybridkv.config import CacheConfig, EvictionConfig, SamplingParams
@@ -169,24 +170,24 @@ class Chat:
 
     def say_stats(self) -> None:
         """What the conversation holds, and what its last turn left out."""
-        llm, last = self.llm, self.conversation.last
-        used, total = llm.owner.run(lambda engine: _pages(engine.manager))
+        last = self.conversation.last
+        used, total, size = self.llm.owner.run(lambda engine: _pages(engine.manager))
         held = last.prompt_tokens + len(last.token_ids) if last is not None and used else 0
-        size = (
-            f", {human(last.stats['kv_bytes_kept'] + last.stats['state_bytes'])}" if last is not None and used else ""
-        )
-        turns = counted(self.turns, "turn")
-        say(f"{turns}, {held} of {llm.plan.max_tokens} tokens, {used} of {total} pages{size}\n")
-        if last is None or not used:
+        limit, turns = self.llm.plan.max_tokens, counted(self.turns, "turn")
+        say(f"{turns}, {held} of {limit} tokens, {used} of {total} pages, {human(size)}\n")
+        if last is None or not used or "kept_tokens" not in last.stats:  # the last is so of what was loaded
             return
-        if speed := last.stats.get("decode_tok_s"):
-            say(f"last answer: {counted(len(last.token_ids), 'token')} at {speed:.1f}/s\n")
-        if last.stats["kept_tokens"] < held - 1:
-            gone = held - 1 - last.stats["kept_tokens"]
-            full, kept = (human(last.stats[name]) for name in ("kv_bytes_full", "kv_bytes_kept"))
-            say(f"evicted: {gone:.0f} of {held - 1} tokens a stream, KV {full} -> {kept}\n")
+        say(f"last answer: {counted(len(last.token_ids), 'token')} at {last.stats.get('decode_tok_s', 0):.1f}/s\n")
+        seen = held - 1  # the last token of an answer is read with the next turn
+        if last.stats["kept_tokens"] < seen:
+            gone = f"{seen - last.stats['kept_tokens']:.0f} of {seen} tokens a stream"
+            say(f"evicted: {gone}, KV {human(last.stats['kv_bytes_full'])} -> {human(last.stats['kv_bytes_kept'])}\n")
 
 
-def _pages(manager: Any) -> tuple[int, int]:
-    allocators = [table.allocator for table in manager.tables.values()]
-    return sum(a.held for a in allocators), sum(a.total for a in allocators)
+def _pages(manager: KVCacheManager) -> tuple[int, int, int]:
+    """Pages in use, all pages, and the bytes of those in use and of the state beside them."""
+    tables = list(manager.tables.values())
+    used = sum(table.allocator.held for table in tables)
+    size = sum(table.allocator.held * table.schema.page_bytes for table in tables)
+    state = len(manager.slot_of) * manager.schema.slot_bytes
+    return used, sum(table.allocator.total for table in tables), size + state

@@ -61,6 +61,33 @@ def test_commands_say_what_they_did(screen: Terminal) -> None:
     assert screen.end() == 0
 
 
+def test_a_conversation_is_saved_and_loaded(screen: Terminal, folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "talk"
+    first, second = ask(screen, "Hello"), ask(screen, "And then?")
+    assert "saved 2 turns to" in ask(screen, f"/save {file}")
+    ask(screen, "/reset")
+    said = ask(screen, f"/load {file}")
+    assert "loaded 2 turns from" in said and "last said: " in said
+    assert "2 turns, " in ask(screen, "/stats")
+    again = ask(screen, "And then?")
+    assert "tokens were in the cache already" in again and again.split("[")[0] != first.split("[")[0] + second
+    (tmp_path / "damaged").write_bytes(file.read_bytes()[:-100])
+    for path in (tmp_path / "damaged", tmp_path / "absent", tmp_path):
+        assert "loaded" not in ask(screen, f"/load {path}")
+    assert "3 turns, " in ask(screen, "/stats")  # nothing was lost
+    assert "saved" not in ask(screen, f"/save {tmp_path / 'no' / 'folder' / 'x'}")
+    screen.type("/exit\r")
+    assert screen.end() == 0
+    with terminal("chat", "-m", folder, *TINY, "--load", file, HYBRIDKV_HISTORY="off") as later:
+        later.expect("loaded 2 turns from")
+
+
+def test_a_budget_of_a_chat_is_seen_in_its_stats(screen: Terminal) -> None:
+    assert "100 tokens a stream are kept from the next turn on" in ask(screen, "/budget 100")
+    ask(screen, "The ship left the harbour at dawn. " * 8)
+    assert "evicted: " in ask(screen, "/stats")
+
+
 def test_a_mistake_in_a_turn_leaves_the_chat_as_it_was(screen: Terminal) -> None:
     said = ask(screen, "x" * 600)
     assert "the context holds 512" in said and "--context" in said and "max_context" not in said
