@@ -35,6 +35,12 @@ class Terminal:
         """Press keys. What a program asks for is typed once it asks: keys between two questions may be lost."""
         os.write(self._end, text.encode())
 
+    def interrupt(self) -> None:
+        """Ctrl-C at a question. Python misses one that comes between its writing the question and waiting for keys."""
+        while select.select([self._end], [], [], 0.3)[0] and self.more():
+            pass
+        self.type("\x03")
+
     def expect(self, text: str) -> str:
         """Wait until the program has written this, and give what it wrote since the last time."""
         while (found := self.seen.find(text, self._at)) < 0:

@@ -73,9 +73,9 @@ def test_a_conversation_is_saved_and_loaded(screen: Terminal, folder: Path, tmp_
     assert "tokens were in the cache already" in again and again.split("[")[0] != first.split("[")[0] + second
     (tmp_path / "damaged").write_bytes(file.read_bytes()[:-100])
     for path in (tmp_path / "damaged", tmp_path / "absent", tmp_path):
-        assert "loaded" not in ask(screen, f"/load {path}")
+        assert "turns from" not in ask(screen, f"/load {path}")
     assert "3 turns, " in ask(screen, "/stats")  # nothing was lost
-    assert "saved" not in ask(screen, f"/save {tmp_path / 'no' / 'folder' / 'x'}")
+    assert "saved 3 turns" not in ask(screen, f"/save {tmp_path / 'no' / 'folder' / 'x'}")
     screen.type("/exit\r")
     assert screen.end() == 0
     with terminal("chat", "-m", folder, *TINY, "--load", file, HYBRIDKV_HISTORY="off") as later:
@@ -106,10 +106,10 @@ def test_ctrl_c_ends_the_answer_then_warns_then_leaves(long_folder: Path) -> Non
         screen.expect(" ...")
         assert ", abort]" in screen.expect("\n> ")
         assert "1 turn, " in ask(screen, "/stats")
-        screen.type("\x03")
+        screen.interrupt()
         screen.expect("Ctrl-C again or /exit leaves")
         screen.expect("> ")
-        screen.type("\x03")
+        screen.interrupt()
         assert screen.end() == 0
 
 

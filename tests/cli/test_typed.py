@@ -128,16 +128,16 @@ def test_ctrl_c_drops_what_is_half_typed_and_the_second_leaves(talk: Talk, histo
         screen.expect("> ")
         screen.type('"""half a message\r')
         screen.expect(". ")
-        screen.type("\x03")
+        screen.interrupt()
         screen.expect("Ctrl-C again or /exit leaves")
         screen.expect("> ")
         screen.type("whole\r")
         screen.expect("said 'whole'")
         screen.expect("> ")
-        screen.type("\x03")
+        screen.interrupt()
         screen.expect("Ctrl-C again")
         screen.expect("> ")
-        screen.type("\x03")
+        screen.interrupt()
         assert screen.end() == 0
 
 
