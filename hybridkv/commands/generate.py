@@ -261,7 +261,7 @@ def _several(
 
 def _say_outcome(asking: Asking, outcome: Outcome, as_json: bool) -> None:
     """One line's answer, with what tells which line it was."""
-    from hybridkv.commands.display import say
+    from hybridkv.commands.display import cut_line, note, say
     from hybridkv.commands.written import outcome_as_dict, say_answer, say_logprobs
 
     line, answer = outcome.job.line, outcome.answer
@@ -273,6 +273,8 @@ def _say_outcome(asking: Asking, outcome: Outcome, as_json: bool) -> None:
     if answer is not None and outcome.request is not None:
         say_logprobs(asking.llm, outcome.request.tokens, answer.prompt_logprobs)
         say_answer(asking.llm, answer, asking.chat.hide_thinking)
+        if remark := cut_line(asking.llm, answer):
+            note(f"[{line.index}] {remark}")
     if outcome.error is not None:
         say(f"error: {outcome.error}\n")
     say("\n")
