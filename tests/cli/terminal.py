@@ -15,7 +15,6 @@ from fcntl import ioctl
 
 from cli.commands import ROOT, SECONDS
 
-PASTE = ("\x1b[200~", "\x1b[201~")  # what a terminal puts around pasted text
 CODES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[=>]|\r")
 
 
@@ -34,6 +33,11 @@ class Terminal:
     def type(self, text: str) -> None:
         """Press keys. What a program asks for is typed once it asks: keys between two questions may be lost."""
         os.write(self._end, text.encode())
+
+    def paste(self, text: str) -> None:
+        """What a terminal does with pasted text: put marks around it, if the program has asked for them."""
+        asked = self._bytes.rfind(b"\x1b[?2004h") > self._bytes.rfind(b"\x1b[?2004l")
+        self.type(f"\x1b[200~{text}\x1b[201~" if asked else text)
 
     def interrupt(self) -> None:
         """Ctrl-C at a question. Python misses one that comes between its writing the question and waiting for keys."""

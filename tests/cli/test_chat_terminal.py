@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cli.commands import TINY
-from cli.terminal import PASTE, Terminal, terminal
+from cli.terminal import Terminal, terminal
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_the_start_says_what_runs_and_how_tokens_are_chosen(screen: Terminal) ->
 
 
 def test_pasted_lines_are_one_turn(screen: Terminal, tmp_path: Path) -> None:
-    screen.type(f"{PASTE[0]}one\ntwo\nthree{PASTE[1]}")
+    screen.paste("one\ntwo\nthree")
     screen.type("\r")
     said = screen.expect("\n> ")
     assert said.count("[read ") == 1 and "wrote 5 tokens" in said and "cut at 5 tokens: raise --max-tokens" in said

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cli.commands import ROOT
-from cli.terminal import PASTE, Terminal, terminal
+from cli.terminal import Terminal, terminal
 from hybridkv.commands import typed
 
 
@@ -75,7 +75,7 @@ def leave(screen: Terminal) -> None:
 def test_pasted_lines_are_one_message(talk: Talk, history: Path) -> None:
     with talk() as screen:
         screen.expect("> ")
-        screen.type(f"{PASTE[0]}one\ntwo\nthree{PASTE[1]}")
+        screen.paste("one\ntwo\nthree")
         screen.type("\r")
         screen.expect(r"said 'one\ntwo\nthree'")
         leave(screen)
