@@ -1,7 +1,8 @@
 """The command line: `hybridkv generate | chat | plan | inspect | demo | bench`. Commands are in `hybridkv/commands/`;
 here is what they have in common: help, version, and one line for every error a user can cause.
 
-Exit codes: 0 done, 2 a wrong argument or a model that cannot be used, 130 stopped by Ctrl-C, 141 a pipe was closed.
+Exit codes: 0 done, 1 some of several prompts failed, 2 a wrong argument or a model that cannot be used, 130 stopped by
+Ctrl-C, 141 a pipe was closed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -20,20 +21,23 @@ from hybridkv.commands.chat import chat
 from hybridkv.commands.demo import demo
 from hybridkv.commands.generate import generate
 from hybridkv.commands.inspect import inspect
-from hybridkv.commands.options import in_flags
+from hybridkv.commands.options import OUTPUT, flowing, in_flags
 from hybridkv.commands.plan import plan
 from hybridkv.errors import HybridKVError
 
-app = typer.Typer(name="hybridkv", add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    name="hybridkv", pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
+)
+COMPLETE = "_HYBRIDKV_COMPLETE"  # set by the shell's completion script
 UsageError = typer.BadParameter.__bases__[0]  # click's, wherever this version of typer keeps click
 for command in (generate, chat, plan, inspect, demo, bench):
-    app.command()(command)
+    app.command(help=flowing(command.__doc__ or ""))(command)
 
 
 @app.callback(invoke_without_command=True)
 def hybridkv(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="show the version and exit")] = False,
 ) -> None:
     """A paged KV-cache engine and inference runtime for hybrid-attention language models."""
     if version:
@@ -43,6 +47,18 @@ def hybridkv(
         print(context.get_help())
 
 
+def program() -> Any:
+    """The commands as click has them, with the words `<bool>` behind switches left out of their help."""
+    found = typer.main.get_command(app)
+    for command in (found, *found.commands.values()):  # type: ignore[attr-defined]
+        helping = command.get_help_option(typer.Context(command, help_option_names=["-h", "--help"]))  # type: ignore
+        helping.help, helping.rich_help_panel = "show this and exit", None if command is found else OUTPUT  # type: ignore
+        for option in (helping, *command.params):
+            if getattr(option, "is_flag", False):
+                option.metavar = ""  # type: ignore[union-attr]
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # the parent process closed it
@@ -50,23 +66,22 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # an answer may hold characters that the terminal's encoding lacks
-    if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
-        # threads that wait for each other sleep soon: on a busy machine spinning makes an answer 20 times slower
-        os.environ["GOMP_SPINCOUNT"] = "10000"
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # a shell script starts background jobs like that; SIGINT sent to this process is meant to stop it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        code = app(arguments, prog_name="hybridkv", standalone_mode=False)
+        code = program()(arguments, prog_name="hybridkv", standalone_mode=False)
         sys.stdout.flush()
     except typer.Abort:
         code = 130
     except BrokenPipeError:
         _forget_output()
         code = 141
-    except SystemExit as leaving:  # typer's own answer to a closed pipe
-        _forget_output()
-        code = 141 if leaving.code == 1 else leaving.code
+    except SystemExit as leaving:  # of the completion, or typer's own answer to a closed pipe
+        code = leaving.code
+        if code == 1 and COMPLETE not in os.environ:
+            _forget_output()
+            code = 141
     except (HybridKVError, OSError, MemoryError, RuntimeError, UsageError) as error:
         message = _explain(error)
         if message is None:

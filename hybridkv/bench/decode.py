@@ -280,7 +280,7 @@ def with_budget(shape: Shape, model: Model, report: Report, kind: str, many: int
     if rows[0] and rows[1]:
         ratio = rows[1]["tok_s"] / rows[0]["tok_s"]
         report.about["budget_speedup"] = ratio
-        report.note(f"{many} requests of {length} tokens: a budget of {budget} makes decoding {ratio:.2f} times faster")
+        report.note(f"{many} requests of {length} tokens: a budget of {budget} decodes at {ratio:.2f} times the speed")
 
 
 def free_bytes(device: str) -> float:

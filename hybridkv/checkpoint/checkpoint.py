@@ -177,7 +177,8 @@ def _open(path: Path, layouts: Layouts) -> Checkpoint:
     if is_folder and not (path / "config.json").exists():
         found = sorted(entry for entry in path.iterdir() if entry.suffix.lower() == ".gguf")
         if len(found) != 1:
-            raise ModelFileError(f"{str(path)!r} has no config.json, and {len(found)} .gguf files where one would do")
+            many = f"{len(found)} .gguf files; name the one you mean" if found else "no .gguf file"
+            raise ModelFileError(f"{str(path)!r} has no config.json and {many}")
         is_folder, path = False, found[0]
     if is_folder:
         return _open_folder(path, layouts)

@@ -53,5 +53,19 @@ def _download(model: str) -> Path:
             return Path(hf_hub_download(f"{owner}/{name}", file))
         return Path(snapshot_download(model, allow_patterns=HUB_FILES))
     except (OSError, ValueError, RuntimeError) as problem:  # the hub client derives its errors from these
-        reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
-        raise ModelFileError(f"{missing}, and the hub gave no model of that name: {reason[:200]}") from None
+        raise ModelFileError(f"{missing}, and {_hub_said(problem)}") from None
+
+
+def _hub_said(problem: Exception) -> str:
+    """What went wrong at the hub: no way to it, no such model, or no right to it."""
+    reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
+    kinds = {kind.__name__ for kind in type(problem).__mro__}
+    if "GatedRepoError" in kinds:
+        said = "the hub gives it only to those who have accepted its terms there and logged in (hf auth login)"
+    elif "RepositoryNotFoundError" in kinds:
+        said = "the hub has no model of that name that it shows to you"
+    elif kinds & {"LocalEntryNotFoundError", "ConnectionError", "TimeoutError"}:
+        said = "the hub could not be reached; check the connection, or give a folder that is here"
+    else:
+        said = "the hub did not give it"
+    return f"{said}: {reason[:200]}"

@@ -5,23 +5,21 @@ Ctrl-C while an answer streams ends that answer; a second one leaves. At the pro
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import sys
-from collections.abc import Generator, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Option
+from typer import BadParameter, Option
 
-from hybridkv.commands.options import ModelOptions, SamplingOptions, utf8, with_options
+from hybridkv.commands import completion
+from hybridkv.commands.invocation import command_name
+from hybridkv.commands.options import PROMPT, ChatOptions, ModelOptions, SamplingOptions, in_flags, with_options
+from hybridkv.commands.typed import messages
 from hybridkv.errors import HybridKVError
 
 if TYPE_CHECKING:
-    from hybridkv.conversation import Conversation
-    from hybridkv.llm import LLM
-
-HELP = "/reset starts afresh, /stats shows what the cache holds, /exit leaves; Ctrl-C ends an answer"
+    from hybridkv.commands.chat_commands import Chat
 
 
 class Interrupt:
@@ -46,96 +44,77 @@ class Interrupt:
 
 @with_options
 def chat(
+    *,
+    load: Annotated[
+        str | None,
+        Option(
+            "--load",
+            metavar="FILE",
+            help="go on with a conversation that /save wrote",
+            rich_help_panel=PROMPT,
+            autocompletion=completion.any_file,
+        ),
+    ] = None,
+    chat: ChatOptions,
     model: ModelOptions,
     sampling: SamplingOptions,
-    system: Annotated[str | None, Option("--system", metavar="TEXT", help="system message")] = None,
 ) -> None:
-    """Talk with a model."""
-    from hybridkv.commands.display import note
-    from hybridkv.conversation import Conversation
+    """Talk with a model.
 
-    params = sampling.params()
-    llm = model.open()
+    Type a message and press Enter. Pasted lines are one message; a line that ends in \\\\ goes on in the next one, and
+    so does everything between two lines of three quotes. /help lists the commands. What was typed is kept for the arrow
+    keys in ~/.local/state/hybridkv/chat_history; HYBRIDKV_HISTORY names another file, or off.
+    """
+    from hybridkv.commands.chat_commands import HELP, Chat
+    from hybridkv.commands.display import note, sampling_line
+
+    params, variables, tools, cache = sampling.params(), chat.variables, chat.tool_list, model.cache()
+    llm = model.open(cache=cache)
     if llm.chat_template is None:
-        raise HybridKVError(f"{llm.path.name} has no chat template; use hybridkv generate --raw")
+        raise HybridKVError(f"{llm.path.name} has no chat template; use {command_name()} generate --raw")
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    talk = Chat(llm, chat, params, cache, tools, variables)
     if interactive:
-        note(f"{llm.path.stem}, context of {llm.manager.max_tokens} tokens. {HELP}")
-    conversation = Conversation(llm, system, params)
-    for line in _lines(interactive):
-        match utf8(line).strip():
-            case "":
-                continue
-            case "/exit" | "/quit":
+        note(f"{llm.path.stem}, context of {llm.plan.max_tokens} tokens. {HELP}")
+        note(sampling_line(llm, params))
+    if load is not None:
+        talk.load(load)
+    try:
+        for text in messages(interactive):
+            try:
+                if not talk.command(text):
+                    _answer(talk, text)
+            except (HybridKVError, BadParameter, OSError) as error:
+                if not interactive:
+                    raise
+                note(in_flags(str(error)))
+            if talk.over:
                 break
-            case "/reset":
-                conversation.close()
-                conversation = Conversation(llm, system, params)
-            case "/stats":
-                _say_stats(llm, conversation)
-            case text if text.startswith("/") and " " not in text:
-                note(HELP)
-            case text:
-                try:
-                    _answer(conversation, text)
-                except HybridKVError as error:
-                    if not interactive:
-                        raise
-                    note(f"{error}; /reset starts afresh")
-    conversation.close()
+    finally:
+        talk.conversation.close()
 
 
-def _lines(interactive: bool) -> Iterator[str]:
-    """What the user types, until Ctrl-D, a second Ctrl-C in a row, or the end of a pipe."""
-    if not interactive:
-        yield from sys.stdin
-        return
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  gives input() its line editing
-    warned = False
-    while True:
-        try:
-            line = input("> ")
-        except KeyboardInterrupt:  # perhaps meant for an answer that had just ended
-            if warned:
-                print()
-                return
-            warned = True
-            print("\nCtrl-C again or /exit leaves")
-            continue
-        except EOFError:
-            print()
-            return
-        warned = False
-        yield line
+def _answer(talk: Chat, text: str) -> None:
+    """One turn: its pieces as they come, then a line of speeds."""
+    from hybridkv.commands.display import Voice, cut_line, note, summary
 
-
-def _answer(conversation: Conversation, text: str) -> None:
-    from hybridkv.commands.display import say
-
-    answer = conversation.send(text)
+    voice, conversation = Voice(talk.options.hide_thinking), talk.conversation
+    answer = conversation.pieces(text)
     with Interrupt() as interrupt:
-        for piece in answer:
-            say(piece)
-            if interrupt.asked:
-                say(" ...")
-                break
-        if isinstance(answer, Generator):
+        try:
+            for piece in answer:
+                voice.say(piece.text, piece.reasoning)
+                if interrupt.asked:
+                    voice.say(" ...", piece.reasoning)
+                    break
+        except HybridKVError:
+            if voice.said:
+                voice.end()
+            raise
+        finally:
             answer.close()  # what was said so far is the answer
-    say("\n")
-
-
-def _say_stats(llm: LLM, conversation: Conversation) -> None:
-    from hybridkv.commands.display import say
-    from hybridkv.planner import human
-
-    turns = sum(message["role"] == "user" for message in conversation.messages)
-    manager = llm.manager
-    tokens = pages = size = 0
-    for request in llm.engine.scheduler.held:  # the conversation's own is the only one
-        tokens, size = manager.position(request.key), manager.held_bytes(request.key) + manager.schema.slot_bytes
-        pages = sum(manager.held_pages(request.key).values())
-    total = sum(table.allocator.total for table in manager.tables.values())
-    say(f"{turns} turns, {tokens} of {manager.max_tokens} tokens, {pages} of {total} pages, {human(size)}\n")
-    if conversation.last is not None and (speed := conversation.last.stats.get("decode_tok_s")):
-        say(f"last answer: {len(conversation.last.token_ids)} tokens at {speed:.1f}/s\n")
+    voice.end()
+    if conversation.last is not None:
+        note(summary(conversation.last))
+        if remark := cut_line(talk.llm, conversation.last):
+            note(remark)

@@ -2,146 +2,279 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from dataclasses import asdict
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, BadParameter, Option
+from typer import Argument, BadParameter, Exit, Option
 
-from hybridkv.commands.options import ModelOptions, SamplingOptions, with_options
-from hybridkv.commands.prompts import read_prompts, refuse_system, to_tokens
+from hybridkv.commands import completion
+from hybridkv.commands.asking import Asking, Outcome, in_order_of, run_together
+from hybridkv.commands.batch import Line, read_batch, wrong
+from hybridkv.commands.options import OUTPUT, PROMPT, ChatOptions, ModelOptions, SamplingOptions, with_options
+from hybridkv.commands.prompts import read_lines, read_prompt
+from hybridkv.errors import HybridKVError
 
 if TYPE_CHECKING:
-    from hybridkv.config import SamplingParams
-    from hybridkv.llm import LLM, Completion
-    from hybridkv.request import Request
+    from hybridkv.config import EvictionConfig, SamplingParams
 
 
 @with_options
 def generate(
-    model: ModelOptions,
-    sampling: SamplingOptions,
-    prompt: Annotated[str | None, Argument(metavar="PROMPT", help="the prompt; - reads standard input")] = None,
+    *,
+    prompt: Annotated[
+        str | None, Argument(metavar="PROMPT", help="the prompt, or the question about a text; - is standard input")
+    ] = None,
     prompt_file: Annotated[
-        str | None, Option("--prompt-file", metavar="FILE", help="a file that holds the prompt; - for standard input")
+        str | None,
+        Option(
+            "--prompt-file",
+            metavar="FILE",
+            help="a file that holds the prompt, or the text that PROMPT asks about; - is standard input",
+            rich_help_panel=PROMPT,
+            autocompletion=completion.any_file,
+        ),
     ] = None,
     prompts_file: Annotated[
-        str | None, Option("--prompts-file", metavar="FILE", help="a file with one prompt a line, run together")
+        str | None,
+        Option(
+            "--prompts-file",
+            metavar="FILE",
+            help="prompts that are run together: one a line, or JSON lines with settings of their own; - is standard "
+            "input",
+            rich_help_panel=PROMPT,
+            autocompletion=completion.any_file,
+        ),
     ] = None,
-    system: Annotated[str | None, Option("--system", metavar="TEXT", help="system message")] = None,
-    raw: Annotated[bool, Option("--raw", help="give the prompt as it is, without the chat template")] = False,
+    raw: Annotated[
+        bool, Option("--raw", help="give the prompt as it is, without the chat template", rich_help_panel=PROMPT)
+    ] = False,
+    chat: ChatOptions,
+    model: ModelOptions,
+    sampling: SamplingOptions,
+    n: Annotated[int, Option("--n", "-n", metavar="N", help="answers to each prompt", rich_help_panel=OUTPUT)] = 1,
     logprobs: Annotated[
-        int | None, Option("--logprobs", metavar="N", help="show each token's log probability and N alternatives")
+        int | None,
+        Option(
+            "--logprobs",
+            metavar="N",
+            help="show each token's log probability and N alternatives",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
-    as_json: Annotated[bool, Option("--json", help="print one JSON object for each prompt, one a line")] = False,
+    prompt_logprobs: Annotated[
+        int | None,
+        Option("--prompt-logprobs", metavar="N", help="the same of the prompt's tokens", rich_help_panel=OUTPUT),
+    ] = None,
+    as_json: Annotated[
+        bool, Option("--json", help="print one JSON object for each prompt, one a line", rich_help_panel=OUTPUT)
+    ] = False,
+    output: Annotated[
+        str | None,
+        Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="write answers there instead of standard output",
+            rich_help_panel=OUTPUT,
+            autocompletion=completion.any_file,
+        ),
+    ] = None,
+    in_order: Annotated[
+        bool,
+        Option(
+            "--in-order",
+            help="answers to a file of prompts in its order; without this as they are ready",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = False,
 ) -> None:
     """Answer a prompt, or several together.
 
+    A pipe is read: alone it is the prompt; beside PROMPT it is the text that PROMPT asks about, and comes before it.
     The prompt is put into the model's chat format when it has one. The answer goes to standard output, all else to
     standard error. For a model without a tokenizer prompt and answer are token ids, such as "1 17 4".
+
+    A file of prompts is run together, and each answer is written as soon as it is ready. In JSON lines each object has
+    a "prompt" or "messages", and may have an "id" and settings of its own such as "max_tokens", "temperature" or
+    "budget"; answers have "index", the line from 0, and the "id". A mistake in a line is told before anything runs; an
+    answer that fails has an "error", the others go on, and the exit code is 1.
     """
-    prompts = read_prompts(prompt, prompt_file, prompts_file)
-    refuse_system(system, raw)
-    params = sampling.params(logprobs)
-    llm = model.open(len(prompts))
-    tokens = [to_tokens(llm, text, system, raw) for text in prompts]
+    chat.refuse_raw(raw)
+    params = sampling.params(n=n, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    variables, tools, cache = chat.variables, chat.tool_list, model.cache()
     if prompts_file is None:
-        _one(llm, tokens[0], params, as_json)
+        lines = [Line(0, prompt=read_prompt(prompt, prompt_file))]
     else:
-        _several(llm, prompts, tokens, params, as_json)
+        lines = read_batch(prompts_file, read_lines(prompt, prompt_file, prompts_file))
+        for line in lines:
+            with _numbered(line):
+                line.params(params)
+                line.evicts(cache.eviction, None)
+    _check_output(output)
+    llm = model.open(len(lines) * n, cache)
+    asking = Asking(llm, chat, raw, variables, tools)
+    with _written_to(output):
+        if prompts_file is not None:
+            _several(asking, lines, params, cache.eviction, as_json, in_order)
+        elif n > 1:
+            _samples(asking, lines[0], params, as_json)
+        else:
+            _one(asking, lines[0], params, as_json)
 
 
-def _one(llm: LLM, tokens: list[int], params: SamplingParams, as_json: bool) -> None:
-    from hybridkv.commands.display import kept_line, note, pieces, say, summary
-
-    request = llm.engine.add(tokens, params)
-    for piece in pieces(llm, request):
-        if not as_json:
-            say(piece)
-    answer = llm.completion(request)
-    if as_json:
-        say(_json(llm, answer, request))
+def _check_output(output: str | None) -> None:
+    """Refuse, before a model is loaded, a file that cannot be written."""
+    if output is None:
         return
-    if llm.tokenizer is None:
-        say(_text(llm, answer))
-    say("" if answer.text.endswith("\n") else "\n")
-    _say_logprobs(llm, answer)
-    note(summary(answer))
-    if line := kept_line(llm, [request]):
-        note(line)
+    try:
+        with Path(output).expanduser().open("a"):
+            pass
+    except (OSError, ValueError) as problem:
+        why = getattr(problem, "strerror", None) or problem
+        raise BadParameter(f"--output: {output!r} cannot be written: {why}") from None
 
 
-def _several(llm: LLM, prompts: list[str], tokens: list[list[int]], params: SamplingParams, as_json: bool) -> None:
-    from hybridkv.commands.display import kept_line, note, progress, say
+@contextlib.contextmanager
+def _written_to(output: str | None) -> Iterator[None]:
+    """Answers go to this file, if one is named."""
+    if output is None:
+        yield
+        return
+    with Path(output).expanduser().open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
+        yield
 
-    began = time.perf_counter()
-    requests = []
-    for number, ids in enumerate(tokens, 1):
+
+@contextlib.contextmanager
+def _numbered(line: Line) -> Iterator[None]:
+    """A mistake inside is told with the number of the line."""
+    try:
+        yield
+    except HybridKVError as problem:
+        raise wrong(line.index, problem) from None
+
+
+def _one(asking: Asking, line: Line, params: SamplingParams, as_json: bool) -> None:
+    """One answer, streamed. Ctrl-C ends it where it is."""
+    from hybridkv.commands.display import Voice, cut_line, kept_line, note, read_along, say, summary
+    from hybridkv.commands.written import answer_as_dict, say_logprobs, text_of
+
+    llm, voice, stopped = asking.llm, Voice(asking.chat.hide_thinking), False
+    with asking.stream(line, params) as stream:
         try:
-            requests.append(llm.engine.add(ids, params))
-        except ValueError as error:
-            raise BadParameter(f"--prompts-file: prompt {number}: {error}") from None
-    with progress() as bars:
-        report = bars.show(f"answering {len(requests)} prompts")
-        while not llm.engine.idle:
-            llm.engine.step()
-            report(sum(r.finished for r in requests), len(requests))
-    seconds = time.perf_counter() - began
-    answers = [llm.completion(request) for request in requests]
-    for prompt, answer, request in zip(prompts, answers, requests, strict=True):
-        if as_json:
-            say(_json(llm, answer, request))
-            continue
-        say(f"> {prompt}\n{_text(llm, answer)}\n")
-        _say_logprobs(llm, answer)
-        say("\n")
+            for piece in read_along(stream):
+                if not as_json:
+                    voice.say(piece.text, piece.reasoning)
+        except KeyboardInterrupt:
+            stopped = True
+        except HybridKVError:
+            voice.end()
+            raise
+    answer, request = stream.completion, stream.request
+    assert answer is not None
+    if as_json:
+        say(json.dumps(answer_as_dict(llm, answer, request)) + "\n")
+    else:
+        if llm.tokenizer is None:
+            voice.say(text_of(llm, answer))
+        voice.end()
+        say_logprobs(llm, request.tokens, answer.prompt_logprobs)
+        say_logprobs(llm, answer.token_ids, answer.logprobs)
+        note(summary(answer))
+        for remark in (cut_line(llm, answer), kept_line(llm, [request])):
+            if remark:
+                note(remark)
+    if stopped:
+        raise KeyboardInterrupt
+
+
+def _samples(asking: Asking, line: Line, params: SamplingParams, as_json: bool) -> None:
+    """Several answers to one prompt, which are computed together and shown when all are there."""
+    from hybridkv.commands.display import kept_line, note, progress, say, summary
+    from hybridkv.commands.written import answer_as_dict, say_answer, say_logprobs
+    from hybridkv.engine.engine import INHERIT
+
+    jobs = [asking.job(line, params, INHERIT)]
+    with progress() as bars, contextlib.closing(run_together(asking.llm, jobs, numbered=False)) as outcomes:
+        bars.wait(f"writing {params.n} answers")
+        [outcome] = outcomes
+    answer, request = outcome.answer, outcome.request
+    if answer is None or request is None or outcome.error is not None:
+        raise HybridKVError(outcome.error)
+    if as_json:
+        say(json.dumps(answer_as_dict(asking.llm, answer, request)) + "\n")
+        return
+    say_logprobs(asking.llm, request.tokens, answer.prompt_logprobs)
+    say_answer(asking.llm, answer, asking.chat.hide_thinking)
+    for sample in answer.samples:
+        note(summary(sample))
+    if remark := kept_line(asking.llm, [request]):
+        note(remark)
+
+
+def _several(
+    asking: Asking,
+    lines: list[Line],
+    params: SamplingParams,
+    eviction: EvictionConfig | None,
+    as_json: bool,
+    in_order: bool,
+) -> None:
+    """All prompts of a file. Each answer is written when it is ready, so that nothing is lost by an interrupt."""
+    from hybridkv.commands.display import counted, kept_line, note, progress
+    from hybridkv.engine.engine import INHERIT
+
+    llm, began = asking.llm, time.perf_counter()
+    jobs = []
+    for line in lines:
+        with _numbered(line):
+            jobs.append(asking.job(line, line.params(params), line.evicts(eviction, INHERIT)))
+    ended: list[Outcome] = []
+    with progress() as bars, contextlib.closing(run_together(llm, jobs)) as outcomes:
+        report = bars.show(f"answering {counted(len(jobs), 'prompt')}")
+        report(0, len(jobs))
+        try:
+            for outcome in in_order_of(jobs, outcomes) if in_order else outcomes:
+                ended.append(outcome)
+                with bars.aside():
+                    _say_outcome(asking, outcome, as_json)
+                report(len(ended), len(jobs))
+        except KeyboardInterrupt:
+            with bars.aside():
+                note(f"stopped after {len(ended)} of {counted(len(jobs), 'answer')}")
+            raise
+    requests = [outcome.request for outcome in ended if outcome.request is not None]
     if not as_json:
-        read, wrote = sum(a.prompt_tokens for a in answers), sum(len(a.token_ids) for a in answers)
-        note(f"[{len(answers)} answers, read {read} tokens, wrote {wrote}, {wrote / seconds:.1f} written/s]")
-        if line := kept_line(llm, requests):
-            note(line)
+        read = sum(request.prompt_tokens for request in requests)
+        wrote = sum(each.answer_tokens for request in requests for each in (request, *request.siblings))
+        speed = wrote / (time.perf_counter() - began)
+        note(f"[{counted(len(requests), 'prompt')}, read {read} tokens, wrote {wrote}, {speed:.1f} written/s]")
+        if remark := kept_line(llm, requests):
+            note(remark)
+    if failed := sum(outcome.error is not None for outcome in ended):
+        note(f"{failed} of {counted(len(jobs), 'prompt')} failed")
+        raise Exit(1)
 
 
-def _text(llm: LLM, answer: Completion) -> str:
-    """Token ids where there is no tokenizer to make text of them."""
-    return " ".join(map(str, answer.token_ids)) if llm.tokenizer is None else answer.text
+def _say_outcome(asking: Asking, outcome: Outcome, as_json: bool) -> None:
+    """One line's answer, with what tells which line it was."""
+    from hybridkv.commands.display import cut_line, note, say
+    from hybridkv.commands.written import outcome_as_dict, say_answer, say_logprobs
 
-
-def _say_logprobs(llm: LLM, answer: Completion) -> None:
-    from hybridkv.commands.display import say
-
-    for token, found in zip(answer.token_ids, answer.logprobs or [], strict=False):
-        others = "".join(f"  {_shown(llm, other)} {value:.3f}" for other, value in found.top.items())
-        say(f"{_shown(llm, token):>16} {found.token:8.3f} {others}\n")
-
-
-def _shown(llm: LLM, token: int) -> str:
-    return repr(llm.tokenizer.token_text(token)) if llm.tokenizer else str(token)
-
-
-def _json(llm: LLM, answer: Completion, request: Request) -> str:
-    """One line. Text of tokens is given beside ids where there is a tokenizer."""
-    from hybridkv.commands.display import last_eviction
-
-    found: dict[str, object] = {
-        "text": answer.text,
-        "token_ids": answer.token_ids,
-        "finish_reason": answer.finish_reason,
-        "prompt_tokens": answer.prompt_tokens,
-        "generated_tokens": len(answer.token_ids),
-        "stats": answer.stats,
-    }
-    if llm.cache_config.budget is not None:
-        found["eviction"] = asdict(last_eviction(llm, request))
-    if answer.logprobs is not None:
-        found["logprobs"] = [
-            {
-                "token": token,
-                "text": llm.tokenizer.token_text(token) if llm.tokenizer else None,
-                "logprob": entry.token,
-                "top": [{"token": other, "logprob": value} for other, value in entry.top.items()],
-            }
-            for token, entry in zip(answer.token_ids, answer.logprobs, strict=False)
-        ]
-    return json.dumps(found) + "\n"
+    line, answer = outcome.job.line, outcome.answer
+    if as_json:
+        say(json.dumps(outcome_as_dict(asking.llm, outcome)) + "\n")
+        return
+    name = f" {line.id}" if line.id is not None else ""
+    say(f"[{line.index}]{name} > {line.shown}\n")
+    if answer is not None and outcome.request is not None:
+        say_logprobs(asking.llm, outcome.request.tokens, answer.prompt_logprobs)
+        say_answer(asking.llm, answer, asking.chat.hide_thinking)
+        if remark := cut_line(asking.llm, answer):
+            note(f"[{line.index}] {remark}")
+    if outcome.error is not None:
+        say(f"error: {outcome.error}\n")
+    say("\n")

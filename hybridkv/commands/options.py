@@ -10,53 +10,84 @@ Defaults are those of the dataclasses in `hybridkv/config.py`.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import json
 import re
 from collections.abc import Callable
 from dataclasses import Field, asdict, dataclass, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from pathlib import Path
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 from typer import BadParameter, Option
 
 from hybridkv.bench.options import flag_of, is_list, read_list
-from hybridkv.config import CacheConfig, EngineConfig, SamplingParams
+from hybridkv.commands import completion
+from hybridkv.config import CacheConfig, EngineConfig, SamplingParams, shown
 from hybridkv.overrides import overridden
 
 if TYPE_CHECKING:
     from hybridkv.eviction import Policy
     from hybridkv.llm import LLM
 
-
-_CACHE, _ENGINE, _SAMPLING = asdict(CacheConfig()), asdict(EngineConfig()), asdict(SamplingParams())
+KEYWORD = inspect.Parameter.KEYWORD_ONLY
+_CACHE, _ENGINE = asdict(CacheConfig()), asdict(EngineConfig())
 _MODEL = "a Hugging Face folder, a .gguf file or a hub id; without it the embedded SmolLM2-135M-Instruct"
-_EVICTION = "Keeping only the tokens that matter"
+# panels of --help
+PROMPT, MODEL, MEMORY, SAMPLING, OUTPUT = "Prompt", "Model", "Memory", "Sampling", "Output"
+EVICTION = "Keeping only the tokens that matter"
 
 
 @dataclass(frozen=True)
 class ModelOptions:
     """Which model, where, and how much memory it may take."""
 
-    model: Annotated[str | None, Option("--model", "-m", metavar="PATH", help=_MODEL)] = None
-    device: Annotated[str, Option("--device", metavar="NAME", help="auto, cpu or cuda")] = "auto"
-    dtype: Annotated[str, Option("--dtype", metavar="NAME", help="of the weights: auto, float32 or bfloat16")] = "auto"
+    model: Annotated[
+        str | None,
+        Option("--model", "-m", metavar="PATH", help=_MODEL, rich_help_panel=MODEL, autocompletion=completion.model),
+    ] = None
+    device: Annotated[str, Option("--device", metavar="NAME", help="auto, cpu or cuda", rich_help_panel=MODEL)] = "auto"
+    dtype: Annotated[
+        str,
+        Option("--dtype", metavar="NAME", help="of the weights: auto, float32 or bfloat16", rich_help_panel=MODEL),
+    ] = "auto"
     weight_dtype: Annotated[
         str,
         Option(
             "--weight-dtype",
             metavar="NAME",
-            help="of the matrices: plain (as dtype), fp8 (E4M3, a scale a row), or auto: plain, on a GPU packed as in "
-            "a GGUF file",
+            help="of the matrices: plain (as --dtype), fp8 (E4M3, a scale a row), or auto: plain, on a GPU packed as "
+            "in a GGUF file",
+            rich_help_panel=MODEL,
         ),
     ] = "auto"
     exact: Annotated[
-        bool, Option("--exact", help="the same bits whatever the batch and the chunks, at some cost in speed")
+        bool,
+        Option(
+            "--exact",
+            help="the same bits whatever the batch and the chunks, at some cost in speed",
+            rich_help_panel=MODEL,
+        ),
     ] = False
     kv_dtype: Annotated[
-        str, Option("--kv-dtype", metavar="NAME", help="of the KV cache: auto (as the weights), f32, bf16 or fp8")
+        str,
+        Option(
+            "--kv-dtype",
+            metavar="NAME",
+            help="of the KV cache: auto (as the weights), f32, bf16 or fp8",
+            rich_help_panel=MEMORY,
+        ),
     ] = _CACHE["kv_dtype"]
     state_dtype: Annotated[
-        str, Option("--state-dtype", metavar="NAME", help="of Gated DeltaNet's recurrent state: f32 or bf16")
+        str,
+        Option(
+            "--state-dtype",
+            metavar="NAME",
+            help="of Gated DeltaNet's recurrent state: f32 or bf16",
+            rich_help_panel=MEMORY,
+        ),
     ] = _CACHE["state_dtype"]
     index_dtype: Annotated[
         str,
@@ -64,6 +95,7 @@ class ModelOptions:
             "--index-dtype",
             metavar="NAME",
             help="of DeepSeek-V4's index keys: auto (as KV; beside fp8 mxfp4), f32, bf16, fp8, mxfp4 or nvfp4",
+            rich_help_panel=MEMORY,
         ),
     ] = _CACHE["index_dtype"]
     max_requests: Annotated[
@@ -72,30 +104,44 @@ class ModelOptions:
             "--max-requests",
             metavar="N",
             help=f"requests resident at once; as many as there are prompts, {_ENGINE['max_requests']} at most",
+            rich_help_panel=MEMORY,
         ),
     ] = None
     context: Annotated[
         int | None,
-        Option("--context", metavar="TOKENS", help="longest request; the model's own limit, or what fits in memory"),
+        Option(
+            "--context",
+            metavar="TOKENS",
+            help="longest request, such as 32768 or 32k; the model's own limit, or what fits in memory",
+            rich_help_panel=MEMORY,
+        ),
     ] = _ENGINE["max_context"]
     memory: Annotated[
         str | None,
-        Option("--memory", metavar="SIZE", help="for weights and cache together, such as 12GiB; what is free"),
+        Option(
+            "--memory",
+            metavar="SIZE",
+            help="for weights and cache together, such as 12GiB; what is free",
+            rich_help_panel=MEMORY,
+        ),
     ] = None
 
     budget: Annotated[
         int | None,
         Option(
-            "--budget", metavar="TOKENS", help="tokens kept a stream once the prompt is read", rich_help_panel=_EVICTION
+            "--budget",
+            metavar="TOKENS",
+            help="tokens kept a stream once the prompt is read, such as 2048 or 2k; all",
+            rich_help_panel=EVICTION,
         ),
     ] = _CACHE["budget"]
     window: Annotated[
-        int, Option("--window", metavar="N", help="last queries that vote on what to keep", rich_help_panel=_EVICTION)
+        int, Option("--window", metavar="N", help="last queries that vote on what to keep", rich_help_panel=EVICTION)
     ] = _CACHE["window"]
     recent: Annotated[
         int,
         Option(
-            "--recent", metavar="N", help="last tokens that always stay; part of the budget", rich_help_panel=_EVICTION
+            "--recent", metavar="N", help="last tokens that always stay; part of the budget", rich_help_panel=EVICTION
         ),
     ] = _CACHE["recent"]
     policy: Annotated[
@@ -104,17 +150,15 @@ class ModelOptions:
             "--policy",
             metavar="NAME",
             help="what counts: snapkv, tova, expected, knorm, keydiff, streaming or random",
-            rich_help_panel=_EVICTION,
+            rich_help_panel=EVICTION,
         ),
     ] = str(_CACHE["policy"])
     scope: Annotated[
         str,
-        Option(
-            "--scope", metavar="NAME", help="a list for each head, each layer, or global", rich_help_panel=_EVICTION
-        ),
+        Option("--scope", metavar="NAME", help="a list for each head, each layer, or global", rich_help_panel=EVICTION),
     ] = _CACHE["scope"]
     pooling: Annotated[
-        str, Option("--pooling", metavar="NAME", help="snapkv's smoothing: none, avg or max", rich_help_panel=_EVICTION)
+        str, Option("--pooling", metavar="NAME", help="snapkv's smoothing: none, avg or max", rich_help_panel=EVICTION)
     ] = "none"
     spread: Annotated[
         str,
@@ -122,7 +166,7 @@ class ModelOptions:
             "--spread",
             metavar="NAME",
             help="the budget over streams: even, ada (heads share it) or pyramid (early layers get more)",
-            rich_help_panel=_EVICTION,
+            rich_help_panel=EVICTION,
         ),
     ] = "even"
     bounded: Annotated[
@@ -130,7 +174,7 @@ class ModelOptions:
         Option(
             "--bounded",
             help="evict at every step of prompt and answer: never more than budget + one step",
-            rich_help_panel=_EVICTION,
+            rich_help_panel=EVICTION,
         ),
     ] = _CACHE["bounded"]
     decode_every: Annotated[
@@ -139,7 +183,7 @@ class ModelOptions:
             "--decode-every",
             metavar="N",
             help="evict again every N tokens of the answer; 0: never",
-            rich_help_panel=_EVICTION,
+            rich_help_panel=EVICTION,
         ),
     ] = _CACHE["decode_every"]
 
@@ -193,6 +237,8 @@ class ModelOptions:
         from hybridkv.commands.display import progress
         from hybridkv.llm import LLM
 
+        self._refuse_a_shape()
+
         with progress() as bars:
             return LLM(
                 model=self.model,
@@ -208,7 +254,23 @@ class ModelOptions:
                 load_progress=bars.show("loading weights"),
             )
 
+    def _refuse_a_shape(self) -> None:
+        """`plan` knows shapes by name; to run a model its files are needed."""
+        from hybridkv.models.known import known_config
 
+        if self.model is None or "/" in self.model or Path(self.model).expanduser().exists():
+            return
+        name, _ = known_config(self.model) or ("", {})
+        if owner := next((o for begin, o in _OWNERS.items() if name.startswith(begin)), None):
+            raise BadParameter(
+                f"--model: there is no file or folder {self.model!r}, and its shape alone does not run; give the "
+                f"folder or the .gguf file that holds it, or {owner}/{name}, which is fetched from the hub with "
+                "pip install 'hybridkv[hub]'"
+            )
+
+
+# who publishes the models whose shapes are known, by the beginning of their names
+_OWNERS = {"Qwen": "Qwen", "DeepSeek": "deepseek-ai", "SmolLM": "HuggingFaceTB", "Llama": "meta-llama"}
 _ONLY_WITH_BUDGET = {
     f.name: f.default
     for f in fields(ModelOptions)
@@ -217,49 +279,181 @@ _ONLY_WITH_BUDGET = {
 
 
 @dataclass(frozen=True)
-class SamplingOptions:
-    """How tokens are chosen and when an answer ends."""
+class ChatOptions:
+    """What a chat template is given besides the messages."""
 
-    max_tokens: Annotated[int, Option("--max-tokens", metavar="N", help="longest answer, in tokens")] = _SAMPLING[
-        "max_tokens"
-    ]
-    temperature: Annotated[float, Option("--temperature", metavar="X", help="0 takes the likeliest token")] = _SAMPLING[
-        "temperature"
-    ]
-    top_k: Annotated[int, Option("--top-k", metavar="N", help="choose among the N likeliest; 0: all")] = _SAMPLING[
-        "top_k"
-    ]
-    top_p: Annotated[
-        float, Option("--top-p", metavar="X", help="choose among the likeliest that hold this much probability")
-    ] = _SAMPLING["top_p"]
-    min_p: Annotated[
-        float, Option("--min-p", metavar="X", help="drop tokens less likely than this share of the likeliest")
-    ] = _SAMPLING["min_p"]
-    repetition_penalty: Annotated[
-        float, Option("--repetition-penalty", metavar="X", help="above 1: tokens seen before become less likely")
-    ] = _SAMPLING["repetition_penalty"]
-    seed: Annotated[int | None, Option("--seed", metavar="N", help="same seed, same answer")] = _SAMPLING["seed"]
-    stop: Annotated[
-        list[str] | None, Option("--stop", metavar="TEXT", help="ends the answer where this would appear; repeatable")
+    system: Annotated[str | None, Option("--system", metavar="TEXT", help="system message", rich_help_panel=PROMPT)] = (
+        None
+    )
+    thinking: Annotated[
+        bool | None,
+        Option(
+            "--think/--no-think",
+            help="let the model think first, or not; as its chat template has it",
+            rich_help_panel=PROMPT,
+        ),
     ] = None
-    ignore_eos: Annotated[bool, Option("--ignore-eos", help="go on past the model's own end")] = _SAMPLING["ignore_eos"]
+    template_arg: Annotated[
+        list[str] | None,
+        Option(
+            "--template-arg",
+            metavar="KEY=VALUE",
+            help="a variable of the chat template, as JSON or text; repeatable",
+            rich_help_panel=PROMPT,
+        ),
+    ] = None
+    tools: Annotated[
+        str | None,
+        Option(
+            "--tools",
+            metavar="FILE",
+            help="functions that the model may call: a JSON list of their schemas",
+            rich_help_panel=PROMPT,
+            autocompletion=completion.any_file,
+        ),
+    ] = None
+    hide_thinking: Annotated[
+        bool, Option("--hide-thinking", help="show the answer without the thoughts before it", rich_help_panel=OUTPUT)
+    ] = False
 
-    def params(self, logprobs: int | None = None) -> SamplingParams:
-        return SamplingParams(**asdict(self) | {"stop": tuple(self.stop or ()), "logprobs": logprobs})
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The template's variables; a value that is not JSON is text."""
+        found: dict[str, Any] = {}
+        for text in self.template_arg or ():
+            key, sign, value = text.partition("=")
+            if not sign or not key.isidentifier():
+                raise BadParameter(f"--template-arg takes KEY=VALUE such as reasoning_effort=low, not {text!r}")
+            if key in ("tools", "thinking"):
+                raise BadParameter(f"--template-arg {key}: use --{'tools' if key == 'tools' else 'think'} instead")
+            try:
+                found[key] = json.loads(value)
+            except (ValueError, RecursionError):
+                found[key] = utf8(value)
+        return found
+
+    @property
+    def tool_list(self) -> list[dict[str, Any]] | None:
+        """What --tools names."""
+        if self.tools is None:
+            return None
+        from hybridkv.commands.prompts import read_text
+
+        try:
+            found = json.loads(read_text(self.tools, "--tools"))
+        except (ValueError, RecursionError) as problem:
+            raise BadParameter(f"--tools: {self.tools!r} is not JSON ({problem})") from None
+        if not isinstance(found, list):
+            raise BadParameter(f"--tools: {self.tools!r} holds a JSON {type(found).__name__}, expected a list of tools")
+        return found
+
+    def refuse_raw(self, raw: bool) -> None:
+        """--raw leaves out the template that these are for."""
+        given = {
+            "--system": self.system,
+            "--think": self.thinking,
+            "--template-arg": self.template_arg,
+            "--tools": self.tools,
+        }
+        for flag, value in given.items():
+            if raw and value is not None:
+                raise BadParameter(f"{flag} needs the chat template, which --raw leaves out")
+
+
+_OWN = "the model's own, else {}"  # where generation_config says nothing
+
+
+def _sampling(flag: str, metavar: str, help: str, default: str | bool = True) -> Any:
+    """An option of the sampling panel. `default`: what stands for it in the help."""
+    return Option(flag, metavar=metavar, help=help, show_default=default, rich_help_panel=SAMPLING)
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are chosen and when an answer ends. What is not given is the model's own default, if it has one."""
+
+    max_tokens: Annotated[
+        int | None, _sampling("--max-tokens", "TOKENS", "longest answer", "as long as the context allows")
+    ] = None
+    min_tokens: Annotated[int, _sampling("--min-tokens", "N", "the answer does not end before")] = 0
+    temperature: Annotated[
+        float | None, _sampling("--temperature", "X", "0 takes the likeliest token", _OWN.format(0))
+    ] = None
+    top_k: Annotated[int | None, _sampling("--top-k", "N", "choose among the N likeliest; 0: all", _OWN.format(0))] = (
+        None
+    )
+    top_p: Annotated[
+        float | None,
+        _sampling("--top-p", "X", "choose among the likeliest that hold this much probability", _OWN.format(1)),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        _sampling("--min-p", "X", "drop tokens less likely than this share of the likeliest", _OWN.format(0)),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        _sampling("--repetition-penalty", "X", "above 1: tokens seen before become less likely", _OWN.format(1)),
+    ] = None
+    presence_penalty: Annotated[
+        float, _sampling("--presence-penalty", "X", "taken once from the logit of each token that the answer has")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, _sampling("--frequency-penalty", "X", "the same, as often as the answer has it")
+    ] = 0.0
+    logit_bias: Annotated[
+        list[str] | None, _sampling("--logit-bias", "ID=X", "added to the logit of a token id; repeatable")
+    ] = None
+    bad_words: Annotated[
+        list[str] | None, _sampling("--bad-words", "TEXT", "never appears in the answer; repeatable")
+    ] = None
+    seed: Annotated[int | None, _sampling("--seed", "N", "same seed, same answer")] = None
+    stop: Annotated[
+        list[str] | None, _sampling("--stop", "TEXT", "ends the answer where this would appear; repeatable")
+    ] = None
+    ignore_eos: Annotated[bool, _sampling("--ignore-eos", "", "go on past the model's own end")] = False
+
+    def params(self, **more: Any) -> SamplingParams:
+        """What was asked for. `more`: fields that a command has options of its own for."""
+        return SamplingParams(
+            **asdict(self)
+            | {"stop": tuple(self.stop or ()), "bad_words": tuple(self.bad_words or ()), "logit_bias": self._bias()}
+            | more
+        )
+
+    def _bias(self) -> dict[int, float]:
+        found = {}
+        for text in self.logit_bias or ():
+            token, _, value = text.partition("=")
+            try:
+                found[int(token)] = float(value)
+            except ValueError:
+                raise BadParameter(
+                    f"--logit-bias takes a token id and a number such as 17=-2.5, not {text!r}"
+                ) from None
+        return found
+
+
+def flowing(text: str) -> str:
+    """A docstring with each paragraph in one line, for a terminal of any width; indented lines stay as they are."""
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(p if p.startswith(" ") else " ".join(p.split()) for p in paragraphs)
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Spread arguments that are groups of options into their fields, which is the form that typer reads."""
+    """Spread arguments that are groups of options into their fields, which is the form that typer reads. `--help` lists
+    options in the order of the arguments.
+    """
     hints = get_type_hints(command, include_extras=True)
     groups = {name: kind for name, kind in hints.items() if is_dataclass(kind) and isinstance(kind, type)}
-    own = [p.replace(annotation=hints[n]) for n, p in inspect.signature(command).parameters.items() if n not in groups]
-    spread = [
-        inspect.Parameter(
-            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=_typer_annotation(f, annotation)
-        )
-        for group in groups.values()
-        for f, annotation in zip(fields(group), get_type_hints(group, include_extras=True).values(), strict=True)
-    ]
+    parameters = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name not in groups:
+            parameters.append(parameter.replace(kind=KEYWORD, annotation=_with_reader(hints[name])))
+            continue
+        inner = get_type_hints(groups[name], include_extras=True)
+        for f in fields(groups[name]):
+            annotation = _with_reader(_typer_annotation(f, inner[f.name]))
+            parameters.append(inspect.Parameter(f.name, KEYWORD, default=f.default, annotation=annotation))
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
@@ -267,7 +461,6 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
             given[name] = group(**{f.name: given.pop(f.name) for f in fields(group)})
         command(**given)
 
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + spread
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run
@@ -288,12 +481,53 @@ def _typer_annotation(f: Field[Any], hint: Any) -> Any:
     return Annotated[hint, Option(flag_of(f), **about)]
 
 
+def _with_reader(hint: Any) -> Any:
+    """The annotation with a reader of its kind: a mistake is told in our words, and 32k is a number of tokens."""
+    kind, *about = get_args(hint)
+    [option] = about
+    kinds = {k for k in get_args(kind) or (kind,) if k is not NoneType}
+    reader = next((read for k, read in ((int, whole), (float, number)) if k in kinds), None)
+    if option.metavar in ("TOKENS", "NAME"):
+        reader = {"TOKENS": tokens, "NAME": str.lower}[option.metavar]
+    if reader is None or option.parser is not None:
+        return hint
+    option = copy.copy(option)
+    option.parser = reader
+    return Annotated[kind, option]
+
+
+def whole(text: str | int) -> int:
+    """A whole number, as an option gives it."""
+    if re.fullmatch(r"\s*[+-]?[0-9]{1,30}\s*", str(text)) is None:
+        raise BadParameter(f"it takes a whole number, not {shown(text)}")
+    return int(text)
+
+
+def number(text: str | float) -> float:
+    """A number, as an option gives it."""
+    try:
+        return float(text)
+    except ValueError:
+        raise BadParameter(f"it takes a number, not {shown(text)}") from None
+
+
+def tokens(text: str | int) -> int:
+    """A number of tokens: 32768, 32k (32 x 1024), 1m (1024 x 1024)."""
+    match = re.fullmatch(r"\s*([+-]?[0-9]{1,30})\s*([kKmM]?)\s*", str(text))
+    if match is None:
+        raise BadParameter(f"it takes a number of tokens such as 32768 or 32k, not {shown(text)}")
+    return int(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()]
+
+
 def utf8(text: str) -> str:
     """Text that a terminal gave, without the half characters that a wrong locale leaves in it."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 _FLAGS = {"max_context": "context"} | {f.name: f.name for g in (ModelOptions, SamplingOptions) for f in fields(g)}
+
+# what Python has and the command line has not
+_WORDS = {"; None keeps all": "; without --budget all are kept", ", or give a Policy": ""}
 
 
 def in_flags(message: str) -> str:
@@ -305,4 +539,6 @@ def in_flags(message: str) -> str:
             return match[0]
         return f"--{_FLAGS[name].replace('_', '-')}" + (f" {value}" if value else "")
 
+    for words, here in _WORDS.items():
+        message = message.replace(words, here)
     return re.sub(r"(?<![\w/.'\"-])([a-z_]+)(?:='(\w+)')?(?![\w/.'\"])", flag, message)

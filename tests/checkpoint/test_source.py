@@ -68,6 +68,27 @@ def test_a_failed_download_says_first_that_there_is_no_such_path(monkeypatch: py
         locate_model("org/name")
 
 
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("LocalEntryNotFoundError", "the hub could not be reached; check the connection"),
+        ("OfflineModeIsEnabled", "the hub could not be reached"),
+        ("RepositoryNotFoundError", "the hub has no model of that name"),
+        ("GatedRepoError", "the hub gives it only to those who have accepted its terms"),
+    ],
+)
+def test_what_the_hub_said_is_told_apart(kind: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = pytest.importorskip("huggingface_hub.errors")
+
+    def fail(*_: object, **__: object) -> None:
+        error = getattr(errors, kind)
+        raise error.__new__(error)  # those of answers want the answer itself
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(hf_hub_download=fail, snapshot_download=fail))
+    with pytest.raises(ModelFileError, match=f"^there is no file or folder 'org/name', and {words}"):
+        locate_model("org/name")
+
+
 def test_without_the_hub_client_the_path_comes_first_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ModelFileError, match="^there is no file or folder 'org/name'.*pip install"):

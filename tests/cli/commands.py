@@ -19,7 +19,9 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @contextmanager
-def process(*arguments: object, ignore_interrupts: bool = False, **environment: str) -> Iterator[subprocess.Popen[str]]:
+def process(
+    *arguments: object, ignore_interrupts: bool = False, stdin: int = subprocess.PIPE, **environment: str
+) -> Iterator[subprocess.Popen[str]]:
     """A command that runs; it is killed at the end if it is still there.
 
     `ignore_interrupts`: it inherits an ignored SIGINT, as a job that a script starts in the background does.
@@ -32,7 +34,7 @@ def process(*arguments: object, ignore_interrupts: bool = False, **environment: 
         signal.signal(signal.SIGINT, signal.SIG_IGN if ignore_interrupts else signal.SIG_DFL)
 
     child = subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, stderr=pipe, env=env, text=True, errors="replace", preexec_fn=before_start
+        command, stdin=stdin, stdout=pipe, stderr=pipe, env=env, text=True, errors="replace", preexec_fn=before_start
     )
     with child:
         try:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import subprocess
 from importlib.resources import files
 from pathlib import Path
 
@@ -66,10 +67,9 @@ def test_an_interrupt_ends_the_answer_and_not_the_chat(long_folder: Path) -> Non
         chat.send_signal(signal.SIGINT)
         rest, err = chat.communicate(timeout=SECONDS)
     assert first and chat.returncode == 0, err
-    answer, _, stats = rest.rstrip("\n").rpartition("\n1 turns")  # a line on the answer's speed may follow
-    stats = "1 turns" + stats
+    answer, _, stats = rest.rstrip("\n").rpartition("\n1 turn, ")  # a line on the answer's speed may follow
     assert answer.endswith(" ...") and len(answer) < 80000
-    assert stats.startswith("1 turns, ")
+    assert " of 100000 tokens, " in stats
 
 
 def test_an_interrupt_stops_generate_with_130(long_folder: Path) -> None:
@@ -84,7 +84,7 @@ def test_an_interrupt_stops_generate_with_130(long_folder: Path) -> None:
 
 def test_a_closed_pipe_is_a_quiet_end(long_folder: Path) -> None:
     arguments = ("--device", "cpu", "--dtype", "float32", "--context", 100000, "--max-tokens", 90000, "--ignore-eos")
-    with process("generate", "Hello", "-m", long_folder, *arguments) as generate:
+    with process("generate", "Hello", "-m", long_folder, *arguments, stdin=subprocess.DEVNULL) as generate:
         assert of(generate.stdout).read(1)
         of(generate.stdout).close()
         err = of(generate.stderr).read()

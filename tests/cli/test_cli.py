@@ -1,5 +1,6 @@
 """The command line: its start, help and defaults, mistakes, and the environment."""
 
+import os
 import subprocess
 import sys
 from dataclasses import MISSING, fields
@@ -52,11 +53,83 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
     checked = 0
     for config in (CacheConfig, EngineConfig, SamplingParams):
         for f in fields(config):
-            if f.name in options_of and f.name not in ("max_requests", "stop") and f.default is not MISSING:
+            if (
+                f.name in options_of
+                and f.name not in ("max_requests", "stop", "bad_words")
+                and f.default is not MISSING
+            ):
                 assert options_of[f.name] == f.default, f.name
                 checked += 1
     assert checked >= 10
     assert options.SamplingOptions().params() == SamplingParams()
+
+
+@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["plan"], ["inspect"], ["demo"], ["bench"]])
+def test_help_has_a_short_name_and_says_nothing_behind_switches(command: list[str], run: Run) -> None:
+    code, out, err = run(*command, "-h")
+    assert (code, err) == (0, "") and out == run(*command, "--help")[1]
+    assert "<bool>" not in out and "Show this message" not in out
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_help_groups_options_and_says_whose_the_defaults_are(command: str, run: Run) -> None:
+    _, out, _ = run(command, "-h")
+    panels = [line.split("─")[1].strip() for line in out.splitlines() if line.startswith("╭─ ")]
+    own = ["Prompt", "Output"] if command == "chat" else ["Arguments", "Prompt", "Output"]
+    assert panels == [*own, "Model", "Memory", "Keeping only the tokens that matter", "Sampling"]
+    assert "the model's own, else 0" in " ".join(out.replace("│", " ").split())
+    assert "as long as the context allows" in " ".join(out.replace("│", " ").split())
+
+
+def test_paragraphs_of_help_flow() -> None:
+    assert options.flowing("One\n    two.\n\n    Three\n    four.") == "One two.\n\nThree four."
+    assert options.flowing("One.\n\n      code\n      more\n\n    End.") == "One.\n\n  code\n  more\n\nEnd."
+
+
+def test_numbers_of_tokens_may_be_written_short(run: Run) -> None:
+    assert [options.tokens(text) for text in ("32768", "32k", "32K", "1m", " 2k ")] == [
+        32768,
+        32768,
+        32768,
+        1 << 20,
+        2048,
+    ]
+    code, out, _ = run("plan", "--context", "2k", "--json")
+    assert code == 0 and '"context": 2048' in out
+    assert options.ModelOptions(budget=100, policy="knorm").cache().policy == "knorm"
+
+
+def test_names_may_be_written_in_capitals(run: Run, folder: Path) -> None:
+    flags = ("--budget", 100, "--policy", "KNorm", "--kv-dtype", "BF16", "--device", "CPU", "--max-tokens", 2)
+    code, _, err = run("generate", LONG, "-m", folder, "--raw", "--dtype", "float32", "--context", "1k", *flags)
+    assert code == 0 and "kept 100 of " in err
+
+
+def test_a_shape_that_is_no_file_is_told_its_hub_id(run: Run) -> None:
+    code, _, err = run("generate", "hi", "--model", "qwen3.5-27b")
+    assert code == 2 and "Qwen/Qwen3.5-27B" in err and "hybridkv[hub]" in err and err.count("\n") == 1
+
+
+# ---- OpenMP
+
+
+@pytest.mark.parametrize(
+    ("code", "environment", "expected"),
+    [
+        ("import hybridkv", {}, "10000"),
+        ("import torch, hybridkv", {}, "None"),  # too late: libgomp has read its settings
+        ("import hybridkv", {"GOMP_SPINCOUNT": "5"}, "5"),
+        ("import hybridkv", {"OMP_WAIT_POLICY": "active"}, "None"),
+    ],
+)
+def test_waiting_threads_sleep_soon_unless_the_user_says_otherwise(
+    code: str, environment: dict[str, str], expected: str
+) -> None:
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    env = {k: v for k, v in os.environ.items() if k not in names} | {"PYTHONPATH": str(ROOT)} | environment
+    code += "; import os; print(os.environ.get('GOMP_SPINCOUNT'))"
+    found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert found.stdout.strip() == expected, found.stderr
 
 
 # ---- mistakes
@@ -69,12 +142,27 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
         (["--bogus"], "--bogus"),
         (["generate", "hi", "--bogus"], "--bogus"),
         (["generate", "hi", "--max-tokens"], "--max-tokens"),
-        (["generate", "hi", "--max-tokens", "many"], "--max-tokens"),
+        (
+            ["generate", "hi", "--max-tokens", "many"],
+            "'--max-tokens': it takes a number of tokens such as 32768 or 32k",
+        ),
+        (["generate", "hi", "--seed", "many"], "'--seed': it takes a whole number, not 'many'"),
+        (["generate", "hi", "--top-p", "most"], "'--top-p': it takes a number, not 'most'"),
+        (["generate", "hi", "--context", "32q"], "it takes a number of tokens such as 32768 or 32k, not '32q'"),
+        (["generate", "hi", "--logit-bias", "x"], "--logit-bias takes a token id and a number such as 17=-2.5"),
+        (["generate", "hi", "--logit-bias", "17=1000"], "--logit-bias of token 17"),
+        (["generate", "hi", "--n", "0"], "n must be"),
+        (["generate", "hi", "--raw", "--no-think"], "--think"),
+        (["generate", "hi", "--raw", "--tools", "x"], "--tools"),
+        (["generate", "hi", "--tools", "no/such/file"], "--tools"),
+        (["generate", "hi", "--template-arg", "x"], "KEY=VALUE"),
+        (["generate", "hi", "--template-arg", "tools=1"], "--tools"),
+        (["generate", ""], "the prompt is empty"),
         (["generate", "hi", "--max-tokens", "0"], "--max-tokens"),
         (["generate", "hi", "--top-p", "2"], "--top-p"),
         (["generate", "hi", "--temperature", "nan"], "temperature"),
         (["generate", "hi", "--logprobs", "-1"], "logprobs"),
-        (["generate"], "--prompt-file"),
+        (["generate"], "standard input holds no prompt"),
         (["generate", "hi", "--prompt-file", "x"], "--prompt-file"),
         (["generate", "--prompt-file", "no/such\nfile"], "--prompt-file"),
         (["generate", "--prompts-file", "/"], "--prompts-file"),
@@ -87,7 +175,7 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
         (["generate", "hi", "--memory", "1MiB"], "1.0 MiB"),
         (["generate", "hi", "--context", "0"], "--context"),
         (["generate", "hi", "--max-requests", "0"], "--max-requests"),
-        (["generate", "hi", "--budget", "0"], "budget"),
+        (["generate", "hi", "--budget", "0"], "without --budget all are kept"),
         (["generate", "hi", "--budget", "-5"], "budget"),
         (["generate", "hi", "--budget", "some"], "--budget"),
         (["generate", "hi", "--budget", "10"], "recent"),

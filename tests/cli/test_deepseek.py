@@ -51,9 +51,9 @@ def test_ids_in_and_ids_out(run: Run, folder: Path, answer: list[int]) -> None:
 
 def test_several_prompts_of_ids(run: Run, folder: Path, answer: list[int], tmp_path: Path) -> None:
     (tmp_path / "prompts").write_text(f"{IDS}\n1,2 3\n")
-    code, out, err = run("generate", "-m", folder, *TINY, "--prompts-file", tmp_path / "prompts")
+    code, out, err = run("generate", "-m", folder, *TINY, "--prompts-file", tmp_path / "prompts", "--in-order")
     assert code == 0, err
-    assert out.splitlines()[:2] == [f"> {IDS}", " ".join(map(str, answer))]
+    assert out.splitlines()[:2] == [f"[0] > {IDS}", " ".join(map(str, answer))]
 
 
 def test_json_has_the_ids(run: Run, folder: Path, answer: list[int]) -> None:

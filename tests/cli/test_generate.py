@@ -66,7 +66,7 @@ def test_several_prompts_get_the_answers_they_would_get_alone(run: Run, folder: 
 def test_a_prompt_that_is_too_long_is_named_by_its_line(run: Run, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts").write_text("Hello\n" + "x" * 600)
     code, _, err = run("generate", "--prompts-file", tmp_path / "prompts", "-m", folder, *TINY)
-    assert code == 2 and "prompt 2" in err and err.count("\n") == 1
+    assert code == 2 and "line 2: " in err and err.count("\n") == 1
 
 
 def test_sampling_options_reach_the_sampler(run: Run, folder: Path, llm: LLM) -> None:
@@ -138,4 +138,6 @@ def test_eviction_flags_reach_the_cache(llm: LLM) -> None:
 def test_a_chat_at_a_budget_goes_on(run: Run, folder: Path) -> None:
     stdin = f"{LONG}\nAnd then?\n/stats\n".encode()
     code, out, err = run("chat", "-m", folder, *TINY, "--budget", 100, "--max-tokens", 4, stdin=stdin)
-    assert code == 0 and out.splitlines()[-2].startswith("2 turns, "), err
+    *_, turns, speed, evicted = out.splitlines()
+    assert code == 0 and turns.startswith("2 turns, ") and speed.startswith("last answer: 4 tokens"), err
+    assert evicted.startswith("evicted: ") and " of 333 tokens a stream, KV " in evicted
