@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 from typer import Context
-
-import hybridkv
 
 MOST = 200  # names shown at once
 
@@ -51,13 +48,10 @@ def model(context: Context, incomplete: str) -> list[str]:
 
 
 def known() -> list[str]:
-    """Names of models whose shapes are known. Their file is imported alone: its package would bring torch."""
-    path = Path(hybridkv.__file__).parent / "models" / "known.py"
-    spec = spec_from_file_location("known", path)
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return list(module.KNOWN)
+    """Names of models whose shapes are known."""
+    from hybridkv.models.known import KNOWN
+
+    return list(KNOWN)
 
 
 def downloaded() -> list[str]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, BadParameter, Option
 
+from hybridkv.commands import completion
 from hybridkv.commands.options import ModelOptions, with_options
 from hybridkv.config import KV_DTYPES, WEIGHT_DTYPES, CacheConfig, EngineConfig
 from hybridkv.errors import HybridKVError
@@ -43,7 +44,10 @@ _WEIGHTS = (
 class PlanOptions(ModelOptions):
     """What is planned. Options of the other commands mean the same here; a GPU is meant unless --device is cpu."""
 
-    model: Annotated[str | None, Option("--model", "-m", metavar="PATH", help="the same as MODEL")] = None
+    model: Annotated[
+        str | None,
+        Option("--model", "-m", metavar="PATH", help="the same as MODEL", autocompletion=completion.model),
+    ] = None
     device: Annotated[str, Option("--device", metavar="NAME", help="cuda or cpu, whatever this machine has")] = "auto"
     context: Annotated[  # type: ignore[assignment]
         str | None,
@@ -129,7 +133,9 @@ class Report:
 @with_options
 def plan(
     options: PlanOptions,
-    name: Annotated[str | None, Argument(metavar="MODEL", help=_MODEL, show_default=False)] = None,
+    name: Annotated[
+        str | None, Argument(metavar="MODEL", help=_MODEL, show_default=False, autocompletion=completion.model)
+    ] = None,
     page: Annotated[str | None, Argument(metavar="FILE", help="of --html", show_default=False)] = None,
     card: Annotated[
         str | None,
