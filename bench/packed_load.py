@@ -54,6 +54,8 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     raw, name = config_of(options.model)
+    if options.folder:
+        Path(options.folder).mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="packed_load_", dir=options.folder))
     try:
         path, begin = folder / f"{name}-{options.form}.gguf", time.perf_counter()

@@ -102,7 +102,8 @@ def drive(
     for a, b in pairwise([0, *chunk_ends]):
         trace.logits.append(step(ids[a:b]))
     remember(trace, llm, "prompt")
-    if evictor is not None:
+    if request.eviction is not None:
+        assert evictor is not None
         layers = evictor.layers(request, manager)
         trace.found |= {f"captured {i}": layer.queries for i, layer in enumerate(layers)}
         trace.found |= {f"scores {i}": evictor.policy.score(layer) for i, layer in enumerate(layers)}
