@@ -83,7 +83,7 @@ def config_of(model: str) -> tuple[dict[str, Any], str]:
 def load(path: Path, options: argparse.Namespace, source: Source) -> dict[str, Any]:
     """Load the file and run it. `source`: the model without a file, as `plan --weights` has it."""
     usable = find_card(options.card).usable
-    before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    before = requested() if torch.cuda.is_available() else 0
     begin = time.perf_counter()
     llm = LLM(
         path,
@@ -97,7 +97,8 @@ def load(path: Path, options: argparse.Namespace, source: Source) -> dict[str, A
     gpu = llm.device.type == "cuda"
     if gpu:
         torch.cuda.synchronize()
-    allocated = torch.cuda.memory_allocated() - before if gpu else None
+    allocated = requested() - before if gpu else None
+    context = device_context() if gpu else None
     weights = planned_weights(path, options, source, llm)
     estimate = Estimate(source.config, CacheConfig(kv_dtype=options.kv_dtype), weights.dtype, gpu)
     need = estimate.need(options.requests, options.context)
@@ -122,6 +123,8 @@ def load(path: Path, options: argparse.Namespace, source: Source) -> dict[str, A
         "held_cache": cache,
         "allocated": allocated,
         "allocated_beside": gap,
+        "rounding": torch.cuda.memory_allocated() - requested() if gpu else None,
+        "driver_and_context": context,
         "usable": usable,
         "longest_context": estimate.longest_context(options.requests, usable - weights.nbytes),
         "most_requests": estimate.most_requests(options.context, usable - weights.nbytes),
@@ -130,6 +133,19 @@ def load(path: Path, options: argparse.Namespace, source: Source) -> dict[str, A
         "errors": errors,
         "ok": ok and (gap is None or 0 <= gap <= BESIDE),
     }
+
+
+def requested() -> int:
+    """Bytes that tensors asked for. What torch counts as allocated is more: it leaves up to 1 MiB behind a tensor
+    unused rather than divide a block.
+    """
+    return torch.cuda.memory_stats()["requested_bytes.all.current"]
+
+
+def device_context() -> int:
+    """Bytes of the card that this process and the driver take beside torch's memory, if nobody else uses it."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
 
 
 def planned_weights(path: Path, options: argparse.Namespace, source: Source, llm: LLM) -> Weights:
@@ -146,9 +162,13 @@ def show(found: dict[str, Any]) -> None:
     rows = [("weights " + found["weights_form"], found["planned_weights"], found["held_weights"])]
     rows += [("cache", found["planned_cache"], found["held_cache"])]
     if found["allocated"] is not None:
-        rows += [("both, allocated", found["planned_weights"] + found["planned_cache"], found["allocated"])]
+        rows += [("all tensors", found["planned_weights"] + found["planned_cache"], found["allocated"])]
     for label, planned, held in rows:
         say(f"  {label:<16}{planned:>18,}{held:>18,}  {'the same' if planned == held else f'{held - planned:+,}'}")
+    if found["rounding"] is not None:
+        say(
+            f"  torch rounds up by {human(found['rounding'])}; driver and context take {human(found['driver_and_context'])}"
+        )
     say(
         f"loaded in {found['load_s']:.1f} s; {found['generated']} tokens in {found['generate_s']:.1f} s\nin "
         f"{human(found['usable'])} the longest context is {found['longest_context']}, the most requests "
