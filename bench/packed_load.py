@@ -34,7 +34,7 @@ from hybridkv.files import read_json
 from hybridkv.models.known import known_config
 from hybridkv.planner import human
 
-BESIDE = 64 << 20  # bytes that may come on top: the allocator's rounding, indices, flags, tables of angles
+BESIDE = 1 << 20  # bytes that may come on top: indices, flags, tables of angles
 
 
 def parser() -> argparse.ArgumentParser:
