@@ -139,7 +139,7 @@ def requested() -> int:
     """Bytes that tensors asked for. What torch counts as allocated is more: it leaves up to 1 MiB behind a tensor
     unused rather than divide a block.
     """
-    return torch.cuda.memory_stats()["requested_bytes.all.current"]
+    return torch.cuda.memory_stats().get("requested_bytes.all.current", 0)  # nothing before the first tensor
 
 
 def device_context() -> int:
@@ -166,9 +166,8 @@ def show(found: dict[str, Any]) -> None:
     for label, planned, held in rows:
         say(f"  {label:<16}{planned:>18,}{held:>18,}  {'the same' if planned == held else f'{held - planned:+,}'}")
     if found["rounding"] is not None:
-        say(
-            f"  torch rounds up by {human(found['rounding'])}; driver and context take {human(found['driver_and_context'])}"
-        )
+        rounding, context = human(found["rounding"]), human(found["driver_and_context"])
+        say(f"  torch rounds up by {rounding}; driver and context take {context}")
     say(
         f"loaded in {found['load_s']:.1f} s; {found['generated']} tokens in {found['generate_s']:.1f} s\nin "
         f"{human(found['usable'])} the longest context is {found['longest_context']}, the most requests "
