@@ -33,8 +33,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(folder / "tiny-v4", folder / "models/DeepSeek-V4-Flash")
     write_tokenizer(folder / "models/DeepSeek-V4-Flash", TEMPLATE)
     (folder / "report.txt").write_text(SENTENCE * 20)
-    (folder / "question.txt").write_text("Why is the sky blue?\n")
-    (folder / "prompts.txt").write_text("The sea is\nThe moon is\n")
+    (folder / "prompts.jsonl").write_text('{"prompt": "The sea is", "max_tokens": 8}\n{"prompt": "The moon is"}\n')
     shutil.copytree(ROOT / "examples", folder / "examples")
     return folder
 
