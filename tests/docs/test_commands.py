@@ -71,9 +71,9 @@ def refused(arguments: str) -> str | None:
     found = group.commands.get(command)  # type: ignore[attr-defined]
     if found is None:
         return f"there is no command {command}"
-    flags = {flag for parameter in found.params for flag in [*parameter.opts, *parameter.secondary_opts]} | {"-h", "--help"}
+    flags = {flag for parameter in found.params for flag in [*parameter.opts, *parameter.secondary_opts]}
     given = [word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)]
-    unknown = [flag for flag in given if flag not in flags]
+    unknown = [flag for flag in given if flag not in flags | {"-h", "--help"}]
     return f"{command} has no {', '.join(unknown)}" if unknown else None
 
 
