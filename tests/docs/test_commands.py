@@ -13,6 +13,7 @@ import typer
 from docs import blocks
 from docs.shell import Shell
 from hybridkv.cli import app
+from hybridkv.commands.demo import SUGGESTIONS
 
 # a page may say one of these of a block; more words may follow
 REASONS = (
@@ -82,6 +83,12 @@ def test_commands_that_are_not_run_have_no_wrong_option(page: str) -> None:
     """In sentences, and in blocks that need what a test does not have."""
     found = blocks.inline_commands(page) + blocks.commands_not_run(page)
     assert {f"hybridkv {text}": said for text in found if (said := refused(text))} == {}
+
+
+@pytest.mark.parametrize("suggested", SUGGESTIONS)
+def test_what_the_demo_suggests_works_as_it_is_printed(suggested: str, shell: Shell, folder: Path) -> None:
+    code, printed = shell.run(f"hybridkv {suggested}", folder, typed="/stats\n/exit\n")
+    assert code == 0 and ("0 turns" in printed or "Fits: " in printed), printed
 
 
 # ---- these checks can fail
