@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pdoc
 
-import hybridkv
-
 PACKAGE = Path(__file__).parents[1] / "hybridkv"
 # how things are done, not what a user calls; their files are documented for who reads them
 INTERNAL = ("__main__", "bench", "checkpoint", "cli", "commands", "engine", "files", "kernels", "overrides", "report",
@@ -71,9 +69,11 @@ def missing(folder: Path) -> list[str]:
 
 def build(folder: Path) -> None:
     """A page for each public module, the list of them, and what the search box reads."""
-    for name in hybridkv.__all__:  # they come when first asked for, and pdoc sees only what is there
-        setattr(hybridkv, name, getattr(hybridkv, name))
-    modules = {name: pdoc.doc.Module(importlib.import_module(name)) for name in public_files()}
+    found = {name: importlib.import_module(name) for name in public_files()}
+    for module in found.values():  # some names come when first asked for, and pdoc sees only what is there
+        for name in getattr(module, "__all__", ()):
+            setattr(module, name, getattr(module, name))
+    modules = {name: pdoc.doc.Module(module) for name, module in found.items()}
     pdoc.render.configure(docformat="google")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -18,16 +18,19 @@ from hybridkv.text.reasoning import ChatPiece, ReasoningSplitter
 class Completion:
     """An answer.
 
-    text: the answer. token_ids: its tokens, the one that ended it included.
-    reasoning: the thoughts before the answer, where the chat template marks them; None elsewhere.
-    finish_reason: "stop" (the model's own end, or a stop text), "length" (max_tokens or the context was reached),
-        "abort" (its caller left) or "error", which `error` explains.
-    prompt_tokens: how many tokens were asked with.
-    stats: kept_tokens, kv_bytes_full, kv_bytes_kept, state_bytes, cached_tokens, prefill_s, prefill_tok_s, decode_s,
-        decode_tok_s, wait_s, preemptions, eviction_record_bytes.
-    logprobs, prompt_logprobs: of each token of the answer and of the prompt, where asked for; None for the first of the
-        prompt, which nothing comes before.
-    others: answers 2 to n, where n were asked for; `samples` has all of them.
+    Args:
+        text: the answer.
+        token_ids: its tokens, the one that ended it included.
+        finish_reason: "stop" (the model's own end, or a stop text), "length" (max_tokens or the context was reached),
+            "abort" (its caller left) or "error".
+        prompt_tokens: how many tokens were asked with.
+        stats: kept_tokens, kv_bytes_full, kv_bytes_kept, state_bytes, cached_tokens, prefill_s, prefill_tok_s,
+            decode_s, decode_tok_s, wait_s, preemptions, eviction_record_bytes.
+        logprobs: of each token of the answer, where asked for.
+        error: what went wrong, where finish_reason is "error".
+        reasoning: the thoughts before the answer, where the chat template marks them; None elsewhere.
+        prompt_logprobs: of each token of the prompt, where asked for; None for the first, which nothing comes before.
+        others: answers 2 to n, where n were asked for; `samples` has all of them.
     """
 
     text: str
@@ -48,7 +51,7 @@ class Completion:
 
     @staticmethod
     def of(request: Request) -> Completion:
-        """The answer of a finished request."""
+        """The answer of a finished `request`."""
         return Completion(
             text=request.text.text,
             token_ids=request.generated,
@@ -74,7 +77,12 @@ class Stream(Iterator[str]):
     """An answer's text piece by piece, as it is written.
 
     `completion` is the whole answer once the text has ended. Leaving early (`close`, the end of a `with`, or dropping
-    the stream) stops the request. An answer that ends in an error raises it.
+    the stream) stops the request. An answer that ends in an error raises it. `LLM.stream` makes it.
+
+    Args:
+        owner: the engine's thread.
+        add: what that thread does to begin the request.
+        hold: whether the request's cache stays for a next turn.
     """
 
     def __init__(self, owner: EngineOwner, add: Callable[[Engine], Request], hold: bool = False) -> None:

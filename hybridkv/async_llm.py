@@ -25,7 +25,9 @@ Piece = TypeVar("Piece")
 class AsyncLLM:
     """An LLM whose answers are awaited.
 
-    model: an LLM that is open already, which goes on working beside this, or what LLM takes; `settings` are LLM's.
+    Args:
+        model: an LLM that is open already, which goes on working beside this, or what LLM takes as its model.
+        settings: the other arguments of LLM, where it is not open yet.
 
     Cancelling a task that waits for an answer stops its request, and nothing of it is left. Requests of all tasks, and
     of threads that use the LLM itself, run together.
@@ -47,7 +49,8 @@ class AsyncLLM:
     ) -> list[Completion]:
         """Answers in the order of the prompts; the arguments are those of `LLM.generate`.
 
-        request_id: a name of your own, by which `abort` finds them; aborted answers have finish_reason "abort".
+        Args:
+            request_id: a name of your own, by which `abort` finds them; aborted answers have finish_reason "abort".
         """
         adds = await asyncio.to_thread(self.llm.requests, prompts, params, eviction)
         return [Completion.of(request) for request in await self._run(adds, request_id)]
@@ -60,7 +63,10 @@ class AsyncLLM:
         eviction: Eviction = INHERIT,
         request_id: str | None = None,
     ) -> AsyncStream:
-        """The answer's text piece by piece: `async for piece in llm.stream(...)`. It begins with the first piece."""
+        """The answer's text piece by piece: `async for piece in llm.stream(...)`. The first one begins it.
+
+        The arguments are those of `LLM.stream`, and `request_id` as in `generate`.
+        """
         return AsyncStream(self, partial(self.llm.single_request, prompt, params, eviction), request_id)
 
     async def chat(
@@ -74,7 +80,7 @@ class AsyncLLM:
         request_id: str | None = None,
         **template_variables: Any,
     ) -> Completion:
-        """The answer to a conversation; the arguments are those of `LLM.chat`."""
+        """The answer to a conversation; the arguments are those of `LLM.chat`, and `request_id` as in `generate`."""
         asked = await asyncio.to_thread(
             self.llm.chat_request, messages, params, tools, thinking, eviction, template_variables
         )
@@ -92,19 +98,22 @@ class AsyncLLM:
         request_id: str | None = None,
         **template_variables: Any,
     ) -> AsyncChatStream:
-        """Like `chat`, piece by piece: ChatPiece(text, reasoning), `reasoning` True while the model thinks."""
+        """Like `chat`, piece by piece: ChatPiece(text, reasoning), `reasoning` True while the model thinks.
+
+        The arguments are those of `LLM.chat`, and `request_id` as in `generate`.
+        """
         one_answer(params)
         settings = (messages, params, tools, thinking, eviction, template_variables)
         return AsyncChatStream(self, partial(self.llm.chat_request, *settings), request_id)
 
     async def abort(self, request_id: str) -> bool:
-        """Stop the requests of that name. False: there is none, or it has ended."""
+        """Stop the requests named `request_id`. False: there is none, or it has ended."""
         tickets = self._named.get(request_id, [])
         await asyncio.to_thread(self.llm.owner.cancel, list(tickets))
         return bool(tickets)
 
     async def logits(self, token_ids: Sequence[int]) -> Any:
-        """[T, vocab] f32 as `LLM.logits`."""
+        """[T, vocab] f32 of a text, as `LLM.logits` gives them."""
         return await asyncio.to_thread(self.llm.logits, token_ids)
 
     async def close(self) -> None:
@@ -134,17 +143,17 @@ class AsyncLLM:
                 loop.call_soon_threadsafe(count)
 
         tickets = [Ticket(add, tell) for add in adds]
-        self.name(request_id, tickets)
+        self._name(request_id, tickets)
         try:
             self.llm.owner.post(tickets)
             if tickets:
                 await ended.wait()
         finally:
             self.llm.owner.cancel(tickets, wait=False)
-            self.forget(request_id)
+            self._forget(request_id)
         return [ticket.result() for ticket in tickets]
 
-    def name(self, request_id: str | None, tickets: list[Ticket]) -> None:
+    def _name(self, request_id: str | None, tickets: list[Ticket]) -> None:
         """Let `abort` find them by this name."""
         if request_id is None:
             return
@@ -152,7 +161,7 @@ class AsyncLLM:
             raise RequestError(f"a request named {request_id!r} is running; give each its own request_id")
         self._named[request_id] = tickets
 
-    def forget(self, request_id: str | None) -> None:
+    def _forget(self, request_id: str | None) -> None:
         """The requests of that name have ended."""
         self._named.pop(request_id, None)
 
@@ -189,7 +198,7 @@ class _AsyncPieces(AsyncIterator[Piece]):
 
         ticket = Ticket(add, tell)
         owner, given = self._llm.llm.owner, 0
-        self._llm.name(self._request_id, [ticket])
+        self._llm._name(self._request_id, [ticket])
         self._ticket = ticket
         try:
             owner.post([ticket])
@@ -204,7 +213,7 @@ class _AsyncPieces(AsyncIterator[Piece]):
                 raise HybridKVError(request.error)
         finally:
             owner.cancel([ticket], wait=False)
-            self._llm.forget(self._request_id)
+            self._llm._forget(self._request_id)
 
     async def aclose(self) -> None:
         """Stop the request, if it has not ended. Nothing of it is left when this returns."""

@@ -23,15 +23,26 @@ CHUNK_QUANTUM = 64
 
 @dataclass(frozen=True)
 class EvictionConfig:
-    """What a request keeps. `CacheConfig` holds the same for requests that ask for nothing else."""
+    """What a request keeps. `CacheConfig` holds the same for requests that ask for nothing else.
 
-    budget: int  # tokens kept per stream on average once the prompt is read
-    window: int = 64  # how many of the last queries vote on what to keep
-    recent: int = 64  # tokens at the end that stay whatever their score; the budget includes them
-    policy: object = "snapkv"  # a name, or a hybridkv.eviction.Policy of your own
-    scope: str = "head"  # one list of survivors for each head, each layer, or for all: head | layer | global
-    bounded: bool = False  # evict at every step of prompt and answer: no more than budget + one step is ever held
-    decode_every: int = 0  # evict again to the budget every n generated tokens; 0: never
+    Args:
+        budget: tokens kept per stream on average once the prompt is read.
+        window: how many of the last queries vote on what to keep.
+        recent: tokens at the end that stay whatever their score; the budget includes them.
+        policy: what a token's score is: snapkv, tova, expected, knorm, keydiff, streaming, random, or a
+            hybridkv.eviction.Policy of your own.
+        scope: one list of survivors for each head, each layer, or for all: head | layer | global.
+        bounded: evict at every step of prompt and answer: no more than budget + one step is ever held.
+        decode_every: evict again to the budget every n generated tokens; 0: never.
+    """
+
+    budget: int
+    window: int = 64
+    recent: int = 64
+    policy: object = "snapkv"
+    scope: str = "head"
+    bounded: bool = False
+    decode_every: int = 0
 
     def __post_init__(self) -> None:
         if not is_whole(self.budget) or self.budget < 1:
@@ -54,24 +65,41 @@ class EvictionConfig:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """How the KV cache is stored."""
+    """How the KV cache is stored, and what requests keep that bring no `EvictionConfig` of their own.
 
-    kv_dtype: str = "auto"  # f32 | bf16 | fp8 (E4M3, a scale for each token and head); auto: the model's own dtype
-    page_size: int = 64  # tokens a page holds (DeepSeek-V4 has `block` instead)
-    budget: int | None = None  # tokens kept per stream on average once the prompt is read; None: all
-    window: int = 64  # how many of the last queries vote on what to keep
-    recent: int = 64  # tokens at the end that stay whatever their score; the budget includes them
-    policy: object = "snapkv"  # a name, or a hybridkv.eviction.Policy of your own
-    scope: str = "head"  # one list of survivors for each head, each layer, or for all: head | layer | global
-    bounded: bool = False  # evict at every step of prompt and answer: no more than budget + one step is ever held
-    decode_every: int = 0  # evict again to the budget every n generated tokens; 0: never
-    # requests that keep their last queries at once: prompts not yet evicted, and conversations. None: as many as are
-    # needed, and without a budget one, for requests that bring their own; 0: without a budget, nobody may bring one
+    Args:
+        kv_dtype: f32 | bf16 | fp8 (E4M3, a scale for each token and head); auto: the model's own dtype.
+        page_size: tokens a page holds (DeepSeek-V4 has `block` instead).
+        budget: tokens kept per stream on average once the prompt is read; None: all.
+        window: as in EvictionConfig; no request may ask for a longer one.
+        recent: as in EvictionConfig.
+        policy: as in EvictionConfig.
+        scope: as in EvictionConfig.
+        bounded: as in EvictionConfig.
+        decode_every: as in EvictionConfig.
+        query_buffers: requests that keep their last queries at once: prompts not yet evicted, and conversations. None:
+            as many as are needed, and without a budget one, for requests that bring their own; 0: without a budget,
+            nobody may bring one.
+        state_dtype: recurrent state of Gated DeltaNet layers: f32 | bf16 (half the bytes).
+        index_dtype: DeepSeek-V4's index keys: f32 | bf16 | fp8 | mxfp4 | nvfp4; auto: mxfp4 beside fp8 KV.
+        block: DeepSeek-V4 alone: tokens that a page covers, a multiple of both compression ratios (128).
+        rings: the name of query_buffers before 0.2.
+    """
+
+    kv_dtype: str = "auto"
+    page_size: int = 64
+    budget: int | None = None
+    window: int = 64
+    recent: int = 64
+    policy: object = "snapkv"
+    scope: str = "head"
+    bounded: bool = False
+    decode_every: int = 0
     query_buffers: int | None = None
-    state_dtype: str = "f32"  # recurrent state of Gated DeltaNet layers: f32 | bf16 (half the bytes)
-    index_dtype: str = "auto"  # DeepSeek-V4's index keys: f32 | bf16 | fp8 | mxfp4 | nvfp4; auto: mxfp4 beside fp8 KV
-    block: int = 128  # DeepSeek-V4 alone: tokens that a page covers, a multiple of both compression ratios (128)
-    rings: int | None = None  # the name of query_buffers before 0.2
+    state_dtype: str = "f32"
+    index_dtype: str = "auto"
+    block: int = 128
+    rings: int | None = None
 
     def __post_init__(self) -> None:
         if self.rings is not None:
@@ -116,12 +144,19 @@ GPU_STEP_TOKENS = 4096  # a GPU's matrix units are busy from some 2000 tokens on
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How much may run at once."""
+    """How much may run at once.
 
-    max_requests: int = 8  # requests resident at the same time
-    max_context: int | None = None  # longest request in tokens; None: the model's own limit, or what the memory holds
-    memory: int | str | None = None  # bytes for weights and cache together, or "12GiB"; None: what fits
-    step_tokens: int = 512  # tokens one step computes: all decoding requests, then prompt chunks (at least 64 tokens)
+    Args:
+        max_requests: requests resident at the same time.
+        max_context: longest request in tokens; None: the model's own limit, or what the memory holds.
+        memory: bytes for weights and cache together, or "12GiB"; None: what fits.
+        step_tokens: tokens one step computes: all decoding requests, then prompt chunks (at least 64 tokens).
+    """
+
+    max_requests: int = 8
+    max_context: int | None = None
+    memory: int | str | None = None
+    step_tokens: int = 512
 
     def __post_init__(self) -> None:
         if not is_whole(self.max_requests) or not 1 <= self.max_requests <= 4096:
@@ -137,10 +172,12 @@ class EngineConfig:
 
     @property
     def memory_bytes(self) -> int | None:
+        """`memory` as a number."""
         return parse_bytes(self.memory)
 
 
 def is_whole(value: object) -> bool:
+    """Whether `value` is a whole number; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -175,38 +212,58 @@ def parse_bytes(size: int | str | None) -> int | None:
 # What each of these is where neither the caller nor the model says: greedy, and every filter off.
 SAMPLING_OFF = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
-LogitsHook = Callable[
-    [list[int], Any], Any
-]  # (generated token ids, logits Tensor [vocab] f32) -> such a Tensor or None
+LogitsHook = Callable[[list[int], Any], Any]  # see SamplingParams
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request's tokens are chosen and when it ends. What is None is the model's own default where it has one
-    (its generation_config), else greedy or off. The order in which all of this applies: engine/sampler.py.
+    """How one request's tokens are chosen and when it ends. The order in which all of this applies is in
+    engine/sampler.py. From temperature to repetition_penalty None is the model's own default where it has one (its
+    generation_config), else greedy, and the others off.
+
+    Args:
+        max_tokens: tokens of the answer; None: as many as the context allows.
+        temperature: what logits are divided by; 0: greedy, whatever the model's default is.
+        top_k: choose among the k likeliest tokens; 0: all.
+        top_p: choose among the likeliest tokens that have this probability together; 1: all.
+        min_p: choose among tokens at least this probable, as a part of the likeliest one's; 0: all.
+        repetition_penalty: logits of tokens in prompt and answer are divided (negative ones multiplied) by it; 1: none.
+        presence_penalty: taken once from the logit of each token that the answer has.
+        frequency_penalty: the same, as often as the answer has it.
+        logit_bias: token id -> what is added to its logit.
+        min_tokens: tokens of the answer before it may end by itself or by stop.
+        bad_words: texts that the answer must not have: their last token is ruled out where the others precede it.
+        logits_hook: a function (generated token ids, logits Tensor [vocab] f32) -> a Tensor like it, or None where it
+            was changed in place. It is called for every token on the engine's thread. If it raises, its request ends
+            with an error, and no other does.
+        seed: the same seed gives the same answer; None: another one each time.
+        stop: text that ends the answer and is cut from it; a string or several.
+        stop_token_ids: tokens that end the answer, beside the model's own.
+        logprobs: how many alternatives to report per token; 0: the chosen token's alone; None: nothing.
+        prompt_logprobs: the same of the prompt's tokens; a prompt is then always read anew.
+        ignore_eos: go on where the model would end.
+        n: answers to the prompt, which is read once; answer i has the seed `seed + i`.
     """
 
-    max_tokens: int | None = None  # of the answer; None: as many as the context allows
-    temperature: float | None = None  # 0: greedy, whatever the model's default is
-    top_k: int | None = None  # 0: all tokens
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
-    repetition_penalty: float | None = None  # of tokens in prompt and answer; 1: none
-    presence_penalty: float = 0.0  # taken once from the logit of each token that the answer has
-    frequency_penalty: float = 0.0  # the same, as often as the answer has it
-    logit_bias: dict[int, float] = field(default_factory=dict, hash=False)  # token id -> what is added to its logit
-    min_tokens: int = 0  # of the answer before it may end by itself or by stop
-    bad_words: tuple[str, ...] = field(default=())  # texts whose last token is ruled out where the others precede it
-    # (generated token ids, logits Tensor [vocab] f32) -> a Tensor like it, or None where it was changed in place. It is
-    # called for every token on the engine's thread. If it raises, its request ends with an error, and no other does.
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict, hash=False)
+    min_tokens: int = 0
+    bad_words: tuple[str, ...] = field(default=())
     logits_hook: LogitsHook | None = None
-    seed: int | None = None  # the same seed gives the same answer; None: another one each time
-    stop: tuple[str, ...] = field(default=())  # text that ends the answer and is cut from it; a string or several
+    seed: int | None = None
+    stop: tuple[str, ...] = field(default=())
     stop_token_ids: tuple[int, ...] = field(default=())
-    logprobs: int | None = None  # how many alternatives to report per token; 0: the chosen token's alone
-    prompt_logprobs: int | None = None  # the same of the prompt's tokens; a prompt is then always read anew
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     ignore_eos: bool = False
-    n: int = 1  # answers to the prompt, which is read once; answer i has the seed `seed + i`
+    n: int = 1
 
     MAX_STOPS = 16
     MAX_STOP_LENGTH = 1024

@@ -31,15 +31,18 @@ from hybridkv.text.reasoning import ChatPiece, assistant_message, reasoning_of
 class Conversation:
     """Turns of a chat that share one cache.
 
-    llm: the model; several conversations, in several threads, may use it at once.
-    system: what the model is told first.
-    params: how answers are chosen; may be changed between turns.
-    tools, thinking, template_variables: as in `LLM.chat`, for every turn; `tools` and `thinking` may be changed between
-        turns.
-    eviction: what the cache keeps: an EvictionConfig, a number (its budget), or None (everything). Without it: what the
-        LLM was opened with. May be changed between turns.
+    Args:
+        llm: the model; several conversations, in several threads, may use it at once.
+        system: what the model is told first.
+        params: how answers are chosen.
+        tools: as in `LLM.chat`, for every turn.
+        thinking: as in `LLM.chat`, for every turn.
+        eviction: what the cache keeps: an EvictionConfig, a number (its budget), or None (everything). Without it:
+            what the LLM was opened with.
+        template_variables: as in `LLM.chat`, for every turn.
 
-    `messages` has what was said, `last` the last answer. Turns of one conversation come one after the other: a second
+    All of them but `llm` and `system` are attributes too, and may be changed between turns. `messages` has what was
+    said, `last` the last answer. Turns of one conversation come one after the other: a second
     thread that sends waits for the first one's answer to end.
     """
 
@@ -64,7 +67,7 @@ class Conversation:
         self._answering: int | None = None  # the thread that reads the answer
 
     def send(self, text: str) -> Iterator[str]:
-        """The answer's text piece by piece, "" where a step gave none; thoughts are left out (`pieces` has them).
+        """The answer to `text`, piece by piece, "" where a step gave none; thoughts are left out (`pieces` has them).
 
         Closing the iterator early ends the answer where the engine is by then, perhaps a step or two further than what
         was heard; `last.text` has all of it.
@@ -142,10 +145,12 @@ class Conversation:
     ) -> Conversation:
         """A conversation that `save` wrote: it goes on as if it had never been away.
 
-        llm: the model that it was saved with, in the same form, with the same KV dtype; anything else is refused, with
-            what differs.
-        params: how answers are chosen; they are the caller's, not the file's.
-        eviction: what the cache keeps from here on; without it, as when it was saved.
+        Args:
+            llm: the model that it was saved with, in the same form, with the same KV dtype; anything else is refused,
+                with what differs.
+            path: the file.
+            params: how answers are chosen; they are the caller's, not the file's.
+            eviction: what the cache keeps from here on; without it, as when it was saved.
 
         A file that is damaged, or not what `save` writes, is refused, and nothing is taken. Where slots or pages are
         short, caches of the conversations that were silent longest make room.
@@ -170,7 +175,8 @@ class Conversation:
         return talk
 
     def save(self, path: str | Path) -> None:
-        """Write all of it to a file, with its cache if that is still there: `load` goes on from it, in any process.
+        """Write all of it to the file `path`, with its cache if that is still there. `load` goes on from it, in any
+        process.
 
         The file is replaced in one go, or not at all; only its owner may read it. Sampling parameters are not in it. An
         answer that another thread reads is waited for; inside one's own, saving is refused.

@@ -23,6 +23,8 @@ FORMS = ("kept", "dropped", "mask")
 
 
 class EvictionRecord:
+    """Which entries one eviction kept."""
+
     def __init__(self, keep: Sequence[Sequence[np.ndarray]], lengths: np.ndarray) -> None:
         """`keep`: of each layer and stream the entries that stay; lengths [layers, G] before the eviction."""
         self._lengths = lengths.astype(np.uint32)
@@ -104,6 +106,7 @@ class EvictionRecord:
 
     @property
     def nbytes(self) -> int:
+        """What it takes as it is now, packed or not."""
         if self._lists is not None:
             return self._lengths.nbytes + sum(entries.nbytes for layer in self._lists for entries in layer)
         return self._data.nbytes + self._lengths.nbytes

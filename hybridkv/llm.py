@@ -46,22 +46,40 @@ Eviction = EvictionConfig | int | None | object  # object: INHERIT, what the LLM
 
 
 class LLM:
+    """A model that is open, with its cache. It may be used from several threads: what they ask runs together.
+
+    Args:
+        model: a Hugging Face folder, a .gguf file or a hub id; None: the embedded SmolLM2-135M.
+        device: "cpu", "cuda" or "cuda:1"; "auto": a GPU where torch sees one.
+        dtype: of the weights, "float32" or "bfloat16"; "auto": what the files and the device suggest.
+        exact: the same bits for a token whatever else is in the batch and however prompts are cut into chunks; slower.
+        cache: how keys and values are stored, and what requests keep.
+        max_requests: requests resident at the same time; more may wait.
+        max_context: tokens of the longest request, prompt and answer; None: what the model allows and the memory holds.
+        memory: bytes for weights and cache together, or "12GiB"; None: nine tenths of what is free.
+        step_tokens: tokens that one step computes at the most; None: 512, on a GPU 4096.
+        weight_dtype: "fp8": matrices as E4M3 codes, a scale for each row; "plain": as dtype; "auto": plain, but on a
+            GPU those of a GGUF file stay packed.
+        fetch_progress: called with (bytes done, all bytes) while the embedded model is fetched.
+        load_progress: called with (tensors done, all tensors) while weights are read.
+
+    `sampling_defaults` has what the model's own generation_config says of sampling, `plan` the sizes of the cache.
+    """
+
     def __init__(
         self,
-        model: str | Path | None = None,  # None: the embedded model; a folder; a .gguf file; a hub id
+        model: str | Path | None = None,
         device: str = "auto",
-        dtype: str = "auto",  # float32 | bfloat16
-        exact: bool = False,  # the same bits whatever the batch and the chunks
+        dtype: str = "auto",
+        exact: bool = False,
         cache: CacheConfig | None = None,
         max_requests: int = EngineConfig.max_requests,
         max_context: int | None = EngineConfig.max_context,
         memory: int | str | None = EngineConfig.memory,
-        step_tokens: int | None = None,  # tokens one step computes at the most; None: 512, on a GPU 4096
-        # fp8: matrices as E4M3 codes, a scale for each row; plain: as dtype; auto: the same, but on a GPU those of a
-        # GGUF file stay packed
+        step_tokens: int | None = None,
         weight_dtype: str = "auto",
-        fetch_progress: Progress | None = None,  # (bytes done, all bytes) while the embedded model is fetched
-        load_progress: Progress | None = None,  # (tensors done, all tensors) while weights are read
+        fetch_progress: Progress | None = None,
+        load_progress: Progress | None = None,
     ) -> None:
         if step_tokens is None and resolve_device(device).type == "cuda":
             step_tokens = GPU_STEP_TOKENS
@@ -158,12 +176,11 @@ class LLM:
     ) -> list[Completion]:
         """Answers in the order of the prompts, computed together.
 
-        prompts: a text, a list of token ids, or a list of either.
-        params: how to choose tokens and when to end, for all of them or one for each.
-        eviction: what a request keeps: an EvictionConfig, a number (its budget), or None (everything); for all of them
-            or one for each. Without it: what the LLM was opened with.
-
-        May be called from several threads: what they ask runs together.
+        Args:
+            prompts: a text, a list of token ids, or a list of either.
+            params: how to choose tokens and when to end, for all of them or one for each.
+            eviction: what a request keeps: an EvictionConfig, a number (its budget), or None (everything); for all of
+                them or one for each. Without it: what the LLM was opened with.
         """
         tickets = [Ticket(add) for add in self.requests(prompts, params, eviction)]
         try:
@@ -228,13 +245,19 @@ class LLM:
         return lambda engine: engine.add(tokens, params, eviction=eviction, **how)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, eviction: Eviction = INHERIT) -> Stream:
-        """The answer's text piece by piece; see `generate` for the arguments. Leaving the loop early stops it."""
+        """The answer's text piece by piece. Leaving the loop early stops it.
+
+        Args:
+            prompt: a text, or a list of token ids.
+            params: as in `generate`.
+            eviction: as in `generate`.
+        """
         return Stream(self.owner, self.single_request(prompt, params, eviction))
 
     def single_request(
         self, prompt: Prompt, params: SamplingParams | None, eviction: Eviction
     ) -> Callable[[Engine], Request]:
-        """What `stream` hands to the engine's thread."""
+        """What `stream` hands to the engine's thread: a function that begins its request."""
         one_answer(params)
         return self._adding(self.encode(prompt), params, eviction)
 
@@ -250,12 +273,15 @@ class LLM:
     ) -> Completion:
         """The answer to a conversation, in the model's own chat format.
 
-        messages: objects such as {"role": "user", "content": "Hello"}, with tool_calls and the like where a template
-            knows them.
-        params, eviction: as in `generate`.
-        tools: functions that the model may call, as JSON schemas, if its template takes them. Calls are in the text.
-        thinking: on or off, if the template has such a switch; None: as the template has it.
-        template_variables: whatever else the template reads, such as reasoning_effort="low".
+        Args:
+            messages: objects such as {"role": "user", "content": "Hello"}, with tool_calls and the like where a
+                template knows them.
+            params: as in `generate`.
+            tools: functions that the model may call, as JSON schemas, if its template takes them. Calls are in the
+                text.
+            thinking: on or off, if the template has such a switch; None: as the template has it.
+            eviction: as in `generate`.
+            template_variables: whatever else the template reads, such as reasoning_effort="low".
 
         The thoughts of a model that thinks are in `reasoning`, apart from `text`, where the template marks them.
         """
@@ -290,17 +316,17 @@ class LLM:
         tools: Tools,
         thinking: bool | None,
         eviction: Eviction,
-        variables: Mapping[str, Any],
+        template_variables: Mapping[str, Any],
     ) -> ChatRequest:
         """What `chat` hands to the engine's thread, and how the answer is divided."""
         tokenizer, template = self.chat_parts()
-        pieces = self._chat_pieces(messages, tools, thinking, variables)
+        pieces = self._chat_pieces(messages, tools, thinking, template_variables)
         text = "".join(text for text, _ in pieces)
         adding = self._adding(encode_pieces(tokenizer, pieces), params, eviction)
         return ChatRequest(adding, partial(reasoning_of, template, text))
 
     def pieces(self, request: Request) -> Iterator[str]:
-        """Run the engine until a request of its own is finished, and give its text as it grows, a piece a step.
+        """Run the engine until `request`, one of its own, is finished, and give its text as it grows, a piece a step.
 
         For those who use `llm.engine` themselves, on the thread that opened the model.
         """
@@ -316,8 +342,12 @@ class LLM:
             yield request.text.text[given:]
 
     def logits(self, token_ids: Sequence[int], prefill: int | None = None, chunk: int | None = None) -> Tensor:
-        """[T, vocab] f32, teacher-forced through the real path: `prefill` tokens in chunks of `chunk`, then one by
-        one.
+        """[T, vocab] f32: what the model expects after each token of a text, computed by the path that answers take.
+
+        Args:
+            token_ids: the text.
+            prefill: how many of its tokens are read as a prompt, the others one by one; None: all.
+            chunk: tokens of the prompt that a step reads; None: all of them.
         """
         return self.owner.run(lambda engine: engine.score(token_ids, prefill, chunk), drained=True)
 
@@ -334,6 +364,9 @@ class LLM:
         self.close()
 
     def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a `prompt`: of a text as the tokenizer has it, with a first token if the model wants one. What
+        is a list of ids already stays as it is.
+        """
         if not isinstance(prompt, str):
             if isinstance(prompt, Mapping | bytes) or not isinstance(prompt, Iterable):
                 raise RequestError(f"a prompt must be text or a list of token ids, not {type(prompt).__name__}")
@@ -342,15 +375,19 @@ class LLM:
             raise RequestError(self._no_tokenizer)
         return self.tokenizer.encode(prompt)
 
-    def render(self, messages: Messages, *, tools: Tools = None, thinking: bool | None = None, **variables: Any) -> str:
+    def render(
+        self, messages: Messages, *, tools: Tools = None, thinking: bool | None = None, **template_variables: Any
+    ) -> str:
         """A conversation as text in the model's own chat format, ready for an answer; see `chat` for the arguments."""
-        return "".join(text for text, _ in self._chat_pieces(messages, tools, thinking, variables))
+        return "".join(text for text, _ in self._chat_pieces(messages, tools, thinking, template_variables))
 
     def encode_chat(
-        self, messages: Messages, *, tools: Tools = None, thinking: bool | None = None, **variables: Any
+        self, messages: Messages, *, tools: Tools = None, thinking: bool | None = None, **template_variables: Any
     ) -> list[int]:
-        """Token ids of a conversation, ready for an answer. Control tokens spelled inside a message stay plain text."""
-        return encode_pieces(self.chat_parts()[0], self._chat_pieces(messages, tools, thinking, variables))
+        """Token ids of a conversation, ready for an answer; see `chat` for the arguments. Control tokens spelled inside
+        a message stay plain text.
+        """
+        return encode_pieces(self.chat_parts()[0], self._chat_pieces(messages, tools, thinking, template_variables))
 
     def _chat_pieces(
         self, messages: Messages, tools: Tools, thinking: bool | None, variables: Mapping[str, Any]
@@ -359,13 +396,14 @@ class LLM:
         return render_pieces(template, tokenizer, messages, tools=tools, thinking=thinking, **variables)
 
     def chat_parts(self) -> tuple[Tokenizer, ChatTemplate]:
+        """What a chat needs beside the model, or RequestError where the model's files lack it."""
         if self.tokenizer is None or self.chat_template is None:
             raise RequestError(f"{self.path.name} has no chat template; give plain text or token ids")
         return self.tokenizer, self.chat_template
 
     @staticmethod
     def completion(request: Request) -> Completion:
-        """The answer of one request; its error is raised."""
+        """The answer of one `request` of the engine; its error is raised."""
         if request.error is not None:
             raise HybridKVError(request.error)
         return Completion.of(request)

@@ -32,18 +32,22 @@ class CachePlan:
 
     @property
     def pool_bytes(self) -> dict[str, int]:
+        """Of the pages of each kind of stream."""
         return {s.name: self.pages[s.name] * s.page_bytes for s in self.schema.streams}
 
     @property
     def state_bytes(self) -> int:
+        """Of what has a fixed size for each request, query buffers included."""
         return self.slots * self.schema.slot_bytes + self.query_buffers * self.schema.query_buffer_bytes
 
     @property
     def table_bytes(self) -> int:
+        """Of the page tables on the device."""
         return self.slots * self.schema.table_bytes(self.max_tokens)
 
     @property
     def nbytes(self) -> int:
+        """Of the whole cache, `workspace` aside."""
         return self.schema.bytes(self.pages, self.slots, self.max_tokens, self.query_buffers)
 
 

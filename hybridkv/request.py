@@ -14,6 +14,8 @@ from hybridkv.text.stream import TextStream
 
 
 class Status(Enum):
+    """Where a request stands."""
+
     WAITING = "waiting"  # holds nothing; its tokens, generated ones included, are computed (again) once it is admitted
     RUNNING = "running"
     FINISHED = "finished"
@@ -83,10 +85,12 @@ class Request:
 
     @property
     def generated(self) -> list[int]:
+        """Token ids of the answer so far."""
         return self.tokens[self.prompt_tokens :]
 
     @property
     def answer_tokens(self) -> int:
+        """How many tokens the answer has so far."""
         return len(self.tokens) - self.prompt_tokens
 
     @property
@@ -101,6 +105,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
+        """Whether nothing more will come; `finish_reason` says why."""
         return self.status is Status.FINISHED
 
     @property

@@ -25,6 +25,8 @@ OWN_POLICY = "a policy of one's own"  # which is code, and no file holds that
 
 @dataclass(frozen=True)
 class SavedConversation:
+    """A conversation as a session file has it, without request and cache."""
+
     messages: list[dict[str, Any]]
     prompt: str
     eviction: EvictionConfig | int | None | object

@@ -37,6 +37,8 @@ MAX_POSITION = 1 << 48
 
 @dataclass(frozen=True)
 class Snapshot:
+    """All that a request holds in the cache, outside it."""
+
     fingerprint: str  # of the schema it was taken from
     model: str  # fingerprint of the model that computed it; "" if the cache did not know
     position: int
@@ -47,6 +49,7 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
+        """Of entries and state."""
         return sum(t.nbytes for t in (*self.entries.values(), *self.states.values()))
 
     def save(self, path: str | Path) -> None:

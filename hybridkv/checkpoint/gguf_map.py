@@ -23,6 +23,7 @@ from hybridkv.checkpoint.recipe import Recipe
 from hybridkv.errors import ModelFileError, UnsupportedModel
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -101,7 +102,7 @@ def orders(recipe: Recipe, rows: list[int]) -> tuple[Tensor | None, Tensor | Non
 # --- tensors --------------------------------------------------------------------------------------------------------
 
 # stored name, canonical name, its shape in letters (a 1 is not stored), and what undoes the converter
-Row = tuple[str, str, str] | tuple[str, str, str, Callable[["Tensor"], "Tensor"]]
+Row = tuple[str, str, str] | tuple[str, str, str, Callable[["torch.Tensor"], "torch.Tensor"]]
 
 GATED_MLP: tuple[Row, ...] = (
     ("ffn_gate.weight", "mlp.gate_proj.weight", "F H"),

@@ -58,6 +58,17 @@ class _Running:
 
 
 class Engine:
+    """Requests that run together on one model and one cache: `add` them, then call `step` until the engine is `idle`.
+
+    Args:
+        model: what computes.
+        manager: the cache that it writes to.
+        tokenizer: for stop strings and for text; None: token ids alone.
+        step_tokens: tokens that one step computes at the most.
+        eos_ids: tokens that end an answer.
+        evictor: what evicts; None: everything is kept.
+    """
+
     def __init__(
         self,
         model: Model,
@@ -106,11 +117,20 @@ class Engine:
         self,
         tokens: Sequence[int],
         params: SamplingParams | None = None,
-        hold: bool = False,  # keep the cache when finished
-        after: Request | None = None,  # a held request whose cache is to be continued, as far as its tokens agree
-        # what the request keeps: an EvictionConfig, a number (its budget), or None (everything)
+        hold: bool = False,
+        after: Request | None = None,
         eviction: EvictionConfig | int | None | object = INHERIT,
     ) -> Request:
+        """Queue a prompt, or RequestError. The request grows with every `step` that it is part of.
+
+        Args:
+            tokens: the prompt.
+            params: how to choose tokens and when to end.
+            hold: keep the cache when finished.
+            after: a held request whose cache is to be continued, as far as its tokens agree.
+            eviction: what the request keeps: an EvictionConfig, a number (its budget), or None (everything). Without
+                it: what the engine was opened with.
+        """
         self._check_owner()
         params = params or SamplingParams()
         if not isinstance(params, SamplingParams):
@@ -279,6 +299,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
+        """Whether no request waits or runs."""
         return self.scheduler.idle
 
     def step(self) -> list[Update]:

@@ -37,6 +37,8 @@ MAX_BUDGET = 1 << 20  # stands for a budget that is not known
 
 @dataclass(frozen=True)
 class Evictor:
+    """When requests are evicted, and the eviction itself."""
+
     default: EvictionConfig | None  # for requests that ask for nothing else; None: they keep everything
     scale: float  # of attention scores
     step_tokens: int = EngineConfig.step_tokens  # a bounded request is evicted at multiples of these
@@ -243,6 +245,7 @@ def positions(slot: int, manager: KVCacheManager) -> torch.Tensor:
 
 
 def find_policy(policy: object) -> Policy:
+    """A policy of that name, or the policy itself."""
     if isinstance(policy, Policy):
         return policy
     if not isinstance(policy, str) or policy not in POLICIES:

@@ -5,7 +5,8 @@
     ```python    code; the blocks of a page are one script
     ```text      anything else
 
-A line `<!-- not run: REASON -->` before a block says why it is not run.
+A line `<!-- not run: REASON -->` before a block says why it is not run, and `<!-- typed: ONE LINE | ANOTHER -->` what
+its commands read from standard input.
 """
 
 import re
@@ -15,10 +16,11 @@ from pathlib import Path
 from install.building import ROOT, project_files
 
 BLOCK = re.compile(
-    r"^(?:<!-- not run: (?P<why>.+?) -->\n+)?```(?P<kind>\w*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL
+    r"^(?:<!-- (?:not run: (?P<why>[^\n]+?)|typed: (?P<typed>[^\n]+?)) -->\n+)?```(?P<kind>\w*)\n(?P<body>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
 )
 PROGRAMS = ("$", "hybridkv", "python", "pip", "make", "git", "cat", "echo", "cd", "source", ".venv/bin", ".ci/")
-INLINE = re.compile(r"`(?:\.venv/bin/)?hybridkv ([a-z][^`\n]*)`")
+INLINE = re.compile(r"`(?:\.venv/bin/)?hybridkv ([a-z-][^`\n]*)`")
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Block:
     line: int
     kind: str  # sh, console, python, text or nothing
     body: str
-    why: str | None  # it is not run
+    why: str | None = None  # it is not run
+    typed: str = ""  # what its commands read
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -50,7 +53,8 @@ def blocks_of(page: str, text: str | None = None) -> list[Block]:
     found = []
     for match in BLOCK.finditer(text):
         line = text.count("\n", 0, match.start("kind")) + 1
-        found.append(Block(page, line, match["kind"], match["body"], match["why"]))
+        typed = "".join(f"{line}\n" for line in match["typed"].split(" | ")) if match["typed"] else ""
+        found.append(Block(page, line, match["kind"], match["body"], match["why"], typed))
     return found
 
 
@@ -87,6 +91,12 @@ def inline_commands(page: str) -> list[str]:
     """`hybridkv plan --json` in the middle of a sentence: what comes after the program's name."""
     text = BLOCK.sub("", (ROOT / page).read_text(encoding="utf-8"))
     return INLINE.findall(text)
+
+
+def commands_not_run(page: str) -> list[str]:
+    """The same of blocks that are not run."""
+    found = [command.text for block in blocks_of(page) if block.why for command in commands_of(block)]
+    return [text.removeprefix("hybridkv ") for text in found if text.startswith("hybridkv ")]
 
 
 def script_of(page: str, blocks: list[Block]) -> str:

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import tiny
+import tiny_gguf
 import tiny_v4
 from thinking_template import THINKING_TEMPLATE
 
 from docs.shell import Shell
-from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
+from engine.ascii_tokenizer import TEMPLATE, add_to_gguf, write_tokenizer
 from install.building import ROOT
 
 SENTENCE = "The ship left the harbour at dawn, and the pilot wrote it down. "
@@ -29,12 +30,15 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stand-ins")
     tiny.save("qwen3_5", folder / "Qwen3.5-4B")
     write_tokenizer(folder / "Qwen3.5-4B", THINKING_TEMPLATE)
+    model = tiny.build("qwen3_5")
+    model.config.max_position_embeddings = 262144
+    file = folder / "Qwen3.5-27B-Q4_K_M.gguf"
+    tiny_gguf.write_gguf_qwen35(model, file, add_tokenizer=lambda writer: add_to_gguf(writer, THINKING_TEMPLATE))
     tiny_v4.build("mini").save_pretrained(folder / "tiny-v4")
     shutil.copytree(folder / "tiny-v4", folder / "models/DeepSeek-V4-Flash")
     write_tokenizer(folder / "models/DeepSeek-V4-Flash", TEMPLATE)
     (folder / "report.txt").write_text(SENTENCE * 20)
-    (folder / "question.txt").write_text("Why is the sky blue?\n")
-    (folder / "prompts.txt").write_text("The sea is\nThe moon is\n")
+    (folder / "prompts.jsonl").write_text('{"prompt": "The sea is", "max_tokens": 8}\n{"prompt": "The moon is"}\n')
     shutil.copytree(ROOT / "examples", folder / "examples")
     return folder
 

@@ -127,13 +127,13 @@ class Shell:
             (programs / name).chmod(stat.S_IRWXU)
         assert self.server.stdout is not None and self.server.stdout.readline() == "ready\n"
 
-    def run(self, command: str, folder: Path) -> tuple[int, str]:
-        """Exit code, and standard output and standard error as a terminal shows them."""
+    def run(self, command: str, folder: Path, typed: str = "") -> tuple[int, str]:
+        """Exit code, and standard output and standard error as a terminal shows them. `typed` is standard input."""
         done = subprocess.run(
             ["bash", "-o", "pipefail", "-c", command],
             cwd=folder,
             env=self.environment,
-            stdin=subprocess.DEVNULL,
+            input=typed,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

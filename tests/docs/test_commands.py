@@ -13,6 +13,7 @@ import typer
 from docs import blocks
 from docs.shell import Shell
 from hybridkv.cli import app
+from hybridkv.commands.demo import SUGGESTIONS
 
 # a page may say one of these of a block; more words may follow
 REASONS = (
@@ -34,7 +35,7 @@ def test_commands_do_what_the_page_says(page: str, shell: Shell, folder: Path) -
         if block.kind not in ("sh", "console") or block.why:
             continue
         for command in blocks.commands_of(block):
-            code, printed = shell.run(command.text, folder)
+            code, printed = shell.run(command.text, folder, block.typed)
             assert code == 0, f"{block}: {command.text}\n{printed}"
             if any(line.strip() for line in command.shown):
                 shown = "\n".join(command.shown)
@@ -64,21 +65,30 @@ def test_every_block_is_run_or_says_why_not() -> None:
 
 def refused(arguments: str) -> str | None:
     """What the command line has against these arguments, without running them."""
-    command, *rest = shlex.split(arguments)
+    command, *rest = shlex.split(arguments, comments=True)
+    if command.startswith("-"):
+        return None if command in ("-h", "--help", "--version", "--install-completion") else f"there is no {command}"
     group = typer.main.get_command(app)
     found = group.commands.get(command)  # type: ignore[attr-defined]
     if found is None:
         return f"there is no command {command}"
-    flags = {flag for parameter in found.params for flag in [*parameter.opts, *parameter.secondary_opts]} | {"--help"}
+    flags = {flag for parameter in found.params for flag in [*parameter.opts, *parameter.secondary_opts]}
     given = [word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)]
-    unknown = [flag for flag in given if flag not in flags]
+    unknown = [flag for flag in given if flag not in flags | {"-h", "--help"}]
     return f"{command} has no {', '.join(unknown)}" if unknown else None
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_inside_sentences_have_no_wrong_option(page: str) -> None:
-    wrong = {f"hybridkv {text}": said for text in blocks.inline_commands(page) if (said := refused(text))}
-    assert wrong == {}
+def test_commands_that_are_not_run_have_no_wrong_option(page: str) -> None:
+    """In sentences, and in blocks that need what a test does not have."""
+    found = blocks.inline_commands(page) + blocks.commands_not_run(page)
+    assert {f"hybridkv {text}": said for text in found if (said := refused(text))} == {}
+
+
+@pytest.mark.parametrize("suggested", SUGGESTIONS)
+def test_what_the_demo_suggests_works_as_it_is_printed(suggested: str, shell: Shell, folder: Path) -> None:
+    code, printed = shell.run(f"hybridkv {suggested}", folder, typed="/stats\n/exit\n")
+    assert code == 0 and ("0 turns" in printed or "Fits: " in printed), printed
 
 
 # ---- these checks can fail

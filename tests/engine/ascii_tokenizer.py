@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from gguf import GGUFWriter, TokenType
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 BOS, EOS = 1, 2
@@ -12,9 +13,26 @@ TEMPLATE = (
 )
 
 
-def write_tokenizer(folder: Path, template: str | None = None) -> None:
+def _vocab() -> dict[str, int]:
     characters = iter("\u0120" + "".join(map(chr, range(0x21, 0x7F))))  # the first one is how byte level writes a space
-    vocab = {"<s>": BOS, "</s>": EOS, **{next(characters): i for i in range(97) if i not in (BOS, EOS)}}
+    return {"<s>": BOS, "</s>": EOS, **{next(characters): i for i in range(97) if i not in (BOS, EOS)}}
+
+
+def add_to_gguf(writer: GGUFWriter, template: str) -> None:
+    """The same as keys of a GGUF file, but with the token "he" in the place of "~": a file has a merge at least."""
+    vocab = {"he" if token == "~" else token: i for token, i in _vocab().items()}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen35")
+    writer.add_token_list(sorted(vocab, key=vocab.__getitem__))
+    writer.add_token_types([TokenType.CONTROL if i in (BOS, EOS) else TokenType.NORMAL for i in range(len(vocab))])
+    writer.add_token_merges(["h e"])
+    writer.add_bos_token_id(BOS)
+    writer.add_eos_token_id(EOS)
+    writer.add_chat_template(template)
+
+
+def write_tokenizer(folder: Path, template: str | None = None) -> None:
+    vocab = _vocab()
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()

@@ -113,7 +113,13 @@ def write_gguf_qwen3(model: PreTrainedModel, path: Path, q8: Kinds = False) -> P
 
 
 def write_gguf_qwen35(
-    model: PreTrainedModel, path: Path, moe: bool = False, q8: Kinds = False, reorder: bool = True, mtp: bool = False
+    model: PreTrainedModel,
+    path: Path,
+    moe: bool = False,
+    q8: Kinds = False,
+    reorder: bool = True,
+    mtp: bool = False,
+    add_tokenizer: Callable[[GGUFWriter], None] | None = None,
 ) -> Path:
     """`reorder=False` leaves the value heads grouped: wrong on purpose. `mtp` adds a next-token block to set aside."""
     config, arch = model.config, "qwen35moe" if moe else "qwen35"
@@ -136,6 +142,8 @@ def write_gguf_qwen35(
     writer.add_rope_dimension_sections([*config.rope_parameters["mrope_section"], 0])
     if mtp:
         writer.add_nextn_predict_layers(1)
+    if add_tokenizer is not None:
+        add_tokenizer(writer)
     return _finish(writer, path, tensors(), q8)
 
 
