@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
 
@@ -86,12 +87,17 @@ class Stream(Iterator[str]):
     """
 
     def __init__(self, owner: EngineOwner, add: Callable[[Engine], Request], hold: bool = False) -> None:
-        self.completion: Completion | None = None  # known at the end
-        self._owner = owner
-        self._pieces: SimpleQueue[str | None] = SimpleQueue()
-        self._ticket = Ticket(add, self._pieces.put, hold)
-        self._texts = self._run()
+        pieces: SimpleQueue[str | None] = SimpleQueue()
+        self._owner, self._ticket = owner, Ticket(add, pieces.put, hold)
+        # it does not know the stream, or one that is dropped would live until the garbage collector comes by
+        self._texts = _texts(pieces, self._ticket)
         owner.submit([self._ticket])
+
+    @property
+    def completion(self) -> Completion | None:
+        """The whole answer, once it has ended; None before."""
+        request = self._ticket.request
+        return Completion.of(request) if request is not None and self._ticket.ended else None
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -109,7 +115,7 @@ class Stream(Iterator[str]):
         """Like iterating the stream, but with a piece for every step of the engine, "" while the prompt is read. Who
         shows progress, or may want to stop, looks in between.
         """
-        return self._texts
+        yield from self._texts
 
     def __iter__(self) -> Stream:
         return self
@@ -120,23 +126,9 @@ class Stream(Iterator[str]):
                 return piece
         raise StopIteration
 
-    def _run(self) -> Iterator[str]:
-        given = 0
-        while (piece := self._pieces.get()) is not None:
-            given += len(piece)
-            yield piece
-        request = self._ticket.result()
-        if rest := request.text.text[given:]:
-            yield rest
-        self.completion = Completion.of(request)
-        if request.error is not None:
-            raise HybridKVError(request.error)
-
     def close(self) -> None:
         """Stop the request, if it has not ended. Nothing of it is left when this returns."""
         self._owner.cancel([self._ticket])
-        if self.completion is None and self._ticket.request is not None:
-            self.completion = Completion.of(self._ticket.request)
 
     def __enter__(self) -> Stream:
         return self
@@ -152,16 +144,29 @@ class Stream(Iterator[str]):
             self._owner.cancel([ticket], wait=False)  # whatever thread collects it, waiting could block that one
 
 
+def _texts(pieces: SimpleQueue[str | None], ticket: Ticket) -> Iterator[str]:
+    """The text of every step, and in the end what was held back."""
+    given = 0
+    while (piece := pieces.get()) is not None:
+        given += len(piece)
+        yield piece
+    request = ticket.result()
+    if rest := request.text.text[given:]:
+        yield rest
+    if request.error is not None:
+        raise HybridKVError(request.error)
+
+
 class ChatStream(Iterator[ChatPiece]):
     """An answer to a chat piece by piece, thoughts apart from the answer. Like Stream in all else."""
 
     def __init__(self, stream: Stream, splitter: Callable[[], ReasoningSplitter]) -> None:
         self._stream, self._splitter = stream, splitter
-        self._pieces = self._run()
+        self._pieces = _divided(stream._texts, splitter())
 
     @property
     def completion(self) -> Completion | None:
-        """The whole answer, known at the end."""
+        """The whole answer, once it has ended; None before."""
         whole = self._stream.completion
         return None if whole is None else whole.divided(self._splitter)
 
@@ -177,7 +182,7 @@ class ChatStream(Iterator[ChatPiece]):
 
     def steps(self) -> Iterator[ChatPiece]:
         """Like iterating the stream, but with a piece for every step of the engine, without text where it gave none."""
-        return self._pieces
+        yield from self._pieces
 
     def __iter__(self) -> ChatStream:
         return self
@@ -188,12 +193,6 @@ class ChatStream(Iterator[ChatPiece]):
                 return piece
         raise StopIteration
 
-    def _run(self) -> Iterator[ChatPiece]:
-        splitter = self._splitter()
-        for text in self._stream.steps():
-            yield from splitter.push(text) or [ChatPiece("", False)]
-        yield from splitter.finish()
-
     def close(self) -> None:
         """Stop the request, if it has not ended. Nothing of it is left when this returns."""
         self._stream.close()
@@ -203,3 +202,44 @@ class ChatStream(Iterator[ChatPiece]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _divided(texts: Iterator[str], splitter: ReasoningSplitter) -> Iterator[ChatPiece]:
+    for text in texts:
+        yield from splitter.push(text) or [ChatPiece("", False)]
+    yield from splitter.finish()
+
+
+class AnswersAsTheyEnd(Iterator[tuple[int, Completion]]):
+    """The answers to several prompts, each as soon as it is whole, with the number of its prompt. `LLM.as_completed`
+    makes it.
+
+    Leaving early (`close`, or dropping it) stops the requests that are left.
+    """
+
+    def __init__(self, owner: EngineOwner, adds: Sequence[Callable[[Engine], Request]]) -> None:
+        ended: SimpleQueue[int] = SimpleQueue()
+
+        def tell(number: int, piece: str | None) -> None:
+            if piece is None:
+                ended.put(number)
+
+        self._owner, self._ended, self._left = owner, ended, len(adds)
+        self._tickets = [Ticket(add, partial(tell, number)) for number, add in enumerate(adds)]
+        owner.submit(self._tickets)
+
+    def __next__(self) -> tuple[int, Completion]:
+        if not self._left:
+            raise StopIteration
+        number = self._ended.get()
+        self._left -= 1
+        return number, Completion.of(self._tickets[number].result())
+
+    def close(self) -> None:
+        """Stop what has not ended. Nothing of it is left when this returns."""
+        self._left = 0
+        self._owner.cancel(self._tickets)
+
+    def __del__(self) -> None:
+        if left := [ticket for ticket in getattr(self, "_tickets", ()) if not ticket.ended]:
+            self._owner.cancel(left, wait=False)

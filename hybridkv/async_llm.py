@@ -5,8 +5,9 @@ takes time here (tokenising, chat templates) on a worker thread.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -37,7 +38,7 @@ class AsyncLLM:
         if isinstance(model, LLM) and settings:
             raise HybridKVError(f"the model is open already: {', '.join(settings)} cannot be changed any more")
         self.llm = model if isinstance(model, LLM) else LLM(model, **settings)
-        self._named: dict[str | None, list[Ticket]] = {}  # requests by the names that callers gave them
+        self._named: dict[str, _Named] = {}  # requests by the names that callers gave them
 
     async def generate(
         self,
@@ -52,8 +53,9 @@ class AsyncLLM:
         Args:
             request_id: a name of your own, by which `abort` finds them; aborted answers have finish_reason "abort".
         """
-        adds = await asyncio.to_thread(self.llm.requests, prompts, params, eviction)
-        return [Completion.of(request) for request in await self._run(adds, request_id)]
+        with self._naming(request_id) as named:
+            adds = await asyncio.to_thread(self.llm.requests, prompts, params, eviction)
+            return await self._run(adds, named)
 
     def stream(
         self,
@@ -81,11 +83,12 @@ class AsyncLLM:
         **template_variables: Any,
     ) -> Completion:
         """The answer to a conversation; the arguments are those of `LLM.chat`, and `request_id` as in `generate`."""
-        asked = await asyncio.to_thread(
-            self.llm.chat_request, messages, params, tools, thinking, eviction, template_variables
-        )
-        [request] = await self._run([asked.add], request_id)
-        return Completion.of(request).divided(asked.splitter)
+        with self._naming(request_id) as named:
+            asked = await asyncio.to_thread(
+                self.llm.chat_request, messages, params, tools, thinking, eviction, template_variables
+            )
+            [found] = await self._run([asked.add], named)
+        return found.divided(asked.splitter)
 
     def chat_stream(
         self,
@@ -108,9 +111,12 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> bool:
         """Stop the requests named `request_id`. False: there is none, or it has ended."""
-        tickets = self._named.get(request_id, [])
-        await asyncio.to_thread(self.llm.owner.cancel, list(tickets))
-        return bool(tickets)
+        named = self._named.get(request_id)
+        if named is None:
+            return False
+        named.aborted = True
+        await asyncio.to_thread(self.llm.owner.cancel, named.tickets)
+        return True
 
     async def logits(self, token_ids: Sequence[int]) -> Any:
         """[T, vocab] f32 of a text, as `LLM.logits` gives them."""
@@ -126,7 +132,7 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _run(self, adds: Sequence[Callable[[Engine], Request]], request_id: str | None) -> list[Request]:
+    async def _run(self, adds: Sequence[Callable[[Engine], Request]], named: _Named) -> list[Completion]:
         """Run requests to their end. They are stopped if the task is cancelled, and all if one is refused."""
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
@@ -142,86 +148,142 @@ class AsyncLLM:
             if piece is None:
                 loop.call_soon_threadsafe(count)
 
-        tickets = [Ticket(add, tell) for add in adds]
-        self._name(request_id, tickets)
-        try:
-            self.llm.owner.post(tickets)
-            if tickets:
+        tickets = named.tickets = [Ticket(add, tell) for add in adds]
+        if not named.aborted and tickets:
+            try:
+                self.llm.owner.post(tickets)
                 await ended.wait()
-        finally:
-            self.llm.owner.cancel(tickets, wait=False)
-            self._forget(request_id)
-        return [ticket.result() for ticket in tickets]
+            finally:
+                self.llm.owner.cancel(tickets, wait=False)
+        return [_completion(ticket) for ticket in tickets]
 
-    def _name(self, request_id: str | None, tickets: list[Ticket]) -> None:
-        """Let `abort` find them by this name."""
-        if request_id is None:
-            return
-        if request_id in self._named:
+    @contextmanager
+    def _naming(self, request_id: str | None) -> Iterator[_Named]:
+        """Inside, `abort` finds requests by this name."""
+        if request_id is not None and request_id in self._named:
             raise RequestError(f"a request named {request_id!r} is running; give each its own request_id")
-        self._named[request_id] = tickets
+        named = _Named()
+        if request_id is not None:
+            self._named[request_id] = named
+        try:
+            yield named
+        finally:
+            if request_id is not None:
+                del self._named[request_id]
 
-    def _forget(self, request_id: str | None) -> None:
-        """The requests of that name have ended."""
-        self._named.pop(request_id, None)
+
+class _Named:
+    """Requests that have a name, from before they are made."""
+
+    def __init__(self) -> None:
+        self.tickets: list[Ticket] = []
+        self.aborted = False  # by name; what has not begun then never does
+
+
+def _completion(ticket: Ticket) -> Completion:
+    """The answer of a ticket that has ended, or was aborted before it began."""
+    if ticket.problem is not None:
+        raise ticket.problem
+    return Completion("", [], "abort", 0, {}) if ticket.request is None else Completion.of(ticket.request)
 
 
 class _AsyncPieces(AsyncIterator[Piece]):
-    """An answer piece by piece, for asyncio."""
+    """An answer piece by piece, for asyncio. It begins when the first piece is asked for."""
 
     def __init__(self, llm: AsyncLLM, request_id: str | None) -> None:
-        self.completion: Completion | None = None  # known at the end
-        self._llm, self._request_id = llm, request_id
+        self._llm = llm
+        self._naming = llm._naming(request_id)
+        self._named: _Named | None = None  # None: not begun
         self._ticket: Ticket | None = None
-        self._pieces = self._run()
+        self._texts: asyncio.Queue[str | None] = asyncio.Queue()  # None: the end
+        self._ready: deque[Piece] = deque()
+        self._given, self._over = 0, False
 
-    def _run(self) -> AsyncGenerator[Piece, None]:
+    async def _make(self) -> Callable[[Engine], Request]:
+        """What begins the request."""
         raise NotImplementedError
 
-    def _whole(self, request: Request) -> Completion:
-        return Completion.of(request)
+    def _push(self, text: str | None) -> Iterable[Piece]:
+        """Text as pieces; None: there is no more."""
+        raise NotImplementedError
+
+    @property
+    def completion(self) -> Completion | None:
+        """The whole answer, once it has ended; None before."""
+        ticket = self._ticket
+        return Completion.of(ticket.request) if ticket is not None and ticket.ended and ticket.request else None
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Piece:
-        return await anext(self._pieces)
+        try:
+            if self._named is None and not self._over:
+                await self._begin()
+            while not self._ready and not self._over:
+                await self._more()
+        except BaseException:  # the task was cancelled, the request refused, or its answer an error
+            self._end()
+            raise
+        if self._ready:
+            return self._ready.popleft()
+        raise StopAsyncIteration
 
-    async def _texts(self, add: Callable[[Engine], Request]) -> AsyncGenerator[str, None]:
-        """The text of every step in which the request gave some."""
-        loop = asyncio.get_running_loop()
-        texts: asyncio.Queue[str | None] = asyncio.Queue()
+    async def _begin(self) -> None:
+        self._named = self._naming.__enter__()
+        add = await self._make()
+        if self._named.aborted or self._over:
+            self._end()
+            return
+        loop, texts = asyncio.get_running_loop(), self._texts
 
-        def tell(text: str | None) -> None:  # on the engine's thread
+        def tell(text: str | None) -> None:  # on the engine's thread; it does not know the stream
             if text != "":
                 loop.call_soon_threadsafe(texts.put_nowait, text)
 
-        ticket = Ticket(add, tell)
-        owner, given = self._llm.llm.owner, 0
-        self._llm._name(self._request_id, [ticket])
-        self._ticket = ticket
-        try:
-            owner.post([ticket])
-            while (text := await texts.get()) is not None:
-                given += len(text)
-                yield text
-            request = ticket.result()
-            if rest := request.text.text[given:]:
-                yield rest
-            self.completion = self._whole(request)
-            if request.error is not None:
-                raise HybridKVError(request.error)
-        finally:
-            owner.cancel([ticket], wait=False)
-            self._llm._forget(self._request_id)
+        self._ticket = Ticket(add, tell)
+        self._named.tickets = [self._ticket]
+        self._llm.llm.owner.post([self._ticket])
+
+    async def _more(self) -> None:
+        """Wait for the next text, or the end."""
+        text = await self._texts.get()
+        if text is not None:
+            self._given += len(text)
+            self._ready.extend(self._push(text))
+            return
+        self._texts.put_nowait(None)  # for whoever else waits
+        if self._over:
+            return
+        self._over = True
+        assert self._ticket is not None
+        request = self._ticket.request
+        if self._ticket.problem is not None:
+            raise self._ticket.problem
+        if request is not None:
+            self._ready.extend(self._push(request.text.text[self._given :]))
+            self._ready.extend(self._push(None))
+        self._end()
+        if request is not None and request.error is not None:
+            raise HybridKVError(request.error)
+
+    def _end(self) -> None:
+        """Stop the request if it has not ended, and forget its name."""
+        self._over = True
+        if self._ticket is not None:
+            self._llm.llm.owner.cancel([self._ticket], wait=False)
+        if self._named is not None and self._named is not _GONE:
+            self._named = _GONE
+            self._naming.__exit__(None, None, None)
 
     async def aclose(self) -> None:
-        """Stop the request, if it has not ended. Nothing of it is left when this returns."""
-        await self._pieces.aclose()
+        """Stop the request, if it has not ended. Nothing of it is left when this returns; who waits for a piece gets
+        the end.
+        """
+        self._end()
+        self._texts.put_nowait(None)
         if self._ticket is not None:
             await asyncio.to_thread(self._llm.llm.owner.cancel, [self._ticket])
-            if self.completion is None and self._ticket.request is not None:
-                self.completion = self._whole(self._ticket.request)
 
     async def __aenter__(self) -> Self:
         return self
@@ -230,9 +292,11 @@ class _AsyncPieces(AsyncIterator[Piece]):
         await self.aclose()
 
     def __del__(self) -> None:
-        ticket = getattr(self, "_ticket", None)
-        if ticket is not None and not ticket.ended:
-            self._llm.llm.owner.cancel([ticket], wait=False)
+        if getattr(self, "_over", True) is False:
+            self._end()
+
+
+_GONE = _Named()  # stands for a name that is free again
 
 
 class AsyncStream(_AsyncPieces[str]):
@@ -242,35 +306,35 @@ class AsyncStream(_AsyncPieces[str]):
     """
 
     def __init__(self, llm: AsyncLLM, make: Callable[[], Callable[[Engine], Request]], request_id: str | None) -> None:
-        self._make = make
         super().__init__(llm, request_id)
+        self._request = make
 
-    async def _run(self) -> AsyncGenerator[str, None]:
-        texts = self._texts(await asyncio.to_thread(self._make))
-        async with aclosing(texts):
-            async for text in texts:
-                yield text
+    async def _make(self) -> Callable[[Engine], Request]:
+        return await asyncio.to_thread(self._request)
+
+    def _push(self, text: str | None) -> Iterable[str]:
+        return [text] if text else []
 
 
 class AsyncChatStream(_AsyncPieces[ChatPiece]):
     """An answer to a chat piece by piece, thoughts apart from the answer. Like AsyncStream in all else."""
 
     def __init__(self, llm: AsyncLLM, make: Callable[[], ChatRequest], request_id: str | None) -> None:
-        self._make = make
-        self._splitter: Callable[[], ReasoningSplitter] | None = None
         super().__init__(llm, request_id)
+        self._request = make
+        self._divide: Callable[[], ReasoningSplitter] | None = None
+        self._splitter = ReasoningSplitter(None)
 
-    async def _run(self) -> AsyncGenerator[ChatPiece, None]:
-        asked = await asyncio.to_thread(self._make)
-        self._splitter = asked.splitter
-        splitter, texts = asked.splitter(), self._texts(asked.add)
-        async with aclosing(texts):
-            async for text in texts:
-                for piece in splitter.push(text):
-                    yield piece
-        for piece in splitter.finish():
-            yield piece
+    async def _make(self) -> Callable[[Engine], Request]:
+        asked = await asyncio.to_thread(self._request)
+        self._divide, self._splitter = asked.splitter, asked.splitter()
+        return asked.add
 
-    def _whole(self, request: Request) -> Completion:
-        whole = Completion.of(request)
-        return whole if self._splitter is None else whole.divided(self._splitter)
+    def _push(self, text: str | None) -> Iterable[ChatPiece]:
+        return self._splitter.finish() if text is None else self._splitter.push(text)
+
+    @property
+    def completion(self) -> Completion | None:
+        """The whole answer, once it has ended; None before."""
+        whole = super().completion
+        return whole if whole is None or self._divide is None else whole.divided(self._divide)

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridkv.answers import ChatStream, Completion, Stream
+from hybridkv.answers import AnswersAsTheyEnd, ChatStream, Completion, Stream
 from hybridkv.cache import KVCacheManager
 from hybridkv.cards import HEADROOM
 from hybridkv.checkpoint.checkpoint import Checkpoint
@@ -197,29 +196,12 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         eviction: Eviction | Sequence[Eviction] = INHERIT,
-    ) -> Iterator[tuple[int, Completion]]:
+    ) -> AnswersAsTheyEnd:
         """Like `generate`, but each answer as soon as it is whole, with the number of its prompt, from 0.
 
         Leaving the loop early stops the requests that are left.
         """
-        ended: SimpleQueue[int] = SimpleQueue()
-
-        def tell(number: int, piece: str | None) -> None:
-            if piece is None:
-                ended.put(number)
-
-        adds = self.requests(prompts, params, eviction)
-        tickets = [Ticket(add, partial(tell, number)) for number, add in enumerate(adds)]
-        self.owner.submit(tickets)
-        return self._as_they_end(tickets, ended)
-
-    def _as_they_end(self, tickets: list[Ticket], ended: SimpleQueue[int]) -> Iterator[tuple[int, Completion]]:
-        try:
-            for _ in tickets:
-                number = ended.get()
-                yield number, Completion.of(tickets[number].result())
-        finally:
-            self.owner.cancel(tickets)
+        return AnswersAsTheyEnd(self.owner, self.requests(prompts, params, eviction))
 
     def requests(
         self,

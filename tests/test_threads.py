@@ -1,12 +1,14 @@
 """One LLM in many threads: each caller gets what it gets alone, in the same steps, and who leaves leaves nothing."""
 
 import gc
+import os
 import random
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +104,53 @@ def test_a_second_turn_inside_a_first_is_refused_and_not_waited_for(llm: LLM) ->
 
 
 def test_a_stream_that_is_dropped_stops_and_leaves_nothing(llm: LLM) -> None:
-    for piece in llm.stream(prompt(30), SamplingParams(max_tokens=200, ignore_eos=True)):
-        assert piece
-        break
-    gc.collect()
-    settle(llm)
+    long = SamplingParams(max_tokens=200, ignore_eos=True)
+    gc.disable()  # it stops when it is dropped, not when the collector comes by
+    try:
+        for piece in llm.stream(prompt(30), long):
+            assert piece
+            break
+        next(llm.chat_stream([{"role": "user", "content": "Hello"}], long))
+        next(llm.as_completed([prompt(5), prompt(9)], [ASK, long]))
+        llm.as_completed([prompt(5), prompt(9)], long)  # never looked at
+        settle(llm)
+        assert_nothing_held(llm.engine)
+    finally:
+        gc.enable()
+
+
+def test_a_step_that_asks_its_own_model_is_told_and_nobody_waits_for_ever(llm: LLM) -> None:
+    found: list[object] = []
+
+    def ask(generated: list[int], logits: Any) -> None:
+        for call in (llm.generate, llm.stream, llm.logits):
+            try:
+                found.append(call(prompt(3)))
+            except RequestError as problem:
+                found.append(problem)
+
+    want = tokens(llm, prompt(9), ASK)
+    out = llm.generate(prompt(9), replace(ASK, logits_hook=ask))[0]
+    assert out.token_ids == want and len(found) == 18
+    assert all(isinstance(each, RequestError) for each in found) and "one of its own steps" in str(found[0])
     assert_nothing_held(llm.engine)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_is_told_to_open_its_own_model(llm: LLM) -> None:
+    tokens(llm, prompt(9), ASK)  # the thread runs
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            llm.generate(prompt(9), ASK)
+        except RequestError as problem:
+            code = 0 if "fork" in str(problem) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    tokens(llm, prompt(9), ASK)
 
 
 def test_a_stream_refuses_at_the_call_and_says_why_it_ended(llm: LLM) -> None:

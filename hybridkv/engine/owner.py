@@ -14,6 +14,7 @@ was not added yet never is, and one that runs is aborted.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -89,6 +90,7 @@ class EngineOwner:
         self._state = _State()
         self._start = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._process = os.getpid()  # in which the thread runs
         # the thread knows the engine weakly while it is idle, so that a model that nobody uses goes away
         self._finalizer = weakref.finalize(self, _end_thread, self._inbox, self._state)
 
@@ -101,8 +103,8 @@ class EngineOwner:
             raise
 
     def post(self, tickets: Sequence[Ticket]) -> None:
-        """`submit` without waiting: a ticket that is refused ends with its error."""
-        self._send(_Work(lambda serving: serving.add_each(tickets), partial(_end_all, tickets)))
+        """`submit` without waiting: a ticket that is refused ends with its error, and the others with it."""
+        self._send(_Work(lambda serving: serving.add_or_end(tickets), partial(_end_all, tickets)))
 
     def cancel(self, tickets: Sequence[Ticket], wait: bool = True) -> None:
         """End what has not ended: nothing of it is left when this returns, or soon after if `wait` is False."""
@@ -111,7 +113,7 @@ class EngineOwner:
             ticket.cancelled = True
         if left:
             self._send(_Work(lambda serving: serving.cancel(left), partial(_end_all, left)))
-        if wait and threading.current_thread() is not self._thread:
+        if wait and not self._on_its_thread:
             for ticket in left:
                 ticket.wait()
 
@@ -123,13 +125,19 @@ class EngineOwner:
         """End all requests and the thread. What is asked for later is refused."""
         self._state.closed = True
         self._inbox.put(None)
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not None and not self._on_its_thread and self._process == os.getpid():
             self._thread.join()
 
+    @property
+    def _on_its_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
     def _call(self, work: Callable[[_Serving], T]) -> T:
-        serving = self._state.serving
-        if threading.current_thread() is self._thread and serving is not None:
-            return work(serving)  # of a hook inside a step; the engine refuses what it must
+        if self._on_its_thread:
+            raise RequestError(
+                "the model was asked from inside one of its own steps (a logits hook or a policy), which would wait "
+                "for itself; ask from another thread, and do not wait for it in the hook"
+            )
         answer: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
 
         def carry_out(serving: _Serving) -> None:
@@ -145,9 +153,18 @@ class EngineOwner:
         return found  # type: ignore[return-value]
 
     def _send(self, work: _Work) -> None:
+        if self._thread is not None and self._process != os.getpid():
+            work.refuse(
+                RequestError(
+                    "this process is a fork of the one that runs the model, and has none of its threads; open the "
+                    "model here, or start processes by 'spawn'"
+                )
+            )
+            return
         if self._thread is None and not self._state.closed:
             with self._start:
                 if self._thread is None:
+                    self._process = os.getpid()
                     arguments = (self._inbox, weakref.ref(self._engine), self._state)
                     thread = threading.Thread(target=_serve, args=arguments, name="hybridkv-engine", daemon=True)
                     thread.start()
@@ -247,19 +264,17 @@ class _Serving:
     # ---- what callers ask for
 
     def add(self, tickets: Sequence[Ticket]) -> None:
-        try:
-            for ticket in tickets:
-                self._add(ticket)
-        except BaseException:
-            self.cancel(tickets)
-            raise
-
-    def add_each(self, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:
             try:
                 self._add(ticket)
             except BaseException as problem:
-                ticket.end(problem)
+                ticket.problem = problem
+                self.cancel(tickets)
+                raise
+
+    def add_or_end(self, tickets: Sequence[Ticket]) -> None:
+        with contextlib.suppress(BaseException):  # the ticket that was refused has it
+            self.add(tickets)
 
     def _add(self, ticket: Ticket) -> None:
         if ticket.cancelled:
