@@ -192,8 +192,10 @@ class Conversation:
     def fork(self) -> Conversation:
         """A second conversation with the same past, which goes on by itself. They share the memory of what was said.
 
-        Where there is no room for a second one, its next turn computes the past again. An answer that another thread
-        reads is waited for; inside one's own, forking is refused.
+        Where there is no room for a second one, its next turn computes the past again (`last.stats["cached_tokens"]`
+        says so), and evicts it anew. A conversation with a budget needs a query buffer of its own for the second one;
+        a model opened without a budget has one in all: open it with CacheConfig(query_buffers=...) for more. An answer
+        that another thread reads is waited for; inside one's own, forking is refused.
         """
         with self._between_turns():
             fork = type(self)(self.llm, params=self.params, eviction=self.eviction)

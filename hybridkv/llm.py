@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -410,7 +411,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if (
         not isinstance(prompts, Sequence)
         or isinstance(prompts, str | bytes)
-        or (prompts and isinstance(prompts[0], int))
+        or (prompts and isinstance(prompts[0], Integral))  # numpy's too
     ):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from hybridkv.cache.snapshot_file import NotWellFormed
 from hybridkv.config import EvictionConfig, is_whole, shown
 from hybridkv.engine.engine import INHERIT
 from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.text.messages import check_messages, check_tools
 
 AS_SAVED = object()  # "the eviction settings that the file has"
 # attributes of a conversation that shape a prompt beside its messages, and their types
@@ -45,11 +46,20 @@ class SavedConversation:
         messages, prompt, settings = found.get("messages"), found.get("prompt"), found.get("settings")
         if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
             raise NotWellFormed("its messages are not a list of messages, each with a role")
+        try:
+            if messages:  # a conversation that has not begun has none
+                check_messages(messages)
+        except RequestError as problem:
+            raise NotWellFormed(f"its messages: {problem}") from None
         if not isinstance(prompt, str) or not isinstance(settings, dict):
             raise NotWellFormed("its prompt is not a text, or its settings are not a JSON object")
         for name, value in settings.items():
             if not isinstance(value, SETTINGS.get(name, ())):
                 raise NotWellFormed(f"its setting {shown(name)} is {shown(value)}")
+        try:
+            check_tools(settings.get("tools") or [])
+        except RequestError as problem:
+            raise NotWellFormed(f"its tools: {problem}") from None
         for name in SETTINGS.keys() & settings.get("template_variables", {}):
             raise NotWellFormed(f"its variables of the template have {name}, which is a setting of its own")
         if eviction is AS_SAVED:
@@ -69,7 +79,7 @@ def _eviction_as_json(eviction: object) -> object:
 
 
 def _eviction(found: object) -> EvictionConfig | int | None:
-    if found is None or is_whole(found):
+    if found is None or (is_whole(found) and found > 0):  # type: ignore[operator]
         return found  # type: ignore[return-value]
     if not isinstance(found, dict) or not isinstance(found.get("policy"), str):
         raise NotWellFormed(f"its settings of eviction are {shown(found)}")

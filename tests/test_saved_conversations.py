@@ -405,7 +405,8 @@ BAD = (
     dict(settings={"template_variables": {"tools": []}}),
     dict(eviction="x"), dict(eviction={}), dict(eviction={"policy": "snapkv"}),
     dict(eviction={"policy": 3, "budget": 4}), dict(eviction={"policy": "snapkv", "budget": -4}),
-    dict(eviction={"policy": "snapkv", "budget": 4, "x": 1}),
+    dict(eviction={"policy": "snapkv", "budget": 4, "x": 1}), dict(eviction=-5), dict(eviction=0), dict(eviction=True),
+    dict(settings={"tools": [1, 2]}), dict(messages=[{"role": "user", "content": {"a": 1}}]),
 )  # fmt: skip
 
 

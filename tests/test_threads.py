@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from many_callers import ASK, CALLS, THREADS, count_rows, open_tiny, settle, tokens, wishes
 
-from engine.driving import assert_nothing_held, count_tokens, prompt
+from engine.driving import assert_nothing_held, prompt
 from hybridkv import LLM, Conversation, SamplingParams
 from hybridkv.engine.owner import Ticket
 from hybridkv.errors import HybridKVError, RequestError
@@ -159,11 +159,29 @@ def test_a_stream_refuses_at_the_call_and_says_why_it_ended(llm: LLM) -> None:
     with llm.stream(prompt(9), ASK) as stream:
         assert "".join(stream)
         assert stream.completion is not None and stream.completion.finish_reason == "length"
-        assert stream.progress == (9, 9) or stream.progress[1] == 9
-    with llm.stream(prompt(9), SamplingParams(max_tokens=200, ignore_eos=True)) as left:
+        assert stream.progress == (9, 9)
+    with llm.stream(prompt(9), replace(ASK, max_tokens=1)) as short:
+        assert "".join(short) and short.progress == (9, 9)
+    gate = threading.Event()
+    with llm.stream(prompt(9), gated(gate)) as left:
         next(left)
+        assert left.completion is None
+        llm.owner.cancel([left._ticket], wait=False)
+        gate.set()
     assert left.completion is not None and left.completion.finish_reason == "abort"
     assert_nothing_held(llm.engine)
+
+
+def gated(gate: threading.Event, began: threading.Event | None = None) -> SamplingParams:
+    """A long answer whose third token waits for the gate, however fast the engine is."""
+
+    def wait(generated: list[int], logits: Any) -> None:
+        if len(generated) >= 2:
+            if began is not None:
+                began.set()
+            gate.wait()
+
+    return SamplingParams(max_tokens=200, ignore_eos=True, logits_hook=wait)
 
 
 def test_an_interrupt_while_waiting_leaves_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,25 +278,26 @@ def test_who_is_inside_the_engine_keeps_it_and_the_other_is_told(llm: LLM) -> No
 
 def test_a_closed_model_refuses_and_ends_what_waits(tmp_path: Path) -> None:
     llm = open_tiny("llama", tmp_path)
-    ended: list[BaseException | None] = []
+    ended: list[BaseException] = []
+    gate, began = threading.Event(), threading.Event()
 
     def long() -> None:
         try:
-            llm.generate(prompt(9), SamplingParams(max_tokens=240, ignore_eos=True))
-            ended.append(None)
+            llm.generate(prompt(9), gated(gate, began))
         except RequestError as problem:
             ended.append(problem)
 
-    began = threading.Event()
-    counts = count_tokens(llm.engine)
-    thread = threading.Thread(target=lambda: (began.set(), long()))
+    thread = threading.Thread(target=long)
     thread.start()
     began.wait()
-    while not counts:
+    closing = threading.Thread(target=llm.close)
+    closing.start()
+    while not llm.owner._state.closed:
         time.sleep(0.001)
-    llm.close()
+    gate.set()
+    closing.join()
     thread.join()
-    assert len(ended) == 1 and (ended[0] is None or "closed" in str(ended[0]))
+    assert len(ended) == 1 and "closed while" in str(ended[0])
     for ask in (lambda: llm.generate(prompt(3), ASK), lambda: llm.stream(prompt(3), ASK), lambda: llm.logits([1])):
         with pytest.raises(RequestError, match="closed"):
             ask()

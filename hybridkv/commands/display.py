@@ -219,13 +219,13 @@ def kept_line(llm: LLM, requests: Sequence[Request]) -> str | None:
     return f"kept {kept:.0f} of {tokens:.0f} tokens a stream{whose}, KV {human(before)} -> {human(after)}"
 
 
-def cut_line(llm: LLM, answer: Completion) -> str | None:
-    """What to raise where an answer was cut; None where it ended by itself."""
+def cut_line(llm: LLM, answer: Completion, limit: str = "--max-tokens") -> str | None:
+    """What to raise where an answer was cut, by `limit` or by the context; None where it ended by itself."""
     if answer.finish_reason != "length":
         return None
     full = answer.prompt_tokens + len(answer.token_ids) >= llm.plan.max_tokens
     where = "in its thoughts, " if answer.reasoning and not answer.text else ""
-    return f"{where}cut at {counted(len(answer.token_ids), 'token')}: raise {'--context' if full else '--max-tokens'}"
+    return f"{where}cut at {counted(len(answer.token_ids), 'token')}: raise {'--context' if full else limit}"
 
 
 def sampling_line(llm: LLM, params: SamplingParams) -> str:

@@ -193,7 +193,7 @@ def _one(asking: Asking, line: Line, params: SamplingParams, as_json: bool) -> N
 
 def _samples(asking: Asking, line: Line, params: SamplingParams, as_json: bool) -> None:
     """Several answers to one prompt, which are computed together and shown when all are there."""
-    from hybridkv.commands.display import kept_line, note, progress, say, summary
+    from hybridkv.commands.display import cut_line, kept_line, note, progress, say, summary
     from hybridkv.commands.written import answer_as_dict, say_answer, say_logprobs
     from hybridkv.engine.engine import INHERIT
 
@@ -210,7 +210,7 @@ def _samples(asking: Asking, line: Line, params: SamplingParams, as_json: bool) 
     say_logprobs(asking.llm, request.tokens, answer.prompt_logprobs)
     say_answer(asking.llm, answer, asking.chat.hide_thinking)
     for sample in answer.samples:
-        note(summary(sample))
+        note(" ".join(filter(None, (summary(sample), cut_line(asking.llm, sample)))))
     if remark := kept_line(asking.llm, [request]):
         note(remark)
 
@@ -273,7 +273,8 @@ def _say_outcome(asking: Asking, outcome: Outcome, as_json: bool) -> None:
     if answer is not None and outcome.request is not None:
         say_logprobs(asking.llm, outcome.request.tokens, answer.prompt_logprobs)
         say_answer(asking.llm, answer, asking.chat.hide_thinking)
-        if remark := cut_line(asking.llm, answer):
+        flag = "the line's max_tokens" if "max_tokens" in line.sampling else "--max-tokens"
+        if remark := cut_line(asking.llm, answer, flag):
             note(f"[{line.index}] {remark}")
     if outcome.error is not None:
         say(f"error: {outcome.error}\n")

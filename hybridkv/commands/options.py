@@ -324,8 +324,11 @@ class ChatOptions:
             key, sign, value = text.partition("=")
             if not sign or not key.isidentifier():
                 raise BadParameter(f"--template-arg takes KEY=VALUE such as reasoning_effort=low, not {text!r}")
-            if key in ("tools", "thinking"):
-                raise BadParameter(f"--template-arg {key}: use --{'tools' if key == 'tools' else 'think'} instead")
+            if key in ("tools", "thinking", "system", "eviction"):
+                flag = {"thinking": "think", "eviction": "budget"}.get(key, key)
+                raise BadParameter(f"--template-arg {key}: use --{flag} instead")
+            if key in ("self", "llm", "messages", "params"):
+                raise BadParameter(f"--template-arg cannot set {key}: a template's variable is not called that")
             try:
                 found[key] = json.loads(value)
             except (ValueError, RecursionError):

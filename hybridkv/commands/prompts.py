@@ -70,7 +70,9 @@ def read_lines(prompt: str | None, prompt_file: str | None, prompts_file: str) -
     beside = "a prompt" if prompt is not None else "--prompt-file"
     if prompt is not None or prompt_file is not None:
         raise BadParameter(f"{beside} and --prompts-file were both given; prompts come from one of them")
-    found = read_text(prompts_file, "--prompts-file").splitlines()
+    # at line ends alone: JSON may hold other characters that end a line elsewhere, such as U+2028
+    found = [line.removesuffix("\r") for line in read_text(prompts_file, "--prompts-file").split("\n")]
+    found = found[:-1] if found[-1] == "" else found
     if not any(line.strip() for line in found):
         raise BadParameter(f"--prompts-file: {prompts_file!r} holds no prompt")
     return found

@@ -384,7 +384,7 @@ class Engine:
                 self.evictor.after_step(request, self.manager)
                 if request.evictions:
                     request.limit = self._limit(request)
-            except Exception as problem:  # a policy of the user's, NaN scores, or no memory for them
+            except (Exception, SystemExit) as problem:  # a policy of the user's, NaN scores, or no memory for them
                 request.finish_reason = "error"
                 request.error = f"eviction failed: {problem}"
                 failed.append(request)

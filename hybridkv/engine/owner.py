@@ -316,7 +316,9 @@ class _Serving:
             request = ticket.request
             if ticket.listener is not None and request is not None:
                 slot = self.engine.manager.slot_of.get(request.key)
-                if slot is not None and not request.finished:
+                if request.answer_tokens:
+                    ticket.read = request.prompt_tokens
+                elif slot is not None and not request.finished:
                     ticket.read = min(int(self.engine.manager.positions[slot]), request.prompt_tokens)
                 try:
                     ticket.listener(texts.get(request, ""))

@@ -271,7 +271,7 @@ def _run_hook(row: Tensor, request: Request) -> None:
         row.copy_(given)
     except HookFailed:
         raise
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:  # what a hook raises is its own request's, even an exit
         raise HookFailed(f"logits_hook failed: {problem!r}") from problem
 
 

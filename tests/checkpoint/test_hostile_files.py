@@ -300,7 +300,7 @@ def test_things_that_are_not_files_are_refused(tmp_path: Path) -> None:
 def test_what_is_no_model_gets_a_hint(tmp_path: Path) -> None:
     refused(tmp_path / "absent", "no such file or folder")
     refused(Path("nul\0byte"), "no such file or folder")
-    refused(tmp_path, "no config.json, and 0 .gguf files")
+    refused(tmp_path, "no config.json")
     folder = folder_with(tmp_path, GOOD)
     refused(folder / "model.safetensors", "give the folder it is in")
     refused(folder / "config.json", "give a model folder or a .gguf file")

@@ -10,6 +10,7 @@ import pytest
 from cli.commands import LONG, SECONDS, TINY, Run, of, process
 from hybridkv import LLM, EvictionConfig, SamplingParams
 from hybridkv.commands.batch import read_batch
+from hybridkv.commands.prompts import read_lines
 from hybridkv.engine.engine import Engine
 from hybridkv.request import Request
 
@@ -31,6 +32,20 @@ def test_an_answer_says_which_line_it_belongs_to(run: Run, folder: Path, tmp_pat
     _, out, err = run("generate", "--prompts-file", file, "-m", folder, *TINY, "--max-tokens", 4, "--in-order")
     heads = [line for line in out.splitlines() if line.startswith("[")]
     assert heads == ["[0] > Hello", "[2] > Another one"] and "2 prompts, read " in err
+
+
+def test_only_line_ends_end_a_line(tmp_path: Path) -> None:
+    """JSON may hold U+2028 as it is, and a prompt a form feed: neither begins a new line."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(json.dumps({"prompt": "A\u2028B\u0085C"}, ensure_ascii=False).encode() + b'\r\n"D"\n')
+    found = read_batch(file.name, read_lines(None, None, str(file)))
+    assert [(line.index, line.prompt) for line in found] == [(0, "A\u2028B\u0085C"), (1, "D")]
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(b"one\x0cpage\n\ntwo")
+    assert [(line.index, line.prompt) for line in read_batch(file.name, read_lines(None, None, str(file)))] == [
+        (0, "one\x0cpage"),
+        (2, "two"),
+    ]
 
 
 def test_json_lines_have_settings_of_their_own(run: Run, folder: Path, llm: LLM, tmp_path: Path) -> None:
