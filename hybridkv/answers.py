@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -87,10 +88,10 @@ class Stream(Iterator[str]):
     """
 
     def __init__(self, owner: EngineOwner, add: Callable[[Engine], Request], hold: bool = False) -> None:
-        pieces: SimpleQueue[str | None] = SimpleQueue()
-        self._owner, self._ticket = owner, Ticket(add, pieces.put, hold)
-        # it does not know the stream, or one that is dropped would live until the garbage collector comes by
-        self._texts = _texts(pieces, self._ticket)
+        self._pieces: SimpleQueue[str | None] = SimpleQueue()  # None: the end
+        self._given, self._over = 0, False
+        self._error: str | None = None  # to be raised when all text has been given
+        self._owner, self._ticket = owner, Ticket(add, self._pieces.put, hold)
         owner.submit([self._ticket])
 
     @property
@@ -115,16 +116,34 @@ class Stream(Iterator[str]):
         """Like iterating the stream, but with a piece for every step of the engine, "" while the prompt is read. Who
         shows progress, or may want to stop, looks in between.
         """
-        yield from self._texts
+        while (text := self._next()) is not None:
+            yield text
 
     def __iter__(self) -> Stream:
         return self
 
     def __next__(self) -> str:
-        for piece in self._texts:
-            if piece:
-                return piece
+        while (text := self._next()) is not None:
+            if text:
+                return text
         raise StopIteration
+
+    def _next(self) -> str | None:
+        """The text of the next step; None: it has ended. An interrupt here loses nothing."""
+        text = None if self._over else self._pieces.get()
+        if text is not None:
+            self._given += len(text)
+            return text
+        if not self._over:
+            self._over = True
+            request = self._ticket.result()
+            self._error = request.error
+            if rest := request.text.text[self._given :]:
+                return rest
+        error, self._error = self._error, None
+        if error is not None:
+            raise HybridKVError(error)
+        return None
 
     def close(self) -> None:
         """Stop the request, if it has not ended. Nothing of it is left when this returns."""
@@ -144,25 +163,14 @@ class Stream(Iterator[str]):
             self._owner.cancel([ticket], wait=False)  # whatever thread collects it, waiting could block that one
 
 
-def _texts(pieces: SimpleQueue[str | None], ticket: Ticket) -> Iterator[str]:
-    """The text of every step, and in the end what was held back."""
-    given = 0
-    while (piece := pieces.get()) is not None:
-        given += len(piece)
-        yield piece
-    request = ticket.result()
-    if rest := request.text.text[given:]:
-        yield rest
-    if request.error is not None:
-        raise HybridKVError(request.error)
-
-
 class ChatStream(Iterator[ChatPiece]):
     """An answer to a chat piece by piece, thoughts apart from the answer. Like Stream in all else."""
 
     def __init__(self, stream: Stream, splitter: Callable[[], ReasoningSplitter]) -> None:
         self._stream, self._splitter = stream, splitter
-        self._pieces = _divided(stream._texts, splitter())
+        self._divide = splitter()
+        self._ready: deque[ChatPiece] = deque()
+        self._over = False
 
     @property
     def completion(self) -> Completion | None:
@@ -182,16 +190,29 @@ class ChatStream(Iterator[ChatPiece]):
 
     def steps(self) -> Iterator[ChatPiece]:
         """Like iterating the stream, but with a piece for every step of the engine, without text where it gave none."""
-        yield from self._pieces
+        while (piece := self._next()) is not None:
+            yield piece
 
     def __iter__(self) -> ChatStream:
         return self
 
     def __next__(self) -> ChatPiece:
-        for piece in self._pieces:
+        while (piece := self._next()) is not None:
             if piece.text:
                 return piece
         raise StopIteration
+
+    def _next(self) -> ChatPiece | None:
+        if self._ready:
+            return self._ready.popleft()
+        if self._over:
+            return None
+        text = self._stream._next()
+        self._over = text is None
+        self._ready.extend(self._divide.finish() if text is None else self._divide.push(text))
+        if self._ready:
+            return self._ready.popleft()
+        return None if self._over else ChatPiece("", False)
 
     def close(self) -> None:
         """Stop the request, if it has not ended. Nothing of it is left when this returns."""
@@ -202,12 +223,6 @@ class ChatStream(Iterator[ChatPiece]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _divided(texts: Iterator[str], splitter: ReasoningSplitter) -> Iterator[ChatPiece]:
-    for text in texts:
-        yield from splitter.push(text) or [ChatPiece("", False)]
-    yield from splitter.finish()
 
 
 class AnswersAsTheyEnd(Iterator[tuple[int, Completion]]):

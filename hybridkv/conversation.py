@@ -124,19 +124,22 @@ class Conversation:
         try:
             yield from stream.steps()
         finally:
-            stream.close()
-            said = stream.completion
-            if said is not None and said.error is None:
-                self.messages.append(assistant_message(said.text, said.reasoning))
-                self.last = said
-            else:
-                self.messages.pop()  # the turn did not happen, and its cache is gone
-                self._request = None
+            try:
+                stream.close()
+            finally:  # a second interrupt may end the wait
+                said = stream.completion
+                if said is not None and said.error is None:
+                    self.messages.append(assistant_message(said.text, said.reasoning))
+                    self.last = said
+                else:
+                    self.messages.pop()  # the turn did not happen, and its cache is gone
+                    self._request = None
+                    self.llm.owner.discard(stream.request)
 
     def close(self) -> None:
         """Give the cache back. A later turn computes all of the conversation again."""
         request, self._request = self._request, None
-        if request is not None:
+        if request is not None and not self.llm.owner.closed:
             self.llm.owner.run(lambda engine: engine.abort(request))
 
     @classmethod

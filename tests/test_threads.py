@@ -172,6 +172,52 @@ def test_a_stream_refuses_at_the_call_and_says_why_it_ended(llm: LLM) -> None:
     assert_nothing_held(llm.engine)
 
 
+def test_an_interrupted_reader_may_read_on(llm: LLM) -> None:
+    """Ctrl-C in `next` that the caller survives: no text is lost, and the end is not mistaken for one."""
+    for stream in (llm.stream(prompt(9), ASK), llm.chat_stream([{"role": "user", "content": "Hello"}], ASK)):
+        interrupt_once(getattr(stream, "_stream", stream))
+        with pytest.raises(KeyboardInterrupt):
+            next(stream)
+        heard = [getattr(piece, "text", piece) for piece in stream]
+        assert stream.completion is not None and stream.completion.finish_reason == "length"
+        assert "".join(heard) == stream.completion.text != ""
+
+
+def interrupt_once(stream: Any) -> None:
+    """The next wait for a piece is interrupted."""
+    pieces = stream._pieces
+
+    class Interrupted:
+        def get(self) -> None:
+            stream._pieces = pieces
+            raise KeyboardInterrupt
+
+    stream._pieces = Interrupted()
+
+
+def test_a_turn_interrupted_twice_did_not_happen(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    conversation = Conversation(llm, params=ASK)
+    first = "".join(conversation.send("Hello"))
+    wait = Ticket.wait
+    monkeypatch.setattr(Ticket, "wait", lambda ticket: (_ for _ in ()).throw(KeyboardInterrupt))
+    gate = threading.Event()
+    conversation.params = gated(gate)
+    answer = conversation.send("And now?")
+    next(answer)
+    threading.Timer(0.05, gate.set).start()  # the step goes on when the second interrupt has come
+    with pytest.raises(KeyboardInterrupt):
+        answer.close()  # type: ignore[attr-defined]
+    monkeypatch.setattr(Ticket, "wait", wait)
+    gate.set()
+    roles = [message["role"] for message in conversation.messages]
+    assert roles in (["user", "assistant"], ["user", "assistant"] * 2)  # never a question without its answer
+    conversation.params = ASK
+    assert "".join(conversation.send("Go on")) and first
+    conversation.close()
+    settle(llm)
+    assert_nothing_held(llm.engine)
+
+
 def gated(gate: threading.Event, began: threading.Event | None = None) -> SamplingParams:
     """A long answer whose third token waits for the gate, however fast the engine is."""
 
@@ -278,6 +324,8 @@ def test_who_is_inside_the_engine_keeps_it_and_the_other_is_told(llm: LLM) -> No
 
 def test_a_closed_model_refuses_and_ends_what_waits(tmp_path: Path) -> None:
     llm = open_tiny("llama", tmp_path)
+    talk = Conversation(llm, params=ASK)
+    list(talk.send("Hello"))
     ended: list[BaseException] = []
     gate, began = threading.Event(), threading.Event()
 
@@ -303,6 +351,7 @@ def test_a_closed_model_refuses_and_ends_what_waits(tmp_path: Path) -> None:
             ask()
     assert_nothing_held(llm.engine)
     llm.close()
+    talk.close()  # has nothing left to give back
 
 
 def test_a_model_that_nobody_uses_goes_away_with_its_thread(tmp_path: Path) -> None:

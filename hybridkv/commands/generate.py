@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 from typer import Argument, BadParameter, Exit, Option
 
@@ -114,7 +116,7 @@ def generate(
             with _numbered(line):
                 line.params(params)
                 line.evicts(cache.eviction, None)
-    _check_output(output)
+    _check_output(output, prompt_file, prompts_file)
     llm = model.open(len(lines) * n, cache)
     asking = Asking(llm, chat, raw, variables, tools)
     with _written_to(output):
@@ -126,16 +128,48 @@ def generate(
             _one(asking, lines[0], params, as_json)
 
 
-def _check_output(output: str | None) -> None:
-    """Refuse, before a model is loaded, a file that cannot be written."""
+def _check_output(output: str | None, *inputs: str | None) -> None:
+    """Refuse, before a model is loaded, a file that cannot be written. It is left as it is until there is an answer."""
     if output is None:
         return
     try:
-        with Path(output).expanduser().open("a"):
-            pass
+        path = Path(output).expanduser()
+        if path.is_dir() or not path.parent.is_dir():
+            why = "it is a folder" if path.is_dir() else f"there is no folder {str(path.parent)!r}"
+        elif not os.access(path if path.exists() else path.parent, os.W_OK):
+            why = "permission denied"
+        elif any(source and path.exists() and path.samefile(Path(source).expanduser()) for source in inputs):
+            why = "the prompts are read from it"
+        else:
+            return
     except (OSError, ValueError) as problem:
-        why = getattr(problem, "strerror", None) or problem
-        raise BadParameter(f"--output: {output!r} cannot be written: {why}") from None
+        why = str(getattr(problem, "strerror", None) or problem)
+    raise BadParameter(f"--output: {output!r} cannot be written: {why}")
+
+
+class _OutputFile(io.TextIOBase):
+    """A file that is made, or emptied, when the first answer comes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file: TextIO | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if self.file is None:
+            self.file = self.path.open("w", encoding="utf-8")
+        return self.file.write(text)
+
+    def flush(self) -> None:
+        if self.file is not None and not self.file.closed:
+            self.file.flush()
+
+    def close(self) -> None:
+        super().close()  # flushes
+        if self.file is not None:
+            self.file.close()
 
 
 @contextlib.contextmanager
@@ -144,7 +178,7 @@ def _written_to(output: str | None) -> Iterator[None]:
     if output is None:
         yield
         return
-    with Path(output).expanduser().open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
+    with _OutputFile(Path(output).expanduser()) as file, contextlib.redirect_stdout(file):
         yield
 
 

@@ -58,6 +58,7 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
             text = read_text(prompt_file, "--prompt-file")
         elif pipe_has_text():
             text = read_text("-", "PROMPT")
+            print(f"({len(text)} characters of standard input come before the question)", file=sys.stderr)
         found = f"{text.rstrip()}\n\n{question}" if text.strip() else question
     if not found.strip():
         where = "standard input" if prompt_file in (None, "-") else repr(prompt_file)

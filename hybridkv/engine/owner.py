@@ -117,6 +117,10 @@ class EngineOwner:
             for ticket in left:
                 ticket.wait()
 
+    def discard(self, request: Request) -> None:
+        """End a request and give back what it holds, without waiting for that."""
+        self._send(_Work(lambda serving: serving.engine.abort(request), lambda problem: None))
+
     def run(self, work: Callable[[Engine], T], drained: bool = False) -> T:
         """`work(engine)` on the owner's thread, between two steps; `drained`: with no step in flight on a device."""
         return self._call(lambda serving: serving.run(work, drained))
@@ -127,6 +131,11 @@ class EngineOwner:
         self._inbox.put(None)
         if self._thread is not None and not self._on_its_thread and self._process == os.getpid():
             self._thread.join()
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be asked any more, and nothing is held."""
+        return self._state.closed
 
     @property
     def _on_its_thread(self) -> bool:
@@ -167,8 +176,13 @@ class EngineOwner:
                     self._process = os.getpid()
                     arguments = (self._inbox, weakref.ref(self._engine), self._state)
                     thread = threading.Thread(target=_serve, args=arguments, name="hybridkv-engine", daemon=True)
-                    thread.start()
                     self._thread = self._state.thread = thread
+                    try:
+                        thread.start()
+                    except BaseException:  # an interrupt, perhaps while it begins
+                        if thread.ident is None:
+                            self._thread = self._state.thread = None
+                        raise
         self._inbox.put(work)
         if self._state.finished or self._thread is None:
             _refuse_all(self._inbox)
@@ -216,6 +230,12 @@ def _serve(inbox: SimpleQueue[_Work | None], engine_ref: weakref.ref[Engine], st
         finally:
             state.serving = None
         del engine, serving, work
+    engine = engine_ref()
+    if engine is not None:
+        with contextlib.suppress(RequestError), engine.owned():  # caches held for turns that cannot come any more
+            for request in list(engine.scheduler.held):
+                engine.abort(request)
+    del engine
     state.finished = True
     _refuse_all(inbox)
 

@@ -168,3 +168,10 @@ def test_answers_go_to_a_file(run: Run, folder: Path, tmp_path: Path) -> None:
     assert code == 2 and "--output" in err
     code, _, err = run("generate", "Hello", "-m", "no/such/model", "-o", output)
     assert code == 2 and output.stat().st_size > 0  # not lost because something else was wrong
+    before, long = output.read_text(), write(tmp_path / "long", "Hello", "x" * 5000)
+    code, _, err = run("generate", "--prompts-file", long, *flags)
+    assert code == 2 and "line 2" in err and output.read_text() == before
+    code, _, err = run("generate", "--prompts-file", file, "-m", folder, *TINY, "-o", file)
+    assert code == 2 and "read from it" in err and file.read_text() == "Hello\nBye\n"
+    run("generate", "Hello", "-m", "no/such/model", "-o", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
