@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
 
 from hybridkv.engine.engine import Engine
-from hybridkv.engine.owner import EngineOwner, Ticket
+from hybridkv.engine.owner import EngineOwner, Ticket, TicketsAsTheyEnd
 from hybridkv.errors import HybridKVError
 from hybridkv.request import Request, TokenLogprobs
 from hybridkv.text.reasoning import ChatPiece, ReasoningSplitter
@@ -233,28 +232,12 @@ class AnswersAsTheyEnd(Iterator[tuple[int, Completion]]):
     """
 
     def __init__(self, owner: EngineOwner, adds: Sequence[Callable[[Engine], Request]]) -> None:
-        ended: SimpleQueue[int] = SimpleQueue()
-
-        def tell(number: int, piece: str | None) -> None:
-            if piece is None:
-                ended.put(number)
-
-        self._owner, self._ended, self._left = owner, ended, len(adds)
-        self._tickets = [Ticket(add, partial(tell, number)) for number, add in enumerate(adds)]
-        owner.submit(self._tickets)
+        self._tickets = TicketsAsTheyEnd(owner, adds)
 
     def __next__(self) -> tuple[int, Completion]:
-        if not self._left:
-            raise StopIteration
-        number = self._ended.get()
-        self._left -= 1
-        return number, Completion.of(self._tickets[number].result())
+        number, ticket = next(self._tickets)
+        return number, Completion.of(ticket.result())
 
     def close(self) -> None:
         """Stop what has not ended. Nothing of it is left when this returns."""
-        self._left = 0
-        self._owner.cancel(self._tickets)
-
-    def __del__(self) -> None:
-        if left := [ticket for ticket in getattr(self, "_tickets", ()) if not ticket.ended]:
-            self._owner.cancel(left, wait=False)
+        self._tickets.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
@@ -308,22 +308,6 @@ class LLM:
         adding = self._adding(encode_pieces(tokenizer, pieces), params, eviction)
         return ChatRequest(adding, partial(reasoning_of, template, text))
 
-    def pieces(self, request: Request) -> Iterator[str]:
-        """Run the engine until `request`, one of its own, is finished, and give its text as it grows, a piece a step.
-
-        For those who use `llm.engine` themselves, on the thread that opened the model.
-        """
-        given = 0
-        while not request.finished:
-            if self.engine.idle:
-                raise RequestError("the request is no longer in the engine: it was lost by an interrupt; ask again")
-            self.engine.step()
-            text = request.text.text
-            yield text[given:]  # perhaps nothing: who reads along may want to stop while a long prompt is read
-            given = len(text)
-        if len(request.text.text) > given:  # another stream's steps finished it
-            yield request.text.text[given:]
-
     def logits(self, token_ids: Sequence[int], prefill: int | None = None, chunk: int | None = None) -> Tensor:
         """[T, vocab] f32: what the model expects after each token of a text, computed by the path that answers take.
 
@@ -383,13 +367,6 @@ class LLM:
         if self.tokenizer is None or self.chat_template is None:
             raise RequestError(f"{self.path.name} has no chat template; give plain text or token ids")
         return self.tokenizer, self.chat_template
-
-    @staticmethod
-    def completion(request: Request) -> Completion:
-        """The answer of one `request` of the engine; its error is raised."""
-        if request.error is not None:
-            raise HybridKVError(request.error)
-        return Completion.of(request)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from hybridkv.commands.batch import Line, wrong
@@ -106,13 +105,7 @@ def run_together(llm: LLM, jobs: Sequence[Job], numbered: bool = True) -> Genera
     What the engine refuses is told before anything runs, with the number of its line if they are numbered. Leaving
     early stops what is left.
     """
-    from hybridkv.engine.owner import Ticket
-
-    ended: SimpleQueue[int] = SimpleQueue()
-
-    def tell(number: int, piece: str | None) -> None:  # on the engine's thread
-        if piece is None:
-            ended.put(number)
+    from hybridkv.engine.owner import TicketsAsTheyEnd
 
     def begin(job: Job, engine: Engine) -> Request:
         try:
@@ -120,18 +113,16 @@ def run_together(llm: LLM, jobs: Sequence[Job], numbered: bool = True) -> Genera
         except HybridKVError as problem:
             raise wrong(job.line.index, in_flags(str(problem))) if numbered else problem from None
 
-    tickets = [Ticket(partial(begin, job), partial(tell, number)) for number, job in enumerate(jobs)]
+    tickets = TicketsAsTheyEnd(llm.owner, [partial(begin, job) for job in jobs])  # all, or none if one is refused
     try:
-        llm.owner.submit(tickets)  # all of them, or none if one is refused
-        for _ in tickets:
-            number = ended.get()
+        for number, ticket in tickets:
             try:
-                outcome = Outcome(jobs[number], tickets[number].result())
+                outcome = Outcome(jobs[number], ticket.result())
             except Exception as problem:
                 outcome = Outcome(jobs[number], problem=problem)
             yield outcome
     finally:
-        llm.owner.cancel(tickets)
+        tickets.close()
 
 
 def in_order_of(jobs: Sequence[Job], outcomes: Iterable[Outcome]) -> Iterator[Outcome]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from hybridkv.commands.inspect import look, page_path, read_along, whole
+from hybridkv.commands.inspect import look, page_path, whole
 from hybridkv.commands.invocation import command_name
 from hybridkv.commands.options import ModelOptions, with_options
 
@@ -103,7 +103,7 @@ def _prompt(llm: LLM, text: str, question: str) -> list[int]:
 
 def full_answers(llm: LLM, console: Console, text: str, params: SamplingParams) -> list[Row]:
     """Stream the answers with every token kept. The second continues the first one's cache."""
-    from hybridkv.commands.display import say, summary
+    from hybridkv.commands.display import read_along, say, summary
     from hybridkv.report.kept import Answer
 
     request: Request | None = None
@@ -113,7 +113,7 @@ def full_answers(llm: LLM, console: Console, text: str, params: SamplingParams) 
         began = time.perf_counter()
         stream = held_stream(llm, _prompt(llm, text, question), params, request)
         for piece in read_along(stream):
-            say(piece)
+            say(piece.text)
         request, answer = stream.request, stream.completion
         assert answer is not None
         seconds = time.perf_counter() - began

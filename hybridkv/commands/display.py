@@ -152,29 +152,6 @@ def read_along(stream: Stream | ChatStream) -> Iterator[ChatPiece]:
     yield from steps
 
 
-def read_prompt(llm: LLM, request: Request) -> None:
-    """Run until the request has its first token, with a progress bar."""
-    start = llm.manager.position(request.key) if request.key in llm.manager.slot_of else 0
-    with progress() as bars:
-        read = bars.show(f"reading {request.prompt_tokens - start} tokens")
-        while not request.finished and len(request.tokens) == request.prompt_tokens:
-            llm.engine.step()
-            if not request.finished:
-                read(llm.manager.position(request.key) - start, request.prompt_tokens - start)
-
-
-def pieces(llm: LLM, request: Request) -> Iterator[str]:
-    """Run one request to its end: a progress bar while its prompt is read, then its text piece by piece."""
-    try:
-        read_prompt(llm, request)
-        yield from llm.pieces(request)
-    finally:
-        if request.hold:
-            llm.engine.stop(request)
-        else:
-            llm.engine.abort(request)
-
-
 @dataclass(frozen=True)
 class LastEviction:
     """What the last eviction of a request left in a stream on average, and the bytes of its pages before and after."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +12,6 @@ from hybridkv.commands.options import ModelOptions, utf8, with_options
 from hybridkv.commands.prompts import read_prompts, refuse_system, to_tokens
 
 if TYPE_CHECKING:
-    from hybridkv.answers import Stream
     from hybridkv.config import CacheConfig, EvictionConfig, SamplingParams
     from hybridkv.llm import LLM
     from hybridkv.report.kept import Answer, Kept
@@ -110,27 +108,12 @@ def look(
 
 def ask(llm: LLM, tokens: list[int], params: SamplingParams, eviction: EvictionConfig | None) -> Request:
     """Run one request to its end."""
+    from hybridkv.commands.display import read_along
+
     with llm.stream(tokens, params, eviction=eviction) as stream:
         for _ in read_along(stream):
             pass
         return stream.request
-
-
-def read_along(stream: Stream) -> Iterator[str]:
-    """A stream's text piece by piece, with a progress bar while its prompt is read."""
-    from hybridkv.commands.display import progress
-
-    steps = stream.steps()
-    with progress() as bars:  # gone before the first piece: a bar and an answer do not share a terminal
-        read = bars.show("reading the prompt")
-        for piece in steps:
-            read(*stream.progress)
-            if piece:
-                break
-        else:
-            return
-    yield piece
-    yield from steps
 
 
 def storage(llm: LLM) -> dict[str, str]:

@@ -17,7 +17,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -186,6 +186,40 @@ class EngineOwner:
         self._inbox.put(work)
         if self._state.finished or self._thread is None:
             _refuse_all(self._inbox)
+
+
+class TicketsAsTheyEnd(Iterator[tuple[int, Ticket]]):
+    """Requests that run together, each with its number as soon as it has ended.
+
+    Leaving early (`close`, or dropping it) stops those that are left.
+    """
+
+    def __init__(self, owner: EngineOwner, adds: Sequence[Callable[[Engine], Request]]) -> None:
+        ended: SimpleQueue[int] = SimpleQueue()
+
+        def tell(number: int, piece: str | None) -> None:  # on the engine's thread
+            if piece is None:
+                ended.put(number)
+
+        self._owner, self._ended, self._left = owner, ended, len(adds)
+        self._tickets = [Ticket(add, partial(tell, number)) for number, add in enumerate(adds)]
+        owner.submit(self._tickets)
+
+    def __next__(self) -> tuple[int, Ticket]:
+        if not self._left:
+            raise StopIteration
+        number = self._ended.get()
+        self._left -= 1
+        return number, self._tickets[number]
+
+    def close(self) -> None:
+        """Stop what has not ended. Nothing of it is left when this returns."""
+        self._left = 0
+        self._owner.cancel(self._tickets)
+
+    def __del__(self) -> None:
+        if left := [ticket for ticket in getattr(self, "_tickets", ()) if not ticket.ended]:
+            self._owner.cancel(left, wait=False)
 
 
 @dataclass(frozen=True)
