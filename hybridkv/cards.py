@@ -1,7 +1,8 @@
-"""Graphics cards by name: how much memory each has, and how much of it a model can have.
+"""Graphics cards by name: how much memory each has, how much of it a model can have, and what its kernels can do.
 
-Totals are what nvidia-smi reports, in MiB: a little less than what is printed on the box, or more (an H100 "80 GB" has
-81559 MiB). ECC and drivers move them by a percent or so.
+Totals are in MiB. Those of PUBLISHED are what nvidia-smi reports, from a published table: a little less than what is
+printed on the box, or more (an H100 "80 GB" has 81559 MiB). All others are nominal: about the size on the box, not
+checked against a card. ECC and drivers move either by a percent or so.
 
 Of the total, CONTEXT is left to the driver and to CUDA's own context, and of what is then free LLM takes HEADROOM where
 no limit is given: the rest is for activations, cuBLAS and the allocator's gaps.
@@ -15,7 +16,9 @@ from difflib import get_close_matches
 
 from hybridkv.errors import HybridKVError
 
-CONTEXT = 1 << 30  # bytes of driver and CUDA context, which nvidia-smi counts and LLM does not see as free
+# Bytes of driver and CUDA context, which nvidia-smi counts and LLM does not see as free. Measured on an H200 with
+# Qwen3.5-27B in Q4_K (bench/packed_load.py): 619 MiB, and 155 MiB by which torch rounds 771 tensors up.
+CONTEXT = 1 << 30
 HEADROOM = 0.9  # of the free memory is used when no limit was given
 MIB = 1 << 20
 
@@ -25,8 +28,8 @@ class Card:
     """A graphics card."""
 
     name: str
-    mib: int  # as nvidia-smi reports
-    capability: tuple[int, int]  # CUDA's compute capability; (0, 0): not known
+    mib: int  # its total; see PUBLISHED
+    capability: tuple[int, int]  # CUDA's compute capability; (0, 0): not known, and taken to have all
 
     @property
     def nbytes(self) -> int:
@@ -37,6 +40,23 @@ class Card:
     def usable(self) -> int:
         """Bytes for weights, cache and workspace: what LLM takes on an empty card."""
         return int(max(self.nbytes - CONTEXT, 0) * HEADROOM)
+
+    @property
+    def by_size(self) -> bool:
+        """Whether only its size is known."""
+        return self.capability == (0, 0)
+
+    @property
+    def nominal(self) -> bool:
+        """Whether its total is the size on the box, and not what nvidia-smi was seen to report."""
+        return not self.by_size and self.name not in PUBLISHED
+
+    def lacks(self, what: str, least: tuple[int, int]) -> str | None:
+        """A clause, where the compute capability is known and less than `least`. what: how it begins, "KV fp8 needs"."""
+        if self.by_size or self.capability >= least:
+            return None
+        needed, found = (".".join(map(str, pair)) for pair in (least, self.capability))
+        return f"{what} compute capability {needed}, the {self.name} has {found}"
 
 
 AMPERE, AMPERE_CONSUMER, ADA, HOPPER, BLACKWELL, BLACKWELL_CONSUMER = (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)
@@ -68,41 +88,65 @@ CARDS = tuple(
     )
     for name, mib in cards.items()
 )  # fmt: skip
-ALIASES = {"a100": "A100 80GB", "h100": "H100 80GB", "h100pcie": "H100 80GB", "h100sxm": "H100 80GB",
-           "gh200": "GH200 96GB", "a100pcie": "A100 80GB", "a100sxm": "A100 80GB", "6000ada": "RTX 6000 Ada",
-           "h200nvl": "H200", "h200sxm": "H200", "pro6000blackwell": "RTX PRO 6000"}  # fmt: skip
+PUBLISHED = frozenset({"T4", "A10", "L4", "L40S", "A100 40GB", "A100 80GB", "H100 80GB", "H200"})
+ALIASES = {"a100": "A100 80GB", "h100": "H100 80GB", "gh200": "GH200 96GB", "gh200480gb": "GH200 96GB",
+           "h200nvl": "H200"}  # fmt: skip
 FP8_KV = (8, 9)  # the least compute capability whose kernels know FP8 keys and values
 FP8_WEIGHTS = (9, 0)  # and FP8 matrices
 PACKED_WEIGHTS = (8, 0)  # and matrices in a GGUF file's formats
+NEAR = 0.08  # a size that is named with a card ("L4 24GB" has 22.5 GiB) may differ from its total by so much
+_NOISE = (
+    r"nvidia|geforce|tesla|quadro|pcie|sxm\d?|hbm\d?e?|blackwell|generation|(server|workstation)? ?edition|max-?q|gpu"
+)
 
 
 def plain(name: str) -> str:
     """A name without what people leave out or write differently: 'NVIDIA GeForce RTX 4090' -> '4090'."""
-    found = re.sub(r"[^a-z0-9]", "", name.lower())
-    found = re.sub(r"^(nvidia)?(geforce|tesla|quadro)?(rtx|gtx)?", "", found)
-    return re.sub(r"(\d)(gb|gib)$", r"\1", found)
+    found = re.sub(r"[^a-z0-9]", "", re.sub(_NOISE, "", name.lower()))
+    return re.sub(r"^(rtx|gtx)", "", found)
+
+
+def split_size(name: str) -> tuple[str, int | None]:
+    """'H100 80GB HBM3' -> ('H100  HBM3', 80); None where no size is named."""
+    size = re.search(r"(?<![\d.])(\d{1,3}) ?(gb|gib)\b", name, re.IGNORECASE)
+    return (name, None) if size is None else (name[: size.start()] + name[size.end() :], int(size[1]))
 
 
 _BY_NAME = {plain(card.name): card for card in CARDS}
-_BY_NAME |= {plain(card.name.removeprefix("RTX ")): card for card in CARDS}
 _BY_NAME |= {spelled: next(card for card in CARDS if card.name == name) for spelled, name in ALIASES.items()}
 
 
 def find_card(name: str) -> Card:
-    """A card by its name, written loosely ("4090", "rtx4090", "A100 40GB"), or one of a size ("24GB", which owners use
-    for 24 GiB). HybridKVError names cards that are near.
+    """A card by its name, written loosely ("4090", "rtx4090", "A100 40GB") or as nvidia-smi and torch print it ("NVIDIA
+    H100 80GB HBM3"), or one of a size ("24GB", which owners use for 24 GiB; "24564MiB"). HybridKVError names cards that
+    are near.
     """
-    if size := re.fullmatch(r"\s*(\d{1,4}(?:\.\d{1,2})?)\s*(?:gb|gib|g)\s*", name.lower()):
-        mib = int(float(size[1]) * 1024)
-        if mib:
-            return Card(f"a card of {size[1]} GB", mib, (0, 0))
-    wanted = plain(name)
-    if wanted in _BY_NAME:
-        return _BY_NAME[wanted]
-    near = get_close_matches(wanted, _BY_NAME, n=4, cutoff=0.5) if wanted else []
-    near += [key for key in _BY_NAME if wanted and key not in near and (key.startswith(wanted[:3]))]
-    names = list(dict.fromkeys(_BY_NAME[key].name for key in near))[:6]
-    hint = (
+    if size := re.fullmatch(r"\s*(?:(\d{1,4}(?:\.\d{1,2})?)\s*(?:gb|gib|g)|(\d{1,7})\s*(?:mb|mib))\s*", name.lower()):
+        mib = int(float(size[1]) * 1024) if size[1] else int(size[2])
+        if not mib:
+            raise HybridKVError(f"a card of {name[:40]!r} has no memory; give its size (24GB), or a name")
+        return Card(f"a card of {size[1]} GB" if size[1] else f"a card of {size[2]} MiB", mib, (0, 0))
+    if plain(name) in _BY_NAME:
+        return _BY_NAME[plain(name)]
+    without, gib = split_size(name)
+    base = plain(without)
+    alike = [card for card in CARDS if base and base in (plain(card.name), plain(split_size(card.name)[0]))]
+    alike += [_BY_NAME[base]] if base in _BY_NAME and _BY_NAME[base] not in alike else []
+    fitting = [card for card in alike if gib is not None and abs(card.mib / 1024 / gib - 1) < NEAR]
+    if fitting:
+        return min(fitting, key=lambda card: abs(card.mib / 1024 - (gib or 0)))
+    raise HybridKVError(f"there is no card {name[:80]!r} in the list; {_hint(name, base, alike)}, or --memory")
+
+
+def _hint(name: str, base: str, alike: list[Card]) -> str:
+    """What to give instead of a name that is not known."""
+    if name.strip().isdigit() and len(name.strip()) < 4:
+        return f"if it is a size, write {name.strip()}GB; or give a name (RTX 4090)"
+    bases = {plain(split_size(card.name)[0]): card for card in CARDS}
+    near = get_close_matches(base, bases, n=4, cutoff=0.7)
+    near += [key for key in bases if len(base) > 2 and key.startswith(base[:3])]
+    names = [card.name for card in alike] or list(dict.fromkeys(bases[key].name for key in near))[:6]
+    known = (
         f"near it are {', '.join(names)}" if names else "known are, for example, RTX 4090, RTX 5090, L40S, H100, H200"
     )
-    raise HybridKVError(f"there is no card {name[:80]!r} in the list; {hint}; or give its size (24GB), or --memory")
+    return f"{known}; or give its size (24GB)"

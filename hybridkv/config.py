@@ -356,5 +356,5 @@ class SamplingParams:
     def _check(name: str, value: object, kind: type, low: float, high: float) -> None:
         good = is_whole(value) or (kind is float and isinstance(value, float))
         if not good or not low <= value <= high:  # type: ignore[operator]  # NaN fails this too
-            what = "a whole number" if kind is int else "a number"
-            raise RequestError(f"{name} must be {what} from {low:g} to {high:g}, not {shown(value)}")
+            what = f"a whole number from {low} to {high}" if kind is int else f"a number from {low:g} to {high:g}"
+            raise RequestError(f"{name} must be {what}, not {shown(value)}")

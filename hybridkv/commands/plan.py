@@ -61,11 +61,14 @@ class PlanOptions(ModelOptions):
 
 @dataclass(frozen=True)
 class Choice:
-    """One KV dtype, and what fits with it. The last three are None when no memory was named."""
+    """One KV dtype, and what fits with it: nothing where it is refused. The last three are None when no memory was
+    named.
+    """
 
     estimate: Estimate
     need: Need  # of the requests and the context asked for
     total: int  # with the weights
+    refused: str | None = None  # a clause: why the engine does not take this dtype on the card
     fits: bool | None = None
     longest_context: int | None = None  # for the requests asked for
     most_requests: int | None = None  # of the context asked for
@@ -139,7 +142,7 @@ def plan(
     page: Annotated[str | None, Argument(metavar="FILE", help="of --html", show_default=False)] = None,
     card: Annotated[
         str | None,
-        Option("--card", metavar="NAME", help='a graphics card ("RTX 4090", h200) or its size (24GB: 24 GiB)'),
+        Option("--card", metavar="CARD", help='a graphics card ("RTX 4090", h200) or its size (24GB: 24 GiB)'),
     ] = None,
     weights: Annotated[str | None, Option("--weights", metavar="FORM", help=_WEIGHTS)] = None,
     requests: Annotated[int | None, Option("--requests", metavar="N", help="the same as --max-requests; 1")] = None,
@@ -158,6 +161,8 @@ def plan(
     if len(models) > 1 or len(files) > 1:
         raise BadParameter(f"one model{' and one file that ends in .html' if html else ''} can be given, not {named}")
     options = replace(options, model=models[0] if models else None)
+    if html and as_json:
+        raise BadParameter("--html writes a page and --json prints an object: give one of them")
     if html:
         from hybridkv.commands.plan_page import write_page
 
@@ -212,10 +217,10 @@ def make_report(options: ModelOptions, requests: int, card_name: str | None = No
     memory = limits.memory_bytes if card is None else card.usable
     cache = options.cache()
     evicting = (replace(options, budget=BUDGET) if evicts and options.budget is None else options).cache()
-    choices = find_choices(source, cache, weights, gpu, options.exact, requests, context, memory)
+    choices = find_choices(source, cache, weights, gpu, options.exact, requests, context, memory, card)
     buys = []
     if evicts:
-        kinds = [choice.kv_dtype for choice in choices]
+        kinds = [choice.kv_dtype for choice in choices if choice.refused is None]
         room = None if memory is None else memory - weights.nbytes
         buys = find_buys(source, evicting, weights, gpu, options.exact, kinds, requests, context, room)
     report = Report(
@@ -229,17 +234,22 @@ def make_report(options: ModelOptions, requests: int, card_name: str | None = No
         budget=cache.budget,
         choices=choices,
         buys=buys,
-        notes=notes(weights, card),
+        notes=[],
         advice=[],
         named=options.model or source.name,
         memory_given=options.memory,
         weight_flags=weight_flags(options, form),
         kv_named=cache.kv_dtype != "auto",
     )
+    report = replace(report, notes=notes(report))
     if report.judged.fits is False:
         from hybridkv.commands.plan_advice import advice
 
-        report = replace(report, advice=advice(report, given(options)))
+        def weigh(there: Card | None) -> Weights:
+            """The weights that were asked for, as they are held on another card."""
+            return choose_weights(options, source, gpu, there, form)
+
+        report = replace(report, advice=advice(report, given(options), weigh))
     return report
 
 
@@ -257,7 +267,7 @@ def choose_weights(options: ModelOptions, source: Source, gpu: bool, card: Card 
     """Bytes of the weights as --weights asks for them, or --dtype and --weight-dtype."""
     from hybridkv.commands.plan_weights import check_form, find_weights, form_weights
     from hybridkv.config import MODEL_DTYPES
-    from hybridkv.models.weight_forms import DTYPES
+    from hybridkv.models.weight_forms import DTYPES, FORMS, has_experts
 
     if options.dtype not in ("auto", *MODEL_DTYPES):
         raise HybridKVError(f"dtype {options.dtype!r} is not supported; choose auto, {', '.join(MODEL_DTYPES)}")
@@ -269,6 +279,11 @@ def choose_weights(options: ModelOptions, source: Source, gpu: bool, card: Card 
     if form is None:
         return find_weights(source, gpu, options.dtype, options.weight_dtype, options.exact, card)
     form = check_form(form)
+    if form == "mxfp4" and not has_experts(source.config, source.has):
+        raise HybridKVError(
+            f"--weights mxfp4 is a form of experts, and {source.name} has none; choose "
+            f"{', '.join(other for other in FORMS if other != form)}"
+        )
     if options.dtype != "auto" or options.weight_dtype != "auto":
         raise BadParameter("--weights says the form of the weights: leave out --dtype and --weight-dtype")
     if form in DTYPES and (not gpu or options.exact):
@@ -280,14 +295,10 @@ def choose_weights(options: ModelOptions, source: Source, gpu: bool, card: Card 
     return form_weights(source, form, card)
 
 
-def notes(weights: Weights, card: Card | None) -> list[str]:
-    """Sentences about what the engine, or the card, does not do."""
-    from hybridkv.cards import FP8_KV
-
-    found = [weights.note] if weights.note else []
-    if card is not None and (0, 0) < card.capability < FP8_KV:
-        found.append(f"KV fp8 needs an RTX 40, an L4, an H100 or later: the {card.name} has no FP8.")
-    return found
+def notes(report: Report) -> list[str]:
+    """Sentences about what the engine does not do, on this card or at all, and that the verdict does not say."""
+    refused = [c.refused for c in report.choices if c.refused and c is not report.judged]
+    return ([report.weights.note] if report.weights.note else []) + [f"{clause}." for clause in refused]
 
 
 def given(options: ModelOptions) -> list[str]:
@@ -324,16 +335,22 @@ def find_choices(
     requests: int,
     context: int,
     memory: int | None,
+    card: Card | None,
 ) -> list[Choice]:
     """One for each KV dtype that may be meant."""
+    from hybridkv.cards import FP8_KV
     from hybridkv.commands.plan_estimate import Estimate
+    from hybridkv.commands.plan_weights import KV_NEED
 
     choices = []
     for kv_dtype in kv_dtypes(cache):
         estimate = Estimate(source.config, replace(cache, kv_dtype=kv_dtype), weights.dtype, gpu, exact)
         need = estimate.need(requests, context)
-        choice = Choice(estimate, need, weights.nbytes + need.nbytes)
-        if memory is not None:
+        refused = card.lacks(KV_NEED, FP8_KV) if card is not None and kv_dtype == "fp8" else None
+        choice = Choice(estimate, need, weights.nbytes + need.nbytes, refused)
+        if refused:
+            choice = replace(choice, fits=False, longest_context=0, most_requests=0)
+        elif memory is not None:
             room = memory - weights.nbytes
             choice = replace(
                 choice,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from hybridkv.cards import CARDS, FP8_KV, FP8_WEIGHTS, PACKED_WEIGHTS, Card
+from hybridkv.cards import CARDS, FP8_KV, PACKED_WEIGHTS, Card
 from hybridkv.commands.invocation import command_name
 from hybridkv.commands.plan_estimate import Estimate
-from hybridkv.commands.plan_weights import Weights, find_weights, form_weights
+from hybridkv.commands.plan_weights import KV_NEED, Weights, card_lacks, find_weights, form_weights
 from hybridkv.models import family_of
-from hybridkv.models.weight_forms import PACKED, held_today
+from hybridkv.models.weight_forms import held_today
 
 if TYPE_CHECKING:
     from hybridkv.commands.plan import Report
@@ -29,6 +30,7 @@ class Try:
     report: Report
     weights: Weights
     form: str | None  # of --weights; None: as it was
+    weigh: Callable[[Card | None], Weights]  # the weights as they were asked for, on a card
     estimate: Estimate
     requests: int
     context: int
@@ -41,16 +43,21 @@ class Try:
         return self.estimate.need(self.requests, self.context).nbytes <= self.memory - self.weights.nbytes
 
 
-def advice(report: Report, flags: list[str]) -> list[str]:
-    """Commands that fit. `flags`: those that none of them changes."""
+def advice(report: Report, flags: list[str], weigh: Callable[[Card | None], Weights]) -> list[str]:
+    """Commands that fit. `flags`: those that none of them changes; `weigh`: the weights that were asked for, as a card
+    holds them.
+    """
     assert report.memory is not None
-    first = Try(
-        report, report.weights, None, report.judged.estimate, report.requests, report.context, report.memory,
+    asked = first = Try(
+        report, report.weights, None, weigh, report.judged.estimate, report.requests, report.context, report.memory,
         report.card,
     )  # fmt: skip
-    found: list[Try] = []
-    for change in (_form, _kv, _budget, _context, _requests, _card):
+    if report.judged.refused:
+        first = replace(asked, estimate=_with(asked.estimate, kv_dtype="bf16"))
+    found = [first] if report.judged.refused and first.fits else []
+    for change in () if found else (_form, _kv, _budget, _context, _requests):
         found += [tried for tried in change(first) if tried.fits][:1]
+    found += [tried for tried in _card(asked) if tried.fits][:1]
     if all(tried.card != first.card for tried in found):  # no single change is enough here
         found = _together(first) + found
     return [_command(tried, flags) for tried in found[:MOST]]
@@ -65,9 +72,7 @@ def _form(tried: Try) -> Iterator[Try]:
             yield replace(tried, weights=half, form="bf16", estimate=replace(tried.estimate, dtype="bfloat16"))
         return
     for form in SMALLER:
-        least = FP8_WEIGHTS if form == "fp8" else PACKED_WEIGHTS if form in PACKED else (0, 0)
-        fit_for_card = tried.card is None or tried.card.capability == (0, 0) or tried.card.capability >= least
-        if not held_today(tried.report.source.config, form) or not fit_for_card:
+        if not held_today(tried.report.source.config, form) or card_lacks(tried.card, form):
             continue
         if form == "fp8" and tried.card is None:
             continue  # without a card it is not known whether it has FP8 matrices
@@ -77,8 +82,7 @@ def _form(tried: Try) -> Iterator[Try]:
 
 
 def _kv(tried: Try) -> Iterator[Try]:
-    has_fp8 = tried.card is None or tried.card.capability == (0, 0) or tried.card.capability >= FP8_KV
-    if tried.estimate.cache.kv_dtype != "fp8" and has_fp8:
+    if tried.estimate.cache.kv_dtype != "fp8" and not (tried.card and tried.card.lacks(KV_NEED, FP8_KV)):
         yield replace(tried, estimate=_with(tried.estimate, kv_dtype="fp8"))
 
 
@@ -103,13 +107,19 @@ def _requests(tried: Try) -> Iterator[Try]:
 
 
 def _card(tried: Try) -> Iterator[Try]:
-    """The smallest card that is large enough."""
-    fp8 = tried.estimate.cache.kv_dtype == "fp8"
+    """Larger cards that hold the weights as asked for, the smallest first; where this one does not, or refuses the KV
+    dtype, smaller ones too.
+    """
+    report = tried.report
+    if not report.gpu:
+        return
+    least = max(FP8_KV if tried.estimate.cache.kv_dtype == "fp8" else (0, 0), PACKED_WEIGHTS)
+    unable = report.judged.refused is not None or report.weights != tried.weigh(None)
+    there = tried.weigh if tried.form is None else partial(form_weights, report.source, tried.form)
     for card in sorted(CARDS, key=lambda card: (card.mib, card.name)):
-        packed = tried.form in PACKED or tried.weights.form == "packed"
-        least = max(FP8_KV if fp8 else (0, 0), PACKED_WEIGHTS if packed else (0, 0), (8, 0))
-        if card.usable > tried.memory and card.capability >= least and tried.report.gpu:
-            yield replace(tried, card=card, memory=card.usable)
+        weights = there(card)
+        if (unable or card.usable > tried.memory) and card.capability >= least and weights == there(None):
+            yield replace(tried, weights=weights, card=card, memory=card.usable)
 
 
 def _together(first: Try) -> list[Try]:
@@ -143,8 +153,9 @@ def _command(tried: Try, flags: list[str]) -> str:
     report, cache = tried.report, tried.estimate.cache
     words = [command_name(), "plan", shlex.quote(report.named)]
     if tried.card is not None:
-        size = tried.card.capability == (0, 0)
-        words += ["--card", shlex.quote(f"{tried.card.mib / 1024:g}GB" if size else tried.card.name)]
+        mib = tried.card.mib
+        size = f"{mib}MiB" if mib % 1024 else f"{mib // 1024}GB"
+        words += ["--card", shlex.quote(size if tried.card.by_size else tried.card.name)]
     else:
         words += ["--memory", shlex.quote(str(report.memory_given))]
     if tried.form is not None:

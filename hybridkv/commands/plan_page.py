@@ -14,10 +14,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from hybridkv.cards import CARDS, CONTEXT, FP8_KV, FP8_WEIGHTS, HEADROOM, MIB, PACKED_WEIGHTS
+from hybridkv.cards import CARDS, CONTEXT, FP8_KV, HEADROOM, MIB
 from hybridkv.commands.plan_estimate import MOST_REQUESTS, Estimate
 from hybridkv.commands.plan_source import Source, find_source
-from hybridkv.commands.plan_weights import LABELS, Weights, find_weights, form_weights
+from hybridkv.commands.plan_weights import KV_NEED, LABELS, Weights, find_weights, form_weights, needed
 from hybridkv.config import GPU_STEP_TOKENS, KV_DTYPES, CacheConfig, EvictionConfig, SamplingParams
 from hybridkv.dtypes import itemsize
 from hybridkv.engine import workspace
@@ -27,7 +27,7 @@ from hybridkv.kernels import topk_levels
 from hybridkv.kernels.eviction import select_sizes
 from hybridkv.models import family_of
 from hybridkv.models.known import KNOWN
-from hybridkv.models.weight_forms import DTYPES, FORMS, PACKED
+from hybridkv.models.weight_forms import DTYPES, FORMS, has_experts
 
 SIZES = (8, 12, 16, 24, 32, 48, 64, 80, 96, 128, 192)  # of cards by size, in GB as owners say it
 FIRST = ("Qwen3.5-27B", "q4_k")  # what the page shows when no model is named
@@ -79,8 +79,7 @@ def export(model: str | None = None) -> dict[str, Any]:
         "budgets": BUDGETS,
         "kv": list(KV_DTYPES),
         "forms": {form: LABELS.get(form, form) for form in FORMS} | {"file": "as the file"},
-        "packed": [*PACKED, "file"],
-        "capability": {"fp8_kv": FP8_KV, "fp8_weights": FP8_WEIGHTS, "packed": PACKED_WEIGHTS},
+        "kv_needs": (KV_NEED, FP8_KV),
         "rules": rules(),
     }
 
@@ -112,8 +111,8 @@ def of_model(source: Source, argument: str | None = None) -> dict[str, Any]:
     """One model: its weights in every form, and what it stores for a request in every KV dtype."""
     config, evicts = source.config, family_of(source.config).supports("budget")
     weights = {form: form_weights(source, form) for form in FORMS}
-    if weights["mxfp4"].nbytes == weights["bf16"].nbytes:
-        del weights["mxfp4"]  # no experts
+    if not has_experts(config, source.has):
+        del weights["mxfp4"]
     weights = dict(sorted(weights.items(), key=lambda item: -item[1].nbytes))
     if source.packed:
         weights = {"file": find_weights(source, True, "auto", "auto", False)} | weights
@@ -129,7 +128,7 @@ def of_model(source: Source, argument: str | None = None) -> dict[str, Any]:
         "attention_layers": len(config.attention_layers),
         "evicts": evicts,
         "compressed": config.v4 is not None,
-        "weights": {form: _of_weights(found) for form, found in weights.items()},
+        "weights": {form: _of_weights(form, found) for form, found in weights.items()},
         "stores": {
             dtype: {kv: _stores(Estimate(config, replace(cache, kv_dtype=kv), dtype, gpu=True)) for kv in KV_DTYPES}
             for dtype in DTYPES.values()
@@ -137,8 +136,17 @@ def of_model(source: Source, argument: str | None = None) -> dict[str, Any]:
     }
 
 
-def _of_weights(found: Weights) -> dict[str, Any]:
-    return {"bytes": found.nbytes, "dtype": found.dtype, "itemsize": itemsize(found.dtype), "note": found.note}
+def _of_weights(form: str, found: Weights) -> dict[str, Any]:
+    """As they are held on a card that lacks nothing; on others they are those of bf16."""
+    return {
+        "bytes": found.nbytes,
+        "dtype": found.dtype,
+        "itemsize": itemsize(found.dtype),
+        "label": found.label,
+        "needs": needed(found.form if form == "file" else form),
+        "why": found.why,
+        "asked_bytes": found.nbytes if found.asked_bytes is None else found.asked_bytes,
+    }
 
 
 def _stores(estimate: Estimate) -> dict[str, Any]:

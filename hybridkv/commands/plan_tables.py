@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from hybridkv.commands.plan_weights import LABELS
 from hybridkv.kernels.linear.packed_planes import WORKSPACE
 from hybridkv.planner import human
 
@@ -84,9 +83,12 @@ def table(report: Report) -> Table:
         if report.card is not None:
             reserve = human(report.card.nbytes - report.card.usable)
             out.add_row("reserve", *blank, *[reserve] * len(needs))
-        out.add_row(f"fits in {human(report.memory)}", *blank, *("yes" if c.fits else "no" for c in report.choices))
-        out.add_row("longest context", *blank, *(str(c.longest_context) for c in report.choices))
-        out.add_row(f"requests of {report.context}", *blank, *(str(c.most_requests) for c in report.choices))
+        fits = ("refused" if c.refused else "yes" if c.fits else "no" for c in report.choices)
+        out.add_row(f"fits in {human(report.memory)}", *blank, *fits)
+        longest = ("" if c.refused else str(c.longest_context) for c in report.choices)
+        out.add_row("longest context", *blank, *longest)
+        most = ("" if c.refused else str(c.most_requests) for c in report.choices)
+        out.add_row(f"requests of {report.context}", *blank, *most)
     return out
 
 
@@ -112,20 +114,25 @@ def state_bytes(report: Report, choice: Any) -> list[int]:
 
 
 def verdict(report: Report) -> str:
-    """One sentence: whether it fits."""
+    """One sentence: whether it fits, as the engine holds it on this card, and why that is not what was asked for."""
     assert report.memory is not None
-    judged = report.judged
+    judged, weights = report.judged, report.weights
+    on = f" on {report.card.name}" if report.card is not None else ""
+    found = {0: "Nothing near it fits.", 1: "This fits:"}.get(len(report.advice), "Each of these fits:")
+    if judged.refused:
+        return f"Not possible{on}: {judged.refused}. {found}"
+    because = f" ({weights.why})" if weights.why else ""
     many, take = ("one request", "takes") if report.requests == 1 else (f"{report.requests} requests", "take")
-    what = f"{many} of {report.context} tokens with KV {judged.kv_dtype} and {report.weights.label} weights"
+    held = f"weights kept in {weights.label}{because}" if because else f"{weights.label} weights"
+    what = f"{many} of {report.context} tokens with KV {judged.kv_dtype} and {held}"
     if judged.fits:
         left = human(report.memory - judged.total)
         return f"Fits: {what} {take} {human(judged.total)}; {left} of {human(report.memory)} are left."
-    if report.weights.nbytes >= report.memory:
-        short = f"the weights alone take {human(report.weights.nbytes)} of {human(report.memory)}"
+    if weights.nbytes >= report.memory:
+        kept = f", kept in {weights.label}{because}," if because else ""
+        short = f"the weights alone{kept} take {human(weights.nbytes)} of {human(report.memory)}"
     else:
         short = f"{what} {take} {human(judged.total)}, {human(judged.total - report.memory)} more than there is"
-    found = {0: "Nothing near it fits.", 1: "This fits:"}.get(len(report.advice), "Each of these fits:")
-    on = f" on {report.card.name}" if report.card is not None else ""
     return f"Does not fit{on}: {short}. {found}"
 
 
@@ -179,11 +186,15 @@ def as_dict(report: Report) -> dict[str, Any]:
         "context": report.context,
         "requests": report.requests,
         "device": "cuda" if report.gpu else "cpu",
-        "card": None if card is None else {"name": card.name, "bytes": card.nbytes, "usable_bytes": card.usable},
+        "card": None
+        if card is None
+        else {"name": card.name, "bytes": card.nbytes, "usable_bytes": card.usable, "nominal": card.nominal},
         "reserve_bytes": 0 if card is None else card.nbytes - card.usable,
         "dtype": report.weights.form,
-        "weights_form": LABELS.get(report.weights.form, report.weights.form),
+        "weights_form": report.weights.label,
         "weights_bytes": report.weights.nbytes,
+        "weights_why": report.weights.why,
+        "weights_asked_bytes": report.weights.asked_bytes,
         "packed_on_gpu_bytes": report.weights.packed_on_gpu,
         "memory_bytes": report.memory,
         "workspace_bytes": report.judged.need.workspace,
@@ -223,6 +234,7 @@ def as_dict(report: Report) -> dict[str, Any]:
                 "cache_bytes": choice.need.cache,
                 "workspace_bytes": choice.need.workspace,
                 "total_bytes": choice.total,
+                "refused": choice.refused,
                 "fits": choice.fits,
                 "longest_context": choice.longest_context,
                 "most_requests": choice.most_requests,

@@ -13,42 +13,68 @@ from hybridkv.planner import human, model_bytes
 
 LABELS = {"bfloat16": "bf16", "float32": "f32", "q8_0": "Q8_0", "q6_k": "Q6_K", "q5_k": "Q5_K", "q4_k": "Q4_K"}
 
+FP8_NEED, PACKED_NEED, KV_NEED = "FP8 weights need", "packed weights need", "KV fp8 needs"  # how clauses begin
+
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of a model's weights in one form."""
+    """Bytes of a model's weights, as the engine holds them there."""
 
     nbytes: int
-    form: str  # bfloat16, float32, fp8, a form of --weights, packed (a GGUF file's own), "fp8 as ..." where codes are
-    # not kept
+    form: (
+        str  # bfloat16, float32, fp8, a form of --weights, packed (a GGUF file's own); "q4_k as bfloat16" where another
+    )
+    # is held, "q4_k/bfloat16" where experts are in another
     dtype: str  # of activations
-    note: str | None = None  # one sentence, where the engine does not hold them so
+    why: str | None = None  # a clause: why they are not held in the form that was asked for
+    asked: str | None = None  # that form
+    asked_bytes: int | None = None  # what they would take in it
     packed_on_gpu: int | None = None  # of a GGUF file that is planned for a CPU
 
     @property
     def label(self) -> str:
         """The form in a word."""
-        if self.form.startswith("fp8 as "):
-            return f"{LABELS[self.dtype]} (fp8)"
-        return LABELS.get(self.form, self.form)
+        asked, _, held = self.form.partition(" as ")
+        if held and self.why is None:
+            return f"{LABELS[held]} ({asked})"
+        return "/".join(LABELS.get(part, part) for part in (held or asked).split("/"))
+
+    @property
+    def note(self) -> str | None:
+        """One sentence, where the engine does not hold them as asked for."""
+        if self.why is None or self.asked is None:
+            return None
+        held, asked = human(self.nbytes), human(self.asked_bytes or 0)
+        start = self.why[0].upper() + self.why[1:]
+        return f"{start}: weights are kept in {self.label}, {held}; in {self.asked} they would take {asked}."
 
 
 def form_weights(source: Source, form: str, card: Card | None = None) -> Weights:
-    """On a GPU, in a form that --weights names."""
-    nbytes = form_bytes(source.config, source.has, form)
-    note = None
-    if not held_today(source.config, form):
-        today = human(form_bytes(source.config, source.has, form if source.config.v4 is None else "bf16", False))
-        what = "this model's experts" if source.config.v4 is None else "DeepSeek-V4"
-        note = f"The engine does not hold {what} in {LABELS.get(form, form)} yet: today the weights take {today}."
-    elif card is not None and (0, 0) < card.capability < _least(form):
-        note = f"The {card.name} has no {'FP8 matrices' if form == 'fp8' else 'kernels for packed weights'}: there the "
-        note += f"engine keeps the weights in bf16, {human(form_bytes(source.config, source.has, 'bf16'))}."
-    return Weights(nbytes, DTYPES.get(form, form), DTYPES.get(form, "bfloat16"), note)
+    """On a GPU, in a form that --weights names, or in what the engine holds instead of it on this card."""
+    config, has = source.config, source.has
+    nbytes, dtype, label = form_bytes(config, has, form), DTYPES.get(form, "bfloat16"), LABELS.get(form, form)
+    plain = form_bytes(config, has, "bf16")
+    if why := card_lacks(card, form):
+        return Weights(plain, f"{form} as bfloat16", dtype, why, label, nbytes)
+    if held_today(config, form):
+        return Weights(nbytes, DTYPES.get(form, form), dtype)
+    what = "this model's experts" if config.v4 is None else "DeepSeek-V4"
+    why = f"the engine does not hold {what} in {label} yet"
+    if config.v4 is None and form in PACKED:  # all but the experts
+        return Weights(form_bytes(config, has, form, False), f"{form}/bfloat16", dtype, why, label, nbytes)
+    return Weights(plain, f"{form} as bfloat16", dtype, why, label, nbytes)
 
 
-def _least(form: str) -> tuple[int, int]:
-    return FP8_WEIGHTS if form == "fp8" else PACKED_WEIGHTS if form in PACKED else (0, 0)
+def needed(form: str) -> tuple[str, tuple[int, int]]:
+    """What a form needs of a card, in words, and the least compute capability that has it."""
+    if form == "fp8":
+        return FP8_NEED, FP8_WEIGHTS
+    return PACKED_NEED, PACKED_WEIGHTS if form in (*PACKED, "packed") else (0, 0)
+
+
+def card_lacks(card: Card | None, form: str) -> str | None:
+    """Why a card cannot compute with weights in this form, or None. Without a card it can."""
+    return None if card is None else card.lacks(*needed(form))
 
 
 def check_form(form: str) -> str:
@@ -73,17 +99,27 @@ def find_weights(
     device = "cuda" if gpu else "cpu"
     name = dtype if dtype != "auto" else "float32" if source.is_gguf and not gpu else "bfloat16"
     check_fp8(config, weight_dtype == "fp8")
-    fp8 = weight_dtype == "fp8" and not exact and gpu and name == "bfloat16"
-    plain = model_bytes(config, has, name, device, fp8)
-    may_pack = weight_dtype == "auto" and not exact
-    if may_pack and gpu and name == "bfloat16" and source.packed:
+    plain = model_bytes(config, has, name, device)
+    computes = gpu and not exact and name == "bfloat16"  # with matrices in other forms than a plain dtype
+    if weight_dtype == "fp8" and computes:
+        return _held(model_bytes(config, has, name, device, fp8=True), "fp8", plain, name, card)
+    may_pack = weight_dtype == "auto" and not exact and source.packed
+    if may_pack and computes:
         packed = model_bytes(config, has, name, device, packed=source.packed)
         if packed < plain:
-            return Weights(packed, "packed", name)
+            return _held(packed, "packed", plain, name, card)
     on_gpu = None
-    if may_pack and not gpu and source.packed:
+    if may_pack and not gpu:
         unpacked_there = model_bytes(config, has, "bfloat16", "cuda")
         packed_there = model_bytes(config, has, "bfloat16", "cuda", packed=source.packed)
         on_gpu = packed_there if packed_there < unpacked_there else None
-    form = "fp8" if fp8 else f"fp8 as {name}" if weight_dtype == "fp8" else name
+    form = f"fp8 as {name}" if weight_dtype == "fp8" else name
     return Weights(plain, form, name, packed_on_gpu=on_gpu)
+
+
+def _held(nbytes: int, form: str, plain: int, dtype: str, card: Card | None) -> Weights:
+    """In this form, or in a plain dtype where the card has no kernels for it."""
+    why, asked = card_lacks(card, form), {"packed": "the file's formats"}.get(form, form)
+    if why is None:
+        return Weights(nbytes, form, dtype)
+    return Weights(plain, f"{form} as {dtype}", dtype, why, asked, nbytes)

@@ -73,8 +73,18 @@ function workspace(model, itemsize, budget, requests, context) {
   return (requests + kept) * model.vocab * itemsize + model.vocab * temporary + requests * state
     + evictionBytes(model, budget, context) + index;
 }
+const below = (capability, least) => capability[0] > 0
+  && (capability[0] < least[0] || capability[0] === least[0] && capability[1] < least[1]);
+function lacks(card, [words, least]) { // why a card does not have what needs a compute capability, or null
+  return below(card.capability, least) ? `${words} compute capability ${least.join(".")}, the ${card.name} has ${card.capability.join(".")}` : null;
+}
+function held(c) { // the weights as the engine holds them on the card
+  const asked = c.model.weights[c.weights], why = lacks(c.card, asked.needs);
+  return why === null ? asked : {...c.model.weights.bf16, why, asked_bytes: asked.asked_bytes};
+}
+const refused = (c) => c.kv === "fp8" ? lacks(c.card, data.kv_needs) : null;
 function need(c, requests, context) {
-  const model = c.model, weights = model.weights[c.weights], store = model.stores[weights.dtype][c.kv];
+  const model = c.model, weights = held(c), store = model.stores[weights.dtype][c.kv];
   const held = kvBytes(store, context, c.budget);
   const peak = kvBytes(store, context, c.bounded && c.budget !== null ? c.budget + rules.STEP : null);
   const lent = queryBuffers(model, c.budget, c.bounded, requests) * store.buffer;
@@ -97,9 +107,9 @@ function mostThatFits(needed, room, limit) {
   return low;
 }
 const usable = (card) => Math.floor(Math.max(card.mib * rules.MIB - rules.CONTEXT, 0) * rules.HEADROOM);
-const room = (c) => usable(c.card) - c.model.weights[c.weights].bytes;
-const longestContext = (c) => mostThatFits((n) => need(c, c.requests, n).all, room(c), c.model.max_context);
-const mostRequests = (c) => mostThatFits((n) => need(c, n, c.context).all, room(c), rules.MOST_REQUESTS);
+const room = (c) => usable(c.card) - held(c).bytes;
+const longestContext = (c) => refused(c) ? 0 : mostThatFits((n) => need(c, c.requests, n).all, room(c), c.model.max_context);
+const mostRequests = (c) => refused(c) ? 0 : mostThatFits((n) => need(c, n, c.context).all, room(c), rules.MOST_REQUESTS);
 
 // ---- words
 
@@ -122,8 +132,6 @@ function element(tag, text, more = {}) {
   for (const [name, value] of Object.entries(more)) made.setAttribute(name, value);
   return made;
 }
-const below = (capability, least) => capability[0] > 0
-  && (capability[0] < least[0] || capability[0] === least[0] && capability[1] < least[1]);
 
 // ---- what is chosen
 
@@ -181,17 +189,20 @@ function fromAddress() {
 // ---- what is shown
 
 function show() {
-  const c = chosen, weights = c.model.weights[c.weights], found = need(c, c.requests, c.context);
-  const total = weights.bytes + found.all, has = usable(c.card), whole = c.card.mib * rules.MIB, fits = total <= has;
+  const c = chosen, weights = held(c), found = need(c, c.requests, c.context), why = refused(c);
+  const total = weights.bytes + found.all, has = usable(c.card), whole = c.card.mib * rules.MIB;
+  const fits = why === null && total <= has, kept = weights.why ? `kept in ${weights.label} (${weights.why})` : "";
   showControls(c);
   const one = c.requests === 1;
-  const what = `${one ? "One request" : `${number(c.requests)} requests`} of ${number(c.context)} tokens`;
+  const what = `${one ? "One request" : `${number(c.requests)} requests`} of ${number(c.context)} tokens`
+    + (kept ? ` with weights ${kept}` : "");
   $("verdict").className = fits ? "yes" : "no";
-  $("verdict").textContent = weights.bytes >= has ? `The weights alone take ${size(weights.bytes)} of ${size(has)}.`
+  $("verdict").textContent = why !== null ? `Not possible: ${why}.`
+    : weights.bytes >= has ? `The weights alone${kept ? `, ${kept},` : ""} take ${size(weights.bytes)} of ${size(has)}.`
     : fits ? `${what} ${one ? "takes" : "take"} ${size(total)}; ${size(has - total)} are left.`
     : `${what} ${one ? "takes" : "take"} ${size(total)}, ${size(total - has)} more than there is.`;
   const parts = [
-    ["weights", `Weights, ${data.forms[c.weights]}`, weights.bytes], ["pages", `KV cache, ${c.kv}`, found.pages],
+    ["weights", `Weights, ${weights.why ? weights.label : data.forms[c.weights]}`, weights.bytes], ["pages", `KV cache, ${c.kv}`, found.pages],
     ["state", "State of requests", found.state],
     ["tables", "Page tables", found.tables], ["workspace", "Workspace", found.workspace],
     ["reserve", "Reserve", whole - has],
@@ -229,14 +240,8 @@ function showBar(parts, taken, whole) {
   bar.setAttribute("aria-label", parts.map(([, label, bytes]) => `${label} ${size(bytes)}`).join(", ") + `, of ${size(whole)}`);
 }
 function notes(c) {
-  const card = c.card.capability, found = [];
-  const packed = data.packed.includes(c.weights) && below(card, data.capability.packed);
-  if (c.model.weights[c.weights].note) found.push(c.model.weights[c.weights].note);
-  else if (packed || c.weights === "fp8" && below(card, data.capability.fp8_weights))
-    found.push(`On the ${c.card.name} the engine keeps these weights in bf16: ${size(c.model.weights.bf16.bytes)}.`);
-  if (c.kv === "fp8" && below(card, data.capability.fp8_kv))
-    found.push(`KV fp8 needs an RTX 40, an L4, an H100 or later: the ${c.card.name} has no FP8.`);
-  return found;
+  const weights = held(c), asked = c.weights === "file" ? "the file's formats" : data.forms[c.weights];
+  return weights.why ? [`In ${asked} the weights would take ${size(weights.asked_bytes)}.`] : [];
 }
 function showTiles(c, weights, found) {
   const longest = longestContext(c), most = mostRequests(c);
@@ -264,14 +269,14 @@ function showForms(c) {
     ...data.kv.map((kv) => element("th", `KV ${kv}`, {scope: "col"})));
   table.tHead.replaceChildren(head);
   const focus = document.activeElement?.dataset?.cell;
-  for (const [form, weights] of Object.entries(c.model.weights)) {
-    const row = element("tr");
+  for (const form of Object.keys(c.model.weights)) {
+    const row = element("tr"), weights = held({...c, weights: form});
     row.append(element("th", data.forms[form], {scope: "row"}), element("td", size(weights.bytes), {class: "size"}));
     for (const kv of data.kv) {
       const longest = longestContext({...c, weights: form, kv}), cell = element("td", undefined, longest ? {} : {class: "none"});
       const button = element("button", longest ? number(longest) : "no", {
         type: "button", "aria-pressed": form === c.weights && kv === c.kv, "data-cell": `${form} ${kv}`, "data-value": longest,
-        "aria-label": `${data.forms[form]} weights, KV ${kv}: ${longest ? `${longest} tokens` : "does not fit"}`,
+        "aria-label": `${data.forms[form]} weights, KV ${kv}: ${longest ? `${longest} tokens` : refused({...c, kv}) ? "not possible" : "does not fit"}`,
       });
       button.onclick = () => choose({weights: form, kv});
       cell.append(button);
@@ -300,7 +305,10 @@ function options(select, entries) {
 function showControls(c) {
   $("model").value = c.model.name;
   $("card").value = c.cardName;
-  options($("weights"), Object.entries(c.model.weights).map(([form, w]) => [form, `${data.forms[form]}, ${size(w.bytes)}`]));
+  options($("weights"), Object.keys(c.model.weights).map((form) => {
+    const weights = held({...c, weights: form});
+    return [form, `${data.forms[form]}, ${weights.why ? `kept in ${weights.label}, ` : ""}${size(weights.bytes)}`];
+  }));
   $("weights").value = c.weights;
   $("kv").value = c.kv;
   const list = contextSteps(c.model);

@@ -65,6 +65,11 @@ def _in_form(weight: Weight, form: str, experts: bool) -> int:
     return plain
 
 
+def has_experts(config: ModelConfig, has: Has) -> bool:
+    """Whether a model has experts, which is all that mxfp4 changes."""
+    return any(weight.kind == "experts" for weight in family_of(config).weights(config, has))
+
+
 def held_today(config: ModelConfig, form: str) -> bool:
     """Whether the engine holds this model's weights in this form. Quantised experts it does not, nor DeepSeek-V4 in
     anything but a plain dtype.
