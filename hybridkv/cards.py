@@ -52,7 +52,7 @@ class Card:
         return not self.by_size and self.name not in PUBLISHED
 
     def lacks(self, what: str, least: tuple[int, int]) -> str | None:
-        """A clause, where the compute capability is known and less than `least`. what: how it begins, "KV fp8 needs"."""
+        """A clause where the compute capability is known and less than `least`. what: how it begins: "KV fp8 needs"."""
         if self.by_size or self.capability >= least:
             return None
         needed, found = (".".join(map(str, pair)) for pair in (least, self.capability))

@@ -31,6 +31,13 @@ BAD = {  # field -> what it refuses beside NOT_NUMBERS
 NEVER_NONE = ("presence_penalty", "frequency_penalty", "min_tokens", "n")
 
 
+def test_ranges_of_whole_numbers_are_written_whole() -> None:
+    with pytest.raises(RequestError, match="max_tokens must be a whole number from 1 to 2147483648, not 0"):
+        SamplingParams(max_tokens=0)
+    with pytest.raises(RequestError, match="temperature must be a number from 0 to 10000, not -1"):
+        SamplingParams(temperature=-1)
+
+
 @pytest.mark.parametrize("field", BAD)
 def test_bad_sampling_parameters_are_named(field: str) -> None:
     for bad in (*BAD[field], *NOT_NUMBERS):

@@ -78,13 +78,13 @@ const below = (capability, least) => capability[0] > 0
 function lacks(card, [words, least]) { // why a card does not have what needs a compute capability, or null
   return below(card.capability, least) ? `${words} compute capability ${least.join(".")}, the ${card.name} has ${card.capability.join(".")}` : null;
 }
-function held(c) { // the weights as the engine holds them on the card
+function weightsOn(c) { // the weights as the engine holds them on the card
   const asked = c.model.weights[c.weights], why = lacks(c.card, asked.needs);
   return why === null ? asked : {...c.model.weights.bf16, why, asked_bytes: asked.asked_bytes};
 }
 const refused = (c) => c.kv === "fp8" ? lacks(c.card, data.kv_needs) : null;
 function need(c, requests, context) {
-  const model = c.model, weights = held(c), store = model.stores[weights.dtype][c.kv];
+  const model = c.model, weights = weightsOn(c), store = model.stores[weights.dtype][c.kv];
   const held = kvBytes(store, context, c.budget);
   const peak = kvBytes(store, context, c.bounded && c.budget !== null ? c.budget + rules.STEP : null);
   const lent = queryBuffers(model, c.budget, c.bounded, requests) * store.buffer;
@@ -107,7 +107,7 @@ function mostThatFits(needed, room, limit) {
   return low;
 }
 const usable = (card) => Math.floor(Math.max(card.mib * rules.MIB - rules.CONTEXT, 0) * rules.HEADROOM);
-const room = (c) => usable(c.card) - held(c).bytes;
+const room = (c) => usable(c.card) - weightsOn(c).bytes;
 const longestContext = (c) => refused(c) ? 0 : mostThatFits((n) => need(c, c.requests, n).all, room(c), c.model.max_context);
 const mostRequests = (c) => refused(c) ? 0 : mostThatFits((n) => need(c, n, c.context).all, room(c), rules.MOST_REQUESTS);
 
@@ -189,7 +189,7 @@ function fromAddress() {
 // ---- what is shown
 
 function show() {
-  const c = chosen, weights = held(c), found = need(c, c.requests, c.context), why = refused(c);
+  const c = chosen, weights = weightsOn(c), found = need(c, c.requests, c.context), why = refused(c);
   const total = weights.bytes + found.all, has = usable(c.card), whole = c.card.mib * rules.MIB;
   const fits = why === null && total <= has, kept = weights.why ? `kept in ${weights.label} (${weights.why})` : "";
   showControls(c);
@@ -240,7 +240,7 @@ function showBar(parts, taken, whole) {
   bar.setAttribute("aria-label", parts.map(([, label, bytes]) => `${label} ${size(bytes)}`).join(", ") + `, of ${size(whole)}`);
 }
 function notes(c) {
-  const weights = held(c), asked = c.weights === "file" ? "the file's formats" : data.forms[c.weights];
+  const weights = weightsOn(c), asked = c.weights === "file" ? "the file's formats" : data.forms[c.weights];
   return weights.why ? [`In ${asked} the weights would take ${size(weights.asked_bytes)}.`] : [];
 }
 function showTiles(c, weights, found) {
@@ -270,7 +270,7 @@ function showForms(c) {
   table.tHead.replaceChildren(head);
   const focus = document.activeElement?.dataset?.cell;
   for (const form of Object.keys(c.model.weights)) {
-    const row = element("tr"), weights = held({...c, weights: form});
+    const row = element("tr"), weights = weightsOn({...c, weights: form});
     row.append(element("th", data.forms[form], {scope: "row"}), element("td", size(weights.bytes), {class: "size"}));
     for (const kv of data.kv) {
       const longest = longestContext({...c, weights: form, kv}), cell = element("td", undefined, longest ? {} : {class: "none"});
@@ -306,7 +306,7 @@ function showControls(c) {
   $("model").value = c.model.name;
   $("card").value = c.cardName;
   options($("weights"), Object.keys(c.model.weights).map((form) => {
-    const weights = held({...c, weights: form});
+    const weights = weightsOn({...c, weights: form});
     return [form, `${data.forms[form]}, ${weights.why ? `kept in ${weights.label}, ` : ""}${size(weights.bytes)}`];
   }));
   $("weights").value = c.weights;

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import tiny
 import tiny_gguf
+import torch
 
-from hybridkv.cards import CARDS, CONTEXT, HEADROOM, find_card, plain
+from hybridkv.cards import CARDS, CONTEXT, HEADROOM, PUBLISHED, find_card, plain
 from hybridkv.cli import main
 from hybridkv.models.known import KNOWN
 
@@ -60,18 +61,61 @@ def test_nothing_heavy_is_imported(what: str, tmp_path: Path) -> None:
         ("4090", "RTX 4090"), ("rtx4090", "RTX 4090"), ("RTX-4090", "RTX 4090"), ("GeForce RTX 4090", "RTX 4090"),
         ("h200", "H200"), ("H100", "H100 80GB"), ("H100 PCIe", "H100 80GB"), ("a100-40gb", "A100 40GB"),
         ("A100 80GB", "A100 80GB"), ("4060 ti 16gb", "RTX 4060 Ti 16GB"), ("RTX PRO 6000", "RTX PRO 6000"),
-        ("6000 Ada", "RTX 6000 Ada"), ("tesla t4", "T4"),
+        ("6000 Ada", "RTX 6000 Ada"), ("tesla t4", "T4"), ("RTX4090 24GB", "RTX 4090"), ("L4 24GB", "L4"),
+        ("RTX 3080 10GB", "RTX 3080"), ("3080 12gb", "RTX 3080 12GB"), ("a10080gb", "A100 80GB"),
     ],
 )  # fmt: skip
 def test_a_card_may_be_spelled_loosely(spelled: str, name: str) -> None:
     assert find_card(spelled).name == name
 
 
+@pytest.mark.parametrize(
+    ("printed", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100 80GB"), ("NVIDIA H100 PCIe", "H100 80GB"), ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB"), ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100 40GB"), ("NVIDIA A100 80GB PCIe", "A100 80GB"), ("NVIDIA H200", "H200"),
+        ("NVIDIA GH200 480GB", "GH200 96GB"), ("NVIDIA GeForce RTX 4090", "RTX 4090"), ("Tesla T4", "T4"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX 4070 Ti Super"), ("NVIDIA RTX A6000", "RTX A6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"), ("NVIDIA L40S", "L40S"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000"),
+    ],
+)  # fmt: skip
+def test_the_names_that_nvidia_smi_and_torch_print_are_known(printed: str, name: str) -> None:
+    assert find_card(printed).name == name
+
+
+@pytest.mark.parametrize(
+    ("size", "mib"), [("24GB", 24576), ("24GiB", 24576), ("24 g", 24576), ("24576MiB", 24576), ("24564 MiB", 24564)]
+)
+def test_a_size_is_a_card(size: str, mib: int) -> None:
+    assert (find_card(size).mib, find_card(size).capability) == (mib, (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("typed", "said", "unsaid"),
+    [
+        ("NVIDIA A100-SXM-64GB", "near it are A100 40GB, A100 80GB;", "A10,"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "near it are RTX 4090;", "A"),
+        ("24", "if it is a size, write 24GB", "near"),
+        ("0GB", "has no memory", "near"),
+        ("MI300X", "known are, for example", "near"),
+    ],
+)
+def test_a_card_that_is_not_known_is_named_as_typed(
+    typed: str, said: str, unsaid: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A laptop's GPU has less memory than the card whose name it has; an A100 of another size is another card."""
+    error = plan(capsys, "Qwen3-8B", "--card", typed, code=2)
+    assert repr(typed) in error and said in error and unsaid not in error.split(";", 1)[1]
+
+
 def test_cards_are_plausible_and_each_finds_itself() -> None:
     names = [card.name for card in CARDS]
-    assert len(set(names)) == len(names) >= 40
+    assert len(set(names)) == len(names) >= 40 and set(names) > PUBLISHED
     for card in CARDS:
         assert find_card(card.name) == card and find_card(plain(card.name)) == card
+        assert card.nominal == (card.name not in PUBLISHED)
         size = re.search(r"(\d+)GB", card.name)
         assert 7 * 1024 < card.mib < 200 * 1024 and (size is None or abs(card.mib / 1024 / int(size[1]) - 1) < 0.05)
 
@@ -114,6 +158,13 @@ DO_NOT_FIT = [
     "DeepSeek-V4-Flash --card H200 --context 128k",
     "Qwen3.5-9B --memory 18GiB --context 128k --kv-dtype bf16",
     "Qwen3.5-4B --memory 12GiB --device cpu --dtype float32 --context 32k",
+    "Qwen3.5-9B --card T4 --weights q4_k --context 8k",
+    "Qwen3.5-9B --card 3060 --weights fp8 --context 8k",
+    "Qwen3.5-9B --card 3060 --weight-dtype fp8 --context 8k",
+    "Llama-3.1-8B --card 3090 --kv-dtype fp8 --context 8k",
+    "Qwen3.5-27B --card 3090 --kv-dtype fp8 --context 64k --requests 2",
+    "Qwen3.5-27B --card 24564MiB --context 32k",
+    "Qwen3.5-35B-A3B --card 4090 --weights q4_k --context 8k",
 ]
 
 
@@ -122,7 +173,8 @@ def test_every_suggestion_fits_when_it_is_run_as_printed(command: str, capsys: p
     words = shlex.split(command)
     out = " ".join(plan(capsys, *words).split())
     found = numbers(capsys, *words)
-    assert found["fits"] is False and "Does not fit" in out and "  0 0 0" not in out
+    refused = "fp8" in words and "--kv-dtype" in words
+    assert found["fits"] is False and ("Not possible" if refused else "Does not fit") in out and "  0 0 0" not in out
     if not found["suggestions"]:
         assert "Nothing near it fits." in out and words[0].startswith("DeepSeek")  # no card here holds 530 GiB
     for suggestion in found["suggestions"]:
@@ -130,26 +182,101 @@ def test_every_suggestion_fits_when_it_is_run_as_printed(command: str, capsys: p
         program, _, rest = suggestion.partition(" plan ")
         assert program.endswith("hybridkv")
         again = numbers(capsys, *shlex.split(rest))
-        assert (
-            again["fits"] is True
-            and again["model"] == found["model"]
-            and not any("engine" in n for n in again["notes"])
-        )
+        assert again["fits"] is True and again["model"] == found["model"]
+        assert "capability" not in (again["weights_why"] or ""), "a form that the card has no kernels for"
+        assert not ("--kv-dtype" in rest and again["choices"][0]["refused"])
 
 
-def test_forms_that_the_engine_does_not_hold_are_planned_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_forms_that_the_engine_does_not_hold_are_judged_as_it_holds_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """And what they would take is said."""
     for model, form, said in (
-        ("Qwen3.5-35B-A3B", "q4_k", "does not hold this model's experts in Q4_K yet"),
-        ("Qwen3.5-35B-A3B", "mxfp4", "does not hold this model's experts in mxfp4 yet"),
-        ("DeepSeek-V4-Flash", "mxfp4", "does not hold DeepSeek-V4 in mxfp4 yet"),
+        ("Qwen3.5-35B-A3B", "q4_k", "the engine does not hold this model's experts in Q4_K yet"),
+        ("Qwen3.5-35B-A3B", "mxfp4", "the engine does not hold this model's experts in mxfp4 yet"),
+        ("DeepSeek-V4-Flash", "mxfp4", "the engine does not hold DeepSeek-V4 in mxfp4 yet"),
     ):
+        plain = numbers(capsys, model, "--context", "8k")["weights_bytes"]
         found = numbers(capsys, model, "--weights", form, "--context", "8k")
-        assert found["weights_bytes"] < 0.4 * numbers(capsys, model, "--context", "8k")["weights_bytes"]
-        assert len(found["notes"]) == 1 and said in found["notes"][0]
+        assert found["weights_asked_bytes"] < 0.4 * plain and 0.9 * plain < found["weights_bytes"] <= plain
+        assert found["weights_why"] == said and len(found["notes"]) == 1 and said[1:] in found["notes"][0]
     assert not numbers(capsys, "Qwen3.5-35B-A3B", "--weights", "fp8", "--context", "8k")["notes"]
-    assert "no FP8" in numbers(capsys, "Qwen3-8B", "--card", "3090", "--context", "8k")["notes"][0]
-    [note] = numbers(capsys, "Qwen3-8B", "--card", "4090", "--weights", "fp8", "--context", "8k")["notes"]
-    assert "keeps the weights in bf16" in note
+
+
+PACKED_WHY = "packed weights need compute capability 8.0, the T4 has 7.5"
+FP8_WHY = "FP8 weights need compute capability 9.0, the RTX 4090 has 8.9"
+KV_WHY = "KV fp8 needs compute capability 8.9, the RTX 3090 has 8.6"
+
+
+@pytest.mark.parametrize(
+    ("flags", "card", "why", "fits"),
+    [
+        (["Qwen3.5-9B", "--weights", "q4_k"], "T4", PACKED_WHY, False),
+        (["Qwen3-1.7B", "--weights", "q8_0"], "T4", PACKED_WHY, True),
+        (["Qwen3-8B", "--weights", "fp8"], "4090", FP8_WHY, True),
+        (["Qwen3-8B", "--weight-dtype", "fp8"], "4090", FP8_WHY, True),
+        (["Qwen3-14B", "--weights", "fp8"], "4090", FP8_WHY, False),
+    ],
+)
+def test_weights_without_kernels_on_a_card_are_judged_in_bf16(
+    flags: list[str], card: str, why: str, fits: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All numbers are those of a plan in bf16, and the verdict says why in its own sentence."""
+    common = ("--card", card, "--context", "8k")
+    found, plain = numbers(capsys, *flags, *common), numbers(capsys, flags[0], *common)
+    assert found["weights_why"] == why and found["weights_asked_bytes"] < found["weights_bytes"]
+    same = ("weights_bytes", "memory_bytes", "fits", "choices", "buys")
+    assert {name: found[name] for name in same} == {name: plain[name] for name in same} and found["fits"] is fits
+    out = " ".join(plan(capsys, *flags, *common).split())
+    verdict = re.search(r"(Fits|Does not fit)[^:]*: [^()]*\(([^()]*)\)", out)
+    assert verdict and (verdict[1] == "Fits") is fits and verdict[2] == why and "weights bf16" in out
+
+
+def test_a_gguf_file_is_not_packed_on_a_card_without_kernels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tiny_gguf.write_gguf_llama(tiny.build("llama3_rope"), tmp_path / "m.gguf", q8=True)
+    packed, bare = (numbers(capsys, path, "--context", "64", "--card", card) for card in ("A10", "T4"))
+    plain = numbers(capsys, path, "--context", "64", "--card", "T4", "--weight-dtype", "plain")
+    assert packed["dtype"] == "packed" and packed["weights_why"] is None and bare["weights_why"] == PACKED_WHY
+    assert bare["weights_bytes"] == plain["weights_bytes"] > packed["weights_bytes"] == bare["weights_asked_bytes"]
+
+
+def test_kv_fp8_is_refused_where_the_engine_refuses_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """`devices.check_fp8_cache` raises on such a card."""
+    common = ("Llama-3.1-8B", "--card", "3090", "--context", "8k")
+    asked = numbers(capsys, *common, "--kv-dtype", "fp8")
+    [choice] = asked["choices"]
+    assert asked["fits"] is choice["fits"] is False and choice["refused"] == KV_WHY and not asked["buys"]
+    assert choice["longest_context"] == choice["most_requests"] == 0
+    out = " ".join(plan(capsys, *common, "--kv-dtype", "fp8").split())
+    assert f"Not possible on RTX 3090: {KV_WHY}." in out and "Fits" not in out
+    kept = [words for words in map(shlex.split, asked["suggestions"]) if "RTX 3090" in words]
+    assert kept and all(words[words.index("--kv-dtype") + 1] == "bf16" for words in kept)
+    every = numbers(capsys, *common)
+    by_kv = {found["kv_dtype"]: found for found in every["choices"]}
+    assert (
+        every["fits"] is True and by_kv["fp8"] == choice and by_kv["bf16"]["fits"] and every["notes"] == [KV_WHY + "."]
+    )
+    assert {buy["kv_dtype"] for buy in every["buys"]} == {"f32", "bf16"}
+    assert "refused" in plan(capsys, *common)
+    for card in ("4090", "24GB"):  # one that has FP8, and one of which it is not known
+        assert numbers(capsys, "Llama-3.1-8B", "--card", card, "--kv-dtype", "fp8", "--context", "8k")["fits"] is True
+
+
+def test_what_cards_can_do_is_what_the_kernels_ask_for() -> None:
+    """The list is without torch; these are the kernels' own conditions."""
+    from hybridkv.cards import FP8_KV, FP8_WEIGHTS, PACKED_WEIGHTS
+    from hybridkv.kernels import backend
+    from hybridkv.kernels.formats.kv_format import KV_FORMATS
+    from hybridkv.kernels.linear import fp8, packed
+
+    assert KV_FORMATS["fp8"].capability == FP8_KV
+    for file, keeps, least in ((backend, fp8.keeps_codes, FP8_WEIGHTS), (packed, packed.keeps_packed, PACKED_WEIGHTS)):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(file, "HAS_TRITON", True)
+            patched.setattr(file, "COMPILED", True)
+            for capability in sorted({card.capability for card in CARDS}):
+                patched.setattr(file, "capability", lambda device, found=capability: found)
+                assert keeps(torch.device("cuda", 0), torch.bfloat16) == (capability >= least)
 
 
 WIDE = [
@@ -192,6 +319,8 @@ def test_everything_is_readable_at_80_columns(
         (["Qwen3-8B", "--device", "tpu"], "use auto, cpu or cuda"),
         (["Qwen3-8B", "Qwen3-4B"], "one model"),
         (["DeepSeek-V4-Pro", "--budget", "512"], "never evicts"),
+        (["Qwen3.5-9B", "--weights", "mxfp4"], "a form of experts, and Qwen3.5-9B has none"),
+        (["Qwen3.5-9B", "--html", "--json"], "give one of them"),
     ],
 )
 def test_what_cannot_be_planned_is_said_in_one_line(

@@ -58,6 +58,9 @@ def check(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
         "room": max(found["memory_bytes"] - found["weights_bytes"], 0),
     }, words
     assert page.evaluate("document.getElementById('verdict').className") == ("yes" if choice["fits"] else "no")
+    said, refused, why = page.text("#verdict"), choice["refused"], found["weights_why"]
+    assert ("Not possible" in said) == (refused is not None) and (refused or "") in said, (words, said)
+    assert (why is not None and not refused) == ("kept in" in said) and (refused or why or "") in said, (words, said)
 
 
 def random_settings(rng: random.Random) -> dict[str, Any]:
@@ -161,6 +164,21 @@ def test_every_cell_is_the_longest_context_of_its_form(
         form, kv = cell.split()
         words = f"plan Qwen3.5-9B --card 5090 --context 8k --requests 2 --weights {form} --kv-dtype {kv}"
         assert numbers(capsys, words.split())["choices"][0]["longest_context"] == longest
+
+
+@pytest.mark.parametrize("card", ["T4", "RTX 3090", "RTX 4090"])
+def test_cells_are_of_what_the_card_can_do(
+    browser: Browser, written: Path, card: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Forms without kernels there have the bytes of bf16, and a KV dtype that is refused has no context at all."""
+    page = browser.open(written, fragment=urlencode({"model": "Qwen3-1.7B", "card": card, "context": "4k"}))
+    for cell, longest in page.evaluate(CELLS):
+        form, kv = cell.split()
+        words = f"plan Qwen3-1.7B --context 4k --weights {form} --kv-dtype {kv}".split() + ["--card", card]
+        found = numbers(capsys, words)["choices"][0]
+        assert found["longest_context"] == longest and (longest == 0) == (found["refused"] is not None)
+        page.evaluate(GO, urlencode({"model": "Qwen3-1.7B", "card": card, "context": "4k", "weights": form, "kv": kv}))
+        check(page, capsys)
 
 
 @pytest.mark.parametrize("width", [320, 390, 820, 1200])
