@@ -54,6 +54,16 @@ def known() -> list[str]:
     return list(KNOWN)
 
 
+def card(incomplete: str) -> list[str]:
+    """Names of graphics cards, in one word as a shell takes it; 40 is as good a beginning as RTX-40."""
+    from hybridkv.cards import CARDS
+
+    names = [c.name.replace(" ", "-") for c in CARDS]
+    if incomplete[:1].isdigit():
+        names = [name.removeprefix("RTX-") for name in names]
+    return [name for name in names if name.lower().startswith(incomplete.lower())]
+
+
 def downloaded() -> list[str]:
     """Hub ids that the hub's own cache holds."""
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")

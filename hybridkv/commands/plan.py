@@ -142,7 +142,12 @@ def plan(
     page: Annotated[str | None, Argument(metavar="FILE", help="of --html", show_default=False)] = None,
     card: Annotated[
         str | None,
-        Option("--card", metavar="CARD", help='a graphics card ("RTX 4090", h200) or its size (24GB: 24 GiB)'),
+        Option(
+            "--card",
+            metavar="CARD",
+            help='a graphics card ("RTX 4090", h200) or its size (24GB: 24 GiB)',
+            autocompletion=completion.card,
+        ),
     ] = None,
     weights: Annotated[str | None, Option("--weights", metavar="FORM", help=_WEIGHTS)] = None,
     requests: Annotated[int | None, Option("--requests", metavar="N", help="the same as --max-requests; 1")] = None,

@@ -9,6 +9,7 @@ from hybridkv.kernels.linear.packed_planes import WORKSPACE
 from hybridkv.planner import human
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from hybridkv.commands.plan import Report
@@ -19,7 +20,7 @@ def show(report: Report, buys: bool) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    console.print(table(report))
+    show_table(console, table(report))
     if report.memory is not None:
         console.print(verdict(report))
         for command in report.advice:
@@ -27,13 +28,25 @@ def show(report: Report, buys: bool) -> None:
     nothing = report.memory is not None and report.weights.nbytes >= report.memory
     if report.buys and buys and not nothing:
         console.print()
-        console.print(buys_table(report))
+        show_table(console, buys_table(report), least=80)
     for note in report.notes:
         console.print(note)
     if report.weights.packed_on_gpu is not None:
         console.print(f"Weights packed on a GPU: {human(report.weights.packed_on_gpu)}", style="dim")
     if report.memory is not None:
         console.print(footnote(report), style="dim")
+
+
+def show_table(console: Console, shown: Table, least: int = 1000) -> None:
+    """Print a table with whole numbers, wider than the window where it must be; least: columns at which headings may
+    wrap.
+    """
+    from rich.measure import Measurement
+
+    window, natural = console.width, Measurement.get(console, console.options.update(width=1000), shown).maximum
+    console.width = max(window, min(natural, least))
+    console.print(shown)
+    console.width = window
 
 
 def title(report: Report) -> str:

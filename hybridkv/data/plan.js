@@ -153,7 +153,7 @@ const chosen = {
 function choose(changes) {
   Object.assign(chosen, changes);
   const c = chosen;
-  if (!c.model.weights[c.weights]) c.weights = "bf16";
+  if (!Object.hasOwn(c.model.weights, c.weights)) c.weights = "bf16";
   c.context = Math.max(1, Math.min(c.context, c.model.max_context));
   c.requests = Math.max(1, Math.min(c.requests, rules.MOST_REQUESTS));
   if (!c.model.evicts) c.budget = null;
@@ -173,7 +173,7 @@ function fromAddress() {
   const given = new URLSearchParams(location.hash.slice(1)), changes = {};
   if (models.has(given.get("model"))) changes.model = models.get(given.get("model"));
   if (cards.has(given.get("card"))) Object.assign(changes, {card: cards.get(given.get("card")), cardName: given.get("card")});
-  if (data.forms[given.get("weights")]) changes.weights = given.get("weights");
+  if (Object.hasOwn(data.forms, given.get("weights"))) changes.weights = given.get("weights");
   if (data.kv.includes(given.get("kv"))) changes.kv = given.get("kv");
   for (const name of ["context", "requests"]) {
     const n = read(given.get(name) ?? "");

@@ -5,6 +5,7 @@ Only what memory depends on is here. Nothing is loaded from these configs: a mod
 
 from __future__ import annotations
 
+import re
 from difflib import get_close_matches
 from typing import Any
 
@@ -25,6 +26,9 @@ def _llama3(hidden: int, layers: int, ffn: int, heads: int, head_dim: int, facto
         max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=500000.0, rope_scaling=rope,
         tie_word_embeddings=tied,
     )  # fmt: skip
+
+
+_LLAMA_3_0: dict[str, Any] = dict(max_position_embeddings=8192, rope_scaling=None)
 
 
 def _qwen3(hidden: int, layers: int, ffn: int, heads: int, tied: bool = False) -> dict[str, Any]:
@@ -78,6 +82,8 @@ KNOWN: dict[str, dict[str, Any]] = {
         num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=8192, rms_norm_eps=1e-5,
         rope_theta=100000.0, tie_word_embeddings=True,
     ),
+    "Llama-3-8B": _llama3(4096, 32, 14336, 32, 128, 1.0, False) | _LLAMA_3_0,
+    "Llama-3-70B": _llama3(8192, 80, 28672, 64, 128, 1.0, False) | _LLAMA_3_0,
     "Llama-3.1-8B": _llama3(4096, 32, 14336, 32, 128, 8.0, False),
     "Llama-3.1-70B": _llama3(8192, 80, 28672, 64, 128, 8.0, False),
     "Llama-3.2-1B": _llama3(2048, 16, 8192, 32, 64, 32.0, True),
@@ -106,7 +112,7 @@ KNOWN: dict[str, dict[str, Any]] = {
 
 
 NOT_RUN = {"Qwen3-30B-A3B": "qwen3_moe", "Qwen3-235B-A22B": "qwen3_moe"}  # published, of a family that is not run
-_ENDINGS = ("-instruct", "-base", "-bf16")
+_ENDINGS = ("-instruct", "-thinking", "-base", "-bf16")
 
 
 def known_config(name: str) -> tuple[str, dict[str, Any]] | None:
@@ -122,12 +128,17 @@ def known_config(name: str) -> tuple[str, dict[str, Any]] | None:
 
 def unknown_model(name: str) -> str:
     """What to say to who asks for a model that is not known: whether it is one that is not run, and what is near."""
-    wanted = name.rsplit("/", 1)[-1].lower()
+    wanted = name.rsplit("/", 1)[-1].lower().removeprefix("meta-")
     for known, family in NOT_RUN.items():
         if wanted.startswith(known.lower()):
             return f"{known} is a model of the family {family}, which hybridkv does not run"
     spelled = {known.lower(): known for known in KNOWN}
-    near = [spelled[match] for match in get_close_matches(wanted, spelled, n=3, cutoff=0.6)]
+    wanted = re.sub(r"(\.gguf|[-.](gguf|fp8|awq|gptq|i?q\d\w*|instruct|thinking|base|\d{4}))+$", "", wanted)
+    near = (
+        [spelled[wanted]]
+        if wanted in spelled
+        else [spelled[match] for match in get_close_matches(wanted, spelled, n=3, cutoff=0.6)]
+    )
     meant = f"did you mean {' or '.join(near)}? Or " if near else ""
     return (
         f"there is no model at {name[:200]!r}; {meant}give a folder with a config.json, a .gguf file, or one of "

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cli.commands import ROOT, Run
+from hybridkv.cards import CARDS, find_card
 from hybridkv.commands import completion
 from hybridkv.models.known import KNOWN
 
@@ -50,6 +51,13 @@ def test_bash_completes_models(tmp_path: Path) -> None:
     # a folder comes with what it holds: bash puts a space behind an only match
     assert complete(tmp_path, "generate", "--model", "mod", **hub) == ["models/", "models/one.gguf", "models/tiny/"]
     assert complete(tmp_path, "generate", "-m", "Q", **hub) == ["Qwen/Qwen3.5-4B"]
+
+
+@bash
+def test_bash_completes_cards(tmp_path: Path) -> None:
+    assert complete(tmp_path, "plan", "--card", "RTX-409") == ["RTX-4090"]
+    assert complete(tmp_path, "plan", "--card", "409") == ["4090"]
+    assert [find_card(name) for name in completion.card("")] == list(CARDS)  # each is understood as it is offered
 
 
 @bash

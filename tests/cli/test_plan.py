@@ -299,10 +299,28 @@ def test_everything_is_readable_at_80_columns(
     assert {"layers", "streams", "entries", "pages"} <= set(lines[2].split())
 
 
+def test_no_number_is_cut_in_a_narrow_window(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for columns, card in (("80", "9999GB"), ("60", "4090"), ("40", "T4")):
+        monkeypatch.setenv("COLUMNS", columns)
+        out = plan(capsys, "Qwen3.5-9B", "--card", card, "--weights", "q8_0")
+        assert "…" not in out and "entries" in out and "workspace" in out
+
+
+def test_names_of_models_are_known_as_hubs_write_them(capsys: pytest.CaptureFixture[str]) -> None:
+    found = numbers(capsys, "meta-llama/Meta-Llama-3-8B-Instruct")
+    assert (found["model"], found["context"]) == ("Llama-3-8B", 8192)
+    assert numbers(capsys, "Qwen/Qwen3-Next-80B-A3B-Thinking", "--context", "8k")["model"] == "Qwen3-Next-80B-A3B"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["Qwen3.5-28B"], "did you mean Qwen3.5-27B"),
+        (["Qwen/Qwen3-8B-FP8"], "did you mean Qwen3-8B?"),
+        (["Qwen3.5-27B-Q4_K_M.gguf"], "did you mean Qwen3.5-27B?"),
+        (["Qwen3-4B-Instruct-2507"], "did you mean Qwen3-4B?"),
         (["Qwen/Qwen3-30B-A3B"], "family qwen3_moe, which hybridkv does not run"),
         (["Qwen3-8B", "--card", "RTX 4095"], "near it are RTX 4090"),
         (["Qwen3-8B", "--card", "???"], "or give its size (24GB), or --memory"),

@@ -148,6 +148,9 @@ def test_the_address_holds_what_was_chosen(browser: Browser, written: Path) -> N
     assert command == "hybridkv plan Qwen3-8B --card 24GB --weights q6_k --kv-dtype fp8 --context 16k --requests 4"
     again = browser.open(written, fragment=page.evaluate("location.hash.slice(1)"))
     assert again.text("#command") == command
+    for name in ("__proto__", "constructor", "toString"):
+        odd = browser.open(written, fragment=f"model={name}&card={name}&weights={name}&kv={name}")
+        assert "--weights" in odd.text("#command") and odd.text("#verdict") and not odd.errors
     wrong = browser.open(written, fragment="model=nothing&card=%3Cb%3E&context=-4&requests=zz&kv=int2&budget=1")
     assert "Qwen3.5-27B" in wrong.text("#command") and not wrong.errors
 
