@@ -191,6 +191,8 @@ def test_it_fits_every_window_and_can_be_read(browser: Browser, written: Path, w
         "",
         "model=DeepSeek-V4-Pro&card=8GB&context=1M&requests=4096",
         "model=SmolLM2-135M-Instruct&card=B200",
+        "model=Qwen3.5-9B&card=T4&weights=q4_k",
+        "model=Qwen3.5-9B&card=T4&weights=q4_k&kv=fp8",
     ):
         page = browser.open(written, width=width, dark=dark, fragment=fragment)
         assert not page.sticking_out() and not page.low_contrasts() and not page.errors
