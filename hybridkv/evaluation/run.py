@@ -7,6 +7,7 @@ answers badly are asked of the full cache alone: what a cut costs cannot be seen
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,13 +15,12 @@ from itertools import product
 from typing import Any
 
 from hybridkv.config import CacheConfig
-from hybridkv.errors import HybridKVError
 from hybridkv.evaluation.cuts import FULL, Cut, Reader, divergence
 from hybridkv.evaluation.render import Renderer
 from hybridkv.evaluation.sample import Sample
 from hybridkv.evaluation.settings import EvalSettings
 from hybridkv.evaluation.tasks import make_sample
-from hybridkv.evaluation.tasks.prose import long_text
+from hybridkv.evaluation.tasks.prose import prose
 from hybridkv.llm import LLM
 from hybridkv.request import Request
 
@@ -246,10 +246,7 @@ class Run:
         with engine.owned():
             reader = Reader(engine)
             for number in range(unit.first, unit.first + unit.count):
-                text = long_text(number, unit.length + CONTINUATION, self.settings.seed, renderer.count)
-                tokens = renderer.plain(text)[: unit.length + CONTINUATION]
-                if len(tokens) < unit.length + CONTINUATION:
-                    raise HybridKVError(f"a generated text has {len(tokens)} tokens, too few for {unit.length}")
+                tokens = text_tokens(number, unit.length + CONTINUATION, self.settings.seed, renderer)
                 document, rest = tokens[: unit.length], tokens[unit.length :]
                 read = reader.read([document])
                 try:
@@ -266,6 +263,17 @@ class Run:
                 finally:
                     reader.release(read)
         return records
+
+
+def text_tokens(number: int, tokens: int, seed: int, renderer: Renderer) -> list[int]:
+    """So many tokens of generated prose."""
+    rng = random.Random(f"{seed}/text/{number}/{tokens}")
+    sentences, sentence = [], prose(rng)
+    found: list[int] = []
+    while len(found) < tokens:
+        sentences += [next(sentence) for _ in range(tokens // 16)]
+        found = renderer.plain(" ".join(sentences))
+    return found[:tokens]
 
 
 def _has_gpu() -> bool:

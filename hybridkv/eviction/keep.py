@@ -19,7 +19,8 @@ from torch import Tensor
 from hybridkv.cache.step import upload
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction_record import Keep
-from hybridkv.kernels.eviction.select import select_entries, select_shared
+from hybridkv.kernels.eviction.select import select_entries
+from hybridkv.kernels.eviction.select_shared import select_shared
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,11 @@ from torch import Tensor
 
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction.policy import LayerCache, Policy
-from hybridkv.kernels.eviction.score import peak_scores, window_scores
-from hybridkv.kernels.eviction.select import pool_heads, pool_peaks, value_norms
+from hybridkv.kernels.eviction.peak import peak_scores
+from hybridkv.kernels.eviction.peak_pool import pool_peaks
+from hybridkv.kernels.eviction.score import window_scores
+from hybridkv.kernels.eviction.select import pool_heads
+from hybridkv.kernels.eviction.value_norms import value_norms
 
 
 @dataclass(frozen=True)
