@@ -92,11 +92,12 @@ class Evictor:
             raise HybridKVError(
                 "a budget was given, but the model has no full-attention layer: there is nothing to evict"
             )
-        spread = find_policy(eviction.policy).spread
+        policy = find_policy(eviction.policy, scope=eviction.scope)
+        spread = policy.spread
         if eviction.scope == "global" and spread or eviction.scope == "layer" and spread == "heads":
             raise HybridKVError(
                 f"scope '{eviction.scope}' keeps one list of entries for several streams, and "
-                f"{type(find_policy(eviction.policy)).__name__} gives them different budgets; use scope='head'"
+                f"{type(policy).__name__} gives them different budgets; use scope='head'"
             )
         window = manager.schema.query_window
         if window is not None and eviction.window > window:
@@ -148,7 +149,7 @@ class Evictor:
             return self.carry_out(request, manager, request.evictions[position].lists())
         eviction = self.asked_by(request)
         seen = position >= request.prompt_tokens  # before the prompt's end the question may still be to come
-        policy = find_policy(eviction.policy, seen)
+        policy = find_policy(eviction.policy, seen, eviction.scope)
         request.policy = resolved_name(eviction.policy, seen)
         return self.keep(request, manager, self.choose(request, manager, eviction, policy))
 
@@ -168,7 +169,7 @@ class Evictor:
             ranges: (begin, end) of positions whose entries stay.
             seen: whether the question has been read, for policy "auto".
         """
-        policy = find_policy(eviction.policy, seen)
+        policy = find_policy(eviction.policy, seen, eviction.scope)
         request.policy = resolved_name(eviction.policy, seen)
         if mean_length(request, manager) <= eviction.budget:
             return 0
@@ -195,16 +196,18 @@ class Evictor:
         self,
         request: Request,
         manager: KVCacheManager,
-        eviction: EvictionConfig,
-        policy: Policy,
+        eviction: EvictionConfig | None = None,
+        policy: Policy | None = None,
         scores: Sequence[Tensor] | None = None,
         ranges: Sequence[tuple[int, int]] = (),
     ) -> Keep:
-        """Survivors of every stream under a policy."""
+        """Survivors of every stream, by the request's own settings unless others are given."""
+        eviction = self.asked_by(request) if eviction is None else eviction
+        policy = find_policy(eviction.policy, scope=eviction.scope) if policy is None else policy
         table, slot = manager.tables[STREAMS], manager.slot_of[request.key]
         lengths = table.lengths[slot].reshape(len(table.schema.layers), -1)  # [layers, G]
         if scores is None:
-            parts = [policy.score(part) for part in self.layers(request, manager, eviction.window, policy.batchable)]
+            parts = [policy.score(part) for part in self.layers(request, manager, policy.batchable, eviction.window)]
             scores = [layer for part in parts for layer in part.split(table.schema.heads)]
         first = policy.first if eviction.first is None else eviction.first
         if first or ranges:
@@ -227,12 +230,15 @@ class Evictor:
             )
 
     def layers(
-        self, request: Request, manager: KVCacheManager, window: int, batched: bool = False
+        self, request: Request, manager: KVCacheManager, batched: bool = False, window: int | None = None
     ) -> list[LayerCache]:
         """What the policy sees of each attention layer. Nothing here waits for the device.
 
-        `batched`: several layers as one, streams after streams, as many as SCORE_BYTES of scores allow.
+        Args:
+            batched: several layers as one, streams after streams, as many as SCORE_BYTES of scores allow.
+            window: how many of the last queries; None: as many as the request asks for.
         """
+        window = self.asked_by(request).window if window is None else window
         table, slot = manager.tables[STREAMS], manager.slot_of[request.key]
         position, past = manager.position(request.key), manager.compactions.get(slot)
         first = max(0, position - window)

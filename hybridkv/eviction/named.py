@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from difflib import get_close_matches
 
-from hybridkv.config import POLICY_NAMES
+from hybridkv.config import POLICY_NAMES, shown
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction.policies import KeyDiff, Knorm, Leverage, Peak, Random, SnapKV, Streaming, Tova
 from hybridkv.eviction.policy import Policy
@@ -31,18 +31,30 @@ AUTO = {"seen": "peak", "unseen": "keydiff"}
 SPREADS: dict[str, Callable[[Policy], Policy]] = {
     "even": lambda policy: policy,
     "layer": Ada,
+    "ada": Ada,
     "all": All,
     "pyramid": Pyramid,
 }
 
 
-def find_policy(policy: object, seen: bool = True) -> Policy:
-    """The policy itself, or the one that a text names. `seen`: whether the question has been read, for `auto`."""
+def find_policy(policy: object, seen: bool = True, scope: str = "head") -> Policy:
+    """The policy itself, or the one that a text names.
+
+    Args:
+        policy: a Policy, or a text.
+        seen: whether the question has been read, for `auto`.
+        scope: where several streams have one list of survivors, a name alone stands for even budgets.
+    """
     if isinstance(policy, Policy):
         return policy
     if not isinstance(policy, str):
-        raise HybridKVError(f"a policy is a name or a hybridkv.eviction.Policy, not a {type(policy).__name__}")
-    return parse_policy(resolved_name(policy, seen))
+        raise HybridKVError(
+            f"policy {shown(policy)} is unknown; choose {', '.join(POLICY_NAMES)}, or give a hybridkv.eviction.Policy"
+        )
+    found = parse_policy(resolved_name(policy, seen))
+    if scope != "head" and isinstance(found, Spread) and "spread=" not in policy:
+        return found.policy
+    return found
 
 
 def resolved_name(policy: object, seen: bool) -> str:
@@ -59,7 +71,8 @@ def parse_policy(text: str) -> Policy:
     if name not in POLICIES:
         close = get_close_matches(name, POLICY_NAMES, 1)
         meant = f" (did you mean {close[0]}?)" if close else ""
-        raise HybridKVError(f"policy {name[:80]!r} is unknown{meant}; choose {', '.join(POLICY_NAMES)}, or give a Policy")
+        choices = ", ".join(POLICY_NAMES)
+        raise HybridKVError(f"policy {name[:80]!r} is unknown{meant}; choose {choices}, or give a Policy")
     found = POLICIES[name]()
     for part in parts:
         setting, equals, value = part.partition("=")
