@@ -48,9 +48,9 @@ KINDS = (
     Kind("{name} gets a rash from {value}.", "Which food is {name} allergic to?",
          "{name} is allergic to", words.FOODS),
     Kind("{name} paid {value} crowns for the boat.", "How much did the boat cost {name}?",
-         "The boat cost {name}"),
+         "The price that {name} paid was"),
     Kind("The safe of {name} opens with {value}.", "Which code unlocks the strongbox of {name}?",
-         "The code of {name} is"),
+         "The code that unlocks the strongbox of {name} is"),
 )  # fmt: skip
 
 
@@ -116,10 +116,8 @@ def two_questions(request: Request) -> Draft:
     """Two facts far apart and two questions, one after the other; odd samples ask for the later fact first."""
     rng = request.rng
     names = people(rng)
-    number = 2 if request.tokens < FEW else 4
-    (early, first), (late, second) = [_facts(kind, names, number, rng) for kind in rng.sample(KINDS, 2)]
-    needles = [(request.depth * 0.35, early[0]), (0.65 + (1 - request.depth) * 0.35, late[0])]
-    needles += [(rng.random(), sentence) for sentence in early[1:] + late[1:]]
+    ((early, *_), first), ((late, *_), second) = [_facts(kind, names, 1, rng) for kind in rng.sample(KINDS, 2)]
+    needles = [(request.depth * 0.35, early), (0.65 + (1 - request.depth) * 0.35, late)]
     questions = (first, second) if request.number % 2 == 0 else (second, first)
     document = hide(needles, prose(rng, without=first.references + second.references), HEADING)
     return Draft(document, questions)
