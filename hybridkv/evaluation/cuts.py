@@ -19,6 +19,7 @@ from hybridkv.errors import HybridKVError
 from hybridkv.request import Request
 
 KEEP_QUERIES = EvictionConfig(budget=1 << 20)  # never evicts, and keeps the last queries for an eviction by hand
+OWN = ("first", "recent", "window")  # settings of EvictionConfig that a policy's text may have here
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0)
 
 
@@ -34,11 +35,26 @@ class Cut:
         """Whether nothing is cut."""
         return self.policy == "full"
 
+    @property
+    def settings(self) -> tuple[str, dict[str, int]]:
+        """The policy's own text, and what the text says of the eviction beside it (OWN)."""
+        name, *parts = self.policy.split(":")
+        own = {}
+        for part in list(parts):
+            setting, _, value = part.partition("=")
+            if setting in OWN:
+                if not value.isdigit():
+                    raise HybridKVError(f"policy {self.policy!r}: {setting} takes a whole number, not {value[:40]!r}")
+                own[setting] = int(value)
+                parts.remove(part)
+        return ":".join([name, *parts]), own
+
     def eviction(self, tokens: int) -> EvictionConfig:
         """Settings for a cache of so many tokens. Where the budget is small, half of it is for the most recent."""
+        policy, own = self.settings
         budget = max(1, round(tokens / self.ratio))
-        recent = min(EvictionConfig.recent, budget // 2)
-        return EvictionConfig(budget=budget, recent=recent, policy=self.policy)
+        ends = {"recent": min(EvictionConfig.recent, budget // 2)} | own
+        return EvictionConfig(budget=budget, policy=policy, **ends)
 
 
 FULL = Cut("full", 1)
