@@ -13,13 +13,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from hybridkv.cache.schema import ceil_div
 from hybridkv.config import EvictionConfig, SamplingParams
 from hybridkv.engine.engine import Engine
 from hybridkv.errors import HybridKVError
+from hybridkv.eviction.named import resolved_name
+from hybridkv.eviction.sizes import STREAMS
 from hybridkv.request import Request
 
 KEEP_QUERIES = EvictionConfig(budget=1 << 20)  # never evicts, and keeps the last queries for an eviction by hand
 OWN = ("first", "recent", "window")  # settings of EvictionConfig that a policy's text may have here
+BOUNDED = "bounded=yes"  # part of a policy's text: cut at every step of the reading
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0)
 
 
@@ -36,13 +40,20 @@ class Cut:
         return self.policy == "full"
 
     @property
+    def bounded(self) -> bool:
+        """Whether the cache is cut while the text is read."""
+        return BOUNDED in self.policy.split(":")
+
+    @property
     def settings(self) -> tuple[str, dict[str, int]]:
         """The policy's own text, and what the text says of the eviction beside it (OWN)."""
         name, *parts = self.policy.split(":")
         own = {}
         for part in list(parts):
             setting, _, value = part.partition("=")
-            if setting in OWN:
+            if part == BOUNDED:
+                parts.remove(part)
+            elif setting in OWN:
                 if not value.isdigit():
                     raise HybridKVError(f"policy {self.policy!r}: {setting} takes a whole number, not {value[:40]!r}")
                 own[setting] = int(value)
@@ -54,7 +65,7 @@ class Cut:
         policy, own = self.settings
         budget = max(1, round(tokens / self.ratio))
         ends = {"recent": min(EvictionConfig.recent, budget // 2)} | own
-        return EvictionConfig(budget=budget, policy=policy, **ends)
+        return EvictionConfig(budget=budget, policy=policy, bounded=self.bounded, **ends)
 
 
 FULL = Cut("full", 1)
@@ -103,6 +114,27 @@ class Reader:
             self._check_held(request, len(tokens))
         return found
 
+    def read_bounded(self, prompts: Sequence[Sequence[int]], cut: Cut, seen: bool) -> list[Request]:
+        """The same, cut on the way: they never held more than a budget and a step."""
+        params = replace(GREEDY, max_tokens=1)
+        found = []
+        for tokens in prompts:
+            eviction = cut.eviction(len(tokens))
+            if not seen:  # the end of this prompt is not yet the question
+                eviction = replace(eviction, policy=resolved_name(eviction.policy, seen=False))
+            found.append(self.engine.add(tokens, params, hold=True, eviction=eviction))
+        self.run()
+        for request, tokens in zip(found, prompts, strict=True):
+            self._check_held(request, len(tokens))
+        return found
+
+    def peak(self, request: Request) -> int:
+        """Page bytes that a request held at its highest, as its evictions remember it."""
+        table = self.manager.tables[STREAMS]
+        most = [record.lengths for record in request.evictions.values()]
+        pages = [int(ceil_div(lengths, table.schema.entries_per_page).sum()) for lengths in most]
+        return max(pages, default=0) * table.schema.page_bytes
+
     def fork(self, request: Request, cut: Cut, seen: bool, scores: Sequence[Tensor] | None = None) -> Request:
         """A copy of a held cache, cut."""
         position = self.manager.position(request.key)
@@ -125,7 +157,9 @@ class Reader:
             max(pages, peak or 0) + manager.schema.slot_bytes + tables,
         )  # fmt: skip
 
-    def answer(self, forks: Sequence[Request], prompts: Sequence[list[int]], most: Sequence[int], hold: bool) -> list[Request]:
+    def answer(
+        self, forks: Sequence[Request], prompts: Sequence[list[int]], most: Sequence[int], hold: bool
+    ) -> list[Request]:
         """Answers of at most `most` tokens to prompts that begin with what each fork has read."""
         params = [replace(GREEDY, max_tokens=n) for n in most]
         begun = []

@@ -69,7 +69,10 @@ def units(settings: EvalSettings, batch: int) -> Iterator[Unit]:
     """All units in the order in which they run."""
     forms = product(settings.kv_dtypes, settings.state_dtypes)
     for (kv, state), length, mode in product(forms, settings.lengths, settings.modes):
-        for task, samples in [*((task, settings.samples) for task in settings.tasks), (DIVERGENCE, settings.divergence)]:
+        for task, samples in [
+            *((task, settings.samples) for task in settings.tasks),
+            (DIVERGENCE, settings.divergence),
+        ]:
             for first in range(0, samples, batch):
                 yield Unit(kv, state, length, mode, task, first, min(batch, samples - first))
 
@@ -138,7 +141,7 @@ class Run:
             max_requests=slots,
             max_context=max(s.lengths) + 512,
             memory=s.memory,
-            step_tokens=STEP_TOKENS if not on_gpu else None,
+            step_tokens=None if on_gpu and not any(Cut(p, 2).bounded for p in s.policies) else STEP_TOKENS,
         )
         self.form = kv_dtype, state_dtype
 
@@ -180,7 +183,9 @@ class Run:
             for record in [*self.earlier, *full]
             if record["kind"] == "answer"
             and record["policy"] == FULL.policy
-            and record["unit"].startswith(f"{unit.kv_dtype}/{unit.state_dtype}/{unit.length}/{unit.mode}/{unit.task}/0+")
+            and record["unit"].startswith(
+                f"{unit.kv_dtype}/{unit.state_dtype}/{unit.length}/{unit.mode}/{unit.task}/0+"
+            )
         ]
         return not first or 100 * sum(first) / len(first) >= SCREEN
 
@@ -190,9 +195,14 @@ class Run:
     ) -> Iterator[Record]:  # fmt: skip
         """Records of one cut: the first question of each sample, then those that follow on the same cache."""
         seen = unit.mode == "seen"
-        forks = [reader.fork(request, cut, seen) for request in read]
-        held = [reader.held(fork, reader.held(request).kv_bytes) for fork, request in zip(forks, read, strict=True)]
-        given = [[request.tokens[-1]] if seen else [] for request in read]  # the first token, from the full cache
+        if cut.bounded:
+            forks = reader.read_bounded([request.tokens[: request.prompt_tokens] for request in read], cut, seen)
+            held = [reader.held(fork, reader.peak(fork)) for fork in forks]
+        else:
+            forks = [reader.fork(request, cut, seen) for request in read]
+            held = [reader.held(fork, reader.held(request).kv_bytes) for fork, request in zip(forks, read, strict=True)]
+        # the first token follows from what was there when the prompt had been read
+        given = [[fork.tokens[-1]] if seen else [] for fork in forks]
         ends = reader.engine.eos_ids
         most = [sample.questions[0].max_tokens for sample in samples]
         go_on = [i for i, first in enumerate(given) if most[i] > len(first) and not (first and first[0] in ends)]
@@ -233,7 +243,13 @@ class Run:
     @staticmethod
     def _record(unit: Unit, cut: Cut, sample: Sample, turn: int, answer: str, tokens: int, held: Any) -> Record:
         score = sample.questions[turn].score(answer)
-        found = {"question": turn, "score": round(score, 6), **held.as_json(), "answer_tokens": tokens, "answer": answer}
+        found = {
+            "question": turn,
+            "score": round(score, 6),
+            **held.as_json(),
+            "answer_tokens": tokens,
+            "answer": answer,
+        }
         return unit.record("answer", cut, sample.number) | found
 
     # ---- distributions
@@ -252,7 +268,10 @@ class Run:
                 try:
                     logits = {}
                     for cut in [FULL, *(Cut(p, r) for p, r in product(self.settings.policies, self.settings.ratios))]:
-                        fork = reader.fork(read[0], cut, seen)
+                        if cut.bounded:
+                            fork = reader.read_bounded([document], cut, seen)[0]
+                        else:
+                            fork = reader.fork(read[0], cut, seen)
                         held = reader.held(fork, reader.held(read[0]).kv_bytes)
                         found = engine.score_after(fork, rest)
                         reader.release([fork])

@@ -133,7 +133,9 @@ class Leverage(Policy):
     def score(self, layer: LayerCache) -> Tensor:
         keys = layer.keys  # [G, L, D], 0 past a stream's length
         gram = keys.transpose(1, 2) @ keys
-        gram += 1e-3 * gram.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None] * torch.eye(keys.shape[-1], device=keys.device)
+        gram += (
+            1e-3 * gram.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None] * torch.eye(keys.shape[-1], device=keys.device)
+        )
         scores = (keys * torch.linalg.solve(gram, keys.transpose(1, 2)).transpose(1, 2)).sum(-1)
         if self.values:
             scores = scores * layer.values.norm(dim=-1)
