@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -163,20 +164,16 @@ def _view(
     base = _size(full_records, counted)
     rows = []
     for line in lines:
-        records, scores = by_line.get(line, []), _cells(by_line.get(line, []))
-        size = _size(records, counted)
-        by_task = {
-            task: found
-            for task in settings.tasks
-            if (found := compare(scores, full, [cell for cell in full if cell[1] == task])) is not None
-        }
+        records = by_line.get(line, [])
+        size, cells = _size(records, counted), compare(_cells(records), full)
+        by_task = {task: average([cells[cell] for cell in sorted(cells) if cell[1] == task]) for task in settings.tasks}
         smaller = round(base.kv_bytes / size.kv_bytes, DIGITS) if base and size and size.kv_bytes else None
         lengths_of_answers = [r["answer_tokens"] for r in records if "answer_tokens" in r]
         rows.append(
             Row(
                 *line,
-                mean=compare(scores, full, sorted(good)),
-                tasks=by_task,
+                mean=average([cells[cell] for cell in sorted(cells) if cell in good]),
+                tasks={task: score for task, score in by_task.items() if score is not None},
                 size=size,
                 times_smaller=smaller,
                 divergence=_divergence(distances.get(line, [])),
@@ -218,41 +215,43 @@ def _cells(records: list[Record]) -> dict[Cell, Scores]:
     return {cell: {n: _mean(scores) for n, scores in sorted(by.items())} for cell, by in found.items()}
 
 
-def compare(scores: dict[Cell, Scores], full: dict[Cell, Scores], cells: Sequence[Cell]) -> Score | None:
-    """The mean over `cells` of the mean score of their samples, beside the full cache's on the same samples.
+@dataclass(frozen=True)
+class Compared:
+    """One cell: how a policy answered its samples, beside the full cache on the same samples."""
 
-    scores, full: by length and task, scores of samples by number. Samples and cells that one of them lacks are left
-    out; None where nothing is left.
-    """
-    values, differences, samples = [], [], 0
-    for cell in sorted(cells):
+    samples: int
+    means: np.ndarray  # [2] of the scores, and of the differences
+    drawn: np.ndarray  # [DRAWS, 2] the same of the draws
+
+
+def compare(scores: dict[Cell, Scores], full: dict[Cell, Scores]) -> dict[Cell, Compared]:
+    """Scores of samples by cell and number, beside the full cache's. What one of them lacks is left out."""
+    found = {}
+    for cell in full:
         both = sorted(scores.get(cell, {}).keys() & full[cell].keys())
-        if not both:
-            continue
-        mine = np.array([scores[cell][n] for n in both])
-        theirs = np.array([full[cell][n] for n in both])
-        drawn = draws(cell, len(both)) / len(both)
-        values.append((mine.mean(), drawn @ mine))
-        differences.append(((mine - theirs).mean(), drawn @ (mine - theirs)))
-        samples += len(both)
-    if not values:
+        if both:
+            mine = np.array([scores[cell][n] for n in both])
+            pairs = np.stack([mine, mine - np.array([full[cell][n] for n in both])], axis=1)  # [samples, 2]
+            found[cell] = Compared(len(both), pairs.mean(0), draws(cell, len(both)) @ pairs)
+    return found
+
+
+def average(cells: Sequence[Compared]) -> Score | None:
+    """The mean over cells, each of which counts the same; None of none."""
+    if not cells:
         return None
-    return Score(samples, _estimate(values), _estimate(differences))
-
-
-def _estimate(cells: list[tuple[np.floating, np.ndarray]]) -> Estimate:
-    """From (mean, means of the draws [DRAWS]) of every cell."""
-    value = float(np.mean([mean for mean, _ in cells]))
-    means = np.round(np.mean([drawn for _, drawn in cells], axis=0), DIGITS)
-    low, high = np.percentile(means, INSIDE)
-    return Estimate(*(round(float(x), DIGITS) for x in (value, low, high)))
+    values = np.mean([cell.means for cell in cells], axis=0)
+    drawn = np.round(np.mean([cell.drawn for cell in cells], axis=0), DIGITS)
+    low, high = np.percentile(drawn, INSIDE, axis=0)
+    score, difference = (Estimate(*(round(float(x[i]), DIGITS) for x in (values, low, high))) for i in range(2))
+    return Score(sum(cell.samples for cell in cells), score, difference)
 
 
 @lru_cache(maxsize=64)
 def draws(cell: Cell, samples: int) -> np.ndarray:
-    """[DRAWS, samples]: how often each sample is drawn; a row adds up to `samples`."""
+    """[DRAWS, samples] weights: the share that each sample has in a draw; a row adds up to 1."""
     rng = np.random.default_rng([SEED, samples, zlib.crc32(repr(cell).encode())])
-    return rng.multinomial(samples, np.full(samples, 1 / samples), size=DRAWS).astype(np.int32)
+    return rng.multinomial(samples, np.full(samples, 1 / samples), size=DRAWS) / samples
 
 
 def _size(records: list[Record], cells: set[Cell]) -> Size | None:
@@ -273,5 +272,6 @@ def _divergence(records: list[Record]) -> Divergence | None:
     return Divergence(len(records), kl, kl_999, round(100 * top1, DIGITS))
 
 
-def _mean(values: object) -> float:
-    return float(np.mean(list(values)))  # type: ignore[call-overload]
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return math.fsum(found) / len(found)
