@@ -15,7 +15,10 @@ KV_DTYPES = {"f32": "float32", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 INDEX_DTYPES = ("f32", "bf16", "fp8", "mxfp4", "nvfp4")
 MODEL_DTYPES = ("float32", "bfloat16")
 WEIGHT_DTYPES = ("auto", "fp8", "plain")
-POLICY_NAMES = ("snapkv", "tova", "expected", "knorm", "keydiff", "streaming", "random")  # those of eviction.POLICIES
+# those of eviction.named; auto is one of them, by what is known when the cache is cut
+POLICY_NAMES = ("auto", "peak", "snapkv", "tova", "knorm", "keydiff", "leverage", "streaming", "random")
+# policies by which streams keep different numbers of entries, unless their settings say spread=even
+UNEVEN_POLICIES = ("auto", "peak")
 # A prefill chunk is a whole number of these: the chunked delta rule gives the same bits however a prompt is cut at
 # multiples of 64.
 CHUNK_QUANTUM = 64
@@ -29,35 +32,42 @@ class EvictionConfig:
         budget: tokens kept per stream on average once the prompt is read.
         window: how many of the last queries vote on what to keep.
         recent: tokens at the end that stay whatever their score; the budget includes them.
-        policy: what a token's score is: snapkv, tova, expected, knorm, keydiff, streaming, random, or a
-            hybridkv.eviction.Policy of your own.
+        policy: what a token's score is: auto, peak, snapkv, tova, knorm, keydiff, leverage, streaming or random, with
+            settings as in "peak:pooling=31" if need be, or a hybridkv.eviction.Policy of your own.
         scope: one list of survivors for each head, each layer, or for all: head | layer | global.
         bounded: evict at every step of prompt and answer: no more than budget + one step is ever held.
         decode_every: evict again to the budget every n generated tokens; 0: never.
+        first: tokens at the beginning that stay whatever their score, as part of the budget; None: as many as the policy
+            was made for.
     """
 
     budget: int
     window: int = 64
     recent: int = 64
-    policy: object = "snapkv"
+    policy: object = "auto"
     scope: str = "head"
     bounded: bool = False
     decode_every: int = 0
+    first: int | None = None
 
     def __post_init__(self) -> None:
         if not is_whole(self.budget) or self.budget < 1:
             raise HybridKVError(f"budget must be a positive number of tokens, not {shown(self.budget)}; None keeps all")
-        for name, low in (("window", 1), ("recent", 0), ("decode_every", 0)):
-            if not is_whole(getattr(self, name)) or not low <= getattr(self, name) <= 1 << 20:
-                raise HybridKVError(f"{name} must be a whole number from {low}, not {shown(getattr(self, name))}")
-        if self.budget < self.recent:
+        for name, low in (("window", 1), ("recent", 0), ("decode_every", 0), ("first", 0)):
+            value = getattr(self, name)
+            if name == "first" and value is None:
+                continue
+            if not is_whole(value) or not low <= value <= 1 << 20:
+                raise HybridKVError(f"{name} must be a whole number from {low}, not {shown(value)}")
+        if self.budget < self.recent + (self.first or 0):
+            ends = f"{self.recent} recent" + (f" and the {self.first} first" if self.first else "")
             raise HybridKVError(
-                f"budget {self.budget} is smaller than the {self.recent} recent tokens that always stay; raise budget "
-                "or lower recent"
+                f"budget {self.budget} is smaller than the {ends} tokens that always stay; raise budget or lower "
+                + ("first or recent" if self.first else "recent")
             )
         if self.scope not in ("head", "layer", "global"):
             raise HybridKVError(f"scope must be head, layer or global, not {shown(self.scope)}")
-        if isinstance(self.policy, str) and self.policy not in POLICY_NAMES:
+        if isinstance(self.policy, str) and self.policy.split(":")[0] not in POLICY_NAMES:
             raise HybridKVError(
                 f"policy {shown(self.policy)} is unknown; choose {', '.join(POLICY_NAMES)}, or give a Policy"
             )
@@ -77,6 +87,7 @@ class CacheConfig:
         scope: as in EvictionConfig.
         bounded: as in EvictionConfig.
         decode_every: as in EvictionConfig.
+        first: as in EvictionConfig.
         query_buffers: requests that keep their last queries at once: prompts not yet evicted, and conversations. None:
             as many as are needed, and without a budget one, for requests that bring their own; 0: without a budget,
             nobody may bring one.
@@ -91,10 +102,11 @@ class CacheConfig:
     budget: int | None = None
     window: int = 64
     recent: int = 64
-    policy: object = "snapkv"
+    policy: object = "auto"
     scope: str = "head"
     bounded: bool = False
     decode_every: int = 0
+    first: int | None = None
     query_buffers: int | None = None
     state_dtype: str = "f32"
     index_dtype: str = "auto"

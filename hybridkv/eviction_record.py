@@ -56,6 +56,14 @@ class EvictionRecord:
         self._form, self._data = form, data
         self._lists = None  # last: an interrupt before this leaves the lists
 
+    def then(self, later: EvictionRecord) -> EvictionRecord:
+        """One record for this eviction and a later one at the same position."""
+        both = [
+            [first[second] for first, second in zip(mine, others, strict=True)]
+            for mine, others in zip(self.lists(), later.lists(), strict=True)
+        ]
+        return EvictionRecord(both, self.lengths)
+
     def packed(self) -> tuple[np.ndarray, str, np.ndarray]:
         """(lengths [layers, G], form, data [n]), as a file holds it, in any thread. The record stays as it is."""
         record, lists = self, self._lists  # looked at once: the engine's thread may pack it at any moment

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "hybridkv"
 ORDER = (
     "errors", "files", "config", "dtypes", "cards", "overrides", "text", "eviction_record", "request", "kernels",
     "devices", "cache", "eviction", "embedded", "checkpoint", "models", "planner", "engine", "answers", "llm", "saved",
-    "conversation", "async_llm", "", "report", "evaluation", "bench", "commands", "cli", "__main__",
+    "conversation", "async_llm", "", "evaluation", "report", "bench", "commands", "cli", "__main__",
 )  # fmt: skip
 # these stand beside the cache, not on top of it
 LEAVES = {"text": {"errors", "files"}, "embedded": {"errors", "config"}}

@@ -149,7 +149,8 @@ class ModelOptions:
         Option(
             "--policy",
             metavar="NAME",
-            help="what counts: snapkv, tova, expected, knorm, keydiff, streaming or random",
+            help="what counts: auto, peak, snapkv, tova, knorm, keydiff, leverage, streaming or random, with settings "
+            "as in peak:pooling=31",
             rich_help_panel=EVICTION,
         ),
     ] = str(_CACHE["policy"])
@@ -157,18 +158,35 @@ class ModelOptions:
         str,
         Option("--scope", metavar="NAME", help="a list for each head, each layer, or global", rich_help_panel=EVICTION),
     ] = _CACHE["scope"]
+    first: Annotated[
+        int | None,
+        Option(
+            "--first",
+            metavar="N",
+            help="first tokens that always stay; part of the budget; the policy's own choice",
+            rich_help_panel=EVICTION,
+        ),
+    ] = _CACHE["first"]
     pooling: Annotated[
-        str, Option("--pooling", metavar="NAME", help="snapkv's smoothing: none, avg or max", rich_help_panel=EVICTION)
-    ] = "none"
+        str | None,
+        Option(
+            "--pooling",
+            metavar="HOW",
+            help="how scores spread to neighbours: an odd number of them (peak, keydiff, leverage), or none, avg or max "
+            "(snapkv); the policy's own choice",
+            rich_help_panel=EVICTION,
+        ),
+    ] = None
     spread: Annotated[
-        str,
+        str | None,
         Option(
             "--spread",
             metavar="NAME",
-            help="the budget over streams: even, ada (heads share it) or pyramid (early layers get more)",
+            help="the budget over streams: even, layer (its heads share it), all (all layers share it) or pyramid (early "
+            "layers get more); the policy's own choice",
             rich_help_panel=EVICTION,
         ),
-    ] = "even"
+    ] = None
     bounded: Annotated[
         bool,
         Option(
@@ -200,34 +218,28 @@ class ModelOptions:
             raise BadParameter(f"--{idle[0].replace('_', '-')} says how to evict and needs --budget")
         return found
 
-    def make_policy(self) -> str | Policy:
-        """The policy as options name it: a plain name, or one with settings of its own."""
-        choices = {"pooling": ("none", "avg", "max"), "spread": ("even", "ada", "pyramid")}
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise BadParameter(
-                    f"--{name} must be {', '.join(known[:-1])} or {known[-1]}, not {getattr(self, name)!r}"
-                )
-        if self.pooling != "none" and self.policy != "snapkv":
-            raise BadParameter(f"--pooling is snapkv's; --policy {self.policy} has none")
-        if self.spread != "even" and self.scope != "head":
+    def make_policy(self) -> str:
+        """The policy as a text, with the settings that other options give it."""
+        text = self.policy
+        if self.pooling is not None:
+            text += f":pooling={self.pooling}"
+        if self.spread is not None:
+            text += f":spread={self.spread}"
+        if self.scope != "head" and self.spread not in (None, "even"):
             raise BadParameter(f"--spread {self.spread} gives streams different budgets and needs --scope head")
-        if self.policy == _CACHE["policy"] and (self.pooling, self.spread) == ("none", "even"):
-            return self.policy
-        from hybridkv.eviction.evict import find_policy
-        from hybridkv.eviction.policies import Ada, Pyramid, SnapKV
+        if ":" in text:
+            from hybridkv.eviction.named import find_policy
 
-        found = find_policy(self.policy)
-        if (self.pooling, self.spread) == ("none", "even"):
-            return self.policy
-        found = SnapKV(pooling=self.pooling) if self.pooling != "none" else found
-        return {"even": found, "ada": Ada(found), "pyramid": Pyramid(found)}[self.spread]
+            try:
+                find_policy(text)
+            except HybridKVError as problem:
+                raise BadParameter(str(problem)) from None
+        return text
 
     def describe(self, cache: CacheConfig) -> dict[str, str]:
         """The settings of eviction in words, for a page or a table."""
-        found = {"budget": "all" if cache.budget is None else f"{cache.budget} tokens a stream", "policy": self.policy}
-        found |= {"pooling": self.pooling} if self.policy == "snapkv" else {}
-        found |= {"spread": self.spread, "scope": cache.scope, "window": f"{cache.window} queries"}
+        found = {"budget": "all" if cache.budget is None else f"{cache.budget} tokens a stream"}
+        found |= {"policy": str(cache.policy), "scope": cache.scope, "window": f"{cache.window} queries"}
         found |= {"recent": f"{cache.recent} tokens", "bounded": "yes" if cache.bounded else "no"}
         return found
 
@@ -274,7 +286,7 @@ _OWNERS = {"Qwen": "Qwen", "DeepSeek": "deepseek-ai", "SmolLM": "HuggingFaceTB",
 _ONLY_WITH_BUDGET = {
     f.name: f.default
     for f in fields(ModelOptions)
-    if f.name in ("window", "recent", "policy", "scope", "pooling", "spread", "bounded", "decode_every")
+    if f.name in ("window", "recent", "first", "policy", "scope", "pooling", "spread", "bounded", "decode_every")
 }
 
 

@@ -32,7 +32,7 @@ from hybridkv.engine import held
 from hybridkv.engine.pipeline import InFlightStep, Pipeline
 from hybridkv.engine.runner import Runner
 from hybridkv.engine.scheduler import DoesNotFit, Scheduler
-from hybridkv.engine.scoring import score
+from hybridkv.engine.scoring import score, score_after
 from hybridkv.engine.stats import stats_of
 from hybridkv.errors import HybridKVError, OutOfPages, RequestError
 from hybridkv.eviction import Evictor
@@ -282,6 +282,26 @@ class Engine:
         with self._change(), on_device(self.manager.device):
             return held.fork_held(self, request)
 
+    def evict_held(
+        self,
+        request: Request,
+        eviction: EvictionConfig,
+        scores: Sequence[Tensor] | None = None,
+        ranges: Sequence[tuple[int, int]] = (),
+        seen: bool = False,
+    ) -> int:
+        """Evict a finished request whose cache is held, and hold what is left. Returns the pages that went back.
+
+        Args:
+            request: a request that was added with `hold`.
+            eviction: its budget and the rest; `bounded` and `decode_every` have no meaning here.
+            scores: [G, L] of each attention layer, in place of the policy's own.
+            ranges: (begin, end) of positions whose entries stay whatever their score, as far as the budget goes.
+            seen: whether the question has been read, for policy "auto".
+        """
+        with self._change(), on_device(self.manager.device):
+            return held.evict_held(self, request, eviction, scores, ranges, seen)
+
     def check_tokens(self, tokens: Sequence[int]) -> list[int]:
         """Plain ints, whatever kind of whole numbers they came as."""
         try:
@@ -326,6 +346,13 @@ class Engine:
         """
         with self._change(), on_device(self.manager.device):
             return score(self, tokens, prefill, chunk)
+
+    def score_after(self, request: Request, tokens: Sequence[int]) -> Tensor:
+        """Logits [T, vocab] f32 after each of these tokens, read after a finished request whose cache is held, and held
+        with it from here on. Nothing is evicted.
+        """
+        with self._change(), on_device(self.manager.device):
+            return score_after(self, request, tokens)
 
     def _run_step(self, launch_ahead: bool) -> list[Update]:
         self._check_owner()

@@ -6,15 +6,16 @@ without a cache is right too: the next turn then computes its tokens again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import Tensor
 
 from hybridkv.cache.schema import ceil_div
 from hybridkv.cache.session import ENDS, Session, about_cache, check_session
 from hybridkv.cache.snapshot import lent_keys, restore_request, snapshot_request
-from hybridkv.config import SamplingParams
+from hybridkv.config import EvictionConfig, SamplingParams
 from hybridkv.errors import RequestError
 from hybridkv.request import Request, Status
 from hybridkv.text.stream import TextStream
@@ -98,6 +99,23 @@ def fork_held(engine: Engine, request: Request) -> Request:
     manager.fork_request(request.key, fork.key)
     scheduler.held.append(fork)
     return fork
+
+
+def evict_held(
+    engine: Engine,
+    request: Request,
+    eviction: EvictionConfig,
+    scores: Sequence[Tensor] | None = None,
+    ranges: Sequence[tuple[int, int]] = (),
+    seen: bool = False,
+) -> int:
+    """Evict a finished request whose cache is held; returns the pages that went back. See Evictor.evict_held."""
+    if engine.evictor is None:
+        raise RequestError("this cache keeps no queries to evict by; open the model with query_buffers=1 or more")
+    if request not in engine.scheduler.held:
+        raise RequestError("the request's cache is not held any more: there is nothing to evict")
+    engine.evictor.check(eviction, engine.manager)
+    return engine.evictor.evict_held(request, engine.manager, eviction, scores, ranges, seen)
 
 
 def has_cache(engine: Engine, request: Request) -> bool:

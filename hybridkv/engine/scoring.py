@@ -12,7 +12,7 @@ from torch import Tensor
 from hybridkv.cache import ForwardStep
 from hybridkv.config import SamplingParams, is_whole
 from hybridkv.errors import HybridKVError, OutOfPages, RequestError
-from hybridkv.request import RequestKey
+from hybridkv.request import Request, RequestKey
 
 if TYPE_CHECKING:
     from hybridkv.engine.engine import Engine
@@ -89,3 +89,22 @@ def _make_room(engine: Engine) -> bool:
         scheduler.preempt(max(scheduler.running, key=lambda request: request.order))
         return True
     return scheduler.make_room() is not None
+
+
+def score_after(engine: Engine, request: Request, tokens: Sequence[int]) -> Tensor:
+    """Logits [T, vocab] f32 after each of these tokens, which follow a finished request whose cache is held.
+
+    They become part of the held cache; nothing is evicted.
+    """
+    tokens = engine.check_tokens(tokens)
+    manager = engine.manager
+    if request not in engine.scheduler.held:
+        raise RequestError("the request's cache is not held any more; read its tokens again")
+    position = manager.position(request.key)
+    if position + len(tokens) > manager.max_tokens:
+        raise RequestError(f"{position} + {len(tokens)} tokens do not fit a context of {manager.max_tokens}")
+    step = engine.scheduler.reserve([(request.key, len(tokens))])
+    logits = engine.runner.forward(engine.runner.inputs([tokens], range(len(tokens)), step)).float().clone()
+    manager.commit([(request.key, len(tokens))])
+    request.tokens[position:] = tokens
+    return logits

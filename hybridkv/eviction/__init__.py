@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hybridkv.eviction.evict import Evictor
-    from hybridkv.eviction.policies import POLICIES, Ada, Pyramid, SnapKV
+    from hybridkv.eviction.named import POLICIES, find_policy
+    from hybridkv.eviction.policies import Peak, SnapKV
     from hybridkv.eviction.policy import LayerCache, Policy
     from hybridkv.eviction.sizes import max_held_tokens, most_held, query_buffers_for
     from hybridkv.eviction.sizes import query_buffers_for as rings_for
+    from hybridkv.eviction.spread import Ada, All, Pyramid
 
 _HOME = {
     "hybridkv.eviction.evict": ("Evictor",),
-    "hybridkv.eviction.policies": ("POLICIES", "Ada", "Pyramid", "SnapKV"),
+    "hybridkv.eviction.named": ("POLICIES", "find_policy"),
+    "hybridkv.eviction.policies": ("Peak", "SnapKV"),
+    "hybridkv.eviction.spread": ("Ada", "All", "Pyramid"),
     "hybridkv.eviction.policy": ("LayerCache", "Policy"),
     "hybridkv.eviction.sizes": ("max_held_tokens", "most_held", "query_buffers_for"),
 }
@@ -24,11 +28,14 @@ _RENAMED = {"rings_for": "query_buffers_for"}  # before 0.2
 __all__ = [
     "POLICIES",
     "Ada",
+    "All",
     "Evictor",
     "LayerCache",
+    "Peak",
     "Policy",
     "Pyramid",
     "SnapKV",
+    "find_policy",
     "max_held_tokens",
     "most_held",
     "query_buffers_for",

@@ -15,18 +15,21 @@ entries are dropped at the same positions, so it goes on as if nothing had happe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.step import upload
 from hybridkv.config import CacheConfig, EngineConfig, EvictionConfig
 from hybridkv.errors import HybridKVError, RequestError
-from hybridkv.eviction.keep import Keep, choose
-from hybridkv.eviction.policies import POLICIES
+from hybridkv.eviction.keep import Keep, Protected, choose, choose_shared, joined
+from hybridkv.eviction.named import find_policy, resolved_name
 from hybridkv.eviction.policy import LayerCache, Policy
+from hybridkv.eviction.spread import Ada
 from hybridkv.eviction.sizes import SCORE_BYTES, STREAMS
 from hybridkv.eviction_record import EvictionRecord
 from hybridkv.kernels.formats.kv_format import pages_of
@@ -69,7 +72,7 @@ class Evictor:
     @property
     def policy(self) -> Policy:
         """The policy of requests that ask for nothing else."""
-        return find_policy("snapkv" if self.default is None else self.default.policy)
+        return find_policy(EvictionConfig.policy if self.default is None else self.default.policy)
 
     def with_budget(self, budget: int) -> EvictionConfig:
         """What a request keeps that names a budget alone."""
@@ -89,11 +92,12 @@ class Evictor:
             raise HybridKVError(
                 "a budget was given, but the model has no full-attention layer: there is nothing to evict"
             )
-        spread = find_policy(eviction.policy).spread
+        policy = find_policy(eviction.policy, scope=eviction.scope)
+        spread = policy.spread
         if eviction.scope == "global" and spread or eviction.scope == "layer" and spread == "heads":
             raise HybridKVError(
                 f"scope '{eviction.scope}' keeps one list of entries for several streams, and "
-                f"{type(find_policy(eviction.policy)).__name__} gives them different budgets; use scope='head'"
+                f"{type(policy).__name__} gives them different budgets; use scope='head'"
             )
         window = manager.schema.query_window
         if window is not None and eviction.window > window:
@@ -140,37 +144,101 @@ class Evictor:
 
     def evict(self, request: Request, manager: KVCacheManager) -> int:
         """Score, choose, compact. Returns the pages that went back."""
-        position, table = manager.position(request.key), manager.tables[STREAMS]
+        position = manager.position(request.key)
         if position in request.evictions:
-            keep = request.evictions[position].lists()
-        else:
-            keep = self.choose(request, manager)
-            if request.evictions:
-                request.evictions[next(reversed(request.evictions))].pack()
-            lengths = table.lengths[manager.slot_of[request.key]].reshape(len(table.schema.layers), -1)
-            request.evictions[position] = EvictionRecord(keep, lengths)
-        return manager.compact_request(request.key, dict(zip(table.schema.layers, keep, strict=True)))
+            return self.carry_out(request, manager, request.evictions[position].lists())
+        eviction = self.asked_by(request)
+        seen = position >= request.prompt_tokens  # before the prompt's end the question may still be to come
+        policy = find_policy(eviction.policy, seen, eviction.scope)
+        request.policy = resolved_name(eviction.policy, seen)
+        return self.keep(request, manager, self.choose(request, manager, eviction, policy))
 
-    def choose(self, request: Request, manager: KVCacheManager) -> Keep:
-        """Survivors of every stream under the request's policy."""
-        eviction, table = self.asked_by(request), manager.tables[STREAMS]
-        policy = find_policy(eviction.policy)
-        lengths = table.lengths[manager.slot_of[request.key]].reshape(len(table.schema.layers), -1)  # [layers, G]
-        parts = [policy.score(part) for part in self.layers(request, manager, policy.batchable)]
-        scores = [layer for part in parts for layer in part.split(table.schema.heads)]
-        budgets = policy.budgets(scores, lengths, eviction.budget, eviction.recent)
+    def evict_held(
+        self,
+        request: Request,
+        manager: KVCacheManager,
+        eviction: EvictionConfig,
+        scores: Sequence[Tensor] | None = None,
+        ranges: Sequence[tuple[int, int]] = (),
+        seen: bool = False,
+    ) -> int:
+        """Evict a request that does not run, down to `eviction.budget`. Returns the pages that went back.
+
+        Args:
+            scores: [G, L] of each attention layer, in place of the policy's own.
+            ranges: (begin, end) of positions whose entries stay.
+            seen: whether the question has been read, for policy "auto".
+        """
+        policy = find_policy(eviction.policy, seen, eviction.scope)
+        request.policy = resolved_name(eviction.policy, seen)
+        if mean_length(request, manager) <= eviction.budget:
+            return 0
+        return self.keep(request, manager, self.choose(request, manager, eviction, policy, scores, ranges))
+
+    def keep(self, request: Request, manager: KVCacheManager, keep: Keep) -> int:
+        """Drop all entries but these, and remember them. Returns the pages that went back."""
+        position, table = manager.position(request.key), manager.tables[STREAMS]
+        if request.evictions:
+            request.evictions[next(reversed(request.evictions))].pack()
+        lengths = table.lengths[manager.slot_of[request.key]].reshape(len(table.schema.layers), -1)
+        record = EvictionRecord(keep, lengths)
+        earlier = request.evictions.pop(position, None)  # evicted twice at one position: both in one record
+        request.evictions[position] = record if earlier is None else earlier.then(record)
+        return self.carry_out(request, manager, keep)
+
+    @staticmethod
+    def carry_out(request: Request, manager: KVCacheManager, keep: Keep) -> int:
+        """Drop all entries but these. Returns the pages that went back."""
+        layers = manager.tables[STREAMS].schema.layers
+        return manager.compact_request(request.key, dict(zip(layers, keep, strict=True)))
+
+    def choose(
+        self,
+        request: Request,
+        manager: KVCacheManager,
+        eviction: EvictionConfig | None = None,
+        policy: Policy | None = None,
+        scores: Sequence[Tensor] | None = None,
+        ranges: Sequence[tuple[int, int]] = (),
+    ) -> Keep:
+        """Survivors of every stream, by the request's own settings unless others are given."""
+        eviction = self.asked_by(request) if eviction is None else eviction
+        policy = find_policy(eviction.policy, scope=eviction.scope) if policy is None else policy
+        table, slot = manager.tables[STREAMS], manager.slot_of[request.key]
+        lengths = table.lengths[slot].reshape(len(table.schema.layers), -1)  # [layers, G]
+        if scores is None:
+            parts = [policy.score(part) for part in self.layers(request, manager, policy.batchable, eviction.window)]
+            scores = [layer for part in parts for layer in part.split(table.schema.heads)]
+        first = policy.first if eviction.first is None else eviction.first
+        if first or ranges:
+            rows = joined(scores).clone()
+            Protected(first, ranges, positions(slot, manager) if ranges else None).mark(rows)
+            scores = list(rows.split(table.schema.heads))
+        if isinstance(policy, Ada):
+            even = policy.even(list(scores), lengths, eviction.budget, eviction.recent)
+            self._check_budgets(even, lengths, eviction)
+            return choose_shared(scores, lengths, even, eviction.recent, policy.floor, policy.over)
+        budgets = policy.budgets(list(scores), lengths, eviction.budget, eviction.recent)
+        self._check_budgets(budgets, lengths, eviction)
+        return choose(scores, lengths, budgets, eviction.recent, eviction.scope)
+
+    @staticmethod
+    def _check_budgets(budgets: np.ndarray, lengths: np.ndarray, eviction: EvictionConfig) -> None:
         if budgets.shape != lengths.shape or budgets.sum() > eviction.budget * budgets.size or budgets.min() < 1:
             raise HybridKVError(
                 f"the policy's budgets must be positive and {eviction.budget} a stream on average at the most"
             )
-        return choose(scores, lengths, budgets, eviction.recent, eviction.scope)
 
-    def layers(self, request: Request, manager: KVCacheManager, batched: bool = False) -> list[LayerCache]:
+    def layers(
+        self, request: Request, manager: KVCacheManager, batched: bool = False, window: int | None = None
+    ) -> list[LayerCache]:
         """What the policy sees of each attention layer. Nothing here waits for the device.
 
-        `batched`: several layers as one, streams after streams, as many as SCORE_BYTES of scores allow.
+        Args:
+            batched: several layers as one, streams after streams, as many as SCORE_BYTES of scores allow.
+            window: how many of the last queries; None: as many as the request asks for.
         """
-        window = self.asked_by(request).window
+        window = self.asked_by(request).window if window is None else window
         table, slot = manager.tables[STREAMS], manager.slot_of[request.key]
         position, past = manager.position(request.key), manager.compactions.get(slot)
         first = max(0, position - window)
@@ -242,12 +310,3 @@ def positions(slot: int, manager: KVCacheManager) -> torch.Tensor:
     if (lengths < len(entry)).any():
         found = torch.where(entry < upload([lengths], manager.device)[:, None], found, -1)
     return found
-
-
-def find_policy(policy: object) -> Policy:
-    """A policy of that name, or the policy itself."""
-    if isinstance(policy, Policy):
-        return policy
-    if not isinstance(policy, str) or policy not in POLICIES:
-        raise HybridKVError(f"policy {str(policy)[:80]!r} is unknown; choose {', '.join(POLICIES)}, or give a Policy")
-    return POLICIES[policy]()

@@ -2,10 +2,14 @@
 
 Of a stream with budget b the last `recent` entries stay whatever their score, and the best of the others fill the
 rest. The budget includes the recent ones. Ties go to the lower position. Lists are ascending, so survivors keep their
-order.
+order. Where streams share a budget (`share`), each keeps its best few, and the best of what is left in any of them
+fill the rest. Entries that must stay (`Protected`) count as better than any score.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,9 +20,33 @@ from hybridkv.cache.step import upload
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction_record import Keep
 from hybridkv.kernels.eviction.select import select_entries
+from hybridkv.kernels.eviction.select_shared import select_shared
 
 
-def joined(scores: list[Tensor]) -> Tensor:
+@dataclass(frozen=True)
+class Protected:
+    """Entries that stay whatever their score, beside the recent ones, as far as the budget goes.
+
+    Args:
+        first: so many at the beginning of each stream.
+        ranges: (begin, end) of absolute positions.
+        positions: [streams, L] of each entry, where there are ranges.
+    """
+
+    first: int = 0
+    ranges: Sequence[tuple[int, int]] = ()
+    positions: Tensor | None = None
+
+    def mark(self, rows: Tensor) -> None:
+        """Raise the scores [streams, L] of these entries above all others, in place. NaN stays: it is refused."""
+        if self.first:
+            rows[:, : self.first].masked_fill_(~rows[:, : self.first].isnan(), torch.inf)
+        for begin, end in self.ranges:
+            assert self.positions is not None
+            rows.masked_fill_((self.positions >= begin) & (self.positions < end) & ~rows.isnan(), torch.inf)
+
+
+def joined(scores: Sequence[Tensor]) -> Tensor:
     """Scores [G, L] of each layer as rows [layers * G, L] f32; what stands past a layer's own L is never looked at."""
     L = max(each.shape[1] for each in scores)
     return torch.cat([each if each.shape[1] == L else F.pad(each, (0, L - each.shape[1])) for each in scores]).float()
@@ -37,15 +65,45 @@ def best(scores: Tensor, length: int, budget: int, recent: int) -> np.ndarray:
     return survivors(scores[None], np.array([length]), np.array([budget]), recent)[0].cpu().numpy().astype(np.int64)
 
 
-def choose(scores: list[Tensor], lengths: np.ndarray, budgets: np.ndarray, recent: int, scope: str) -> Keep:
+def share(
+    scores: Sequence[Tensor], lengths: np.ndarray, even: np.ndarray, recent: int, floor: float, over: str
+) -> tuple[Tensor, Tensor]:
+    """Entries [R, K] int32 that stay of each stream, ascending, then -1, and their counts [R], both on the device.
+
+    Streams share `even` [layers, G], what each would keep by itself, within a layer or over "all"; each keeps at least
+    `floor` of its own. Groups that hold no more than they may keep lose nothing.
+    """
+    layers, G = lengths.shape
+    groups = layers if over == "layer" else 1
+    fixed = np.minimum(np.minimum(recent, even), lengths)  # recent entries stay in every stream
+    least = np.minimum(np.maximum(np.maximum(fixed, 1), (even * floor).astype(np.int64)), lengths)
+
+    def by_group(x: np.ndarray) -> np.ndarray:
+        return x.reshape(groups, -1)
+
+    whole = by_group(lengths).sum(1) <= by_group(even).sum(1)  # [groups] that keep everything
+    least = np.where(np.repeat(whole, layers * G // groups).reshape(layers, G), lengths, least)
+    room = np.where(whole, 0, by_group(even).sum(1) - by_group(least).sum(1))
+    rows = joined(scores)
+    sent = upload([(lengths - fixed).ravel(), (least - fixed).ravel(), lengths.ravel(), room], rows.device)
+    visible, sure, ends = sent[: 3 * layers * G].view(3, -1)
+    return select_shared(rows, visible, sure, ends, groups, sent[3 * layers * G :])
+
+
+def choose(
+    scores: Sequence[Tensor],
+    lengths: np.ndarray,
+    budgets: np.ndarray,
+    recent: int,
+    scope: str,
+) -> Keep:
     """Survivors of every stream. `scores`: a [G, L] for each layer; lengths and budgets [layers, G].
 
     scope "head": each stream by its own scores; "layer": one list for the heads of a layer, by the sum of their scores;
     "global": one list for all streams. The device is waited for once, at the end.
     """
     (layers, G), rows = lengths.shape, joined(scores)
-    there = torch.arange(rows.shape[1], device=rows.device) < upload([lengths.ravel()], rows.device)[:, None]
-    broken = (rows.isnan() & there).view(layers, -1).any(1)
+    broken = _broken(rows, lengths)
     lists, ends, room = layers * G, lengths, budgets
     if scope != "head":
         same = lengths == lengths[:, :1] if scope == "layer" else lengths == lengths[0, 0]
@@ -56,9 +114,32 @@ def choose(scores: list[Tensor], lengths: np.ndarray, budgets: np.ndarray, recen
     if scope == "global":
         rows, ends, room, lists = rows.sum(0, keepdim=True), ends[:1], room[:1], 1
     found = survivors(rows, ends.ravel(), room.ravel(), recent)
-    host = torch.cat((found.view(-1), broken.to(torch.int32))).cpu().numpy().astype(np.int64)
-    if host[found.numel() :].any():
-        layer = int(host[found.numel() :].argmax())
-        raise HybridKVError(f"the policy gave NaN scores in attention layer {layer}; nothing was evicted")
+    host = torch.cat((found.view(-1), broken)).cpu().numpy().astype(np.int64)
+    _refuse_broken(host[found.numel() :])
     each = [row[:n] for row, n in zip(host[: found.numel()].reshape(found.shape), np.minimum(ends, room).ravel())]
     return [[each[(i * G + g) * lists // (layers * G)] for g in range(G)] for i in range(layers)]
+
+
+def choose_shared(
+    scores: Sequence[Tensor], lengths: np.ndarray, even: np.ndarray, recent: int, floor: float, over: str
+) -> Keep:
+    """Survivors of every stream where streams share their budgets (see `share`). The device is waited for once."""
+    (layers, G) = lengths.shape
+    broken = _broken(joined(scores), lengths)
+    found, counts = share(scores, lengths, even, recent, floor, over)
+    host = torch.cat((found.view(-1), broken, counts.to(torch.int32))).cpu().numpy().astype(np.int64)
+    _refuse_broken(host[found.numel() : found.numel() + layers])
+    rows, sizes = host[: found.numel()].reshape(found.shape), host[found.numel() + layers :]
+    return [[rows[i * G + g, : sizes[i * G + g]] for g in range(G)] for i in range(layers)]
+
+
+def _broken(rows: Tensor, lengths: np.ndarray) -> Tensor:
+    """[layers] int32 on the device: whether some entry of the layer has no score."""
+    there = torch.arange(rows.shape[1], device=rows.device) < upload([lengths.ravel()], rows.device)[:, None]
+    return (rows.isnan() & there).view(len(lengths), -1).any(1).to(torch.int32)
+
+
+def _refuse_broken(broken: np.ndarray) -> None:
+    if broken.any():
+        layer = int(broken.argmax())
+        raise HybridKVError(f"the policy gave NaN scores in attention layer {layer}; nothing was evicted")

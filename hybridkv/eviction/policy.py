@@ -56,6 +56,10 @@ class Policy:
     batchable: ClassVar[bool] = False
     # between what `budgets` shares unevenly: the heads of a layer ("heads"), layers only ("layers"); None: it is even
     spread: ClassVar[str | None] = None
+    # entries at the beginning that stay whatever their score, unless `EvictionConfig.first` says otherwise
+    first: ClassVar[int] = 0
+    # whether scores come from reading the text once more (replay.py) instead of from `score`
+    needs_replay: ClassVar[bool] = False
 
     def __init_subclass__(cls, **more: object) -> None:
         """A subclass that brings its own `score` or `budgets` and says nothing else gets the careful answer."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybridkv.config import CacheConfig, EngineConfig, EvictionConfig
+from hybridkv.config import UNEVEN_POLICIES, CacheConfig, EngineConfig, EvictionConfig
 
 STREAMS = "attention"  # the streams whose entries are chosen
 SCORE_BYTES = 64 << 20  # of scores of query heads that are computed at once
@@ -18,9 +18,11 @@ def max_held_tokens(eviction: EvictionConfig | None, step_tokens: int, page_size
 
 
 def _spreads_unevenly(policy: object) -> bool:
-    if policy == EvictionConfig.policy:
-        return False
-    from hybridkv.eviction.evict import find_policy  # policies compute, and so need torch
+    if isinstance(policy, str):
+        name, *settings = policy.split(":")
+        spread = next((part for part in reversed(settings) if part.startswith("spread=")), None)
+        return name in UNEVEN_POLICIES if spread is None else spread != "spread=even"
+    from hybridkv.eviction.named import find_policy  # policies compute, and so need torch
 
     return find_policy(policy).spread is not None
 

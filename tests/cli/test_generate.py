@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cli.commands import LONG, TINY, Run
+from hybridkv.eviction import Pyramid, SnapKV, find_policy
 from hybridkv import LLM, SamplingParams
 from hybridkv.commands import display, options
 from hybridkv.config import CacheConfig
@@ -121,16 +122,14 @@ def test_several_prompts_say_what_was_kept_of_all(run: Run, folder: Path, tmp_pa
 
 
 def test_eviction_flags_reach_the_cache(llm: LLM) -> None:
-    from hybridkv.eviction.policies import Ada, Pyramid, SnapKV
-
     given = dict(
         budget=100, window=32, recent=16, scope="head", bounded=True, decode_every=8, kv_dtype="fp8", state_dtype="bf16"
     )
     expected = CacheConfig(**given)  # type: ignore[arg-type]
     assert options.ModelOptions(**given).cache() == expected  # type: ignore[arg-type]
-    for spread, kind in (("ada", Ada), ("pyramid", Pyramid)):
-        policy = options.ModelOptions(budget=100, pooling="max", spread=spread).cache().policy
-        assert policy == kind(SnapKV(pooling="max"))
+    asked = options.ModelOptions(budget=100, policy="snapkv", pooling="max", spread="pyramid", first=8).cache()
+    assert asked.policy == "snapkv:pooling=max:spread=pyramid" and asked.first == 8
+    assert find_policy(asked.policy) == Pyramid(SnapKV(pooling="max"))
     assert options.ModelOptions(budget=100, policy="knorm").cache().policy == "knorm"
     assert options.ModelOptions().cache() == CacheConfig()
 

@@ -11,7 +11,8 @@ import torch
 from eviction.harness import Run, request_of
 from hybridkv.eviction import LayerCache
 from hybridkv.eviction import evict as evict_file
-from hybridkv.eviction.policies import Ada, Pyramid, SnapKV, Tova
+from hybridkv.eviction.policies import SnapKV, Tova
+from hybridkv.eviction.spread import Ada, Pyramid
 
 KINDS = ("llama", "qwen3_5")
 WINDOW = 16

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from eviction.layer_cache import Dense, attention, make
-from hybridkv.eviction import POLICIES, Ada, Policy, Pyramid
+from hybridkv.eviction import POLICIES, Ada, All, Policy, Pyramid
 from hybridkv.eviction.keep import choose
-from hybridkv.eviction.policies import ExpectedAttention, KeyDiff, Knorm, Random, SnapKV, Streaming, Tova
+from hybridkv.eviction.policies import KeyDiff, Knorm, Leverage, Peak, Random, SnapKV, Streaming, Tova
 
 CASES = {
     "equal lengths": dict(lengths=[40, 40]),
@@ -35,17 +35,27 @@ def tova(dense: Dense) -> list[Tensor]:
     return [mean[: len(rows[g * folds])] for g in range(len(dense.keys))]
 
 
-def expected(dense: Dense) -> list[Tensor]:
+def peak(dense: Dense, pooling: int = 15, values: bool = False) -> list[Tensor]:
     c, found = dense.cache, []
-    folds = c.queries.shape[1] // len(dense.keys)
+    folds, W = c.queries.shape[1] // len(dense.keys), len(c.queries)
     for g, (k, v) in enumerate(zip(dense.keys, dense.values)):
-        total = torch.zeros(len(k), dtype=torch.float64)
-        for h in range(g * folds, (g + 1) * folds):
-            q = c.queries[:, h].double() * c.scale
-            mean = q.mean(0)
-            cov = torch.zeros(q.shape[1], q.shape[1], dtype=torch.float64) if len(q) < 2 else q.T.cov()
-            total += torch.stack([mean @ x + x @ cov @ x / 2 for x in k]).softmax(0) / folds
-        found.append(total * v.norm(dim=-1))
+        rows = [attention(dense, w, h) for w in range(W) for h in range(g * folds, (g + 1) * folds)]
+        most = torch.stack(rows).max(0).values
+        old = max(0, len(k) - W)  # entries older than the window are pooled among themselves
+        score = most.clone()
+        for j in range(old):
+            near = most[max(0, j - pooling // 2) : min(old, j + pooling // 2 + 1)].max()
+            score[j] = max(near, most[:old].mean()) if values else near
+        found.append(torch.cat((score[:old] * v[:old].norm(dim=-1), score[old:])) if values else score)
+    return found
+
+
+def leverage(dense: Dense) -> list[Tensor]:
+    found = []
+    for k in dense.keys:
+        gram = k.T @ k
+        ridge = 1e-3 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+        found.append(torch.stack([x @ torch.linalg.inv(gram + ridge) @ x for x in k]))
     return found
 
 
@@ -59,7 +69,9 @@ def keydiff(dense: Dense) -> list[Tensor]:
 
 ORACLES: dict[str, tuple[Policy, Callable[[Dense], list[Tensor]]]] = {
     "tova": (Tova(), tova),
-    "expected": (ExpectedAttention(), expected),
+    "peak": (Peak(), peak),
+    "peak with values": (Peak(pooling=5, values=True), lambda d: peak(d, 5, True)),
+    "leverage": (Leverage(), leverage),
     "knorm": (Knorm(), lambda d: [-torch.stack([x.square().sum().sqrt() for x in k]) for k in d.keys]),
     "keydiff": (KeyDiff(), keydiff),
 }
@@ -183,7 +195,7 @@ def test_ada_over_pyramid_uses_each_layers_share() -> None:
 def test_wrappers_score_as_the_policy_inside(wrapper: type) -> None:
     cache = make([40, 40]).cache
     assert torch.equal(wrapper(Knorm()).score(cache), Knorm().score(cache))
-    assert torch.equal(wrapper().score(cache), SnapKV().score(cache))
+    assert torch.equal(wrapper().score(cache), Peak().score(cache))
 
 
 def test_the_example_of_an_own_policy_runs(

@@ -8,7 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from triton_interpreter import DEVICE
 
-from hybridkv.eviction.policies import Ada
+from hybridkv.eviction.spread import Ada
 from hybridkv.kernels import topk, topk_levels
 from hybridkv.kernels.eviction import select as file
 from hybridkv.kernels.eviction import select_sizes

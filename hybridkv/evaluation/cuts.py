@@ -1,0 +1,166 @@
+"""Reading prompts once and cutting copies of their caches: how one reading serves every policy and ratio.
+
+A prompt (or a document) is read into a cache that is held. For each policy and ratio a fork of it, which shares its
+pages, is evicted and answers. A fork evicted so holds the same entries as a request that was evicted when its prompt
+ended: tests compare the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hybridkv.config import EvictionConfig, SamplingParams
+from hybridkv.engine.engine import Engine
+from hybridkv.errors import HybridKVError
+from hybridkv.request import Request
+
+KEEP_QUERIES = EvictionConfig(budget=1 << 20)  # never evicts, and keeps the last queries for an eviction by hand
+OWN = ("first", "recent", "window")  # settings of EvictionConfig that a policy's text may have here
+GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A way to cut a cache: a policy as a text, and how many times smaller the cache gets."""
+
+    policy: str
+    ratio: float
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing is cut."""
+        return self.policy == "full"
+
+    @property
+    def settings(self) -> tuple[str, dict[str, int]]:
+        """The policy's own text, and what the text says of the eviction beside it (OWN)."""
+        name, *parts = self.policy.split(":")
+        own = {}
+        for part in list(parts):
+            setting, _, value = part.partition("=")
+            if setting in OWN:
+                if not value.isdigit():
+                    raise HybridKVError(f"policy {self.policy!r}: {setting} takes a whole number, not {value[:40]!r}")
+                own[setting] = int(value)
+                parts.remove(part)
+        return ":".join([name, *parts]), own
+
+    def eviction(self, tokens: int) -> EvictionConfig:
+        """Settings for a cache of so many tokens. Where the budget is small, half of it is for the most recent."""
+        policy, own = self.settings
+        budget = max(1, round(tokens / self.ratio))
+        ends = {"recent": min(EvictionConfig.recent, budget // 2)} | own
+        return EvictionConfig(budget=budget, policy=policy, **ends)
+
+
+FULL = Cut("full", 1)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of a request's cache, as the allocator has them."""
+
+    tokens: int
+    kept: float
+    kv_bytes: int
+    state_bytes: int
+    table_bytes: int
+    peak_bytes: int
+
+    def as_json(self) -> dict[str, float]:
+        """For a record."""
+        return {
+            "tokens": self.tokens, "kept": round(self.kept, 2), "kv_bytes": self.kv_bytes,
+            "state_bytes": self.state_bytes, "table_bytes": self.table_bytes, "peak_bytes": self.peak_bytes,
+        }  # fmt: skip
+
+
+class Reader:
+    """Caches of prompts that were read once, and forks of them. One engine, which nobody else uses meanwhile."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.manager = engine.manager
+
+    def run(self) -> None:
+        """Until every request has ended; the first that failed ends it all."""
+        while not self.engine.idle:
+            for update in self.engine.step():
+                if update.request.finish_reason == "error":
+                    raise HybridKVError(f"a request of the evaluation failed: {update.request.error}")
+        self.engine.drain()
+
+    def read(self, prompts: Sequence[Sequence[int]]) -> list[Request]:
+        """Requests that have read these tokens, their caches held; each has its first answer token."""
+        params = replace(GREEDY, max_tokens=1)
+        found = [self.engine.add(tokens, params, hold=True, eviction=KEEP_QUERIES) for tokens in prompts]
+        self.run()
+        for request, tokens in zip(found, prompts, strict=True):
+            self._check_held(request, len(tokens))
+        return found
+
+    def fork(self, request: Request, cut: Cut, seen: bool, scores: Sequence[Tensor] | None = None) -> Request:
+        """A copy of a held cache, cut."""
+        position = self.manager.position(request.key)
+        fork = self.engine.fork_held(request)
+        self._check_held(fork, position)
+        if not cut.full:
+            eviction = cut.eviction(position)
+            self.engine.evict_held(fork, eviction, scores, seen=seen)
+            if position > eviction.budget and self.manager.kept_tokens(fork.key) > eviction.budget:
+                raise HybridKVError(f"policy {cut.policy} kept more than its budget of {eviction.budget} tokens")
+        return fork
+
+    def held(self, request: Request, peak: int | None = None) -> Held:
+        """What the request holds now. `peak`: page bytes at their highest, where that was more."""
+        key, manager = request.key, self.manager
+        pages = manager.used_bytes(key)
+        tables = sum(t.device_table.nbytes // manager.slots for t in manager.tables.values())
+        return Held(
+            manager.position(key), manager.kept_tokens(key), pages, manager.schema.slot_bytes, tables,
+            max(pages, peak or 0) + manager.schema.slot_bytes + tables,
+        )  # fmt: skip
+
+    def answer(self, forks: Sequence[Request], prompts: Sequence[list[int]], most: Sequence[int], hold: bool) -> list[Request]:
+        """Answers of at most `most` tokens to prompts that begin with what each fork has read."""
+        params = [replace(GREEDY, max_tokens=n) for n in most]
+        begun = []
+        for fork, tokens, each in zip(forks, prompts, params, strict=True):
+            at = self.manager.position(fork.key)
+            request = self.engine.add(tokens, each, hold=hold, after=fork, eviction=None)
+            begun.append((request, at))
+        self.run()
+        for request, at in begun:
+            if request.cached_tokens < at:  # it read its prompt anew, with nothing cut
+                raise HybridKVError(
+                    "a cache of the evaluation had to be given up for want of memory; give more, or ask for fewer "
+                    "requests at once (--max-requests)"
+                )
+        return [request for request, _ in begun]
+
+    def release(self, requests: Sequence[Request]) -> None:
+        """Give held caches back."""
+        for request in requests:
+            self.engine.abort(request)
+
+    def _check_held(self, request: Request, position: int) -> None:
+        if request not in self.engine.scheduler.held or self.manager.position(request.key) != position:
+            raise HybridKVError(
+                "a cache of the evaluation could not be held for want of memory; give more, or ask for fewer requests "
+                "at once (--max-requests)"
+            )
+
+
+def divergence(full: Tensor, cut: Tensor) -> tuple[float, float, float]:
+    """(mean, 99.9 % quantile) of KL(full || cut) over positions, and the share whose likeliest token agrees.
+
+    Logits [T, vocab] f32 each.
+    """
+    a, b = full.log_softmax(-1), cut.log_softmax(-1)
+    kl = (a.exp() * (a - b)).sum(-1).clamp(min=0)
+    agree = (full.argmax(-1) == cut.argmax(-1)).float().mean()
+    return float(kl.mean()), float(torch.quantile(kl, 0.999)), float(agree)
