@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from typer import Context
@@ -73,3 +74,22 @@ def downloaded() -> list[str]:
     except (OSError, RuntimeError):
         return []
     return [f.removeprefix("models--").replace("--", "/", 1) for f in folders if f.startswith("models--")]
+
+
+def tasks(incomplete: str) -> list[str]:
+    """Tasks of `eval`, also behind a comma."""
+    from hybridkv.evaluation.settings import TASKS
+
+    return _after_comma(incomplete, ["all", "ruler", *TASKS])
+
+
+def policies(incomplete: str) -> list[str]:
+    """Policies, also behind a comma."""
+    from hybridkv.config import POLICY_NAMES
+
+    return _after_comma(incomplete, POLICY_NAMES)
+
+
+def _after_comma(incomplete: str, names: Sequence[str]) -> list[str]:
+    before, comma, begin = incomplete.rpartition(",")
+    return [before + comma + name for name in names if name.startswith(begin.lower())]
