@@ -5,6 +5,9 @@ heads of g's group. A sum over the window drowns what one query looks for; the l
 
 The queries go in blocks of 64, and each block raises the scores that the blocks before it left. So a long text takes no
 more memory than a window, and may come in several calls (`out`).
+
+The kernels are those of score.py, which take the largest weight instead of the sum where they are told to: of the
+logarithms, so that there is one power to compute for each key, not for each score.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ import torch
 from torch import Tensor
 
 from hybridkv.kernels.attention.tile import KEY_TILE, read_pages
+from hybridkv.kernels.backend import use_triton
+from hybridkv.kernels.eviction.score import ScoreBlocks, launch_scores
 from hybridkv.kernels.formats.kv_format import Pages
 
 QUERIES = 64  # of a block
@@ -57,6 +62,32 @@ def peak_scores_ref(
     return out
 
 
+def peak_scores_triton(
+    queries: Tensor,
+    query_positions: Tensor,
+    k_pool: Pages,
+    table: Tensor,
+    positions: Tensor,
+    scale: float,
+    lse: Tensor | None = None,
+    out: Tensor | None = None,
+    config: ScoreBlocks | None = None,
+) -> Tensor:
+    W, raised = len(queries), out is not None
+    peaks = torch.empty(positions.shape, device=queries.device) if out is None else out
+    assert peaks.dtype == torch.float32 and peaks.is_contiguous()
+    if not W or not peaks.numel():
+        return peaks if raised else peaks.zero_()
+    where = (k_pool, table, positions, scale)
+    for first in range(0, W, QUERIES):
+        rows = slice(first, first + QUERIES)
+        sums = None if lse is None else lse[rows]
+        launch_scores(
+            queries[rows], query_positions[rows], *where, sums, peaks, config, PEAK=True, RAISE=raised or first > 0
+        )  # fmt: skip
+    return peaks
+
+
 def peak_scores(
     queries: Tensor,  # [W, H, D] after norm and rope
     query_positions: Tensor,  # [W] ascending
@@ -71,4 +102,5 @@ def peak_scores(
 
     0 past a stream's length and where no query sees the entry.
     """
-    return peak_scores_ref(queries, query_positions, k_pool, table, positions, scale, lse, out)
+    form = peak_scores_triton if use_triton(queries) else peak_scores_ref
+    return form(queries, query_positions, k_pool, table, positions, scale, lse, out)

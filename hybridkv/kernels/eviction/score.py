@@ -191,9 +191,12 @@ def score_weights_kernel(
     q, when, k_pool, k_scale, table, positions, lse, out, L, W, D, scale,
     stride_qw, stride_qh, stride_tg, stride_tn, stride_pg, stride_pl, stride_lw, stride_lh, factor,
     R: tl.constexpr, P: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr,
-    DOT: tl.constexpr, FP8: tl.constexpr,
+    DOT: tl.constexpr, FP8: tl.constexpr, PEAK: tl.constexpr, RAISE: tl.constexpr,
 ):  # fmt: skip
-    """out [H, L]: the weights of each key, summed over the window. lse [W, H]; times `factor` it is log2."""
+    """lse [W, H]; times `factor` it is log2. out [H, L]: the weights of each key, summed over the window.
+
+    PEAK: out [G, L], the largest weight of each key, and with RAISE of that and what stands there.
+    """
     i_n, i_g = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_n, o_row, m_row, b_at, b_k, b_scale = block_keys(
         k_pool, k_scale, table, positions, i_n, i_g, L, D, stride_tg, stride_tn, stride_pg, stride_pl,
@@ -201,6 +204,8 @@ def score_weights_kernel(
     )  # fmt: skip
     o_w = tl.arange(0, BW)
     b_when = tl.load(when + o_w, mask=o_w < W, other=-1).to(tl.int32)
+    if PEAK:
+        b_most = tl.full([BW, BN], float("-inf"), tl.float32)
     for r in range(R):
         i_h = i_g * R + r
         b_s = head_scores(
@@ -209,8 +214,19 @@ def score_weights_kernel(
         )  # fmt: skip
         b_lse = tl.load(lse + o_w * stride_lw + i_h * stride_lh, mask=o_w < W, other=float("inf")) * factor
         b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse)  # sees nothing: weights 0, not NaN
-        b_weight = tl.sum(tl.exp2(b_s - b_lse[:, None]), 0)
-        tl.store(out + i_h * L + o_n, b_weight, mask=o_n < L)
+        if PEAK:  # of logarithms: one power for each key is enough
+            b_most = tl.maximum(b_most, b_s - b_lse[:, None], propagate_nan=tl.PropagateNan.ALL)
+        else:
+            b_weight = tl.sum(tl.exp2(b_s - b_lse[:, None]), 0)
+            tl.store(out + i_h * L + o_n, b_weight, mask=o_n < L)
+    if PEAK:
+        broken = tl.max((b_most != b_most).to(tl.int32), 0) > 0  # the largest of numbers would hide a NaN
+        b_peak = tl.where(broken, float("nan"), tl.exp2(tl.max(b_most, 0)))
+        p_out = out + i_g * L + o_n
+        if RAISE:
+            b_before = tl.load(p_out, mask=o_n < L, other=0.0)
+            b_peak = tl.maximum(b_peak, b_before, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(p_out, b_peak, mask=o_n < L)
 
 
 def hopper_tiles(queries: Tensor, keys: Tensor, G: int) -> int:
@@ -243,28 +259,31 @@ def hopper_programs(processors: int, G: int, tiles: int) -> int:
     return min(range(1, min(tiles, processors) + 1), key=cost)
 
 
-def default_blocks(cores: bool, window: int) -> ScoreBlocks:
-    """`cores`: whether tensor cores multiply; window: queries, padded to a power of two."""
+def default_blocks(cores: bool, window: int, peak: bool = False) -> ScoreBlocks:
+    """`cores`: whether tensor cores multiply; window: queries, padded to a power of two.
+
+    `peak`: a program holds the largest weights beside the scores of a head.
+    """
     if cores:
         return TENSOR_CORES if window <= 128 else TENSOR_CORES_WIDE
-    return PLAIN if window <= 64 else PLAIN_WIDE
+    return PLAIN if window <= (32 if peak else 64) else PLAIN_WIDE
 
 
-def window_scores_triton(
+def launch_scores(
     queries: Tensor,
     query_positions: Tensor,
     k_pool: Pages,
     table: Tensor,
     positions: Tensor,
     scale: float,
-    lse: Tensor | None = None,
+    lse: Tensor | None,
+    out: Tensor,
     config: ScoreBlocks | None = None,
-) -> Tensor:
+    **peak: bool,
+) -> None:
+    """Weights of a window's queries to `out`; PEAK and RAISE as score_weights_kernel has them."""
     W, H, D = queries.shape
     G, L = positions.shape
-    out = torch.empty(H, L, device=queries.device)
-    if not W or not L:
-        return out.zero_()
     fmt = format_of(k_pool)
     keys, k_scale = stored_tensors(k_pool)
     k_scale = keys if k_scale is None else k_scale  # a kernel needs a tensor, which it then never reads
@@ -279,12 +298,12 @@ def window_scores_triton(
         blocks = triton.cdiv(L, KEYS)
         score_known_hopper_kernel[(hopper_programs(sm_count(queries.device), G, blocks), G)](
             *read, lse, out, L, W, blocks, scale * LOG2_E, LOG2_E, *strides, *lse.stride(),
-            R=H // G, D=D, P=keys.shape[1], TILES=tiles, FP8=fmt.quantised, num_warps=WARPS,
+            R=H // G, D=D, P=keys.shape[1], TILES=tiles, FP8=fmt.quantised, **peak, num_warps=WARPS,
         )  # fmt: skip
-        return out
+        return
     padded = max(16, triton.next_power_of_2(W))
     if config is None:
-        config = default_blocks(cores, padded)
+        config = default_blocks(cores, padded, peak["PEAK"])
     BD = max(16, triton.next_power_of_2(D))
     blocks = triton.cdiv(L, config.keys)
     shared = dict(
@@ -301,8 +320,27 @@ def window_scores_triton(
             part, lse, blocks, BW=padded, BB=COMBINE_BLOCKS, BR=COMBINE_ROWS
         )  # fmt: skip
     score_weights_kernel[(blocks, G)](
-        *read, lse, out, L, W, D, scale * LOG2_E, *strides, *lse.stride(), factor, **shared
+        *read, lse, out, L, W, D, scale * LOG2_E, *strides, *lse.stride(), factor, **shared, **peak
     )  # fmt: skip
+
+
+def window_scores_triton(
+    queries: Tensor,
+    query_positions: Tensor,
+    k_pool: Pages,
+    table: Tensor,
+    positions: Tensor,
+    scale: float,
+    lse: Tensor | None = None,
+    config: ScoreBlocks | None = None,
+) -> Tensor:
+    W, H, _ = queries.shape
+    L = positions.shape[1]
+    out = torch.empty(H, L, device=queries.device)
+    if not W or not L:
+        return out.zero_()
+    where = (queries, query_positions, k_pool, table, positions)
+    launch_scores(*where, scale, lse, out, config, PEAK=False, RAISE=False)
     return out
 
 

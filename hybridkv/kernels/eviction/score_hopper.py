@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from hybridkv.kernels.formats import small_floats
 from hybridkv.kernels.gluon import (
+    PropagateNan,
     async_copy,
     fence_async_shared,
     from_triton,
@@ -31,6 +32,8 @@ WARPS = 4  # of a worker, and of the loaders
 WORKER_REGISTERS, LOADER_REGISTERS = 208, 96  # of a thread
 _BN, _BW, _WARPS = gl.constexpr(KEYS), gl.constexpr(QUERIES), gl.constexpr(WARPS)
 _WORKER_REGISTERS, _LOADER_REGISTERS = gl.constexpr(WORKER_REGISTERS), gl.constexpr(LOADER_REGISTERS)
+
+_NAN_STAYS = gl.constexpr(PropagateNan.ALL)
 
 e4m3_value_tile = from_triton(small_floats.e4m3_value_tile)
 
@@ -95,9 +98,14 @@ def loaders(
 
 
 @gluon.jit
+def larger(b_x, b_y):
+    return gl.maximum(b_x, b_y, propagate_nan=_NAN_STAYS)
+
+
+@gluon.jit
 def worker(
     out, q_tiles, k_tiles, ats, scales, lses, whens, q_full, full, empty, earliest, i_g, first, step, tiles, L, scale,
-    I: gl.constexpr, R: gl.constexpr, TILES: gl.constexpr, FP8: gl.constexpr,
+    I: gl.constexpr, R: gl.constexpr, TILES: gl.constexpr, FP8: gl.constexpr, PEAK: gl.constexpr, RAISE: gl.constexpr,
 ):  # fmt: skip
     """Every second tile of the program's, from the I-th on. Of `full` each worker has its own: it sees every turn."""
     CYCLE: gl.constexpr = TILES if TILES % 2 == 0 else 2 * TILES  # tiles until a worker meets a buffer again
@@ -120,6 +128,8 @@ def worker(
         late = gl.max(b_at, 0) > earliest  # some query does not see some key
         o_n = i_n * _BN + gl.arange(0, _BN, layout=gl.SliceLayout(1, S))
         zero = turn >> 30  # keeps what follows from r in the loop: 16 addresses a head would not fit the registers
+        if PEAK:
+            b_most = gl.full([_BN], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S))
         mbarrier.wait(q_full.index(0), 0)
         b_next = warpgroup_mma(b_k, q_tiles.index(zero).permute((1, 0)), b_0, use_acc=False, is_async=True)
         for r in gl.static_range(R):
@@ -132,11 +142,22 @@ def worker(
                 b_s = warpgroup_mma_wait(num_outstanding=1, deps=[b_this])
             else:
                 b_s = warpgroup_mma_wait(num_outstanding=0, deps=[b_next])
-            b_weight = gl.exp2(b_s * b_factor - lses.index(r).load(gl.SliceLayout(0, S))[None, :])
-            if late:
-                b_weight = gl.where(b_at[:, None] <= b_when[None, :], b_weight, 0.0)
-            b_sum = gl.where(b_at >= 0, gl.sum(b_weight, 1), 0.0)
-            gl.store(out + (i_g * R + r) * L + o_n, b_sum, mask=o_n < L)
+            b_log = b_s * b_factor - lses.index(r).load(gl.SliceLayout(0, S))[None, :]
+            if PEAK:  # of logarithms: one power for each key is enough
+                if late:
+                    b_log = gl.where(b_at[:, None] <= b_when[None, :], b_log, float("-inf"))
+                b_most = larger(b_most, gl.reduce(b_log, 1, larger))
+            else:
+                b_weight = gl.exp2(b_log)
+                if late:
+                    b_weight = gl.where(b_at[:, None] <= b_when[None, :], b_weight, 0.0)
+                b_sum = gl.where(b_at >= 0, gl.sum(b_weight, 1), 0.0)
+                gl.store(out + (i_g * R + r) * L + o_n, b_sum, mask=o_n < L)
+        if PEAK:
+            b_peak = gl.where(b_at >= 0, gl.exp2(b_most), 0.0)
+            if RAISE:
+                b_peak = larger(b_peak, gl.load(out + i_g * L + o_n, mask=o_n < L, other=0.0))
+            gl.store(out + i_g * L + o_n, b_peak, mask=o_n < L)
 
 
 @gluon.jit(do_not_specialize=["L", "W", "tiles"])
@@ -167,6 +188,8 @@ def score_known_hopper_kernel(
     P: gl.constexpr,
     TILES: gl.constexpr,
     FP8: gl.constexpr,
+    PEAK: gl.constexpr,  # out [G, L]: the largest weight of each key instead of sums over the window
+    RAISE: gl.constexpr,  # of that and what stands in `out`
 ):
     first, step, i_g = gl.program_id(0), gl.num_programs(0), gl.program_id(1).to(gl.int64)
     M: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -199,11 +222,11 @@ def score_known_hopper_kernel(
         [
             (worker, (
                 out, q_tiles, k_tiles, ats, scales, lses, whens, q_full, full, empty, earliest, i_g, first, step,
-                tiles, L, scale, 0, R, TILES, FP8,
+                tiles, L, scale, 0, R, TILES, FP8, PEAK, RAISE,
             )),
             (worker, (
                 out, q_tiles, k_tiles, ats, scales, lses, whens, q_full, full, empty, earliest, i_g, first, step,
-                tiles, L, scale, 1, R, TILES, FP8,
+                tiles, L, scale, 1, R, TILES, FP8, PEAK, RAISE,
             )),
             (loaders, (
                 q, k_pool, k_scale, p_table, p_at, q_tiles, k_tiles, ats, scales, q_full, full, empty, i_g, first, step,

@@ -7,6 +7,9 @@ from hybridkv.kernels.topk_levels import MAX_CHOICES, scratch_bytes
 TEMPORARY_BYTES = 64 << 20  # what a selection takes at once, beside its result
 # keys, masks, sorted keys and indices are 18 bytes a score; sorting pairs on a GPU takes buffers of up to 40 more
 SORT_BYTES_PER_SCORE = 64
+SHARED_BINS = 256  # values of a digit, by which select_shared narrows its bounds
+DIGITS = 4  # of a key
+SHARED_STATE = 4  # numbers that it keeps for a row beside its counts
 
 
 def rows_at_once(length: int) -> int:
@@ -32,3 +35,17 @@ def select_bytes(rows: int, length: int, width: int, gpu: bool = True) -> int:
         # results of blocks are put together at the end, when the scratch is free again
         return result + max(scratch_bytes(block, length, width), result if block < rows else 0)
     return result + min(rows, rows_at_once(length)) * SORT_BYTES_PER_SCORE * max(length, width)
+
+
+def shared_scratch(rows: int, groups: int) -> int:
+    """Whole numbers of 4 bytes that the kernel of select_shared.py counts with."""
+    return rows * (DIGITS * 2 * SHARED_BINS + SHARED_STATE) + groups * (1 + DIGITS)
+
+
+def shared_bytes(rows: int, length: int, groups: int, gpu: bool = True) -> int:
+    """Bytes that select_shared takes at the most for scores [rows, length]: its result and its temporaries."""
+    result = 4 * rows * length + 8 * rows
+    if gpu:
+        return result + 4 * shared_scratch(rows, groups)
+    # keys, and one comparison of all of them with a bound; then the rows are sorted
+    return result + max(9 * rows * length, min(rows, rows_at_once(length)) * SORT_BYTES_PER_SCORE * length)

@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 
 from hybridkv.kernels.attention.tile import KEY_TILE, read_pages
+from hybridkv.kernels.backend import tl, triton, use_triton
 from hybridkv.kernels.exact import tree_sum
-from hybridkv.kernels.formats.kv_format import Pages
+from hybridkv.kernels.formats.kv_format import Pages, format_of, stored_tensors
+
+TILE = 8192  # numbers that a program reads
 
 
 def value_norms_ref(v_pool: Pages, table: Tensor, lengths: Tensor, L: int) -> Tensor:
@@ -21,6 +24,52 @@ def value_norms_ref(v_pool: Pages, table: Tensor, lengths: Tensor, L: int) -> Te
     return out
 
 
+@triton.jit(do_not_specialize=["L"])
+def value_norms_kernel(
+    v_pool,  # [N, P, D], FP8 as uint8
+    v_scale,  # [N, P] f32, read with FP8 only
+    table,  # [G, N]
+    lengths,  # [G] int64
+    out,  # [G, L] f32
+    L,
+    D,
+    stride_tg,
+    stride_tn,
+    P: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    i_g = tl.program_id(1).to(tl.int64)
+    o_n, o_d = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BD)
+    m_n = o_n < tl.load(lengths + i_g)
+    b_page = tl.load(table + i_g * stride_tg + (o_n // P) * stride_tn, mask=m_n, other=0).to(tl.int64)
+    o_row = b_page * P + o_n % P
+    b_v = tl.load(v_pool + o_row[:, None] * D + o_d, mask=m_n[:, None] & (o_d < D), other=0)
+    if FP8:
+        b_v = b_v.to(tl.float8e4nv, bitcast=True)
+    b_v = b_v.to(tl.float32)
+    b_norm = tl.sqrt_rn(tl.sum(b_v * b_v, 1))
+    if FP8:
+        b_norm *= tl.load(v_scale + o_row, mask=m_n, other=0.0)
+    tl.store(out + i_g * L + o_n, b_norm, mask=o_n < L)
+
+
+def value_norms_triton(v_pool: Pages, table: Tensor, lengths: Tensor, L: int) -> Tensor:
+    G = len(table)
+    values, v_scale = stored_tensors(v_pool)
+    out = torch.empty(G, L, device=values.device)
+    if G and L:
+        P, D = values.shape[1:]
+        BD = triton.next_power_of_2(D)
+        BN = max(1, TILE // BD)
+        value_norms_kernel[(triton.cdiv(L, BN), G)](
+            values, values if v_scale is None else v_scale, table, lengths, out, L, D, *table.stride(),
+            P=P, BN=BN, BD=BD, FP8=format_of(v_pool).quantised, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
 def value_norms(
     v_pool: Pages,  # [N, P, D]
     table: Tensor,  # [G, N] page ids, -1 past the end
@@ -28,4 +77,5 @@ def value_norms(
     L: int,  # of the longest stream
 ) -> Tensor:
     """Euclidean norms [G, L] f32 of the values of a request's streams, 0 past a stream's length."""
-    return value_norms_ref(v_pool, table, lengths, L)
+    form = value_norms_triton if use_triton(table) else value_norms_ref
+    return form(v_pool, table, lengths, L)
