@@ -37,8 +37,8 @@ class EvictionConfig:
         scope: one list of survivors for each head, each layer, or for all: head | layer | global.
         bounded: evict at every step of prompt and answer: no more than budget + one step is ever held.
         decode_every: evict again to the budget every n generated tokens; 0: never.
-        first: tokens at the beginning that stay whatever their score, as part of the budget; None: as many as the policy
-            was made for.
+        first: tokens at the beginning that stay whatever their score, as part of the budget; None: as many as the
+            policy was made for.
     """
 
     budget: int

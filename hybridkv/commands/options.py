@@ -26,10 +26,10 @@ from typer import BadParameter, Option
 from hybridkv.bench.options import flag_of, is_list, read_list
 from hybridkv.commands import completion
 from hybridkv.config import CacheConfig, EngineConfig, SamplingParams, shown
+from hybridkv.errors import HybridKVError
 from hybridkv.overrides import overridden
 
 if TYPE_CHECKING:
-    from hybridkv.eviction import Policy
     from hybridkv.llm import LLM
 
 KEYWORD = inspect.Parameter.KEYWORD_ONLY
@@ -172,7 +172,7 @@ class ModelOptions:
         Option(
             "--pooling",
             metavar="HOW",
-            help="how scores spread to neighbours: an odd number of them (peak, keydiff, leverage), or none, avg or max "
+            help="how scores spread to neighbours: an odd number of them (peak, keydiff, leverage), none, avg or max "
             "(snapkv); the policy's own choice",
             rich_help_panel=EVICTION,
         ),
@@ -182,8 +182,8 @@ class ModelOptions:
         Option(
             "--spread",
             metavar="NAME",
-            help="the budget over streams: even, layer (its heads share it), all (all layers share it) or pyramid (early "
-            "layers get more); the policy's own choice",
+            help="the budget over streams: even, layer (its heads share it), all (all layers do) or pyramid (early layers "
+            "get more); the policy's own choice",
             rich_help_panel=EVICTION,
         ),
     ] = None

@@ -29,8 +29,8 @@ from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.eviction.keep import Keep, Protected, choose, choose_shared, joined
 from hybridkv.eviction.named import find_policy, resolved_name
 from hybridkv.eviction.policy import LayerCache, Policy
-from hybridkv.eviction.spread import Ada
 from hybridkv.eviction.sizes import SCORE_BYTES, STREAMS
+from hybridkv.eviction.spread import Ada
 from hybridkv.eviction_record import EvictionRecord
 from hybridkv.kernels.formats.kv_format import pages_of
 from hybridkv.request import Request
