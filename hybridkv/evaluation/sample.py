@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,11 +28,13 @@ class Question:
     forbidden: tuple[str, ...] = ()
 
     def score(self, answer: str) -> float:
-        """Share of the references that the answer has, from 0 to 1; 0 if it has a forbidden word."""
-        said = answer.lower()
-        if any(word.lower() in said for word in self.forbidden):
+        """Share of the references that the answer has, from 0 to 1; 0 if it has a forbidden word.
+
+        A reference counts as a whole word only: `sea` is not in "season", nor 123 in "41234".
+        """
+        if any(_has(answer, word) for word in self.forbidden):
             return 0.0
-        return sum(reference.lower() in said for reference in self.references) / len(self.references)
+        return sum(_has(answer, reference) for reference in self.references) / len(self.references)
 
 
 @dataclass(frozen=True)
@@ -51,3 +54,11 @@ class Sample:
     document: str
     questions: tuple[Question, ...]
     system: str = ""
+
+
+def _has(answer: str, words: str) -> bool:
+    """Whether the words stand in the answer, in any case, and are not a part of longer words or numbers."""
+    before = r"(?<!\w)" if words[0].isalnum() else ""
+    after = r"(?!\w)" if words[-1].isalnum() else ""
+    spaced = r"\s+".join(re.escape(word) for word in words.split())
+    return re.search(before + spaced + after, answer, re.IGNORECASE) is not None

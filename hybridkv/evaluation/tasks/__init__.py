@@ -14,7 +14,7 @@ from difflib import get_close_matches
 
 from hybridkv.errors import HybridKVError
 from hybridkv.evaluation.sample import CountTokens, Sample
-from hybridkv.evaluation.tasks import counting, needles
+from hybridkv.evaluation.tasks import counting, facts, needles, records
 from hybridkv.evaluation.tasks.draft import Draft, Request, fit
 
 __all__ = ["RULER", "TASKS", "Task", "make_sample", "sample_set_hash"]
@@ -48,9 +48,16 @@ _RULER = (
     _task("cwe", counting.common_words),
     _task("fwe", counting.frequent_words),
 )
+_MORE = (
+    _task("paraphrase", facts.paraphrase),
+    _task("two_questions", facts.two_questions),
+    _task("instruction", facts.instruction),
+    _task("phone_book", records.phone_book),
+    _task("tool_chain", records.tool_chain),
+)
 
 RULER: tuple[str, ...] = tuple(task.name for task in _RULER)  # named as RULER names them (arXiv 2404.06654)
-TASKS: dict[str, Task] = {task.name: task for task in _RULER}
+TASKS: dict[str, Task] = {task.name: task for task in _RULER + _MORE}
 
 
 def make_sample(task: str, number: int, tokens: int, seed: int | str, count: CountTokens) -> Sample:

@@ -6,6 +6,7 @@ import random
 import uuid
 from collections.abc import Callable, Iterator
 
+from hybridkv.errors import HybridKVError
 from hybridkv.evaluation.sample import Question
 from hybridkv.evaluation.tasks import words
 from hybridkv.evaluation.tasks.draft import Draft, Request, Stream
@@ -14,6 +15,7 @@ from hybridkv.evaluation.tasks.prose import depths, hide, noise, prose
 NUMBER_TOKENS = 24  # seven digits, one token each with many tokenizers, and room
 UUID_TOKENS = 48  # 36 characters
 FOUR = 4
+TRIES = 1000  # in a row, for a name that was not used yet
 
 MakeText = Callable[[random.Random], str]
 
@@ -36,11 +38,18 @@ def a_uuid(rng: random.Random) -> str:
 def different(make: MakeText, rng: random.Random) -> Iterator[str]:
     """Texts that `make` makes, none of them twice."""
     seen: set[str] = set()
-    while True:
+    text, tries = "", 0
+    while tries < TRIES:
         text = make(rng)
+        tries += 1
         if text not in seen:
             seen.add(text)
+            tries = 0
             yield text
+    raise HybridKVError(
+        f"a text of this length needs more than {len(seen)} different names like '{text}', and there are hardly more; "
+        "ask for fewer tokens, or leave the task out"
+    )
 
 
 def needle(kind: str, key: str, value: str) -> str:

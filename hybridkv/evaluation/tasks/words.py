@@ -34,10 +34,10 @@ dull dusty eager early easy empty even faded faint famous fancy fierce firm flat
 giant glad gloomy golden good grand grave great green grey happy hasty heavy hidden honest humble icy idle keen kind
 large lazy lean light little lively lonely loose loud low lucky mellow merry mild misty modest muddy narrow neat new
 noble noisy northern odd old open orderly pale patient plain pleasant polite proud purple quick quiet rapid rare ready
-restless rich robust rough round royal rusty sandy scarlet serious shady shallow sharp shiny shy silent silver
-simple sleepy slender slow small smooth snowy soft solid sound southern spare steady steep stern still stormy stout
-strange strict strong sturdy subtle sunny sweet swift tall tame tender thick thin tidy tiny tired tough tranquil upper
-vast vivid warm weary western wet white wide wild windy wise wooden young
+restless rich robust rough round royal rusty sandy scarlet serious shady shallow sharp shiny shy silent silver simple
+sleepy slender slow small smooth snowy soft solid sound southern spare steady steep stern still stormy stout strange
+strict strong sturdy subtle sunny sweet swift tall tame tender thick thin tidy tiny tired tough tranquil upper vast
+vivid warm weary western wet white wide wild windy wise wooden young
 """)
 
 VERBS = _words("""
@@ -83,15 +83,14 @@ Thornwick Tidewell Undercliff Valebridge Wexcombe Whitmoor Wildmere Windrush Wol
 """)
 
 TRADES = _words("""
-baker barber beekeeper blacksmith bookbinder brewer butcher carpenter chemist clockmaker cobbler dentist electrician
-florist glazier goldsmith joiner librarian locksmith mason optician pharmacist plumber potter roofer saddler sculptor
-shepherd surgeon surveyor tailor tanner translator upholsterer weaver welder
+baker barber beekeeper blacksmith bookbinder brewer butcher carpenter chemist clockmaker cobbler dentist florist
+glazier goldsmith joiner librarian locksmith mason pharmacist plumber potter roofer saddler sculptor shepherd surgeon
+surveyor tailor tanner translator weaver welder
 """)
 
 ANIMALS = _words("""
-alpaca badger budgerigar canary chameleon chinchilla cockatoo donkey ferret gecko goldfish goose hamster hedgehog
-heron iguana llama lizard magpie mongoose otter parrot peacock pigeon pony poodle rabbit raven salamander sparrow
-stork tortoise turtle
+badger budgerigar canary chameleon chinchilla cockatoo donkey ferret gecko goldfish goose hamster hedgehog heron llama
+lizard magpie mongoose parrot peacock pigeon pony poodle rabbit raven salamander sparrow stork tortoise turtle
 """)
 
 INSTRUMENTS = _words("""
