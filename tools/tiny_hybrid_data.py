@@ -24,6 +24,7 @@ from hybridkv.errors import HybridKVError
 from hybridkv.evaluation.sample import CountTokens, Question, Sample
 from hybridkv.evaluation.tasks import TASKS, make_sample
 from hybridkv.evaluation.tasks.draft import TEMPLATE_TOKENS, Draft, fit
+from hybridkv.evaluation.tasks.facts import KINDS
 from hybridkv.evaluation.tasks.needles import a_key, a_number, a_uuid, different, heading, needle, question
 from hybridkv.evaluation.tasks.prose import hide, noise, prose
 
@@ -31,12 +32,17 @@ NAMES = (*TASKS, "many", "repeat")
 MANY, REPEATED = len(TASKS), len(TASKS) + 1
 NO_TASK = 255  # of tokens that are no answer
 ELSEWHERE = 26  # weight of tokens that are no answer, of 255: a tenth
+COPIED = 100  # weight of what is repeated, of which there is much
 OURS = 6  # tokens that our chat template adds
 REPEAT = "Repeat the previous context exactly."
 BEGINS = " It begins: "
 UNORDERED = ("cwe",)  # any order is right, and none is easier to see than another: all are taught
 LISTS = ("niah_multikey_2", "niah_multikey_3", "phone_book")  # texts that are nothing but things to ask for
+FEW = ("paraphrase", "two_questions", "niah_multikey_1", "niah_multiquery", "tool_chain")  # with some more to ask for
 HIDDEN = re.compile(r"The secret (number|code) of (\S+) is (\S+)\.")
+LISTED = re.compile(r"^(\w+ \w+): (\d{3}-\d{4})$", re.MULTILINE)
+CALLED = re.compile(r'^{"tool": "(\w+?_(\w+))".*\n{"\2": "([A-Z]-\d+)"', re.MULTILINE)
+TOLD = [(kind, re.compile(kind.statement.format(name=r"(\w+ \w+)", value=r"(\w+)"))) for kind in KINDS]
 
 # share of the time gone -> lengths of rows to choose from; retrieval forms quickly in short ones
 CURRICULUM: tuple[tuple[float, tuple[int, ...]], ...] = (
@@ -56,6 +62,22 @@ def lengths_at(share: float, longest: int) -> tuple[int, ...]:
     return tuple(min(length, longest) for length in lengths)
 
 
+def more_questions(sample: Sample) -> list[Question]:
+    """All that the text says and a question of some task asks for; none if a system prompt rules the answers."""
+    text = sample.document
+    if sample.system:
+        return []
+    more = [question(*found, 0) for found in HIDDEN.findall(text)]
+    for name, value in LISTED.findall(text):
+        more.append(Question(f"What is the phone number of {name}?", (value,), f"The phone number of {name} is"))
+    for tool, field, value in CALLED.findall(text):
+        more.append(Question(f"Which {field} did {tool} return?", (value,), f"The {field} is"))
+    for kind, told in TOLD:
+        for name, value in told.findall(text):
+            more.append(Question(kind.question.format(name=name), (value,), kind.answer_prefix.format(name=name)))
+    return more
+
+
 def answer_text(asked: Question, order: Sequence[int] | None = None) -> str:
     """The answer that is taught: the references, in their own order or in another one."""
     said = ", ".join([asked.references[i] for i in order] if order else asked.references) + "."
@@ -73,7 +95,7 @@ class Piece:
     @staticmethod
     def of(ids: list[int], task: int = NO_TASK) -> Piece:
         """All of one kind: an answer (with its task) or not."""
-        weight = ELSEWHERE if task == NO_TASK else 255
+        weight = {NO_TASK: ELSEWHERE, REPEATED: COPIED}.get(task, 255)
         return Piece(ids, [weight] * len(ids), [task] * len(ids))
 
     def add(self, other: Piece) -> None:
@@ -137,7 +159,7 @@ class Writer:
     def first_turn(self, sample: Sample, asked: str) -> tuple[Piece, list[int]]:
         """System prompt, document and what is asked, ready for the answer; and the document's ids."""
         document = self.encode(sample.document)
-        self.characters[sample.task] += 0.1 * (len(sample.document) / len(document) - self.characters[sample.task])
+        self.characters[sample.task] += 0.3 * (len(sample.document) / len(document) - self.characters[sample.task])
         before = [self.system, *self.encode(sample.system), self.end] if sample.system else []
         ids = [*before, self.user, *document, *self.encode("\n\n" + asked), self.end]
         return Piece.of(ids), document
@@ -175,9 +197,11 @@ class Writer:
         reserve = 0.0
         if task in LISTS or task == "many":
             reserve = min(rng.uniform(0.1, 0.45), 1200 / tokens)
-        elif rng.random() < 0.3:
+        elif task in FEW:
+            reserve = min(rng.uniform(0.1, 0.4), 300 / tokens)
+        elif rng.random() < 0.15:
             reserve = min(0.3, 300 / tokens)  # for a part to repeat
-        sample = self.sample(task, int(tokens * (1 - reserve)))
+        sample = self.sample(task, int(tokens * (0.99 - reserve)))
         if sample is None:
             return None
         number = NAMES.index(task)
@@ -187,16 +211,22 @@ class Writer:
         if len(whole.ids) > tokens:
             return None
         known = {each.text for each in asked}
-        more = [question(*found, 0) for found in HIDDEN.findall(sample.document)]
+        more = more_questions(sample)
         rng.shuffle(more)
-        turns = [(each, number) for each in asked[1:]] + [(each, number) for each in more[:40] if each.text not in known]
+        turns = [(each, number) for each in asked[1:]] + [
+            (each, number) for each in more[:40] if each.text not in known
+        ]
         for each, of_task in turns:
             turn = self.turn(each.text)
             turn.add(self.answer(each, of_task))
             if len(whole.ids) + len(turn.ids) > tokens:
                 break
             whole.add(turn)
-        if tokens - len(whole.ids) > 100 and (again := self.repeat(document, tokens - len(whole.ids))):
+        if (
+            tokens - len(whole.ids) > 100
+            and rng.random() < 0.4
+            and (again := self.repeat(document, tokens - len(whole.ids)))
+        ):
             whole.add(self.turn(again[0]))
             whole.add(again[1])
         return whole if len(whole.ids) <= tokens else None
@@ -218,7 +248,8 @@ class Writer:
         """Conversations behind one another, cut at `length`. `shares`: how often each of NAMES is wanted."""
         rng = self.rng
         row = Piece([], [], [])
-        while (room := length - len(row.ids)) >= 96:
+        misses = 0
+        while (room := length - len(row.ids)) >= 96 and misses < 12:  # what is left may be too small for most tasks
             name = rng.choices(NAMES, shares)[0]
             whole = rng.random() < 0.5 or room < 256
             tokens = room if whole else rng.randint(128, room)
@@ -226,10 +257,10 @@ class Writer:
                 made = self.copying(rng.choice(NAMES[:MANY]), tokens)
             else:  # the rest of the room is for more turns
                 made = self.conversation(name, tokens)
-            if made is not None:
+            if made is None:
+                misses += 1
+            else:
                 row.add(made)
-            elif room < 320:  # what is left is too small for most tasks
-                break
         rest = length - len(row.ids)
         row.add(Piece([self.end] * rest, [0] * rest, [NO_TASK] * rest))
         return row

@@ -22,11 +22,13 @@ import shutil
 import time
 from collections import Counter, defaultdict, deque
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from tiny_hybrid_data import NAMES, NO_TASK, UNORDERED, Batch, Held, Workers, held_out
 from tiny_hybrid_model import Pass, delta_rule, difference, model_config, new_model, norm, rows_of
 from torch import Tensor
@@ -88,6 +90,17 @@ def optimizer_for(model: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-10, fused=on_gpu)
 
 
+@dataclass(frozen=True)
+class OnDevice:
+    """A batch as a step takes it."""
+
+    length: int
+    ids: Tensor  # [N] int32
+    targets: Tensor  # [N] int64
+    weights: Tensor  # [N] float32
+    tasks: Tensor  # [N] int64
+
+
 class Feed:
     """Batches on the device. When the workers are behind, one of the last ones is used again."""
 
@@ -96,8 +109,8 @@ class Feed:
         self.kept: deque[Batch] = deque(maxlen=KEPT)
         self.used = self.again = 0
 
-    def next(self) -> tuple[int, Tensor, Tensor, Tensor, Tensor]:
-        """Length of the rows; ids, targets, weights and tasks [N]."""
+    def next(self) -> OnDevice:
+        """The next batch."""
         batch = self.workers.next(wait=not self.kept)
         self.used += 1
         if batch is None:
@@ -105,12 +118,14 @@ class Feed:
             batch = self.rng.choice(self.kept)
         else:
             self.kept.append(batch)
-        ids, weights, tasks = (torch.from_numpy(part) for part in (batch.ids.astype("int32"), batch.weights, batch.tasks))
+        ids, weights, tasks = (
+            torch.from_numpy(part) for part in (batch.ids.astype("int32"), batch.weights, batch.tasks)
+        )
         if self.device == "cuda":
             ids, weights, tasks = (part.pin_memory().to("cuda", non_blocking=True) for part in (ids, weights, tasks))
         flat = (ids[:, :-1], ids[:, 1:], weights[:, 1:], tasks[:, 1:])
         ids, targets, weights, tasks = (part.reshape(-1) for part in flat)
-        return batch.length, ids, targets.long(), weights.float() / 255, tasks.long()
+        return OnDevice(batch.length, ids, targets.long(), weights.float() / 255, tasks.long())
 
 
 class Trainer:
@@ -132,6 +147,7 @@ class Trainer:
         self.feed = Feed(self.workers, self.device, options.seed)
         self.rows: dict[int, Any] = {}
         self.step = 0
+        self.first_step = self.began
         self.accuracy = [0.0] * len(NAMES)
         self._clear()
         ids = torch.randint(0, self.model.config.vocab_size, (2, 192), device=self.device)
@@ -165,32 +181,46 @@ class Trainer:
 
     @property
     def gone(self) -> float:
-        """Share of the time that has gone."""
-        return (time.monotonic() - self.began) / self.o.seconds
+        """Share of the time for steps that has gone; what came before them is not in it."""
+        return (time.monotonic() - self.first_step) / max(self.began + self.o.seconds - self.first_step, 1.0)
+
+    def warm_up(self) -> None:
+        """Compiles all that a step runs, and moves nothing."""
+        for _ in range(2):
+            losses, _ = self.losses_of(self.feed.next())
+            losses.mean().backward()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.first_step = time.monotonic()
+        self._clear()
+        print(f"{self.first_step - self.began:5.0f} s until the first step", flush=True)
 
     def rate(self, gone: float) -> float:
         """Warm-up by steps, then flat, then down to zero by the clock."""
         return self.o.lr * min((self.step + 1) / self.o.warmup, 1.0, max(1 - gone, 0.01) / self.o.decay)
 
+    def losses_of(self, batch: OnDevice) -> tuple[Tensor, Tensor]:
+        """Loss of each token [N], and whether it is the likeliest one."""
+        if batch.length not in self.rows:
+            self.rows[batch.length] = rows_of(self.model, self.o.tokens, batch.length)
+        with self.cast():
+            return self.run(batch.ids, batch.targets, self.rows[batch.length])
+
     def train_step(self) -> None:
         """One batch forward and back, and the weights moved."""
-        length, ids, targets, weights, tasks = self.feed.next()
-        if length not in self.rows:
-            self.rows[length] = rows_of(self.model, self.o.tokens, length)
+        batch = self.feed.next()
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate(self.gone)
-        with self.cast():
-            losses, right = self.run(ids, targets, self.rows[length])
-        loss = (losses * weights).sum() / weights.sum()
+        losses, right = self.losses_of(batch)
+        loss = (losses * batch.weights).sum() / batch.weights.sum().clamp(min=1)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.step += 1
-        self.lengths[length] += 1
+        self.lengths[batch.length] += 1
         self.losses.append(loss.detach())
-        self.right += torch.bincount(tasks, right.float(), minlength=NO_TASK + 1)
-        self.asked += torch.bincount(tasks, minlength=NO_TASK + 1)
+        self.right += torch.bincount(batch.tasks, right.float(), minlength=NO_TASK + 1)
+        self.asked += torch.bincount(batch.tasks, minlength=NO_TASK + 1)
 
     def report(self) -> bool:
         """A line; tells the workers what is still hard. False: the loss is not a number any more."""
@@ -214,8 +244,9 @@ class Trainer:
 
     def train(self) -> None:
         """Until the time is over."""
-        saved = reported = time.monotonic()
         try:
+            self.warm_up()
+            saved = reported = time.monotonic()
             while self.gone < 1:
                 self.workers.share.value = self.o.begin + (1 - self.o.begin) * self.gone
                 self.train_step()
@@ -272,6 +303,8 @@ class Trainer:
 
 def main() -> None:
     """Trains, saves and evaluates."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     trainer = Trainer(arguments())
     trainer.train()
     trainer.evaluate()
