@@ -10,7 +10,6 @@ same file.
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,12 +39,9 @@ def main() -> None:
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(WORDS), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    words = pre_tokenizers.Split(Regex(WORDS), "isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
@@ -53,7 +49,6 @@ def main() -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # each text word by word: the trainer breaks ties by the order in which it met them
     tokenizer.train_from_iterator([*texts("tokenizer", 1500, 40), *documents()], trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
@@ -65,9 +60,9 @@ def main() -> None:
         "chat_template": TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    words = re.findall(r"\w+", " ".join(texts("words", 300, 4)))
-    tokens = sum(len(tokenizer.encode(" " + word).ids) for word in words)
-    print(f"{tokenizer.get_vocab_size()} tokens, {tokens / len(words):.2f} a word")
+    text = "\n".join(texts("check", 300, 4))
+    a_token = len(text) / len(tokenizer.encode(text).ids)
+    print(f"{tokenizer.get_vocab_size()} tokens, {a_token:.2f} characters each in texts that it was not made from")
 
 
 if __name__ == "__main__":

@@ -56,9 +56,7 @@ CURRICULUM: tuple[tuple[float, tuple[int, ...]], ...] = (
 
 def lengths_at(share: float, longest: int) -> tuple[int, ...]:
     """Lengths of rows when this share of the time has gone."""
-    for until, lengths in CURRICULUM:
-        if share < until:
-            break
+    lengths = next((lengths for until, lengths in CURRICULUM if share < until), CURRICULUM[-1][1])
     return tuple(min(length, longest) for length in lengths)
 
 
@@ -211,22 +209,16 @@ class Writer:
         if len(whole.ids) > tokens:
             return None
         known = {each.text for each in asked}
-        more = more_questions(sample)
+        more = [each for each in more_questions(sample) if each.text not in known]
         rng.shuffle(more)
-        turns = [(each, number) for each in asked[1:]] + [
-            (each, number) for each in more[:40] if each.text not in known
-        ]
-        for each, of_task in turns:
+        for each in asked[1:] + more[:40]:
             turn = self.turn(each.text)
-            turn.add(self.answer(each, of_task))
+            turn.add(self.answer(each, number))
             if len(whole.ids) + len(turn.ids) > tokens:
                 break
             whole.add(turn)
-        if (
-            tokens - len(whole.ids) > 100
-            and rng.random() < 0.4
-            and (again := self.repeat(document, tokens - len(whole.ids)))
-        ):
+        room = tokens - len(whole.ids)
+        if room > 100 and rng.random() < 0.4 and (again := self.repeat(document, room)):
             whole.add(self.turn(again[0]))
             whole.add(again[1])
         return whole if len(whole.ids) <= tokens else None

@@ -156,10 +156,8 @@ def after_attention(layer: Any, x: Tensor, out: Tensor, gate: Tensor) -> Tensor:
 def feed_forward(layer: Any, x: Tensor) -> Tensor:
     """The second half of every layer."""
     y = norm(x, layer.post_attention_layernorm.weight)
-    mlp = layer.mlp
-    return x + F.linear(
-        F.silu(F.linear(y, mlp.gate_proj.weight)) * F.linear(y, mlp.up_proj.weight), mlp.down_proj.weight
-    )
+    wide = F.silu(F.linear(y, layer.mlp.gate_proj.weight)) * F.linear(y, layer.mlp.up_proj.weight)
+    return x + F.linear(wide, layer.mlp.down_proj.weight)
 
 
 def head(model: Any, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -52,6 +52,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--mlp", type=int, default=640)
     parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--muon", action="store_true", help="Muon for the layers' matrices instead of AdamW")
     parser.add_argument("--warmup", type=int, default=150, help="steps until the full rate")
     parser.add_argument("--decay", type=float, default=0.4, help="share of the time in which the rate falls to zero")
     parser.add_argument("--begin", type=float, default=0.0, help="share of the curriculum that is skipped")
@@ -81,13 +82,21 @@ def save(model: Any, folder: Path, tokenizer: Path) -> None:
     new.rename(folder)
 
 
-def optimizer_for(model: Any, lr: float) -> torch.optim.Optimizer:
-    """AdamW; matrices decay, everything else does not."""
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if p.ndim != 2]
+def optimizers_for(model: Any, lr: float, muon: bool) -> list[torch.optim.Optimizer]:
+    """AdamW; matrices decay, everything else does not. With `muon` the layers' larger matrices are Muon's, whose steps
+    are scaled to be as large as AdamW's.
+    """
+    named = dict(model.named_parameters())
+    inner = [p for n, p in named.items() if muon and p.ndim == 2 and "layers." in n and min(p.shape) >= 64]
+    theirs = {id(p) for p in inner}
+    matrices = [p for p in named.values() if p.ndim == 2 and id(p) not in theirs]
+    others = [p for p in named.values() if p.ndim != 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     on_gpu = next(model.parameters()).is_cuda
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-10, fused=on_gpu)
+    found: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-10, fused=on_gpu)]
+    if inner:
+        found.append(torch.optim.Muon(inner, lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"))
+    return found
 
 
 @dataclass(frozen=True)
@@ -118,9 +127,8 @@ class Feed:
             batch = self.rng.choice(self.kept)
         else:
             self.kept.append(batch)
-        ids, weights, tasks = (
-            torch.from_numpy(part) for part in (batch.ids.astype("int32"), batch.weights, batch.tasks)
-        )
+        parts = (batch.ids.astype("int32"), batch.weights, batch.tasks)
+        ids, weights, tasks = (torch.from_numpy(part) for part in parts)
         if self.device == "cuda":
             ids, weights, tasks = (part.pin_memory().to("cuda", non_blocking=True) for part in (ids, weights, tasks))
         flat = (ids[:, :-1], ids[:, 1:], weights[:, 1:], tasks[:, 1:])
@@ -143,7 +151,7 @@ class Trainer:
         print(said, flush=True)
         self.plain = Pass(self.model, rule, compiled=False)
         self.run = self.plain if options.no_compile else Pass(self.model, rule, compiled=True)
-        self.optimizer = optimizer_for(self.model, options.lr)
+        self.optimizers = optimizers_for(self.model, options.lr, options.muon)
         self.feed = Feed(self.workers, self.device, options.seed)
         self.rows: dict[int, Any] = {}
         self.step = 0
@@ -189,7 +197,7 @@ class Trainer:
         for _ in range(2):
             losses, _ = self.losses_of(self.feed.next())
             losses.mean().backward()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
         self.first_step = time.monotonic()
         self._clear()
         print(f"{self.first_step - self.began:5.0f} s until the first step", flush=True)
@@ -208,19 +216,21 @@ class Trainer:
     def train_step(self) -> None:
         """One batch forward and back, and the weights moved."""
         batch = self.feed.next()
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate(self.gone)
+        rate = self.rate(self.gone)
         losses, right = self.losses_of(batch)
         loss = (losses * batch.weights).sum() / batch.weights.sum().clamp(min=1)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
         self.step += 1
         self.lengths[batch.length] += 1
         self.losses.append(loss.detach())
-        self.right += torch.bincount(batch.tasks, right.float(), minlength=NO_TASK + 1)
-        self.asked += torch.bincount(batch.tasks, minlength=NO_TASK + 1)
+        self.right.index_add_(0, batch.tasks, right.float())  # nothing here waits for the GPU
+        self.asked.index_add_(0, batch.tasks, torch.ones_like(batch.weights))
 
     def report(self) -> bool:
         """A line; tells the workers what is still hard. False: the loss is not a number any more."""
