@@ -21,7 +21,7 @@ from torch import Tensor
 from hybridkv.bench.peers import tuned_together
 
 DeltaRule = Callable[..., tuple[Tensor, Any]]
-NEAR = 0.03  # how far fla's bf16 kernels may be from the same rule in float32, of the largest value
+NEAR = 0.08  # how far fla's bf16 kernels may be from the same rule in float32: norm of the difference / norm
 
 
 def model_config(vocab: int, hidden: int, mlp: int, end: int) -> Any:
@@ -211,17 +211,18 @@ def delta_rule(device: str) -> tuple[DeltaRule, str]:
         return torch_rule(), "delta rule: torch (no GPU)"
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found]
-    except ImportError as problem:
-        return torch_rule(), f"DELTA RULE: TORCH, several times slower: fla is not installed ({problem})"
-    with tuned_together():
-        worst = _rule_difference(chunk_gated_delta_rule, torch_rule())
-    if worst > NEAR:
+
+        with tuned_together():
+            worst = _rule_difference(chunk_gated_delta_rule, torch_rule())
+    except Exception as problem:  # a kernel that does not compile here must not end the run
+        return torch_rule(), f"DELTA RULE: TORCH, several times slower: fla does not run here ({problem!r})"
+    if not worst <= NEAR:
         return torch_rule(), f"DELTA RULE: TORCH, several times slower: fla's is wrong here (off by {worst:.3f})"
     return chunk_gated_delta_rule, f"delta rule: fla (within {worst:.4f} of torch's, gradients as well)"
 
 
 def _rule_difference(rule: DeltaRule, other: DeltaRule) -> float:
-    """Largest difference of outputs and gradients / largest value, at the size of a step: fla tunes its kernels now."""
+    """The largest difference of outputs and of each gradient, at the size of a step: fla tunes its kernels now."""
     made = torch.Generator("cuda").manual_seed(0)
     shape = (64, 1024, 4)
     q, k, v = (torch.randn(*shape, 64, device="cuda", generator=made) for _ in range(3))
@@ -235,7 +236,7 @@ def _rule_difference(rule: DeltaRule, other: DeltaRule) -> float:
         out, _ = each(*leaves[:3], g=leaves[3], beta=leaves[4], use_qk_l2norm_in_kernel=True)
         out.backward(back.to(out.dtype))
         found.append([out, *(t.grad for t in leaves)])
-    return max(float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in zip(*found))
+    return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(*found))
 
 
 @torch.no_grad()

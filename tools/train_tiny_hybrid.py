@@ -194,9 +194,15 @@ class Trainer:
 
     def warm_up(self) -> None:
         """Compiles all that a step runs, and moves nothing."""
-        for _ in range(2):
-            losses, _ = self.losses_of(self.feed.next())
-            losses.mean().backward()
+        batch = self.feed.next()
+        try:
+            self.losses_of(batch)[0].mean().backward()
+        except Exception as problem:  # a run without compiled pieces is better than none
+            if self.run is self.plain:
+                raise
+            print(f"NOT COMPILED, slower: {problem!r}", flush=True)
+            self.run = self.plain
+            self.losses_of(batch)[0].mean().backward()
         self.model.zero_grad(set_to_none=True)
         self.first_step = time.monotonic()
         self._clear()
