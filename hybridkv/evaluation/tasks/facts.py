@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridkv.evaluation.sample import Question
 from hybridkv.evaluation.tasks import words
@@ -48,9 +48,9 @@ KINDS = (
     Kind("{name} gets a rash from {value}.", "Which food is {name} allergic to?",
          "{name} is allergic to", words.FOODS),
     Kind("{name} paid {value} crowns for the boat.", "How much did the boat cost {name}?",
-         "The boat cost {name}"),
+         "The price that {name} paid was"),
     Kind("The safe of {name} opens with {value}.", "Which code unlocks the strongbox of {name}?",
-         "The code of {name} is"),
+         "The code that unlocks the strongbox of {name} is"),
 )  # fmt: skip
 
 
@@ -116,10 +116,13 @@ def two_questions(request: Request) -> Draft:
     """Two facts far apart and two questions, one after the other; odd samples ask for the later fact first."""
     rng = request.rng
     names = people(rng)
-    number = 2 if request.tokens < FEW else 4
-    (early, first), (late, second) = [_facts(kind, names, number, rng) for kind in rng.sample(KINDS, 2)]
-    needles = [(request.depth * 0.35, early[0]), (0.65 + (1 - request.depth) * 0.35, late[0])]
-    needles += [(rng.random(), sentence) for sentence in early[1:] + late[1:]]
+    ((early, *_), first), ((late, *_), second) = [_facts(kind, names, 1, rng) for kind in rng.sample(KINDS, 2)]
+    # this task is about what is left for the second question, so the answers begin in the text's own words
+    first, second = [
+        replace(asked, answer_prefix=sentence.split(f" {asked.references[0]}")[0])
+        for sentence, asked in ((early, first), (late, second))
+    ]
+    needles = [(request.depth * 0.35, early), (0.65 + (1 - request.depth) * 0.35, late)]
     questions = (first, second) if request.number % 2 == 0 else (second, first)
     document = hide(needles, prose(rng, without=first.references + second.references), HEADING)
     return Draft(document, questions)

@@ -64,9 +64,17 @@ def tool_chain(request: Request) -> Draft:
         return "\n".join(lines)
 
     asked = int(request.depth * calls)
-    field = fields[asked]
+    field, value = fields[asked], json.dumps(results[asked])
     if request.number % 2 == 0:
-        text = f"The next call is {rng.choice(NEXT)}_{field}. Which {field} does it need?"
+        following = f"{rng.choice(NEXT)}_{field}"
+        question = Question(
+            f"The next call is {following}. Which {field} does it need?",
+            (value,),
+            f'{{"tool": "{following}", "{field}":',
+            24,
+        )
     else:
-        text = f"Which {field} did {tools[asked]} return?"
-    return Draft(document, (Question(text, (results[asked],), f"The {field} is", 24),))
+        question = Question(
+            f"Which {field} did {tools[asked]} return?", (value,), f'{tools[asked]} returned {{"{field}":', 24
+        )
+    return Draft(document, (question,))
