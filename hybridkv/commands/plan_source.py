@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hybridkv.embedded import shipped_model
 from hybridkv.errors import ModelFileError
 from hybridkv.files import read_json
 from hybridkv.models.config import ModelConfig
@@ -33,7 +34,7 @@ def find_source(model: str | None) -> Source:
     """The model of that name, folder or file; None: the embedded one. Never reaches for the network."""
     if model is None:
         return _from_config(EMBEDDED, KNOWN[EMBEDDED])
-    path = Path(model).expanduser()
+    path = shipped_model(model) or Path(model).expanduser()
     if path.is_dir() and (path / "config.json").exists():
         return _from_config(path.resolve().name, read_json(path / "config.json"))
     if path.suffix == ".json" and path.is_file():

@@ -71,7 +71,7 @@ def common_words(request: Request) -> Draft:
 
 def _times(units: int, rare_words: int) -> tuple[int, int]:
     """How often a common and a rare word stand in a list of so many words."""
-    often = min(30, max(3, units * 4 // (10 * COMMON)))
+    often = min(30, max(3, units // (2 * COMMON)))
     seldom = max(1, often // 10)
     enough = -(-(units - COMMON * often) // rare_words)  # a very long list has each rare word more often
     return (often, seldom) if enough <= seldom else (10 * enough, enough)

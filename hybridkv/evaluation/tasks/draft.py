@@ -86,9 +86,10 @@ def fit(draft: Draft, tokens: int, count: CountTokens, task: str) -> str:
     shortest = draft.document(draft.least)
     base = counted(shortest)
     if base > tokens:
+        enough = base + base // 8  # a sample of another length has other words
         raise HybridKVError(
             f"task '{task}' does not fit into {tokens} tokens: its shortest prompt has {base} with this tokenizer; "
-            f"ask for {base} tokens or more, or leave the task out"
+            f"ask for {enough} tokens or more, or leave the task out"
         )
     fits, too_long, best = draft.least, None, shortest  # units that are known to fit, and not to
     size = draft.least + PROBE
@@ -105,7 +106,8 @@ def fit(draft: Draft, tokens: int, count: CountTokens, task: str) -> str:
             return best
         if found <= base:
             raise HybridKVError(
-                f"`count` says {found} tokens of a long text and {base} of a short one: it does not count"
+                f"`count` gives no more tokens for {len(document)} characters than for {len(shortest)}; "
+                "give what counts with the model's own tokenizer"
             )
         a_character = (found - base) / (len(document) - len(shortest))
         size = _units_of_length(draft, size, len(shortest) + (tokens * AIM - base) / a_character)

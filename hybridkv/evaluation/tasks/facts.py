@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridkv.evaluation.sample import Question
 from hybridkv.evaluation.tasks import words
@@ -117,6 +117,11 @@ def two_questions(request: Request) -> Draft:
     rng = request.rng
     names = people(rng)
     ((early, *_), first), ((late, *_), second) = [_facts(kind, names, 1, rng) for kind in rng.sample(KINDS, 2)]
+    # this task is about what is left for the second question, so the answers begin in the text's own words
+    first, second = [
+        replace(asked, answer_prefix=sentence.split(f" {asked.references[0]}")[0])
+        for sentence, asked in ((early, first), (late, second))
+    ]
     needles = [(request.depth * 0.35, early), (0.65 + (1 - request.depth) * 0.35, late)]
     questions = (first, second) if request.number % 2 == 0 else (second, first)
     document = hide(needles, prose(rng, without=first.references + second.references), HEADING)

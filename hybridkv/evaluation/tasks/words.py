@@ -29,11 +29,11 @@ windmill wool workshop wreath yard yarn
 
 ADJECTIVES = _words("""
 able airy amber ample ancient azure bitter blank bold brave bright brisk broad bronze busy calm careful cheap cheerful
-chilly clean clever cloudy coarse cold common cosy crisp crooked curious curly damp dark dear deep dense distant dry
-dull dusty eager early easy empty even faded faint famous fancy fierce firm flat foggy fragile fresh frosty gentle
-giant glad gloomy golden good grand grave great green grey happy hasty heavy hidden honest humble icy idle keen kind
-large lazy lean light little lively lonely loose loud low lucky mellow merry mild misty modest muddy narrow neat new
-noble noisy northern odd old open orderly pale patient plain pleasant polite proud purple quick quiet rapid rare ready
+chilly clean clever cloudy coarse cold cosy crisp crooked curious curly damp dark dear deep dense distant dry dull
+dusty eager early easy empty even faded faint famous fancy fierce firm flat foggy fragile fresh frosty gentle giant
+glad gloomy golden good grand grave great green grey happy hasty heavy hidden honest humble icy idle keen kind large
+lazy lean light little lively lonely loose loud low lucky mellow merry mild misty modest muddy narrow neat new noble
+noisy northern odd old open orderly pale patient plain pleasant polite proud purple quick quiet rapid rare ready
 restless rich robust rough round royal rusty sandy scarlet serious shady shallow sharp shiny shy silent silver simple
 sleepy slender slow small smooth snowy soft solid sound southern spare steady steep stern still stormy stout strange
 strict strong sturdy subtle sunny sweet swift tall tame tender thick thin tidy tiny tired tough tranquil upper vast
