@@ -182,8 +182,8 @@ class ModelOptions:
         Option(
             "--spread",
             metavar="NAME",
-            help="the budget over streams: even, layer (its heads share it), all (all layers do) or pyramid (early layers "
-            "get more); the policy's own choice",
+            help="the budget over streams: even, layer (its heads share it), all (all layers do) or pyramid (early "
+            "layers get more); the policy's own choice",
             rich_help_panel=EVICTION,
         ),
     ] = None
