@@ -92,7 +92,7 @@ def fit(draft: Draft, tokens: int, count: CountTokens, task: str) -> str:
             f"ask for {enough} tokens or more, or leave the task out"
         )
     fits, too_long, best = draft.least, None, shortest  # units that are known to fit, and not to
-    size = draft.least + PROBE
+    size, a_character = draft.least + PROBE, None
     while True:
         document = draft.document(size)
         found = counted(document)
@@ -104,12 +104,13 @@ def fit(draft: Draft, tokens: int, count: CountTokens, task: str) -> str:
             fits, best = size, document
         if too_long is not None and too_long - fits <= 1:
             return best
-        if found <= base:
+        if found > base and len(document) > len(shortest):
+            a_character = (found - base) / (len(document) - len(shortest))
+        if a_character is None:
             raise HybridKVError(
                 f"`count` gives no more tokens for {len(document)} characters than for {len(shortest)}; "
                 "give what counts with the model's own tokenizer"
             )
-        a_character = (found - base) / (len(document) - len(shortest))
         size = _units_of_length(draft, size, len(shortest) + (tokens * AIM - base) / a_character)
         size = max(size, fits + 1) if too_long is None else min(max(size, fits + 1), too_long - 1)
 
@@ -118,6 +119,6 @@ def _units_of_length(draft: Draft, size: int, wanted: float) -> int:
     """How many units make a document of so many characters: a few steps along the line from the shortest one."""
     shortest = len(draft.document(draft.least))
     for _ in range(3):
-        a_unit = (len(draft.document(size)) - shortest) / (size - draft.least)
+        a_unit = max(1, (len(draft.document(size)) - shortest) / (size - draft.least))
         size = draft.least + max(1, int((wanted - shortest) / a_unit))
     return size
