@@ -41,7 +41,7 @@ LISTS = ("niah_multikey_2", "niah_multikey_3", "phone_book")  # texts that are n
 FEW = ("paraphrase", "two_questions", "niah_multikey_1", "niah_multiquery", "tool_chain")  # with some more to ask for
 HIDDEN = re.compile(r"The secret (number|code) of (\S+) is (\S+)\.")
 LISTED = re.compile(r"^(\w+ \w+): (\d{3}-\d{4})$", re.MULTILINE)
-CALLED = re.compile(r'^{"tool": "(\w+?_(\w+))".*\n{"\2": "([A-Z]-\d+)"', re.MULTILINE)
+CALLED = re.compile(r'^{"tool": "(\w+?_(\w+))".*\n{"\2": ("[A-Z]-\d+")', re.MULTILINE)
 TOLD = [(kind, re.compile(kind.statement.format(name=r"(\w+ \w+)", value=r"(\w+)"))) for kind in KINDS]
 
 # share of the time gone -> lengths of rows to choose from; retrieval forms quickly in short ones
@@ -69,7 +69,7 @@ def more_questions(sample: Sample) -> list[Question]:
     for name, value in LISTED.findall(text):
         more.append(Question(f"What is the phone number of {name}?", (value,), f"The phone number of {name} is"))
     for tool, field, value in CALLED.findall(text):
-        more.append(Question(f"Which {field} did {tool} return?", (value,), f"The {field} is"))
+        more.append(Question(f"Which {field} did {tool} return?", (value,), f'{tool} returned {{"{field}":'))
     for kind, told in TOLD:
         for name, value in told.findall(text):
             more.append(Question(kind.question.format(name=name), (value,), kind.answer_prefix.format(name=name)))
@@ -78,7 +78,8 @@ def more_questions(sample: Sample) -> list[Question]:
 
 def answer_text(asked: Question, order: Sequence[int] | None = None) -> str:
     """The answer that is taught: the references, in their own order or in another one."""
-    said = ", ".join([asked.references[i] for i in order] if order else asked.references) + "."
+    said = ", ".join([asked.references[i] for i in order] if order else asked.references)
+    said += "}" if "{" in asked.answer_prefix else "."
     return f" {said}" if asked.answer_prefix else said
 
 
