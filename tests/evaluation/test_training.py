@@ -1,4 +1,4 @@
-"""What the small hybrid was trained with: a pass that is transformers' own, on turns as the chat template writes them."""
+"""The small hybrid's training: a pass that is transformers' own, on turns as the chat template writes them."""
 
 import sys
 from collections.abc import Iterator
