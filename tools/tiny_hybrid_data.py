@@ -185,7 +185,7 @@ class Writer:
         start = 0 if rng.random() < 0.3 else rng.randrange(len(document) - size + 1)
         asked = REPEAT
         if start:
-            asked += BEGINS + self.tokenizer.decode(document[max(start - rng.randint(6, 12), 0) : start])
+            asked += BEGINS + self.tokenizer.decode(document[max(start - rng.randint(6, 12), 0) : start]).strip()
         piece = Piece.of([self.assistant])
         piece.add(Piece.of([*document[start : start + size], self.end], REPEATED))
         return asked, piece
