@@ -16,6 +16,8 @@ from hybridkv.embedded import embedded_model
 from hybridkv.errors import HybridKVError
 from hybridkv.evaluation.sample import Question, Sample
 from hybridkv.evaluation.tasks import RULER, TASKS, make_sample, sample_set_hash, words
+from hybridkv.evaluation.tasks.counting import frequent_words
+from hybridkv.evaluation.tasks.draft import Request
 from hybridkv.evaluation.tasks.needles import different
 from hybridkv.evaluation.tasks.prose import log_sentences
 from hybridkv.text.tokenizer import Tokenizer
@@ -192,6 +194,14 @@ def test_words_that_are_asked_for_come_most_often(tokens: int) -> None:
         ranked = Counter(frequent.document.split("\n\n")[1].replace("...", "").split()).most_common()
         assert {word for word, _ in ranked[:3]} == set(frequent.questions[0].references)
         assert ranked[2][1] > ranked[3][1]
+
+
+def test_the_frequent_words_have_no_tie_with_the_next_at_any_length() -> None:
+    draft = frequent_words(Request(random.Random(0), 0, 1024, 0.5))
+    for units in range(draft.least, 300):
+        text = draft.document(units).split("\n\n")[1].replace("...", "")
+        ranked = Counter(text.split()).most_common()
+        assert {word for word, _ in ranked[:3]} == set(draft.questions[0].references) and ranked[2][1] > ranked[3][1]
 
 
 def test_at_4k_the_common_words_come_as_often_as_rulers() -> None:
