@@ -61,7 +61,7 @@ def shared_counts_ref(scores: Tensor, visible: Tensor, least: Tensor, groups: in
 
     def reach(bound: Tensor) -> Tensor:
         """Entries of each row that reach its group's bound [groups] -> [R]."""
-        return (keys.view(groups, -1, L) >= bound.view(-1, 1, 1).int()).sum(-1).view(-1)
+        return (keys.view(groups, R // groups, L) >= bound.view(-1, 1, 1).int()).sum(-1).view(-1)
 
     low = torch.full((groups,), -(2**31) + 1, device=scores.device)  # int64; every key reaches it
     high = low + (2**BITS - 2)  # no key does
