@@ -20,6 +20,8 @@ WINDOW = 64
 CHECKED = 2048  # a multiple of PAGE
 TORCH_MOST = 16 << 10  # entries up to which the torch form is timed
 SCORES_BOUND = 1e-2  # products in bf16 on the tensor cores, sums in f32
+POOLED = 15  # neighbours of which the largest counts
+SMALL_HEADS = (9, 3, 64)  # query heads, KV heads and head width of SmolLM2-135M
 
 
 def eviction_cases(s: Setup) -> Iterator[Listed]:
@@ -33,40 +35,64 @@ def eviction_cases(s: Setup) -> Iterator[Listed]:
         )
         name = f"{kind} W={WINDOW} L={L} sums unknown"
         yield Listed("window_scores", name, partial(scores_case, s, kind, L, known=False))
+        name = f"{kind} W={WINDOW} L={L}"
+        long = s.some((2048,), (2048,), (128,))[0]  # a text that is read again
+        yield Listed("peak_scores", name, partial(scores_case, s, kind, L, peak=True))
+        yield Listed("peak_scores", f"{name} {few} layers", partial(scores_case, s, kind, L, layers=few, peak=True))
+        yield Listed("peak_scores", f"{name} sums unknown", partial(scores_case, s, kind, L, known=False, peak=True))
+        yield Listed("peak_scores", f"{kind} W={long} L={L}", partial(scores_case, s, kind, L, window=long, peak=True))
+        small = partial(scores_case, s, kind, L, heads=SMALL_HEADS, peak=True)
+        yield Listed("peak_scores", f"{name} heads of 64", small)
+        yield Listed("value_norms", f"{kind} {few} layers L={L}", partial(norms_case, s, kind, L, few))
     rows, L, keep = s.some([(64, 16 << 10, 2048)], [(64, 16 << 10, 2048)], [(4, 192, 128)])[0]
+    yield Listed("pool_peaks", f"{rows} rows of {L}, {POOLED} neighbours", partial(pool_case, s, rows, L))
     yield Listed("select_entries", f"{rows} rows keep {keep} of {L}", partial(select_case, s, rows, L, keep))
+    for groups in (1, max(2, rows // 4)):
+        name = f"{rows} rows in {groups} groups keep {keep} of {L}"
+        yield Listed("select_shared", name, partial(shared_case, s, rows, L, keep, groups))
     for kind in s.kv_dtypes:
         for fresh in (True, False):
             name = f"{kind} {layers} layers keep {keep} of {L}" + ("" if fresh else " in place")
             yield Listed("compact", name, partial(compact_case, s, kind, L, keep, fresh))
 
 
-def scores_case(s: Setup, kind: str, L: int, known: bool = True, layers: int = 1) -> Case:
-    """`known`: attention has left the log-sum-exp of the window's queries, so one pass is enough. `layers`: in one
-    launch, as eviction does.
-    """
-    c = s.shape.config
-    H, G, D, scale = c.heads * layers, c.kv_heads * layers, c.head_dim, c.head_dim**-0.5
-    flops, moved = 2 * WINDOW * H * D * L, G * L * entry_bytes(kind, D) + 4 * H * L
-    when, at = torch.arange(L - WINDOW, L, device=s.device), torch.arange(L, device=s.device).repeat(G, 1)
+def scores_case(
+    s: Setup,
+    kind: str,
+    L: int,
+    known: bool = True,  # attention has left the log-sum-exp of the window's queries, so one pass is enough
+    layers: int = 1,  # in one launch, as eviction does
+    window: int = WINDOW,
+    peak: bool = False,  # the largest weights instead of their sums
+    heads: tuple[int, int, int] | None = None,  # others than the model's
+) -> Case:
+    c, op, form, reference = s.shape.config, "window_scores", window_scores, window_scores_ref
+    if peak:
+        from hybridkv.kernels.eviction.peak import peak_scores, peak_scores_ref
+
+        op, form, reference = "peak_scores", peak_scores, peak_scores_ref
+    H, G, D = heads or (c.heads, c.kv_heads, c.head_dim)
+    H, G, scale = H * layers, G * layers, D**-0.5
+    flops, moved = 2 * window * H * D * L, G * L * entry_bytes(kind, D) + 4 * (G if peak else H) * L
+    when, at = torch.arange(L - window, L, device=s.device), torch.arange(L, device=s.device).repeat(G, 1)
     inputs, sums = [], []
     for _ in range(min(4, copies(moved, s.device))):
-        pages, table, q = s.pages(kind, G * L // PAGE, D), s.table(G, pages=L // PAGE), s.randn(WINDOW, H, D)
+        pages, table, q = s.pages(kind, G * L // PAGE, D), s.table(G, pages=L // PAGE), s.randn(window, H, D)
         sums.append(log_sums(q, pages, table, L, scale))
         inputs.append((q, when, pages, table, at, scale, *(sums[-1:] if known else ())))
 
     def verify() -> float:
         """The first and the last entries: with the sums known, each score stands for itself."""
         (q, when, pages, table, at, scale, *_), errors = inputs[0], []
-        got, few = window_scores(*inputs[0]), min(L, CHECKED)
+        got, few = form(*inputs[0]), min(L, CHECKED)
         for begin in (0, L - few):
             part = table[:, begin // PAGE : (begin + few) // PAGE], at[:, begin : begin + few]
-            want = window_scores_ref(q, when, pages, *part, scale, sums[0])
-            errors.append(check(f"window_scores L={L}", got[:, begin : begin + few], want, SCORES_BOUND))
+            want = reference(q, when, pages, *part, scale, sums[0])
+            errors.append(check(f"{op} L={L}", got[:, begin : begin + few], want, SCORES_BOUND))
         return max(errors)
 
-    torch_form = (lambda x: window_scores_ref(*x)) if L * layers <= TORCH_MOST else None
-    return Case(lambda x: window_scores(*x), inputs, verify, moved, flops, torch_form)
+    torch_form = (lambda x: reference(*x)) if L * layers <= TORCH_MOST and window == WINDOW else None
+    return Case(lambda x: form(*x), inputs, verify, moved, flops, torch_form)
 
 
 def log_sums(q: Tensor, pages: Pages, table: Tensor, L: int, scale: float) -> Tensor:
@@ -96,6 +122,64 @@ def select_case(s: Setup, rows: int, L: int, keep: int) -> Case:
     return Case(
         lambda x: select_entries(*x), inputs, verify, moved, torch=lambda x: select_entries_ref(*x)
     )  # fmt: skip
+
+
+def norms_case(s: Setup, kind: str, L: int, layers: int) -> Case:
+    """Values of all streams of all layers."""
+    from hybridkv.kernels.eviction.value_norms import value_norms, value_norms_ref
+
+    c = s.shape.config
+    D, G = c.head_dim, c.kv_heads * layers
+    moved = G * L * (entry_bytes(kind, D) + 4)
+    lengths = torch.full((G,), L, device=s.device)
+    pages, table = s.pages(kind, G * L // PAGE, D), s.table(G, pages=L // PAGE)
+    inputs = [(pages, table, lengths, L)]
+
+    def verify() -> float:
+        few = (pages, table[:2], lengths[:2], L)
+        return check("value_norms", value_norms(*few), value_norms_ref(*few), 1e-5)
+
+    return Case(lambda x: value_norms(*x), inputs, verify, moved)
+
+
+def pool_case(s: Setup, rows: int, L: int) -> Case:
+    """Floored at the mean and weighted by norms: a sum over the scores, and then all of it."""
+    from hybridkv.kernels.eviction.peak_pool import pool_peaks, pool_peaks_ref
+
+    moved = 3 * 4 * rows * L
+    lengths = torch.full((rows,), L, device=s.device)
+    count = copies(moved, s.device)
+    inputs = [
+        (torch.rand(rows, L, device=s.device), lengths, WINDOW, POOLED, True, torch.rand(rows, L, device=s.device))
+        for _ in range(count)
+    ]  # fmt: skip
+
+    def verify() -> float:
+        return check("pool_peaks", pool_peaks(*inputs[0]), pool_peaks_ref(*inputs[0]), 1e-5)
+
+    return Case(lambda x: pool_peaks(*x), inputs, verify, moved, torch=lambda x: pool_peaks_ref(*x))
+
+
+def shared_case(s: Setup, rows: int, L: int, keep: int, groups: int) -> Case:
+    """Streams that keep `keep` entries on average and a fifth of that at the least; some have larger scores."""
+    from hybridkv.kernels.eviction.select_shared import select_shared, select_shared_ref
+
+    moved = 2 * 4 * rows * L
+    full = torch.full((rows,), L, device=s.device)
+    chosen = keep - WINDOW // 2
+    least, room = full * 0 + chosen // 5, full[:groups] * 0 + rows // groups * (chosen - chosen // 5)
+    strength = torch.rand(rows, 1, device=s.device)
+    inputs = [
+        (strength * torch.rand(rows, L, device=s.device) ** 4, full - WINDOW // 2, least, full, groups, room)
+        for _ in range(copies(moved, s.device))
+    ]  # fmt: skip
+
+    def verify() -> float:
+        for got, want in zip(select_shared(*inputs[0]), select_shared_ref(*inputs[0]), strict=True):
+            check("select_shared", got, want, 0)
+        return 0.0
+
+    return Case(lambda x: select_shared(*x), inputs, verify, moved, torch=lambda x: select_shared_ref(*x))
 
 
 def compact_case(s: Setup, kind: str, L: int, keep: int, fresh: bool) -> Case:

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 import torch
 from numerics import assert_close_rms, assert_same_bytes
-from torch import Tensor
 
+from gpu.scored_pages import definition, keys
 from hybridkv.cache import KVCacheManager
 from hybridkv.config import CacheConfig
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction import Evictor
-from hybridkv.kernels.attention.tile import read_pages
 from hybridkv.kernels.eviction import score as score_file
 from hybridkv.kernels.eviction.compact import compact_ref, compact_triton
 from hybridkv.kernels.eviction.score import window_scores
@@ -23,8 +22,6 @@ from hybridkv.kernels.eviction.select import (
     select_entries_ref,
     select_entries_triton,
 )
-from hybridkv.kernels.formats.fp8 import Fp8Pages, fp8_encode
-from hybridkv.kernels.formats.kv_format import Pages
 from hybridkv.models import cache_schema
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.known import KNOWN
@@ -39,38 +36,6 @@ def on_the_gpu() -> Any:
     torch.manual_seed(0)
     with torch.device("cuda"):
         yield
-
-
-def keys(kind: str, lengths: list[int], P: int, D: int) -> tuple[Pages, Tensor, Tensor]:
-    """Pages, table, positions; all that is no entry is NaN. Streams end at one position and differ in where."""
-    held = [-(-n // P) for n in lengths]
-    order, L = torch.randperm(sum(held) + 2).tolist(), max(lengths)
-    pages = torch.full((len(order), P, D), torch.nan)
-    table = torch.full((len(lengths), max(held) + 1), -1, dtype=torch.int32)
-    positions = torch.full((len(lengths), L), -1)
-    for g, n in enumerate(lengths):
-        mine = torch.tensor([order.pop() for _ in range(held[g])])
-        table[g, : held[g]] = mine.int()
-        positions[g, :n] = torch.arange(n) + L - n
-        new = torch.full((held[g] * P, D), torch.nan)
-        new[:n] = torch.randn(n, D)
-        pages[mine] = new.view(-1, P, D)
-    if kind == "bf16":
-        return pages.bfloat16(), table, positions
-    codes, scale = fp8_encode(pages)
-    return Fp8Pages(codes, scale.masked_fill(pages.isnan().any(-1), torch.nan)), table, positions
-
-
-def definition(q: Tensor, when: Tensor, k_pool: Pages, table: Tensor, positions: Tensor, scale: float) -> tuple:
-    """(scores [H, L], log-sum-exp [W, H]) in float64."""
-    (W, H, D), (G, L) = q.shape, positions.shape
-    k = read_pages(k_pool, table, 0, L).double().masked_fill(positions[..., None] < 0, 0)
-    s = torch.einsum("wgrd,gld->grwl", q.double().view(W, G, -1, D), k) * scale
-    hidden = (positions < 0)[:, None, None] | (positions[:, None, None] > when[:, None])
-    s = s.masked_fill(hidden, -torch.inf)
-    lse = s.logsumexp(-1)
-    weights = (s - lse.masked_fill(lse.isneginf(), 0)[..., None]).exp()
-    return weights.sum(2).view(H, L), lse.permute(2, 0, 1).reshape(W, H)
 
 
 SHAPES = {  # lengths, query heads of a KV head, D, P, W
@@ -88,7 +53,8 @@ def test_one_pass_with_known_sums_equals_the_definition(shape: str, kind: str) -
     pages = keys(kind, lengths, P, D)
     q = torch.randn(W, len(lengths) * R, D).bfloat16()
     args = (q, torch.arange(max(lengths) - W, max(lengths)), *pages, D**-0.5)
-    want, lse = definition(*args)
+    weights, lse = definition(*args)
+    want = weights.sum(0)
     got = window_scores(*args, lse.float())
     assert_close_rms("scores", want, got, BOUND)
     assert (got.view(len(lengths), R, -1).transpose(1, 2)[pages[2] < 0] == 0).all()

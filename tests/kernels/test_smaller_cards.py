@@ -13,7 +13,11 @@ from hybridkv.kernels.attention import exact
 from hybridkv.kernels.attention import prefill
 from hybridkv.kernels.gdn import chunk
 from hybridkv.kernels.formats.fp8 import Fp8Pages
+from hybridkv.kernels.eviction.peak import peak_scores_triton
+from hybridkv.kernels.eviction.peak_pool import pool_peaks_triton
 from hybridkv.kernels.eviction.score import window_scores_triton
+from hybridkv.kernels.eviction.select_shared import select_shared_triton
+from hybridkv.kernels.eviction.value_norms import value_norms_triton
 
 decode.on_gpu = lambda q: True
 decode.shared_memory = prefill.shared_memory = chunk.shared_memory = lambda device: 99 * 1024
@@ -31,6 +35,10 @@ window, D = 256, 256
 q, pool = torch.zeros(window, 24, D, dtype=bf16), torch.zeros(4, 64, D, dtype=bf16)
 positions = torch.zeros(G, 9, dtype=torch.int64)
 window_scores_triton(q, torch.arange(window), pool, table[0], positions, 1.0)
+peak_scores_triton(q, torch.arange(window), pool, table[0], positions, 1.0)
+value_norms_triton(pool, table[0], lengths[0], 9)
+pool_peaks_triton(torch.zeros(G, 9), lengths[0], 2, 15, True)
+select_shared_triton(torch.zeros(G, 16384), *[lengths[0]] * 3, 1, lengths[0, :1])
 N, Hk, Hv, K, V = 2, 16, 48, 128, 128
 q, v = torch.zeros(N * 64, Hk, K, dtype=bf16), torch.zeros(N, Hv, V, 64, dtype=bf16)
 gates = torch.zeros(N, Hv, 64)
@@ -45,6 +53,6 @@ print(*sorted({name for name, _ in built}))
 def test_kernels_fit_a_card_with_little_shared_memory() -> None:
     """In a process without the interpreter."""
     printed = compile_alone(COMPILE, COMPILE_FOR="89")
-    built = "attention_decode attention_prefill attention_split gdn_scan gdn_solve join_parts join_splits "
-    built += "score_combine score_lse score_weights"
+    built = "attention_decode attention_prefill attention_split chunk_sums gdn_scan gdn_solve join_parts join_splits "
+    built += "pool_peaks score_combine score_lse score_weights select_shared value_norms"
     assert printed.split() == [f"{name}_kernel" for name in built.split()]

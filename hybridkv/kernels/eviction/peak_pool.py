@@ -29,6 +29,8 @@ def pool_peaks_ref(
     scores: Tensor, lengths: Tensor, window: int, kernel: int, floor: bool, norms: Tensor | None = None
 ) -> Tensor:
     G, L = scores.shape
+    if not scores.numel():
+        return scores.clone()
     last = (lengths - window).clamp(min=0)[:, None]
     old = torch.arange(L, device=scores.device) < last
     pooled = scores

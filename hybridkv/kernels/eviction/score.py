@@ -204,8 +204,7 @@ def score_weights_kernel(
     )  # fmt: skip
     o_w = tl.arange(0, BW)
     b_when = tl.load(when + o_w, mask=o_w < W, other=-1).to(tl.int32)
-    if PEAK:
-        b_most = tl.full([BW, BN], float("-inf"), tl.float32)
+    b_most = tl.full([BW, BN], float("-inf"), tl.float32)  # for PEAK
     for r in range(R):
         i_h = i_g * R + r
         b_s = head_scores(

@@ -128,8 +128,7 @@ def worker(
         late = gl.max(b_at, 0) > earliest  # some query does not see some key
         o_n = i_n * _BN + gl.arange(0, _BN, layout=gl.SliceLayout(1, S))
         zero = turn >> 30  # keeps what follows from r in the loop: 16 addresses a head would not fit the registers
-        if PEAK:
-            b_most = gl.full([_BN], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S))
+        b_most = gl.full([_BN], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S))  # for PEAK
         mbarrier.wait(q_full.index(0), 0)
         b_next = warpgroup_mma(b_k, q_tiles.index(zero).permute((1, 0)), b_0, use_acc=False, is_async=True)
         for r in gl.static_range(R):

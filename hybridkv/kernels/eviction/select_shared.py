@@ -46,8 +46,9 @@ _BINS, _DIGITS, _STATE, _FEW = (tl.constexpr(x) for x in (SHARED_BINS, DIGITS, S
 
 def order_keys_ref(scores: Tensor) -> Tensor:
     """f32 -> int32 in the same order, above -2^31 and below 2^31 - 1. NaN is the largest; -0 equals 0."""
-    bits = (scores + 0.0).contiguous().view(torch.int32)
-    return torch.where(scores.isnan(), 0x7FFFFFFE, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    keys = (scores.contiguous() + 0.0).view(torch.int32)
+    keys ^= (keys >> 31).bitwise_and_(0x7FFFFFFF)
+    return keys.masked_fill_(scores.isnan(), 0x7FFFFFFE)
 
 
 def shared_counts_ref(scores: Tensor, visible: Tensor, least: Tensor, groups: int, room: Tensor) -> Tensor:
@@ -61,7 +62,8 @@ def shared_counts_ref(scores: Tensor, visible: Tensor, least: Tensor, groups: in
 
     def reach(bound: Tensor) -> Tensor:
         """Entries of each row that reach its group's bound [groups] -> [R]."""
-        return (keys.view(groups, -1, L) >= bound.view(-1, 1, 1).int()).sum(-1).view(-1)
+        at_least = keys.view(groups, R // groups, L) >= bound.view(-1, 1, 1).int()
+        return at_least.sum(-1, dtype=torch.int32).view(-1)  # torch sums a copy in this dtype: a narrow one
 
     low = torch.full((groups,), -(2**31) + 1, device=scores.device)  # int64; every key reaches it
     high = low + (2**BITS - 2)  # no key does

@@ -47,5 +47,5 @@ def shared_bytes(rows: int, length: int, groups: int, gpu: bool = True) -> int:
     result = 4 * rows * length + 8 * rows
     if gpu:
         return result + 4 * shared_scratch(rows, groups)
-    # keys, and one comparison of all of them with a bound; then the rows are sorted
+    # keys, one comparison of all of them with a bound, and that as numbers to be added; then the rows are sorted
     return result + max(9 * rows * length, min(rows, rows_at_once(length)) * SORT_BYTES_PER_SCORE * length)

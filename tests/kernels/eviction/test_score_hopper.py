@@ -20,26 +20,30 @@ assert triton.__version__.startswith(GLUON), "another Triton than score_hopper i
 NAMES = kernel.arg_names
 TYPES = dict(q="*bf16", when="*i64", table="*i32", positions="*i64", scale="fp32", log2_e="fp32")
 TYPES |= dict.fromkeys(("k_scale", "lse", "out"), "*fp32")
-for fp8, R, D in ((False, 6, 256), (True, 6, 256), (True, 3, 256), (True, 12, 128)):
+SHAPES = ((False, 6, 256, False), (True, 12, 128, False), (False, 3, 256, True), (True, 6, 256, True))
+for fp8, R, D, peak in SHAPES:
     types = TYPES | {"k_pool": "*u8" if fp8 else "*bf16"}
     tiles = key_tiles(R, D)
     assert tiles > 0
-    fixed = dict(R=R, D=D, P=64, TILES=tiles, FP8=fp8, stride_tn=1, stride_pl=1, stride_lh=1)
+    fixed = dict(R=R, D=D, P=64, TILES=tiles, FP8=fp8, PEAK=peak, RAISE=fp8, stride_tn=1, stride_pl=1, stride_lh=1)
     signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in NAMES}
     at = {name: (i,) for i, name in enumerate(NAMES)}
     wide = {"stride_qw", "stride_qh", *(name for name, type_ in signature.items() if type_[0] == "*")}
     aligned = {at[name]: [["tt.divisibility", 16]] for name in wide}
     source = GluonASTSource(kernel, signature, {at[name]: value for name, value in fixed.items()}, aligned)
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS})
-    print(R * D, built.metadata.shared, built.asm["ptx"].count("wgmma.mma_async"))
+    ptx = built.asm["ptx"]
+    print(R, R * D, built.metadata.shared, ptx.count("wgmma.mma_async"), ptx.count("ex2.approx"), int(peak))
 """
 
 
-def test_it_compiles_for_keys_of_both_kinds() -> None:
+def test_it_compiles_for_keys_of_both_kinds_and_both_scores() -> None:
     """In a process without the interpreter, which would take the place of the compiler."""
     printed = compile_alone(COMPILE)
     lines = [[int(x) for x in line.split()] for line in printed.splitlines()]
     assert len(lines) == 4
-    for channels, shared, products in lines:
+    for heads, channels, shared, products, powers, peak in lines:
         assert 0 < shared <= SHARED_MEMORY
         assert products == 2 * channels // 16  # two workers, each with every head's products in steps of 16 channels
+        # a thread of either worker has 32 scores of a head, of 2 keys
+        assert powers == 2 * (2 if peak else 32 * heads)

@@ -11,9 +11,11 @@ from triton_interpreter import DEVICE
 from hybridkv.eviction.spread import Ada
 from hybridkv.kernels import topk, topk_levels
 from hybridkv.kernels.eviction import select as file
+from hybridkv.kernels.eviction import select_shared as shared_file
 from hybridkv.kernels.eviction import select_sizes
 from hybridkv.kernels.eviction.select import select_entries, select_entries_ref
-from hybridkv.kernels.eviction.select_sizes import select_bytes
+from hybridkv.kernels.eviction.select_shared import select_shared_ref
+from hybridkv.kernels.eviction.select_sizes import select_bytes, shared_bytes
 
 pytest.importorskip("triton")
 
@@ -111,13 +113,13 @@ def test_a_long_context_of_many_streams_takes_a_block_and_its_results(budget: in
 
 
 @pytest.mark.parametrize("layers", (4, 32))
-def test_ada_takes_no_more_for_more_layers(layers: int, small: int) -> None:
+def test_ada_takes_what_is_counted(layers: int, small: int) -> None:
     G, L, budget = 4, 1000, 100
     scores = [torch.rand(G, L) for _ in range(layers)]
     lengths = np.full((layers, G), L)
     taken = peak_bytes(lambda: Ada().budgets(scores, lengths, budget, 8))
-    # a block of the contest, what leads to it (10 bytes a score), and a few numbers for each layer
-    assert taken <= 1.2 * small + layers * 4096
+    # the scores as rows, the selection, and a few numbers for each layer
+    assert taken <= 4 * layers * G * L + shared_bytes(layers * G, L, layers, gpu=False) + layers * 4096
 
 
 def test_ada_gives_the_same_budgets_a_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,3 +131,23 @@ def test_ada_gives_the_same_budgets_a_layer_at_a_time(monkeypatch: pytest.Monkey
     for rows in (1, 3, 6, 9):
         monkeypatch.setattr(select_sizes, "TEMPORARY_BYTES", rows * 300 * select_sizes.SORT_BYTES_PER_SCORE)
         assert (Ada().budgets(scores, lengths, 50, 4) == want).all()
+
+
+@pytest.mark.parametrize(("rows", "L"), ((64, 1000), (8, 40_000), (400, 1000)))
+@pytest.mark.parametrize("groups", (1, 2))
+def test_shared_selection_takes_what_is_counted(rows: int, L: int, groups: int, small: int) -> None:
+    scores, lengths, room = torch.rand(rows, L), torch.full((rows,), L), torch.full((groups,), L)
+    taken = peak_bytes(lambda: select_shared_ref(scores, lengths, lengths // 9, lengths, groups, room))
+    assert taken <= shared_bytes(rows, L, groups, gpu=False) <= 4 * taken
+
+
+def test_the_shared_kernels_scratch_is_what_its_launcher_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Launch:
+        def __getitem__(self, grid: object) -> Callable:
+            return lambda *args, **more: None
+
+    monkeypatch.setattr(shared_file, "select_shared_kernel", Launch())
+    for rows, L, groups in ((64, 5000, 16), (5, 300, 1)):
+        scores, sizes = torch.zeros(rows, L), torch.zeros(rows, dtype=torch.int64)
+        taken = peak_bytes(lambda s=scores, n=sizes, g=groups: shared_file.select_shared_triton(s, n, n, n, g, n[:g]))
+        assert taken - 4 == shared_bytes(rows, L, groups)  # and the counter by which programs meet
