@@ -147,13 +147,13 @@ def say_where(folder: Path) -> None:
 def refuse_a_weak_model(summary: Summary) -> None:
     """With every task under the least score nothing is averaged, and the run has not shown what was asked for."""
     scores = {task: score for view in summary.views for task, score in view.shown_only.items()}
-    if not scores or any(view.averaged for view in summary.views):
+    if not scores or summary.settings.all_tasks or any(view.averaged for view in summary.views):
         return
     best = max(scores, key=lambda task: scores[task])
     raise HybridKVError(
         f"{summary.run.get('model_name', 'this model')} answers no task well enough with the full cache: the best is "
         f"{best} with {scores[best]:.1f}, and under {LEAST_SCORE:g} what is cut shows little; take a larger model or "
-        "shorter --lengths. The answers are kept"
+        "shorter --lengths, or ask for --all-tasks; the answers are kept"
     )
 
 

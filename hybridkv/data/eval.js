@@ -312,7 +312,8 @@ function showLegend() {
     const button = element("button", undefined, {type: "button", "aria-pressed": !chosen.hidden.has(policy), "data-policy": policy});
     const sign = drawn("svg", {width: 22, height: 12, viewBox: "0 0 22 12", "aria-hidden": "true", style: `color: var(--c${i % COLOURS})`});
     sign.append(drawn("path", {d: "M0 6H22", class: "series"}), marker(shapes[i % shapes.length], 11, 6, 4.5, "dot"));
-    button.append(sign, policy);
+    const auto = policy.split(":")[0] === "auto" ? data.auto[chosen.mode] : null;
+    button.append(sign, auto ? `${policy} (${auto})` : policy);
     button.onclick = () => {
       if (!chosen.hidden.delete(policy)) chosen.hidden.add(policy);
       choose({});
