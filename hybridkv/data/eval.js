@@ -127,8 +127,8 @@ const plainPower = (v) => v >= 0.001 ? String(Number(v.toPrecision(3))) : v.toEx
 function plot(host, v, value, {height, small = false, logarithmic = false, label, reference = null, whole = false}) {
   const width = Math.max(host.clientWidth || 600, 120);
   const rows = v.rows.filter((row) => row.bytes && fits(row) && value(row) && !chosen.hidden.has(row.policy));
-  const svg = drawn("svg", {viewBox: `0 0 ${width} ${height}`, height, "aria-hidden": "true"});
-  const edge = small ? {left: 26, right: 8, top: 6, bottom: 16} : {left: 46, right: 18, top: 14, bottom: 44};
+  const svg = drawn("svg", {viewBox: `0 0 ${width} ${height}`, height, "aria-hidden": "true", ...(small ? {class: "small"} : {})});
+  const edge = small ? {left: 26, right: 8, top: 6, bottom: 16} : {left: 46, right: 18, top: 28, bottom: 44};
   const sizes = rows.map((row) => row.bytes);
   if (!rows.length) {
     svg.append(drawn("text", {x: width / 2, y: height / 2, "text-anchor": "middle"}, small ? "not cut" : "nothing to show"));
@@ -157,7 +157,7 @@ function plot(host, v, value, {height, small = false, logarithmic = false, label
       svg.append(drawn("text", {x: x(tick), y: floor + 18, "text-anchor": "middle"}, size(tick).replace(".0", "")));
     }
     svg.append(drawn("text", {x: width - edge.right, y: height - 6, "text-anchor": "end", class: "name"}, "bytes held by a request \u2192"));
-    svg.append(drawn("text", {x: 2, y: 8, class: "name"}, label));
+    svg.append(drawn("text", {x: edge.left - 6, y: 12, "text-anchor": "end", class: "name"}, label));
   }
   svg.append(drawn("line", {x1: edge.left, x2: width - edge.right, y1: floor, y2: floor, class: "grid"}));
   if (reference !== null) {
@@ -171,7 +171,7 @@ function plot(host, v, value, {height, small = false, logarithmic = false, label
     const path = [...(start ? [start] : []), ...line].filter((row) => !logarithmic || value(row)[0] > 0);
     group.append(drawn("path", {
       d: path.map((row, i) => `${i ? "L" : "M"}${x(row.bytes).toFixed(1)} ${y(value(row)[0]).toFixed(1)}`).join(""),
-      class: second ? "series second" : "series", ...(small ? {style: "stroke-width: 1.5"} : {}),
+      class: second ? "series second" : "series",
     }));
     for (const row of line) {
       const [mean, least, most] = value(row), [px, py] = [x(row.bytes), y(mean)];
@@ -179,7 +179,7 @@ function plot(host, v, value, {height, small = false, logarithmic = false, label
         group.append(drawn("path", {d: `M${px} ${y(most)}V${y(least)}M${px - 4} ${y(most)}h8M${px - 4} ${y(least)}h8`, class: "whisker", fill: "none"}));
       }
       group.append(marker(shapes[Math.max(at, 0) % shapes.length], px, py, r, second ? "dot hollow" : "dot"));
-      dots.push({row, x: px, y: py, line: dots.length ? undefined : 0});
+      dots.push({row, x: px, y: py});
     }
     svg.append(group);
   }

@@ -17,6 +17,7 @@ import json
 import os
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -194,8 +195,12 @@ class Results:
         os.fsync(self.file.fileno())
 
     def close(self) -> None:
-        """What was written stays."""
+        """What was written stays; where nothing was, nothing is left."""
         self.file.close()
+        if not self.saved.run:
+            self.path.unlink(missing_ok=True)
+            with suppress(OSError):  # it holds something else
+                self.folder.rmdir()
 
     def __enter__(self) -> Results:
         return self

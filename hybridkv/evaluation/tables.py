@@ -136,7 +136,7 @@ def beneath(summary: Summary, view: View) -> str:
     said = f"Mean of {', '.join(view.averaged)}." if view.averaged else "No task is averaged."
     if view.shown_only:
         left = ", ".join(f"{task} {score:.1f}" for task, score in view.shown_only.items())
-        said += f" Not averaged, the full cache has less than {LEAST_SCORE:g}: {left}."
+        said += f" Not averaged, since the full cache does badly (less than {LEAST_SCORE:g}): {left}."
     auto = stands_for(summary, view.mode)
     if auto and any(policy_name(row.policy) == "auto" for row in view.rows):
         said += f" auto is {auto} here."

@@ -86,14 +86,21 @@ def test_other_settings_weights_or_versions_are_refused(tmp_path: Path) -> None:
     with pytest.raises(HybridKVError, match=r"results of hybridkv 0\.0\.1, this is"):
         Results(tmp_path, FEW)
     with Results(tmp_path, replace(FEW, seed=7), restart=True) as results:
-        assert results.saved.records == []
-    assert (tmp_path / NAME).read_bytes() == b""
+        assert results.saved.records == [] and (tmp_path / NAME).read_bytes() == b""
 
 
 def test_more_memory_is_not_another_evaluation(tmp_path: Path) -> None:
     write(tmp_path, FEW, most=2)
     with Results(tmp_path, replace(FEW, memory="8GiB")) as results:
         assert len(results.saved.done) == 2
+
+
+def test_a_run_that_wrote_nothing_leaves_nothing(tmp_path: Path) -> None:
+    Results(tmp_path / "new", FEW).close()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "notes.txt").write_text("mine")
+    Results(tmp_path, FEW).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_two_runs_do_not_write_to_one_folder(tmp_path: Path) -> None:

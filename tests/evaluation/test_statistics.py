@@ -143,7 +143,7 @@ def test_the_table_says_what_was_measured(summary: Summary) -> None:
     lines = shown.splitlines()
     assert lines[0] == "some-model, question seen, 2048 and 4096 tokens"
     assert lines[1].split("  ")[0] == "policy" and "95 % interval" in lines[1] and "KL 99.9 %" in lines[1]
-    assert "Not averaged, the full cache has less than 60: cwe 30.0." in " ".join(shown.split())
+    assert "Not averaged, since the full cache does badly (less than 60): cwe 30.0." in " ".join(shown.split())
     assert any(line.startswith("snapkv") and "-22.5  -30.0 to -15.8" in line for line in lines), shown
     assert not any(line != line.rstrip() for line in lines) and "question not seen" in shown
     # a column for what differs, none for what does not
