@@ -8,18 +8,26 @@ const shapes = ["circle", "square", "triangle", "diamond", "cross", "down", "bar
 
 // ---- words and elements
 
+function tenth(n) { // one digit behind the point; halves go to the even digit, as Python has it
+  if (!Number.isInteger(4 * n) || 4 * n % 2 === 0) return n.toFixed(1);
+  const low = Math.floor(10 * n);
+  return ((low % 2 ? low + 1 : low) / 10).toFixed(1);
+}
 function size(n) {
   for (const unit of ["B", "KiB", "MiB"]) {
-    if (Math.abs(n) < 1024) return unit === "B" ? `${Math.round(n)}\u00a0B` : `${n.toFixed(1)}\u00a0${unit}`;
+    if (Math.abs(n) < 1024) return unit === "B" ? `${Math.round(n)}\u00a0B` : `${tenth(n)}\u00a0${unit}`;
     n /= 1024;
   }
-  return n < 1024 ? `${n.toFixed(1)}\u00a0GiB` : `${(n / 1024).toFixed(1)}\u00a0TiB`;
+  return n < 1024 ? `${tenth(n)}\u00a0GiB` : `${tenth(n / 1024)}\u00a0TiB`;
 }
 const number = (n) => n.toLocaleString("en").replaceAll(",", "\u202f");
-const points = (n) => n.toFixed(1);
-const signed = (n) => Math.round(n * 10) === 0 ? "0.0" : `${n > 0 ? "+" : "\u2212"}${Math.abs(n).toFixed(1)}`;
+const points = tenth;
+function signed(n) {
+  const text = tenth(Math.abs(n));
+  return text === "0.0" ? text : `${n > 0 ? "+" : "\u2212"}${text}`;
+}
 const between = ([, low, high]) => `${signed(low)} to ${signed(high)}`;
-const times = (n) => `${Number.isInteger(n) ? n : n.toFixed(1)}\u00d7`;
+const times = (n) => `${Number(tenth(n))}\u00d7`;
 const count = (n, what) => `${number(n)}\u00a0${what}${n === 1 ? "" : "s"}`;
 const isFull = (row) => row.policy === data.full;
 const named = (row) => isFull(row) ? "full cache" : `${row.policy} ${times(row.ratio)}`;
@@ -208,7 +216,7 @@ function scores(row) { // the score with the interval of its difference to the f
 function describe(row, score) {
   const found = [named(row), dtypes(row), `${size(row.bytes)} held, ${size(row.peak_bytes)} at the peak`];
   if (row.state_bytes) found.push(`KV ${size(row.kv_bytes)}, state ${size(row.state_bytes)}`);
-  if (row.smaller && !isFull(row)) found.push(`KV ${times(Number(row.smaller.toFixed(1)))} smaller, ${number(Math.round(row.kept))} of ${number(Math.round(row.tokens))} tokens a stream`);
+  if (row.smaller && !isFull(row)) found.push(`KV ${times(row.smaller)} smaller, ${number(Math.round(row.kept))} of ${number(Math.round(row.tokens))} tokens a stream`);
   if (score) {
     found.push(`score ${points(score.score[0])} on ${count(score.samples, "text")}`);
     if (row !== base(view())) found.push(`${signed(score.difference[0])} to the full cache (${between(score.difference)})`);
@@ -376,7 +384,7 @@ function showTable(v) {
     last = row.policy;
     const m = row.mean, d = row.divergence;
     const cells = [...(data.kv.length > 1 ? [row.kv] : []), ...(data.state.length > 1 ? [row.state] : []),
-      ...(known ? [row.bytes, row.kv_bytes, row.state_bytes, row.peak_bytes].map(size) : ["", "", "", ""]), row.smaller ? times(Number(row.smaller.toFixed(1))) : "",
+      ...(known ? [row.bytes, row.kv_bytes, row.state_bytes, row.peak_bytes].map(size) : ["", "", "", ""]), row.smaller ? times(row.smaller) : "",
       m ? points(m.score[0]) : "", m && row !== base(v) ? signed(m.difference[0]) : "", m && row !== base(v) ? between(m.difference) : "",
       ...(far ? d ? [d.kl.toFixed(4), d.kl_999.toFixed(3), points(d.top1)] : ["", "", ""] : [])];
     line.append(element("th", named(row), {scope: "row"}), ...cells.map((text) => element("td", text)),

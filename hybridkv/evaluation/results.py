@@ -68,6 +68,12 @@ def read_results(folder: Path) -> Saved:
     return found
 
 
+def read_back(folder: Path) -> Saved:
+    """The results in a folder, if any."""
+    path = folder / NAME
+    return _read(path) if path.is_file() else Saved()
+
+
 def _read(path: Path) -> Saved:
     found, waiting, end = Saved(), [], 0
     with open(path, "rb") as file:
