@@ -55,7 +55,7 @@ class EvalSettings:
 
     model: str | None = None
     tasks: tuple[str, ...] = RULER
-    policies: tuple[str, ...] = ("snapkv", "keydiff")
+    policies: tuple[str, ...] = ("auto", "snapkv")
     ratios: tuple[float, ...] = ON_CPU["ratios"]
     lengths: tuple[int, ...] = ON_CPU["lengths"]
     modes: tuple[str, ...] = MODES
