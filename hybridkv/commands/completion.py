@@ -78,7 +78,7 @@ def downloaded() -> list[str]:
 
 def tasks(incomplete: str) -> list[str]:
     """Tasks of `eval`, also behind a comma."""
-    from hybridkv.evaluation.settings import TASKS
+    from hybridkv.evaluation.tasks import TASKS
 
     return _after_comma(incomplete, ["all", "ruler", *TASKS])
 

@@ -10,7 +10,8 @@ from typer import Option
 
 from hybridkv.commands import completion
 from hybridkv.commands.options import MODEL, number, tokens
-from hybridkv.evaluation.settings import LEAST_SCORE, ON_CPU, ON_GPU, RULER, TASKS, EvalSettings
+from hybridkv.evaluation.settings import LEAST_SCORE, ON_CPU, ON_GPU, EvalSettings
+from hybridkv.evaluation.tasks import RULER, TASKS
 
 ASKED, STORED = "What is asked", "How the cache is stored"
 _MODEL = "a Hugging Face folder, a .gguf file, a hub id or tiny-hybrid; without it the embedded SmolLM2-135M-Instruct"
@@ -173,10 +174,11 @@ class EvalOptions:
             given["tasks"] = tuple(name for part in given["tasks"] for name in GROUPS.get(part, (part,)))
         EvalSettings(**given).check()  # before torch is imported, which takes seconds
         from hybridkv.devices import resolve_device
-        from hybridkv.eviction.evict import find_policy
+        from hybridkv.evaluation.cuts import Cut
+        from hybridkv.eviction.named import find_policy
 
         size = ON_CPU if resolve_device(self.device).type == "cpu" else ON_GPU
         found = EvalSettings(**size | given).check()
         for policy in found.policies:
-            find_policy(policy)
+            find_policy(Cut(policy, found.ratios[0]).settings[0])
         return found

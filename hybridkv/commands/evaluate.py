@@ -85,33 +85,45 @@ def short_name(model: str | None) -> str:
 def run(settings: EvalSettings, folder: Path, restart: bool, limit: float | None) -> None:
     """Go on with the units that are missing, then print what there is."""
     from hybridkv.commands.display import note
-    from hybridkv.evaluation.results import Results
+    from hybridkv.evaluation.results import Results, read_back
     from hybridkv.evaluation.run import Run
 
-    why = ""
+    why, failed = "", None
     with Results(folder, settings, restart) as results:
-        saved, before = results.saved, len(results.saved.records)
+        before = len(results.saved.records)
         try:
-            if not saved.complete:
+            if not results.saved.complete:
                 with bar() as report:
-                    finished = Run(settings, saved.records).go(results.write, report, limit)
+                    finished = Run(settings, results.saved.records).go(results.write, report, limit)
                 why = "" if finished else "the limit was reached"
         except KeyboardInterrupt:
             why = "stopped"
-        except BaseException:
-            if len(saved.records) > before:
-                show_tables(folder, saved)
-            raise
-        summary = show_tables(folder, saved) if saved.records else None
+        except BaseException as problem:
+            failed = problem
+    saved = read_back(folder)  # an interrupt may have come between writing and remembering
+    summary = None
+    if saved.records and (failed is None or len(saved.records) > before):
+        summary = show_tables(folder, saved)
+    if failed is not None:
+        raise failed
     if why:
-        kept = f"{len(saved.done)} of {saved.run.get('units', 'all')} units are kept in {folder}"
-        show = f"{command_name()} eval --show {shlex.quote(str(folder))}"
-        note(f"{why}: {kept}; the same command goes on from there, {show} prints the tables again")
+        note(f"{why}: {what_is_kept(folder, saved)}")
     if why == "stopped":
         raise Exit(130)
     if summary is not None:
         say_where(folder)
         refuse_a_weak_model(summary)
+
+
+def what_is_kept(folder: Path, saved: Saved) -> str:
+    """Of a run that was stopped, and how to go on."""
+    if not saved.records:
+        return "nothing was measured yet"
+    show = f"{command_name()} eval --show {shlex.quote(str(folder))}"
+    return (
+        f"{len(saved.done)} of {saved.run['units']} units are kept in {folder}; the same command goes on from there, "
+        f"{show} prints the tables again"
+    )
 
 
 def show_results(folder: Path) -> None:
@@ -147,13 +159,13 @@ def say_where(folder: Path) -> None:
 def refuse_a_weak_model(summary: Summary) -> None:
     """With every task under the least score nothing is averaged, and the run has not shown what was asked for."""
     scores = {task: score for view in summary.views for task, score in view.shown_only.items()}
-    if not scores or any(view.averaged for view in summary.views):
+    if not scores or summary.settings.all_tasks or any(view.averaged for view in summary.views):
         return
     best = max(scores, key=lambda task: scores[task])
     raise HybridKVError(
         f"{summary.run.get('model_name', 'this model')} answers no task well enough with the full cache: the best is "
         f"{best} with {scores[best]:.1f}, and under {LEAST_SCORE:g} what is cut shows little; take a larger model or "
-        "shorter --lengths. The answers are kept"
+        "shorter --lengths, or ask for --all-tasks; the answers are kept"
     )
 
 

@@ -8,18 +8,26 @@ const shapes = ["circle", "square", "triangle", "diamond", "cross", "down", "bar
 
 // ---- words and elements
 
+function tenth(n) { // one digit behind the point; halves go to the even digit, as Python has it
+  if (!Number.isInteger(4 * n) || 4 * n % 2 === 0) return n.toFixed(1);
+  const low = Math.floor(10 * n);
+  return ((low % 2 ? low + 1 : low) / 10).toFixed(1);
+}
 function size(n) {
   for (const unit of ["B", "KiB", "MiB"]) {
-    if (Math.abs(n) < 1024) return unit === "B" ? `${Math.round(n)}\u00a0B` : `${n.toFixed(1)}\u00a0${unit}`;
+    if (Math.abs(n) < 1024) return unit === "B" ? `${Math.round(n)}\u00a0B` : `${tenth(n)}\u00a0${unit}`;
     n /= 1024;
   }
-  return n < 1024 ? `${n.toFixed(1)}\u00a0GiB` : `${(n / 1024).toFixed(1)}\u00a0TiB`;
+  return n < 1024 ? `${tenth(n)}\u00a0GiB` : `${tenth(n / 1024)}\u00a0TiB`;
 }
 const number = (n) => n.toLocaleString("en").replaceAll(",", "\u202f");
-const points = (n) => n.toFixed(1);
-const signed = (n) => Math.round(n * 10) === 0 ? "0.0" : `${n > 0 ? "+" : "\u2212"}${Math.abs(n).toFixed(1)}`;
+const points = tenth;
+function signed(n) {
+  const text = tenth(Math.abs(n));
+  return text === "0.0" ? text : `${n > 0 ? "+" : "\u2212"}${text}`;
+}
 const between = ([, low, high]) => `${signed(low)} to ${signed(high)}`;
-const times = (n) => `${Number.isInteger(n) ? n : n.toFixed(1)}\u00d7`;
+const times = (n) => `${Number(tenth(n))}\u00d7`;
 const count = (n, what) => `${number(n)}\u00a0${what}${n === 1 ? "" : "s"}`;
 const isFull = (row) => row.policy === data.full;
 const named = (row) => isFull(row) ? "full cache" : `${row.policy} ${times(row.ratio)}`;
@@ -127,8 +135,8 @@ const plainPower = (v) => v >= 0.001 ? String(Number(v.toPrecision(3))) : v.toEx
 function plot(host, v, value, {height, small = false, logarithmic = false, label, reference = null, whole = false}) {
   const width = Math.max(host.clientWidth || 600, 120);
   const rows = v.rows.filter((row) => row.bytes && fits(row) && value(row) && !chosen.hidden.has(row.policy));
-  const svg = drawn("svg", {viewBox: `0 0 ${width} ${height}`, height, "aria-hidden": "true"});
-  const edge = small ? {left: 26, right: 8, top: 6, bottom: 16} : {left: 46, right: 18, top: 14, bottom: 44};
+  const svg = drawn("svg", {viewBox: `0 0 ${width} ${height}`, height, "aria-hidden": "true", ...(small ? {class: "small"} : {})});
+  const edge = small ? {left: 26, right: 8, top: 6, bottom: 16} : {left: 46, right: 18, top: 28, bottom: 44};
   const sizes = rows.map((row) => row.bytes);
   if (!rows.length) {
     svg.append(drawn("text", {x: width / 2, y: height / 2, "text-anchor": "middle"}, small ? "not cut" : "nothing to show"));
@@ -157,7 +165,7 @@ function plot(host, v, value, {height, small = false, logarithmic = false, label
       svg.append(drawn("text", {x: x(tick), y: floor + 18, "text-anchor": "middle"}, size(tick).replace(".0", "")));
     }
     svg.append(drawn("text", {x: width - edge.right, y: height - 6, "text-anchor": "end", class: "name"}, "bytes held by a request \u2192"));
-    svg.append(drawn("text", {x: 2, y: 8, class: "name"}, label));
+    svg.append(drawn("text", {x: edge.left - 6, y: 12, "text-anchor": "end", class: "name"}, label));
   }
   svg.append(drawn("line", {x1: edge.left, x2: width - edge.right, y1: floor, y2: floor, class: "grid"}));
   if (reference !== null) {
@@ -171,7 +179,7 @@ function plot(host, v, value, {height, small = false, logarithmic = false, label
     const path = [...(start ? [start] : []), ...line].filter((row) => !logarithmic || value(row)[0] > 0);
     group.append(drawn("path", {
       d: path.map((row, i) => `${i ? "L" : "M"}${x(row.bytes).toFixed(1)} ${y(value(row)[0]).toFixed(1)}`).join(""),
-      class: second ? "series second" : "series", ...(small ? {style: "stroke-width: 1.5"} : {}),
+      class: second ? "series second" : "series",
     }));
     for (const row of line) {
       const [mean, least, most] = value(row), [px, py] = [x(row.bytes), y(mean)];
@@ -179,7 +187,7 @@ function plot(host, v, value, {height, small = false, logarithmic = false, label
         group.append(drawn("path", {d: `M${px} ${y(most)}V${y(least)}M${px - 4} ${y(most)}h8M${px - 4} ${y(least)}h8`, class: "whisker", fill: "none"}));
       }
       group.append(marker(shapes[Math.max(at, 0) % shapes.length], px, py, r, second ? "dot hollow" : "dot"));
-      dots.push({row, x: px, y: py, line: dots.length ? undefined : 0});
+      dots.push({row, x: px, y: py});
     }
     svg.append(group);
   }
@@ -208,7 +216,7 @@ function scores(row) { // the score with the interval of its difference to the f
 function describe(row, score) {
   const found = [named(row), dtypes(row), `${size(row.bytes)} held, ${size(row.peak_bytes)} at the peak`];
   if (row.state_bytes) found.push(`KV ${size(row.kv_bytes)}, state ${size(row.state_bytes)}`);
-  if (row.smaller && !isFull(row)) found.push(`KV ${times(Number(row.smaller.toFixed(1)))} smaller, ${number(Math.round(row.kept))} of ${number(Math.round(row.tokens))} tokens a stream`);
+  if (row.smaller && !isFull(row)) found.push(`KV ${times(row.smaller)} smaller, ${number(Math.round(row.kept))} of ${number(Math.round(row.tokens))} tokens a stream`);
   if (score) {
     found.push(`score ${points(score.score[0])} on ${count(score.samples, "text")}`);
     if (row !== base(view())) found.push(`${signed(score.difference[0])} to the full cache (${between(score.difference)})`);
@@ -312,7 +320,8 @@ function showLegend() {
     const button = element("button", undefined, {type: "button", "aria-pressed": !chosen.hidden.has(policy), "data-policy": policy});
     const sign = drawn("svg", {width: 22, height: 12, viewBox: "0 0 22 12", "aria-hidden": "true", style: `color: var(--c${i % COLOURS})`});
     sign.append(drawn("path", {d: "M0 6H22", class: "series"}), marker(shapes[i % shapes.length], 11, 6, 4.5, "dot"));
-    button.append(sign, policy);
+    const auto = policy.split(":")[0] === "auto" ? data.auto[chosen.mode] : null;
+    button.append(sign, auto ? `${policy} (${auto})` : policy);
     button.onclick = () => {
       if (!chosen.hidden.delete(policy)) chosen.hidden.add(policy);
       choose({});
@@ -375,7 +384,7 @@ function showTable(v) {
     last = row.policy;
     const m = row.mean, d = row.divergence;
     const cells = [...(data.kv.length > 1 ? [row.kv] : []), ...(data.state.length > 1 ? [row.state] : []),
-      ...(known ? [row.bytes, row.kv_bytes, row.state_bytes, row.peak_bytes].map(size) : ["", "", "", ""]), row.smaller ? times(Number(row.smaller.toFixed(1))) : "",
+      ...(known ? [row.bytes, row.kv_bytes, row.state_bytes, row.peak_bytes].map(size) : ["", "", "", ""]), row.smaller ? times(row.smaller) : "",
       m ? points(m.score[0]) : "", m && row !== base(v) ? signed(m.difference[0]) : "", m && row !== base(v) ? between(m.difference) : "",
       ...(far ? d ? [d.kl.toFixed(4), d.kl_999.toFixed(3), points(d.top1)] : ["", "", ""] : [])];
     line.append(element("th", named(row), {scope: "row"}), ...cells.map((text) => element("td", text)),

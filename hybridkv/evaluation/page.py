@@ -19,7 +19,7 @@ from hybridkv.evaluation.plot import plot_svg
 from hybridkv.evaluation.results import Record
 from hybridkv.evaluation.settings import FULL, LEAST_SCORE
 from hybridkv.evaluation.statistics import Estimate, Row, Score, Summary, View
-from hybridkv.evaluation.tables import SHORT, as_csv, model_name
+from hybridkv.evaluation.tables import SHORT, as_csv, model_name, stands_for
 
 CHANGED = 2  # texts shown of each task, length and mode, whose answers changed
 MOST_SHOWN = 200  # characters of an answer
@@ -69,6 +69,7 @@ def export(summary: Summary, records: list[Record]) -> dict[str, Any]:
         "modes": in_order(settings.modes, {view.mode for view in summary.views}),
         "tasks": in_order(settings.tasks, {task for row in rows for task in row.tasks}),
         "short": SHORT,
+        "auto": {mode: stands_for(summary, mode) for mode in settings.modes},
         "policies": in_order(settings.policies, {row.policy for row in rows} - {FULL}),
         "kv": in_order(settings.kv_dtypes, {row.kv_dtype for row in rows}),
         "state": in_order(settings.state_dtypes, {row.state_dtype for row in rows}),

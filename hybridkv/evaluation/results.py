@@ -17,6 +17,7 @@ import json
 import os
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -65,6 +66,12 @@ def read_results(folder: Path) -> Saved:
     if not found.run:
         raise HybridKVError(f"{str(path)!r} is empty: the run was stopped before its first answer")
     return found
+
+
+def read_back(folder: Path) -> Saved:
+    """The results in a folder, if any."""
+    path = folder / NAME
+    return _read(path) if path.is_file() else Saved()
 
 
 def _read(path: Path) -> Saved:
@@ -194,8 +201,12 @@ class Results:
         os.fsync(self.file.fileno())
 
     def close(self) -> None:
-        """What was written stays."""
+        """What was written stays; where nothing was, nothing is left."""
         self.file.close()
+        if not self.saved.run:
+            self.path.unlink(missing_ok=True)
+            with suppress(OSError):  # it holds something else
+                self.folder.rmdir()
 
     def __enter__(self) -> Results:
         return self

@@ -14,13 +14,16 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+import torch
+
 from hybridkv.config import CacheConfig
 from hybridkv.evaluation.cuts import FULL, Cut, Reader, divergence
 from hybridkv.evaluation.render import Renderer
 from hybridkv.evaluation.sample import Sample
 from hybridkv.evaluation.settings import EvalSettings
-from hybridkv.evaluation.tasks import make_sample
+from hybridkv.evaluation.tasks import make_sample, sample_set_hash
 from hybridkv.evaluation.tasks.prose import prose
+from hybridkv.eviction.named import AUTO
 from hybridkv.llm import LLM
 from hybridkv.request import Request
 
@@ -95,6 +98,7 @@ class Run:
         try:
             self._open(self.settings.kv_dtypes[0], self.settings.state_dtypes[0])
             all_units = list(units(self.settings, self.batch))
+            write([{"kind": "run", **self.facts(), "units": len(all_units)}])
             done = {record["unit"] for record in self.earlier if "unit" in record}
             for i, unit in enumerate(all_units):
                 if unit.key in done:
@@ -110,6 +114,18 @@ class Run:
             return True
         finally:
             self.close()
+
+    def facts(self) -> Record:
+        """What is measured: weights by name and hash, and where they run."""
+        assert self.llm is not None
+        llm, device = self.llm, self.llm.device
+        return {
+            "model_name": llm.path.name.removesuffix(".gguf"),
+            "model_hash": llm.manager.model_fingerprint(),
+            "dtype": str(llm.dtype).removeprefix("torch."),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "auto": AUTO,
+        }
 
     def close(self) -> None:
         """Give the model back."""
@@ -250,7 +266,8 @@ class Run:
             "answer_tokens": tokens,
             "answer": answer,
         }
-        return unit.record("answer", cut, sample.number) | found
+        text = sample_set_hash([sample])[:16]  # names what was read
+        return unit.record("answer", cut, sample.number) | found | {"text": text}
 
     # ---- distributions
 

@@ -12,12 +12,8 @@ from typing import Any
 
 from hybridkv.config import KV_DTYPES, MODEL_DTYPES, POLICY_NAMES, is_whole, shown
 from hybridkv.errors import HybridKVError
+from hybridkv.evaluation.tasks import RULER, TASKS
 
-RULER = (
-    "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
-    "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe",
-)  # fmt: skip
-TASKS = (*RULER, "paraphrase", "two_questions", "instruction", "phone_book", "tool_chain")
 FULL = "full"  # the policy of the full cache, whose ratio is 1
 MODES = ("seen", "unseen")  # whether the question stands in the prompt when the cache is cut
 STATE_DTYPES = ("f32", "bf16")
@@ -59,7 +55,7 @@ class EvalSettings:
 
     model: str | None = None
     tasks: tuple[str, ...] = RULER
-    policies: tuple[str, ...] = ("snapkv", "keydiff")
+    policies: tuple[str, ...] = ("auto", "snapkv")
     ratios: tuple[float, ...] = ON_CPU["ratios"]
     lengths: tuple[int, ...] = ON_CPU["lengths"]
     modes: tuple[str, ...] = MODES

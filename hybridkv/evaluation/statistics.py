@@ -159,7 +159,8 @@ def _view(
     full_records = by_line.get(lines[0], []) if lines[0][0] == FULL else []
     full = _cells(full_records)
     means = {cell: round(_mean(scores.values()), DIGITS) for cell, scores in full.items()}
-    good = {cell for cell, mean in means.items() if mean >= LEAST_SCORE}
+    cut = {(r["length"], r["task"]) for r in answers if r["policy"] != FULL} or set(full)
+    good = {cell for cell, mean in means.items() if mean >= LEAST_SCORE and cell in cut}
     counted = good or set(full)  # where no task is good enough, bytes are still of something
     base = _size(full_records, counted)
     rows = []
@@ -185,7 +186,11 @@ def _view(
 
 
 def _left_out(settings: EvalSettings, means: dict[Cell, float], good: set[Cell]) -> dict[str, float]:
-    """Tasks that are not averaged, or `vt at 4096` where a task is averaged at other lengths."""
+    """Tasks that are not averaged, or `vt at 4096` where a task is averaged at other lengths.
+
+    Most have less than the least score. A task that was not cut, since its first texts went badly, is no part of it
+    either: every row is to be a mean of the same tasks.
+    """
     found = {}
     for task in settings.tasks:
         low = {cell: mean for cell, mean in means.items() if cell[1] == task and cell not in good}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
+import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from hybridkv.evaluation.settings import FULL, LEAST_SCORE, MODES, ratio_text
+from hybridkv.evaluation.settings import FULL, LEAST_SCORE, MODES, policy_name, ratio_text
 from hybridkv.evaluation.statistics import Estimate, Row, Score, Size, Summary, View
 from hybridkv.planner import human
 
@@ -36,7 +37,7 @@ def show(console: Console, summary: Summary) -> None:
     for view in widest(summary):
         console.print(title(summary, view), style="bold", markup=False, soft_wrap=True)
         _print(console, table(view))
-        console.print(beneath(view), markup=False)
+        console.print(textwrap.fill(beneath(summary, view), console.width), markup=False)
         console.print()
         if any(row.tasks for row in view.rows):
             _print(console, task_table(summary, view))
@@ -125,12 +126,20 @@ def interval(estimate: Estimate) -> str:
     return f"{signed(estimate.low)} to {signed(estimate.high)}"
 
 
-def beneath(view: View) -> str:
+def stands_for(summary: Summary, mode: str) -> str | None:
+    """The policy that `auto` was in a mode."""
+    return summary.run.get("auto", {}).get(mode)
+
+
+def beneath(summary: Summary, view: View) -> str:
     """What the mean is of, and what is left out of it."""
     said = f"Mean of {', '.join(view.averaged)}." if view.averaged else "No task is averaged."
     if view.shown_only:
         left = ", ".join(f"{task} {score:.1f}" for task, score in view.shown_only.items())
-        said += f" Not averaged, the full cache has less than {LEAST_SCORE:g}: {left}."
+        said += f" Not averaged, since the full cache does badly (less than {LEAST_SCORE:g}): {left}."
+    auto = stands_for(summary, view.mode)
+    if auto and any(policy_name(row.policy) == "auto" for row in view.rows):
+        said += f" auto is {auto} here."
     return said
 
 
