@@ -240,7 +240,8 @@ class ModelOptions:
         """The settings of eviction in words, for a page or a table."""
         found = {"budget": "all" if cache.budget is None else f"{cache.budget} tokens a stream"}
         found |= {"policy": str(cache.policy), "scope": cache.scope, "window": f"{cache.window} queries"}
-        found |= {"recent": f"{cache.recent} tokens", "bounded": "yes" if cache.bounded else "no"}
+        first = "the policy's own" if cache.first is None else f"{cache.first} tokens"
+        found |= {"first": first, "recent": f"{cache.recent} tokens", "bounded": "yes" if cache.bounded else "no"}
         return found
 
     def open(self, requests: int = 1, cache: CacheConfig | None = None) -> LLM:
