@@ -70,9 +70,9 @@ class EvictionConfig:
             raise HybridKVError(f"scope must be head, layer or global, not {shown(self.scope)}")
         name = self.policy.partition(":")[0] if isinstance(self.policy, str) else None
         if name is not None and name not in POLICY_NAMES:
+            choices = ", ".join(POLICY_NAMES)
             raise HybridKVError(
-                f"policy {shown(name)} is unknown{meant(name, POLICY_NAMES)}; choose {', '.join(POLICY_NAMES)}, or give "
-                "a Policy"
+                f"policy {shown(name)} is unknown{meant(name, POLICY_NAMES)}; choose {choices}, or give a Policy"
             )
 
 

@@ -68,7 +68,7 @@ def test_requests_side_by_side_keep_what_each_asked_for(evicting: Callable) -> N
     asked = [EvictionConfig(40, 8, 8), EvictionConfig(24, 8, 8, policy="streaming"), None]
     prompts = [tiny.token_ids(100, seed=i) for i in range(3)]
 
-    def answers(together: bool) -> list[tuple[list[int], int]]:
+    def answers(together: bool) -> list[tuple[list[int], float]]:
         found = []
         engine = evicting("llama", budget=64, pool=2000)
         requests = []
@@ -78,11 +78,7 @@ def test_requests_side_by_side_keep_what_each_asked_for(evicting: Callable) -> N
                 run(engine)
         run(engine)
         for request in requests:
-            kept = (
-                max((len(e) for layer in request.evictions[100] for e in layer), default=0)
-                if request.evictions
-                else 100
-            )
+            kept = request.evictions[100].kept if request.evictions else 100
             found.append((request.generated, kept))
         assert_nothing_held(engine)
         return found
