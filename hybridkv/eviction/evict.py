@@ -217,11 +217,12 @@ class Evictor:
             rows = joined(scores).clone()
             Protected(first, ranges, positions(slot, manager) if ranges else None).mark(rows)
             scores = list(rows.split(table.schema.heads))
+        sure = eviction.recent + first  # of every stream
         if isinstance(policy, Ada):
-            even = policy.even(list(scores), lengths, eviction.budget, eviction.recent)
+            even = policy.even(list(scores), lengths, eviction.budget, sure)
             self._check_budgets(even, lengths, eviction)
             return choose_shared(scores, lengths, even, eviction.recent, policy.floor, policy.over)
-        budgets = policy.budgets(list(scores), lengths, eviction.budget, eviction.recent)
+        budgets = policy.budgets(list(scores), lengths, eviction.budget, sure)
         self._check_budgets(budgets, lengths, eviction)
         return choose(scores, lengths, budgets, eviction.recent, eviction.scope)
 

@@ -61,6 +61,25 @@ def test_many_evictions_of_an_answer_take_little_and_are_counted(evicting: Calla
     assert 0 < request.stats["eviction_record_bytes"] < lists / 8
 
 
+@pytest.mark.parametrize("packed", (False, True), ids=("lists", "packed"))
+def test_two_evictions_at_one_position_are_one_record(packed: bool) -> None:
+    """A record says which entries stay of what was there: the second's numbers are of the first's survivors."""
+    rng = np.random.default_rng(4)
+    lengths = np.array([[50, 40], [30, 45]])
+    first = [[np.sort(rng.choice(n, 20, replace=False)) for n in layer] for layer in lengths]
+    second = [[np.sort(rng.choice(20, rng.integers(1, 20), replace=False)) for _ in layer] for layer in lengths]
+    one, two = EvictionRecord(first, lengths), EvictionRecord(second, np.full((2, 2), 20))
+    if packed:
+        one.pack()
+        two.pack()
+    both = one.then(two)
+    for i in range(2):
+        for g in range(2):
+            assert both[i][g].tolist() == [first[i][g][j] for j in second[i][g]]
+    assert (both.lengths == lengths).all() and both.counts().tolist() == two.counts().tolist()
+    assert both.kept == two.kept and one.counts().tolist() == [[20, 20], [20, 20]], "the first stays as it was"
+
+
 # ---- what a request asks for itself
 
 
