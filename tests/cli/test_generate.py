@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from cli.commands import LONG, TINY, Run
-from hybridkv.eviction import Pyramid, SnapKV, find_policy
 from hybridkv import LLM, SamplingParams
 from hybridkv.commands import display, options
 from hybridkv.config import CacheConfig
+from hybridkv.eviction import Pyramid, SnapKV, find_policy
 
 
 def test_an_answer_is_the_one_that_the_library_gives(run: Run, folder: Path, llm: LLM) -> None:
