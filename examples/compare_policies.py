@@ -23,7 +23,7 @@ class Neighbours(Policy):
     width: int = 15
 
     def score(self, layer: LayerCache) -> Tensor:  # [G, L]: the higher, the more the entry matters
-        seen = SnapKV().score(layer)
+        seen = SnapKV(pooling="none").score(layer)
         return F.max_pool1d(seen, self.width, stride=1, padding=self.width // 2)
 
 
@@ -46,7 +46,8 @@ def main(model: str | None = None, count: int = 16, repeats: int = 24, budget: i
     prompts, numbers = make_prompts(llm, count, repeats)
     print(f"{count} prompts of {len(prompts[0])} tokens, budget {budget}")
     found = {}
-    for name, policy in (("all kept", None), ("snapkv", "snapkv"), ("keydiff", "keydiff"), ("mine", Neighbours())):
+    policies = {"all kept": None, "snapkv": "snapkv", "keydiff": "keydiff", "mine": Neighbours(), "auto": "auto"}
+    for name, policy in policies.items():
         eviction = None if policy is None else EvictionConfig(budget=budget, policy=policy)
         answers = llm.generate(prompts, SamplingParams(max_tokens=24, temperature=0.0), eviction=eviction)
         found[name] = sum(number in answer.text for number, answer in zip(numbers, answers, strict=True))

@@ -32,6 +32,7 @@ class Completion:
         reasoning: the thoughts before the answer, where the chat template marks them; None elsewhere.
         prompt_logprobs: of each token of the prompt, where asked for; None for the first, which nothing comes before.
         others: answers 2 to n, where n were asked for; `samples` has all of them.
+        policy: by which the cache was cut last, with `auto` replaced by what it stood for; None: nothing was cut.
     """
 
     text: str
@@ -44,6 +45,7 @@ class Completion:
     reasoning: str | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     others: tuple[Completion, ...] = ()
+    policy: str | None = None
 
     @property
     def samples(self) -> tuple[Completion, ...]:
@@ -63,6 +65,7 @@ class Completion:
             error=request.error,
             prompt_logprobs=request.prompt_logprobs if request.params.prompt_logprobs is not None else None,
             others=tuple(map(Completion.of, request.siblings)),
+            policy=request.policy,
         )
 
     def divided(self, splitter: Callable[[], ReasoningSplitter]) -> Completion:

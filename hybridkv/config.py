@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from typing import Any
 
 from hybridkv.errors import HybridKVError, RequestError
@@ -67,9 +68,11 @@ class EvictionConfig:
             )
         if self.scope not in ("head", "layer", "global"):
             raise HybridKVError(f"scope must be head, layer or global, not {shown(self.scope)}")
-        if isinstance(self.policy, str) and self.policy.split(":")[0] not in POLICY_NAMES:
+        name = self.policy.partition(":")[0] if isinstance(self.policy, str) else None
+        if name is not None and name not in POLICY_NAMES:
+            choices = ", ".join(POLICY_NAMES)
             raise HybridKVError(
-                f"policy {shown(self.policy)} is unknown; choose {', '.join(POLICY_NAMES)}, or give a Policy"
+                f"policy {shown(name)} is unknown{meant(name, POLICY_NAMES)}; choose {choices}, or give a Policy"
             )
 
 
@@ -202,6 +205,12 @@ def shown(value: object) -> str:
     except ValueError:  # such a number inside a list
         return f"a {type(value).__name__} with a huge number"
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def meant(name: str, names: Sequence[str]) -> str:
+    """A hint for a message, " (did you mean peak?)"; "" where no name is near."""
+    close = get_close_matches(name, names, 1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def parse_bytes(size: int | str | None) -> int | None:

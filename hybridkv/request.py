@@ -71,7 +71,7 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not appear in the answer
     eviction: EvictionConfig | None = None  # what it keeps; None: everything
     evictions: dict[int, EvictionRecord] = field(default_factory=dict)  # position -> entries kept there
-    policy: str | None = None  # by which it was evicted last
+    policy: str | None = None  # by which it was evicted last, `auto` resolved; None: never
     siblings: list[Request] = field(default_factory=list)  # further answers to the same prompt (n > 1)
     source: Request | None = None  # whose sibling it is, until it has a token of its own
     continues: Request | None = None  # a finished request whose held cache this one goes on with, once it is admitted

@@ -75,10 +75,10 @@ def test_the_page_has_the_counts_of_the_cache(folder: Path, tmp_path: Path, caps
     assert masks.shape == (len(schema.layers), schema.heads, T) and found["layers"] == list(schema.layers)
     for mask, kept in zip(masks.reshape(-1, T), positions, strict=True):
         assert np.flatnonzero(mask).tolist() == kept.tolist()
-    assert found["counts"] == masks.sum((0, 1)).tolist() and np.unique(found["lengths"]).tolist() == [40]
+    assert found["counts"] == masks.sum((0, 1)).tolist() and np.mean(found["lengths"]) == 40
     assert sum(found["bytes_before"]) == llm.manager.schema.kv_bytes(T)
     assert sum(found["bytes_after"]) == llm.manager.held_bytes(request.key) < sum(found["bytes_before"])
-    assert found["settings"]["budget"] == "40 tokens a stream" and found["settings"]["policy"] == "snapkv"
+    assert found["settings"]["budget"] == "40 tokens a stream" and found["settings"]["policy"] == "peak"
 
 
 def test_positions_are_the_prompts_own_when_it_was_cut_more_than_once(folder: Path) -> None:
@@ -87,7 +87,7 @@ def test_positions_are_the_prompts_own_when_it_was_cut_more_than_once(folder: Pa
     tokens = llm.encode(PROMPT)
     found, request = look(llm, tokens, SamplingParams(max_tokens=3), {}, cache.eviction, full=False)
     assert len(request.evictions) > 2 and found.full_answer is None
-    assert (found.lengths == 40).all() and found.masks[:, :, -8:].all()
+    assert found.lengths.mean() == 40 and found.masks[:, :, -8:].all()
     assert llm.manager.free_slots == 1 and not llm.engine.scheduler.held
     held = llm.engine.add(tokens, SamplingParams(max_tokens=1), hold=True)
     while not held.finished:
@@ -142,10 +142,11 @@ def test_state_layers_have_their_own_bytes(folder: Path, tmp_path: Path) -> None
 
 
 def test_a_budget_shared_unevenly_shows_each_heads_own_number(folder: Path, tmp_path: Path) -> None:
-    found = inspect(folder, tmp_path / "kept.html", "--budget", 40, "--spread", "ada", "--pooling", "max")
+    flags = ("--policy", "snapkv", "--spread", "ada", "--pooling", "max")
+    found = inspect(folder, tmp_path / "kept.html", "--budget", 40, *flags)
     lengths = np.array(found["lengths"])
-    assert lengths.mean() <= 40 and (masks_of(found).sum(2) == lengths).all()
-    assert found["settings"]["spread"] == "ada" and found["settings"]["pooling"] == "max"
+    assert lengths.mean() <= 40 and (masks_of(found).sum(2) == lengths).all() and len(np.unique(lengths)) > 1
+    assert found["settings"]["policy"] == "snapkv:pooling=max:spread=ada"
 
 
 def test_a_budget_that_covers_the_prompt_keeps_all(folder: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from itertools import product
 
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from hybridkv.bench.timing import Ceilings, free_memory, sync
 from hybridkv.cache import LayerHandle
 from hybridkv.config import CacheConfig
 from hybridkv.engine.engine import Engine
-from hybridkv.eviction import Evictor
+from hybridkv.eviction import Evictor, SnapKV
 from hybridkv.kernels.eviction.score import window_scores_ref
 from hybridkv.models.config import ModelConfig
 from hybridkv.request import Request
@@ -38,6 +39,7 @@ COLUMNS = (
 )
 REPEATS = 3
 SCORES_BOUND = 1e-2  # products in bf16, sums in f32
+POLICIES = {"snapkv:pooling=none": "", "auto": ", by default"}  # and what a row's name ends in
 
 
 def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
@@ -50,12 +52,12 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
     about = {"model": shape.name, "attention_layers": layers, "budget": budget}
     report = Report("eviction", "ms", COLUMNS, shape.device, ceilings, about, deadline=options.deadline)
     report.start()
-    for kind in kinds:
-        cache = CacheConfig(kv_dtype=kind, budget=budget)
+    for kind, policy in product(kinds, POLICIES):
+        cache = CacheConfig(kv_dtype=kind, budget=budget, policy=policy)
         engine = make_engine(Configured(shape.config), cache, shape.device, shape.dtype, 1, max(lengths) + 8)
         fill_pages(engine.manager)
         for length in lengths:
-            name = f"{kind} T={length} keep {budget}"
+            name = f"{kind} T={length} keep {budget}{POLICIES[policy]}"
             found = report.attempt("evict", name, lambda e=engine, n=length: measure(e, n))
             for request in [*engine.scheduler.running]:
                 engine.abort(request)
@@ -65,7 +67,16 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
             nbytes = layers * token_bytes(engine) * (length / 2 + 2 * min(budget, length))  # keys read, survivors moved
             flops = 2 * cache.window * c.heads * c.head_dim * length * layers
             floor = ceilings.floor_us(nbytes, flops) / 1e3
-            report.add("evict", name, **found, floor_ms=floor, share=floor / found["ms"], tokens=length, kv_dtype=kind)
+            report.add(
+                "evict",
+                name,
+                **found,
+                floor_ms=floor,
+                share=floor / found["ms"],
+                tokens=length,
+                kv_dtype=kind,
+                policy=policy,
+            )
         del engine
         free_memory(shape.device)
     return report
@@ -134,10 +145,10 @@ def measure(engine: Engine, length: int) -> dict[str, float]:
 
 
 def verify(evictor: Evictor, request: Request, engine: Engine) -> float:
-    """The first layer's scores against the definition."""
+    """The first layer's scores against their definition: the sum over the window, on which the default's peaks rest."""
     layer = evictor.layers(request, engine.manager)[0]
     want = window_scores_ref(
         layer.queries, layer.query_positions, layer.k_pool, layer.table, layer.positions, layer.scale
     )
-    got = evictor.policy.score(layer)
+    got = SnapKV("none").score(layer)
     return check("scores", got, want.view(len(got), -1, got.shape[-1]).sum(1), SCORES_BOUND)

@@ -51,6 +51,7 @@ class Session:
     evictions: dict[int, EvictionRecord] = field(default_factory=dict)
     snapshot: Snapshot | None = None
     conversation: dict[str, Any] = field(default_factory=dict)  # plain JSON values
+    policy: str | None = None  # by which it was evicted last
 
     @property
     def nbytes(self) -> int:
@@ -64,6 +65,7 @@ class Session:
             "finish_reason": self.finish_reason,
             "text": self.text,
             "stopped": self.stopped,
+            "policy": self.policy,
         }
         meta = {"format": FORMAT, "version": SESSION_VERSION, "model": self.model}
         meta |= {"session": _json(request), "conversation": _json(self.conversation), "about": _json(self.about)}
@@ -197,9 +199,11 @@ def _session(tensors: dict[str, Tensor], meta: dict[str, str]) -> Session:
     prompt, end = request.get("prompt_tokens"), request.get("finish_reason")
     if type(prompt) is not int or not min(1, len(tokens)) <= prompt <= len(tokens):
         raise NotWellFormed(f"{_shown(prompt)} of its {len(tokens)} tokens are said to be the prompt")
-    text, stopped = request.get("text"), request.get("stopped")
+    text, stopped, policy = request.get("text"), request.get("stopped"), request.get("policy")
     if end not in ENDS or not isinstance(text, str) or not isinstance(stopped, str | None):
         raise NotWellFormed("how its answer ended is not known")
+    if not isinstance(policy, str | None):
+        raise NotWellFormed("the policy of its evictions is not a name")
     cache, snapshot = without_session(tensors), None
     if "fingerprint" in meta:
         snapshot = snapshot_of(cache, meta)
@@ -210,7 +214,8 @@ def _session(tensors: dict[str, Tensor], meta: dict[str, str]) -> Session:
     evictions = _evictions(tensors, len(tokens))
     if evictions and snapshot is None:
         raise NotWellFormed("it has records of evictions, and no cache")
-    return Session(meta["model"], _about(meta), tokens, prompt, end, text, stopped, evictions, snapshot, conversation)
+    about = _about(meta)
+    return Session(meta["model"], about, tokens, prompt, end, text, stopped, evictions, snapshot, conversation, policy)
 
 
 def _evictions(tensors: dict[str, Tensor], tokens: int) -> dict[int, EvictionRecord]:

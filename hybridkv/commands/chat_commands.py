@@ -180,7 +180,8 @@ class Chat:
         say(f"last answer: {counted(len(last.token_ids), 'token')} at {last.stats.get('decode_tok_s', 0):.1f}/s\n")
         seen = held - 1  # the last token of an answer is read with the next turn
         if last.stats["kept_tokens"] < seen:
-            gone = f"{seen - last.stats['kept_tokens']:.0f} of {seen} tokens a stream"
+            by = f" by {last.policy}" if last.policy else ""
+            gone = f"{seen - last.stats['kept_tokens']:.0f} of {seen} tokens a stream{by}"
             say(f"evicted: {gone}, KV {human(last.stats['kv_bytes_full'])} -> {human(last.stats['kv_bytes_kept'])}\n")
 
 

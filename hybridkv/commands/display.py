@@ -178,7 +178,7 @@ def last_eviction(llm: LLM, request: Request) -> LastEviction:
 
 
 def kept_line(llm: LLM, requests: Sequence[Request]) -> str | None:
-    """kept 2048 of 16384 tokens a stream, KV 1024.0 MiB -> 128.0 MiB. None where no request has a budget."""
+    """kept 2048 of 16384 tokens a stream by peak, KV 1024.0 MiB -> 128.0 MiB. None where no request has a budget."""
     requests = [request for request in requests if request.eviction is not None]
     if not requests:
         return None
@@ -193,7 +193,9 @@ def kept_line(llm: LLM, requests: Sequence[Request]) -> str | None:
         few = f"no more than the budget of {asked.budget} and the window of {asked.window}"
         return f"kept all {tokens:.0f} tokens a stream ({few}), KV {human(before)}"
     whose = f" of each of {len(found)} requests on average" if len(found) > 1 else ""
-    return f"kept {kept:.0f} of {tokens:.0f} tokens a stream{whose}, KV {human(before)} -> {human(after)}"
+    by = ", ".join(dict.fromkeys(request.policy for request in requests if request.policy is not None))
+    how = f" by {by}" if by else ""
+    return f"kept {kept:.0f} of {tokens:.0f} tokens a stream{whose}{how}, KV {human(before)} -> {human(after)}"
 
 
 def cut_line(llm: LLM, answer: Completion, limit: str = "--max-tokens") -> str | None:

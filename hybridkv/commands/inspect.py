@@ -103,7 +103,10 @@ def look(
     if full is True:
         full = Answer.of(ask(llm, tokens, params, None))
     request = ask(llm, tokens, params, eviction)
-    return kept(llm, request, storage(llm) | settings, question, full or None), request
+    said = storage(llm) | settings
+    if request.policy is not None and "policy" in settings:
+        said["policy"] = request.policy  # what auto stood for
+    return kept(llm, request, said, question, full or None), request
 
 
 def ask(llm: LLM, tokens: list[int], params: SamplingParams, eviction: EvictionConfig | None) -> Request:

@@ -220,27 +220,28 @@ class ModelOptions:
 
     def make_policy(self) -> str:
         """The policy as a text, with the settings that other options give it."""
-        text = self.policy
-        if self.pooling is not None:
-            text += f":pooling={self.pooling}"
-        if self.spread is not None:
-            text += f":spread={self.spread}"
         if self.scope != "head" and self.spread not in (None, "even"):
             raise BadParameter(f"--spread {self.spread} gives streams different budgets and needs --scope head")
-        if ":" in text:
-            from hybridkv.eviction.named import find_policy
+        text = self.policy
+        for flag, value in (("policy", self.policy), ("pooling", self.pooling), ("spread", self.spread)):
+            if value is None:
+                continue
+            text += "" if flag == "policy" else f":{flag}={value}"
+            if ":" in text:  # a name alone is checked without torch
+                from hybridkv.eviction.named import find_policy
 
-            try:
-                find_policy(text)
-            except HybridKVError as problem:
-                raise BadParameter(str(problem)) from None
+                try:
+                    find_policy(text)
+                except HybridKVError as problem:
+                    raise BadParameter(f"--{flag}: {problem}") from None
         return text
 
     def describe(self, cache: CacheConfig) -> dict[str, str]:
         """The settings of eviction in words, for a page or a table."""
         found = {"budget": "all" if cache.budget is None else f"{cache.budget} tokens a stream"}
         found |= {"policy": str(cache.policy), "scope": cache.scope, "window": f"{cache.window} queries"}
-        found |= {"recent": f"{cache.recent} tokens", "bounded": "yes" if cache.bounded else "no"}
+        first = "the policy's own" if cache.first is None else f"{cache.first} tokens"
+        found |= {"first": first, "recent": f"{cache.recent} tokens", "bounded": "yes" if cache.bounded else "no"}
         return found
 
     def open(self, requests: int = 1, cache: CacheConfig | None = None) -> LLM:

@@ -68,6 +68,7 @@ def answer_as_dict(llm: LLM, answer: Completion, request: Request) -> dict[str, 
         "finish_reason": answer.finish_reason,
         "prompt_tokens": answer.prompt_tokens,
         "generated_tokens": len(answer.token_ids),
+        "policy": answer.policy,
         "stats": answer.stats,
     }
     if request.eviction is not None:

@@ -51,6 +51,7 @@ def session_of(engine: Engine, request: Request | None, conversation: Mapping[st
         dict(request.evictions) if snapshot is not None else {},
         snapshot,
         dict(conversation),
+        request.policy if snapshot is not None else None,
     )
 
 
@@ -65,7 +66,7 @@ def restore_held(engine: Engine, session: Session) -> Request:
     request.text = TextStream.ended(session.text, session.stopped)
     if snapshot is None:
         return request
-    request.evictions = dict(session.evictions)
+    request.evictions, request.policy = dict(session.evictions), session.policy
     need = {}
     for name, table in manager.tables.items():
         need[name] = int(np.sum([ceil_div(int(n), table.schema.entries_per_page) for n in snapshot.lengths[name]]))
@@ -95,7 +96,7 @@ def fork_held(engine: Engine, request: Request) -> Request:
         return fork
     for held in given_up:
         scheduler.release_held(held)
-    fork.evictions = dict(request.evictions)
+    fork.evictions, fork.policy = dict(request.evictions), request.policy
     manager.fork_request(request.key, fork.key)
     scheduler.held.append(fork)
     return fork

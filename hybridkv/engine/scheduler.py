@@ -246,6 +246,7 @@ class Scheduler:
         need = self._pages_to_come()
         for sibling in forming:
             sibling.evictions, sibling.started_at = dict(request.evictions), request.started_at
+            sibling.policy = request.policy
             sibling.prompt_logprobs = request.prompt_logprobs
             need = {name: pages + each[name] for name, pages in need.items()}
             if self._make_free(need) and self._fork(request, sibling):
@@ -366,7 +367,7 @@ class Scheduler:
             return False
         held.hold = False  # if this is interrupted half way, the cache is given back
         self.manager.truncate_request(held.key, same)
-        request.cached_tokens, request.evictions = same, dict(held.evictions)
+        request.cached_tokens, request.evictions, request.policy = same, dict(held.evictions), held.policy
         request.key = held.key  # from here on the cache is the request's
         self.held.remove(held)
         request.continues = None

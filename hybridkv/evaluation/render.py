@@ -24,6 +24,7 @@ class Rendered:
 
     @property
     def prompt(self) -> list[int]:
+        """Document and question."""
         return [*self.document, *self.question]
 
 

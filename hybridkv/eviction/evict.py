@@ -92,13 +92,14 @@ class Evictor:
             raise HybridKVError(
                 "a budget was given, but the model has no full-attention layer: there is nothing to evict"
             )
-        policy = find_policy(eviction.policy, scope=eviction.scope)
-        spread = policy.spread
-        if eviction.scope == "global" and spread or eviction.scope == "layer" and spread == "heads":
-            raise HybridKVError(
-                f"scope '{eviction.scope}' keeps one list of entries for several streams, and "
-                f"{type(policy).__name__} gives them different budgets; use scope='head'"
-            )
+        for seen in (True, False) if eviction.bounded else (True,):  # auto may stand for two policies
+            policy = find_policy(eviction.policy, seen, eviction.scope)
+            spread = policy.spread
+            if eviction.scope == "global" and spread or eviction.scope == "layer" and spread == "heads":
+                raise HybridKVError(
+                    f"scope '{eviction.scope}' keeps one list of entries for several streams, and "
+                    f"{type(policy).__name__} gives them different budgets; use scope='head'"
+                )
         window = manager.schema.query_window
         if window is not None and eviction.window > window:
             raise RequestError(
@@ -150,8 +151,9 @@ class Evictor:
         eviction = self.asked_by(request)
         seen = position >= request.prompt_tokens  # before the prompt's end the question may still be to come
         policy = find_policy(eviction.policy, seen, eviction.scope)
+        freed = self.keep(request, manager, self.choose(request, manager, eviction, policy))
         request.policy = resolved_name(eviction.policy, seen)
-        return self.keep(request, manager, self.choose(request, manager, eviction, policy))
+        return freed
 
     def evict_held(
         self,
@@ -169,11 +171,12 @@ class Evictor:
             ranges: (begin, end) of positions whose entries stay.
             seen: whether the question has been read, for policy "auto".
         """
-        policy = find_policy(eviction.policy, seen, eviction.scope)
-        request.policy = resolved_name(eviction.policy, seen)
         if mean_length(request, manager) <= eviction.budget:
             return 0
-        return self.keep(request, manager, self.choose(request, manager, eviction, policy, scores, ranges))
+        policy = find_policy(eviction.policy, seen, eviction.scope)
+        freed = self.keep(request, manager, self.choose(request, manager, eviction, policy, scores, ranges))
+        request.policy = resolved_name(eviction.policy, seen)
+        return freed
 
     def keep(self, request: Request, manager: KVCacheManager, keep: Keep) -> int:
         """Drop all entries but these, and remember them. Returns the pages that went back."""
@@ -214,11 +217,12 @@ class Evictor:
             rows = joined(scores).clone()
             Protected(first, ranges, positions(slot, manager) if ranges else None).mark(rows)
             scores = list(rows.split(table.schema.heads))
+        sure = eviction.recent + first  # of every stream
         if isinstance(policy, Ada):
-            even = policy.even(list(scores), lengths, eviction.budget, eviction.recent)
+            even = policy.even(list(scores), lengths, eviction.budget, sure)
             self._check_budgets(even, lengths, eviction)
             return choose_shared(scores, lengths, even, eviction.recent, policy.floor, policy.over)
-        budgets = policy.budgets(list(scores), lengths, eviction.budget, eviction.recent)
+        budgets = policy.budgets(list(scores), lengths, eviction.budget, sure)
         self._check_budgets(budgets, lengths, eviction)
         return choose(scores, lengths, budgets, eviction.recent, eviction.scope)
 

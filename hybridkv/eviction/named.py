@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
-from difflib import get_close_matches
 
-from hybridkv.config import POLICY_NAMES, shown
+from hybridkv.config import POLICY_NAMES, meant, shown
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction.policies import KeyDiff, Knorm, Leverage, Peak, Random, SnapKV, Streaming, Tova
 from hybridkv.eviction.policy import Policy
@@ -35,6 +34,7 @@ SPREADS: dict[str, Callable[[Policy], Policy]] = {
     "all": All,
     "pyramid": Pyramid,
 }
+SPREAD_SETTINGS = ("spread", "floor", "steepness")
 
 
 def find_policy(policy: object, seen: bool = True, scope: str = "head") -> Policy:
@@ -52,13 +52,19 @@ def find_policy(policy: object, seen: bool = True, scope: str = "head") -> Polic
             f"policy {shown(policy)} is unknown; choose {', '.join(POLICY_NAMES)}, or give a hybridkv.eviction.Policy"
         )
     found = parse_policy(resolved_name(policy, seen))
-    if scope != "head" and isinstance(found, Spread) and "spread=" not in policy:
+    if (
+        scope != "head"
+        and isinstance(found, Spread)
+        and not any(name in SPREAD_SETTINGS for name, _ in _settings(policy))
+    ):
         return found.policy
     return found
 
 
 def resolved_name(policy: object, seen: bool) -> str:
     """What the policy is called, with `auto` replaced by what it stands for."""
+    if isinstance(policy, Spread):
+        return f"{type(policy).__name__}({resolved_name(policy.policy, seen)})"
     if not isinstance(policy, str):
         return type(policy).__name__
     name, *settings = policy.split(":")
@@ -67,19 +73,30 @@ def resolved_name(policy: object, seen: bool) -> str:
 
 def parse_policy(text: str) -> Policy:
     """`name` or `name:setting=value:...`, or HybridKVError: what is unknown, and what there is."""
-    name, *parts = text.split(":")
+    name = text.partition(":")[0]
     if name not in POLICIES:
-        close = get_close_matches(name, POLICY_NAMES, 1)
-        meant = f" (did you mean {close[0]}?)" if close else ""
         choices = ", ".join(POLICY_NAMES)
-        raise HybridKVError(f"policy {name[:80]!r} is unknown{meant}; choose {choices}, or give a Policy")
+        raise HybridKVError(
+            f"policy {name[:80]!r} is unknown{meant(name, POLICY_NAMES)}; choose {choices}, or give a Policy"
+        )
     found = POLICIES[name]()
-    for part in parts:
+    # spread first: the settings of the one that is asked for are set on that one
+    for setting, value in sorted(_settings(text), key=lambda pair: pair[0] != "spread"):
+        found = _with(found, setting, value, text)
+    return found
+
+
+def _settings(text: str) -> list[tuple[str, str]]:
+    """(setting, value) pairs of a text, or HybridKVError where it is not written like that."""
+    found: dict[str, str] = {}
+    for part in text.split(":")[1:]:
         setting, equals, value = part.partition("=")
         if not equals:
             raise HybridKVError(f"policy {text[:80]!r}: settings are written name:setting=value, not {part[:40]!r}")
-        found = _with(found, setting, value, text)
-    return found
+        if setting in found:
+            raise HybridKVError(f"policy {text[:80]!r}: {setting[:40]} is there twice; leave one out")
+        found[setting] = value
+    return list(found.items())
 
 
 def _with(policy: Policy, setting: str, value: str, text: str) -> Policy:
@@ -88,12 +105,16 @@ def _with(policy: Policy, setting: str, value: str, text: str) -> Policy:
         if value not in SPREADS:
             raise HybridKVError(f"policy {text[:80]!r}: spread is {', '.join(SPREADS)}, not {value[:40]!r}")
         return SPREADS[value](inner)
-    if isinstance(policy, Spread) and setting in {f.name for f in fields(policy)} - {"policy"}:
+    of_spread = [f.name for f in fields(policy) if f.name != "policy"] if isinstance(policy, Spread) else []
+    if setting in of_spread:
         return replace(policy, **{setting: _value(policy, setting, value, text)})  # type: ignore[type-var]
     known = [f.name for f in fields(inner)]  # type: ignore[arg-type]
     if setting not in known:
-        there = ", ".join([*known, "spread"])
-        raise HybridKVError(f"policy {text[:80]!r}: there is no setting {setting[:40]!r}; it has {there}")
+        there = [*known, "spread", *of_spread]
+        close = meant(setting, there)
+        raise HybridKVError(
+            f"policy {text[:80]!r}: there is no setting {setting[:40]!r}{close}; it has {', '.join(there)}"
+        )
     changed = replace(inner, **{setting: _value(inner, setting, value, text)})  # type: ignore[type-var]
     return replace(policy, policy=changed) if isinstance(policy, Spread) else changed
 

@@ -76,5 +76,8 @@ class Policy:
         raise TypeError(f"{type(self).__name__} does not define score(layer)")
 
     def budgets(self, scores: list[Tensor], lengths: np.ndarray, budget: int, recent: int) -> np.ndarray:
-        """[layers, G] entries each stream keeps, for lengths [layers, G]; on average no more than `budget`."""
+        """[layers, G] entries each stream keeps, for lengths [layers, G]; on average no more than `budget`.
+
+        recent: entries that stay in every stream, the first ones and the last ones together.
+        """
         return np.full(lengths.shape, budget, np.int64)

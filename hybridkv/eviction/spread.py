@@ -92,6 +92,8 @@ class Pyramid(Spread):
             raise HybridKVError(
                 f"Pyramid takes a policy that only scores, not {type(self.policy).__name__}; use Ada(Pyramid())"
             )
+        if not self.steepness >= 1:
+            raise HybridKVError(f"steepness must be 1 (even) or more, not {self.steepness}")
 
     def budgets(self, scores: list[Tensor], lengths: np.ndarray, budget: int, recent: int) -> np.ndarray:
         fixed = min(recent, budget)

@@ -39,7 +39,17 @@ def test_help_names_every_command(arguments: list[str], run: Run) -> None:
 def test_shared_options_have_the_same_names_everywhere(command: str, run: Run) -> None:
     _, out, _ = run(command, "--help")
     names = ["--model", "--device", "--dtype", "--kv-dtype", "--max-requests", "--context", "--memory"]
-    names += ["--budget", "--window", "--recent", "--policy", "--scope", "--pooling", "--spread", "--bounded"]
+    names += [
+        "--budget",
+        "--window",
+        "--recent",
+        "--policy",
+        "--scope",
+        "--pooling",
+        "--spread",
+        "--bounded",
+        "--first",
+    ]
     names += ["--decode-every"]
     if command in ("generate", "chat"):
         names += ["--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty", "--seed"]
@@ -183,6 +193,11 @@ def test_waiting_threads_sleep_soon_unless_the_user_says_otherwise(
         (["generate", "hi", "--budget", "100", "--recent", "-1"], "recent"),
         (["generate", "hi", "--budget", "100", "--decode-every", "-1"], "--decode-every"),
         (["generate", "hi", "--budget", "100", "--policy", "bogus"], "snapkv"),
+        (["generate", "hi", "--budget", "100", "--policy", "peek:pooling=3"], "did you mean peak?"),
+        (["generate", "hi", "--budget", "100", "--policy", "peak:poling=3"], "--policy: policy 'peak:poling=3'"),
+        (["generate", "hi", "--budget", "100", "--policy", "peak:pooling=3", "--pooling", "5"], "there twice"),
+        (["generate", "hi", "--budget", "100", "--first", "-1"], "first"),
+        (["generate", "hi", "--budget", "100", "--first", "40"], "the 64 recent and the 40 first tokens"),
         (["generate", "hi", "--budget", "100", "--scope", "word"], "scope"),
         (["generate", "hi", "--budget", "100", "--pooling", "min"], "--pooling"),
         (["generate", "hi", "--budget", "100", "--policy", "knorm", "--pooling", "max"], "--pooling"),

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from cli.commands import LONG, TINY, Run
-from hybridkv.eviction import Pyramid, SnapKV, find_policy
 from hybridkv import LLM, SamplingParams
 from hybridkv.commands import display, options
 from hybridkv.config import CacheConfig
+from hybridkv.eviction import Pyramid, SnapKV, find_policy
 
 
 def test_an_answer_is_the_one_that_the_library_gives(run: Run, folder: Path, llm: LLM) -> None:
@@ -100,7 +100,10 @@ def test_a_budget_says_what_was_kept(run: Run, folder: Path, llm: LLM) -> None:
     code, _, err = run("generate", LONG, *common, "--budget", 100)
     n, schema = len(llm.encode(LONG)), llm.manager.schema
     before, after = (display.human(schema.kv_bytes(tokens)) for tokens in (n, 100))
-    assert code == 0 and f"kept 100 of {n} tokens a stream, KV {before} -> {after}" in err.splitlines()
+    assert code == 0 and f"kept 100 of {n} tokens a stream by peak, KV {before} -> " in err
+    _, _, err = run("generate", LONG, *common, "--budget", 100, "--policy", "snapkv:pooling=none")
+    line = f"kept 100 of {n} tokens a stream by snapkv:pooling=none, KV {before} -> {after}"
+    assert line in err.splitlines(), "where all streams are of one length, the bytes are those of 100 tokens"
     _, _, err = run("generate", LONG, *common, "--budget", 400)
     assert f"kept all {n} tokens a stream" in err
     _, _, err = run("generate", LONG, *common)
@@ -109,8 +112,10 @@ def test_a_budget_says_what_was_kept(run: Run, folder: Path, llm: LLM) -> None:
 
 def test_json_says_what_was_kept(run: Run, folder: Path, llm: LLM) -> None:
     flags = ("--budget", 100, "--raw", "--json", "--max-tokens", 3, "--spread", "pyramid")
-    found = json.loads(run("generate", LONG, "-m", folder, *TINY, *flags)[1])["eviction"]
-    n = len(llm.encode(LONG))
+    answer = json.loads(run("generate", LONG, "-m", folder, *TINY, *flags)[1])
+    found, n = answer["eviction"], len(llm.encode(LONG))
+    assert answer["policy"] == "peak:spread=pyramid"
+    assert json.loads(run("generate", LONG, "-m", folder, *TINY, "--json", "--max-tokens", 1)[1])["policy"] is None
     assert found["tokens"] == n and 90 < found["kept_tokens"] <= 100
     assert found["bytes_before"] == llm.manager.schema.kv_bytes(n) > found["bytes_after"]
 
@@ -118,7 +123,7 @@ def test_json_says_what_was_kept(run: Run, folder: Path, llm: LLM) -> None:
 def test_several_prompts_say_what_was_kept_of_all(run: Run, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts").write_text(f"{LONG}\n{LONG}\n")
     _, _, err = run("generate", "--prompts-file", tmp_path / "prompts", "-m", folder, *TINY, "--budget", 100)
-    assert "kept 100 of " in err and "each of 2 requests" in err
+    assert "kept 100 of " in err and "each of 2 requests on average by peak, KV " in err
 
 
 def test_eviction_flags_reach_the_cache(llm: LLM) -> None:
@@ -139,4 +144,4 @@ def test_a_chat_at_a_budget_goes_on(run: Run, folder: Path) -> None:
     code, out, err = run("chat", "-m", folder, *TINY, "--budget", 100, "--max-tokens", 4, stdin=stdin)
     *_, turns, speed, evicted = out.splitlines()
     assert code == 0 and turns.startswith("2 turns, ") and speed.startswith("last answer: 4 tokens"), err
-    assert evicted.startswith("evicted: ") and " of 333 tokens a stream, KV " in evicted
+    assert evicted.startswith("evicted: ") and " of 333 tokens a stream by peak, KV " in evicted

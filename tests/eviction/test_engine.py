@@ -17,7 +17,7 @@ from hybridkv import LLM
 from hybridkv.config import CacheConfig, SamplingParams
 from hybridkv.engine.engine import Engine
 from hybridkv.errors import HybridKVError, RequestError
-from hybridkv.eviction import Ada, LayerCache, Policy, Pyramid, SnapKV
+from hybridkv.eviction import LayerCache, Policy, Pyramid, SnapKV
 from hybridkv.request import Request
 
 KINDS = ("llama", "qwen3_5")
@@ -97,7 +97,7 @@ def test_the_first_token_is_the_same_and_the_rest_is_the_masked_caches(
     assert_nothing_held(engine)
 
 
-@pytest.mark.parametrize("policy", ("snapkv", Ada()), ids=("snapkv", "ada"))
+@pytest.mark.parametrize("policy", ("auto", "snapkv", "peak:spread=all"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_bounded_prompt_never_holds_more_than_budget_and_chunk(kind: str, policy: object, evicting: Callable) -> None:
     budget, chunk, prompt = 96, 64, 1500
@@ -126,9 +126,11 @@ def _answers(engine: Engine, request: Request) -> list[Tensor]:
     return [part[-1] for part in seen if len(part)][-12:]
 
 
-def test_a_bounded_prompt_runs_in_a_pool_of_budget_and_chunk(evicting: Callable) -> None:
-    """Peak is not only counted: there are no more pages than that."""
-    engine = evicting("llama", budget=96, bounded=True, pool=96 + 64, context=4096)
+@pytest.mark.parametrize(("policy", "more"), (("snapkv:pooling=none", 0), ("auto", 16), ("peak:spread=all", 16)))
+def test_a_bounded_prompt_runs_in_a_pool_of_budget_and_chunk(policy: str, more: int, evicting: Callable) -> None:
+    """Peak is not only counted: there are no more pages than that. Streams of different lengths each fill a last page
+    of their own, which takes a page more."""
+    engine = evicting("llama", budget=96, bounded=True, pool=96 + 64 + more, context=4096, policy=policy)
     request = engine.add(tiny.token_ids(2000), SAY)
     run(engine)
     assert request.error is None and len(request.generated) == 12 and request.preemptions == 0
@@ -138,7 +140,7 @@ def test_a_bounded_prompt_runs_in_a_pool_of_budget_and_chunk(evicting: Callable)
 def test_32768_tokens_at_budget_2048_and_chunk_1024(evicting: Callable) -> None:
     engine = evicting(
         "llama", budget=2048, bounded=True, window=64, recent=64, page_size=64, pool=2048 + 1024,
-        context=33000, step_tokens=1024,
+        context=33000, step_tokens=1024, policy="snapkv:pooling=none",
     )  # fmt: skip
     request = engine.add(tiny.token_ids(32768), SamplingParams(max_tokens=2, ignore_eos=True))
     streams, peak = engine.manager.tables["attention"].schema.streams, 0
@@ -158,15 +160,17 @@ def test_32768_tokens_at_budget_2048_and_chunk_1024(evicting: Callable) -> None:
     assert len(request.evictions) == 30 and len(request.generated) == 2
 
 
+@pytest.mark.parametrize("policy", ("auto", "snapkv"))
 @pytest.mark.parametrize("every", (1, 4, 16))
-def test_a_long_answer_holds_a_constant_cache(every: int, evicting: Callable) -> None:
-    engine = evicting("qwen3_5", budget=40, decode_every=every)
+def test_a_long_answer_holds_a_constant_cache(every: int, policy: str, evicting: Callable) -> None:
+    engine = evicting("qwen3_5", budget=40, decode_every=every, policy=policy)
     request = engine.add(tiny.token_ids(60), SamplingParams(max_tokens=150, ignore_eos=True))
     longest, last = 0, 0
     while not engine.idle:
         engine.step()
         if request.key in engine.manager.slot_of:
-            last = int(engine.manager.lengths(request.key)["attention"].max())
+            lengths = engine.manager.lengths(request.key)["attention"]
+            last = float(lengths.mean()) if policy == "auto" else int(lengths.max())
             longest = max(longest, last if engine.manager.position(request.key) > 64 + every else 0)
     assert longest <= 40 + every and len(request.generated) == 150
     assert len(request.evictions) > 80 // every
@@ -183,7 +187,7 @@ def test_a_long_answer_equals_the_masked_cache(evicting: Callable) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("policy", ("snapkv", Ada()), ids=("snapkv", "ada"))
+@pytest.mark.parametrize("policy", ("snapkv", "auto", "peak:spread=all"))
 def test_turns_on_a_compacted_cache(kind: str, policy: object, evicting: Callable) -> None:
     """Each turn appends at its streams' lengths with keys turned by position; past the budget it is cut again."""
     engine = evicting(kind, budget=40, policy=policy, pool=1024)
@@ -207,7 +211,11 @@ def test_turns_on_a_compacted_cache(kind: str, policy: object, evicting: Callabl
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("more", ({}, {"bounded": True}, {"decode_every": 4}), ids=("after", "bounded", "decode"))
+@pytest.mark.parametrize(
+    "more",
+    ({}, {"bounded": True}, {"decode_every": 4}, {"policy": "snapkv", "bounded": True}),
+    ids=("after", "bounded", "decode", "even"),
+)
 def test_a_preempted_request_drops_the_same_entries_again(kind: str, more: dict, evicting: Callable) -> None:
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     ids = tiny.token_ids(150)
@@ -299,7 +307,7 @@ def test_a_policy_by_name_and_by_object_are_the_same(evicting: Callable) -> None
         run(engine)
         answers.append(request.generated)
     assert answers[0] == answers[1]
-    assert CacheConfig(budget=64).policy == "snapkv"
+    assert CacheConfig(budget=64).policy == "auto"
 
 
 def test_freed_pages_let_a_waiting_request_in(evicting: Callable) -> None:
@@ -337,7 +345,9 @@ def test_broken_scores_end_one_request_and_not_its_neighbours(evicting: Callable
     assert_nothing_held(engine)
 
 
-@pytest.mark.parametrize("policy", (Ada(), Pyramid(), "snapkv"), ids=("ada", "pyramid", "even"))
+@pytest.mark.parametrize(
+    "policy", ("auto", "peak:spread=all", Pyramid(), "snapkv"), ids=("auto", "all", "pyramid", "even")
+)
 def test_pools_planned_for_a_bounded_prompt_are_enough(policy: Any, oracle: Callable) -> None:
     cache = CacheConfig("f32", page_size=16, budget=96, window=16, recent=16, bounded=True, policy=policy)
     folder = str(oracle("llama").folder)
@@ -349,8 +359,9 @@ def test_pools_planned_for_a_bounded_prompt_are_enough(policy: Any, oracle: Call
 
 def test_a_bounded_prompt_that_the_pools_can_never_read_is_refused_at_once(evicting: Callable) -> None:
     engine = evicting("llama", budget=96, bounded=True, pool=112, step_tokens=128)
-    with pytest.raises(RequestError, match="112 tokens.*224 are needed"):
-        engine.add(tiny.token_ids(400), SAY)
+    for policy, most in (("snapkv", 224), ("auto", 224 + 16)):  # streams of different lengths: a page more
+        with pytest.raises(RequestError, match=f"112 tokens.*{most} are needed"):
+            engine.add(tiny.token_ids(400), SAY, eviction=replace(engine.evictor.default, policy=policy))
     assert_nothing_held(engine)
     small = engine.add(tiny.token_ids(90), SAY)  # the next good request works
     run(engine)

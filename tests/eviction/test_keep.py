@@ -16,8 +16,8 @@ from hybridkv.cache import CacheSchema, KVCacheManager, StateSchema, TensorSpec
 from hybridkv.config import CacheConfig
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction import Evictor, LayerCache, Policy
-from hybridkv.eviction.named import find_policy
 from hybridkv.eviction.keep import best, choose
+from hybridkv.eviction.named import find_policy
 
 
 @dataclass(frozen=True)

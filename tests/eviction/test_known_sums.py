@@ -11,7 +11,7 @@ import torch
 from eviction.harness import Run, request_of
 from hybridkv.eviction import LayerCache
 from hybridkv.eviction import evict as evict_file
-from hybridkv.eviction.policies import SnapKV, Tova
+from hybridkv.eviction.policies import Peak, SnapKV, Tova
 from hybridkv.eviction.spread import Ada, Pyramid
 
 KINDS = ("llama", "qwen3_5")
@@ -23,11 +23,11 @@ def layers_of(run: Run) -> list[LayerCache]:
     return run.evictor.layers(request_of([]), run.manager)
 
 
-@pytest.mark.parametrize("policy", (SnapKV(), SnapKV("avg"), SnapKV("max"), Tova()), ids=str)
+@pytest.mark.parametrize("policy", (Peak(), SnapKV("none"), SnapKV("avg"), SnapKV("max"), Tova()), ids=str)
 @pytest.mark.parametrize("chunk", (None, 64, 7, 1))
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_with_known_sums_equal_those_of_two_passes(
-    kind: str, chunk: int | None, policy: SnapKV | Tova, run_of: Callable
+    kind: str, chunk: int | None, policy: Peak | SnapKV | Tova, run_of: Callable
 ) -> None:
     run = run_of(kind, budget=64)
     run.feed(tiny.token_ids(100), chunk)
@@ -43,7 +43,7 @@ def test_a_prompt_shorter_than_the_window(run_of: Callable) -> None:
     run.feed(tiny.token_ids(5))
     for layer in layers_of(run):
         assert layer.lse is not None and len(layer.lse) == 5
-        assert SnapKV().score(layer).sum().item() == pytest.approx(layer.lse.numel(), rel=1e-5)
+        assert SnapKV("none").score(layer).sum().item() == pytest.approx(layer.lse.numel(), rel=1e-5)
 
 
 def test_sums_that_counted_evicted_entries_are_not_used(run_of: Callable) -> None:
@@ -101,7 +101,7 @@ def test_a_policy_that_changes_the_scores_sees_one_layer_at_a_time(run_of: Calla
             seen.append((layer.layer, layer.positions.shape[0]))
             return super().score(layer)
 
-    assert SnapKV().batchable and Ada().batchable and Pyramid().batchable and not Tova().batchable
+    assert Peak().batchable and SnapKV().batchable and Ada().batchable and Pyramid().batchable and not Tova().batchable
     assert not Own().batchable and not Ada(Own()).batchable
     run = run_of("llama", budget=32)
     run.feed(tiny.token_ids(100))

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from eviction.layer_cache import Dense, attention, make
 from hybridkv.eviction import POLICIES, Ada, All, Policy, Pyramid
-from hybridkv.eviction.keep import choose
-from hybridkv.eviction.policies import KeyDiff, Knorm, Leverage, Peak, Random, SnapKV, Streaming, Tova
+from hybridkv.eviction.keep import choose, choose_shared
+from hybridkv.eviction.policies import KeyDiff, Knorm, Leverage, Peak, Random, Streaming, Tova
 
 CASES = {
     "equal lengths": dict(lengths=[40, 40]),
@@ -128,7 +128,7 @@ def test_random_is_the_same_each_time_and_differs_by_layer_and_seed() -> None:
     recent=st.integers(0, 48),
     floor=st.sampled_from((0.0, 0.2, 0.5, 1.0)),
     steepness=st.sampled_from((1.0, 2.0, 20.0)),
-    which=st.integers(0, 2),
+    which=st.integers(0, 4),
     ties=st.booleans(),
 )
 def test_shared_budgets_never_exceed_what_was_asked(
@@ -136,7 +136,7 @@ def test_shared_budgets_never_exceed_what_was_asked(
 ) -> None:
     recent = min(recent, budget)
     pyramid = Pyramid(steepness=steepness)
-    policy = (Ada(floor=floor), pyramid, Ada(pyramid, floor))[which]
+    policy = (Ada(floor=floor), pyramid, Ada(pyramid, floor), All(floor=floor), All(pyramid, floor))[which]
     n = np.array(lengths)
     torch.manual_seed(budget)
     scores = [torch.zeros(3, 40) if ties else torch.rand(3, 40) for _ in lengths]
@@ -148,6 +148,7 @@ def test_shared_budgets_never_exceed_what_was_asked(
     assert (kept <= n).all() and kept.sum() <= budget * n.size
     if which == 0:
         assert (budgets.sum(1) <= 3 * budget).all(), "a layer's heads share that layer's budget"
+    if which in (0, 3):
         assert (budgets >= np.minimum(np.minimum(recent, budget), n)).all(), "recent entries stay in every head"
     for layer, each in zip(keep, n):
         for g, length in zip(layer, each):
@@ -166,6 +167,42 @@ def test_ada_keeps_the_best_of_all_heads_of_a_layer() -> None:
     want = [sorted([j for _, h, j in ranked if h == g] + list(range(45, 50))) for g in range(4)]
     assert [k.tolist() for k in keep] == want and budgets.sum() == 80
     assert budgets[0, 0] > budgets[0, 1], "the head with the higher scores keeps more"
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=4),
+    budget=st.integers(1, 34),
+    recent=st.integers(0, 34),
+    floor=st.sampled_from((0.0, 0.2, 0.5, 1.0)),
+    ties=st.booleans(),
+)
+def test_all_layers_share_one_budget(lengths: list[tuple], budget: int, recent: int, floor: float, ties: bool) -> None:
+    """Against loops: each stream keeps its recent entries and its best up to the floor, and the best of all that is
+    left in any stream of any layer fill what remains of one budget."""
+    recent, n = min(recent, budget), np.array(lengths)
+    torch.manual_seed(budget)
+    scores = [torch.randint(0, 3, (2, 30)).float() if ties else torch.rand(2, 30) for _ in lengths]
+    keep = choose_shared(scores, n, np.full(n.shape, budget), recent, floor, All.over)
+    streams = [(scores[i][g].tolist(), int(n[i, g])) for i in range(len(n)) for g in range(2)]
+    want, rest, room = [], [], budget * n.size
+    for s, (row, length) in enumerate(streams):
+        old = max(0, length - recent)
+        ranked = sorted(range(old), key=lambda j: (-row[j], j))
+        least = max(0, max(1, int(budget * floor), min(recent, length)) - min(recent, length))
+        want.append(set(ranked[:least]) | set(range(old, length)))
+        room -= len(want[-1])
+        rest += [(-row[j], s, j) for j in ranked[least:]]
+    for _, s, j in sorted(rest)[: max(0, room)]:
+        want[s].add(j)
+    assert [e.tolist() for layer in keep for e in layer] == [sorted(each) for each in want]
+
+
+def test_one_budget_over_all_layers_gives_a_loud_layer_more() -> None:
+    scores = [torch.full((2, 50), 0.1), torch.full((2, 50), 0.9)]
+    n = np.full((2, 2), 50)
+    assert All(floor=0.25).budgets(scores, n, 20, 4).tolist() == [[5, 5], [50, 20]]  # ties: the lower stream first
+    assert Ada(floor=0.25).budgets(scores, n, 20, 4).sum(1).tolist() == [40, 40]
+    assert All(floor=1.0).budgets(scores, n, 20, 4).tolist() == [[20, 20], [20, 20]]
 
 
 def test_adas_floor_protects_a_quiet_head() -> None:
@@ -191,7 +228,7 @@ def test_ada_over_pyramid_uses_each_layers_share() -> None:
     assert (Ada(Pyramid()).budgets(scores, n, 50, 8).sum(1) == even.sum(1)).all()
 
 
-@pytest.mark.parametrize("wrapper", (Ada, Pyramid))
+@pytest.mark.parametrize("wrapper", (Ada, All, Pyramid))
 def test_wrappers_score_as_the_policy_inside(wrapper: type) -> None:
     cache = make([40, 40]).cache
     assert torch.equal(wrapper(Knorm()).score(cache), Knorm().score(cache))

@@ -61,6 +61,25 @@ def test_many_evictions_of_an_answer_take_little_and_are_counted(evicting: Calla
     assert 0 < request.stats["eviction_record_bytes"] < lists / 8
 
 
+@pytest.mark.parametrize("packed", (False, True), ids=("lists", "packed"))
+def test_two_evictions_at_one_position_are_one_record(packed: bool) -> None:
+    """A record says which entries stay of what was there: the second's numbers are of the first's survivors."""
+    rng = np.random.default_rng(4)
+    lengths = np.array([[50, 40], [30, 45]])
+    first = [[np.sort(rng.choice(n, 20, replace=False)) for n in layer] for layer in lengths]
+    second = [[np.sort(rng.choice(20, rng.integers(1, 20), replace=False)) for _ in layer] for layer in lengths]
+    one, two = EvictionRecord(first, lengths), EvictionRecord(second, np.full((2, 2), 20))
+    if packed:
+        one.pack()
+        two.pack()
+    both = one.then(two)
+    for i in range(2):
+        for g in range(2):
+            assert both[i][g].tolist() == [first[i][g][j] for j in second[i][g]]
+    assert (both.lengths == lengths).all() and both.counts().tolist() == two.counts().tolist()
+    assert both.kept == two.kept and one.counts().tolist() == [[20, 20], [20, 20]], "the first stays as it was"
+
+
 # ---- what a request asks for itself
 
 
@@ -68,7 +87,7 @@ def test_requests_side_by_side_keep_what_each_asked_for(evicting: Callable) -> N
     asked = [EvictionConfig(40, 8, 8), EvictionConfig(24, 8, 8, policy="streaming"), None]
     prompts = [tiny.token_ids(100, seed=i) for i in range(3)]
 
-    def answers(together: bool) -> list[tuple[list[int], int]]:
+    def answers(together: bool) -> list[tuple[list[int], float]]:
         found = []
         engine = evicting("llama", budget=64, pool=2000)
         requests = []
@@ -78,11 +97,7 @@ def test_requests_side_by_side_keep_what_each_asked_for(evicting: Callable) -> N
                 run(engine)
         run(engine)
         for request in requests:
-            kept = (
-                max((len(e) for layer in request.evictions[100] for e in layer), default=0)
-                if request.evictions
-                else 100
-            )
+            kept = request.evictions[100].kept if request.evictions else 100
             found.append((request.generated, kept))
         assert_nothing_held(engine)
         return found

@@ -61,7 +61,7 @@ def test_all_attention_is_given_out(case: str) -> None:
     """Each query of each head pays 1 in all: H x W a layer."""
     dense = make(**CASES[case])  # type: ignore[arg-type]
     W, H = dense.cache.queries.shape[:2]
-    assert SnapKV().score(dense.cache).nan_to_num().sum().item() == pytest.approx(H * W, rel=1e-5)
+    assert SnapKV("none").score(dense.cache).nan_to_num().sum().item() == pytest.approx(H * W, rel=1e-5)
 
 
 def test_a_query_pays_nothing_to_later_keys() -> None:

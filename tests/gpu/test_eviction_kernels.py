@@ -10,9 +10,10 @@ from numerics import assert_close_rms, assert_same_bytes
 
 from gpu.scored_pages import definition, keys
 from hybridkv.cache import KVCacheManager
-from hybridkv.config import CacheConfig
+from hybridkv.config import CacheConfig, EvictionConfig
 from hybridkv.errors import HybridKVError
-from hybridkv.eviction import Evictor
+from hybridkv.eviction import Ada, Evictor, find_policy
+from hybridkv.eviction.keep import choose_shared
 from hybridkv.kernels.eviction import score as score_file
 from hybridkv.kernels.eviction.compact import compact_ref, compact_triton
 from hybridkv.kernels.eviction.score import window_scores
@@ -122,7 +123,7 @@ def test_compaction_of_sixteen_layers_at_once(kind: str, apart: bool) -> None:
 def prompt(request: pytest.FixtureRequest) -> tuple[Evictor, KVCacheManager]:
     """A request of 4096 tokens in a cache of the 27B model's shape, filled with random bytes that make sense."""
     model = ModelConfig.from_dict(KNOWN["Qwen3.5-27B"])
-    config = CacheConfig(request.param, budget=512)
+    config = CacheConfig(request.param, budget=512, policy="snapkv:pooling=none")
     schema = cache_schema(model, config, torch.bfloat16)
     manager = KVCacheManager(schema, schema.pool_pages(1, 6000), 2, 8192, "cuda")
     pool, state = manager.tables["attention"].pool.tensors, manager.state.tensors
@@ -167,6 +168,40 @@ def test_a_whole_eviction_waits_for_the_device_once(prompt: tuple[Evictor, KVCac
     for name, t in table.pool.tensors.items():
         assert_same_bytes(want[name], t[0][now].reshape(want[name].shape))
     manager.check_integrity()
+
+
+@pytest.mark.parametrize("policy", ("auto", "peak:values=yes:spread=all"))
+def test_the_default_chooses_on_the_device_as_on_the_host(prompt: tuple[Evictor, KVCacheManager], policy: str) -> None:
+    """Scores of the device, shared on the host by the plain form of the rule; nothing waits before the end."""
+    evictor, manager = prompt
+    eviction = EvictionConfig(512, policy=policy)
+    request = SimpleNamespace(key="r", prompt_tokens=4096, evictions={}, eviction=eviction, policy=None)
+    evictor.choose(request, manager)  # compiles
+    torch.cuda.synchronize()
+    found = find_policy(policy)
+    assert isinstance(found, Ada)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        [whole] = evictor.layers(request, manager, batched=True)
+        scores = found.score(whole)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    keep = evictor.choose(request, manager)
+    rows = scores.cpu()
+    rows[:, :4] = torch.inf
+    lengths = np.full((16, 4), 4096)
+    want = choose_shared(list(rows.split(4)), lengths, np.full((16, 4), 512), 64, found.floor, found.over)
+    for ours, its in zip(keep, want, strict=True):
+        assert all(map(np.array_equal, ours, its))
+    assert len({len(e) for lists in keep for e in lists}) > 1
+    evictor.evict(request, manager)
+    assert table_mean(manager) == 512
+    manager.check_integrity()
+
+
+def table_mean(manager: KVCacheManager) -> float:
+    """Entries of the request's streams on average."""
+    return float(manager.tables["attention"].lengths[manager.slot_of["r"]].mean())
 
 
 def test_nan_scores_stop_an_eviction(prompt: tuple[Evictor, KVCacheManager]) -> None:
