@@ -30,6 +30,7 @@ from hybridkv.config import EvictionConfig, SamplingParams, is_whole
 from hybridkv.devices import on_device
 from hybridkv.engine import held
 from hybridkv.engine.pipeline import InFlightStep, Pipeline
+from hybridkv.engine.replay import ReplayPart, replay
 from hybridkv.engine.runner import Runner
 from hybridkv.engine.scheduler import DoesNotFit, Scheduler
 from hybridkv.engine.scoring import score, score_after
@@ -301,6 +302,15 @@ class Engine:
         """
         with self._change(), on_device(self.manager.device):
             return held.evict_held(self, request, eviction, scores, ranges, seen)
+
+    def replay(self, request: Request, part: ReplayPart, scores: list[Tensor] | None = None) -> list[Tensor]:
+        """Scores [G, L] f32 of each attention layer of a held request, from reading a part of its text once more
+        (replay.py): what `evict_held` chooses by. The request stays as it is.
+
+        `scores`: what the parts before gave; they are raised in place.
+        """
+        with self._change(), on_device(self.manager.device):
+            return replay(self, request, part, scores)
 
     def check_tokens(self, tokens: Sequence[int]) -> list[int]:
         """Plain ints, whatever kind of whole numbers they came as."""
