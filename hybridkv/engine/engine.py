@@ -121,6 +121,7 @@ class Engine:
         hold: bool = False,
         after: Request | None = None,
         eviction: EvictionConfig | int | None | object = INHERIT,
+        prefix: Request | None = None,
     ) -> Request:
         """Queue a prompt, or RequestError. The request grows with every `step` that it is part of.
 
@@ -131,6 +132,9 @@ class Engine:
             after: a held request whose cache is to be continued, as far as its tokens agree.
             eviction: what the request keeps: an EvictionConfig, a number (its budget), or None (everything). Without
                 it: what the engine was opened with.
+            prefix: a held request with whose cache this one begins, and whose prompt begins this one's. Unlike `after`
+                it stays held, and any number of requests may begin with it. What it evicted stays evicted, also if
+                its cache has to be computed again.
         """
         self._check_owner()
         params = params or SamplingParams()
@@ -140,6 +144,8 @@ class Engine:
         if params.n > 1 and hold:
             raise RequestError(f"the cache of {params.n} answers cannot be held for a next turn; ask for n=1")
         request = self.new_request(self.check_tokens(tokens), params, hold, self._eviction(eviction))
+        if prefix is not None:
+            self._begin_with(request, prefix)
         self._check_fits(request)
         request.bad_words = bad_word_tokens(params.bad_words, self.tokenizer)
         request.continues = after
@@ -153,8 +159,19 @@ class Engine:
         params = request.params
         seed = None if params.seed is None else params.seed + i
         sibling = self.new_request(list(request.tokens), replace(params, seed=seed), eviction=request.eviction)
-        sibling.bad_words, sibling.source = request.bad_words, request
+        sibling.bad_words, sibling.source, sibling.prefix = request.bad_words, request, request.prefix
         return sibling
+
+    @staticmethod
+    def _begin_with(request: Request, prefix: Request) -> None:
+        """The request has the past of `prefix`, what was evicted from that included, or RequestError."""
+        held.check_ended(prefix, "continued")
+        before = prefix.prompt_tokens
+        if len(request.tokens) <= before or request.tokens[:before] != prefix.tokens[:before]:
+            raise RequestError(f"the prompt does not begin with the {before} tokens that it is to go on from")
+        if request.eviction is not None:
+            raise RequestError("what follows a held prefix is kept whole: leave out eviction, or pass None")
+        request.prefix, request.evictions = prefix, dict(prefix.evictions)
 
     def new_request(
         self, tokens: list[int], params: SamplingParams, hold: bool = False, eviction: EvictionConfig | None = None
