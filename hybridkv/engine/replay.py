@@ -29,7 +29,7 @@ from hybridkv.engine.held import check_ended
 from hybridkv.errors import RequestError
 from hybridkv.eviction.evict import positions
 from hybridkv.eviction.sizes import STREAMS
-from hybridkv.kernels.eviction.score import peak_scores
+from hybridkv.kernels.eviction.peak import peak_scores
 from hybridkv.request import Request, RequestKey
 
 if TYPE_CHECKING:
