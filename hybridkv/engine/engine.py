@@ -36,7 +36,7 @@ from hybridkv.engine.scheduler import DoesNotFit, Scheduler
 from hybridkv.engine.scoring import score, score_after
 from hybridkv.engine.stats import stats_of
 from hybridkv.errors import HybridKVError, OutOfPages, RequestError
-from hybridkv.eviction import Evictor
+from hybridkv.eviction import Evictor, find_policy
 from hybridkv.models.decoder import Model
 from hybridkv.request import Request, RequestKey
 from hybridkv.text.stream import TextStream
@@ -143,7 +143,7 @@ class Engine:
         self._check_params(params)
         if params.n > 1 and hold:
             raise RequestError(f"the cache of {params.n} answers cannot be held for a next turn; ask for n=1")
-        request = self.new_request(self.check_tokens(tokens), params, hold, self._eviction(eviction))
+        request = self.new_request(self.check_tokens(tokens), params, hold, self.resolve_eviction(eviction))
         if prefix is not None:
             self._begin_with(request, prefix)
         self._check_fits(request)
@@ -167,7 +167,7 @@ class Engine:
         """The request has the past of `prefix`, what was evicted from that included, or RequestError."""
         held.check_ended(prefix, "continued")
         before = prefix.prompt_tokens
-        if len(request.tokens) <= before or request.tokens[:before] != prefix.tokens[:before]:
+        if request.tokens[:before] != prefix.tokens[:before]:
             raise RequestError(f"the prompt does not begin with the {before} tokens that it is to go on from")
         if request.eviction is not None:
             raise RequestError("what follows a held prefix is kept whole: leave out eviction, or pass None")
@@ -209,7 +209,22 @@ class Engine:
             if token >= self.vocab:
                 raise RequestError(f"token id {token} of logit_bias is outside the vocabulary of {self.vocab}")
 
-    def _eviction(self, asked: EvictionConfig | int | None | object) -> EvictionConfig | None:
+    def resolve_eviction(
+        self, asked: EvictionConfig | int | None | object, replays: bool = False
+    ) -> EvictionConfig | None:
+        """What a request that asks for this keeps, or HybridKVError. Any thread may call it.
+
+        `replays`: whether its text can be read once more for the scores (policy replay).
+        """
+        found = self._resolve_eviction(asked)
+        if found is not None and not replays and find_policy(found.policy).needs_replay:
+            raise RequestError(
+                "policy 'replay' reads a text once more after it was read, which is done for documents (LLM.compress, "
+                "hybridkv compress) and at the end of a conversation's turn; choose another policy for a single prompt"
+            )
+        return found
+
+    def _resolve_eviction(self, asked: EvictionConfig | int | None | object) -> EvictionConfig | None:
         if asked is INHERIT:
             return self.evictor.default if self.evictor is not None else None
         if asked is None:

@@ -308,7 +308,7 @@ class Scheduler:
         own = request.continues if request.continues in self.held else None  # the cache that it goes on in
         if request.params.prompt_logprobs is not None:  # it reads its prompt anew
             own = None
-        slots, prefix = self.manager.free_slots, self.prefix_of(request)
+        slots, prefix = self.manager.free_slots, self.prefix_of(request) if own is None else None
         if prefix is not None:
             position, tables = self.manager.position(prefix.key), self.manager.tables
             new = self._until_eviction(request, position, len(request.tokens) + 1 - position)
@@ -390,7 +390,7 @@ class Scheduler:
         prefix = request.prefix
         if prefix is None or prefix not in self.held or request.params.prompt_logprobs is not None:
             return None
-        return prefix
+        return prefix if self.manager.position(prefix.key) < len(request.tokens) else None
 
     def share_prefix(self, request: Request) -> bool:
         """Whether the request begins with the cache of its prefix: pages are shared, state is copied."""

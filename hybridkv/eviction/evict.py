@@ -93,6 +93,11 @@ class Evictor:
                 "a budget was given, but the model has no full-attention layer: there is nothing to evict"
             )
         policy = find_policy(eviction.policy, scope=eviction.scope)
+        if policy.needs_replay and (eviction.bounded or eviction.decode_every):
+            raise HybridKVError(
+                "policy 'replay' reads a whole text once more; bounded and decode_every evict while it is still being "
+                "read or written, and need another policy"
+            )
         spread = policy.spread
         if eviction.scope == "global" and spread or eviction.scope == "layer" and spread == "heads":
             raise HybridKVError(
