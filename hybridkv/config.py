@@ -32,8 +32,9 @@ class EvictionConfig:
         budget: tokens kept per stream on average once the prompt is read.
         window: how many of the last queries vote on what to keep.
         recent: tokens at the end that stay whatever their score; the budget includes them.
-        policy: what a token's score is: auto, peak, replay, snapkv, tova, knorm, keydiff, leverage, streaming or random, with
-            settings as in "peak:pooling=31" if need be, or a hybridkv.eviction.Policy of your own.
+        policy: what a token's score is: auto, peak, snapkv, tova, knorm, keydiff, leverage, streaming or random, for
+            conversations and documents replay too, with settings as in "peak:pooling=31" if need be; or a
+            hybridkv.eviction.Policy of your own.
         scope: one list of survivors for each head, each layer, or for all: head | layer | global.
         bounded: evict at every step of prompt and answer: no more than budget + one step is ever held.
         decode_every: evict again to the budget every n generated tokens; 0: never.

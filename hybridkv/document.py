@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
 from pathlib import Path
@@ -45,6 +45,7 @@ from hybridkv.text.tokenizer import Tokenizer
 
 RATIO = 4.0  # where neither ratio nor budget is given
 READ = SamplingParams(max_tokens=1, temperature=0.0)  # the token after a text is not looked at
+STATS = ("kept_tokens", "kv_bytes_full", "kv_bytes_kept", "state_bytes")
 KEEP_QUERIES = 1 << 20  # a budget that evicts nothing, and keeps the last queries for a policy to score by
 
 Question = str | Sequence[int]
@@ -275,17 +276,20 @@ def compress(
             f"is {eviction.budget}; raise the budget, or lower the ratio"
         )
     if llm.manager.slots < 2:
-        raise RequestError("a question takes a request slot beside the document's own; open the model with max_requests=2")
+        raise RequestError(
+            "a question takes a request slot beside the document's own; open the model with max_requests=2"
+        )
     parts = _parts(llm, form, tokens, head, eviction) if needs_replay(eviction) else []
     window = replace(eviction, budget=KEEP_QUERIES, policy=EvictionConfig.policy)
     request = _read(llm, tokens, None if parts else window, partial(report, "reading"))
     try:
         cut_held(llm, request, eviction, parts, [(0, head)], partial(report, "reading again"))
-        stats = llm.owner.run(lambda engine: _stats(engine.manager, request))
+        llm.owner.run(lambda engine: engine.manager.drop_query_buffer(request.key))  # nothing more is chosen by them
     except BaseException:
         llm.owner.discard(request)
         raise
     about = {"policy": resolved_name(eviction.policy, seen=False), "seconds": time.perf_counter() - began}
+    stats = {"tokens": len(tokens)} | {name: request.stats[name] for name in STATS}
     return Document(llm, request, form, stats | about)
 
 
@@ -293,7 +297,9 @@ def load_document(llm: OpenModel, path: str | Path) -> Document:
     """`LLM.load_document`."""
     owner, path = llm.owner, _path(path)
     room = llm.manager.memory_bytes() + RECORD_BYTES
-    session = Session.load(path, lambda model, about: owner.run(lambda engine: engine.check_session_model(model, about)), room)
+    session = Session.load(
+        path, lambda model, about: owner.run(lambda engine: engine.check_session_model(model, about)), room
+    )
     words = session.conversation.get("document")
     if not isinstance(words, dict):
         raise HybridKVError(f"{path.name} holds no document; a conversation is loaded with Conversation.load")
@@ -341,7 +347,12 @@ def cut_held(
         done += part.tokens
         if progress is not None:
             progress(done, total)
-    llm.owner.run(lambda engine: engine.evict_held(request, eviction, scores, stay))
+
+    def evict(engine: Engine) -> None:
+        engine.evict_held(request, eviction, scores, stay)
+        request.stats.update(_held_stats(engine.manager, request))
+
+    llm.owner.run(evict)
 
 
 def replay_parts(
@@ -351,7 +362,7 @@ def replay_parts(
     eviction: EvictionConfig,
     position: int,
 ) -> list[ReplayPart]:
-    """A text of which the cache is at `position`, in parts that are read again. `ask`: what follows it to ask for one."""
+    """A text, whose cache is at `position`, in parts that are read again. `ask`: what follows it to ask for one."""
     policy = find_policy(eviction.policy, seen=False)
     chunk = getattr(getattr(policy, "policy", policy), "chunk", len(tokens))
     manager, tokenizer = llm.manager, llm.tokenizer
@@ -391,28 +402,38 @@ def _formed(llm: OpenModel, document: Question, system: str | None) -> tuple[For
     pieces, before = before_question(template, tokenizer, text, system)
     tokens, rendered = encode_pieces(tokenizer, pieces), text_of(pieces)
     start = encode_pieces(tokenizer, [(rendered[:before], True)])
-    head = next((i for i, (a, b) in enumerate(zip(start, tokens, strict=False)) if a != b), min(len(start), len(tokens)))
+    head = next(
+        (i for i, (a, b) in enumerate(zip(start, tokens, strict=False)) if a != b), min(len(start), len(tokens))
+    )
     return Form(rendered, before, system, chat=True), tokens, head
+
+
+def check_settings(ratio: float | None, budget: int | None, policy: object) -> None:
+    """Whether a document can be cut like this, or HybridKVError. No model is needed."""
+    if ratio is not None and budget is not None:
+        raise RequestError(
+            f"ratio {shown(ratio)} and budget {shown(budget)} both say how much is kept; give one of them"
+        )
+    number = is_whole(ratio) or isinstance(ratio, float)
+    if ratio is not None and not (number and math.isfinite(ratio) and ratio >= 1):
+        raise RequestError(
+            f"ratio says how many times smaller the cache becomes, a number from 1 on, not {shown(ratio)}"
+        )
+    if budget is not None and (not is_whole(budget) or budget < 1):
+        raise RequestError(f"budget must be a positive number of tokens, not {shown(budget)}")
+    find_policy(policy, seen=False)
 
 
 def _eviction(llm: OpenModel, tokens: int, ratio: float | None, budget: int | None, policy: object) -> EvictionConfig:
     """What is kept of so many tokens, or HybridKVError."""
-    if ratio is not None and budget is not None:
-        raise RequestError(f"ratio {shown(ratio)} and budget {shown(budget)} both say how much is kept; give one of them")
+    check_settings(ratio, budget, policy)
     if budget is None:
-        ratio = RATIO if ratio is None else ratio
-        good = (is_whole(ratio) or isinstance(ratio, float)) and math.isfinite(ratio) and ratio >= 1
-        if not good:
-            raise RequestError(f"ratio says how many times smaller the cache becomes, a number from 1 on, not {shown(ratio)}")
-        budget = max(1, round(tokens / ratio))
-    elif not is_whole(budget) or budget < 1:
-        raise RequestError(f"budget must be a positive number of tokens, not {shown(budget)}")
+        budget = max(1, round(tokens / (RATIO if ratio is None else ratio)))
     window = min(EvictionConfig.window, llm.manager.schema.query_window or EvictionConfig.window)
-    found = EvictionConfig(budget, window, min(EvictionConfig.recent, budget // 2), policy)
-    find_policy(policy, seen=False)  # its settings
-    checked = llm.engine.resolve_eviction(found, replays=True)
-    assert isinstance(checked, EvictionConfig)
-    return checked
+    recent = 0 if find_policy(policy, seen=False).needs_replay else min(EvictionConfig.recent, budget // 2)
+    found = EvictionConfig(budget, window, recent, policy)
+    llm.engine.resolve_eviction(found, replays=True)
+    return found
 
 
 def _read(
@@ -434,14 +455,10 @@ def _read(
     return stream.request
 
 
-def _stats(manager: KVCacheManager, request: Request) -> dict[str, float]:
-    manager.drop_query_buffer(request.key)  # nothing will be chosen by its queries any more
+def _held_stats(manager: KVCacheManager, request: Request) -> dict[str, float]:
     return {
-        "tokens": manager.position(request.key),
         "kept_tokens": manager.kept_tokens(request.key),
-        "kv_bytes_full": manager.schema.kv_bytes(manager.position(request.key)),
         "kv_bytes_kept": manager.used_bytes(request.key),
-        "state_bytes": manager.schema.slot_bytes,
     }
 
 
@@ -454,7 +471,9 @@ def _asked(
     """Token ids of a question after a document whose last token is `last`, and what makes the answer's splitter."""
     if not form.chat:
         if thinking is not None or variables:
-            raise RequestError("thinking and variables of a chat template need a document that was read in a chat format")
+            raise RequestError(
+                "thinking and variables of a chat template need a document that was read in a chat format"
+            )
         if llm.tokenizer is None:
             return llm.encode(question), None
         between = BETWEEN if form.rendered is not None else ""

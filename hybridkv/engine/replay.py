@@ -91,7 +91,9 @@ def _make_room(engine: Engine, request: Request, tokens: int) -> None:
             "max_context"
         )
     # the fork shares the open page of every stream, and copies it when it writes there
-    need = {name: n + manager.tables[name].schema.streams for name, n in manager.pages_needed(request.key, tokens).items()}
+    need = {
+        name: n + manager.tables[name].schema.streams for name, n in manager.pages_needed(request.key, tokens).items()
+    }
     with_queries = bool(manager.query_buffers.of[manager.slot_of[request.key]] >= 0)
     given_up = scheduler.room_to_hold(need, with_queries, keep=request)
     if given_up is None:

@@ -79,8 +79,8 @@ def _cut(pieces: Pieces, name: str) -> tuple[Pieces, Pieces]:
     """What stands before and after the name, or RequestError where the template does not write it once."""
     if sum(text.count(name) for text, _ in pieces) != 1:
         raise RequestError(
-            "the model's chat template does not write a user's text once and as it is, so no document can be put before "
-            "a question; give the document as token ids"
+            "the model's chat template does not write a user's text once and as it is, so no document can be put "
+            "before a question; give the document as token ids"
         )
     at = next(i for i, (text, _) in enumerate(pieces) if name in text)
     text, real = pieces[at]

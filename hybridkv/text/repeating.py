@@ -31,7 +31,9 @@ def repeat_pieces(
     for _ in range(3):  # how long a request is depends on the words that it quotes
         count = -(-len(tokens) // max(1, longest))
         bounds = [len(tokens) * i // count for i in range(count + 1)]
-        asked = [ask(REPEAT if not a else REPEAT + FROM + text(list(tokens[max(0, a - WORDS) : a]))) for a in bounds[:-1]]
+        asked = [
+            ask(REPEAT if not a else REPEAT + FROM + text(list(tokens[max(0, a - WORDS) : a]))) for a in bounds[:-1]
+        ]
         found = [(prompt, list(tokens[a:b])) for prompt, (a, b) in zip(asked, pairwise(bounds), strict=True)]
         most = max(len(prompt) + len(piece) for prompt, piece in found)
         if most <= room:
