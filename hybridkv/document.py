@@ -34,6 +34,7 @@ from hybridkv.engine.replay import ReplayPart
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.eviction import find_policy
 from hybridkv.eviction.named import resolved_name
+from hybridkv.eviction.replay import Replay
 from hybridkv.request import Request
 from hybridkv.text.chat import ChatTemplate
 from hybridkv.text.framed import BETWEEN, Pieces, after_document, before_question, text_of, without_beginning
@@ -275,13 +276,14 @@ def compress(
             f"{head} tokens of chat format and system prompt stand before the document and always stay, and the budget "
             f"is {eviction.budget}; raise the budget, or lower the ratio"
         )
+    replays = needs_replay(eviction)
     if llm.manager.slots < 2:
         raise RequestError(
             "a question takes a request slot beside the document's own; open the model with max_requests=2"
         )
-    parts = _parts(llm, form, tokens, head, eviction) if needs_replay(eviction) else []
+    parts = replay_parts(llm, tokens[head:], _asking(llm, form, tokens), eviction, len(tokens)) if replays else []
     window = replace(eviction, budget=KEEP_QUERIES, policy=EvictionConfig.policy)
-    request = _read(llm, tokens, None if parts else window, partial(report, "reading"))
+    request = _read(llm, tokens, None if replays else window, partial(report, "reading"))
     try:
         cut_held(llm, request, eviction, parts, [(0, head)], partial(report, "reading again"))
         llm.owner.run(lambda engine: engine.manager.drop_query_buffer(request.key))  # nothing more is chosen by them
@@ -359,12 +361,14 @@ def replay_parts(
     llm: OpenModel,
     tokens: Sequence[int],
     ask: Callable[[str], list[int]],
-    eviction: EvictionConfig,
+    eviction: EvictionConfig | None,
     position: int,
 ) -> list[ReplayPart]:
     """A text, whose cache is at `position`, in parts that are read again. `ask`: what follows it to ask for one."""
-    policy = find_policy(eviction.policy, seen=False)
-    chunk = getattr(getattr(policy, "policy", policy), "chunk", len(tokens))
+    chunk = Replay.chunk
+    policy = None if eviction is None else find_policy(eviction.policy, seen=False)
+    if policy is not None:
+        chunk = getattr(getattr(policy, "policy", policy), "chunk", chunk)  # a spread has the policy inside
     manager, tokenizer = llm.manager, llm.tokenizer
     room = min(manager.max_tokens, llm.engine.tokens_alone) - position
 
@@ -374,13 +378,30 @@ def replay_parts(
     return [ReplayPart(*piece) for piece in repeat_pieces(tokens, ask, say, chunk, room)]
 
 
-def _parts(llm: OpenModel, form: Form, tokens: list[int], head: int, eviction: EvictionConfig) -> list[ReplayPart]:
-    def ask(request: str) -> list[int]:
+def document_parts(
+    llm: OpenModel,
+    document: Question,
+    system: str | None,
+    position: int,
+    ask: Callable[[str], list[int]] | None = None,
+) -> tuple[list[ReplayPart], int]:
+    """A document in parts that are read again, and how many tokens stand before it, as `compress` has them.
+
+    position: of the cache, where more than the document was read; then `ask` is what follows that to ask for a part.
+    """
+    form, tokens, head = _formed(llm, document, system)
+    return replay_parts(llm, tokens[head:], ask or _asking(llm, form, tokens), None, position), head
+
+
+def _asking(llm: OpenModel, form: Form, tokens: list[int]) -> Callable[[str], list[int]]:
+    """What follows a document to ask for something."""
+
+    def ask(text: str) -> list[int]:
         if form.rendered is None:  # token ids: they are repeated without being asked for
             return []
-        return _asked(llm, form, request, tokens[-1], _without_thoughts(llm, form), {})[0]
+        return _asked(llm, form, text, tokens[-1], _without_thoughts(llm, form), {})[0]
 
-    return replay_parts(llm, tokens[head:], ask, eviction, len(tokens))
+    return ask
 
 
 def _formed(llm: OpenModel, document: Question, system: str | None) -> tuple[Form, list[int], int]:

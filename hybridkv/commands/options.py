@@ -197,8 +197,8 @@ class ModelOptions(OpenOptions):
         Option(
             "--policy",
             metavar="NAME",
-            help="what counts: auto, peak, snapkv, tova, knorm, keydiff, leverage, streaming or random, in a chat replay "
-            "too; with settings as in peak:pooling=31",
+            help="what counts: auto, peak, snapkv, tova, knorm, keydiff, leverage, streaming or random, in a chat also "
+            "replay; with settings as in peak:pooling=31",
             rich_help_panel=EVICTION,
         ),
     ] = str(_CACHE["policy"])
