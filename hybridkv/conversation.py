@@ -3,6 +3,9 @@
 The new prompt is the whole conversation rendered by the model's chat template. Where that text begins with what was
 computed before (the last prompt and the answer to it), only the rest is tokenised and run. Where it does not, because
 a template rewrites earlier turns, the engine reuses as much as it can and computes the rest again.
+
+With the policy `replay` a turn keeps everything until its answer has been written. Where the cache then holds half as
+much again as the budget, or a window more if that is further, the conversation is read once more and cut.
 """
 
 from __future__ import annotations
@@ -18,12 +21,14 @@ from typing import Any
 from hybridkv.answers import ChatStream, Completion, Stream
 from hybridkv.cache.session import RECORD_BYTES, Session
 from hybridkv.cache.snapshot_file import NotWellFormed, check_place
-from hybridkv.config import SamplingParams, shown
+from hybridkv.config import EvictionConfig, SamplingParams, shown
+from hybridkv.document import Document, cut_held, needs_replay, replay_parts
 from hybridkv.engine.engine import INHERIT, Engine
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.llm import LLM, Eviction, Messages, Tools, one_answer
 from hybridkv.request import Request
 from hybridkv.saved import AS_SAVED, SETTINGS, SavedConversation
+from hybridkv.text.framed import BETWEEN, Pieces, text_of
 from hybridkv.text.prompt import encode_pieces, render_pieces
 from hybridkv.text.reasoning import ChatPiece, assistant_message, reasoning_of
 
@@ -39,10 +44,12 @@ class Conversation:
         thinking: as in `LLM.chat`, for every turn.
         eviction: what the cache keeps: an EvictionConfig, a number (its budget), or None (everything). Without it:
             what the LLM was opened with.
+        document: a document of the same LLM, with which the first turn begins; it stays as it is, for others too. What
+            follows it is kept whole.
         template_variables: as in `LLM.chat`, for every turn.
 
-    All of them but `llm` and `system` are attributes too, and may be changed between turns. `messages` has what was
-    said, `last` the last answer. Turns of one conversation come one after the other: a second
+    All of them but `llm`, `system` and `document` are attributes too, and may be changed between turns. `messages` has
+    what was said, `last` the last answer. Turns of one conversation come one after the other: a second
     thread that sends waits for the first one's answer to end.
     """
 
@@ -55,9 +62,13 @@ class Conversation:
         tools: Tools = None,
         thinking: bool | None = None,
         eviction: Eviction = INHERIT,
+        document: Document | None = None,
         **template_variables: Any,
     ) -> None:
         self.llm, self.params, self.eviction = llm, params, eviction
+        self.document = document
+        if document is not None:
+            system = _system_of(document, llm, system, eviction)
         self.tools, self.thinking, self.template_variables = tools, thinking, template_variables
         self.messages: Messages = [{"role": "system", "content": system}] if system else []
         self.last: Completion | None = None
@@ -103,18 +114,20 @@ class Conversation:
         self._answering = threading.get_ident()
 
     def _answer(self, text: str) -> Iterator[ChatPiece]:
-        self.messages.append({"role": "user", "content": text})
+        begins = self.document is not None and not any(said["role"] == "user" for said in self.messages)
+        content = f"{self.document.text}{BETWEEN}{text}" if self.document is not None and begins else text
+        self.messages.append({"role": "user", "content": content})
         try:
-            tokenizer, template = self.llm.chat_parts()
-            pieces = render_pieces(
-                template, tokenizer, self.messages, tools=self.tools, thinking=self.thinking, **self.template_variables
-            )
-            prompt = "".join(text for text, _ in pieces)
-            tokens, params, eviction, before = self._tokens(pieces), self.params, self.eviction, self._request
+            template, pieces = self.llm.chat_parts()[1], self._rendered(self.messages)
+            prompt = text_of(pieces)
+            prefix = self.document.held() if self.document is not None else None
+            tokens, params, before = self._tokens(pieces), self.params, self._request
+            asked = None if prefix is not None else self.llm.engine.resolve_eviction(self.eviction, replays=True)
+            eviction = None if prefix is not None or needs_replay(asked) else self.eviction
             one_answer(params)
 
             def add(engine: Engine) -> Request:
-                return engine.add(tokens, params, hold=True, after=before, eviction=eviction)
+                return engine.add(tokens, params, hold=True, after=before, eviction=eviction, prefix=prefix)
 
             stream = ChatStream(Stream(self.llm.owner, add, hold=True), partial(reasoning_of, template, prompt))
         except BaseException:
@@ -135,6 +148,35 @@ class Conversation:
                     self.messages.pop()  # the turn did not happen, and its cache is gone
                     self._request = None
                     self.llm.owner.discard(stream.request)
+        if asked is not None and needs_replay(asked):
+            self._replay(stream.request, asked)
+
+    def _rendered(self, messages: Messages) -> Pieces:
+        tokenizer, template = self.llm.chat_parts()
+        return render_pieces(
+            template, tokenizer, messages, tools=self.tools, thinking=self.thinking, **self.template_variables
+        )
+
+    def _replay(self, request: Request, eviction: EvictionConfig) -> None:
+        """Cut what was said so far, by reading it once more, if that is much more than the budget."""
+        manager, tokenizer = self.llm.manager, self.llm.chat_parts()[0]
+
+        def held(engine: Engine) -> tuple[float, int]:
+            there = request in engine.scheduler.held
+            return (manager.kept_tokens(request.key), manager.position(request.key)) if there else (0, 0)
+
+        kept, position = self.llm.owner.run(held)
+        if kept <= eviction.budget + max(eviction.window, eviction.budget // 2):
+            return
+        said = request.tokens[:position]
+
+        def ask(text: str) -> list[int]:
+            tokens = self._tokens(self._rendered([*self.messages, {"role": "user", "content": text}]))
+            if tokens[:position] == said:
+                return tokens[position:]
+            return tokenizer.encode(BETWEEN + text, bos=False, after=said[-1])  # the template rewrites what was said
+
+        cut_held(self.llm, request, eviction, replay_parts(self.llm, said, ask, eviction, position))
 
     def close(self) -> None:
         """Give the cache back. A later turn computes all of the conversation again."""
@@ -164,6 +206,8 @@ class Conversation:
         session = Session.load(
             path, lambda model, about: owner.run(lambda engine: engine.check_session_model(model, about)), room
         )
+        if "document" in session.conversation:
+            raise HybridKVError(f"{path.name} holds a document, not a conversation; use LLM.load_document")
         try:
             saved = SavedConversation.of(session.conversation, eviction)
         except NotWellFormed as problem:
@@ -201,7 +245,7 @@ class Conversation:
         that another thread reads is waited for; inside one's own, forking is refused.
         """
         with self._between_turns():
-            fork = type(self)(self.llm, params=self.params, eviction=self.eviction)
+            fork = type(self)(self.llm, params=self.params, eviction=self.eviction, document=self.document)
             fork.messages, fork._prompt = copy.deepcopy(self.messages), self._prompt
             for name, value in copy.deepcopy(self._settings()).items():
                 setattr(fork, name, value)
@@ -228,15 +272,31 @@ class Conversation:
     def _tokens(self, pieces: list[tuple[str, bool]]) -> list[int]:
         """Tokens of the whole conversation; those of the last turn are taken over as they were computed."""
         request, prompt, tokenizer = self._request, pieces[0][0], self.llm.chat_parts()[0]
+        encode = partial(encode_pieces, tokenizer) if self.document is None else self.document.continued
         # where a stop string ended the answer, its tokens say more than its text
         if request is None or len(pieces) > 1 or request.text.stopped is not None:
-            return encode_pieces(tokenizer, pieces)
+            return encode(pieces)
         done = self._prompt + request.text.text
         if not prompt.startswith(done):
-            return encode_pieces(tokenizer, pieces)
+            return encode(pieces)
         # without the token that ended the answer: the template writes that itself
         said = request.tokens[:-1] if request.finish_reason == "stop" else request.tokens
         return said + tokenizer.encode(prompt[len(done) :], bos=False, after=said[-1])
+
+
+def _system_of(document: Document, llm: LLM, system: str | None, eviction: Eviction) -> str | None:
+    """The system prompt that the document was read with, or RequestError: they do not go together."""
+    if document.llm is not llm:
+        raise RequestError("the document is held by another LLM; load it in this one")
+    if not document.form.chat:
+        raise RequestError(
+            "the document was read without a chat format, so no conversation can follow it; use generate"
+        )
+    if system is not None:
+        raise RequestError("the document was read with its own system prompt; give it to LLM.compress instead")
+    if eviction is not INHERIT and eviction is not None:
+        raise RequestError("what follows a document is kept whole: leave out eviction, or pass None")
+    return document.form.system
 
 
 def _path(path: str | Path) -> Path:

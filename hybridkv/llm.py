@@ -20,6 +20,8 @@ from hybridkv.checkpoint.generation_config import sampling_defaults
 from hybridkv.checkpoint.source import locate_model
 from hybridkv.config import GPU_STEP_TOKENS, CacheConfig, EngineConfig, EvictionConfig, SamplingParams
 from hybridkv.devices import check_fp8_cache, free_memory, on_device, resolve_device, resolve_dtype, resolve_fp8
+from hybridkv.document import Document, compress, load_document
+from hybridkv.document import Progress as DocumentProgress
 from hybridkv.embedded import Progress
 from hybridkv.engine.engine import INHERIT, Engine
 from hybridkv.engine.owner import EngineOwner, Ticket
@@ -307,6 +309,42 @@ class LLM:
         text = "".join(text for text, _ in pieces)
         adding = self._adding(encode_pieces(tokenizer, pieces), params, eviction)
         return ChatRequest(adding, partial(reasoning_of, template, text))
+
+    # ---- documents
+
+    def compress(
+        self,
+        document: Prompt,
+        *,
+        ratio: float | None = None,
+        budget: int | None = None,
+        policy: object = "replay",
+        system: str | None = None,
+        progress: DocumentProgress | None = None,
+    ) -> Document:
+        """Read a text and keep a part of its cache, for any number of questions that are not known yet.
+
+        Args:
+            document: a text, which is put into the model's chat format where it has one, or token ids as they are.
+            ratio: how many times smaller the cache becomes; 4 where no budget is given.
+            budget: tokens kept a stream, on average, in place of a ratio.
+            policy: what is kept, as in EvictionConfig: "replay" (the model reads the text twice, and what it looks at
+                while it repeats it stays), or one that chooses at once, such as "auto" or "keydiff".
+            system: a system prompt, which is kept whole.
+            progress: called with (what is being done, tokens done, all tokens).
+
+        The cache stays in the model until `Document.close`. A model with recurrent layers keeps their state as it is:
+        keys and values alone become fewer.
+        """
+        return compress(self, document, ratio, budget, policy, system, progress)
+
+    def load_document(self, path: str | Path) -> Document:
+        """A document that `Document.save` wrote with this model, in any process. Nothing is read again.
+
+        A file that is damaged, or of another model or KV dtype, is refused, with what differs. Where slots or pages are
+        short, caches that were unused longest make room.
+        """
+        return load_document(self, path)
 
     def logits(self, token_ids: Sequence[int], prefill: int | None = None, chunk: int | None = None) -> Tensor:
         """[T, vocab] f32: what the model expects after each token of a text, computed by the path that answers take.

@@ -75,6 +75,7 @@ class Request:
     siblings: list[Request] = field(default_factory=list)  # further answers to the same prompt (n > 1)
     source: Request | None = None  # whose sibling it is, until it has a token of its own
     continues: Request | None = None  # a finished request whose held cache this one goes on with, once it is admitted
+    prefix: Request | None = None  # a finished request with whose held cache this one begins; it stays held for others
     sampler: SamplerState | None = None
     preemptions: int = 0
     cached_tokens: int = 0  # prompt tokens taken over from a held cache

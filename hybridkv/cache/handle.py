@@ -6,12 +6,27 @@ nothing and computes no attention: that is the mixers' part (models/).
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 from torch import Tensor
 
 from hybridkv.cache.step import ForwardStep, StreamView
 from hybridkv.kernels.attention.append import append
 from hybridkv.kernels.formats.kv_format import Pages, pages_of
+
+
+class Observer(Protocol):
+    """Looks on while a step runs: attention layers show it their queries once these have attended."""
+
+    @property
+    def lse_rows(self) -> tuple[Tensor, Tensor] | None:
+        """([n, H], [T]): where the log-sum-exp of each token's attention goes, and in which row; None: nowhere."""
+        ...
+
+    def __call__(self, handle: LayerHandle, queries: Tensor) -> None:
+        """queries [T, H, D] of the step, after norm and rotation, in the layer of the handle."""
+        ...
 
 
 class LayerHandle:
@@ -21,6 +36,7 @@ class LayerHandle:
     lengths: np.ndarray | None  # [B, G] entries held once this step's are stored; None in a graph, which serves any
     device_lengths: Tensor  # [B, G] the same on the device; 0: padding
     max_entries: int  # entries that the longest stream of the step may hold
+    observer: Observer | None = None  # who looks on; steps of requests have none
 
     def __init__(
         self,
@@ -77,10 +93,23 @@ class LayerHandle:
     @property
     def lse_rows(self) -> tuple[Tensor, Tensor] | None:
         """([buffers * W, H], [T]): where the log-sum-exp of each token's attention is kept, and in which row."""
+        if self.observer is not None:
+            return self.observer.lse_rows
         lse = self.state.get("lse")
         if lse is None or self.step.query_rows is None:
             return None
         return lse.view(-1, lse.shape[-1]), self.step.query_rows
+
+    @property
+    def lse_window(self) -> int:
+        """Last tokens of a request whose log-sum-exp is kept, so that none may be left out; 0: nobody asks for them."""
+        kept = self.observer is None and self.lse_rows is not None
+        return self.state["lse"].shape[1] if kept else 0
+
+    def observe(self, q: Tensor) -> None:
+        """Show the queries [T, H, D] to whoever looks on."""
+        if self.observer is not None:
+            self.observer(self, q)
 
     def capture(self, q: Tensor) -> None:
         """Keep the last W queries [T, H, D] of each request that has a buffer. Position p has row p mod W, however a

@@ -15,6 +15,7 @@ from hybridkv.errors import HybridKVError
 if TYPE_CHECKING:
     from hybridkv.answers import ChatStream, Completion, Stream
     from hybridkv.config import SamplingParams
+    from hybridkv.document import Document
     from hybridkv.engine.engine import Engine
     from hybridkv.llm import LLM
     from hybridkv.request import Request
@@ -30,6 +31,7 @@ class Asking:
     raw: bool
     variables: dict[str, Any]
     tools: list[dict[str, Any]] | None
+    document: Document | None = None  # what the prompts ask about
 
     def messages(self, line: Line) -> list[dict[str, Any]] | None:
         """The conversation that the chat template gets; None where the prompt is given as it is."""
@@ -49,6 +51,8 @@ class Asking:
 
     def stream(self, line: Line, params: SamplingParams) -> Stream | ChatStream:
         """One answer, piece by piece."""
+        if self.document is not None:
+            return self.document.stream(self.prompt(line), params, thinking=self.chat.thinking, **self.variables)
         messages = self.messages(line)
         if messages is None:
             return self.llm.stream(self.prompt(line), params)
@@ -56,6 +60,13 @@ class Asking:
 
     def job(self, line: Line, params: SamplingParams, eviction: object) -> Job:
         """One of several answers."""
+        from hybridkv.engine.engine import INHERIT
+
+        if self.document is not None:
+            if line.messages is not None or eviction is not INHERIT:
+                raise HybridKVError("a question about a document is a prompt without messages, and is kept whole")
+            [asked] = self.document.requests([self.prompt(line)], params, self.chat.thinking, self.variables)
+            return Job(line, *asked)
         messages = self.messages(line)
         if messages is None:
             [add] = self.llm.requests([self.prompt(line)], params, [eviction])

@@ -14,7 +14,16 @@ from typer import BadParameter, Option
 
 from hybridkv.commands import completion
 from hybridkv.commands.invocation import command_name
-from hybridkv.commands.options import PROMPT, ChatOptions, ModelOptions, SamplingOptions, in_flags, with_options
+from hybridkv.commands.options import (
+    DOCUMENT,
+    PROMPT,
+    ChatOptions,
+    ModelOptions,
+    SamplingOptions,
+    in_flags,
+    refuse_beside_document,
+    with_options,
+)
 from hybridkv.commands.typed import messages
 from hybridkv.errors import HybridKVError
 
@@ -55,6 +64,7 @@ def chat(
             autocompletion=completion.any_file,
         ),
     ] = None,
+    document: Annotated[str | None, DOCUMENT] = None,
     chat: ChatOptions,
     model: ModelOptions,
     sampling: SamplingOptions,
@@ -68,12 +78,19 @@ def chat(
     from hybridkv.commands.chat_commands import HELP, Chat
     from hybridkv.commands.display import note, sampling_line
 
+    if document is not None:
+        refuse_beside_document(model, chat)
+        if load is not None:
+            raise BadParameter("--load and --document are both what the chat begins with; give one of them")
     params, variables, tools, cache = sampling.params(), chat.variables, chat.tool_list, model.cache()
-    llm = model.open(cache=cache)
+    llm = model.open(1 if document is None else 2, cache)
     if llm.chat_template is None:
         raise HybridKVError(f"{llm.path.name} has no chat template; use {command_name()} generate --raw")
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    talk = Chat(llm, chat, params, cache, tools, variables)
+    about = None if document is None else llm.load_document(document)
+    talk = Chat(llm, chat, params, cache, tools, variables, about)
+    if about is not None and interactive:
+        note(f"about a document of {about.stats['tokens']} tokens, {about.stats['kept_tokens']:.0f} a stream were kept")
     if interactive:
         note(f"{llm.path.stem}, context of {llm.plan.max_tokens} tokens. {HELP}")
         note(sampling_line(llm, params))

@@ -12,6 +12,7 @@ from hybridkv.commands.display import counted, note, sampling_line, say
 from hybridkv.commands.options import ChatOptions, tokens
 from hybridkv.config import CacheConfig, EvictionConfig, SamplingParams
 from hybridkv.conversation import Conversation
+from hybridkv.document import Document
 from hybridkv.engine.engine import INHERIT
 from hybridkv.errors import HybridKVError
 from hybridkv.llm import LLM
@@ -48,7 +49,9 @@ class Chat:
         cache: CacheConfig,  # has the settings of eviction that go with a budget
         tools: list[dict[str, Any]] | None,
         variables: dict[str, Any],
+        document: Document | None = None,  # what every conversation begins with
     ) -> None:
+        self.document = document
         self.llm, self.options, self.params, self.cache = llm, options, params, cache
         self.tools, self.variables = tools, variables
         self.system, self.thinking, self.eviction = options.system, options.thinking, INHERIT
@@ -65,6 +68,7 @@ class Chat:
             tools=self.tools,
             thinking=self.thinking,
             eviction=self.eviction,
+            document=self.document,
             **self.variables,
         )
 
@@ -85,6 +89,8 @@ class Chat:
                 self.reset(self.system)
                 note("started afresh: the model remembers nothing that was said before")
             case "/system", said if said:
+                if self.document is not None:
+                    raise HybridKVError("the document was read with its own system message")
                 self.reset(said)
                 note("started afresh with this system message")
             case "/stats", "":
@@ -135,6 +141,8 @@ class Chat:
 
     def set_budget(self, said: str) -> None:
         """Tokens a stream that turns keep from now on, or all."""
+        if self.document is not None:
+            raise HybridKVError("what follows a document is kept whole")
         if said in ("off", "all", "none"):
             self.eviction = None
         else:

@@ -16,7 +16,16 @@ from typer import Argument, BadParameter, Exit, Option
 from hybridkv.commands import completion
 from hybridkv.commands.asking import Asking, Outcome, in_order_of, run_together
 from hybridkv.commands.batch import Line, read_batch, wrong
-from hybridkv.commands.options import OUTPUT, PROMPT, ChatOptions, ModelOptions, SamplingOptions, with_options
+from hybridkv.commands.options import (
+    DOCUMENT,
+    OUTPUT,
+    PROMPT,
+    ChatOptions,
+    ModelOptions,
+    SamplingOptions,
+    refuse_beside_document,
+    with_options,
+)
 from hybridkv.commands.prompts import read_lines, read_prompt
 from hybridkv.errors import HybridKVError
 
@@ -51,6 +60,7 @@ def generate(
             autocompletion=completion.any_file,
         ),
     ] = None,
+    document: Annotated[str | None, DOCUMENT] = None,
     raw: Annotated[
         bool, Option("--raw", help="give the prompt as it is, without the chat template", rich_help_panel=PROMPT)
     ] = False,
@@ -100,12 +110,16 @@ def generate(
     The prompt is put into the model's chat format when it has one. The answer goes to standard output, all else to
     standard error. For a model without a tokenizer prompt and answer are token ids, such as "1 17 4".
 
+    With --document the prompt is a question about a text that `hybridkv compress` has read.
+
     A file of prompts is run together, and each answer is written as soon as it is ready. In JSON lines each object has
     a "prompt" or "messages", and may have an "id" and settings of its own such as "max_tokens", "temperature" or
     "budget"; answers have "index", the line from 0, and the "id". A mistake in a line is told before anything runs; an
     answer that fails has an "error", the others go on, and the exit code is 1.
     """
     chat.refuse_raw(raw)
+    if document is not None:
+        refuse_beside_document(model, chat, raw)
     params = sampling.params(n=n, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
     variables, tools, cache = chat.variables, chat.tool_list, model.cache()
     if prompts_file is None:
@@ -117,8 +131,9 @@ def generate(
                 line.params(params)
                 line.evicts(cache.eviction, None)
     _check_output(output, prompt_file, prompts_file)
-    llm = model.open(len(lines) * n, cache)
-    asking = Asking(llm, chat, raw, variables, tools)
+    llm = model.open(len(lines) * n + (document is not None), cache)
+    about = None if document is None else llm.load_document(document)
+    asking = Asking(llm, chat, raw, variables, tools, about)
     with _written_to(output):
         if prompts_file is not None:
             _several(asking, lines, params, cache.eviction, as_json, in_order)

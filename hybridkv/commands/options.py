@@ -41,7 +41,7 @@ EVICTION = "Keeping only the tokens that matter"
 
 
 @dataclass(frozen=True)
-class ModelOptions:
+class OpenOptions:
     """Which model, where, and how much memory it may take."""
 
     model: Annotated[
@@ -126,6 +126,54 @@ class ModelOptions:
         ),
     ] = None
 
+    def cache(self) -> CacheConfig:
+        """The cache's settings, with those of the environment in their place."""
+        return overridden(
+            CacheConfig(**{f.name: getattr(self, f.name) for f in fields(CacheConfig) if hasattr(self, f.name)})
+        )
+
+    def open(self, requests: int = 1, cache: CacheConfig | None = None) -> LLM:
+        """Load the model, with a progress display on a terminal. `requests`: how many will run."""
+        cache = self.cache() if cache is None else cache
+        from hybridkv.commands.display import progress
+        from hybridkv.llm import LLM
+
+        self._refuse_a_shape()
+
+        with progress() as bars:
+            return LLM(
+                model=self.model,
+                device=self.device,
+                dtype=self.dtype,
+                weight_dtype=self.weight_dtype,
+                exact=self.exact,
+                cache=cache,
+                max_requests=min(requests, _ENGINE["max_requests"]) if self.max_requests is None else self.max_requests,
+                max_context=self.context,
+                memory=self.memory,
+                fetch_progress=bars.show("fetching SmolLM2-135M-Instruct"),
+                load_progress=bars.show("loading weights"),
+            )
+
+    def _refuse_a_shape(self) -> None:
+        """`plan` knows shapes by name; to run a model its files are needed."""
+        from hybridkv.models.known import known_config
+
+        if self.model is None or "/" in self.model or Path(self.model).expanduser().exists():
+            return
+        name, _ = known_config(self.model) or ("", {})
+        if owner := next((o for begin, o in _OWNERS.items() if name.startswith(begin)), None):
+            raise BadParameter(
+                f"--model: there is no file or folder {self.model!r}, and its shape alone does not run; give the "
+                f"folder or the .gguf file that holds it, or {owner}/{name}, which is fetched from the hub with "
+                "pip install 'hybridkv[hub]'"
+            )
+
+
+@dataclass(frozen=True)
+class ModelOptions(OpenOptions):
+    """The same, and what requests keep."""
+
     budget: Annotated[
         int | None,
         Option(
@@ -149,8 +197,8 @@ class ModelOptions:
         Option(
             "--policy",
             metavar="NAME",
-            help="what counts: auto, peak, snapkv, tova, knorm, keydiff, leverage, streaming or random, with settings "
-            "as in peak:pooling=31",
+            help="what counts: auto, peak, snapkv, tova, knorm, keydiff, leverage, streaming or random, in a chat also "
+            "replay; with settings as in peak:pooling=31",
             rich_help_panel=EVICTION,
         ),
     ] = str(_CACHE["policy"])
@@ -243,43 +291,6 @@ class ModelOptions:
         first = "the policy's own" if cache.first is None else f"{cache.first} tokens"
         found |= {"first": first, "recent": f"{cache.recent} tokens", "bounded": "yes" if cache.bounded else "no"}
         return found
-
-    def open(self, requests: int = 1, cache: CacheConfig | None = None) -> LLM:
-        """Load the model, with a progress display on a terminal. `requests`: how many will run."""
-        cache = self.cache() if cache is None else cache
-        from hybridkv.commands.display import progress
-        from hybridkv.llm import LLM
-
-        self._refuse_a_shape()
-
-        with progress() as bars:
-            return LLM(
-                model=self.model,
-                device=self.device,
-                dtype=self.dtype,
-                weight_dtype=self.weight_dtype,
-                exact=self.exact,
-                cache=cache,
-                max_requests=min(requests, _ENGINE["max_requests"]) if self.max_requests is None else self.max_requests,
-                max_context=self.context,
-                memory=self.memory,
-                fetch_progress=bars.show("fetching SmolLM2-135M-Instruct"),
-                load_progress=bars.show("loading weights"),
-            )
-
-    def _refuse_a_shape(self) -> None:
-        """`plan` knows shapes by name; to run a model its files are needed."""
-        from hybridkv.models.known import known_config
-
-        if self.model is None or "/" in self.model or Path(self.model).expanduser().exists():
-            return
-        name, _ = known_config(self.model) or ("", {})
-        if owner := next((o for begin, o in _OWNERS.items() if name.startswith(begin)), None):
-            raise BadParameter(
-                f"--model: there is no file or folder {self.model!r}, and its shape alone does not run; give the "
-                f"folder or the .gguf file that holds it, or {owner}/{name}, which is fetched from the hub with "
-                "pip install 'hybridkv[hub]'"
-            )
 
 
 # who publishes the models whose shapes are known, by the beginning of their names
@@ -447,6 +458,25 @@ class SamplingOptions:
                     f"--logit-bias takes a token id and a number such as 17=-2.5, not {text!r}"
                 ) from None
         return found
+
+
+DOCUMENT = Option(
+    "--document",
+    metavar="FILE",
+    help="ask about a text that `hybridkv compress` has read",
+    rich_help_panel=PROMPT,
+    autocompletion=completion.any_file,
+)
+
+
+def refuse_beside_document(model: ModelOptions, chat: ChatOptions, raw: bool = False) -> None:
+    """What a document brings itself, or what is not done with what follows it."""
+    if chat.system is not None:
+        raise BadParameter("--system: the document was read with its own; give it to `hybridkv compress`")
+    for flag, given in (("--tools", chat.tools is not None), ("--raw", raw), ("--budget", model.budget is not None)):
+        if given:
+            why = "what follows a document is kept whole" if flag == "--budget" else "the document was read without it"
+            raise BadParameter(f"{flag} and --document do not go together: {why}")
 
 
 def flowing(text: str) -> str:

@@ -30,12 +30,13 @@ from hybridkv.config import EvictionConfig, SamplingParams, is_whole
 from hybridkv.devices import on_device
 from hybridkv.engine import held
 from hybridkv.engine.pipeline import InFlightStep, Pipeline
+from hybridkv.engine.replay import ReplayPart, replay
 from hybridkv.engine.runner import Runner
 from hybridkv.engine.scheduler import DoesNotFit, Scheduler
 from hybridkv.engine.scoring import score, score_after
 from hybridkv.engine.stats import stats_of
 from hybridkv.errors import HybridKVError, OutOfPages, RequestError
-from hybridkv.eviction import Evictor
+from hybridkv.eviction import Evictor, find_policy
 from hybridkv.models.decoder import Model
 from hybridkv.request import Request, RequestKey
 from hybridkv.text.stream import TextStream
@@ -120,6 +121,7 @@ class Engine:
         hold: bool = False,
         after: Request | None = None,
         eviction: EvictionConfig | int | None | object = INHERIT,
+        prefix: Request | None = None,
     ) -> Request:
         """Queue a prompt, or RequestError. The request grows with every `step` that it is part of.
 
@@ -130,6 +132,9 @@ class Engine:
             after: a held request whose cache is to be continued, as far as its tokens agree.
             eviction: what the request keeps: an EvictionConfig, a number (its budget), or None (everything). Without
                 it: what the engine was opened with.
+            prefix: a held request with whose cache this one begins, and whose prompt begins this one's. Unlike `after`
+                it stays held, and any number of requests may begin with it. What it evicted stays evicted, also if
+                its cache has to be computed again.
         """
         self._check_owner()
         params = params or SamplingParams()
@@ -138,7 +143,9 @@ class Engine:
         self._check_params(params)
         if params.n > 1 and hold:
             raise RequestError(f"the cache of {params.n} answers cannot be held for a next turn; ask for n=1")
-        request = self.new_request(self.check_tokens(tokens), params, hold, self._eviction(eviction))
+        request = self.new_request(self.check_tokens(tokens), params, hold, self.resolve_eviction(eviction))
+        if prefix is not None:
+            self._begin_with(request, prefix)
         self._check_fits(request)
         request.bad_words = bad_word_tokens(params.bad_words, self.tokenizer)
         request.continues = after
@@ -152,8 +159,19 @@ class Engine:
         params = request.params
         seed = None if params.seed is None else params.seed + i
         sibling = self.new_request(list(request.tokens), replace(params, seed=seed), eviction=request.eviction)
-        sibling.bad_words, sibling.source = request.bad_words, request
+        sibling.bad_words, sibling.source, sibling.prefix = request.bad_words, request, request.prefix
         return sibling
+
+    @staticmethod
+    def _begin_with(request: Request, prefix: Request) -> None:
+        """The request has the past of `prefix`, what was evicted from that included, or RequestError."""
+        held.check_ended(prefix, "continued")
+        before = prefix.prompt_tokens
+        if request.tokens[:before] != prefix.tokens[:before]:
+            raise RequestError(f"the prompt does not begin with the {before} tokens that it is to go on from")
+        if request.eviction is not None:
+            raise RequestError("what follows a held prefix is kept whole: leave out eviction, or pass None")
+        request.prefix, request.evictions = prefix, dict(prefix.evictions)
 
     def new_request(
         self, tokens: list[int], params: SamplingParams, hold: bool = False, eviction: EvictionConfig | None = None
@@ -191,7 +209,22 @@ class Engine:
             if token >= self.vocab:
                 raise RequestError(f"token id {token} of logit_bias is outside the vocabulary of {self.vocab}")
 
-    def _eviction(self, asked: EvictionConfig | int | None | object) -> EvictionConfig | None:
+    def resolve_eviction(
+        self, asked: EvictionConfig | int | None | object, replays: bool = False
+    ) -> EvictionConfig | None:
+        """What a request that asks for this keeps, or HybridKVError. Any thread may call it.
+
+        `replays`: whether its text can be read once more for the scores (policy replay).
+        """
+        found = self._resolve_eviction(asked)
+        if found is not None and not replays and find_policy(found.policy).needs_replay:
+            raise RequestError(
+                "policy 'replay' reads a text once more after it was read, which is done for documents (LLM.compress, "
+                "hybridkv compress) and at the end of a conversation's turn; choose another policy for a single prompt"
+            )
+        return found
+
+    def _resolve_eviction(self, asked: EvictionConfig | int | None | object) -> EvictionConfig | None:
         if asked is INHERIT:
             return self.evictor.default if self.evictor is not None else None
         if asked is None:
@@ -301,6 +334,15 @@ class Engine:
         """
         with self._change(), on_device(self.manager.device):
             return held.evict_held(self, request, eviction, scores, ranges, seen)
+
+    def replay(self, request: Request, part: ReplayPart, scores: list[Tensor] | None = None) -> list[Tensor]:
+        """Scores [G, L] f32 of each attention layer of a held request, from reading a part of its text once more
+        (replay.py): what `evict_held` chooses by. The request stays as it is.
+
+        `scores`: what the parts before gave; they are raised in place.
+        """
+        with self._change(), on_device(self.manager.device):
+            return replay(self, request, part, scores)
 
     def check_tokens(self, tokens: Sequence[int]) -> list[int]:
         """Plain ints, whatever kind of whole numbers they came as."""

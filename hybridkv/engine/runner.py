@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridkv.cache import ForwardStep, KVCacheManager
+from hybridkv.cache.handle import Observer
 from hybridkv.cache.step import upload
 from hybridkv.engine.graphs import DecodeGraphs, can_capture
 from hybridkv.models.decoder import Model
@@ -61,6 +62,16 @@ class Runner:
             return logits[: len(inputs.rows)] if inputs.first else logits[inputs.rows]
         handles = self.manager.acquire(step)
         return self.model.forward(inputs.tokens, step.index.positions, handles, inputs.rows)
+
+    def observe(self, tokens: Sequence[int], step: ForwardStep, observer: Observer) -> None:
+        """Run one request's tokens for what they look at: `observer` sees the queries of every attention layer."""
+        inputs = self.inputs([tokens], [len(tokens) - 1], step)
+        step = replace(inputs.step, tail=None)  # the last layer attends for all of them too
+        self.manager.begin(step)
+        handles = self.manager.acquire(step)
+        for handle in handles.values():
+            handle.observer = observer
+        self.model.hidden(inputs.tokens, step.index.positions, handles, inputs.rows)
 
     def hidden(self, inputs: StepInputs) -> Tensor:
         """`forward` without its last part: [S, hidden], for `model.logits` to turn into logits, all or some."""

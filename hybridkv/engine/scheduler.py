@@ -187,6 +187,11 @@ class Scheduler:
         bound = max_held_tokens(request.eviction, self.step_tokens, page_size)
         if bound is not None:
             return min(tokens, bound)
+        prefix = self.prefix_of(request)
+        if prefix is not None:
+            slot, position = self.manager.slot_of[prefix.key], self.manager.position(prefix.key)
+            lengths = [table.lengths[slot].mean() for table in self.manager.tables.values()]
+            return min(tokens, math.ceil(max(lengths, default=0)) + page_size + tokens - position)
         # one that is computed again drops the same entries at the same positions
         held, peak, before = 0, 0, 0
         for at, record in request.evictions.items():
@@ -282,7 +287,10 @@ class Scheduler:
             request = self.waiting[0]
             given_up = self._to_give_up(request)
             if given_up is None:
-                others = [held for held in self.held if held is not request.continues]
+                prefix = self.prefix_of(request)
+                others = [held for held in self.held if held not in (request.continues, prefix)]
+                if prefix is not None and not self.running and not others:
+                    raise DoesNotFit(request)
                 if self.running or not others:
                     return
                 # it goes on in pages that a held fork shares, and would need none of its own without that fork
@@ -290,7 +298,7 @@ class Scheduler:
                 continue
             for held in given_up:
                 self.release_held(held)
-            if not self.take_over(request):
+            if not self.take_over(request) and not self.share_prefix(request):
                 self.manager.admit_request(request.key)
             request.status = Status.RUNNING
             self.running.append(request)
@@ -301,15 +309,20 @@ class Scheduler:
         own = request.continues if request.continues in self.held else None  # the cache that it goes on in
         if request.params.prompt_logprobs is not None:  # it reads its prompt anew
             own = None
-        slots = self.manager.free_slots
-        if own is None:
+        slots, prefix = self.manager.free_slots, self.prefix_of(request) if own is None else None
+        if prefix is not None:
+            position, tables = self.manager.position(prefix.key), self.manager.tables
+            new = self._until_eviction(request, position, len(request.tokens) + 1 - position)
+            need = self.manager.pages_needed(prefix.key, new)
+            need = {name: n + tables[name].schema.streams for name, n in need.items()}  # copies of open pages
+        elif own is None:
             need = self.manager.pages_needed(None, self.held_tokens(request, len(request.tokens) + 1))
         else:
             position = self.manager.position(own.key)
             new = max(1, len(request.tokens) + 1 - position)
             need = self.manager.pages_needed(own.key, self._until_eviction(request, position, new))
             slots += 1
-        others = [held for held in self.held if held is not own]
+        others = [held for held in self.held if held not in (own, prefix)]
         return self._fewest(others, need, slots)
 
     def room_to_hold(
@@ -371,6 +384,23 @@ class Scheduler:
         request.key = held.key  # from here on the cache is the request's
         self.held.remove(held)
         request.continues = None
+        return True
+
+    def prefix_of(self, request: Request) -> Request | None:
+        """The held request whose cache this one can begin with, if there is one."""
+        prefix = request.prefix
+        if prefix is None or prefix not in self.held or request.params.prompt_logprobs is not None:
+            return None
+        return prefix if self.manager.position(prefix.key) < len(request.tokens) else None
+
+    def share_prefix(self, request: Request) -> bool:
+        """Whether the request begins with the cache of its prefix: pages are shared, state is copied."""
+        prefix = self.prefix_of(request)
+        if prefix is None or not self._fork(prefix, request):
+            return False
+        request.cached_tokens = self.manager.position(prefix.key)
+        self.held.remove(prefix)
+        self.held.append(prefix)  # used last
         return True
 
     def _has_queries(self, held: Request, position: int, eviction: EvictionConfig | None) -> bool:

@@ -7,7 +7,7 @@ ended: tests compare the two.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,8 +16,9 @@ from torch import Tensor
 from hybridkv.cache.schema import ceil_div
 from hybridkv.config import EvictionConfig, SamplingParams
 from hybridkv.engine.engine import Engine
+from hybridkv.engine.replay import ReplayPart
 from hybridkv.errors import HybridKVError
-from hybridkv.eviction.named import resolved_name
+from hybridkv.eviction.named import find_policy, resolved_name
 from hybridkv.eviction.sizes import STREAMS
 from hybridkv.request import Request
 
@@ -45,6 +46,11 @@ class Cut:
         return BOUNDED in self.policy.split(":")
 
     @property
+    def replays(self) -> bool:
+        """Whether the text is read once more for the scores."""
+        return not self.full and find_policy(self.settings[0]).needs_replay
+
+    @property
     def settings(self) -> tuple[str, dict[str, int]]:
         """The policy's own text, and what the text says of the eviction beside it (OWN)."""
         name, *parts = self.policy.split(":")
@@ -64,7 +70,7 @@ class Cut:
         """Settings for a cache of so many tokens. Where the budget is small, half of it is for the most recent."""
         policy, own = self.settings
         budget = max(1, round(tokens / self.ratio))
-        ends = {"recent": min(EvictionConfig.recent, budget // 2)} | own
+        ends = {"recent": 0 if self.replays else min(EvictionConfig.recent, budget // 2)} | own
         return EvictionConfig(budget=budget, policy=policy, bounded=self.bounded, **ends)
 
 
@@ -96,6 +102,9 @@ class Reader:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.manager = engine.manager
+        # of texts that may be read once more: their parts, and how many tokens stand before the text and stay
+        self.again: dict[Request, Callable[[], tuple[list[ReplayPart], int]]] = {}
+        self._replayed: dict[Request, list[Tensor]] = {}
 
     def run(self) -> None:
         """Until every request has ended; the first that failed ends it all."""
@@ -135,9 +144,23 @@ class Reader:
         pages = [int(ceil_div(lengths, table.schema.entries_per_page).sum()) for lengths in most]
         return max(pages, default=0) * table.schema.page_bytes
 
-    def fork(self, request: Request, cut: Cut, seen: bool, scores: Sequence[Tensor] | None = None) -> Request:
+    def replayed(self, request: Request) -> list[Tensor]:
+        """Scores from reading a text once more, which serve every ratio."""
+        if request not in self._replayed:
+            parts, head = self.again[request]()
+            scores: list[Tensor] | None = None
+            for part in parts:
+                scores = self.engine.replay(request, part, scores)
+            assert scores is not None
+            for each in scores:
+                each[:, :head] = torch.inf
+            self._replayed[request] = scores
+        return self._replayed[request]
+
+    def fork(self, request: Request, cut: Cut, seen: bool) -> Request:
         """A copy of a held cache, cut."""
         position = self.manager.position(request.key)
+        scores = self.replayed(request) if cut.replays else None
         fork = self.engine.fork_held(request)
         self._check_held(fork, position)
         if not cut.full:
@@ -179,6 +202,7 @@ class Reader:
     def release(self, requests: Sequence[Request]) -> None:
         """Give held caches back."""
         for request in requests:
+            self._replayed.pop(request, None)
             self.engine.abort(request)
 
     def _check_held(self, request: Request, position: int) -> None:

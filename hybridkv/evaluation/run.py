@@ -11,15 +11,18 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 
 from hybridkv.config import CacheConfig
+from hybridkv.document import document_parts
+from hybridkv.engine.replay import ReplayPart
 from hybridkv.evaluation.cuts import FULL, Cut, Reader, divergence
 from hybridkv.evaluation.render import Renderer
-from hybridkv.evaluation.sample import Sample
+from hybridkv.evaluation.sample import Question, Sample
 from hybridkv.evaluation.settings import EvalSettings
 from hybridkv.evaluation.tasks import make_sample, sample_set_hash
 from hybridkv.evaluation.tasks.prose import prose
@@ -155,7 +158,8 @@ class Run:
             exact=s.exact,
             cache=CacheConfig(kv_dtype=kv_dtype, state_dtype=state_dtype, query_buffers=slots),
             max_requests=slots,
-            max_context=max(s.lengths) + 512,
+            # a text that is read once more stands beside itself
+            max_context=max(s.lengths) * (2 if any(Cut(p, 2).replays for p in s.policies) else 1) + 512,
             memory=s.memory,
             step_tokens=None if on_gpu and not any(Cut(p, 2).bounded for p in s.policies) else STEP_TOKENS,
         )
@@ -178,6 +182,8 @@ class Run:
         seen = unit.mode == "seen"
         rendered = [renderer.sample(sample) for sample in samples]
         read = reader.read([each.prompt if seen else each.document for each in rendered])
+        for request, sample in zip(read, samples, strict=True):
+            reader.again[request] = partial(self._parts, sample, request, seen, renderer)
         try:
             full = list(self._answered(unit, FULL, samples, renderer, reader, read, [each.prompt for each in rendered]))
             yield from full
@@ -189,6 +195,19 @@ class Run:
                 yield from self._answered(unit, cut, samples, renderer, reader, read, prompts)
         finally:
             reader.release(read)
+
+    def _parts(self, sample: Sample, request: Request, seen: bool, renderer: Renderer) -> tuple[list[ReplayPart], int]:
+        """A sample's document in parts that are read once more, and how many tokens stand before it."""
+        assert self.llm is not None
+        position = request.prompt_tokens
+        if not seen:
+            return document_parts(self.llm, sample.document, sample.system or None, position)
+        last = request.tokens[position - 1]
+
+        def ask(text: str) -> list[int]:
+            return renderer.next_turn(Question(text, ()), last)
+
+        return document_parts(self.llm, sample.document, sample.system or None, position, ask)
 
     def _worth_cutting(self, unit: Unit, full: list[Record]) -> bool:
         """Whether the full cache answers the task's first batch well enough."""
@@ -282,6 +301,7 @@ class Run:
                 tokens = text_tokens(number, unit.length + CONTINUATION, self.settings.seed, renderer)
                 document, rest = tokens[: unit.length], tokens[unit.length :]
                 read = reader.read([document])
+                reader.again[read[0]] = partial(document_parts, self.llm, document, None, len(document))
                 try:
                     logits = {}
                     for cut in [FULL, *(Cut(p, r) for p, r in product(self.settings.policies, self.settings.ratios))]:

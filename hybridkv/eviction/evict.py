@@ -94,6 +94,11 @@ class Evictor:
             )
         for seen in (True, False) if eviction.bounded else (True,):  # auto may stand for two policies
             policy = find_policy(eviction.policy, seen, eviction.scope)
+            if policy.needs_replay and (eviction.bounded or eviction.decode_every):
+                raise HybridKVError(
+                    "policy 'replay' reads a whole text once more; bounded and decode_every evict while it is still "
+                    "being read or written, and need another policy"
+                )
             spread = policy.spread
             if eviction.scope == "global" and spread or eviction.scope == "layer" and spread == "heads":
                 raise HybridKVError(

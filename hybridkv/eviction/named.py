@@ -14,10 +14,12 @@ from hybridkv.config import POLICY_NAMES, meant, shown
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction.policies import KeyDiff, Knorm, Leverage, Peak, Random, SnapKV, Streaming, Tova
 from hybridkv.eviction.policy import Policy
+from hybridkv.eviction.replay import Replay
 from hybridkv.eviction.spread import Ada, All, Pyramid, Spread
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "peak": lambda: Ada(Peak()),
+    "replay": lambda: All(Replay()),
     "snapkv": SnapKV,
     "tova": Tova,
     "knorm": Knorm,

@@ -48,6 +48,7 @@ class Attention:
         x = self.qkv(x)
         q = self.store(x, angles, handle)
         mixed = attend(handle, q, self.config.attention_scale, rows is not None, self.gate(x)).flatten(1)
+        handle.observe(q)
         return self.out.add_to(h, mixed if rows is None else mixed[rows])
 
     def store(self, x: Tensor, angles: Angles, handle: LayerHandle) -> Tensor:
@@ -77,6 +78,7 @@ class ExactAttention(Attention):
         x = self.qkv(x)
         q = self.store(x, angles, handle)
         mixed = attend_exact(handle, q, self.config.attention_scale, self.gate(x)).flatten(1)
+        handle.observe(q)
         return self.out.add_to(h, mixed if rows is None else mixed[rows])
 
     def store(self, x: Tensor, angles: Angles, handle: LayerHandle) -> Tensor:
@@ -158,8 +160,7 @@ def attend_chunks(
     step, n = handle.step, handle.step.num_decodes
     lengths = handle.lengths
     assert lengths is not None
-    window = 0 if lse is None else handle.state["lse"].shape[1]  # what these queries' softmax sums to is kept
-    wanted = _computed(step, last, window)
+    wanted = _computed(step, last, handle.lse_window)
     bounds = [0, *accumulate(part.stop - part.start for part in wanted)]
     mixed = attention_prefill(
         _joined(q, wanted),
