@@ -27,12 +27,14 @@ class Peak(Policy):
     """The strongest attention that any of the last queries pays, of any query head that shares the KV head.
 
     A needle is looked at by few queries, and a sum over the window drowns them: the largest weight counts. It spreads
-    to `pooling` neighbours (a number or a name is several tokens, read one after the other). With `values` scores are
-    floored at their stream's mean and weighted by the norm of the value.
+    to `pooling` neighbours, `ahead` of them after it (None: half): a number or a name is several tokens, read one after
+    the other, and the queries look at the first. With `values` scores are floored at their stream's mean and weighted
+    by the norm of the value.
     Feng et al. 2025 (DefensiveKV), arXiv 2510.13334; values: Feng et al. 2025 (CriticalKV), arXiv 2502.03805.
     """
 
     pooling: int = 15
+    ahead: int = -1
     values: bool = False
     batchable: ClassVar[bool] = True
     first: ClassVar[int] = 4
@@ -44,6 +46,10 @@ class Peak(Policy):
         scores = peak_scores(
             layer.queries, layer.query_positions, layer.k_pool, layer.table, layer.positions, layer.scale, layer.lse
         )
+        shift = self.ahead - self.pooling // 2 if self.ahead >= 0 else 0
+        if shift > 0:
+            old = torch.arange(scores.shape[1], device=scores.device) < (layer.device_lengths - len(layer.queries))[:, None]
+            scores = torch.where(old, F.pad(scores, (shift, 0))[:, : scores.shape[1]], scores)
         norms = None
         if self.values:
             norms = value_norms(layer.v_pool, layer.table, layer.device_lengths, scores.shape[1])
