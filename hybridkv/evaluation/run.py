@@ -246,14 +246,18 @@ class Run:
             [forks[i] for i in go_on], [prompts[i] + given[i] for i in go_on], [most[i] - len(given[i]) for i in go_on],
             hold,
         )  # fmt: skip
-        reader.release([fork for i, fork in enumerate(forks) if i not in go_on])
+        # where the first token ended the answer, a further question follows in the fork itself
+        last = {i: fork for i, fork in enumerate(forks) if i not in go_on}
+        if not hold:
+            reader.release(list(last.values()))
+        last |= dict(zip(go_on, answers, strict=True))
         said: list[list[int]] = [list(first) for first in given]
         for i, answer in zip(go_on, answers, strict=True):
             said[i] += answer.generated
         for i, sample in enumerate(samples):
             yield self._record(unit, cut, sample, 0, renderer.decode(said[i]), len(said[i]), held[i])
         if hold:
-            pairs = [(samples[i], held[i], answer) for i, answer in zip(go_on, answers, strict=True)]
+            pairs = [(sample, held[i], last[i]) for i, sample in enumerate(samples)]
             yield from self._follow_up(unit, cut, pairs, renderer, reader)
 
     def _follow_up(
