@@ -14,7 +14,8 @@ from hybridkv.eviction.policies import SnapKV
 
 KINDS = ("llama", "qwen3_5")
 PROMPT, ALL = 150, 180
-CHOICES = [(name, "head") for name in POLICIES] + [("snapkv", "layer"), ("snapkv", "global"), ("tova", "global")]
+CHOICES = [(name, "head") for name, make in POLICIES.items() if not make().needs_replay]
+CHOICES += [("snapkv", "layer"), ("snapkv", "global"), ("tova", "global")]
 CHOICES += [("auto", "head"), ("auto", "layer"), ("auto", "global"), ("peak:spread=all", "head")]
 CHOICES += [(Ada(), "head"), (Pyramid(steepness=4.0), "head"), (Ada(Pyramid(steepness=4.0)), "head")]
 NAMES = [f"{p if isinstance(p, str) else type(p).__name__}-{s}" for p, s in CHOICES]
