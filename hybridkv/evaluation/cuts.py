@@ -71,7 +71,7 @@ class Cut:
         policy, own = self.settings
         budget = max(1, round(tokens / self.ratio))
         ends = {"recent": 0 if self.replays else min(EvictionConfig.recent, budget // 2)} | own
-        return EvictionConfig(budget=budget, policy=policy, bounded=self.bounded, **ends)
+        return EvictionConfig(budget=budget, policy=policy, bounded=self.bounded, **ends)  # type: ignore[arg-type]
 
 
 FULL = Cut("full", 1)

@@ -1,5 +1,6 @@
 """Held requests taken out of an engine and brought into another, or doubled: each goes on as if nothing had been."""
 
+import json
 import random
 import sys
 from collections.abc import Callable
@@ -85,7 +86,8 @@ def test_a_restored_request_goes_on_as_the_first_one_does(kind: str, cache: str,
     assert (back.tokens, back.prompt_tokens, back.finish_reason) == (first.tokens, 40, first.finish_reason)
     assert back.finished and there.scheduler.held[-1] is back
     assert there.manager.position(back.key) == here.manager.position(first.key)
-    assert bool(back.evictions) == ("budget" in CACHES[cache])
+    assert bool(back.evictions) == ("budget" in CACHES[cache]) == (back.policy is not None)
+    assert back.policy == first.policy
     for params in (SEEDED, GREEDY, SEEDED):
         position = there.manager.position(back.key)
         first, back = ask(here, first, 7, params), ask(there, back, 7, params)
@@ -400,6 +402,7 @@ BAD_META = [
     *[("session", REQUEST % (5, end, '""', "null")) for end in ("error", "", "other")],
     *[("session", REQUEST % (5, "stop", text, "null")) for text in ("null", "1", "[]")],
     ("session", REQUEST % (5, "stop", '""', "3")),
+    *[("session", REQUEST % (5, "stop", '""', f'null, "policy": {text}')) for text in ("3", "[]", "true")],
     *[("conversation", text) for text in ("", "[]", "null", "{" * 10**5)],
     *[("about", text) for text in ("", "[]", '"x"')],
     *[("position", text) for text in ("", "x", "1", "100", "9" * 18)],
@@ -416,6 +419,17 @@ BAD_META = [
 def test_odd_metadata_is_refused(key: str, value: str, saved: tuple[Path, Engine]) -> None:
     path, engine = saved
     assert refusal(rewritten(path, partial(_meta, key, value)), engine)
+
+
+def test_a_file_from_before_policies_had_their_names_in_it_is_read(saved: tuple[Path, Engine]) -> None:
+    path, engine = saved
+    assert Session.load(path).policy is not None
+    older = rewritten(path, lambda _, meta: meta.update(session=json.dumps(without_policy(meta))))
+    assert refusal(older, engine) == "" and Session.load(older).policy is None
+
+
+def without_policy(meta: dict[str, str]) -> dict[str, Any]:
+    return {key: value for key, value in json.loads(meta["session"]).items() if key != "policy"}
 
 
 @pytest.mark.parametrize("key", ("session", "conversation", "about", "model", "position", "fingerprint"))
