@@ -57,7 +57,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--budgets", type=int, nargs="+", default=[256, 512, 1024])
     options.add_argument("--depths", type=int, default=1)
-    options.add_argument("--policy", default="snapkv")
+    options.add_argument("--policy", default="auto")
     given = options.parse_args()
     asked, rows = prompts(given.depths), []
     choices = [(None, False)] + [(budget, bounded) for budget in given.budgets for bounded in (False, True)]
