@@ -135,7 +135,8 @@ def main() -> None:
     floors = dict(list(by_kind(full, "tokens", "floor_s").items())[:1])  # the same products whatever is stored
     draw(out / "growth_prefill.svg", f"{where}: reading a prompt", ("tokens of prompt", "seconds to the first token"),
          lines, floors, tokens, True)  # fmt: skip
-    some = rows(results, "eviction", "evict")
+    # by default; older results have one policy and do not name it
+    some = [row for row in rows(results, "eviction", "evict") if row.get("policy", "auto") == "auto"]
     kept = next((f"{r['budget']} tokens" for r in results if r["bench"] == "eviction"), "")
     draw(out / "growth_eviction.svg", f"{where}: cutting a prompt to {kept}, all layers",
          ("tokens of prompt", "milliseconds"), by_kind(some, "tokens", "ms"), by_kind(some, "tokens", "floor_ms"),
