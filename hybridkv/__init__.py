@@ -14,6 +14,7 @@ __all__ = [
     "CacheConfig",
     "Completion",
     "Conversation",
+    "Document",
     "EvictionConfig",
     "HybridKVError",
     "SamplingParams",
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from hybridkv.async_llm import AsyncLLM
     from hybridkv.config import CacheConfig, EvictionConfig, SamplingParams
     from hybridkv.conversation import Conversation
+    from hybridkv.document import Document
     from hybridkv.errors import HybridKVError
     from hybridkv.llm import LLM
 
@@ -34,6 +36,7 @@ _HOMES = {
     "CacheConfig": "config",
     "Completion": "answers",
     "Conversation": "conversation",
+    "Document": "document",
     "EvictionConfig": "config",
     "HybridKVError": "errors",
     "SamplingParams": "config",

@@ -58,17 +58,37 @@ class OpenModel(Protocol):
     """What a document needs of an LLM."""
 
     @property
-    def owner(self) -> EngineOwner: ...
+    def owner(self) -> EngineOwner:
+        """The engine's thread."""
+        ...
+
     @property
-    def engine(self) -> Engine: ...
+    def engine(self) -> Engine:
+        """What that thread runs."""
+        ...
+
     @property
-    def manager(self) -> KVCacheManager: ...
+    def manager(self) -> KVCacheManager:
+        """The cache."""
+        ...
+
     @property
-    def tokenizer(self) -> Tokenizer | None: ...
+    def tokenizer(self) -> Tokenizer | None:
+        """None: token ids alone."""
+        ...
+
     @property
-    def chat_template(self) -> ChatTemplate | None: ...
-    def chat_parts(self) -> tuple[Tokenizer, ChatTemplate]: ...
-    def encode(self, prompt: Question) -> list[int]: ...
+    def chat_template(self) -> ChatTemplate | None:
+        """None: texts are read as they are."""
+        ...
+
+    def chat_parts(self) -> tuple[Tokenizer, ChatTemplate]:
+        """Both, or RequestError."""
+        ...
+
+    def encode(self, prompt: Question) -> list[int]:
+        """Token ids of a text; ids stay as they are."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -99,6 +119,12 @@ class Form:
 
 class Document:
     """A text whose cache was cut, held in its LLM. `LLM.compress` and `LLM.load_document` make it.
+
+    Args:
+        llm: the model that holds it.
+        request: the engine's request that has read it.
+        form: how it was put to the model.
+        stats: what is told of it.
 
     Any number of questions, from any number of threads, may be asked at the same time; none sees another. `stats` has
     tokens, kept_tokens (a stream, on average), kv_bytes_full, kv_bytes_kept, state_bytes, policy, and the seconds that
@@ -157,7 +183,14 @@ class Document:
         thinking: bool | None = None,
         **template_variables: Any,
     ) -> Stream | ChatStream:
-        """The answer to one question, piece by piece: a ChatStream in the model's chat format, else a Stream."""
+        """The answer to one question, piece by piece: a ChatStream in the model's chat format, else a Stream.
+
+        Args:
+            question: as in `generate`.
+            params: as in `generate`.
+            thinking: as in `LLM.chat`.
+            template_variables: as in `LLM.chat`.
+        """
         if getattr(params, "n", 1) != 1:
             raise RequestError(f"a stream is one answer, {getattr(params, 'n', 1)} were asked for; use generate")
         [(add, splitter)] = self.requests([question], params, thinking, template_variables)
@@ -188,7 +221,7 @@ class Document:
         return [(adding(tokens, one), split) for (tokens, split), one in zip(followed, each, strict=True)]
 
     def continued(self, pieces: Pieces) -> list[int]:
-        """Token ids of a chat that begins with the document, or RequestError: it does not."""
+        """Token ids of a chat that begins with the document, its text rendered to `pieces`; or RequestError."""
         tokenizer, _ = self.llm.chat_parts()
         rest = None if self.form.rendered is None else without_beginning(pieces, self.form.rendered)
         if not self.form.chat or rest is None:

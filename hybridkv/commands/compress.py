@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -94,7 +95,8 @@ def compress(
         f"kept {stats['kept_tokens']:.0f} of {stats['tokens']} tokens a stream by {stats['policy']}, "
         f"KV {human(stats['kv_bytes_full'])} -> {human(stats['kv_bytes_kept'])}, in {stats['seconds']:.1f} s"
     )
-    note(f'wrote {output}; ask with: {command_name()} generate --document {output} "question"')
+    same = "" if model.model is None else f"--model {shlex.quote(model.model)} "
+    note(f'ask with: {command_name()} generate {same}--document {shlex.quote(output)} "question"')
 
 
 def _check_output(output: str, source: str) -> None:
