@@ -113,9 +113,11 @@ function lines(rows) { // rows of one policy and pair of dtypes, from the larges
   }
   return [...found.values()].map((list) => [...list].sort((a, b) => b.bytes - a.bytes));
 }
-function byteTicks(low, high, room) {
-  const all = [];
-  for (let p = Math.ceil(Math.log2(low) - 1e-9); p <= Math.log2(high) + 1e-9; p++) all.push(2 ** p);
+function byteTicks(low, high, room) { // powers of two, and halfway between them where there are few
+  const all = [], steps = high / low < 8 ? [1, 1.5] : [1];
+  for (let p = Math.floor(Math.log2(low)); p <= Math.log2(high); p++) {
+    all.push(...steps.map((step) => step * 2 ** p).filter((n) => n >= low * 0.999 && n <= high * 1.001));
+  }
   const step = Math.max(1, Math.ceil(all.length / Math.max(room, 1)));
   return all.filter((_, i) => (all.length - 1 - i) % step === 0);
 }
