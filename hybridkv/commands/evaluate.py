@@ -173,7 +173,7 @@ def refuse_a_weak_model(summary: Summary) -> None:
 def bar() -> Iterator[Callable[[int, int, str], None]]:
     """A bar on standard error if it is a terminal: units done, how many a minute, time left."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
     columns = (
@@ -186,11 +186,15 @@ def bar() -> Iterator[Callable[[int, int, str], None]]:
     # the speed of the last minutes: units of different lengths take different times
     how: dict[str, Any] = {"transient": True, "redirect_stdout": False, "speed_estimate_period": 300.0}
     with Progress(*columns, console=console, disable=not console.is_terminal, **how) as bars:
-        task = bars.add_task("opening the model", total=None, rate="")
+        opening = bars.add_task("opening the model", total=None, rate="")
+        asking: list[TaskID] = []
 
         def report(done: int, units: int, what: str) -> None:
+            if not asking:  # units of an earlier run do not count for the speed
+                bars.remove_task(opening)
+                asking.append(bars.add_task(what, total=units, completed=done, rate=""))
             speed = bars.tasks[0].speed
             rate = f"{60 * speed:.3g} a minute" if speed else ""
-            bars.update(task, completed=done, total=units, description=what, rate=rate)
+            bars.update(asking[0], completed=done, description=what, rate=rate)
 
         yield report

@@ -113,9 +113,11 @@ function lines(rows) { // rows of one policy and pair of dtypes, from the larges
   }
   return [...found.values()].map((list) => [...list].sort((a, b) => b.bytes - a.bytes));
 }
-function byteTicks(low, high, room) {
-  const all = [];
-  for (let p = Math.ceil(Math.log2(low) - 1e-9); p <= Math.log2(high) + 1e-9; p++) all.push(2 ** p);
+function byteTicks(low, high, room) { // powers of two, and halfway between them where there are few
+  const all = [], steps = high / low < 8 ? [1, 1.5] : [1];
+  for (let p = Math.floor(Math.log2(low)); p <= Math.log2(high); p++) {
+    all.push(...steps.map((step) => step * 2 ** p).filter((n) => n >= low * 0.999 && n <= high * 1.001));
+  }
   const step = Math.max(1, Math.ceil(all.length / Math.max(room, 1)));
   return all.filter((_, i) => (all.length - 1 - i) % step === 0);
 }
@@ -409,16 +411,30 @@ function showSamples() {
   const here = data.changed.filter((c) => c.mode === chosen.mode && (chosen.length === ALL || c.length === chosen.length) && c.task === task);
   $("samples").replaceChildren(...here.map((sample) => {
     const box = element("div", undefined, {class: "sample"}), table = element("table"), body = element("tbody");
-    const best = sample.answers[0].score;
+    const best = sample.answers[0].score, same = new Map(); // the same answer of several is one line
     for (const answer of sample.answers) {
-      const line = element("tr", undefined, answer.score < best - 1e-9 ? {class: "wrong"} : {});
-      line.append(element("td", named(answer)), element("td", points(100 * answer.score)), element("td", answer.answer));
+      const key = `${answer.score} ${answer.answer}`;
+      if (!same.has(key)) same.set(key, []);
+      same.get(key).push(answer);
+    }
+    for (const [first, ...others] of same.values()) {
+      const line = element("tr", undefined, first.score < best - 1e-9 ? {class: "wrong"} : {});
+      line.append(element("td", together([first, ...others])), element("td", points(100 * first.score)), element("td", first.answer));
       body.append(line);
     }
     table.append(body);
     box.append(element("h3", `Text ${sample.number} of ${number(sample.length)} tokens${sample.question ? `, question ${sample.question + 1}` : ""}`), table);
     return box;
   }));
+}
+function together(answers) { // full cache, peak 2x and 4x
+  const found = new Map();
+  for (const answer of answers) {
+    const name = isFull(answer) ? "full cache" : answer.policy;
+    if (!found.has(name)) found.set(name, []);
+    if (!isFull(answer)) found.get(name).push(times(answer.ratio));
+  }
+  return [...found].map(([name, ratios]) => [name, ...ratios].join("\u00a0")).join(", ");
 }
 function showAbout() {
   $("lead").textContent = data.lead;

@@ -86,7 +86,7 @@ def lead(summary: Summary, records: list[Record]) -> str:
     return (
         f"{model_name(summary)} answered questions about {len(texts)} generated texts of {len(tasks)} tasks, with the "
         "full cache and with caches that policies made smaller. Where the question is seen, it stands at the end of "
-        "the prompt when the cache is cut; where it is not seen, the text is read and cut first, and it follows."
+        "the prompt when the cache is cut; where it is not seen, the text is read and cut before the question comes."
     )
 
 

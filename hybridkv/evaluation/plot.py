@@ -7,7 +7,7 @@ from html import escape
 
 from hybridkv.evaluation.settings import FULL, ratio_text
 from hybridkv.evaluation.statistics import Row, Summary, View
-from hybridkv.evaluation.tables import MODE_WORDS, model_name, widest
+from hybridkv.evaluation.tables import MODE_WORDS, model_name, stands_for, widest
 from hybridkv.planner import human
 
 WIDTH, HEIGHT = 460, 340  # of a panel
@@ -80,16 +80,18 @@ def _panel(summary: Summary, view: View, policies: list[str]) -> list[str]:
     lengths = [view.length] if view.length is not None else summary.settings.lengths
     title = f"{model_name(summary)}, {MODE_WORDS[view.mode]}"
     out = [_text(LEFT, 20, title, INK, weight=600)]
-    out.append(_text(LEFT, 37, f"mean of {len(view.averaged)} tasks, {' and '.join(map(str, lengths))} tokens", QUIET))
+    about = f"mean of {len(view.averaged)} tasks, {' and '.join(map(str, lengths))} tokens"
+    auto = stands_for(summary, view.mode) if "auto" in policies else None
+    out.append(_text(LEFT, 37, f"{about}; auto is {auto}" if auto else about, QUIET))
     step = next(s for s in (1, 2, 5, 10, 20, 25, 50, 100) if (high - low) / s <= 7)
     for tick in range(step * math.ceil(low / step), int(high) + 1, step):
         out.append(f'<path d="M{LEFT} {y(tick):.1f}H{WIDTH - RIGHT}" stroke="{FAINT}"/>')
         out.append(_text(LEFT - 7, y(tick) + 4, str(tick), QUIET, "end"))
-    floor, ticks = HEIGHT - BOTTOM, range(math.ceil(low_x), math.floor(high_x) + 1)
-    for power in ticks:
-        at = LEFT + (power - low_x) / (high_x - low_x) * (WIDTH - LEFT - RIGHT)
+    floor = HEIGHT - BOTTOM
+    for size in _ticks(low_x, high_x):
+        at = LEFT + (math.log2(size) - low_x) / (high_x - low_x) * (WIDTH - LEFT - RIGHT)
         out.append(f'<path d="M{at:.1f} {floor}v4" stroke="{QUIET}"/>')
-        out.append(_text(at, floor + 18, human(2**power).replace(".0", ""), QUIET, "middle"))
+        out.append(_text(at, floor + 18, human(size).replace(".0", ""), QUIET, "middle"))
     out.append(f'<path d="M{LEFT} {floor}H{WIDTH - RIGHT}" stroke="{QUIET}"/>')
     out.append(_text(WIDTH - RIGHT, floor + 36, "bytes held by a request", INK, "end"))
     base = rows[0] if rows[0].policy == FULL else None
@@ -105,6 +107,14 @@ def _panel(summary: Summary, view: View, policies: list[str]) -> list[str]:
         hollow = row is not base
         out.append(_diamond(x(row), y(_range(row)[0]), INK, hollow))
     return out
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Powers of two between two logarithms, and what is halfway between them where there are few; six at the most."""
+    steps = (1, 1.5) if high - low < 3 else (1,)
+    found = [step * 2.0**power for power in range(math.floor(low), math.ceil(high)) for step in steps]
+    found = [size for size in found if low <= math.log2(size) <= high]
+    return found[:: -(-len(found) // 6) or 1]
 
 
 def _lines(rows: list[Row]) -> list[list[Row]]:
@@ -171,4 +181,5 @@ def _diamond(x: float, y: float, colour: str, hollow: bool) -> str:
 
 def _text(x: float, y: float, text: str, colour: str, anchor: str = "start", weight: int = 400) -> str:
     strong = f' font-weight="{weight}"' if weight != 400 else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" text-anchor="{anchor}"{strong}>{escape(text)}</text>'
+    apart = f'stroke="{PAPER}" stroke-width="4" paint-order="stroke"'  # from lines behind it
+    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" {apart} text-anchor="{anchor}"{strong}>{escape(text)}</text>'

@@ -68,9 +68,12 @@ def model_name(summary: Summary) -> str:
 
 
 def title(summary: Summary, view: View) -> str:
-    """`SmolLM2, question seen, 2048 tokens`."""
+    """`SmolLM2, question seen, 2048 tokens, 100 texts a task`, and how far a run has come that is not finished."""
     lengths = [view.length] if view.length is not None else summary.settings.lengths
-    return f"{model_name(summary)}, {MODE_WORDS[view.mode]}, {' and '.join(map(str, lengths))} tokens"
+    texts, units = summary.settings.samples, summary.run.get("units", summary.units)
+    said = f"{model_name(summary)}, {MODE_WORDS[view.mode]}, {' and '.join(map(str, lengths))} tokens"
+    said += f", {texts} text{'' if texts == 1 else 's'} a task"
+    return said if summary.units >= units else f"{said} (unfinished: {summary.units} of {units} units)"
 
 
 def varying(view: View) -> tuple[bool, bool]:

@@ -32,7 +32,7 @@ def test_the_version_is_shown(run: Run) -> None:
 def test_help_names_every_command(arguments: list[str], run: Run) -> None:
     code, out, err = run(*arguments)
     assert code == 0 and err == ""
-    assert all(name in out for name in ("generate", "chat", "plan", "inspect", "demo"))
+    assert all(name in out for name in ("generate", "chat", "plan", "inspect", "demo", "eval"))
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "plan", "inspect", "demo"])
@@ -74,7 +74,7 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
     assert options.SamplingOptions().params() == SamplingParams()
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["plan"], ["inspect"], ["demo"], ["bench"]])
+@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["plan"], ["inspect"], ["demo"], ["eval"], ["bench"]])
 def test_help_has_a_short_name_and_says_nothing_behind_switches(command: list[str], run: Run) -> None:
     code, out, err = run(*command, "-h")
     assert (code, err) == (0, "") and out == run(*command, "--help")[1]

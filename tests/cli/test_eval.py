@@ -136,7 +136,10 @@ def test_results_are_shown_again(results: Path, run: Run) -> None:
     code, out, err = run("eval", "--show", results)
     assert code == 0 and err == ""
     lines = out.splitlines()
-    assert lines[0] == "some-model, question seen, 2048 and 4096 tokens" and lines[-3] == f"Plots: {results}/index.html"
+    assert (
+        lines[0] == "some-model, question seen, 2048 and 4096 tokens, 4 texts a task"
+        and lines[-3] == f"Plots: {results}/index.html"
+    )
     assert "cwe" in out and run("eval", "--show", results) == (code, out, err)
 
 
@@ -144,7 +147,8 @@ def test_half_a_run_is_shown_as_far_as_it_is(tmp_path: Path, run: Run) -> None:
     """The second mode has not been asked yet, nor the second dtype."""
     write(tmp_path / "half", FEW, most=17)
     code, out, err = run("eval", "--show", tmp_path / "half")
-    assert code == 0 and "question seen, 2048 tokens" in out and "not seen" not in out and err == ""
+    assert (code, err) == (0, "") and "not seen" not in out
+    assert "question seen, 2048 tokens, 4 texts a task (unfinished: 17 of 136 units)" in out
     write(tmp_path / "none", FEW, most=0)
     code, out, err = run("eval", "--show", tmp_path / "none")
     assert code == 2 and "has no answer yet" in err and out == ""

@@ -37,7 +37,7 @@ def test_whatever_a_crash_tore_off_is_dropped(tmp_path: Path) -> None:
         results.write(every[2])
     full = path.read_bytes()
     assert full.startswith(short)
-    for end in [*range(len(short), len(full), 7), len(full) - 1]:
+    for end in [*range(len(short), len(full), 37), len(full) - 1]:
         path.write_bytes(full[:end])
         assert len(read_results(path.parent).done) == 2, end
         with Results(path.parent, FEW) as results:
@@ -58,12 +58,16 @@ def test_a_last_line_that_is_no_record_is_dropped_and_one_in_the_middle_is_told(
 
 
 def test_a_run_that_was_stopped_before_its_first_line_begins_anew(tmp_path: Path) -> None:
-    for begun in (b"", b'{"kind":"run","sett'):
-        (tmp_path / NAME).write_bytes(begun)
+    for number, begun in enumerate((b"", b'{"kind":"run","sett')):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / NAME).write_bytes(begun)
         with pytest.raises(HybridKVError, match="is empty"):
-            read_results(tmp_path)
-        with Results(tmp_path, FEW) as results:
+            read_results(folder)
+        with Results(folder, FEW) as results:
             assert results.saved.run == {} and not results.saved.complete
+            results.write(next(units(FEW)))
+        assert len(read_results(folder).done) == 1
 
 
 def test_other_settings_weights_or_versions_are_refused(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_the_same_results_give_the_same_bytes_in_any_order(summary: Summary) -> 
 def test_the_table_says_what_was_measured(summary: Summary) -> None:
     shown = text(summary)
     lines = shown.splitlines()
-    assert lines[0] == "some-model, question seen, 2048 and 4096 tokens"
+    assert lines[0] == "some-model, question seen, 2048 and 4096 tokens, 20 texts a task"
     assert lines[1].split("  ")[0] == "policy" and "95 % interval" in lines[1] and "KL 99.9 %" in lines[1]
     assert "Not averaged, since the full cache does badly (less than 60): cwe 30.0." in " ".join(shown.split())
     assert any(line.startswith("snapkv") and "-22.5  -30.0 to -15.8" in line for line in lines), shown
