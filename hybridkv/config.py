@@ -17,9 +17,21 @@ INDEX_DTYPES = ("f32", "bf16", "fp8", "mxfp4", "nvfp4")
 MODEL_DTYPES = ("float32", "bfloat16")
 WEIGHT_DTYPES = ("auto", "fp8", "plain")
 # those of eviction.named; auto is one of them, by what is known when the cache is cut
-POLICY_NAMES = ("auto", "peak", "replay", "snapkv", "tova", "knorm", "keydiff", "leverage", "streaming", "random")
+POLICY_NAMES = (
+    "auto",
+    "peak",
+    "heads",
+    "replay",
+    "snapkv",
+    "tova",
+    "knorm",
+    "keydiff",
+    "leverage",
+    "streaming",
+    "random",
+)
 # policies by which streams keep different numbers of entries, unless their settings say spread=even
-UNEVEN_POLICIES = ("auto", "peak", "replay")
+UNEVEN_POLICIES = ("auto", "peak", "heads", "replay")
 # A prefill chunk is a whole number of these: the chunked delta rule gives the same bits however a prompt is cut at
 # multiples of 64.
 CHUNK_QUANTUM = 64
@@ -33,8 +45,8 @@ class EvictionConfig:
         budget: tokens kept per stream on average once the prompt is read.
         window: how many of the last queries vote on what to keep.
         recent: tokens at the end that stay whatever their score; the budget includes them.
-        policy: what a token's score is: auto, peak, snapkv, tova, knorm, keydiff, leverage, streaming or random, for
-            conversations and documents replay too, with settings as in "peak:pooling=31" if need be; or a
+        policy: what a token's score is: auto, peak, heads, snapkv, tova, knorm, keydiff, leverage, streaming or random,
+            for conversations and documents replay too, with settings as in "peak:ahead=31" if need be; or a
             hybridkv.eviction.Policy of your own.
         scope: one list of survivors for each head, each layer, or for all: head | layer | global.
         bounded: evict at every step of prompt and answer: no more than budget + one step is ever held.

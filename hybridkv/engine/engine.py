@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from operator import index
 from typing import Any
 
@@ -29,6 +29,7 @@ from hybridkv.cache.session import Session, check_model
 from hybridkv.config import EvictionConfig, SamplingParams, is_whole
 from hybridkv.devices import on_device
 from hybridkv.engine import held
+from hybridkv.engine.copying import calibration_tokens, copying_weights
 from hybridkv.engine.pipeline import InFlightStep, Pipeline
 from hybridkv.engine.replay import ReplayPart, replay
 from hybridkv.engine.runner import Runner
@@ -80,7 +81,9 @@ class Engine:
         evictor: Evictor | None = None,
     ) -> None:
         self.manager, self.tokenizer, self.eos_ids = manager, tokenizer, eos_ids
-        self.evictor = evictor if evictor is None else replace(evictor, step_tokens=step_tokens)
+        self.evictor = None
+        if evictor is not None:
+            self.evictor = replace(evictor, step_tokens=step_tokens, weights=lambda: self.stream_weights)
         self.vocab = model.config.vocab
         self.sampling_defaults: dict[str, float] = {}  # the model's own, for what a request leaves open
         self.tokens_alone = manager.tokens_alone()
@@ -95,6 +98,13 @@ class Engine:
         self._running: weakref.ref[_Running] | None = None  # such a call is running now, if what it refers to lives
         self._deferred: list[Callable[[], None]] = []  # calls that came inside a step, for after it
         self._numbers = itertools.count()
+
+    @cached_property
+    def stream_weights(self) -> Tensor:
+        """[streams] f32: how much each attention stream of the model copies (copying.py), measured when first needed."""
+        config = self.runner.model.config
+        tokens = calibration_tokens(self.tokenizer, self.vocab, config.max_positions)
+        return copying_weights(self.runner.model, self.manager, tokens)
 
     def take_ownership(self) -> None:
         """From here on the calling thread owns the engine. The owner before it must not be inside a call."""

@@ -15,7 +15,7 @@ entries are dropped at the same positions, so it goes on as if nothing had happe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -46,6 +46,7 @@ class Evictor:
     scale: float  # of attention scores
     step_tokens: int = EngineConfig.step_tokens  # a bounded request is evicted at multiples of these
     settings: EvictionConfig | None = None  # of requests that name a budget alone: all but that
+    weights: Callable[[], Tensor] | None = None  # [streams] f32, how much each copies; None: not to be had
 
     @staticmethod
     def make(
@@ -215,7 +216,10 @@ class Evictor:
         table, slot = manager.tables[STREAMS], manager.slot_of[request.key]
         lengths = table.lengths[slot].reshape(len(table.schema.layers), -1)  # [layers, G]
         if scores is None:
-            parts = [policy.score(part) for part in self.layers(request, manager, policy.batchable, eviction.window)]
+            parts = [
+                policy.score(part)
+                for part in self.layers(request, manager, policy.batchable, eviction.window, policy.needs_weights)
+            ]
             scores = [layer for part in parts for layer in part.split(table.schema.heads)]
         first = policy.first if eviction.first is None else eviction.first
         if first or ranges:
@@ -239,14 +243,21 @@ class Evictor:
             )
 
     def layers(
-        self, request: Request, manager: KVCacheManager, batched: bool = False, window: int | None = None
+        self,
+        request: Request,
+        manager: KVCacheManager,
+        batched: bool = False,
+        window: int | None = None,
+        weighted: bool = False,
     ) -> list[LayerCache]:
         """What the policy sees of each attention layer. Nothing here waits for the device.
 
         Args:
             batched: several layers as one, streams after streams, as many as SCORE_BYTES of scores allow.
             window: how many of the last queries; None: as many as the request asks for.
+            weighted: with the weights of the streams, which are measured when they are first asked for.
         """
+        weights = self.weights() if weighted and self.weights is not None else None
         window = self.asked_by(request).window if window is None else window
         table, slot = manager.tables[STREAMS], manager.slot_of[request.key]
         position, past = manager.position(request.key), manager.compactions.get(slot)
@@ -285,6 +296,7 @@ class Evictor:
                     table=pages[streams],
                     scale=self.scale,
                     lse=None if lse is None else lse[:, i : i + n].flatten(1, 2),
+                    weights=None if weights is None else weights[streams],
                 )
             )
         return found

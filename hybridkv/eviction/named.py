@@ -12,13 +12,14 @@ from dataclasses import fields, replace
 
 from hybridkv.config import POLICY_NAMES, meant, shown
 from hybridkv.errors import HybridKVError
-from hybridkv.eviction.policies import KeyDiff, Knorm, Leverage, Peak, Random, SnapKV, Streaming, Tova
+from hybridkv.eviction.policies import Heads, KeyDiff, Knorm, Leverage, Peak, Random, SnapKV, Streaming, Tova
 from hybridkv.eviction.policy import Policy
 from hybridkv.eviction.replay import Replay
 from hybridkv.eviction.spread import Ada, All, Pyramid, Spread
 
 POLICIES: dict[str, Callable[[], Policy]] = {
-    "peak": lambda: Ada(Peak()),
+    "peak": lambda: All(Peak()),
+    "heads": lambda: All(Heads()),
     "replay": lambda: All(Replay()),
     "snapkv": SnapKV,
     "tova": Tova,
@@ -28,7 +29,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "streaming": Streaming,
     "random": Random,
 }
-AUTO = {"seen": "peak", "unseen": "keydiff"}
+AUTO = {"seen": "peak", "unseen": "heads"}
 SPREADS: dict[str, Callable[[Policy], Policy]] = {
     "even": lambda policy: policy,
     "layer": Ada,

@@ -16,7 +16,7 @@ from torch import Tensor
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction.policy import LayerCache, Policy
 from hybridkv.kernels.eviction.peak import peak_scores
-from hybridkv.kernels.eviction.peak_pool import pool_peaks
+from hybridkv.kernels.eviction.peak_pool import MAX_KERNEL, pool_peaks
 from hybridkv.kernels.eviction.score import window_scores
 from hybridkv.kernels.eviction.select import pool_heads
 from hybridkv.kernels.eviction.value_norms import value_norms
@@ -24,36 +24,62 @@ from hybridkv.kernels.eviction.value_norms import value_norms
 
 @dataclass(frozen=True)
 class Peak(Policy):
-    """The strongest attention that any of the last queries pays, of any query head that shares the KV head.
+    """What the last queries look at, then what stands out.
 
-    A needle is looked at by few queries, and a sum over the window drowns them: the largest weight counts. It spreads
-    to `pooling` neighbours, `ahead` of them after it (None: half): a number or a name is several tokens, read one after
-    the other, and the queries look at the first. With `values` scores are floored at their stream's mean and weighted
-    by the norm of the value.
-    Feng et al. 2025 (DefensiveKV), arXiv 2510.13334; values: Feng et al. 2025 (CriticalKV), arXiv 2502.03805.
+    The strongest attention counts that any of the last queries pays, of any query head that shares the KV head: a
+    needle is looked at by few queries, and a sum over the window would drown them. A number or a name is several
+    tokens, read one after the other, and the queries look at the first: a peak spreads to the `ahead` entries after it
+    and the `behind` before it, fading by `decay` with each. What an answer needs later the question need not look at,
+    so where no peak is, an entry counts by its key (`Heads`); `strength` is how much a peak weighs beside that. All of
+    it is weighted by how much the stream copies, to the power of `heads` (0: all alike).
+    Feng et al. 2025 (DefensiveKV), arXiv 2510.13334; Xiao et al. 2024 (DuoAttention), arXiv 2410.10819.
     """
 
-    pooling: int = 15
-    ahead: int = -1
+    ahead: int = 63
+    behind: int = 7
+    decay: float = 0.97
+    strength: float = 4.0
+    heads: float = 0.5
+    pooling: int = 9
     values: bool = False
+    plain: float = 0.0
     batchable: ClassVar[bool] = True
     first: ClassVar[int] = 4
+    needs_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_width(self.pooling)
+        if min(self.ahead, self.behind) < 0 or self.ahead + self.behind >= MAX_KERNEL:
+            raise HybridKVError(
+                f"a peak may spread to {MAX_KERNEL - 1} entries, not to {self.ahead} ahead and {self.behind} behind"
+            )
+        if not 0 < self.decay <= 1:
+            raise HybridKVError(f"decay must be above 0 and at most 1 (a peak does not fade), not {self.decay}")
+        _check_heads(self.heads)
 
     def score(self, layer: LayerCache) -> Tensor:
         scores = peak_scores(
             layer.queries, layer.query_positions, layer.k_pool, layer.table, layer.positions, layer.scale, layer.lse
         )
-        shift = self.ahead - self.pooling // 2 if self.ahead >= 0 else 0
-        if shift > 0:
-            old = torch.arange(scores.shape[1], device=scores.device) < (layer.device_lengths - len(layer.queries))[:, None]
-            scores = torch.where(old, F.pad(scores, (shift, 0))[:, : scores.shape[1]], scores)
-        norms = None
-        if self.values:
-            norms = value_norms(layer.v_pool, layer.table, layer.device_lengths, scores.shape[1])
-        return pool_peaks(scores, layer.device_lengths, len(layer.queries), self.pooling, self.values, norms)
+        lengths, width = layer.device_lengths, self.ahead + self.behind + 1
+        kernel = width if width % 2 else width + 1
+        norms = value_norms(layer.v_pool, layer.table, lengths, scores.shape[1]) if self.values else None
+        spread = pool_peaks(scores, lengths, len(layer.queries), kernel, self.values, norms, self.ahead, self.decay)
+        if self.plain < 0:
+            return _weighted(spread, layer, self.heads)
+        other = Heads(self.pooling, self.heads).score(layer)
+        return _weighted(self.strength * spread, layer, self.plain) + other
+
+
+def _weighted(scores: Tensor, layer: LayerCache, power: float) -> Tensor:
+    """Scores times how much each stream copies, to a power."""
+    if layer.weights is None or power == 0:
+        return scores
+    return scores * layer.weights[:, None] ** power
+
+
+def _check_heads(power: float) -> None:
+    if not 0 <= power <= 8:
+        raise HybridKVError(f"heads must be a power from 0 (all streams alike) to 8, not {power}")
 
 
 def _check_width(width: int) -> None:
@@ -124,6 +150,33 @@ class KeyDiff(Policy):
         unit = F.normalize(layer.keys, dim=-1)
         anchor = F.normalize(unit.sum(1, keepdim=True) / layer.device_lengths[:, None, None], dim=-1)
         return _widened(-(unit * anchor).sum(-1), layer, self.pooling)
+
+
+@dataclass(frozen=True)
+class Heads(Policy):
+    """Streams that copy keep most; in a stream, keys unlike the others. It needs no question.
+
+    An entry's place among its stream's (the best 1, the worst 0) by key difference, which spreads to `pooling`
+    neighbours, times how much the stream copies to the power of `heads`. The streams share one budget. Xiao et al. 2024
+    (DuoAttention), arXiv 2410.10819; keys: Park et al. 2025, arXiv 2504.15364.
+    """
+
+    pooling: int = 9
+    heads: float = 0.5
+    first: ClassVar[int] = 4
+    needs_weights: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_width(self.pooling)
+        _check_heads(self.heads)
+
+    def score(self, layer: LayerCache) -> Tensor:
+        scores = KeyDiff(self.pooling).score(layer).masked_fill(layer.positions < 0, -torch.inf)
+        order = scores.argsort(dim=1, descending=True, stable=True)  # ties: the lower position is better
+        place = torch.arange(scores.shape[1], device=scores.device, dtype=torch.float32).expand_as(scores)
+        rank = torch.empty_like(scores).scatter_(1, order, place)
+        found = 1 - rank / layer.device_lengths[:, None].clamp(min=1)
+        return _weighted(torch.where(scores.isnan(), scores, found), layer, self.heads)
 
 
 @dataclass(frozen=True)

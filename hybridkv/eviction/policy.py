@@ -28,6 +28,7 @@ class LayerCache:
     table: Tensor  # [G, N]
     scale: float
     lse: Tensor | None = None  # [W, H] f32, where known: log of the sum of exp(q . k * scale) that each query saw
+    weights: Tensor | None = None  # [G] f32 up to 1, where the policy needs them: how much each stream copies
 
     @cached_property
     def device_lengths(self) -> Tensor:
@@ -58,6 +59,8 @@ class Policy:
     spread: ClassVar[str | None] = None
     # entries at the beginning that stay whatever their score, unless `EvictionConfig.first` says otherwise
     first: ClassVar[int] = 0
+    # whether `score` looks at `LayerCache.weights`, which are measured once for a model
+    needs_weights: ClassVar[bool] = False
     # whether scores come from reading the text once more (replay.py) instead of from `score`
     needs_replay: ClassVar[bool] = False
 

@@ -37,6 +37,10 @@ class Spread(Policy):
         return self.policy.first
 
     @property
+    def needs_weights(self) -> bool:  # type: ignore[override]
+        return self.policy.needs_weights
+
+    @property
     def needs_replay(self) -> bool:  # type: ignore[override]
         return self.policy.needs_replay
 
