@@ -48,7 +48,8 @@ class Peak(Policy):
         )
         shift = self.ahead - self.pooling // 2 if self.ahead >= 0 else 0
         if shift > 0:
-            old = torch.arange(scores.shape[1], device=scores.device) < (layer.device_lengths - len(layer.queries))[:, None]
+            before = (layer.device_lengths - len(layer.queries))[:, None]  # entries older than the window
+            old = torch.arange(scores.shape[1], device=scores.device) < before
             scores = torch.where(old, F.pad(scores, (shift, 0))[:, : scores.shape[1]], scores)
         norms = None
         if self.values:
