@@ -101,7 +101,7 @@ class Engine:
 
     @cached_property
     def stream_weights(self) -> Tensor:
-        """[streams] f32: how much each attention stream of the model copies (copying.py), measured when first needed."""
+        """[streams] f32: how much each attention stream copies (copying.py), measured when first needed."""
         config = self.runner.model.config
         tokens = calibration_tokens(self.tokenizer, self.vocab, config.max_positions)
         return copying_weights(self.runner.model, self.manager, tokens)

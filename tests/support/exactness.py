@@ -130,12 +130,12 @@ def remember(trace: Trace, llm: LLM, when: str) -> None:
     slot, table = manager.slot_of["it"], manager.tables["attention"]
     for layer in table.schema.layers:
         lane, rows = table.schema.place(layer)
-        length = int(table.lengths[slot, rows][0])
         pages = torch.from_numpy(table.pages[slot, rows]).to(manager.device)
-        for name, pool in table.pool.lane(lane).items():
+        for g, length in enumerate(table.lengths[slot, rows].tolist()):  # heads may hold different numbers
             entry = torch.arange(length, device=manager.device)
-            place = pages[:, entry // pool.shape[1]].long(), entry % pool.shape[1]
-            trace.found[f"{name} {layer} {when}"] = pool[place].clone()  # [G, length, ...] as stored
+            for name, pool in table.pool.lane(lane).items():
+                place = pages[g, entry // pool.shape[1]].long(), entry % pool.shape[1]
+                trace.found[f"{name} {layer} {g} {when}"] = pool[place].clone()  # [length, ...] as stored
     for layer in range(llm.config.layers):
         for name, rows in manager.state.layer(layer).items():
             if name != "queries":
