@@ -238,7 +238,7 @@ class Document:
             if not self.llm.owner.run(lambda engine: has_cache(engine, request)):
                 try:
                     self._request = _read(self.llm, request.tokens[: request.prompt_tokens], None, prefix=request)
-                except RequestError as problem:
+                except HybridKVError as problem:
                     raise RequestError(
                         f"the document's cache was given up to make room for other requests, and cannot be computed "
                         f"again: {problem}"
@@ -319,7 +319,6 @@ def compress(
     request = _read(llm, tokens, None if replays else window, partial(report, "reading"))
     try:
         cut_held(llm, request, eviction, parts, [(0, head)], partial(report, "reading again"))
-        llm.owner.run(lambda engine: engine.manager.drop_query_buffer(request.key))  # nothing more is chosen by them
     except BaseException:
         llm.owner.discard(request)
         raise
@@ -385,6 +384,7 @@ def cut_held(
 
     def evict(engine: Engine) -> None:
         engine.evict_held(request, eviction, scores, stay)
+        engine.manager.drop_query_buffer(request.key)  # nothing more is chosen by its last queries
         request.stats.update(_held_stats(engine.manager, request))
 
     llm.owner.run(evict)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
+import tiny_v4
 
 from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
 from engine.driving import assert_nothing_held
@@ -478,3 +479,23 @@ def test_a_conversation_is_cut_by_replay_at_the_end_of_a_turn(kind: str, model: 
     for each in (talk, whole):
         each.close()
     assert_nothing_held(llm.engine)
+
+
+def test_log_probabilities_of_a_question_are_those_of_the_cut_cache(model: Callable[..., LLM]) -> None:
+    """They need every token's logits, so the text is read again, and cut where it was cut."""
+    llm = model("qwen3_5")
+    with llm.compress(TEXT, ratio=4) as document:
+        [plain] = document.generate(QUESTIONS[0], GREEDY)
+        [asked] = document.generate(QUESTIONS[0], SamplingParams(max_tokens=8, temperature=0.0, prompt_logprobs=0))
+        assert asked.token_ids == plain.token_ids and asked.stats["cached_tokens"] == 0
+        assert asked.stats["kept_tokens"] == plain.stats["kept_tokens"]
+        assert asked.prompt_logprobs is not None and len(asked.prompt_logprobs) == asked.prompt_tokens
+    assert_nothing_held(llm.engine)
+
+
+def test_a_model_that_compresses_its_cache_itself(tmp_path: Path) -> None:
+    tiny_v4.build("mini").save_pretrained(tmp_path)
+    with LLM(tmp_path, device="cpu", max_requests=2, max_context=512) as llm:
+        with pytest.raises(RequestError, match="compresses its cache itself"):
+            llm.compress([5] * 200, ratio=4)
+        assert_nothing_held(llm.engine)

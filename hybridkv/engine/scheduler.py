@@ -2,10 +2,11 @@
 
 Every running request that has one pending token decodes. The rest of the step's token budget goes to prompt chunks,
 oldest request first, then to requests that wait, in order of arrival, as long as their pages are free. A request that
-continues a held cache waits in the same order; it needs no slot. A prompt that will be evicted needs a query buffer;
-while all are taken, it waits where it is. When pages run out, caches held for a next turn go first, then the youngest
-running request is preempted: its pages are released and it waits at the front to be computed again. The oldest request
-is never preempted, so work always ends.
+continues a held cache waits in the same order; it needs no slot. One that begins with a held cache that others share
+(`Request.prefix`) takes a slot of its own and a fork of that cache, which stays held. A prompt that will be evicted
+needs a query buffer; while all are taken, it waits where it is. When pages run out, caches held for a next turn go
+first, then the youngest running request is preempted: its pages are released and it waits at the front to be computed
+again. The oldest request is never preempted, so work always ends.
 """
 
 from __future__ import annotations

@@ -71,13 +71,13 @@ def weights_of(oracle: tiny.Oracle, tokens: list[int], pieces: list[ReplayPart])
     return found
 
 
-@pytest.mark.parametrize("exact", (False, True))
+@pytest.mark.parametrize(("exact", "steps"), ((False, 64), (False, 512), (True, 64)))
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_are_the_attention_of_a_model_that_repeats_the_text(
-    kind: str, exact: bool, model: Callable[..., LLM], oracle: Callable[[str], tiny.Oracle]
+    kind: str, exact: bool, steps: int, model: Callable[..., LLM], oracle: Callable[[str], tiny.Oracle]
 ) -> None:
-    engine, tokens = model(kind, exact=exact).engine, prompt(TEXT)
-    request, pieces = read(engine, tokens), parts(prompt(TEXT))
+    engine, tokens = model(kind, exact=exact, step_tokens=steps).engine, prompt(TEXT)
+    request, pieces = read(engine, tokens), parts(prompt(TEXT), steps + 6)
     scores, want = replayed(engine, request, pieces), weights_of(oracle(kind), tokens, pieces)
     assert len(scores) == len(want) == len(engine.manager.tables["attention"].schema.layers)
     for mine, theirs in zip(scores, want, strict=True):
