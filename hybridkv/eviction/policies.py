@@ -104,6 +104,8 @@ class Tova(Policy):
 class Knorm(Policy):
     """Keys of small norm draw attention: minus the norm. Devoto et al. 2024, arXiv 2406.11430."""
 
+    needs_queries: ClassVar[bool] = False
+
     def score(self, layer: LayerCache) -> Tensor:
         return -layer.keys.norm(dim=-1)
 
@@ -116,6 +118,7 @@ class KeyDiff(Policy):
     """
 
     pooling: int = 1
+    needs_queries: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _check_width(self.pooling)
@@ -132,6 +135,7 @@ class Leverage(Policy):
 
     pooling: int = 1
     values: bool = False
+    needs_queries: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _check_width(self.pooling)
@@ -161,6 +165,7 @@ class Streaming(Policy):
     """The first `sinks` tokens and the most recent ones. Xiao et al. 2023, arXiv 2309.17453."""
 
     sinks: int = 4
+    needs_queries: ClassVar[bool] = False
 
     def score(self, layer: LayerCache) -> Tensor:
         positions = layer.positions.float()

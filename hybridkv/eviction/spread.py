@@ -37,6 +37,10 @@ class Spread(Policy):
         return self.policy.first
 
     @property
+    def needs_queries(self) -> bool:  # type: ignore[override]
+        return self.policy.needs_queries
+
+    @property
     def needs_replay(self) -> bool:  # type: ignore[override]
         return self.policy.needs_replay
 
