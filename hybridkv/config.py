@@ -104,6 +104,8 @@ class CacheConfig:
         bounded: as in EvictionConfig.
         decode_every: as in EvictionConfig.
         first: as in EvictionConfig.
+        keep_turns: of a conversation, the last turns that stay whole, beside what is before the first one; None: all.
+        turn_budget: tokens kept a stream of each turn that is older than those.
         query_buffers: requests that keep their last queries at once: prompts not yet evicted, and conversations. None:
             as many as are needed, and without a budget one, for requests that bring their own; 0: without a budget,
             nobody may bring one.
@@ -123,6 +125,8 @@ class CacheConfig:
     bounded: bool = False
     decode_every: int = 0
     first: int | None = None
+    keep_turns: int | None = None
+    turn_budget: int = 128
     query_buffers: int | None = None
     state_dtype: str = "f32"
     index_dtype: str = "auto"
@@ -145,6 +149,7 @@ class CacheConfig:
         if self.budget is None:
             settings["budget"] = 1 << 20  # any: the others are checked all the same
         EvictionConfig(**settings)  # type: ignore[arg-type]
+        check_turns(self.keep_turns, self.turn_budget)
         if self.kv_dtype not in ("auto", *KV_DTYPES):
             raise HybridKVError(f"kv_dtype {self.kv_dtype!r} is not supported; choose auto, {', '.join(KV_DTYPES)}")
         if self.state_dtype not in ("f32", "bf16"):
@@ -202,6 +207,16 @@ class EngineConfig:
     def memory_bytes(self) -> int | None:
         """`memory` as a number."""
         return parse_bytes(self.memory)
+
+
+def check_turns(keep_turns: object, turn_budget: object) -> None:
+    """Whether these say what a conversation keeps of its turns, or HybridKVError."""
+    for name, value, low in (("keep_turns", keep_turns, 1), ("turn_budget", turn_budget, 0)):
+        if name == "keep_turns" and value is None:
+            continue
+        if not is_whole(value) or not low <= value <= 1 << 20:  # type: ignore[operator]
+            none = " or None (all turns)" if name == "keep_turns" else ""
+            raise HybridKVError(f"{name} must be a whole number from {low}{none}, not {shown(value)}")
 
 
 def is_whole(value: object) -> bool:

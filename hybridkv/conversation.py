@@ -14,14 +14,16 @@ import copy
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from hybridkv.answers import ChatStream, Completion, Stream
 from hybridkv.cache.session import RECORD_BYTES, Session
 from hybridkv.cache.snapshot_file import NotWellFormed, check_place
-from hybridkv.config import EvictionConfig, SamplingParams, shown
+from hybridkv.config import EvictionConfig, SamplingParams, check_turns, shown
 from hybridkv.document import Document, cut_held, needs_replay, replay_parts
 from hybridkv.engine.engine import INHERIT, Engine
 from hybridkv.errors import HybridKVError, RequestError
@@ -46,6 +48,10 @@ class Conversation:
             what the LLM was opened with.
         document: a document of the same LLM, with which the first turn begins; it stays as it is, for others too. What
             follows it is kept whole.
+        keep_turns: the last turns (a message and its answer) that stay whole, beside what comes before the first one;
+            None: all of them. Without it: what the LLM was opened with.
+        turn_budget: tokens kept a stream of each turn that is older than those. It is evicted once, when it gets old,
+            and never read again for it. Without it: what the LLM was opened with.
         template_variables: as in `LLM.chat`, for every turn.
 
     All of them but `llm`, `system` and `document` are attributes too, and may be changed between turns. `messages` has
@@ -63,9 +69,12 @@ class Conversation:
         thinking: bool | None = None,
         eviction: Eviction = INHERIT,
         document: Document | None = None,
+        keep_turns: int | None | object = INHERIT,
+        turn_budget: int | object = INHERIT,
         **template_variables: Any,
     ) -> None:
         self.llm, self.params, self.eviction = llm, params, eviction
+        self.keep_turns, self.turn_budget = keep_turns, turn_budget
         self.document = document
         if document is not None:
             system = _system_of(document, llm, system, eviction)
@@ -74,6 +83,7 @@ class Conversation:
         self.last: Completion | None = None
         self._request: Request | None = None  # the last turn's, whose cache is held
         self._prompt = ""  # the text that the last turn's prompt was made from
+        self._begins: list[int] | None = None  # where each turn begins in the request's tokens, if that was asked for
         self._turn = threading.Lock()  # held while a turn is answered
         self._answering: int | None = None  # the thread that reads the answer
 
@@ -114,17 +124,18 @@ class Conversation:
         self._answering = threading.get_ident()
 
     def _answer(self, text: str) -> Iterator[ChatPiece]:
-        begins = self.document is not None and not any(said["role"] == "user" for said in self.messages)
-        content = f"{self.document.text}{BETWEEN}{text}" if self.document is not None and begins else text
+        first = self.document is not None and not any(said["role"] == "user" for said in self.messages)
+        content = f"{self.document.text}{BETWEEN}{text}" if self.document is not None and first else text
         self.messages.append({"role": "user", "content": content})
         try:
             template, pieces = self.llm.chat_parts()[1], self._rendered(self.messages)
             prompt = text_of(pieces)
             prefix = self.document.held() if self.document is not None else None
-            tokens, params, before = self._tokens(pieces), self.params, self._request
+            (tokens, said), params, before = self._tokens(pieces), self.params, self._request
             asked = None if prefix is not None else self.llm.engine.resolve_eviction(self.eviction, replays=True)
             eviction = None if prefix is not None or needs_replay(asked) else self.eviction
             one_answer(params)
+            begins = self._turn_begins(tokens, said)
 
             def add(engine: Engine) -> Request:
                 return engine.add(tokens, params, hold=True, after=before, eviction=eviction, prefix=prefix)
@@ -133,17 +144,18 @@ class Conversation:
         except BaseException:
             self.messages.pop()  # the turn did not happen
             raise
-        self._request, self._prompt = stream.request, prompt
+        self._request, self._prompt, self._begins = stream.request, prompt, begins
         try:
             yield from stream.steps()
         finally:
             try:
                 stream.close()
             finally:  # a second interrupt may end the wait
-                said = stream.completion
-                if said is not None and said.error is None:
-                    self.messages.append(assistant_message(said.text, said.reasoning))
-                    self.last = said
+                answer = stream.completion
+                if answer is not None and answer.error is None:
+                    self.messages.append(assistant_message(answer.text, answer.reasoning))
+                    self.last = answer
+                    self._evict_old_turns()
                 else:
                     self.messages.pop()  # the turn did not happen, and its cache is gone
                     self._request = None
@@ -171,7 +183,7 @@ class Conversation:
         said = request.tokens[:position]
 
         def ask(text: str) -> list[int]:
-            tokens = self._tokens(self._rendered([*self.messages, {"role": "user", "content": text}]))
+            tokens, _ = self._tokens(self._rendered([*self.messages, {"role": "user", "content": text}]))
             if tokens[:position] == said:
                 return tokens[position:]
             return tokenizer.encode(BETWEEN + text, bos=False, after=said[-1])  # the template rewrites what was said
@@ -213,7 +225,7 @@ class Conversation:
         except NotWellFormed as problem:
             raise HybridKVError(f"session {path.name} is not well-formed: {problem}") from None
         talk = cls(llm, params=params, eviction=saved.eviction)
-        talk.messages, talk._prompt = saved.messages, saved.prompt
+        talk.messages, talk._prompt, talk._begins = saved.messages, saved.prompt, saved.begins
         for name, value in saved.settings.items():
             setattr(talk, name, value)
         if session.tokens:
@@ -231,7 +243,8 @@ class Conversation:
         path = _path(path)
         check_place(path, "session")  # before anything is copied
         with self._between_turns():
-            words = SavedConversation(self.messages, self._prompt, self.eviction, self._settings()).as_json()
+            settings = {name: value for name, value in self._settings().items() if value is not INHERIT}
+            words = SavedConversation(self.messages, self._prompt, self.eviction, settings, self._begins).as_json()
             request = self._request
             session = self.llm.owner.run(lambda engine: engine.session(request, words))
         session.save(path)  # other threads' requests go on meanwhile
@@ -247,8 +260,9 @@ class Conversation:
         with self._between_turns():
             fork = type(self)(self.llm, params=self.params, eviction=self.eviction, document=self.document)
             fork.messages, fork._prompt = copy.deepcopy(self.messages), self._prompt
-            for name, value in copy.deepcopy(self._settings()).items():
-                setattr(fork, name, value)
+            fork._begins = None if self._begins is None else list(self._begins)
+            for name, value in self._settings().items():
+                setattr(fork, name, value if value is INHERIT else copy.deepcopy(value))
             request = self._request
             if request is not None:
                 fork._take(lambda engine: engine.fork_held(request))
@@ -269,19 +283,76 @@ class Conversation:
             self.llm.owner.run(lambda engine: [engine.abort(request) for request in made])
             raise
 
-    def _tokens(self, pieces: list[tuple[str, bool]]) -> list[int]:
-        """Tokens of the whole conversation; those of the last turn are taken over as they were computed."""
+    @property
+    def _turns(self) -> tuple[int | None, int]:
+        """(turns that stay whole, budget of each older one), or HybridKVError."""
+        cache = self.llm.cache_config
+        keep = cache.keep_turns if self.keep_turns is INHERIT else self.keep_turns
+        budget = cache.turn_budget if self.turn_budget is INHERIT else self.turn_budget
+        check_turns(keep, budget)
+        if keep is not None and self.document is not None:
+            if self.keep_turns is INHERIT:
+                return None, budget  # type: ignore[return-value]
+            raise RequestError("what follows a document is kept whole: leave out keep_turns, or pass None")
+        if keep is not None and self.llm.engine.evictor is None:
+            raise RequestError(
+                "keep_turns was given, and this model was opened to keep everything; open it with "
+                "CacheConfig(keep_turns=...), if it has full attention"
+            )
+        return keep, budget  # type: ignore[return-value]
+
+    def _turn_begins(self, tokens: list[int], said: int) -> list[int] | None:
+        """Where each turn begins in `tokens`, of which the first `said` are those of the turn before; None: all turns
+        stay whole, and nobody asks.
+        """
+        if self._turns[0] is None:
+            return None
+        if said and self._begins is not None:
+            return [*self._begins, said]
+        return turn_begins(tokens, self.messages, self._encode)
+
+    def _encode(self, messages: Messages) -> list[int]:
+        """Tokens of a conversation, rendered and encoded anew."""
+        return encode_pieces(self.llm.chat_parts()[0], self._rendered(messages))
+
+    def _evict_old_turns(self) -> None:
+        """At a turn's end: those that have become old are evicted to their budget. The answer is safe already."""
+        (keep, budget), begins, request, last = self._turns, self._begins, self._request, self.last
+        if keep is None or begins is None or request is None or last is None:
+            return
+        old = list(pairwise(begins))[: max(0, len(begins) - keep)]
+        stats = self.llm.owner.run(lambda engine: engine.evict_turns(request, old, budget))
+        self.last = replace(last, stats=stats | {"old_turns": len(old), "turn_budget": budget})
+
+    def _tokens(self, pieces: list[tuple[str, bool]]) -> tuple[list[int], int]:
+        """Tokens of the whole conversation, and how many of them are those of the last turn, taken over as they were
+        computed; 0: none are.
+        """
         request, prompt, tokenizer = self._request, pieces[0][0], self.llm.chat_parts()[0]
         encode = partial(encode_pieces, tokenizer) if self.document is None else self.document.continued
         # where a stop string ended the answer, its tokens say more than its text
         if request is None or len(pieces) > 1 or request.text.stopped is not None:
-            return encode(pieces)
+            return encode(pieces), 0
         done = self._prompt + request.text.text
         if not prompt.startswith(done):
-            return encode(pieces)
+            return encode(pieces), 0
         # without the token that ended the answer: the template writes that itself
         said = request.tokens[:-1] if request.finish_reason == "stop" else request.tokens
-        return said + tokenizer.encode(prompt[len(done) :], bos=False, after=said[-1])
+        return said + tokenizer.encode(prompt[len(done) :], bos=False, after=said[-1]), len(said)
+
+
+def turn_begins(tokens: list[int], messages: Messages, encode: Callable[[Messages], list[int]]) -> list[int]:
+    """Where the turns of a conversation begin in its tokens: up to where they would be the same if the user had said
+    something else in that turn. Everything before the first one, the system prompt above all, is in no turn.
+    """
+    found: list[int] = []
+    for i, message in enumerate(messages):
+        if message["role"] == "user":
+            other = "b" if str(message.get("content")).lstrip().startswith("a") else "a"
+            changed = encode([*messages[:i], message | {"content": other}])
+            same = next((n for n, (x, y) in enumerate(zip(tokens, changed)) if x != y), min(len(tokens), len(changed)))
+            found.append(max([same, *found[-1:]]))
+    return found
 
 
 def _system_of(document: Document, llm: LLM, system: str | None, eviction: Eviction) -> str | None:

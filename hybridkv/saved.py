@@ -1,7 +1,8 @@
 """What a session file says of a conversation, beside its request and cache: plain JSON values, checked as they come.
 
 messages   what was said          prompt     the text that the last turn's prompt was made from
-eviction   what the cache keeps   settings   tools, thinking and other variables of the chat template
+eviction   what the cache keeps   settings   tools, thinking and other variables of the chat template; what is kept of
+begins     where turns begin                 turns
 """
 
 from __future__ import annotations
@@ -13,14 +14,20 @@ from typing import Any
 
 from hybridkv.cache.session import plain_json
 from hybridkv.cache.snapshot_file import NotWellFormed
-from hybridkv.config import EvictionConfig, is_whole, shown
+from hybridkv.config import EvictionConfig, check_turns, is_whole, shown
 from hybridkv.engine.engine import INHERIT
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.text.messages import check_messages, check_tools
 
 AS_SAVED = object()  # "the eviction settings that the file has"
-# attributes of a conversation that shape a prompt beside its messages, and their types
-SETTINGS = {"tools": (list, NoneType), "thinking": (bool, NoneType), "template_variables": (dict,)}
+# attributes of a conversation that shape its prompts and what it keeps of them, and their types
+SETTINGS = {
+    "tools": (list, NoneType),
+    "thinking": (bool, NoneType),
+    "template_variables": (dict,),
+    "keep_turns": (int, NoneType),
+    "turn_budget": (int,),
+}
 OWN_POLICY = "a policy of one's own"  # which is code, and no file holds that
 
 
@@ -32,10 +39,13 @@ class SavedConversation:
     prompt: str
     eviction: EvictionConfig | int | None | object
     settings: dict[str, Any] = field(default_factory=dict)
+    begins: list[int] | None = None  # the position at which each turn begins, where that is known
 
     def as_json(self) -> dict[str, Any]:
         """A copy in plain JSON values, or RequestError."""
         found: dict[str, Any] = {"messages": self.messages, "prompt": self.prompt, "settings": self.settings}
+        if self.begins is not None:
+            found["begins"] = self.begins
         if self.eviction is not INHERIT:
             found["eviction"] = _eviction_as_json(self.eviction)
         return plain_json(found)
@@ -60,11 +70,20 @@ class SavedConversation:
             check_tools(settings.get("tools") or [])
         except RequestError as problem:
             raise NotWellFormed(f"its tools: {problem}") from None
+        try:
+            check_turns(settings.get("keep_turns"), settings.get("turn_budget", 0))
+        except HybridKVError as problem:
+            raise NotWellFormed(str(problem)) from None
+        begins = found.get("begins")
+        if begins is not None and not (isinstance(begins, list) and all(is_whole(at) and at >= 0 for at in begins)):
+            raise NotWellFormed(f"its turns begin at {shown(begins)}")
+        if begins is not None and begins != sorted(begins):
+            raise NotWellFormed("its turns are not in order")
         for name in SETTINGS.keys() & settings.get("template_variables", {}):
             raise NotWellFormed(f"its variables of the template have {name}, which is a setting of its own")
         if eviction is AS_SAVED:
             eviction = _eviction(found["eviction"]) if "eviction" in found else INHERIT
-        return SavedConversation(messages, prompt, eviction, settings)
+        return SavedConversation(messages, prompt, eviction, settings, begins)
 
 
 def _is_message(message: object) -> bool:

@@ -117,10 +117,10 @@ class Timed(Evictor):
 
     seconds: ClassVar[list[float]] = []
 
-    def evict(self, request: Request, manager: KVCacheManager) -> int:
+    def evict(self, request: Request, manager: KVCacheManager, ahead: int = 0) -> int:
         sync(manager.device.type)
         begin = time.perf_counter()
-        freed = super().evict(request, manager)
+        freed = super().evict(request, manager, ahead)
         sync(manager.device.type)
         self.seconds.append(time.perf_counter() - begin)
         return freed

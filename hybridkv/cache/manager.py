@@ -14,7 +14,8 @@ be gone then, so its owner releases it, as the engine does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -290,6 +291,20 @@ class KVCacheManager(SpecificationNames):
             table.lengths[slots] += new
         self.positions[slots] = before + tokens
         self.reached[slots] = np.maximum(self.reached[slots], before + tokens)
+
+    @contextmanager
+    def trial(self, request: Hashable) -> Iterator[None]:
+        """Inside, steps of the request run that are not committed. Afterwards its state, and its query buffer if it has
+        one, are what they were before; pages that were taken for the steps stay reserved.
+        """
+        slot = self._slot(request)
+        buffer, reached = int(self.query_buffers.of[slot]), self.reached[slot]
+        before = self.state.snapshot(slot, buffer)
+        try:
+            yield
+        finally:
+            self.state.restore(slot, before, buffer)
+            self.reached[slot] = reached
 
     # ---- inside
 

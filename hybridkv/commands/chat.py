@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,7 @@ from hybridkv.commands import completion
 from hybridkv.commands.invocation import command_name
 from hybridkv.commands.options import (
     DOCUMENT,
+    EVICTION,
     PROMPT,
     ChatOptions,
     ModelOptions,
@@ -25,6 +27,7 @@ from hybridkv.commands.options import (
     with_options,
 )
 from hybridkv.commands.typed import messages
+from hybridkv.config import CacheConfig
 from hybridkv.errors import HybridKVError
 
 if TYPE_CHECKING:
@@ -65,6 +68,24 @@ def chat(
         ),
     ] = None,
     document: Annotated[str | None, DOCUMENT] = None,
+    keep_turns: Annotated[
+        int | None,
+        Option(
+            "--keep-turns",
+            metavar="N",
+            help="last turns that stay whole, with the system prompt; all",
+            rich_help_panel=EVICTION,
+        ),
+    ] = None,
+    turn_budget: Annotated[
+        int | None,
+        Option(
+            "--turn-budget",
+            metavar="TOKENS",
+            help=f"tokens kept a stream of each older turn; {CacheConfig.turn_budget}",
+            rich_help_panel=EVICTION,
+        ),
+    ] = None,
     chat: ChatOptions,
     model: ModelOptions,
     sampling: SamplingOptions,
@@ -83,6 +104,11 @@ def chat(
         if load is not None:
             raise BadParameter("--load and --document are both what the chat begins with; give one of them")
     params, variables, tools, cache = sampling.params(), chat.variables, chat.tool_list, model.cache()
+    if turn_budget is not None and keep_turns is None:
+        raise BadParameter("--turn-budget is for turns older than --keep-turns N, which is missing")
+    if keep_turns is not None:
+        budget = cache.turn_budget if turn_budget is None else turn_budget
+        cache = replace(cache, keep_turns=keep_turns, turn_budget=budget)
     llm = model.open(1 if document is None else 2, cache)
     if llm.chat_template is None:
         raise HybridKVError(f"{llm.path.name} has no chat template; use {command_name()} generate --raw")

@@ -191,6 +191,8 @@ class Chat:
             by = f" by {last.policy}" if last.policy else ""
             gone = f"{seen - last.stats['kept_tokens']:.0f} of {seen} tokens a stream{by}"
             say(f"evicted: {gone}, KV {human(last.stats['kv_bytes_full'])} -> {human(last.stats['kv_bytes_kept'])}\n")
+        if old := int(last.stats.get("old_turns", 0)):
+            say(f"old turns: {old}, each at {last.stats['turn_budget']:.0f} tokens a stream or less\n")
 
 
 def _pages(manager: KVCacheManager) -> tuple[int, int, int]:

@@ -570,7 +570,9 @@ def utf8(text: str) -> str:
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
-_FLAGS = {"max_context": "context"} | {f.name: f.name for g in (ModelOptions, SamplingOptions) for f in fields(g)}
+_FLAGS = {"max_context": "context", "keep_turns": "keep_turns", "turn_budget": "turn_budget"} | {
+    f.name: f.name for g in (ModelOptions, SamplingOptions) for f in fields(g)
+}
 
 # what Python has and the command line has not
 _WORDS = {"; None keeps all": "; without --budget all are kept", ", or give a Policy": ""}

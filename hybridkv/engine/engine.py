@@ -29,6 +29,7 @@ from hybridkv.cache.session import Session, check_model
 from hybridkv.config import EvictionConfig, SamplingParams, is_whole
 from hybridkv.devices import on_device
 from hybridkv.engine import held
+from hybridkv.engine.ahead import evict_after_step
 from hybridkv.engine.copying import calibration_tokens, copying_weights
 from hybridkv.engine.pipeline import InFlightStep, Pipeline
 from hybridkv.engine.replay import ReplayPart, replay
@@ -245,7 +246,7 @@ class Engine:
             )
         if self.evictor is None and self.manager.schema.compressed:
             raise RequestError("this model compresses its cache itself and never evicts; leave out eviction")
-        if self.evictor is None:
+        if self.evictor is None or (self.evictor.default is None and not self.manager.query_buffers.count):
             raise RequestError(
                 "the queries that choose what to keep are not stored in this cache; to evict, open the model with "
                 "CacheConfig(budget=...), or with query_buffers=1 or more"
@@ -354,6 +355,17 @@ class Engine:
         with self._change(), on_device(self.manager.device):
             return replay(self, request, part, scores)
 
+    def evict_turns(self, request: Request, turns: Sequence[tuple[int, int]], budget: int) -> dict[str, float]:
+        """Evict old turns of a finished request whose cache is held, each to a budget. Returns its stats after that.
+
+        Args:
+            request: a request that was added with `hold`; one whose cache was given up is left alone.
+            turns: (begin, end) of their positions. What is in none of them stays, bit for bit.
+            budget: tokens of each that a stream keeps.
+        """
+        with self._change(), on_device(self.manager.device):
+            return held.evict_turns(self, request, turns, budget)
+
     def check_tokens(self, tokens: Sequence[int]) -> list[int]:
         """Plain ints, whatever kind of whole numbers they came as."""
         try:
@@ -460,7 +472,7 @@ class Engine:
         failed = []
         for request in requests:
             try:
-                self.evictor.after_step(request, self.manager)
+                evict_after_step(self, request)
                 if request.evictions:
                     request.limit = self._limit(request)
             except (Exception, SystemExit) as problem:  # a policy of the user's, NaN scores, or no memory for them

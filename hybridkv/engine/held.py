@@ -16,7 +16,9 @@ from hybridkv.cache.schema import ceil_div
 from hybridkv.cache.session import ENDS, Session, about_cache, check_session
 from hybridkv.cache.snapshot import lent_keys, restore_request, snapshot_request
 from hybridkv.config import EvictionConfig, SamplingParams
-from hybridkv.errors import RequestError
+from hybridkv.engine.stats import stats_of
+from hybridkv.errors import OutOfPages, RequestError
+from hybridkv.eviction.turns import evict_turns as evict_turns_of
 from hybridkv.request import Request, Status
 from hybridkv.text.stream import TextStream
 
@@ -117,6 +119,29 @@ def evict_held(
         raise RequestError("the request's cache is not held any more: there is nothing to evict")
     engine.evictor.check(eviction, engine.manager)
     return engine.evictor.evict_held(request, engine.manager, eviction, scores, ranges, seen)
+
+
+def evict_turns(engine: Engine, request: Request, turns: Sequence[tuple[int, int]], budget: int) -> dict[str, float]:
+    """Evict old turns of a finished request whose cache is held; returns its stats after that.
+
+    Where the cache was given up nothing is done: the next turn reads all of it again. Pages that a fork shares are
+    copied before entries move; caches that were held longest make room for that, and without room the turns stay whole
+    for now.
+    """
+    manager, scheduler = engine.manager, engine.scheduler
+    if engine.evictor is None:
+        raise RequestError("this cache never evicts; open the model with CacheConfig(keep_turns=...)")
+    while request in scheduler.held:
+        try:
+            evict_turns_of(engine.evictor, request, manager, turns, budget)
+        except OutOfPages:
+            others = [held for held in scheduler.held if held is not request]
+            if others:
+                scheduler.release_held(others[0])
+                continue
+        request.stats = stats_of(request, manager)
+        break
+    return request.stats
 
 
 def has_cache(engine: Engine, request: Request) -> bool:

@@ -22,6 +22,7 @@ from hybridkv.cache import ForwardStep, KVCacheManager
 from hybridkv.config import CHUNK_QUANTUM, EvictionConfig
 from hybridkv.errors import HybridKVError, OutOfPages
 from hybridkv.eviction import Evictor, max_held_tokens
+from hybridkv.eviction.sizes import bounded_stride
 from hybridkv.request import Request, RequestKey, Status
 
 BESIDE_DECODING = 512  # tokens of a step in which others decode
@@ -114,6 +115,7 @@ class Scheduler:
                 return prepared
             prepared = None
             try:
+                self._reserve_ahead(plan)
                 step = self.reserve([(request.key, n) for request, n in plan])
             except OutOfPages:
                 gone = self.make_room()
@@ -122,6 +124,12 @@ class Scheduler:
                 preempted.add(gone)
                 continue
             return Batch([request for request, _ in plan], step)
+
+    def _reserve_ahead(self, plan: Plan) -> None:
+        """The pages of what is read ahead when a prompt is evicted after this step."""
+        for request, n in plan:
+            if self.evictor is not None and n > 1 and (ahead := self.evictor.read_ahead(request, self.manager, n)):
+                self.manager.prepare_forward([(request.key, n + ahead)])
 
     def reserve(self, plan: Sequence[tuple[Hashable, int]]) -> ForwardStep:
         """The pages of a step. One that only decodes gets the rows of the graph that it replays."""
@@ -169,7 +177,8 @@ class Scheduler:
         if request.evictions and position < next(reversed(request.evictions)):
             stop = min(at - position for at in request.evictions if at > position)
         if request.eviction is not None and request.eviction.bounded:
-            stop = min(stop, self.step_tokens - position % self.step_tokens)
+            every = bounded_stride(self.step_tokens) if position < request.prompt_tokens else self.step_tokens
+            stop = min(stop, every - position % every)
         return min(stop, tokens)
 
     @staticmethod

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from hybridkv.cache import ForwardStep
 from hybridkv.config import SamplingParams, is_whole
+from hybridkv.engine.ahead import evict_after_step
 from hybridkv.errors import HybridKVError, OutOfPages, RequestError
+from hybridkv.eviction.sizes import bounded_stride
 from hybridkv.request import Request, RequestKey
 
 if TYPE_CHECKING:
@@ -39,12 +41,13 @@ def score(engine: Engine, tokens: Sequence[int], prefill: int | None, chunk: int
             )
         out = torch.empty(len(tokens), engine.vocab, dtype=torch.float32, device=manager.device)
         for a, b in pairwise(bounds):
+            if ahead := engine.evictor.read_ahead(request, manager, b - a) if engine.evictor is not None else 0:
+                _reserve(engine, request.key, b - a + ahead)
             step = _reserve(engine, request.key, b - a)
             logits = engine.runner.forward(engine.runner.inputs([tokens[a:b]], range(b - a), step))
             out[a:b] = logits
             manager.commit([(request.key, b - a)])
-            if engine.evictor is not None:
-                engine.evictor.after_step(request, manager)
+            evict_after_step(engine, request)
         return out
     finally:
         manager.release_request(request.key)
@@ -62,7 +65,8 @@ def _chunk_bounds(engine: Engine, tokens: int, prefill: int | None, chunk: int |
     bounds = {*range(0, prefill, chunk or 1), *range(prefill, tokens), tokens}
     default = engine.evictor.default if engine.evictor is not None else None
     if engine.evictor is not None and default is not None and default.bounded:
-        bounds.update(range(0, prefill, engine.evictor.step_tokens))  # where a bounded prompt is evicted
+        # where a bounded prompt is evicted
+        bounds.update(range(0, prefill, bounded_stride(engine.evictor.step_tokens)))
     return sorted(bounds)
 
 

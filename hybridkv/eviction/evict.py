@@ -2,9 +2,13 @@
 
     after the last prompt chunk        if streams hold more than budget + window
     every n generated tokens           if streams hold more than the budget
-    bounded: at every multiple of      if streams hold more than the budget, in the prompt and in the answer; prompt
-    the step's tokens, and at the      chunks end there, so that a request never holds more than budget + one step
-    prompt's end
+    bounded: at the prompt's end, and  if streams hold more than the budget
+    at multiples of a step after it
+    bounded: on the way there, at      if streams hold more than budget + 3/4 step, and down to that; chunks end there,
+    multiples of a quarter of a step   so that a request never holds more than budget + one step
+
+On the way of a bounded prompt, policy "auto" chooses by the prompt's own end, where the question stands: its last
+`window` tokens are read ahead, their queries vote, and what reading them left behind is undone (engine/ahead.py).
 
 Budget, policy and the rest are the request's own (`request.eviction`). Streams of one request may differ in length:
 what counts is their mean. When a request is evicted follows from its own positions alone, never from the batch.
@@ -25,11 +29,11 @@ from torch import Tensor
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.step import upload
 from hybridkv.config import CacheConfig, EngineConfig, EvictionConfig
-from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.errors import HybridKVError, OutOfPages, RequestError
 from hybridkv.eviction.keep import Keep, Protected, choose, choose_shared, joined
 from hybridkv.eviction.named import find_policy, resolved_name
 from hybridkv.eviction.policy import LayerCache, Policy
-from hybridkv.eviction.sizes import SCORE_BYTES, STREAMS
+from hybridkv.eviction.sizes import SCORE_BYTES, STREAMS, bounded_stride
 from hybridkv.eviction.spread import Ada
 from hybridkv.eviction_record import EvictionRecord
 from hybridkv.kernels.formats.kv_format import pages_of
@@ -57,17 +61,20 @@ class Evictor:
         scale: float | None = None,
         step_tokens: int = EngineConfig.step_tokens,
     ) -> Evictor | None:
-        """None where nothing is ever evicted: there is no budget, and no query buffer for one that a request brings."""
-        if config.eviction is None and (manager.schema.query_window is None or not manager.query_buffers.count):
+        """None where nothing is ever evicted: there is no budget, none for old turns, and no query buffer for one that
+        a request brings.
+        """
+        buffers = manager.query_buffers.count if manager.schema.query_window is not None else 0
+        if config.eviction is None and config.keep_turns is None and not buffers:
             return None
         if scale is None:
             if head_dim is None:
                 raise HybridKVError("the scale of attention scores is missing: pass scale=config.attention_scale")
             scale = head_dim**-0.5
-        settings = config.eviction or replace(config, budget=MAX_BUDGET).eviction
+        settings = config.eviction or replace(config, budget=MAX_BUDGET, query_buffers=None).eviction
         evictor = Evictor(config.eviction, scale, step_tokens, settings)
-        if config.eviction is not None:
-            evictor.check(config.eviction, manager)
+        if settings is not None and (config.eviction is not None or config.keep_turns is not None):
+            evictor.check(settings, manager)
         return evictor
 
     @property
@@ -123,10 +130,44 @@ class Evictor:
         held = mean_length(request, manager)
         if position == prompt:
             return held > eviction.budget + (0 if eviction.bounded else eviction.window)
+        if eviction.bounded and position < prompt:
+            return self._due_on_the_way(eviction, position, held)
         every = eviction.decode_every
         again = position > prompt and every > 0 and (position - prompt) % every == 0
         at_step = eviction.bounded and position % self.step_tokens == 0
         return (again or at_step) and held > eviction.budget
+
+    def _due_on_the_way(self, eviction: EvictionConfig, position: int, held: float) -> bool:
+        return position % bounded_stride(self.step_tokens) == 0 and held > self._on_the_way(eviction).budget
+
+    def _on_the_way(self, eviction: EvictionConfig) -> EvictionConfig:
+        """What a bounded prompt keeps before its end: as much as leaves room for what is read until the next eviction,
+        and for what is read ahead there.
+        """
+        room = self.step_tokens - bounded_stride(self.step_tokens)
+        if self._reads_ahead(eviction):
+            room -= eviction.window
+        return replace(eviction, budget=eviction.budget + room)
+
+    def _reads_ahead(self, eviction: EvictionConfig) -> bool:
+        room = self.step_tokens - bounded_stride(self.step_tokens)
+        return resolved_name(eviction.policy, True) != resolved_name(eviction.policy, False) and eviction.window <= room
+
+    def read_ahead(self, request: Request, manager: KVCacheManager, more: int = 0) -> int:
+        """Tokens of the prompt's end that are to be read ahead before the request is evicted on the way there; 0: none.
+
+        Args:
+            more: tokens that it will have read by then.
+        """
+        eviction, position = request.eviction, manager.position(request.key) + more
+        if eviction is None or not eviction.bounded or not self._reads_ahead(eviction):
+            return 0
+        if position >= request.prompt_tokens or position <= next(reversed(request.evictions), -1):
+            return 0  # the question has been read, or this is being computed again
+        held, tokens = mean_length(request, manager) + more, min(eviction.window, request.prompt_tokens - position)
+        # after a long answer there may be no room: then what is known without the question decides
+        fits = held + tokens <= eviction.budget + self.step_tokens
+        return tokens if fits and self._due_on_the_way(eviction, position, held) else 0
 
     def needs_queries(self, request: Request, manager: KVCacheManager) -> bool:
         """Whether an eviction that is still to come may choose by the request's last queries. Once no, always no."""
@@ -140,24 +181,30 @@ class Evictor:
             return False
         return mean_length(request, manager) + left > eviction.budget + eviction.window
 
-    def after_step(self, request: Request, manager: KVCacheManager) -> None:
-        """Evict if that is due, and keep last queries no longer than they may be asked for."""
+    def after_step(self, request: Request, manager: KVCacheManager, ahead: int = 0) -> None:
+        """Evict if that is due, and keep last queries no longer than they may be asked for. `ahead`: as in `evict`."""
         if self.due(request, manager):
-            self.evict(request, manager)
+            self.evict(request, manager, ahead)
         if not self.needs_queries(request, manager):
             manager.drop_query_buffer(request.key)
 
     reads, cut = needs_queries, after_step  # their names before 0.2
 
-    def evict(self, request: Request, manager: KVCacheManager) -> int:
-        """Score, choose, compact. Returns the pages that went back."""
+    def evict(self, request: Request, manager: KVCacheManager, ahead: int = 0) -> int:
+        """Score, choose, compact. Returns the pages that went back.
+
+        Args:
+            ahead: tokens of the prompt's end that were read ahead: the last queries are theirs.
+        """
         position = manager.position(request.key)
         if position in request.evictions:
             return self.carry_out(request, manager, request.evictions[position].lists())
         eviction = self.asked_by(request)
-        seen = position >= request.prompt_tokens  # before the prompt's end the question may still be to come
+        if eviction.bounded and position < request.prompt_tokens:
+            eviction = self._on_the_way(eviction)
+        seen = position + ahead >= request.prompt_tokens or ahead > 0  # before that the question may still be to come
         policy = find_policy(eviction.policy, seen, eviction.scope)
-        freed = self.keep(request, manager, self.choose(request, manager, eviction, policy))
+        freed = self.keep(request, manager, self.choose(request, manager, eviction, policy, ahead=ahead))
         request.policy = resolved_name(eviction.policy, seen)
         return freed
 
@@ -190,10 +237,14 @@ class Evictor:
         if request.evictions:
             request.evictions[next(reversed(request.evictions))].pack()
         lengths = table.lengths[manager.slot_of[request.key]].reshape(len(table.schema.layers), -1)
-        record = EvictionRecord(keep, lengths)
+        record, before = EvictionRecord(keep, lengths), dict(request.evictions)
         earlier = request.evictions.pop(position, None)  # evicted twice at one position: both in one record
         request.evictions[position] = record if earlier is None else earlier.then(record)
-        return self.carry_out(request, manager, keep)
+        try:
+            return self.carry_out(request, manager, keep)
+        except OutOfPages:  # pages that a fork shares are copied first: nothing has moved
+            request.evictions = before
+            raise
 
     @staticmethod
     def carry_out(request: Request, manager: KVCacheManager, keep: Keep) -> int:
@@ -209,18 +260,15 @@ class Evictor:
         policy: Policy | None = None,
         scores: Sequence[Tensor] | None = None,
         ranges: Sequence[tuple[int, int]] = (),
+        ahead: int = 0,
     ) -> Keep:
-        """Survivors of every stream, by the request's own settings unless others are given."""
+        """Survivors of every stream, by the request's own settings unless others are given. `ahead`: as in `evict`."""
         eviction = self.asked_by(request) if eviction is None else eviction
         policy = find_policy(eviction.policy, scope=eviction.scope) if policy is None else policy
         table, slot = manager.tables[STREAMS], manager.slot_of[request.key]
         lengths = table.lengths[slot].reshape(len(table.schema.layers), -1)  # [layers, G]
         if scores is None:
-            parts = [
-                policy.score(part)
-                for part in self.layers(request, manager, policy.batchable, eviction.window, policy.needs_weights)
-            ]
-            scores = [layer for part in parts for layer in part.split(table.schema.heads)]
+            scores = self.scores(request, manager, policy, eviction.window, ahead)
         first = policy.first if eviction.first is None else eviction.first
         if first or ranges:
             rows = joined(scores).clone()
@@ -230,10 +278,19 @@ class Evictor:
         if isinstance(policy, Ada):
             even = policy.even(list(scores), lengths, eviction.budget, sure)
             self._check_budgets(even, lengths, eviction)
-            return choose_shared(scores, lengths, even, eviction.recent, policy.floor, policy.over)
+            return choose_shared(scores, lengths, even, eviction.recent, policy.floor, policy.layers)
         budgets = policy.budgets(list(scores), lengths, eviction.budget, sure)
         self._check_budgets(budgets, lengths, eviction)
         return choose(scores, lengths, budgets, eviction.recent, eviction.scope)
+
+    def scores(
+        self, request: Request, manager: KVCacheManager, policy: Policy, window: int, ahead: int = 0
+    ) -> list[Tensor]:
+        """[G, L] of each attention layer: what the policy gives the request's entries. `ahead`: as in `evict`."""
+        window = window if policy.needs_queries else 0
+        parts = self.layers(request, manager, policy.batchable, window, ahead, policy.needs_weights)
+        heads = manager.tables[STREAMS].schema.heads
+        return [layer for part in parts for layer in policy.score(part).split(heads)]
 
     @staticmethod
     def _check_budgets(budgets: np.ndarray, lengths: np.ndarray, eviction: EvictionConfig) -> None:
@@ -248,35 +305,39 @@ class Evictor:
         manager: KVCacheManager,
         batched: bool = False,
         window: int | None = None,
+        ahead: int = 0,
         weighted: bool = False,
     ) -> list[LayerCache]:
         """What the policy sees of each attention layer. Nothing here waits for the device.
 
         Args:
             batched: several layers as one, streams after streams, as many as SCORE_BYTES of scores allow.
-            window: how many of the last queries; None: as many as the request asks for.
+            window: how many of the last queries, which then must have been kept; None: as many as the request asks for.
+            ahead: tokens past the request's position whose queries are the last ones.
             weighted: with the weights of the streams, which are measured when they are first asked for.
         """
         weights = self.weights() if weighted and self.weights is not None else None
         window = self.asked_by(request).window if window is None else window
         table, slot = manager.tables[STREAMS], manager.slot_of[request.key]
-        position, past = manager.position(request.key), manager.compactions.get(slot)
+        position, past = manager.position(request.key) + ahead, manager.compactions.get(slot)
         first = max(0, position - window)
         buffer = manager.query_buffers.whole(slot, first)
-        if buffer < 0:
+        if buffer < 0 and window:
             raise HybridKVError(
                 f"the last queries of request {request.key!r} were not kept, and its cache cannot be scored without "
                 "them; give it a query buffer (take_query_buffer) before its prompt is read"
             )
+        heads, count = table.schema.heads, len(table.schema.layers)
         query_positions = torch.arange(first, position, device=manager.device)
-        queries = queries_at(manager.state.tensors["queries", "queries"], buffer, query_positions)  # [W, layers, H, D]
-        # the sums of softmax hold as long as no entry that was summed is gone
-        known = not manager.exact and (past is None or past.position <= first)
-        sums = manager.state.tensors.get(("queries", "lse")) if known else None
-        lse = None if sums is None else queries_at(sums, buffer, query_positions)
+        queries, lse = torch.empty(0, count, heads, 0, device=manager.device), None  # [W, layers, H, D]
+        if window:
+            queries = queries_at(manager.state.tensors["queries", "queries"], buffer, query_positions)
+            # the sums of softmax hold as long as no entry that was summed is gone
+            known = not manager.exact and not ahead and (past is None or past.position <= first)
+            sums = manager.state.tensors.get(("queries", "lse")) if known else None
+            lse = None if sums is None else queries_at(sums, buffer, query_positions)
         entry_positions = positions(slot, manager)
         pages = table.rows(slot)
-        heads, count = table.schema.heads, len(table.schema.layers)
         at_once = SCORE_BYTES // (4 * queries.shape[2] * max(1, entry_positions.shape[1])) if batched else 1
         found = []
         for i in range(0, count, max(1, at_once)):

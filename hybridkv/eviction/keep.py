@@ -66,28 +66,48 @@ def best(scores: Tensor, length: int, budget: int, recent: int) -> np.ndarray:
 
 
 def share(
-    scores: Sequence[Tensor], lengths: np.ndarray, even: np.ndarray, recent: int, floor: float, over: str
+    scores: Sequence[Tensor], lengths: np.ndarray, even: np.ndarray, recent: int, floor: float, layers: float
 ) -> tuple[Tensor, Tensor]:
-    """Entries [R, K] int32 that stay of each stream, ascending, then -1, and their counts [R], both on the device.
+    """Entries [R, L] int32 that stay of each stream, ascending, then -1, and their counts [R], both on the device.
 
-    Streams share `even` [layers, G], what each would keep by itself, within a layer or over "all"; each keeps at least
-    `floor` of its own. Groups that hold no more than they may keep lose nothing.
+    Streams share `even` [layers, G], what each would keep by itself: `layers` of it (0 to 1) within their layer, the
+    rest with all streams. Each keeps at least `floor` of its own. Where all streams that share hold no more than they
+    may keep, nothing is lost.
     """
-    layers, G = lengths.shape
-    groups = layers if over == "layer" else 1
+    count, G = lengths.shape
     fixed = np.minimum(np.minimum(recent, even), lengths)  # recent entries stay in every stream
     least = np.minimum(np.maximum(np.maximum(fixed, 1), (even * floor).astype(np.int64)), lengths)
+    rows = joined(scores)
+    if layers < 1:
+        if layers > 0:  # what the streams of a layer win among themselves is theirs
+            part = np.minimum((even * layers).astype(np.int64), lengths)
+            rows = _sure(rows, _shared(rows, lengths, np.maximum(part, least), fixed, least, count)[0])
+        return _shared(rows, lengths, even, fixed, least, 1)
+    return _shared(rows, lengths, even, fixed, least, count)
+
+
+def _shared(
+    rows: Tensor, lengths: np.ndarray, even: np.ndarray, fixed: np.ndarray, least: np.ndarray, groups: int
+) -> tuple[Tensor, Tensor]:
+    """Entries and counts as `share` has them, where the streams of each of `groups` groups share what is `even`."""
 
     def by_group(x: np.ndarray) -> np.ndarray:
         return x.reshape(groups, -1)
 
     whole = by_group(lengths).sum(1) <= by_group(even).sum(1)  # [groups] that keep everything
-    least = np.where(np.repeat(whole, layers * G // groups).reshape(layers, G), lengths, least)
+    least = np.where(np.repeat(whole, lengths.size // groups).reshape(lengths.shape), lengths, least)
     room = np.where(whole, 0, by_group(even).sum(1) - by_group(least).sum(1))
-    rows = joined(scores)
     sent = upload([(lengths - fixed).ravel(), (least - fixed).ravel(), lengths.ravel(), room], rows.device)
-    visible, sure, ends = sent[: 3 * layers * G].view(3, -1)
-    return select_shared(rows, visible, sure, ends, groups, sent[3 * layers * G :])
+    visible, sure, ends = sent[: 3 * lengths.size].view(3, -1)
+    return select_shared(rows, visible, sure, ends, groups, sent[3 * lengths.size :])
+
+
+def _sure(rows: Tensor, entries: Tensor) -> Tensor:
+    """Scores with those of these entries [R, K] raised above all others. NaN stays: it is refused."""
+    L = rows.shape[1]
+    there = F.pad(torch.zeros_like(rows, dtype=torch.bool), (0, 1))
+    there = there.scatter_(1, torch.where(entries >= 0, entries, L).long(), True)[:, :L]  # -1 goes to an extra column
+    return rows.masked_fill(there & ~rows.isnan(), torch.inf)
 
 
 def choose(
@@ -121,16 +141,16 @@ def choose(
 
 
 def choose_shared(
-    scores: Sequence[Tensor], lengths: np.ndarray, even: np.ndarray, recent: int, floor: float, over: str
+    scores: Sequence[Tensor], lengths: np.ndarray, even: np.ndarray, recent: int, floor: float, layers: float
 ) -> Keep:
     """Survivors of every stream where streams share their budgets (see `share`). The device is waited for once."""
-    (layers, G) = lengths.shape
+    count, G = lengths.shape
     broken = _broken(joined(scores), lengths)
-    found, counts = share(scores, lengths, even, recent, floor, over)
+    found, counts = share(scores, lengths, even, recent, floor, layers)
     host = torch.cat((found.view(-1), broken, counts.to(torch.int32))).cpu().numpy().astype(np.int64)
-    _refuse_broken(host[found.numel() : found.numel() + layers])
-    rows, sizes = host[: found.numel()].reshape(found.shape), host[found.numel() + layers :]
-    return [[rows[i * G + g, : sizes[i * G + g]] for g in range(G)] for i in range(layers)]
+    _refuse_broken(host[found.numel() : found.numel() + count])
+    rows, sizes = host[: found.numel()].reshape(found.shape), host[found.numel() + count :]
+    return [[rows[i * G + g, : sizes[i * G + g]] for g in range(G)] for i in range(count)]
 
 
 def _broken(rows: Tensor, lengths: np.ndarray) -> Tensor:

@@ -37,7 +37,7 @@ SPREADS: dict[str, Callable[[Policy], Policy]] = {
     "all": All,
     "pyramid": Pyramid,
 }
-SPREAD_SETTINGS = ("spread", "floor", "steepness")
+SPREAD_SETTINGS = ("spread", "floor", "layers", "steepness")
 
 
 def find_policy(policy: object, seen: bool = True, scope: str = "head") -> Policy:

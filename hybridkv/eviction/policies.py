@@ -19,7 +19,6 @@ from hybridkv.kernels.eviction.peak import peak_scores
 from hybridkv.kernels.eviction.peak_pool import MAX_KERNEL, pool_peaks
 from hybridkv.kernels.eviction.score import window_scores
 from hybridkv.kernels.eviction.select import pool_heads
-from hybridkv.kernels.eviction.value_norms import value_norms
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,6 @@ class Peak(Policy):
     strength: float = 4.0
     heads: float = 0.5
     pooling: int = 9
-    values: bool = False
-    plain: float = 0.0
     batchable: ClassVar[bool] = True
     first: ClassVar[int] = 4
     needs_weights: ClassVar[bool] = True
@@ -62,12 +59,8 @@ class Peak(Policy):
         )
         lengths, width = layer.device_lengths, self.ahead + self.behind + 1
         kernel = width if width % 2 else width + 1
-        norms = value_norms(layer.v_pool, layer.table, lengths, scores.shape[1]) if self.values else None
-        spread = pool_peaks(scores, lengths, len(layer.queries), kernel, self.values, norms, self.ahead, self.decay)
-        if self.plain < 0:
-            return _weighted(spread, layer, self.heads)
-        other = Heads(self.pooling, self.heads).score(layer)
-        return _weighted(self.strength * spread, layer, self.plain) + other
+        spread = pool_peaks(scores, lengths, len(layer.queries), kernel, False, None, self.ahead, self.decay)
+        return _weighted(self.strength * spread + standing(layer, self.pooling), layer, self.heads)
 
 
 def _weighted(scores: Tensor, layer: LayerCache, power: float) -> Tensor:
@@ -130,6 +123,8 @@ class Tova(Policy):
 class Knorm(Policy):
     """Keys of small norm draw attention: minus the norm. Devoto et al. 2024, arXiv 2406.11430."""
 
+    needs_queries: ClassVar[bool] = False
+
     def score(self, layer: LayerCache) -> Tensor:
         return -layer.keys.norm(dim=-1)
 
@@ -142,6 +137,7 @@ class KeyDiff(Policy):
     """
 
     pooling: int = 1
+    needs_queries: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _check_width(self.pooling)
@@ -164,6 +160,7 @@ class Heads(Policy):
     pooling: int = 9
     heads: float = 0.5
     first: ClassVar[int] = 4
+    needs_queries: ClassVar[bool] = False
     needs_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -171,12 +168,17 @@ class Heads(Policy):
         _check_heads(self.heads)
 
     def score(self, layer: LayerCache) -> Tensor:
-        scores = KeyDiff(self.pooling).score(layer).masked_fill(layer.positions < 0, -torch.inf)
-        order = scores.argsort(dim=1, descending=True, stable=True)  # ties: the lower position is better
-        place = torch.arange(scores.shape[1], device=scores.device, dtype=torch.float32).expand_as(scores)
-        rank = torch.empty_like(scores).scatter_(1, order, place)
-        found = 1 - rank / layer.device_lengths[:, None].clamp(min=1)
-        return _weighted(torch.where(scores.isnan(), scores, found), layer, self.heads)
+        return _weighted(standing(layer, self.pooling), layer, self.heads)
+
+
+def standing(layer: LayerCache, pooling: int) -> Tensor:
+    """[G, L] an entry's place in its stream by key difference, which spreads to `pooling` neighbours: 1 the best."""
+    scores = KeyDiff(pooling).score(layer).masked_fill(layer.positions < 0, -torch.inf)
+    order = scores.argsort(dim=1, descending=True, stable=True)  # ties: the lower position is better
+    place = torch.arange(scores.shape[1], device=scores.device, dtype=torch.float32).expand_as(scores)
+    rank = torch.empty_like(scores).scatter_(1, order, place)
+    found = 1 - rank / layer.device_lengths[:, None].clamp(min=1)
+    return torch.where(scores.isnan(), scores, found)
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,7 @@ class Leverage(Policy):
 
     pooling: int = 1
     values: bool = False
+    needs_queries: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _check_width(self.pooling)
@@ -214,6 +217,7 @@ class Streaming(Policy):
     """The first `sinks` tokens and the most recent ones. Xiao et al. 2023, arXiv 2309.17453."""
 
     sinks: int = 4
+    needs_queries: ClassVar[bool] = False
 
     def score(self, layer: LayerCache) -> Tensor:
         positions = layer.positions.float()

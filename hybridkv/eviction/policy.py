@@ -19,7 +19,7 @@ class LayerCache:
 
     layer: int  # counted among the attention layers
     layers: int
-    queries: Tensor  # [W, H, D] the last queries, after norm and rotation
+    queries: Tensor  # [W, H, D] the last queries, after norm and rotation; W is 0 where the policy needs none
     query_positions: Tensor  # [W] ascending
     positions: Tensor  # [G, L] absolute position of each entry; -1 past a stream's length
     lengths: np.ndarray  # [G]
@@ -61,6 +61,8 @@ class Policy:
     first: ClassVar[int] = 0
     # whether `score` looks at `LayerCache.weights`, which are measured once for a model
     needs_weights: ClassVar[bool] = False
+    # whether `score` looks at the last queries; without them a cache is scored that has no query buffer
+    needs_queries: ClassVar[bool] = True
     # whether scores come from reading the text once more (replay.py) instead of from `score`
     needs_replay: ClassVar[bool] = False
 
@@ -71,6 +73,8 @@ class Policy:
             cls.batchable = cls.__dict__["together"]
         elif "score" in cls.__dict__ and "batchable" not in cls.__dict__:
             cls.batchable = False
+        if "score" in cls.__dict__ and "needs_queries" not in cls.__dict__:
+            cls.needs_queries = True
         if "budgets" in cls.__dict__ and "spread" not in cls.__dict__:
             cls.spread = "heads"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybridkv.config import UNEVEN_POLICIES, CacheConfig, EngineConfig, EvictionConfig
+from hybridkv.config import CHUNK_QUANTUM, UNEVEN_POLICIES, CacheConfig, EngineConfig, EvictionConfig
 
 STREAMS = "attention"  # the streams whose entries are chosen
 SCORE_BYTES = 64 << 20  # of scores of query heads that are computed at once
@@ -15,6 +15,13 @@ def max_held_tokens(eviction: EvictionConfig | None, step_tokens: int, page_size
         return None
     # streams of different lengths each fill a last page of their own
     return eviction.budget + step_tokens + (page_size if _spreads_unevenly(eviction.policy) else 0)
+
+
+def bounded_stride(step_tokens: int) -> int:
+    """Tokens of a bounded prompt from one eviction to the next: a quarter of a step. Between them it may then hold
+    three quarters of a step beyond its budget, which is what the question at its end chooses from.
+    """
+    return max(CHUNK_QUANTUM, step_tokens // 4 // CHUNK_QUANTUM * CHUNK_QUANTUM)
 
 
 def _spreads_unevenly(policy: object) -> bool:

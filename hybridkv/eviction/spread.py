@@ -41,6 +41,10 @@ class Spread(Policy):
         return self.policy.needs_weights
 
     @property
+    def needs_queries(self) -> bool:  # type: ignore[override]
+        return self.policy.needs_queries
+
+    @property
     def needs_replay(self) -> bool:  # type: ignore[override]
         return self.policy.needs_replay
 
@@ -56,15 +60,16 @@ class Ada(Spread):
     """
 
     floor: float = 0.2
+    layers: float = 1.0  # the part of a budget that stays in its layer
     spread: ClassVar[str | None] = "heads"
-    over: ClassVar[str] = "layer"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.floor <= 1:
-            raise HybridKVError(f"floor must be a part of the even share, from 0 to 1, not {self.floor}")
+        for name in ("floor", "layers"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise HybridKVError(f"{name} must be a part of the even share, from 0 to 1, not {getattr(self, name)}")
 
     def budgets(self, scores: list[Tensor], lengths: np.ndarray, budget: int, recent: int) -> np.ndarray:
-        _, counts = share(scores, lengths, self.even(scores, lengths, budget, recent), recent, self.floor, self.over)
+        _, counts = share(scores, lengths, self.even(scores, lengths, budget, recent), recent, self.floor, self.layers)
         return counts.cpu().numpy().reshape(lengths.shape)
 
     def even(self, scores: list[Tensor], lengths: np.ndarray, budget: int, recent: int) -> np.ndarray:
@@ -74,12 +79,13 @@ class Ada(Spread):
 
 @dataclass(frozen=True)
 class All(Ada):
-    """All heads of all layers share one budget. Feng et al. 2025 (Layer-DefensiveKV), arXiv 2510.13334.
+    """All heads of all layers share one budget: `layers` of it within a layer, the rest with all. Feng et al. 2025
+    (Layer-DefensiveKV), arXiv 2510.13334.
 
     Every head keeps at least `floor` of its even share.
     """
 
-    over: ClassVar[str] = "all"
+    layers: float = 0.0
 
 
 @dataclass(frozen=True)

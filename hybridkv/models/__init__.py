@@ -44,7 +44,7 @@ def cache_schema(config: ModelConfig, cache: CacheConfig, model_dtype: str | tor
     """What a model stores for a request, in the precision asked for."""
     family = family_of(config)
     family.check("state_dtype", cache.state_dtype != "f32")
-    family.check("budget", cache.budget is not None)
+    family.check("budget", cache.budget is not None or cache.keep_turns is not None)
     family.check("index_dtype", cache.index_dtype != "auto")
     return family.cache_schema(config, cache, model_dtype)
 

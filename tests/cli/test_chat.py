@@ -35,6 +35,20 @@ def test_a_chat_gives_the_answers_of_a_conversation(run: Run, folder: Path, llm:
     assert lines[-1] == expected[0]
 
 
+def test_a_chat_keeps_a_little_of_its_old_turns(run: Run, folder: Path) -> None:
+    said = b"Hello, how are you?\nAnd then?\nWhy?\n/stats\n"
+    turns = ("--keep-turns", 1, "--turn-budget", 5)
+    code, out, _ = run("chat", "-m", folder, *TINY, "--max-tokens", 8, *turns, stdin=said)
+    assert code == 0 and "old turns: 2, each at 5 tokens a stream or less" in out and "evicted: " in out
+    for wrong, words in (
+        (("--turn-budget", 5), "--keep-turns N"),
+        (("--keep-turns", 0), "--keep-turns must be a whole number from 1"),
+        (("--keep-turns", 1, "--turn-budget", -1), "--turn-budget must be a whole number from 0"),
+    ):
+        code, _, err = run("chat", "-m", folder, *TINY, *wrong, stdin=said)
+        assert code == 2 and words in " ".join(err.split()), err
+
+
 def test_a_piped_chat_that_outgrows_its_context_is_an_error(run: Run, folder: Path) -> None:
     code, _, err = run("chat", "-m", folder, *TINY, stdin=b"x" * 600 + b"\n")
     assert code == 2 and "--context" in err

@@ -1,6 +1,7 @@
 """Bounded requests: never more than budget + one step, in prompts, answers and later turns, whoever else is there."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import tiny
 import torch
 
 from engine.driving import run
-from hybridkv import LLM, CacheConfig, SamplingParams
+from hybridkv import LLM, CacheConfig, EvictionConfig, SamplingParams
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction import Ada, Pyramid, find_policy
 from hybridkv.request import Request
@@ -84,6 +85,61 @@ def test_cuts_and_answers_are_those_of_the_request_alone(kind: str, open_bounded
         assert all(torch.equal(torch.tensor(x), torch.tensor(y))
                    for at in a.evictions for la, lb in zip(a.evictions[at], b.evictions[at])
                    for x, y in zip(la, lb))  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ("llama", "qwen3_5"))
+def test_reading_ahead_leaves_no_trace(kind: str, open_bounded: Callable) -> None:
+    """A request that is computed again drops what it dropped before, without looking ahead: it must say the same."""
+    llm = open_bounded(kind, exact=True)
+    tried, hidden = [], llm.engine.runner.hidden
+
+    def counted(inputs: Any) -> Any:
+        tried.append(inputs.tokens.tolist())
+        return hidden(inputs)
+
+    llm.engine.runner.hidden = counted
+    prompt = tiny.token_ids(700)
+    request = llm.engine.add(prompt, greedy(30))
+    while len(request.generated) < 5:
+        llm.engine.step()
+    on_the_way = [at for at in request.evictions if at < 700]
+    assert len(on_the_way) == len(tried) > 5 and all(ahead == prompt[-16:] for ahead in tried)
+    again = llm.engine.add(prompt, greedy(30))
+    again.evictions = dict(request.evictions)  # as if it had been preempted
+    finished(llm, request, again)
+    assert len(tried) == len(on_the_way) and again.generated == request.generated
+    assert request.policy == "peak"
+
+
+@pytest.mark.parametrize("policy", ("peak", "keydiff"))
+def test_a_policy_that_is_named_chooses_by_what_was_read(policy: str, open_bounded: Callable) -> None:
+    llm = open_bounded(policy=policy)
+    llm.engine.runner.hidden = None  # nothing is read ahead
+    request = llm.engine.add(tiny.token_ids(400), greedy(5))
+    finished(llm, request)
+    assert len(request.evictions) > 3
+
+
+def test_the_question_is_found_on_the_way(open_bounded: Callable) -> None:
+    """What the prompt's end attends to survives every eviction before it: entries chosen without it do not."""
+    llm = open_bounded(bounded=False)
+    ids = tiny.token_ids(620)
+
+    def kept(eviction: Any) -> set[tuple[int, int, int]]:
+        request = llm.engine.add(ids, greedy(3), eviction=eviction)
+        found: set[tuple[int, int, int]] = set()
+        while not request.finished:
+            llm.engine.step()
+            if request.key in llm.manager.slot_of and request.prompt_tokens in request.evictions:
+                at = llm.manager.entry_positions(request.key, "attention")
+                found = {(i, 0, int(p)) for i, stream in enumerate(at) for p in stream}
+        return found
+
+    base = EvictionConfig(48, 16, 16, "peak:spread=even", first=0)
+    whole = kept(base)
+    by_question = kept(replace(base, policy="auto:spread=even", bounded=True))
+    without = kept(replace(base, policy="keydiff", bounded=True))
+    assert len(whole & by_question) > len(whole & without)
 
 
 def test_logits_are_read_as_a_request_is(open_bounded: Callable) -> None:

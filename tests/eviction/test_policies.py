@@ -182,7 +182,7 @@ def test_all_layers_share_one_budget(lengths: list[tuple], budget: int, recent: 
     recent, n = min(recent, budget), np.array(lengths)
     torch.manual_seed(budget)
     scores = [torch.randint(0, 3, (2, 30)).float() if ties else torch.rand(2, 30) for _ in lengths]
-    keep = choose_shared(scores, n, np.full(n.shape, budget), recent, floor, All.over)
+    keep = choose_shared(scores, n, np.full(n.shape, budget), recent, floor, 0.0)
     streams = [(scores[i][g].tolist(), int(n[i, g])) for i in range(len(n)) for g in range(2)]
     want, rest, room = [], [], budget * n.size
     for s, (row, length) in enumerate(streams):

@@ -190,7 +190,7 @@ def test_the_default_chooses_on_the_device_as_on_the_host(prompt: tuple[Evictor,
     rows = scores.cpu()
     rows[:, :4] = torch.inf
     lengths = np.full((16, 4), 4096)
-    want = choose_shared(list(rows.split(4)), lengths, np.full((16, 4), 512), 64, found.floor, found.over)
+    want = choose_shared(list(rows.split(4)), lengths, np.full((16, 4), 512), 64, found.floor, found.layers)
     for ours, its in zip(keep, want, strict=True):
         assert all(map(np.array_equal, ours, its))
     assert len({len(e) for lists in keep for e in lists}) > 1
