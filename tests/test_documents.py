@@ -237,7 +237,8 @@ def test_a_saved_document_answers_the_same_in_another_model(
             there.generate([[5, 6, 7]] * 4, GREEDY)  # its cache is given up: it is read again, and cut the same way
             assert answers(loaded) == answers(document)
             loaded.save(tmp_path / "again.kv")
-        assert (tmp_path / "again.kv").stat().st_size == (tmp_path / "doc.kv").stat().st_size
+        with here.load_document(tmp_path / "again.kv") as again:
+            assert answers(again) == answers(document)
     assert_nothing_held(here.engine)
     assert_nothing_held(there.engine)
 
