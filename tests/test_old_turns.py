@@ -346,8 +346,8 @@ def test_what_was_said_in_the_first_turn_is_still_known_in_the_eighth() -> None:
     system = "You are a helpful assistant. The name of the user is Marta."
     facts = (
         "Remember this. The secret code of the safe is 583921. My cat is called Biscuit. My sister lives in Lisbon. "
-        "The meeting with the bank is on Thursday. The password of the wireless network is tulip. The weather was fine all "
-        "week, and we walked along the beach every morning before breakfast."
+        "The meeting with the bank is on Thursday. The password of the wireless network is tulip. The weather was "
+        "fine all week, and we walked along the beach every morning before breakfast."
     )
     fillers = (
         "Name three colours.",
