@@ -34,7 +34,7 @@ from hybridkv.engine.replay import ReplayPart
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.eviction import find_policy
 from hybridkv.eviction.named import resolved_name
-from hybridkv.eviction.replay import Replay
+from hybridkv.eviction.replay import RECENT, Replay
 from hybridkv.request import Request
 from hybridkv.text.chat import ChatTemplate
 from hybridkv.text.framed import BETWEEN, Pieces, after_document, before_question, text_of, without_beginning
@@ -484,7 +484,8 @@ def _eviction(llm: OpenModel, tokens: int, ratio: float | None, budget: int | No
     if budget is None:
         budget = max(1, round(tokens / (RATIO if ratio is None else ratio)))
     window = min(EvictionConfig.window, llm.manager.schema.query_window or EvictionConfig.window)
-    recent = 0 if find_policy(policy, seen=False).needs_replay else min(EvictionConfig.recent, budget // 2)
+    replays = find_policy(policy, seen=False).needs_replay
+    recent = min(RECENT, budget // 8) if replays else min(EvictionConfig.recent, budget // 2)
     found = EvictionConfig(budget, window, recent, policy)
     llm.engine.resolve_eviction(found, replays=True)
     return found

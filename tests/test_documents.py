@@ -288,8 +288,6 @@ def test_bad_input_is_refused_in_one_line(settings: dict[str, Any], said: str, m
         llm.compress(**{"document": TEXT, **settings})
     assert "\n" not in str(problem.value)
     assert_nothing_held(llm.engine)
-    with llm.compress(TEXT, ratio=4) as document:
-        answers(document)
 
 
 def test_a_text_near_the_end_of_the_context_is_read_again_in_smaller_parts(model: Callable[..., LLM]) -> None:

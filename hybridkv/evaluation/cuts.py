@@ -19,6 +19,7 @@ from hybridkv.engine.engine import Engine
 from hybridkv.engine.replay import ReplayPart
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction.named import find_policy, resolved_name
+from hybridkv.eviction.replay import RECENT
 from hybridkv.eviction.sizes import STREAMS
 from hybridkv.request import Request
 
@@ -67,10 +68,11 @@ class Cut:
         return ":".join([name, *parts]), own
 
     def eviction(self, tokens: int) -> EvictionConfig:
-        """Settings for a cache of so many tokens. Where the budget is small, half of it is for the most recent."""
+        """Settings for a cache of so many tokens. Where it is small, a part of it is for the most recent."""
         policy, own = self.settings
         budget = max(1, round(tokens / self.ratio))
-        ends = {"recent": 0 if self.replays else min(EvictionConfig.recent, budget // 2)} | own
+        recent = min(RECENT, budget // 8) if self.replays else min(EvictionConfig.recent, budget // 2)
+        ends = {"recent": recent} | own
         return EvictionConfig(budget=budget, policy=policy, bounded=self.bounded, **ends)  # type: ignore[arg-type]
 
 

@@ -10,6 +10,10 @@ from torch import Tensor
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction.policy import LayerCache, Policy
 
+# Last entries that stay whatever their score. Heads that look at the tokens just before their own need them when a
+# question begins; while a text is repeated they look at what has been repeated of it, and never there.
+RECENT = 8
+
 
 @dataclass(frozen=True)
 class Replay(Policy):
