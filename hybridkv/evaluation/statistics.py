@@ -119,7 +119,8 @@ class Summary:
 def summarise(saved: Saved) -> Summary:
     """The views of the results, in the order of the settings: modes, then all lengths, then each length."""
     settings = saved.settings
-    answers = [r for r in saved.records if r["kind"] == "answer"]
+    # a question that follows another was not there when that one's cache was cut: it counts where none was seen
+    answers = [r for r in saved.records if r["kind"] == "answer" and not (r["mode"] == "seen" and r["question"])]
     divergences = [r for r in saved.records if r["kind"] == "divergence"]
     lengths: list[int | None] = [n for n in settings.lengths if any(r["length"] == n for r in saved.records)]
     lengths = [None, *lengths] if len(lengths) > 1 else lengths

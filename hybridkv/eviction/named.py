@@ -18,8 +18,8 @@ from hybridkv.eviction.replay import Replay
 from hybridkv.eviction.spread import Ada, All, Pyramid, Spread
 
 POLICIES: dict[str, Callable[[], Policy]] = {
-    "peak": lambda: All(Peak()),
-    "heads": lambda: All(Heads()),
+    "peak": lambda: All(Peak(), layers=0.75),
+    "heads": lambda: All(Heads(), layers=0.5),
     "replay": lambda: All(Replay()),
     "snapkv": SnapKV,
     "tova": Tova,

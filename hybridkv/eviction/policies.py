@@ -19,6 +19,7 @@ from hybridkv.kernels.eviction.peak import peak_scores
 from hybridkv.kernels.eviction.peak_pool import MAX_KERNEL, pool_peaks
 from hybridkv.kernels.eviction.score import window_scores
 from hybridkv.kernels.eviction.select import pool_heads
+from hybridkv.kernels.eviction.value_norms import value_norms
 
 
 @dataclass(frozen=True)
@@ -28,18 +29,21 @@ class Peak(Policy):
     The strongest attention counts that any of the last queries pays, of any query head that shares the KV head: a
     needle is looked at by few queries, and a sum over the window would drown them. A number or a name is several
     tokens, read one after the other, and the queries look at the first: a peak spreads to the `ahead` entries after it
-    and the `behind` before it, fading by `decay` with each. What an answer needs later the question need not look at,
-    so where no peak is, an entry counts by its key (`Heads`); `strength` is how much a peak weighs beside that. All of
-    it is weighted by how much the stream copies, to the power of `heads` (0: all alike).
-    Feng et al. 2025 (DefensiveKV), arXiv 2510.13334; Xiao et al. 2024 (DuoAttention), arXiv 2410.10819.
+    and the `behind` before it, fading by `decay` with each. What an answer needs later the question need not look at:
+    where no peak is, an entry counts by how far its key, or that of one of `pooling` neighbours, is from the others
+    (KeyDiff), and `strength` is what a peak weighs beside that. All of it is weighted by the norm of the value
+    (`values`) and by how much the stream copies, to the power of `heads` (0: all alike).
+    Feng et al. 2025 (DefensiveKV), arXiv 2510.13334; Feng et al. 2025 (CriticalKV), arXiv 2502.03805; Xiao et al. 2024
+    (DuoAttention), arXiv 2410.10819.
     """
 
     ahead: int = 63
     behind: int = 7
     decay: float = 0.97
-    strength: float = 4.0
-    heads: float = 0.5
+    strength: float = 8.0
     pooling: int = 9
+    values: bool = True
+    heads: float = 1.0
     batchable: ClassVar[bool] = True
     first: ClassVar[int] = 4
     needs_weights: ClassVar[bool] = True
@@ -51,16 +55,25 @@ class Peak(Policy):
             )
         if not 0 < self.decay <= 1:
             raise HybridKVError(f"decay must be above 0 and at most 1 (a peak does not fade), not {self.decay}")
+        if not 0 <= self.strength <= 1e6:
+            raise HybridKVError(f"strength must be from 0 (peaks do not count) to 1e6, not {self.strength}")
+        _check_width(self.pooling)
         _check_heads(self.heads)
 
     def score(self, layer: LayerCache) -> Tensor:
-        scores = peak_scores(
+        peaks = peak_scores(
             layer.queries, layer.query_positions, layer.k_pool, layer.table, layer.positions, layer.scale, layer.lse
         )
         lengths, width = layer.device_lengths, self.ahead + self.behind + 1
-        kernel = width if width % 2 else width + 1
-        spread = pool_peaks(scores, lengths, len(layer.queries), kernel, False, None, self.ahead, self.decay)
-        return _weighted(self.strength * spread + standing(layer, self.pooling), layer, self.heads)
+        spread = pool_peaks(
+            peaks, lengths, len(layer.queries), width + 1 - width % 2, False, None, self.ahead, self.decay
+        )
+        scores = self.strength * spread + standing(layer, self.pooling)
+        if self.values:
+            norms = value_norms(layer.v_pool, layer.table, lengths, scores.shape[1])
+            norms = norms.masked_fill(layer.positions < 0, 0)
+            scores = scores * norms / (norms.sum(1, keepdim=True) / lengths[:, None].clamp(min=1)).clamp(min=1e-20)
+        return _weighted(scores, layer, self.heads)
 
 
 def _weighted(scores: Tensor, layer: LayerCache, power: float) -> Tensor:
@@ -158,7 +171,7 @@ class Heads(Policy):
     """
 
     pooling: int = 9
-    heads: float = 0.5
+    heads: float = 1.0
     first: ClassVar[int] = 4
     needs_queries: ClassVar[bool] = False
     needs_weights: ClassVar[bool] = True
