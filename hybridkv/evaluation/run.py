@@ -27,6 +27,7 @@ from hybridkv.evaluation.settings import EvalSettings
 from hybridkv.evaluation.tasks import make_sample, sample_set_hash
 from hybridkv.evaluation.tasks.prose import prose
 from hybridkv.eviction.named import AUTO
+from hybridkv.eviction.replay import Replay
 from hybridkv.llm import LLM
 from hybridkv.request import Request
 
@@ -36,6 +37,8 @@ Progress = Callable[[int, int, str], None]  # units done, units in all, what is 
 SCREEN = 50.0  # per cent: a task whose first batch scores less with the full cache is not cut
 STEP_TOKENS = 512  # that a bounded prompt is cut after; the same on every device
 CPU_BATCH, GPU_BATCH = 8, 50
+SLACK = 512  # tokens beside a prompt: its answers, or the text whose distributions are compared
+REPLAYED = SLACK + Replay.chunk + 256  # and a part of it that is read once more, with what asks for it
 CONTINUATION = 256  # tokens of a text whose distributions are compared
 DIVERGENCE = "divergence"  # in place of a task's name
 
@@ -159,7 +162,7 @@ class Run:
             cache=CacheConfig(kv_dtype=kv_dtype, state_dtype=state_dtype, query_buffers=slots),
             max_requests=slots,
             # a text that is read once more stands beside itself
-            max_context=max(s.lengths) * (2 if any(Cut(p, 2).replays for p in s.policies) else 1) + 512,
+            max_context=max(s.lengths) + (REPLAYED if any(Cut(p, 2).replays for p in s.policies) else SLACK),
             memory=s.memory,
             step_tokens=None if on_gpu and not any(Cut(p, 2).bounded for p in s.policies) else STEP_TOKENS,
         )

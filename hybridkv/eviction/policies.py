@@ -43,7 +43,7 @@ class Peak(Policy):
     strength: float = 8.0
     pooling: int = 9
     values: bool = True
-    heads: float = 1.0
+    heads: float = 0.5
     batchable: ClassVar[bool] = True
     first: ClassVar[int] = 4
     needs_weights: ClassVar[bool] = True
