@@ -65,9 +65,7 @@ class Peak(Policy):
             layer.queries, layer.query_positions, layer.k_pool, layer.table, layer.positions, layer.scale, layer.lse
         )
         lengths, width = layer.device_lengths, self.ahead + self.behind + 1
-        spread = pool_peaks(
-            peaks, lengths, len(layer.queries), width + 1 - width % 2, False, None, self.ahead, self.decay
-        )
+        spread = pool_peaks(peaks, lengths, len(layer.queries), width, False, None, self.ahead, self.decay)
         scores = self.strength * spread + standing(layer, self.pooling)
         if self.values:
             norms = value_norms(layer.v_pool, layer.table, lengths, scores.shape[1])

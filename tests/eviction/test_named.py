@@ -1,7 +1,7 @@
 """Policies as texts: every setting by its name, mistakes with what there is, and what `auto` stands for."""
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import tiny
@@ -11,21 +11,28 @@ from hybridkv.config import POLICY_NAMES, UNEVEN_POLICIES, CacheConfig, Eviction
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction import POLICIES, Ada, All, Pyramid, SnapKV
 from hybridkv.eviction.named import AUTO, SPREADS, find_policy, resolved_name
-from hybridkv.eviction.policies import KeyDiff, Leverage, Peak, Random, Streaming
+from hybridkv.eviction.policies import Heads, KeyDiff, Leverage, Peak, Random, Streaming
 from hybridkv.eviction.sizes import max_held_tokens
 from hybridkv.eviction.spread import Spread
 
 SAY = SamplingParams(max_tokens=4, ignore_eos=True)
+PEAK, HEADS = POLICIES["peak"](), POLICIES["heads"]()
+assert isinstance(PEAK, All) and isinstance(HEADS, All)
 
 
 @pytest.mark.parametrize(
     ("text", "policy"),
     (
-        ("peak", Ada(Peak())),
-        ("peak:pooling=31", Ada(Peak(pooling=31))),
-        ("peak:values=yes:pooling=1", Ada(Peak(pooling=1, values=True))),
-        ("peak:values=false", Ada(Peak())),
+        ("peak", PEAK),
+        ("peak:pooling=31", replace(PEAK, policy=Peak(pooling=31))),
+        ("peak:values=no:pooling=1", replace(PEAK, policy=Peak(pooling=1, values=False))),
+        ("peak:values=true", PEAK),
+        ("peak:ahead=15:behind=0:decay=1:strength=2.5", replace(PEAK, policy=Peak(15, 0, 1.0, 2.5))),
+        ("peak:heads=0:layers=1", replace(PEAK, policy=Peak(heads=0.0), layers=1.0)),
         ("peak:spread=even", Peak()),
+        ("heads:heads=2:pooling=1", replace(HEADS, policy=Heads(1, 2.0))),
+        ("heads:layers=0", replace(HEADS, layers=0.0)),
+        ("heads:spread=all:layers=0.25", All(Heads(), layers=0.25)),
         ("peak:spread=ada:floor=0.5", Ada(Peak(), floor=0.5)),
         ("peak:floor=0.5:spread=all", All(Peak(), floor=0.5)),  # whichever comes first
         ("snapkv", SnapKV("avg", 5)),
@@ -44,7 +51,7 @@ def test_a_text_is_the_policy_with_these_settings(text: str, policy: object) -> 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_field_is_a_setting(name: str) -> None:
-    other = {int: "3", float: "0.5", bool: "yes", str: "max"}  # a good value of each kind that is nobody's default
+    other = {int: "3", float: "0.5", str: "max"}  # a good value of each kind that is nobody's default
     policy = POLICIES[name]()
     parts = [(policy.policy, "")] if isinstance(policy, Spread) else [(policy, "")]
     parts += [(spread(Peak()), f":spread={how}") for how, spread in SPREADS.items() if how != "even"]
@@ -52,10 +59,12 @@ def test_every_field_is_a_setting(name: str) -> None:
         for f in fields(part):
             if f.name != "policy":
                 was = getattr(part, f.name)
-                value = "2" if f.name == "steepness" else other[type(was)]
+                value = "2" if f.name == "steepness" else other.get(type(was), "no" if was else "yes")
                 found = find_policy(f"{name}{before}:{f.name}={value}")
                 holder = found if hasattr(found, f.name) else found.policy  # type: ignore[attr-defined]
-                assert getattr(holder, f.name) != was and str(getattr(holder, f.name)).lower()[:1] in value + "t"
+                is_now = getattr(holder, f.name)
+                want = value == "yes" if isinstance(was, bool) else type(was)(value)
+                assert is_now == want != was
 
 
 @pytest.mark.parametrize(
@@ -65,7 +74,10 @@ def test_every_field_is_a_setting(name: str) -> None:
         ("zzz", r"'zzz' is unknown; choose auto, peak, "),
         ("expected", "'expected' is unknown"),
         ("", "'' is unknown"),
-        ("peak:poling=3", r"no setting 'poling' \(did you mean pooling\?\); it has pooling, .*values, spread, floor"),
+        (
+            "peak:poling=3",
+            r"no setting 'poling' \(did you mean pooling\?\); it has ahead, .*pooling, .*, spread, floor, layers",
+        ),
         ("knorm:x=1", "no setting 'x'; it has spread"),
         ("knorm:floor=0.1", "no setting 'floor'"),  # even: nothing is shared
         ("peak:pooling", "settings are written name:setting=value, not 'pooling'"),
@@ -82,6 +94,24 @@ def test_every_field_is_a_setting(name: str) -> None:
         ("peak:floor=nan", "from 0 to 1, not nan"),
         ("peak:spread=wide", "spread is even, layer, ada, all, pyramid, not 'wide'"),
         ("peak:spread=pyramid:steepness=0", "steepness must be 1 .even. or more, not 0"),
+        ("peak:layers=1.5", "layers must be a part of the even share, from 0 to 1, not 1.5"),
+        ("peak:layers=-0.1", "layers must be .* from 0 to 1, not -0.1"),
+        ("heads:layers=nan", "from 0 to 1, not nan"),
+        ("peak:spread=pyramid:layers=0.5", "no setting 'layers'"),  # nothing is shared there
+        ("peak:ahead=-1", "may spread to 126 entries, not to -1 ahead and "),
+        ("peak:behind=-1", "may spread to 126 entries, not to .* ahead and -1 behind"),
+        ("peak:ahead=127:behind=0", "not to 127 ahead and "),
+        ("peak:ahead=1e2", "ahead takes a whole number, not '1e2'"),
+        ("peak:decay=0", "decay must be above 0 and at most 1 .* not 0.0"),
+        ("peak:decay=1.01", "decay must be .* not 1.01"),
+        ("peak:decay=nan", "decay must be .* not nan"),
+        ("peak:strength=-1", "strength must be from 0 .* to 1e6, not -1.0"),
+        ("peak:strength=inf", "strength must be from 0 .* to 1e6, not inf"),
+        ("peak:strength=nan", "strength must be .* not nan"),
+        ("peak:heads=-1", "heads must be a power from 0 .* to 8, not -1.0"),
+        ("heads:heads=9", "heads must be a power from 0 .* to 8, not 9.0"),
+        ("heads:heads=nan", "heads must be .* not nan"),
+        ("heads:pooling=2", "pooling must be an odd number of neighbours"),
         ("snapkv:pooling=5", "pooling must be none, avg or max"),
         ("peak:policy=knorm", "no setting 'policy'"),
         ("x" * 500, "'x{80}' is unknown"),
@@ -100,9 +130,9 @@ def test_an_unknown_name_is_refused_with_the_settings_already() -> None:
 
 
 def test_auto_stands_for_one_policy_where_the_question_was_read_and_another_where_not() -> None:
-    assert find_policy("auto", seen=True) == find_policy(AUTO["seen"]) == Ada(Peak())
+    assert find_policy("auto", seen=True) == find_policy(AUTO["seen"])
     assert find_policy("auto", seen=False) == find_policy(AUTO["unseen"])
-    assert find_policy("auto:pooling=31", seen=True) == Ada(Peak(31))
+    assert find_policy("auto:pooling=31", seen=True) == find_policy(f"{AUTO['seen']}:pooling=31")
     assert resolved_name("auto:pooling=31", True) == f"{AUTO['seen']}:pooling=31"
     assert resolved_name("auto", False) == AUTO["unseen"]
     assert resolved_name("snapkv:pooling=max", False) == "snapkv:pooling=max"
@@ -112,7 +142,7 @@ def test_auto_stands_for_one_policy_where_the_question_was_read_and_another_wher
 @pytest.mark.parametrize("scope", ("layer", "global"))
 def test_where_streams_have_one_list_a_name_alone_means_even_budgets(scope: str, evicting: Callable) -> None:
     assert find_policy("auto", scope=scope) == Peak()
-    assert find_policy("peak:pooling=31", scope=scope) == Peak(31)
+    assert find_policy("peak:pooling=31", scope=scope) == Peak(pooling=31)
     for text in ("peak:spread=layer", "peak:floor=0.5", "snapkv:spread=all"):  # asked for by name: told, not dropped
         with pytest.raises(HybridKVError, match=f"scope '{scope}' keeps one list .* use scope='head'"):
             evicting("llama", budget=48, policy=text, scope=scope)
@@ -125,8 +155,8 @@ def test_where_streams_have_one_list_a_name_alone_means_even_budgets(scope: str,
 def test_settings_that_one_of_autos_policies_lacks_are_told_before_a_prompt_is_read(evicting: Callable) -> None:
     """A bounded prompt is cut by both: a setting that only one has would fail half way."""
     with pytest.raises(HybridKVError, match=r"no setting 'values'"):
-        evicting("llama", budget=48, bounded=True, policy="auto:values=yes")
-    assert find_policy("auto:values=yes") == Ada(Peak(values=True))
+        evicting("llama", budget=48, bounded=True, policy="auto:values=no")
+    assert find_policy("auto:values=no") == find_policy(f"{AUTO['seen']}:values=no")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import runpy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,8 @@ from torch import Tensor
 from eviction.layer_cache import Dense, attention, make
 from hybridkv.eviction import POLICIES, Ada, All, Policy, Pyramid
 from hybridkv.eviction.keep import choose, choose_shared
-from hybridkv.eviction.policies import KeyDiff, Knorm, Leverage, Peak, Random, Streaming, Tova
+from hybridkv.eviction.named import find_policy
+from hybridkv.eviction.policies import Heads, KeyDiff, Knorm, Leverage, Peak, Random, Streaming, Tova
 
 CASES = {
     "equal lengths": dict(lengths=[40, 40]),
@@ -35,18 +37,39 @@ def tova(dense: Dense) -> list[Tensor]:
     return [mean[: len(rows[g * folds])] for g in range(len(dense.keys))]
 
 
-def peak(dense: Dense, pooling: int = 15, values: bool = False) -> list[Tensor]:
+def peak(dense: Dense, policy: Peak) -> list[Tensor]:
     c, found = dense.cache, []
+    assert c.weights is not None
     folds, W = c.queries.shape[1] // len(dense.keys), len(c.queries)
-    for g, (k, v) in enumerate(zip(dense.keys, dense.values)):
+    for g, (v, place) in enumerate(zip(dense.values, standing(dense, policy.pooling))):
         rows = [attention(dense, w, h) for w in range(W) for h in range(g * folds, (g + 1) * folds)]
         most = torch.stack(rows).max(0).values
-        old = max(0, len(k) - W)  # entries older than the window are pooled among themselves
-        score = most.clone()
+        old = max(0, len(v) - W)  # peaks of entries older than the window spread among themselves
+        spread = most.clone()
         for j in range(old):
-            near = most[max(0, j - pooling // 2) : min(old, j + pooling // 2 + 1)].max()
-            score[j] = max(near, most[:old].mean()) if values else near
-        found.append(torch.cat((score[:old] * v[:old].norm(dim=-1), score[old:])) if values else score)
+            near = range(max(0, j - policy.ahead), min(old, j + policy.behind + 1))
+            spread[j] = max(most[i] * policy.decay ** abs(i - j) for i in near)
+        score = policy.strength * spread + place
+        if policy.values:
+            score = score * v.norm(dim=-1) / v.norm(dim=-1).mean()
+        found.append(score * c.weights[g].double() ** policy.heads)
+    return found
+
+
+def heads(dense: Dense, policy: Heads) -> list[Tensor]:
+    assert dense.cache.weights is not None
+    weights = dense.cache.weights.double() ** policy.heads
+    return [place * weight for place, weight in zip(standing(dense, policy.pooling), weights)]
+
+
+def standing(dense: Dense, pooling: int) -> list[Tensor]:
+    """Of each entry how many of its stream it is as good as or better, as a part of all, by pooled key difference."""
+    found = []
+    for alone in keydiff(dense):
+        n, half = len(alone), pooling // 2
+        row = [max(alone[max(0, j - half) : j + half + 1].tolist()) for j in range(n)]
+        ranked = sorted(range(n), key=lambda j: (-row[j], j))
+        found.append(torch.tensor([1 - ranked.index(j) / n for j in range(n)], dtype=torch.float64))
     return found
 
 
@@ -67,10 +90,19 @@ def keydiff(dense: Dense) -> list[Tensor]:
     return found
 
 
-ORACLES: dict[str, tuple[Policy, Callable[[Dense], list[Tensor]]]] = {
+PEAKS = {
+    "peak": Peak(),
+    "peak that spreads nowhere": Peak(ahead=0, behind=0, pooling=1),
+    "peak that does not fade": Peak(ahead=3, behind=0, decay=1.0, values=False),
+    "peak that fades fast": Peak(ahead=2, behind=5, decay=0.5, strength=100.0, heads=0.0),
+    "peak that spreads to an odd number": Peak(ahead=2, behind=1, decay=0.9, pooling=3, heads=2.5),
+    "peaks do not count": Peak(strength=0.0, heads=0.5),
+}
+ORACLES: dict[str, tuple[Policy, Callable[..., list[Tensor]]]] = {
     "tova": (Tova(), tova),
-    "peak": (Peak(), peak),
-    "peak with values": (Peak(pooling=5, values=True), lambda d: peak(d, 5, True)),
+    **{name: (policy, lambda d, policy=policy: peak(d, policy)) for name, policy in PEAKS.items()},
+    "heads": (Heads(), lambda d: heads(d, Heads())),
+    "heads by the square": (Heads(pooling=1, heads=2.0), lambda d: heads(d, Heads(pooling=1, heads=2.0))),
     "leverage": (Leverage(), leverage),
     "knorm": (Knorm(), lambda d: [-torch.stack([x.square().sum().sqrt() for x in k]) for k in d.keys]),
     "keydiff": (KeyDiff(), keydiff),
@@ -83,10 +115,33 @@ ORACLES: dict[str, tuple[Policy, Callable[[Dense], list[Tensor]]]] = {
 def test_scores_equal_the_definition(name: str, case: str, dtype: str) -> None:
     policy, oracle = ORACLES[name]
     dense = make(**CASES[case], dtype=dtype)  # type: ignore[arg-type]
+    dense.cache = replace(dense.cache, weights=torch.linspace(0.3, 1.0, len(dense.keys)))
     got = policy.score(dense.cache)
     assert got.shape == dense.cache.positions.shape
     for g, want in enumerate(oracle(dense)):
         assert torch.allclose(got[g, : len(want)].double(), want, rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.parametrize("name", ("peak", "heads"))
+def test_without_weights_all_streams_are_alike(name: str) -> None:
+    policy = find_policy(name)
+    assert policy.needs_weights and isinstance(policy, All)
+    cache = make([40, 33]).cache
+    equal = replace(cache, weights=torch.ones(2))
+    assert torch.equal(policy.score(cache), policy.score(equal))
+    weighed = policy.score(replace(cache, weights=torch.tensor([0.5, 1.0])))
+    assert torch.equal(weighed[1], policy.score(cache)[1]) and (weighed[0] < policy.score(cache)[0]).all()
+    alike = replace(policy, policy=replace(policy.policy, heads=0.0))  # type: ignore[type-var]
+    assert torch.equal(alike.score(replace(cache, weights=torch.tensor([0.5, 1.0]))), policy.score(cache))
+
+
+@pytest.mark.parametrize("name", ("peak", "heads"))
+def test_a_key_that_is_nan_is_not_hidden(name: str) -> None:
+    """Its rank would be a number; a broken cache is to be refused."""
+    cache = make([40, 33]).cache
+    cache.k_pool[int(cache.table[1, 2]), 3] = torch.nan  # type: ignore[index]
+    scores = find_policy(name).score(cache)
+    assert scores[1, :33].isnan().any() and not scores[0].isnan().any()
 
 
 @pytest.mark.parametrize("name", [name for name, make in POLICIES.items() if not make().needs_replay])
@@ -128,7 +183,7 @@ def test_random_is_the_same_each_time_and_differs_by_layer_and_seed() -> None:
     recent=st.integers(0, 48),
     floor=st.sampled_from((0.0, 0.2, 0.5, 1.0)),
     steepness=st.sampled_from((1.0, 2.0, 20.0)),
-    which=st.integers(0, 4),
+    which=st.integers(0, 5),
     ties=st.booleans(),
 )
 def test_shared_budgets_never_exceed_what_was_asked(
@@ -136,7 +191,14 @@ def test_shared_budgets_never_exceed_what_was_asked(
 ) -> None:
     recent = min(recent, budget)
     pyramid = Pyramid(steepness=steepness)
-    policy = (Ada(floor=floor), pyramid, Ada(pyramid, floor), All(floor=floor), All(pyramid, floor))[which]
+    policy = (
+        Ada(floor=floor),
+        pyramid,
+        Ada(pyramid, floor),
+        All(floor=floor),
+        All(pyramid, floor),
+        All(pyramid, floor, 0.75),
+    )[which]
     n = np.array(lengths)
     torch.manual_seed(budget)
     scores = [torch.zeros(3, 40) if ties else torch.rand(3, 40) for _ in lengths]
@@ -195,6 +257,54 @@ def test_all_layers_share_one_budget(lengths: list[tuple], budget: int, recent: 
     for _, s, j in sorted(rest)[: max(0, room)]:
         want[s].add(j)
     assert [e.tolist() for layer in keep for e in layer] == [sorted(each) for each in want]
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=4),
+    budget=st.integers(1, 34),
+    recent=st.integers(0, 34),
+    floor=st.sampled_from((0.0, 0.2, 0.5, 1.0)),
+    layers=st.sampled_from((0.0, 0.1, 0.5, 0.75, 0.99, 1.0)),
+    ties=st.booleans(),
+)
+def test_a_part_of_a_budget_stays_in_its_layer(
+    lengths: list[tuple], budget: int, recent: int, floor: float, layers: float, ties: bool
+) -> None:
+    """Against loops: the streams of a layer win a part of its budget among themselves; the best of all that is left in
+    any stream of any layer fill the rest. The whole budget is used where there are so many entries."""
+    recent, n = min(recent, budget), np.array(lengths)
+    torch.manual_seed(budget)
+    scores = [torch.randint(0, 3, (2, 30)).float() if ties else torch.rand(2, 30) for _ in lengths]
+    keep = choose_shared(scores, n, np.full(n.shape, budget), recent, floor, layers)
+    want: dict[tuple[int, int], set[int]] = {}
+    rest = []
+    for i, row in enumerate(n):
+        room, left = 0, []
+        for g, length in enumerate(row.tolist()):
+            old = max(0, length - recent)
+            ranked = sorted(range(old), key=lambda j: (-scores[i][g, j].item(), j))
+            least = min(length, max(1, int(budget * floor), length - old))
+            want[i, g] = set(ranked[: least - (length - old)]) | set(range(old, length))
+            room += max(min(length, int(budget * layers)), least) if layers < 1 else budget
+            left += [(-scores[i][g, j].item(), i, g, j) for j in ranked[least - (length - old) :]]
+        left.sort()
+        room = max(0, room - sum(len(want[i, g]) for g in range(2)))
+        for _, _, g, j in left[:room]:
+            want[i, g].add(j)
+        rest += left[room:]
+    room = max(0, budget * n.size - sum(map(len, want.values())))
+    for _, i, g, j in sorted(rest)[: room if layers < 1 else 0]:
+        want[i, g].add(j)
+    assert [e.tolist() for layer in keep for e in layer] == [sorted(each) for each in want.values()]
+    if layers < 1:
+        assert sum(len(e) for layer in keep for e in layer) == min(n.sum(), budget * n.size)
+
+
+def test_the_part_that_stays_in_its_layer_protects_a_quiet_layer() -> None:
+    scores = [torch.full((2, 50), 0.1), torch.full((2, 50), 0.9)]
+    n = np.full((2, 2), 50)
+    found = [All(floor=0.25, layers=part).budgets(scores, n, 20, 4).sum(1).tolist() for part in (0.0, 0.5, 0.75, 1.0)]
+    assert found == [[10, 70], [20, 60], [30, 50], [40, 40]]
 
 
 def test_one_budget_over_all_layers_gives_a_loud_layer_more() -> None:

@@ -125,6 +125,17 @@ def test_pooling_of_long_prompts(kernel: int, floor: bool) -> None:
     assert_same_bytes(again[0][2, :70], again[1][2, :70])  # whatever stands beside it
 
 
+@pytest.mark.parametrize(("kernel", "ahead", "decay"), ((71, 63, 0.97), (8, 0, 0.5), (127, 126, 1.0), (126, 125, 0.99)))
+def test_peaks_of_long_prompts_spread_ahead_and_fade(kernel: int, ahead: int, decay: float) -> None:
+    lengths = torch.tensor([16384, 16383, 70, 64, 1, 0])
+    x = torch.rand(6, 16384) ** 12
+    past = torch.arange(16384) >= lengths[:, None]
+    x.masked_fill_(past, torch.nan)
+    got = peak_pool.pool_peaks(x, lengths, 64, kernel, False, None, ahead, decay).masked_fill(past, 0)
+    want = peak_pool.pool_peaks_ref(x, lengths, 64, kernel, False, None, ahead, decay).masked_fill(past, 0)
+    assert_same_bytes(want, got)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("lengths", "P", "D"), (([4096, 4095, 70, 1], 64, 256), ([517, 130, 5], 53, 64), ([3], 2, 37)))
 def test_norms_of_values(kind: str, lengths: list[int], P: int, D: int) -> None:

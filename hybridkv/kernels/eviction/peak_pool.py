@@ -176,16 +176,18 @@ def pool_peaks(
     scores: Tensor,  # [G, L] f32
     lengths: Tensor,  # [G] int64
     window: int,
-    kernel: int,
+    kernel: int,  # odd, unless `ahead` is given
     floor: bool,
     norms: Tensor | None = None,  # [G, L] f32
     ahead: int | None = None,  # entries that a peak spreads to after it; None: as many as before it
     decay: float = 1.0,  # of a peak with every entry
 ) -> Tensor:
     """Scores [G, L] f32: those older than the window pooled, floored and weighted. Past `lengths` they mean nothing."""
+    if ahead is None and kernel % 2 == 0 or not 1 <= kernel <= MAX_KERNEL:
+        raise HybridKVError(f"peaks are pooled over an odd number of entries from 1 to {MAX_KERNEL}, not {kernel}")
     if ahead is not None and not 0 <= ahead < kernel:
         raise HybridKVError(f"a peak spreads to 0 to {kernel - 1} of {kernel} neighbours ahead, not to {ahead}")
-    if not 1 <= kernel <= MAX_KERNEL or kernel % 2 == 0:
-        raise HybridKVError(f"peaks are pooled over an odd number of entries from 1 to {MAX_KERNEL}, not {kernel}")
+    if not 0 < decay <= 1:
+        raise HybridKVError(f"decay must be above 0 and at most 1 (a peak does not fade), not {decay}")
     form = pool_peaks_triton if use_triton(scores) else pool_peaks_ref
     return form(scores, lengths, window, kernel, floor, norms, ahead, decay)

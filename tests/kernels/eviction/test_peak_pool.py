@@ -50,6 +50,59 @@ def test_pooling_equals_loops(form: str, kernel: int, floor: bool) -> None:
             assert_same_bytes(x[g, max(0, n - WINDOW) : n], got[g, max(0, n - WINDOW) : n])
 
 
+SPREADS = {
+    "further ahead": (71, 63, 0.97),
+    "behind alone": (8, 0, 0.5),
+    "ahead alone": (126, 125, 0.99),
+    "as far as may be": (127, 126, 1.0),
+    "nowhere": (1, 0, 0.9),
+}
+
+
+@pytest.mark.parametrize("form", POOL)
+@pytest.mark.parametrize("spread", SPREADS)
+def test_peaks_spread_ahead_and_fade(form: str, spread: str) -> None:
+    """Against loops: an entry has the largest of what `ahead` before it and the others behind it send, each times the
+    decay over the distance. Lengths where a program of the kernel ends and the next begins are among them."""
+    kernel, ahead, decay = SPREADS[spread]
+    lengths, L = [1600, 905, 777, 9, 3, 0], 1600
+    x = torch.rand(6, L) ** 12  # few high peaks, which are seen from far
+    for g, n in enumerate(lengths):
+        x[g, n:] = torch.nan
+    at = torch.tensor(lengths, device=DEVICE)
+    got = POOL[form](x.to(DEVICE), at, WINDOW, kernel, False, None, ahead, decay).cpu()
+    for g, n in enumerate(lengths):
+        row, old = x[g, :n].double(), max(0, n - WINDOW)
+        want = row.clone()
+        for j in range(old):
+            near = torch.arange(max(0, j - ahead), min(old, j + kernel - ahead))
+            want[j] = (row[near] * decay ** (near - j).abs()).max()
+        assert_close_rms(f"row {g}", want, got[g, :n], BOUND)
+        assert_same_bytes(x[g, old:n], got[g, old:n])
+    same = pool_peaks_ref(x, torch.tensor(lengths), WINDOW, kernel, False, None, ahead, decay)
+    for g, n in enumerate(lengths):  # the same steps, so the same bits
+        assert_same_bytes(same[g, :n], got[g, :n])
+
+
+@pytest.mark.parametrize("form", POOL)
+def test_the_floor_and_the_norms_come_after_the_spread(form: str) -> None:
+    x, norms, lengths = torch.rand(2, 60) ** 8, torch.rand(2, 60) + 0.5, torch.tensor([60, 31])
+    spread = pool_peaks_ref(x, lengths, WINDOW, 12, False, None, 9, 0.8)
+    got = POOL[form](x.to(DEVICE), lengths.to(DEVICE), WINDOW, 12, True, norms.to(DEVICE), 9, 0.8).cpu()
+    for g, n in enumerate(lengths.tolist()):
+        old = n - WINDOW
+        want = spread[g, :old].double().clamp(min=x[g, :old].double().mean().item()) * norms[g, :old]
+        assert_close_rms(f"row {g}", want, got[g, :old], BOUND)
+
+
+@pytest.mark.parametrize("form", POOL)
+def test_a_nan_spreads_as_a_peak_does(form: str) -> None:
+    x, lengths = torch.rand(1, 40), torch.tensor([40], device=DEVICE)
+    x[0, 20] = torch.nan
+    pooled = POOL[form](x.to(DEVICE), lengths, WINDOW, 5, False, None, 3, 0.5).isnan().cpu()
+    assert pooled[0].nonzero().flatten().tolist() == [19, 20, 21, 22, 23]
+
+
 @pytest.mark.parametrize("form", POOL)
 def test_a_nan_is_not_pooled_away(form: str) -> None:
     x, lengths = torch.rand(1, 40), torch.tensor([40], device=DEVICE)
@@ -81,6 +134,24 @@ def test_nothing_to_pool(form: str, G: int, L: int) -> None:
 def test_widths_that_have_no_middle_or_are_too_wide_are_refused(kernel: int) -> None:
     with pytest.raises(HybridKVError, match=f"odd number of entries from 1 to 127, not {kernel}"):
         pool_peaks(torch.zeros(1, 4), torch.tensor([4]), 1, kernel, True)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "ahead", "decay", "says"),
+    (
+        (4, None, 1.0, "odd number of entries from 1 to 127, not 4"),
+        (128, 64, 1.0, "from 1 to 127, not 128"),
+        (5, 5, 1.0, "0 to 4 of 5 neighbours ahead, not to 5"),
+        (5, -1, 1.0, "0 to 4 of 5 neighbours ahead, not to -1"),
+        (5, 2, 0.0, "decay must be above 0 and at most 1 .* not 0.0"),
+        (5, 2, 1.01, "not 1.01"),
+        (5, 2, float("nan"), "not nan"),
+    ),
+)
+def test_spreads_that_mean_nothing_are_refused(kernel: int, ahead: int | None, decay: float, says: str) -> None:
+    with pytest.raises(HybridKVError, match=says):
+        pool_peaks(torch.zeros(1, 4), torch.tensor([4]), 1, kernel, False, None, ahead, decay)
+    pool_peaks(torch.zeros(1, 4), torch.tensor([4]), 1, 4, False, None, 2, 0.5)  # even, where it is said how
 
 
 SIZES = {
