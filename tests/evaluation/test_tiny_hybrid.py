@@ -1,6 +1,6 @@
 """The small trained hybrid that the package ships: its answers survive what random weights cannot judge.
 
-Six questions about texts of 500 tokens: a number hidden among sentences, one among several, an entry of a phone book.
+Three questions about texts of 500 tokens: a number hidden among sentences, one among several, an entry of a phone book.
 """
 
 import json
@@ -32,7 +32,7 @@ class Asked:
 
 
 def opened(**cache: object) -> LLM:
-    return LLM(TINY_HYBRID, device="cpu", dtype="float32", cache=CacheConfig(**cache), max_requests=6, max_context=1024)  # type: ignore[arg-type]
+    return LLM(TINY_HYBRID, device="cpu", dtype="float32", cache=CacheConfig(**cache), max_requests=3, max_context=1024)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def llm() -> Iterator[LLM]:
 def asked(llm: LLM) -> Asked:
     renderer = Renderer(llm)
     tasks = ("niah_single_1", "niah_multikey_1", "phone_book")
-    samples = [make_sample(task, number, 600, "tests", renderer.count) for task in tasks for number in range(2)]
+    samples = [make_sample(task, 0, 600, "tests", renderer.count) for task in tasks]
     return Asked(samples, [renderer.sample(sample).prompt for sample in samples])
 
 
@@ -57,17 +57,17 @@ def answers(llm: LLM, asked: Asked, budget: int | None = None, policy: str = "au
 
 
 def test_the_full_cache_answers_everything(llm: LLM, asked: Asked) -> None:
-    assert asked.right(answers(llm, asked)) == 6
+    assert asked.right(answers(llm, asked)) == 3
 
 
 @pytest.mark.parametrize("cache", [{"kv_dtype": "fp8"}, {"kv_dtype": "bf16", "state_dtype": "bf16"}], ids=str)
 def test_smaller_numbers_answer_everything(cache: dict[str, str], asked: Asked) -> None:
     with opened(**cache) as llm:
-        assert asked.right(answers(llm, asked)) == 6
+        assert asked.right(answers(llm, asked)) == 3
 
 
 def test_a_quarter_of_the_cache_answers_everything_and_chance_nothing(llm: LLM, asked: Asked) -> None:
-    assert asked.right(answers(llm, asked, QUARTER)) == 6
+    assert asked.right(answers(llm, asked, QUARTER)) == 3
     assert asked.right(answers(llm, asked, QUARTER, "random")) == 0  # without this, the state alone might answer
 
 
@@ -77,7 +77,7 @@ def test_a_document_at_a_quarter_answers_questions_that_it_was_not_cut_for(llm: 
         with llm.compress(sample.document, ratio=4) as document:
             assert abs(document.stats["kept_tokens"] - document.stats["tokens"] / 4) < 1
             found.append(document.generate(sample.questions[0].text, SHORT)[0].text)
-    assert asked.right(found) >= 5
+    assert asked.right(found) >= 2
 
 
 def test_logits_are_those_of_transformers(llm: LLM, asked: Asked) -> None:
