@@ -57,8 +57,8 @@ def compress(
         Option(
             "--policy",
             metavar="NAME",
-            help="what is kept: replay (the text is read twice), or one that chooses at once: auto, keydiff, leverage, "
-            "peak, ...",
+            help="what is kept: replay (the text is read twice), or one that chooses at once: auto, heads, keydiff, "
+            "leverage, ...",
             rich_help_panel=EVICTION,
         ),
     ] = "replay",

@@ -38,7 +38,7 @@ QUESTIONS = (
     "What is the name of the chief scientist of the next voyage?",
 )
 
-BUDGET = 1024  # a third of the tokens; with 768 the small model's first answer names a place that is not in the text
+BUDGET = 1024  # a third of the tokens
 PAGE = "hybridkv-demo.html"
 SUGGESTIONS = ("chat", 'plan Qwen3.5-27B --card "RTX 4090" --weights q4_k --context 32k')  # printed at the end
 

@@ -94,7 +94,7 @@ class EvalOptions:
         _list(
             "--policies",
             "NAMES",
-            "policies with commas between them, with settings as in peak:pooling=31",
+            "policies with commas between them, with settings as in peak:ahead=31",
             str.lower,
             show_default=",".join(EvalSettings.policies),
             autocompletion=completion.policies,

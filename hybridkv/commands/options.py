@@ -197,8 +197,8 @@ class ModelOptions(OpenOptions):
         Option(
             "--policy",
             metavar="NAME",
-            help="what counts: auto, peak, snapkv, tova, knorm, keydiff, leverage, streaming or random, in a chat also "
-            "replay; with settings as in peak:pooling=31",
+            help="what counts: auto, peak, heads, snapkv, tova, knorm, keydiff, leverage, streaming or random, in a "
+            "chat also replay; with settings as in peak:ahead=31",
             rich_help_panel=EVICTION,
         ),
     ] = str(_CACHE["policy"])
@@ -220,8 +220,8 @@ class ModelOptions(OpenOptions):
         Option(
             "--pooling",
             metavar="HOW",
-            help="how scores spread to neighbours: an odd number of them (peak, keydiff, leverage), none, avg or max "
-            "(snapkv); the policy's own choice",
+            help="how scores spread to neighbours: an odd number of them (peak, heads, keydiff, leverage), none, avg "
+            "or max (snapkv); the policy's own choice",
             rich_help_panel=EVICTION,
         ),
     ] = None
