@@ -11,7 +11,8 @@ import torch
 from engine.driving import run
 from hybridkv import LLM, CacheConfig, EvictionConfig, SamplingParams
 from hybridkv.errors import HybridKVError
-from hybridkv.eviction import Ada, Pyramid, find_policy
+from hybridkv.eviction import POLICIES, Ada, Pyramid, find_policy
+from hybridkv.eviction.policies import Peak
 from hybridkv.request import Request
 
 BUDGET, STEP = 96, 128
@@ -120,8 +121,10 @@ def test_a_policy_that_is_named_chooses_by_what_was_read(policy: str, open_bound
     assert len(request.evictions) > 3
 
 
-def test_the_question_is_found_on_the_way(open_bounded: Callable) -> None:
-    """What the prompt's end attends to survives every eviction before it: entries chosen without it do not."""
+def test_the_question_is_found_on_the_way(open_bounded: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the prompt's end attends to survives every eviction before it: entries chosen without it do not. Here `peak`
+    is that attention and nothing else."""
+    monkeypatch.setitem(POLICIES, "peak", lambda: Peak(strength=1e6, values=False, heads=0.0))
     llm = open_bounded(bounded=False)
     ids = tiny.token_ids(620)
 
@@ -135,9 +138,9 @@ def test_the_question_is_found_on_the_way(open_bounded: Callable) -> None:
                 found = {(i, 0, int(p)) for i, stream in enumerate(at) for p in stream}
         return found
 
-    base = EvictionConfig(48, 16, 16, "peak:spread=even", first=0)
+    base = EvictionConfig(48, 16, 16, "peak", first=0)
     whole = kept(base)
-    by_question = kept(replace(base, policy="auto:spread=even", bounded=True))
+    by_question = kept(replace(base, policy="auto", bounded=True))
     without = kept(replace(base, policy="keydiff", bounded=True))
     assert len(whole & by_question) > len(whole & without)
 

@@ -173,7 +173,7 @@ def test_a_cache_within_the_budget_stays_as_it_is(evicting: Callable) -> None:
 
 
 def test_what_is_not_held_or_has_no_queries_is_refused(evicting: Callable) -> None:
-    asked = EvictionConfig(40, 16, 8)
+    asked = EvictionConfig(40, 16, 8, "peak")
     engine = evicting("llama", query_buffers=1)
     running = engine.add(tiny.token_ids(PROMPT), SAY, hold=True, eviction=WIDE)
     for _ in range(4):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from eviction.layer_cache import Dense, attention, make
+from eviction.shared_oracle import share_by_loops
 from hybridkv.eviction import POLICIES, Ada, All, Policy, Pyramid
 from hybridkv.eviction.keep import choose, choose_shared
 from hybridkv.eviction.named import find_policy
@@ -276,26 +277,8 @@ def test_a_part_of_a_budget_stays_in_its_layer(
     torch.manual_seed(budget)
     scores = [torch.randint(0, 3, (2, 30)).float() if ties else torch.rand(2, 30) for _ in lengths]
     keep = choose_shared(scores, n, np.full(n.shape, budget), recent, floor, layers)
-    want: dict[tuple[int, int], set[int]] = {}
-    rest = []
-    for i, row in enumerate(n):
-        room, left = 0, []
-        for g, length in enumerate(row.tolist()):
-            old = max(0, length - recent)
-            ranked = sorted(range(old), key=lambda j: (-scores[i][g, j].item(), j))
-            least = min(length, max(1, int(budget * floor), length - old))
-            want[i, g] = set(ranked[: least - (length - old)]) | set(range(old, length))
-            room += max(min(length, int(budget * layers)), least) if layers < 1 else budget
-            left += [(-scores[i][g, j].item(), i, g, j) for j in ranked[least - (length - old) :]]
-        left.sort()
-        room = max(0, room - sum(len(want[i, g]) for g in range(2)))
-        for _, _, g, j in left[:room]:
-            want[i, g].add(j)
-        rest += left[room:]
-    room = max(0, budget * n.size - sum(map(len, want.values())))
-    for _, i, g, j in sorted(rest)[: room if layers < 1 else 0]:
-        want[i, g].add(j)
-    assert [e.tolist() for layer in keep for e in layer] == [sorted(each) for each in want.values()]
+    want, _ = share_by_loops([each.tolist() for each in scores], n, budget, recent, floor, layers)
+    assert [[e.tolist() for e in layer] for layer in keep] == want
     if layers < 1:
         assert sum(len(e) for layer in keep for e in layer) == min(n.sum(), budget * n.size)
 
