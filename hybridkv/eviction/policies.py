@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction.policy import LayerCache, Policy
+from hybridkv.kernels.eviction.key_difference import key_differences
 from hybridkv.kernels.eviction.peak import peak_scores
 from hybridkv.kernels.eviction.peak_pool import MAX_KERNEL, pool_peaks
 from hybridkv.kernels.eviction.score import window_scores
@@ -154,9 +155,7 @@ class KeyDiff(Policy):
         _check_width(self.pooling)
 
     def score(self, layer: LayerCache) -> Tensor:
-        unit = F.normalize(layer.keys, dim=-1)
-        anchor = F.normalize(unit.sum(1, keepdim=True) / layer.device_lengths[:, None, None], dim=-1)
-        return _widened(-(unit * anchor).sum(-1), layer, self.pooling)
+        return _widened(key_differences(layer.k_pool, layer.table, layer.positions), layer, self.pooling)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ A folder's letters, in shapes and in kernels:
     score          attention that the window pays to each entry, per query head         score_hopper: its Hopper kernel
     peak           the most that any query pays to it, per KV head                      (the kernels of score)
     value_norms    the length of each entry's value
+    key_difference how far each key points from the others
     peak_pool      peaks spread to their neighbours, floored and weighted
     select         scores of query heads to KV heads; the entries that survive          (kernels/topk.py: the search)
     select_shared  the entries that survive where streams share a budget                select_sizes: bytes of both
