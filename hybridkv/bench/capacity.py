@@ -17,7 +17,7 @@ from hybridkv.bench.eviction import Configured
 from hybridkv.bench.options import BenchOptions
 from hybridkv.bench.report import Column, Report
 from hybridkv.bench.shapes import Shape
-from hybridkv.bench.standin import fill_state, resident
+from hybridkv.bench.standin import fill_state, give_weights, resident
 from hybridkv.bench.timing import GIB, Ceilings, free_memory
 from hybridkv.cache import CacheSchema, KVCacheManager
 from hybridkv.config import CacheConfig, parse_bytes
@@ -123,6 +123,7 @@ def admitted(
     manager = KVCacheManager(schema, pages, slots, context + ANSWER, shape.device, query_buffers=query_buffers)
     evictor = Evictor.make(cache, manager, scale=shape.config.attention_scale)
     engine = Engine(Configured(shape.config), manager, step_tokens=STEP_TOKENS, evictor=evictor)
+    give_weights(engine)
     for table in manager.tables.values():
         for t in table.pool.tensors.values():
             t.zero_()  # the memory is really there

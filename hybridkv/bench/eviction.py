@@ -18,7 +18,7 @@ from torch import Tensor
 from hybridkv.bench.options import BenchOptions
 from hybridkv.bench.report import Column, Report, check
 from hybridkv.bench.shapes import Shape
-from hybridkv.bench.standin import fill_pages, fill_state, fill_sums, make_engine, resident
+from hybridkv.bench.standin import fill_pages, fill_state, fill_sums, give_weights, make_engine, resident
 from hybridkv.bench.timing import Ceilings, free_memory, sync
 from hybridkv.cache import LayerHandle
 from hybridkv.config import CacheConfig
@@ -56,6 +56,7 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
         cache = CacheConfig(kv_dtype=kind, budget=budget, policy=policy)
         engine = make_engine(Configured(shape.config), cache, shape.device, shape.dtype, 1, max(lengths) + 8)
         fill_pages(engine.manager)
+        give_weights(engine)
         for length in lengths:
             name = f"{kind} T={length} keep {budget}{POLICIES[policy]}"
             found = report.attempt("evict", name, lambda e=engine, n=length: measure(e, n))
@@ -120,9 +121,7 @@ def measure(engine: Engine, length: int) -> dict[str, float]:
         if i == 0:
             verify(evictor, request, engine)
         calls: dict[str, Callable[[], object]] = {
-            "score": lambda r=request: [
-                evictor.policy.score(part) for part in evictor.layers(r, manager, evictor.policy.batchable)
-            ],
+            "score": lambda r=request: evictor.scores(r, manager, evictor.policy, evictor.asked_by(r).window),
             "choose": lambda r=request: evictor.choose(r, manager),
             "whole": lambda r=request: evictor.evict(r, manager),
         }

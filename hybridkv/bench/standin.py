@@ -38,6 +38,12 @@ def make_engine(
     return Engine(model, manager, step_tokens=step_tokens, evictor=evictor)
 
 
+def give_weights(engine: Engine) -> None:
+    """Random stream weights, where there is no model that could be read to measure them."""
+    table = engine.manager.tables[STREAMS].schema
+    engine.stream_weights = torch.rand(table.heads * len(table.layers), device=engine.manager.device)
+
+
 def fill_pages(manager: KVCacheManager) -> None:
     """Random keys and values in every page."""
     for table in manager.tables.values():

@@ -46,9 +46,11 @@ def settings(folder: Path, **more: object) -> EvalSettings:
 
 
 def records_of(asked: EvalSettings, earlier: list[Record] | None = None) -> list[Record]:
+    """What a run writes, but for its first record, which says what was asked of what."""
     found: list[Record] = []
     assert Run(asked, earlier or ()).go(found.extend, lambda *_: None)
-    return found
+    assert [r["kind"] for r in found].count("run") == 1 and found[0]["kind"] == "run"
+    return found[1:]
 
 
 @pytest.fixture(scope="module")
@@ -172,11 +174,13 @@ def test_the_same_settings_give_the_same_records_and_a_stopped_run_goes_on(folde
     with pytest.raises(KeyboardInterrupt):
         run.go(stopped.extend, stop)
     assert run.llm is None, "the model was given back"
+    assert stopped.pop(0)["kind"] == "run"
     assert stopped == [r for r in whole if r["unit"] in {u.key for u in list(units(asked, 1))[:2]}]
     rest = records_of(asked, stopped)
     assert stopped + rest == whole
     nothing: list[Record] = []
-    assert Run(asked).go(nothing.extend, lambda *_: None, limit=0) is False and not nothing, "no unit was begun"
+    assert Run(asked).go(nothing.extend, lambda *_: None, limit=0) is False
+    assert [r["kind"] for r in nothing] == ["run"], "no unit was begun"
 
 
 def test_a_task_that_the_full_cache_cannot_do_is_not_cut(folder_of: Callable) -> None:

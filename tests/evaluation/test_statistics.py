@@ -56,10 +56,12 @@ def test_means_differences_and_bytes_by_hand() -> None:
     assert cut.tasks["fwe"].score.low == cut.tasks["fwe"].score.high == 100.0
 
 
-def test_a_sample_with_two_questions_counts_once() -> None:
+@pytest.mark.parametrize(("mode", "score"), (("unseen", 87.5), ("seen", 100.0)))
+def test_a_sample_with_two_questions_counts_once(mode: str, score: float) -> None:
+    """Where the question is seen, the second one was not there when the cache was cut: it does not count."""
     records = [record("vt", 0, "full", 1.0), record("vt", 0, "full", 0.5, question=1), record("vt", 1, "full", 1.0)]
-    [view] = summarised(records).views
-    assert view.rows[0].tasks["vt"].score.value == 87.5 and view.rows[0].tasks["vt"].samples == 2
+    [view] = summarised([{**each, "mode": mode} for each in records], modes=(mode,)).views
+    assert view.rows[0].tasks["vt"].score.value == score and view.rows[0].tasks["vt"].samples == 2
 
 
 def test_a_difference_is_of_the_texts_that_both_answered() -> None:

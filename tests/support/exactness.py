@@ -60,6 +60,8 @@ def drive(
     evictor = llm.engine.evictor
     request = SimpleNamespace(key="it", prompt_tokens=len(ids), evictions={}, hold=False)
     request.eviction = evictor.default if evictor is not None else None
+    if request.eviction is not None:
+        trace.found["weights"] = llm.engine.stream_weights  # reading for them is not watched
     exact = attention.attention_exact
 
     def watched(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -104,7 +106,7 @@ def drive(
     remember(trace, llm, "prompt")
     if request.eviction is not None:
         assert evictor is not None
-        layers = evictor.layers(request, manager)
+        layers = evictor.layers(request, manager, weighted=True)
         trace.found |= {f"captured {i}": layer.queries for i, layer in enumerate(layers)}
         trace.found |= {f"scores {i}": evictor.policy.score(layer) for i, layer in enumerate(layers)}
         for policy in ("snapkv", request.eviction.policy):  # sums and even budgets; peaks and shared ones
