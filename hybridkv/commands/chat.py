@@ -68,6 +68,8 @@ def chat(
         ),
     ] = None,
     document: Annotated[str | None, DOCUMENT] = None,
+    chat: ChatOptions,
+    model: ModelOptions,
     keep_turns: Annotated[
         int | None,
         Option(
@@ -86,8 +88,6 @@ def chat(
             rich_help_panel=EVICTION,
         ),
     ] = None,
-    chat: ChatOptions,
-    model: ModelOptions,
     sampling: SamplingOptions,
 ) -> None:
     """Talk with a model.
