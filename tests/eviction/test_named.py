@@ -51,7 +51,7 @@ def test_a_text_is_the_policy_with_these_settings(text: str, policy: object) -> 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_field_is_a_setting(name: str) -> None:
-    other = {int: "3", float: "0.5", str: "max"}  # a good value of each kind that is nobody's default
+    other = {int: "3", float: "0.375", str: "max"}  # a good value of each kind that is nobody's default
     policy = POLICIES[name]()
     parts = [(policy.policy, "")] if isinstance(policy, Spread) else [(policy, "")]
     parts += [(spread(Peak()), f":spread={how}") for how, spread in SPREADS.items() if how != "even"]
