@@ -189,6 +189,8 @@ class Conversation:
             return tokenizer.encode(BETWEEN + text, bos=False, after=said[-1])  # the template rewrites what was said
 
         cut_held(self.llm, request, eviction, replay_parts(self.llm, said, ask, eviction, position))
+        if self.last is not None:
+            self.last = replace(self.last, policy=request.policy)
 
     def close(self) -> None:
         """Give the cache back. A later turn computes all of the conversation again."""

@@ -238,6 +238,7 @@ class Document:
             if not self.llm.owner.run(lambda engine: has_cache(engine, request)):
                 try:
                     self._request = _read(self.llm, request.tokens[: request.prompt_tokens], None, prefix=request)
+                    self._request.prefix = None  # it has all of its own now; a chain of them would grow
                 except HybridKVError as problem:
                     raise RequestError(
                         f"the document's cache was given up to make room for other requests, and cannot be computed "

@@ -109,7 +109,8 @@ def chat(
     if keep_turns is not None:
         budget = cache.turn_budget if turn_budget is None else turn_budget
         cache = replace(cache, keep_turns=keep_turns, turn_budget=budget)
-    llm = model.open(1 if document is None else 2, cache)
+    reads_again = str(cache.policy).partition(":")[0] == "replay"
+    llm = model.open(2 if document is not None or reads_again else 1, cache)  # one more for a fork of the cache
     if llm.chat_template is None:
         raise HybridKVError(f"{llm.path.name} has no chat template; use {command_name()} generate --raw")
     interactive = sys.stdin.isatty() and sys.stdout.isatty()

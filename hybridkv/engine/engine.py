@@ -84,7 +84,8 @@ class Engine:
         self.manager, self.tokenizer, self.eos_ids = manager, tokenizer, eos_ids
         self.evictor = None
         if evictor is not None:
-            self.evictor = replace(evictor, step_tokens=step_tokens, weights=lambda: self.stream_weights)
+            weights = partial(_weights_of, weakref.ref(self))  # no cycle: what an engine holds goes with its last user
+            self.evictor = replace(evictor, step_tokens=step_tokens, weights=weights)
         self.vocab = model.config.vocab
         self.sampling_defaults: dict[str, float] = {}  # the model's own, for what a request leaves open
         self.tokens_alone = manager.tokens_alone()
@@ -630,6 +631,13 @@ class Engine:
         if self._stepping:
             self.pipeline.clear()
         self._stepping = self._changing = False
+
+
+def _weights_of(engine: weakref.ref[Engine]) -> Tensor:
+    found = engine()
+    if found is None:
+        raise HybridKVError("the engine whose streams were to be weighed is gone")
+    return found.stream_weights
 
 
 def _whole(token: object) -> int:

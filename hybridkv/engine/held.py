@@ -6,7 +6,8 @@ without a cache is right too: the next turn then computes its tokens again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from hybridkv.cache.session import ENDS, Session, about_cache, check_session
 from hybridkv.cache.snapshot import lent_keys, restore_request, snapshot_request
 from hybridkv.config import EvictionConfig, SamplingParams
 from hybridkv.engine.stats import stats_of
-from hybridkv.errors import OutOfPages, RequestError
+from hybridkv.errors import HybridKVError, OutOfPages, RequestError
 from hybridkv.eviction.turns import evict_turns as evict_turns_of
 from hybridkv.request import Request, Status
 from hybridkv.text.stream import TextStream
@@ -118,7 +119,20 @@ def evict_held(
     if request not in engine.scheduler.held:
         raise RequestError("the request's cache is not held any more: there is nothing to evict")
     engine.evictor.check(eviction, engine.manager)
-    return engine.evictor.evict_held(request, engine.manager, eviction, scores, ranges, seen)
+    with _or_given_up(engine, request):
+        return engine.evictor.evict_held(request, engine.manager, eviction, scores, ranges, seen)
+
+
+@contextmanager
+def _or_given_up(engine: Engine, request: Request) -> Iterator[None]:
+    """An eviction of a held cache. If it is interrupted half way, entries may have moved: the cache is given up."""
+    try:
+        yield
+    except HybridKVError:  # before anything moved
+        raise
+    except BaseException:
+        engine.scheduler.release_held(request)
+        raise
 
 
 def evict_turns(engine: Engine, request: Request, turns: Sequence[tuple[int, int]], budget: int) -> dict[str, float]:
@@ -133,7 +147,8 @@ def evict_turns(engine: Engine, request: Request, turns: Sequence[tuple[int, int
         raise RequestError("this cache never evicts; open the model with CacheConfig(keep_turns=...)")
     while request in scheduler.held:
         try:
-            evict_turns_of(engine.evictor, request, manager, turns, budget)
+            with _or_given_up(engine, request):
+                evict_turns_of(engine.evictor, request, manager, turns, budget)
         except OutOfPages:
             others = [held for held in scheduler.held if held is not request]
             if others:

@@ -128,7 +128,7 @@ class Scheduler:
     def _reserve_ahead(self, plan: Plan) -> None:
         """The pages of what is read ahead when a prompt is evicted after this step."""
         for request, n in plan:
-            if self.evictor is not None and n > 1 and (ahead := self.evictor.read_ahead(request, self.manager, n)):
+            if self.evictor is not None and (ahead := self.evictor.read_ahead(request, self.manager, n)):
                 self.manager.prepare_forward([(request.key, n + ahead)])
 
     def reserve(self, plan: Sequence[tuple[Hashable, int]]) -> ForwardStep:

@@ -129,7 +129,9 @@ class Results:
         try:
             self._lock()
             self.saved = Saved() if restart else self._same(_read(self.path))
-            self.file.truncate(self.saved.end)
+            self._old = restart and self.path.stat().st_size > 0  # stays until the new run begins
+            if not self._old:
+                self.file.truncate(self.saved.end)
         except BaseException:
             self.file.close()
             raise
@@ -173,6 +175,9 @@ class Results:
 
         A run that goes on must find the same weights.
         """
+        if self._old:
+            self.file.truncate(0)
+            self._old = False
         if not self.saved.run:
             about = {"version": __version__, "commit": commit(), "digest": self.settings.digest()}
             self.saved.run = {"kind": "run", **about, "settings": self.settings.as_json(), **facts}
@@ -182,6 +187,12 @@ class Results:
             raise HybridKVError(
                 f"{str(self.folder)!r} holds results of other weights ({str(there)[:12]}, now {str(now)[:12]}); {_WAYS}"
             )
+        for name in ("device", "dtype", "units"):
+            there, now = self.saved.run.get(name), facts.get(name)
+            if there != now:
+                raise HybridKVError(
+                    f"{str(self.folder)!r} holds results of another {name} ({there}, now {now}); {_WAYS}"
+                )
 
     def write(self, records: Sequence[Record]) -> None:
         """Add the records of one or several whole units. A first record of kind `run` is taken by `begin`."""
@@ -203,7 +214,7 @@ class Results:
     def close(self) -> None:
         """What was written stays; where nothing was, nothing is left."""
         self.file.close()
-        if not self.saved.run:
+        if not self.saved.run and not self._old:
             self.path.unlink(missing_ok=True)
             with suppress(OSError):  # it holds something else
                 self.folder.rmdir()

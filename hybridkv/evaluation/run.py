@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 
+from hybridkv.checkpoint.source import locate_model
 from hybridkv.config import CacheConfig
 from hybridkv.document import document_parts
 from hybridkv.engine.replay import ReplayPart
+from hybridkv.errors import HybridKVError
 from hybridkv.evaluation.cuts import FULL, Cut, Reader, divergence
 from hybridkv.evaluation.render import Renderer
 from hybridkv.evaluation.sample import Question, Sample
@@ -29,6 +31,8 @@ from hybridkv.evaluation.tasks.prose import prose
 from hybridkv.eviction.named import AUTO
 from hybridkv.eviction.replay import Replay
 from hybridkv.llm import LLM
+from hybridkv.models import open_checkpoint
+from hybridkv.models.config import ModelConfig
 from hybridkv.request import Request
 
 Record = dict[str, Any]
@@ -154,19 +158,31 @@ class Run:
         on_gpu = s.device.startswith("cuda") or (s.device == "auto" and _has_gpu())
         batch = s.max_requests or (GPU_BATCH if on_gpu else CPU_BATCH)
         slots = 2 * batch + 2  # each held cache and its fork
-        self.llm = LLM(
+        # a text that is read once more stands beside itself
+        context = max(s.lengths) + (REPLAYED if any(Cut(p, 2).replays for p in s.policies) else SLACK)
+        self.llm = self._opened(context, slots, kv_dtype, state_dtype, on_gpu)
+        self.form = kv_dtype, state_dtype
+
+    def _opened(self, context: int, slots: int, kv_dtype: str, state_dtype: str, on_gpu: bool) -> LLM:
+        s = self.settings
+        with open_checkpoint(locate_model(s.model)) as checkpoint:
+            limit = ModelConfig.from_dict(checkpoint.config).max_positions
+        if context > limit:
+            raise HybridKVError(
+                f"prompts of {max(s.lengths)} tokens and what is read after them need a context of {context} tokens, "
+                f"and the model's own limit is {limit}; ask for lengths of {limit - context + max(s.lengths)} or less"
+            )
+        return LLM(
             s.model,
             device=s.device,
             dtype=s.dtype,
             exact=s.exact,
             cache=CacheConfig(kv_dtype=kv_dtype, state_dtype=state_dtype, query_buffers=slots),
             max_requests=slots,
-            # a text that is read once more stands beside itself
-            max_context=max(s.lengths) + (REPLAYED if any(Cut(p, 2).replays for p in s.policies) else SLACK),
+            max_context=context,
             memory=s.memory,
             step_tokens=None if on_gpu and not any(Cut(p, 2).bounded for p in s.policies) else STEP_TOKENS,
         )
-        self.form = kv_dtype, state_dtype
 
     # ---- answers
 
@@ -220,6 +236,7 @@ class Run:
             record["score"]
             for record in [*self.earlier, *full]
             if record["kind"] == "answer"
+            and not (unit.mode == "seen" and record["question"])
             and record["policy"] == FULL.policy
             and record["unit"].startswith(
                 f"{unit.kv_dtype}/{unit.state_dtype}/{unit.length}/{unit.mode}/{unit.task}/0+"

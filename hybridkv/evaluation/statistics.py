@@ -163,12 +163,12 @@ def _view(
     cut = {(r["length"], r["task"]) for r in answers if r["policy"] != FULL} or set(full)
     good = {cell for cell, mean in means.items() if mean >= LEAST_SCORE and cell in cut}
     counted = good or set(full)  # where no task is good enough, bytes are still of something
-    base = _size(full_records, counted)
     rows = []
     for line in lines:
         records = by_line.get(line, [])
         size, cells = _size(records, counted), compare(_cells(records), full)
         by_task = {task: average([cells[cell] for cell in sorted(cells) if cell[1] == task]) for task in settings.tasks}
+        base = _size(full_records, counted & {(r["length"], r["task"]) for r in records})  # of the same texts
         smaller = round(base.kv_bytes / size.kv_bytes, DIGITS) if base and size and size.kv_bytes else None
         lengths_of_answers = [r["answer_tokens"] for r in records if "answer_tokens" in r]
         rows.append(

@@ -29,7 +29,7 @@ from torch import Tensor
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.step import upload
 from hybridkv.config import CacheConfig, EngineConfig, EvictionConfig
-from hybridkv.errors import HybridKVError, OutOfPages, RequestError
+from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.eviction.keep import Keep, Protected, choose, choose_shared, joined
 from hybridkv.eviction.named import find_policy, resolved_name
 from hybridkv.eviction.policy import LayerCache, Policy
@@ -242,7 +242,7 @@ class Evictor:
         request.evictions[position] = record if earlier is None else earlier.then(record)
         try:
             return self.carry_out(request, manager, keep)
-        except OutOfPages:  # pages that a fork shares are copied first: nothing has moved
+        except BaseException:  # what was not carried out is not remembered
             request.evictions = before
             raise
 
