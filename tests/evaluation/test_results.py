@@ -89,8 +89,21 @@ def test_other_settings_weights_or_versions_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(HybridKVError, match=r"results of hybridkv 0\.0\.1, this is"):
         Results(tmp_path, FEW)
+    old = (tmp_path / NAME).read_bytes()
     with Results(tmp_path, replace(FEW, seed=7), restart=True) as results:
-        assert results.saved.records == [] and (tmp_path / NAME).read_bytes() == b""
+        assert results.saved.records == []
+    assert (tmp_path / NAME).read_bytes() == old, "what is there stays until the new run has begun"
+    with Results(tmp_path, replace(FEW, seed=7), restart=True) as results:
+        results.write(next(units(FEW)))
+    assert read_results(tmp_path).settings.seed == 7 and len(read_results(tmp_path).done) == 1
+
+
+@pytest.mark.parametrize("name", ("device", "dtype", "units"))
+def test_a_run_goes_on_only_where_it_began(name: str, tmp_path: Path) -> None:
+    write(tmp_path, FEW, most=2)
+    facts = read_results(tmp_path).run
+    with Results(tmp_path, FEW) as results, pytest.raises(HybridKVError, match=f"another {name} "):
+        results.begin({**facts, name: "other"})
 
 
 def test_more_memory_is_not_another_evaluation(tmp_path: Path) -> None:
