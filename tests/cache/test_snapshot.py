@@ -32,7 +32,8 @@ DTYPES = ("f32", "bf16", "fp8")
 def run_of(oracle: Callable, open_llm: Callable) -> Callable[..., Run]:
     def build(kind: str, pool: int = 1024, slots: int = 3, context: int = 512, **config: object) -> Run:
         config = {"kv_dtype": "f32", "page_size": 16, "window": 16, "recent": 8, "budget": 40, **config}
-        return Run(open_llm(oracle(kind).folder).model, CacheConfig(**config), context, slots, pool)  # type: ignore
+        even = {"policy": "snapkv:pooling=none", **config}  # streams of one length
+        return Run(open_llm(oracle(kind).folder).model, CacheConfig(**even), context, slots, pool)  # type: ignore
 
     return build
 
