@@ -49,7 +49,14 @@ class Cut:
     @property
     def replays(self) -> bool:
         """Whether the text is read once more for the scores."""
-        return not self.full and find_policy(self.settings[0]).needs_replay
+        if self.full or not find_policy(self.settings[0]).needs_replay:
+            return False
+        if any(part.startswith("chunk=") for part in self.policy.split(":")):
+            raise HybridKVError(
+                f"policy {self.policy!r}: an evaluation reads each text again once for all rows, in parts of the usual "
+                "size; leave out chunk"
+            )
+        return True
 
     @property
     def settings(self) -> tuple[str, dict[str, int]]:

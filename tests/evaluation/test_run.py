@@ -211,3 +211,9 @@ def test_divergence_is_that_of_the_definition() -> None:
     assert kl == pytest.approx(sum(each) / 50, rel=1e-5)
     assert sorted(each)[-2] < most <= max(each) * (1 + 1e-6)
     assert top == pytest.approx(sum(int(x.argmax() == y.argmax()) for x, y in zip(p, q)) / 50)
+
+
+def test_a_setting_of_replay_that_would_not_count_is_refused() -> None:
+    with pytest.raises(HybridKVError, match="leave out chunk"):
+        _ = Cut("replay:chunk=64", 4).replays
+    assert Cut("replay:floor=0.5", 4).replays and not Cut("peak", 4).replays
