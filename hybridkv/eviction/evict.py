@@ -290,7 +290,7 @@ class Evictor:
         window = window if policy.needs_queries else 0
         parts = self.layers(request, manager, policy.batchable, window, ahead, policy.needs_weights)
         heads = manager.tables[STREAMS].schema.heads
-        return [layer for part in parts for layer in policy.score(part).split(heads)]
+        return [layer for part in policy.scores(parts) for layer in part.split(heads)]
 
     @staticmethod
     def _check_budgets(budgets: np.ndarray, lengths: np.ndarray, eviction: EvictionConfig) -> None:
@@ -357,6 +357,7 @@ class Evictor:
                     table=pages[streams],
                     scale=self.scale,
                     lse=None if lse is None else lse[:, i : i + n].flatten(1, 2),
+                    tokens=position,
                     weights=None if weights is None else weights[streams],
                 )
             )

@@ -6,6 +6,7 @@ sharing a budget needs (spread.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,7 +21,10 @@ from hybridkv.kernels.eviction.peak import peak_scores
 from hybridkv.kernels.eviction.peak_pool import MAX_KERNEL, pool_peaks
 from hybridkv.kernels.eviction.score import window_scores
 from hybridkv.kernels.eviction.select import pool_heads
+from hybridkv.kernels.eviction.standing import standings
 from hybridkv.kernels.eviction.value_norms import value_norms
+
+COPIES = 0.05  # a stream whose weight is less hardly copies: norms of its values say nothing of what to keep
 
 
 @dataclass(frozen=True)
@@ -30,10 +34,12 @@ class Peak(Policy):
     The strongest attention counts that any of the last queries pays, of any query head that shares the KV head: a
     needle is looked at by few queries, and a sum over the window would drown them. A number or a name is several
     tokens, read one after the other, and the queries look at the first: a peak spreads to the `ahead` entries after it
-    and the `behind` before it, fading by `decay` with each. What an answer needs later the question need not look at:
-    where no peak is, an entry counts by how far its key, or that of one of `pooling` neighbours, is from the others
-    (KeyDiff), and `strength` is what a peak weighs beside that. All of it is weighted by the norm of the value
-    (`values`) and by how much the stream copies, to the power of `heads` (0: all alike).
+    and the `behind` before it, fading by `decay` with each. One head finds the place and others read it out, so what
+    one stream looks at counts in all of them, by how much that stream copies (`shared`). What an answer needs later the
+    question need not look at: where no peak is, an entry counts by how far its key, or that of one of `pooling`
+    neighbours, is from the others (KeyDiff), and `strength` is what a peak weighs beside that. In streams that copy,
+    all of it is weighted by the norm of the value (`values`); and everywhere by how much the stream copies, to the
+    power of `heads` (0: all alike).
     Feng et al. 2025 (DefensiveKV), arXiv 2510.13334; Feng et al. 2025 (CriticalKV), arXiv 2502.03805; Xiao et al. 2024
     (DuoAttention), arXiv 2410.10819.
     """
@@ -41,10 +47,11 @@ class Peak(Policy):
     ahead: int = 63
     behind: int = 7
     decay: float = 0.97
-    strength: float = 8.0
+    strength: float = 6.0
     pooling: int = 9
     values: bool = True
     heads: float = 0.5
+    shared: bool = True
     batchable: ClassVar[bool] = True
     first: ClassVar[int] = 4
     needs_weights: ClassVar[bool] = True
@@ -62,17 +69,47 @@ class Peak(Policy):
         _check_heads(self.heads)
 
     def score(self, layer: LayerCache) -> Tensor:
+        return Peak.scores(self, [layer])[0]  # a subclass may have a `score` of its own, which `scores` then calls
+
+    def scores(self, layers: Sequence[LayerCache]) -> list[Tensor]:
+        peaks = [self._peaks(layer) for layer in layers]
+        if self.shared:
+            looked_at = strongest(peaks, layers)
+            for layer, own in zip(layers, peaks):  # in place: one copy of all peaks at a time
+                torch.maximum(own, looked_at[layer.positions.clamp(min=0)], out=own)
+        return [self._beside(layer, peaks.pop(0)) for layer in layers]
+
+    def _peaks(self, layer: LayerCache) -> Tensor:
+        """[G, L] the strongest attention, spread."""
         peaks = peak_scores(
             layer.queries, layer.query_positions, layer.k_pool, layer.table, layer.positions, layer.scale, layer.lse
         )
-        lengths, width = layer.device_lengths, self.ahead + self.behind + 1
-        spread = pool_peaks(peaks, lengths, len(layer.queries), width, False, None, self.ahead, self.decay)
-        scores = self.strength * spread + standing(layer, self.pooling)
+        width = self.ahead + self.behind + 1
+        return pool_peaks(peaks, layer.device_lengths, len(layer.queries), width, False, None, self.ahead, self.decay)
+
+    def _beside(self, layer: LayerCache, peaks: Tensor) -> Tensor:
+        """[G, L] scores: the peaks beside what stands out, weighted."""
+        lengths = layer.device_lengths
+        scores = self.strength * peaks + standing(layer, self.pooling)
         if self.values:
             norms = value_norms(layer.v_pool, layer.table, lengths, scores.shape[1])
             norms = norms.masked_fill(layer.positions < 0, 0)
-            scores = scores * norms / (norms.sum(1, keepdim=True) / lengths[:, None].clamp(min=1)).clamp(min=1e-20)
+            norms = norms / (norms.sum(1, keepdim=True) / lengths[:, None].clamp(min=1)).clamp(min=1e-20)
+            if layer.weights is not None:
+                norms = norms.masked_fill((layer.weights < COPIES)[:, None], 1)
+            scores = scores * norms
         return _weighted(scores, layer, self.heads)
+
+
+def strongest(peaks: Sequence[Tensor], layers: Sequence[LayerCache]) -> Tensor:
+    """[tokens] of each absolute position the strongest peak of any stream, times how much that stream copies."""
+    found = torch.zeros(max(layer.tokens for layer in layers), device=peaks[0].device)
+    for layer, own in zip(layers, peaks):
+        weighted = _weighted(own, layer, 1)
+        broken = weighted.isnan()  # a broken stream speaks for itself alone
+        weighted = weighted.masked_fill((layer.positions < 0) | broken, 0)
+        found.scatter_reduce_(0, layer.positions.clamp(min=0).flatten(), weighted.flatten(), "amax")
+    return found
 
 
 def _weighted(scores: Tensor, layer: LayerCache, power: float) -> Tensor:
@@ -183,12 +220,7 @@ class Heads(Policy):
 
 def standing(layer: LayerCache, pooling: int) -> Tensor:
     """[G, L] an entry's place in its stream by key difference, which spreads to `pooling` neighbours: 1 the best."""
-    scores = KeyDiff(pooling).score(layer).masked_fill(layer.positions < 0, -torch.inf)
-    order = scores.argsort(dim=1, descending=True, stable=True)  # ties: the lower position is better
-    place = torch.arange(scores.shape[1], device=scores.device, dtype=torch.float32).expand_as(scores)
-    rank = torch.empty_like(scores).scatter_(1, order, place)
-    found = 1 - rank / layer.device_lengths[:, None].clamp(min=1)
-    return torch.where(scores.isnan(), scores, found)
+    return standings(KeyDiff(pooling).score(layer), layer.device_lengths)
 
 
 @dataclass(frozen=True)

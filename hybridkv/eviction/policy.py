@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -27,6 +28,7 @@ class LayerCache:
     v_pool: Pages
     table: Tensor  # [G, N]
     scale: float
+    tokens: int  # of the request: every position is less
     lse: Tensor | None = None  # [W, H] f32, where known: log of the sum of exp(q . k * scale) that each query saw
     weights: Tensor | None = None  # [G] f32 up to 1, where the policy needs them: how much each stream copies
 
@@ -75,12 +77,18 @@ class Policy:
             cls.batchable = False
         if "score" in cls.__dict__ and "needs_queries" not in cls.__dict__:
             cls.needs_queries = True
+        if "score" in cls.__dict__ and "scores" not in cls.__dict__:
+            cls.scores = Policy.scores  # type: ignore[method-assign]
         if "budgets" in cls.__dict__ and "spread" not in cls.__dict__:
             cls.spread = "heads"
 
     def score(self, layer: LayerCache) -> Tensor:
         """[G, L] f32: the higher, the more the entry matters. Scores past a stream's length are ignored."""
         raise TypeError(f"{type(self).__name__} does not define score(layer)")
+
+    def scores(self, layers: Sequence[LayerCache]) -> list[Tensor]:
+        """`score` of each. A policy whose scores of a layer depend on other layers says it here, for all of them."""
+        return [self.score(layer) for layer in layers]
 
     def budgets(self, scores: list[Tensor], lengths: np.ndarray, budget: int, recent: int) -> np.ndarray:
         """[layers, G] entries each stream keeps, for lengths [layers, G]; on average no more than `budget`.

@@ -10,6 +10,7 @@ Sharing compares scores of different streams: it needs a policy whose scores mea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -50,6 +51,9 @@ class Spread(Policy):
 
     def score(self, layer: LayerCache) -> Tensor:
         return self.policy.score(layer)
+
+    def scores(self, layers: Sequence[LayerCache]) -> list[Tensor]:
+        return self.policy.scores(layers)
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def make(
     cache = LayerCache(
         layer=layer, layers=4, queries=torch.randn(W, G * folds, dim), query_positions=torch.from_numpy(when),
         positions=torch.from_numpy(at), lengths=np.array(lengths), k_pool=paged["k"], v_pool=paged["v"],
-        table=torch.from_numpy(table), scale=dim**-0.5,
+        table=torch.from_numpy(table), scale=dim**-0.5, tokens=position,
     )  # fmt: skip
     return Dense(cache, stored["k"], stored["v"], places)
 

@@ -124,7 +124,7 @@ def test_a_policy_that_is_named_chooses_by_what_was_read(policy: str, open_bound
 def test_the_question_is_found_on_the_way(open_bounded: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the prompt's end attends to survives every eviction before it: entries chosen without it do not. Here `peak`
     is that attention and nothing else."""
-    monkeypatch.setitem(POLICIES, "peak", lambda: Peak(strength=1e6, values=False, heads=0.0))
+    monkeypatch.setitem(POLICIES, "peak", lambda: Peak(strength=1e6, values=False, heads=0.0, shared=False))
     llm = open_bounded(bounded=False)
     ids = tiny.token_ids(620)
 

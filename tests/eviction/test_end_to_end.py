@@ -1,5 +1,6 @@
 """Keep lists of a whole run against the attention that transformers computes for the same tokens."""
 
+import struct
 from collections.abc import Callable
 
 import numpy as np
@@ -42,8 +43,8 @@ def test_keep_lists_are_those_of_transformers_attention(
 @pytest.mark.parametrize("kind", ("llama", "qwen3_5"))
 def test_the_default_keeps_the_peaks_of_transformers_attention(kind: str, run_of: Callable, oracle: Callable) -> None:
     """The rule of `peak` in loops, over the attention rows, keys and values of transformers: the largest weight of the
-    window spreads and fades, key difference ranks the rest, values weigh both; the first 4 and the recent entries stay;
-    heads and layers share the budget."""
+    window spreads and fades and counts in all streams, key difference ranks the rest, values weigh both; the first 4
+    and the recent entries stay; heads and layers share the budget."""
     found, policy = oracle(kind), find_policy("auto")
     assert isinstance(policy, All) and isinstance(policy.policy, Peak)
     ids = found.ids[:PROMPT]
@@ -55,7 +56,11 @@ def test_the_default_keeps_the_peaks_of_transformers_attention(kind: str, run_of
     cached = [each for each in out.past_key_values.layers if getattr(each, "keys", None) is not None]
     rows = [each for each in out.attentions if each is not None]
     assert len(rows) == len(cached) == len(chosen)
-    scores = [by_rule(policy.policy, w[0], c.keys[0], c.values[0]) for w, c in zip(rows, cached, strict=True)]
+    spreads = [spread_peaks(policy.policy, w[0], c.keys[0]) for w, c in zip(rows, cached, strict=True)]
+    looked_at = [max(row[j] for layer in spreads for row in layer) for j in range(PROMPT)]
+    raised = sum(x < most for layer in spreads for row in layer for x, most in zip(row, looked_at))
+    assert policy.policy.shared and raised > PROMPT // 2
+    scores = [by_rule(policy.policy, looked_at, c.keys[0], c.values[0]) for c in cached]
     lengths = np.full((len(chosen), len(chosen[0])), PROMPT)
     want, bounds = share_by_loops(scores, lengths, BUDGET, RECENT, policy.floor, policy.layers)
     sizes = {len(keep) for layer in chosen for keep in layer}
@@ -70,21 +75,30 @@ def test_the_default_keeps_the_peaks_of_transformers_attention(kind: str, run_of
                 assert min(abs(scores[i][g][j] - bound) for bound in bounds) < 1.5 / PROMPT
 
 
-def by_rule(policy: Peak, weights: Tensor, keys: Tensor, values: Tensor) -> list[list[float]]:
-    """Scores of a layer's streams, of attention rows [H, N, N], keys and values [G, N, D]."""
+def spread_peaks(policy: Peak, weights: Tensor, keys: Tensor) -> list[list[float]]:
+    """Of each of a layer's streams the largest weights, spread; attention rows [H, N, N], keys [G, N, D]."""
     (G, N, _), old, found = keys.shape, PROMPT - WINDOW, []
-    for g, rows in enumerate(weights.double().view(G, -1, N, N)):
-        peaks = rows[:, -WINDOW:].amax((0, 1)).tolist()
+    for rows in weights.double().view(G, -1, N, N):
+        peaks, row = rows[:, -WINDOW:].amax((0, 1)).tolist(), []
+        for j in range(N):
+            near = range(max(0, j - policy.ahead), min(old, j + policy.behind + 1)) if j < old else [j]
+            row.append(max(peaks[i] * policy.decay ** abs(i - j) for i in near))
+        found.append(row)
+    return found
+
+
+def by_rule(policy: Peak, peaks: list[float], keys: Tensor, values: Tensor) -> list[list[float]]:
+    """Scores of a layer's streams, of the peaks that count at each position, keys and values [G, N, D]."""
+    (G, N, _), found = keys.shape, []
+    for g in range(G):
         unit = torch.nn.functional.normalize(keys[g].double(), dim=-1)
         apart = (-(unit @ unit.mean(0)) / unit.mean(0).norm()).tolist()
         half, norms = policy.pooling // 2, values[g].double().norm(dim=-1).tolist()
         apart = [max(apart[max(0, j - half) : j + half + 1]) for j in range(N)]
-        ranked = sorted(range(N), key=lambda j, apart=apart: (-apart[j], j))
+        bins = [struct.unpack("i", struct.pack("f", 1 + x))[0] >> 15 for x in apart]  # of kernels/eviction/standing.py
         row = []
         for j in range(N):
-            near = range(max(0, j - policy.ahead), min(old, j + policy.behind + 1)) if j < old else [j]
-            spread = max(peaks[i] * policy.decay ** abs(i - j) for i in near)
-            score = policy.strength * spread + 1 - ranked.index(j) / N
+            score = policy.strength * peaks[j] + 1 - sum(other > bins[j] for other in bins) / N
             row.append(score * norms[j] * N / sum(norms) if policy.values else score)
         found.append([float("inf")] * 4 + row[4:])
     return found

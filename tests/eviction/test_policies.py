@@ -1,6 +1,7 @@
 """Every policy against its definition written out in loops; budgets that add up; a policy of one's own."""
 
 import runpy
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +16,10 @@ from torch import Tensor
 
 from eviction.layer_cache import Dense, attention, make
 from eviction.shared_oracle import share_by_loops
-from hybridkv.eviction import POLICIES, Ada, All, Policy, Pyramid
+from hybridkv.eviction import POLICIES, Ada, All, LayerCache, Policy, Pyramid
 from hybridkv.eviction.keep import choose, choose_shared
 from hybridkv.eviction.named import find_policy
-from hybridkv.eviction.policies import Heads, KeyDiff, Knorm, Leverage, Peak, Random, Streaming, Tova
+from hybridkv.eviction.policies import COPIES, Heads, KeyDiff, Knorm, Leverage, Peak, Random, Streaming, Tova
 
 CASES = {
     "equal lengths": dict(lengths=[40, 40]),
@@ -39,10 +40,10 @@ def tova(dense: Dense) -> list[Tensor]:
 
 
 def peak(dense: Dense, policy: Peak) -> list[Tensor]:
-    c, found = dense.cache, []
+    c, spreads = dense.cache, []
     assert c.weights is not None
     folds, W = c.queries.shape[1] // len(dense.keys), len(c.queries)
-    for g, (v, place) in enumerate(zip(dense.values, standing(dense, policy.pooling))):
+    for g, v in enumerate(dense.values):
         rows = [attention(dense, w, h) for w in range(W) for h in range(g * folds, (g + 1) * folds)]
         most = torch.stack(rows).max(0).values
         old = max(0, len(v) - W)  # peaks of entries older than the window spread among themselves
@@ -50,8 +51,19 @@ def peak(dense: Dense, policy: Peak) -> list[Tensor]:
         for j in range(old):
             near = range(max(0, j - policy.ahead), min(old, j + policy.behind + 1))
             spread[j] = max(most[i] * policy.decay ** abs(i - j) for i in near)
+        spreads.append(spread)
+    looked_at: dict[int, float] = {}  # by position, whichever stream it is
+    for spread, places, weight in zip(spreads, dense.positions, c.weights.tolist()):
+        for place, x in zip(places.tolist(), spread.tolist()):
+            looked_at[place] = max(looked_at.get(place, 0.0), x * weight)
+    found = []
+    for g, (v, place) in enumerate(zip(dense.values, standing(dense, policy.pooling))):
+        spread = spreads[g]
+        if policy.shared:
+            others = [looked_at[p] for p in dense.positions[g].tolist()]
+            spread = torch.maximum(spread, torch.tensor(others, dtype=spread.dtype))
         score = policy.strength * spread + place
-        if policy.values:
+        if policy.values and c.weights[g] >= COPIES:
             score = score * v.norm(dim=-1) / v.norm(dim=-1).mean()
         found.append(score * c.weights[g].double() ** policy.heads)
     return found
@@ -69,8 +81,8 @@ def standing(dense: Dense, pooling: int) -> list[Tensor]:
     for alone in keydiff(dense):
         n, half = len(alone), pooling // 2
         row = [max(alone[max(0, j - half) : j + half + 1].tolist()) for j in range(n)]
-        ranked = sorted(range(n), key=lambda j: (-row[j], j))
-        found.append(torch.tensor([1 - ranked.index(j) / n for j in range(n)], dtype=torch.float64))
+        bins = [struct.unpack("i", struct.pack("f", min(max(1 + x, 2**-20), 2)))[0] >> 15 for x in row]
+        found.append(torch.tensor([1 - sum(b > own for b in bins) / n for own in bins], dtype=torch.float64))
     return found
 
 
@@ -91,6 +103,7 @@ def keydiff(dense: Dense) -> list[Tensor]:
     return found
 
 
+WEIGHTS = (0.04, 1.0)  # of the first stream, which hardly copies, to the last
 PEAKS = {
     "peak": Peak(),
     "peak that spreads nowhere": Peak(ahead=0, behind=0, pooling=1),
@@ -98,6 +111,7 @@ PEAKS = {
     "peak that fades fast": Peak(ahead=2, behind=5, decay=0.5, strength=100.0, heads=0.0),
     "peak that spreads to an odd number": Peak(ahead=2, behind=1, decay=0.9, pooling=3, heads=2.5),
     "peaks do not count": Peak(strength=0.0, heads=0.5),
+    "every stream for itself": Peak(ahead=4, behind=4, shared=False, strength=30.0),
 }
 ORACLES: dict[str, tuple[Policy, Callable[..., list[Tensor]]]] = {
     "tova": (Tova(), tova),
@@ -116,14 +130,14 @@ ORACLES: dict[str, tuple[Policy, Callable[..., list[Tensor]]]] = {
 def test_scores_equal_the_definition(name: str, case: str, dtype: str) -> None:
     policy, oracle = ORACLES[name]
     dense = make(**CASES[case], dtype=dtype)  # type: ignore[arg-type]
-    dense.cache = replace(dense.cache, weights=torch.linspace(0.3, 1.0, len(dense.keys)))
+    dense.cache = replace(dense.cache, weights=torch.linspace(WEIGHTS[0], WEIGHTS[1], len(dense.keys)))
     got = policy.score(dense.cache)
     assert got.shape == dense.cache.positions.shape
     for g, want in enumerate(oracle(dense)):
         assert torch.allclose(got[g, : len(want)].double(), want, rtol=1e-4, atol=1e-5), name
 
 
-@pytest.mark.parametrize("name", ("peak", "heads"))
+@pytest.mark.parametrize("name", ("peak:shared=no", "heads"))
 def test_without_weights_all_streams_are_alike(name: str) -> None:
     policy = find_policy(name)
     assert policy.needs_weights and isinstance(policy, All)
@@ -134,6 +148,49 @@ def test_without_weights_all_streams_are_alike(name: str) -> None:
     assert torch.equal(weighed[1], policy.score(cache)[1]) and (weighed[0] < policy.score(cache)[0]).all()
     alike = replace(policy, policy=replace(policy.policy, heads=0.0))  # type: ignore[type-var]
     assert torch.equal(alike.score(replace(cache, weights=torch.tensor([0.5, 1.0]))), policy.score(cache))
+
+
+def test_what_one_stream_looks_at_counts_in_all() -> None:
+    """Of other layers, too, and by absolute position: streams that were evicted hold it at another place."""
+    here, there = (replace(make(n, position=70, seed=seed).cache, weights=torch.ones(2)) for n, seed in EVICTED)
+    plain = Peak(ahead=0, behind=0, pooling=1, values=False, heads=0.0)
+    alone = [replace(plain, shared=False).score(layer) for layer in (here, there)]
+    own = [
+        (score - replace(plain, strength=0.0).score(layer)) / plain.strength
+        for layer, score in zip((here, there), alone)
+    ]
+    looked_at = torch.zeros(70)
+    for layer, peaks in zip((here, there), own):
+        for g, p in (layer.positions >= 0).nonzero().tolist():
+            at = layer.positions[g, p]
+            looked_at[at] = max(looked_at[at], peaks[g, p])
+    got = plain.scores([here, there])
+    for layer, score, before, peaks in zip((here, there), got, alone, own):
+        held = layer.positions >= 0
+        raised = looked_at[layer.positions.clamp(min=0)] - peaks
+        assert torch.allclose((score - before)[held], plain.strength * raised[held], atol=1e-5)
+        assert int((raised[held] > 1e-3).sum()) > 10
+    assert torch.equal(find_policy("peak").scores([here, there])[1], Peak().scores([here, there])[1])
+
+
+EVICTED = (([40, 33], 1), ([50, 44], 2))  # lengths and seeds of two layers
+
+
+def test_a_stream_that_does_not_copy_tells_the_others_little() -> None:
+    cache = make([40, 40]).cache
+    before = Peak(shared=False, heads=0.0, values=False).score(replace(cache, weights=torch.tensor([1e-3, 1.0])))
+    after = Peak(heads=0.0, values=False).score(replace(cache, weights=torch.tensor([1e-3, 1.0])))
+    assert torch.allclose(after[1], before[1], atol=0.01) and (after[0] - before[0]).max() > 0.5
+
+
+def test_a_score_of_ones_own_is_not_passed_over() -> None:
+    class Turned(Peak):
+        def score(self, layer: LayerCache) -> Tensor:
+            return -super().score(layer)
+
+    cache = make([40, 33]).cache
+    assert torch.equal(Turned().scores([cache])[0], -Peak().score(cache))
+    assert torch.equal(All(Turned()).scores([cache])[0], -Peak().score(cache))
 
 
 @pytest.mark.parametrize("name", ("peak", "heads"))

@@ -88,7 +88,7 @@ def test_a_policy_has_its_own_first_tokens_unless_others_are_named(filled: Run) 
     with_none, scores = chosen(filled, Peak(), 20, first=0), Peak()
     assert filled.evictor is not None
     layers = filled.evictor.layers(request_of([]), filled.manager, window=16)
-    for entries, row in zip(with_none, torch.cat([scores.score(layer) for layer in layers]), strict=True):
+    for entries, row in zip(with_none, torch.cat(scores.scores(layers)), strict=True):
         ranked = sorted(range(92), key=lambda j: (-float(row[j]), j))[:12]
         assert entries.tolist() == [*sorted(ranked), *range(92, 100)]
 

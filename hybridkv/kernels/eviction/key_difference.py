@@ -1,8 +1,11 @@
 """key_differences: how far each key of a stream points from the mean direction of the stream's keys.
 
-Minus the cosine to it: from -1 (as most keys) to 1 (the opposite). Two passes over the keys, TILE of them at a time and
-as many streams as BYTES allow, so that what is taken does not grow with the context. Sums run over tiles in ascending
-order: neither the size of pages nor the other streams change a result.
+Minus the cosine to it: from -1 (as most keys) to 1 (the opposite). Two passes over the keys: the first sums the keys,
+each made one long, the second compares each with that sum. The sum is made in chunks of TILE keys, and those are added
+in ascending order: neither the size of pages nor the other streams change a result.
+
+On a GPU the first pass leaves a sum for each chunk. In torch keys are read TILE at a time and as many streams as BYTES
+allow, so that what is taken does not grow with the context.
 """
 
 from __future__ import annotations
@@ -12,18 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridkv.kernels.attention.tile import read_pages
-from hybridkv.kernels.formats.kv_format import Pages, page_tensors
+from hybridkv.kernels.backend import tl, triton, use_triton
+from hybridkv.kernels.formats.kv_format import Pages, format_of, page_tensors, stored_tensors
 
-TILE = 1024  # keys that are read at once
+TILE = 1024  # keys that are summed in one fixed order
 BYTES = 16 << 20  # of f32 keys of a tile
+NUMBERS = 8192  # that a program holds at once
+SHORTEST = 1e-12  # a key that is shorter counts as one of this length: it points nowhere
 
 
-def key_differences(
-    k_pool: Pages,  # [N, P, D]
-    table: Tensor,  # [G, N] page ids
-    positions: Tensor,  # [G, L] of each entry; -1 past a stream's length
-) -> Tensor:
-    """[G, L] f32; past a stream's length anything."""
+def key_differences_ref(k_pool: Pages, table: Tensor, positions: Tensor) -> Tensor:
     G, L = positions.shape
     D = page_tensors(k_pool)[0].shape[-1]
     at_once = max(1, BYTES // (4 * TILE * D))
@@ -38,11 +39,104 @@ def _of_streams(k_pool: Pages, table: Tensor, positions: Tensor) -> Tensor:
         """Keys [G, tile, D] of length 1, 0 past a stream's length."""
         stop = min(start + TILE, L)
         keys = read_pages(k_pool, table, start, stop).float()
-        return F.normalize(keys.masked_fill(positions[:, start:stop, None] < 0, 0), dim=-1)
+        return F.normalize(keys.masked_fill(positions[:, start:stop, None] < 0, 0), dim=-1, eps=SHORTEST)
 
     starts = range(0, L, TILE)
     total = sum(unit(start).sum(1) for start in starts)
     if not isinstance(total, Tensor):  # there is no entry
         return torch.empty(G, 0, device=positions.device)
-    anchor = F.normalize(total, dim=-1)[:, None]
+    anchor = F.normalize(total, dim=-1, eps=SHORTEST)[:, None]
     return torch.cat([-(unit(start) * anchor).sum(-1) for start in starts], 1)
+
+
+@triton.jit
+def unit_keys(k_pool, k_scale, table, positions, i_g, o_n, L, D, stride_tg, stride_tn, stride_pg, shortest,
+              P: tl.constexpr, BD: tl.constexpr, FP8: tl.constexpr):  # fmt: skip
+    """Keys [BN, BD] f32 of entries o_n, each one long; 0 past the stream's length."""
+    o_d = tl.arange(0, BD)
+    m_n = o_n < L
+    m_n = m_n & (tl.load(positions + i_g * stride_pg + o_n, mask=m_n, other=-1) >= 0)
+    b_page = tl.load(table + i_g * stride_tg + (o_n // P) * stride_tn, mask=m_n, other=0).to(tl.int64)
+    o_row = b_page * P + o_n % P
+    b_k = tl.load(k_pool + o_row[:, None] * D + o_d, mask=m_n[:, None] & (o_d < D), other=0)
+    if FP8:
+        b_k = b_k.to(tl.float8e4nv, bitcast=True)
+    b_k = b_k.to(tl.float32)
+    if FP8:
+        b_k *= tl.load(k_scale + o_row, mask=m_n, other=0.0)[:, None]
+    b_norm = tl.sqrt_rn(tl.sum(b_k * b_k, 1))
+    return b_k / tl.where(b_norm < shortest, shortest, b_norm)[:, None]  # a NaN stays one
+
+
+@triton.jit(do_not_specialize=["L"])
+def key_sums_kernel(
+    k_pool,  # [N, P, D], FP8 as uint8
+    k_scale,  # [N, P] f32, read with FP8 only
+    table,  # [G, N]
+    positions,  # [G, L]; -1 past a stream's length
+    sums,  # [G, chunks, D] f32
+    L, D, stride_tg, stride_tn, stride_pg, shortest,
+    P: tl.constexpr, TILE: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """The sum of a chunk's keys, each one long."""
+    i_c, i_g = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    o_n, o_d = i_c * TILE + tl.arange(0, BN), tl.arange(0, BD)
+    b_sum = tl.zeros([BD], tl.float32)
+    for first in range(0, TILE, BN):
+        b_sum += tl.sum(
+            unit_keys(
+                k_pool, k_scale, table, positions, i_g, first + o_n, L, D, stride_tg, stride_tn, stride_pg, shortest,
+                P, BD, FP8,
+            ), 0,
+        )  # fmt: skip
+    tl.store(sums + (i_g * tl.num_programs(0) + i_c) * D + o_d, b_sum, mask=o_d < D)
+
+
+@triton.jit(do_not_specialize=["L", "chunks"])
+def key_differences_kernel(
+    k_pool, k_scale, table, positions, sums,
+    out,  # [G, L] f32
+    L, D, stride_tg, stride_tn, stride_pg, chunks, shortest,
+    P: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """Minus the cosine of each key to the sum of all chunks."""
+    i_g = tl.program_id(1).to(tl.int64)
+    o_n, o_d = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BD)
+    b_total = tl.zeros([BD], tl.float32)
+    for i_c in range(0, chunks):
+        b_total += tl.load(sums + (i_g * chunks + i_c) * D + o_d, mask=o_d < D, other=0.0)
+    norm = tl.sqrt_rn(tl.sum(b_total * b_total, 0))
+    b_anchor = b_total / tl.where(norm < shortest, shortest, norm)
+    b_k = unit_keys(
+        k_pool, k_scale, table, positions, i_g, o_n, L, D, stride_tg, stride_tn, stride_pg, shortest, P, BD, FP8
+    )  # fmt: skip
+    tl.store(out + i_g * L + o_n, -tl.sum(b_k * b_anchor[None, :], 1), mask=o_n < L)
+
+
+def key_differences_triton(k_pool: Pages, table: Tensor, positions: Tensor) -> Tensor:
+    G, L = positions.shape
+    keys, k_scale = stored_tensors(k_pool)
+    out = torch.empty(G, L, device=keys.device)
+    if not G or not L:
+        return out
+    P, D = keys.shape[1:]
+    BD = triton.next_power_of_2(D)
+    BN, chunks = max(1, NUMBERS // BD), triton.cdiv(L, TILE)
+    if positions.stride(1) != 1:
+        positions = positions.contiguous()
+    sums = torch.empty(G, chunks, D, device=keys.device)
+    where = (keys, keys if k_scale is None else k_scale, table, positions)
+    sizes, form = (L, D, *table.stride(), positions.stride(0)), dict(P=P, BD=BD, FP8=format_of(k_pool).quantised)
+    key_sums_kernel[(chunks, G)](*where, sums, *sizes, SHORTEST, TILE=TILE, BN=BN, **form)
+    key_differences_kernel[(triton.cdiv(L, BN), G)](*where, sums, out, *sizes, chunks, SHORTEST, BN=BN, **form)
+    return out
+
+
+def key_differences(
+    k_pool: Pages,  # [N, P, D]
+    table: Tensor,  # [G, N] page ids
+    positions: Tensor,  # [G, L] of each entry; -1 past a stream's length
+) -> Tensor:
+    """[G, L] f32; past a stream's length anything."""
+    form = key_differences_triton if use_triton(table) else key_differences_ref
+    return form(k_pool, table, positions)

@@ -1,23 +1,29 @@
-"""key_differences against the definition in float64, over tiles and blocks of streams, whatever lies past the ends."""
+"""key_differences against the definition in float64, torch and Triton, over tiles and blocks of streams, whatever lies
+past the ends.
+"""
 
 import pytest
 import torch
 
 from eviction.layer_cache import make
 from hybridkv.kernels.eviction import key_difference
-from hybridkv.kernels.eviction.key_difference import key_differences
 
 
 @pytest.mark.parametrize("dtype", ("f32", "bf16", "fp8"))
 @pytest.mark.parametrize("tile", (7, 16, 1024))
 @pytest.mark.parametrize("blocks", (1, 1 << 20))
+@pytest.mark.parametrize("form", ("ref", "triton"))
 def test_every_key_against_the_mean_direction(
-    dtype: str, tile: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+    dtype: str, tile: int, blocks: int, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if form == "triton" and tile == 7:
+        pytest.skip("a program's chunk is a power of two")
     monkeypatch.setattr(key_difference, "TILE", tile)
+    monkeypatch.setattr(key_difference, "NUMBERS", blocks // 8192)  # 1 or 16 keys of 8 numbers
     monkeypatch.setattr(key_difference, "BYTES", blocks)  # one stream at a time, or all of them
     dense = make(lengths=[33, 9, 50], position=70, dtype=dtype)
-    got = key_differences(dense.cache.k_pool, dense.cache.table, dense.cache.positions)
+    find = getattr(key_difference, f"key_differences_{form}")
+    got = find(dense.cache.k_pool, dense.cache.table, dense.cache.positions)
     assert got.shape == dense.cache.positions.shape
     for g, keys in enumerate(dense.keys):
         unit = keys.double() / keys.double().norm(dim=-1, keepdim=True)
@@ -26,15 +32,32 @@ def test_every_key_against_the_mean_direction(
         assert torch.allclose(got[g, : len(keys)].double(), want, rtol=1e-4, atol=1e-5)  # f32 sums of 50 keys
 
 
-def test_streams_beside_it_do_not_change_a_bit() -> None:
-    dense = make(lengths=[40, 40, 40])
-    cache = dense.cache
-    together = key_differences(cache.k_pool, cache.table, cache.positions)
-    alone = [key_differences(cache.k_pool, cache.table[g : g + 1], cache.positions[g : g + 1]) for g in range(3)]
+@pytest.mark.parametrize("form", ("ref", "triton"))
+def test_streams_beside_it_and_pages_do_not_change_a_bit(form: str) -> None:
+    find = getattr(key_difference, f"key_differences_{form}")
+    cache = make(lengths=[40, 40, 40]).cache
+    together = find(cache.k_pool, cache.table, cache.positions)
+    alone = [find(cache.k_pool, cache.table[g : g + 1], cache.positions[g : g + 1]) for g in range(3)]
     assert torch.equal(together, torch.cat(alone))
+    wide = make(lengths=[40, 40, 40], page=16).cache  # the same numbers in other pages
+    assert torch.equal(together, find(wide.k_pool, wide.table, wide.positions))
 
 
-def test_no_entry_and_no_stream() -> None:
-    cache = make(lengths=[5, 5]).cache
-    assert key_differences(cache.k_pool, cache.table, cache.positions[:, :0]).shape == (2, 0)
-    assert key_differences(cache.k_pool, cache.table[:0], cache.positions[:0]).shape == (0, 5)
+@pytest.mark.parametrize("form", ("ref", "triton"))
+def test_a_key_of_nothing_and_one_that_is_nan(form: str) -> None:
+    find, cache = getattr(key_difference, f"key_differences_{form}"), make(lengths=[9, 9]).cache
+    assert isinstance(cache.k_pool, torch.Tensor)
+    page, row = int(cache.table[0, 1]), 2
+    cache.k_pool[page, row] = 0
+    found = find(cache.k_pool, cache.table, cache.positions)
+    assert found[0, 6] == 0 and not found.isnan().any()  # it points nowhere
+    cache.k_pool[page, row, 3] = torch.nan
+    found = find(cache.k_pool, cache.table, cache.positions)
+    assert found[0].isnan().all() and not found[1].isnan().any()
+
+
+@pytest.mark.parametrize("form", ("ref", "triton"))
+def test_no_entry_and_no_stream(form: str) -> None:
+    find, cache = getattr(key_difference, f"key_differences_{form}"), make(lengths=[5, 5]).cache
+    assert find(cache.k_pool, cache.table, cache.positions[:, :0]).shape == (2, 0)
+    assert find(cache.k_pool, cache.table[:0], cache.positions[:0]).shape == (0, 5)
