@@ -44,8 +44,10 @@ def eviction_cases(s: Setup) -> Iterator[Listed]:
         small = partial(scores_case, s, kind, L, heads=SMALL_HEADS, peak=True)
         yield Listed("peak_scores", f"{name} heads of 64", small)
         yield Listed("value_norms", f"{kind} {few} layers L={L}", partial(norms_case, s, kind, L, few))
+        yield Listed("key_differences", f"{kind} {few} layers L={L}", partial(differences_case, s, kind, L, few))
     rows, L, keep = s.some([(64, 16 << 10, 2048)], [(64, 16 << 10, 2048)], [(4, 192, 128)])[0]
     yield Listed("pool_peaks", f"{rows} rows of {L}, {POOLED} neighbours", partial(pool_case, s, rows, L))
+    yield Listed("standings", f"{rows} rows of {L}", partial(standings_case, s, rows, L))
     yield Listed("select_entries", f"{rows} rows keep {keep} of {L}", partial(select_case, s, rows, L, keep))
     for groups in (1, max(2, rows // 4)):
         name = f"{rows} rows in {groups} groups keep {keep} of {L}"
@@ -140,6 +142,38 @@ def norms_case(s: Setup, kind: str, L: int, layers: int) -> Case:
         return check("value_norms", value_norms(*few), value_norms_ref(*few), 1e-5)
 
     return Case(lambda x: value_norms(*x), inputs, verify, moved)
+
+
+def differences_case(s: Setup, kind: str, L: int, layers: int) -> Case:
+    """Keys of all streams of all layers, which are read twice."""
+    from hybridkv.kernels.eviction.key_difference import key_differences, key_differences_ref
+
+    c = s.shape.config
+    D, G = c.head_dim, c.kv_heads * layers
+    moved = G * L * (2 * entry_bytes(kind, D) + 4)
+    at = torch.arange(L, device=s.device).expand(G, -1)
+    pages, table = s.pages(kind, G * L // PAGE, D), s.table(G, pages=L // PAGE)
+    inputs = [(pages, table, at)]
+
+    def verify() -> float:
+        few = (pages, table[:2], at[:2])
+        return check("key_differences", key_differences(*few), key_differences_ref(*few), 2e-5)
+
+    return Case(lambda x: key_differences(*x), inputs, verify, moved)
+
+
+def standings_case(s: Setup, rows: int, L: int) -> Case:
+    """Differences that nearly agree, as keys do."""
+    from hybridkv.kernels.eviction.standing import standings, standings_ref
+
+    moved = 3 * 4 * rows * L
+    lengths = torch.full((rows,), L, device=s.device)
+    inputs = [(torch.rand(rows, L, device=s.device) ** 2 - 1, lengths) for _ in range(copies(moved, s.device))]
+
+    def verify() -> float:
+        return check("standings", standings(*inputs[0]), standings_ref(*inputs[0]), 0)
+
+    return Case(lambda x: standings(*x), inputs, verify, moved, torch=lambda x: standings_ref(*x))
 
 
 def pool_case(s: Setup, rows: int, L: int) -> Case:

@@ -1,4 +1,6 @@
-"""Peak scores, their pooling, value norms and shared selection on the GPU, at real sizes and in every configuration."""
+"""Peak scores and their pooling, value norms, key differences, places and shared selection on the GPU, at real sizes
+and in every configuration.
+"""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -12,7 +14,7 @@ from torch import Tensor
 from gpu.page_pools import KINDS
 from gpu.scored_pages import definition, keys
 from hybridkv.kernels.backend import has_gluon
-from hybridkv.kernels.eviction import peak, peak_pool, select_shared, value_norms
+from hybridkv.kernels.eviction import key_difference, peak, peak_pool, select_shared, standing, value_norms
 from hybridkv.kernels.eviction.score import CONFIGS, ScoreBlocks, hopper_tiles
 from hybridkv.kernels.formats.fp8 import Fp8Pages
 
@@ -144,6 +146,38 @@ def test_norms_of_values(kind: str, lengths: list[int], P: int, D: int) -> None:
     got = value_norms.value_norms(*args)
     assert_close_rms("norms", value_norms.value_norms_ref(*args), got, 1e-6)
     assert_same_bytes(got, value_norms.value_norms(*args))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("lengths", "P", "D"),
+    (([16384, 4095, 1025, 1], 64, 256), ([1803, 1800], 16, 64), ([517, 130, 5], 53, 128), ([3], 2, 37), ([1], 1, 1)),
+)
+def test_differences_of_keys(
+    kind: str, lengths: list[int], P: int, D: int, count: Callable[[ModuleType, str], list[str]]
+) -> None:
+    args, calls = keys(kind, lengths, P, D), count(key_difference, "key_differences_triton")
+    got, want = key_difference.key_differences(*args), key_difference.key_differences_ref(*args)
+    assert calls == ["key_differences_triton"]
+    for g, n in enumerate(lengths):
+        assert_close_rms("differences", want[g, :n], got[g, :n], 2e-5)  # f32 sums of n keys in another order
+        alone = args[0], args[1][g : g + 1], args[2][g : g + 1]
+        assert_same_bytes(got[g], key_difference.key_differences(*alone)[0])  # whatever stands beside it
+    for _ in range(3):
+        assert_same_bytes(got, key_difference.key_differences(*args))
+
+
+@pytest.mark.parametrize("spread", (2.0, 1e-3, 0.0))
+@pytest.mark.parametrize("lengths", ([16384, 16383, 70, 1, 0], [3], [1023, 1025]))
+def test_places_by_difference(lengths: list[int], spread: float) -> None:
+    """Whole numbers are counted: equal to the bit, however many share a bin."""
+    x, ends = torch.rand(len(lengths), max(lengths)) * spread - 1, torch.tensor(lengths)
+    there = torch.arange(max(lengths)) < ends[:, None]
+    x[:, ::97] = torch.nan
+    args = x.masked_fill(~there, torch.inf), ends
+    got, want = standing.standings(*args), standing.standings_ref(*args)
+    assert_same_bytes(want.masked_fill(~there, 0).nan_to_num(7), got.masked_fill(~there, 0).nan_to_num(7))
+    assert bool((got.isnan() == args[0].isnan()).all())
 
 
 def rows(R: int, L: int, groups: int, values: str) -> tuple[Any, ...]:
