@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 FEW_ROWS = 4  # rows up to which attention over short streams is launched in another way
 STREAM_SCORE_BYTES = 12  # f32 as the policy gave it, again joined with the others, and the masks of the NaN check
+PEAK_SCORES = 6  # f32 of each stream that `peak` holds while it scores some layers: peaks, differences, places, norms
 INDEX_SCORE_BYTES = 4 << 26  # models/v4_attention.py holds this many bytes of index scores at once
 
 BLOCK_BYTES = 256 << 20  # temporaries of one block of rows
@@ -106,6 +107,7 @@ def _eviction(config: ModelConfig, cache: CacheConfig, context: int, gpu: bool) 
     width = context if cache.budget is None else min(cache.budget, context)
     scores = STREAM_SCORE_BYTES * streams * context
     of_heads = min(SCORE_BYTES, 4 * config.heads * layers * context)
+    of_heads = max(of_heads, of_heads * PEAK_SCORES * config.kv_heads // config.heads)
     by_stream = select_bytes(streams, context, width, gpu)
     by_layer = select_bytes(layers, config.kv_heads * context, config.kv_heads * width, gpu)
     return scores + of_heads + max(by_stream, by_layer)

@@ -147,10 +147,23 @@ def choose_shared(
     count, G = lengths.shape
     broken = _broken(joined(scores), lengths)
     found, counts = share(scores, lengths, even, recent, floor, layers)
-    host = torch.cat((found.view(-1), broken, counts.to(torch.int32))).cpu().numpy().astype(np.int64)
-    _refuse_broken(host[found.numel() : found.numel() + count])
-    rows, sizes = host[: found.numel()].reshape(found.shape), host[found.numel() + count :]
-    return [[rows[i * G + g, : sizes[i * G + g]] for g in range(G)] for i in range(count)]
+    # a stream may keep all of its entries and another few; one after the other they are no more than the budgets
+    most = min(int(lengths.sum()), int(even.sum()))
+    flat = end_to_end(found, counts, most)
+    host = torch.cat((flat, broken, counts.to(torch.int32))).cpu().numpy().astype(np.int64)
+    entries, broken_layers, sizes = np.split(host, [most, most + count])
+    _refuse_broken(broken_layers)
+    rows = np.split(entries[: sizes.sum()], np.cumsum(sizes)[:-1])
+    return [rows[i * G : (i + 1) * G] for i in range(count)]
+
+
+def end_to_end(entries: Tensor, counts: Tensor, most: int) -> Tensor:
+    """The first counts [R] numbers of each row of entries [R, L], one row after the other: [most] int32."""
+    column = torch.arange(entries.shape[1], device=entries.device)
+    place = (counts.cumsum(0) - counts)[:, None] + column
+    place = place.masked_fill(column >= counts[:, None], most)  # the rest goes to an extra place
+    flat = torch.zeros(most + 1, dtype=torch.int32, device=entries.device)
+    return flat.scatter_(0, place.flatten(), entries.flatten())[:most]
 
 
 def _broken(rows: Tensor, lengths: np.ndarray) -> Tensor:

@@ -47,7 +47,7 @@ class Peak(Policy):
     ahead: int = 63
     behind: int = 7
     decay: float = 0.97
-    strength: float = 6.0
+    strength: float = 5.0
     pooling: int = 9
     values: bool = True
     heads: float = 0.5

@@ -1,11 +1,11 @@
 """key_differences: how far each key of a stream points from the mean direction of the stream's keys.
 
 Minus the cosine to it: from -1 (as most keys) to 1 (the opposite). Two passes over the keys: the first sums the keys,
-each made one long, the second compares each with that sum. The sum is made in chunks of TILE keys, and those are added
-in ascending order: neither the size of pages nor the other streams change a result.
+each made one long, the second compares each with that sum. Sums run over chunks of a fixed size in a fixed order:
+neither the size of pages nor the other streams change a result.
 
-On a GPU the first pass leaves a sum for each chunk. In torch keys are read TILE at a time and as many streams as BYTES
-allow, so that what is taken does not grow with the context.
+On a GPU the first pass leaves a sum for each CHUNK keys, and a small launch adds those. In torch keys are read TILE at
+a time and as many streams as BYTES allow, so that what is taken does not grow with the context.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from hybridkv.kernels.attention.tile import read_pages
 from hybridkv.kernels.backend import tl, triton, use_triton
 from hybridkv.kernels.formats.kv_format import Pages, format_of, page_tensors, stored_tensors
 
-TILE = 1024  # keys that are summed in one fixed order
+TILE = 1024  # keys that are read at once in torch
 BYTES = 16 << 20  # of f32 keys of a tile
+CHUNK = 128  # keys that a program sums
+SUMS = 32  # of chunks that are added at once
 NUMBERS = 8192  # that a program holds at once
 SHORTEST = 1e-12  # a key that is shorter counts as one of this length: it points nowhere
 
@@ -76,37 +78,51 @@ def key_sums_kernel(
     positions,  # [G, L]; -1 past a stream's length
     sums,  # [G, chunks, D] f32
     L, D, stride_tg, stride_tn, stride_pg, shortest,
-    P: tl.constexpr, TILE: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, FP8: tl.constexpr,
+    P: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """The sum of a chunk's keys, each one long."""
     i_c, i_g = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    o_n, o_d = i_c * TILE + tl.arange(0, BN), tl.arange(0, BD)
+    o_n, o_d = i_c * CHUNK + tl.arange(0, BN), tl.arange(0, BD)
     b_sum = tl.zeros([BD], tl.float32)
-    for first in range(0, TILE, BN):
-        b_sum += tl.sum(
-            unit_keys(
-                k_pool, k_scale, table, positions, i_g, first + o_n, L, D, stride_tg, stride_tn, stride_pg, shortest,
-                P, BD, FP8,
-            ), 0,
+    for first in tl.static_range(0, CHUNK, BN):  # unrolled: the loads of all blocks are under way at once
+        b_k = unit_keys(
+            k_pool, k_scale, table, positions, i_g, first + o_n, L, D, stride_tg, stride_tn, stride_pg, shortest,
+            P, BD, FP8,
         )  # fmt: skip
+        b_sum += tl.sum(b_k, 0)
     tl.store(sums + (i_g * tl.num_programs(0) + i_c) * D + o_d, b_sum, mask=o_d < D)
 
 
-@triton.jit(do_not_specialize=["L", "chunks"])
+@triton.jit(do_not_specialize=["chunks"])
+def mean_direction_kernel(
+    sums,  # [G, chunks, D] f32
+    anchors,  # [G, D] f32
+    D, chunks, shortest,
+    SUMS: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """The sum of a stream's chunks, one long."""
+    i_g = tl.program_id(0).to(tl.int64)
+    o_c, o_d = tl.arange(0, SUMS), tl.arange(0, BD)
+    b_total = tl.zeros([BD], tl.float32)
+    for first in range(0, chunks, SUMS):
+        o_row = i_g * chunks + first + o_c
+        m_sum = (first + o_c < chunks)[:, None] & (o_d < D)
+        b_total += tl.sum(tl.load(sums + o_row[:, None] * D + o_d, mask=m_sum, other=0.0), 0)
+    norm = tl.sqrt_rn(tl.sum(b_total * b_total, 0))
+    tl.store(anchors + i_g * D + o_d, b_total / tl.where(norm < shortest, shortest, norm), mask=o_d < D)
+
+
+@triton.jit(do_not_specialize=["L"])
 def key_differences_kernel(
-    k_pool, k_scale, table, positions, sums,
+    k_pool, k_scale, table, positions, anchors,
     out,  # [G, L] f32
-    L, D, stride_tg, stride_tn, stride_pg, chunks, shortest,
+    L, D, stride_tg, stride_tn, stride_pg, shortest,
     P: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Minus the cosine of each key to the sum of all chunks."""
+    """Minus the cosine of each key to the mean direction."""
     i_g = tl.program_id(1).to(tl.int64)
     o_n, o_d = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BD)
-    b_total = tl.zeros([BD], tl.float32)
-    for i_c in range(0, chunks):
-        b_total += tl.load(sums + (i_g * chunks + i_c) * D + o_d, mask=o_d < D, other=0.0)
-    norm = tl.sqrt_rn(tl.sum(b_total * b_total, 0))
-    b_anchor = b_total / tl.where(norm < shortest, shortest, norm)
+    b_anchor = tl.load(anchors + i_g * D + o_d, mask=o_d < D, other=0.0)
     b_k = unit_keys(
         k_pool, k_scale, table, positions, i_g, o_n, L, D, stride_tg, stride_tn, stride_pg, shortest, P, BD, FP8
     )  # fmt: skip
@@ -121,14 +137,16 @@ def key_differences_triton(k_pool: Pages, table: Tensor, positions: Tensor) -> T
         return out
     P, D = keys.shape[1:]
     BD = triton.next_power_of_2(D)
-    BN, chunks = max(1, NUMBERS // BD), triton.cdiv(L, TILE)
+    BN, chunks = min(CHUNK, max(1, NUMBERS // BD)), triton.cdiv(L, CHUNK)
     if positions.stride(1) != 1:
         positions = positions.contiguous()
-    sums = torch.empty(G, chunks, D, device=keys.device)
+    sums, anchors = torch.empty(G, chunks, D, device=keys.device), torch.empty(G, D, device=keys.device)
     where = (keys, keys if k_scale is None else k_scale, table, positions)
-    sizes, form = (L, D, *table.stride(), positions.stride(0)), dict(P=P, BD=BD, FP8=format_of(k_pool).quantised)
-    key_sums_kernel[(chunks, G)](*where, sums, *sizes, SHORTEST, TILE=TILE, BN=BN, **form)
-    key_differences_kernel[(triton.cdiv(L, BN), G)](*where, sums, out, *sizes, chunks, SHORTEST, BN=BN, **form)
+    sizes = (L, D, *table.stride(), positions.stride(0), SHORTEST)
+    form = dict(P=P, BN=BN, BD=BD, FP8=format_of(k_pool).quantised)
+    key_sums_kernel[(chunks, G)](*where, sums, *sizes, CHUNK=CHUNK, **form)
+    mean_direction_kernel[(G,)](sums, anchors, D, chunks, SHORTEST, SUMS=SUMS, BD=BD)
+    key_differences_kernel[(triton.cdiv(L, BN), G)](*where, anchors, out, *sizes, **form)
     return out
 
 
