@@ -71,6 +71,22 @@ def test_a_quarter_of_the_cache_answers_everything_and_chance_nothing(llm: LLM, 
     assert asked.right(answers(llm, asked, QUARTER, "random")) == 0  # without this, the state alone might answer
 
 
+def test_one_head_finds_the_line_and_another_reads_it() -> None:
+    """Four phone books at an eighth: the head that reads a number digit by digit never looked at it before."""
+    with LLM(TINY_HYBRID, device="cpu", dtype="float32", max_requests=4, max_context=2304) as llm:
+        renderer = Renderer(llm)
+        samples = [make_sample("phone_book", i, 2000, "tests", renderer.count) for i in (6, 9, 14, 15)]
+        books = Asked(samples, [renderer.sample(sample).prompt for sample in samples])
+
+        def right(policy: str) -> int:
+            found = llm.generate(books.prompts, SHORT, eviction=EvictionConfig(250, policy=policy))
+            assert all(answer.stats["kept_tokens"] <= 250 + SHORT.max_tokens for answer in found)
+            return books.right([answer.text for answer in found])
+
+        assert right("auto") == 4
+        assert right("peak:shared=no") <= 1  # every stream for itself
+
+
 def test_a_document_at_a_quarter_answers_questions_that_it_was_not_cut_for(llm: LLM, asked: Asked) -> None:
     found = []
     for sample in asked.samples:

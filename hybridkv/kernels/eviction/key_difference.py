@@ -52,9 +52,11 @@ def _of_streams(k_pool: Pages, table: Tensor, positions: Tensor) -> Tensor:
 
 
 @triton.jit
-def unit_keys(k_pool, k_scale, table, positions, i_g, o_n, L, D, stride_tg, stride_tn, stride_pg, shortest,
+def load_keys(k_pool, k_scale, table, positions, i_g, o_n, L, D, stride_tg, stride_tn, stride_pg, shortest,
               P: tl.constexpr, BD: tl.constexpr, FP8: tl.constexpr):  # fmt: skip
-    """Keys [BN, BD] f32 of entries o_n, each one long; 0 past the stream's length."""
+    """Keys [BN, BD] f32 of entries o_n, 0 past the stream's length, and [BN] what makes each one long: a division for
+    each key, not for each number.
+    """
     o_d = tl.arange(0, BD)
     m_n = o_n < L
     m_n = m_n & (tl.load(positions + i_g * stride_pg + o_n, mask=m_n, other=-1) >= 0)
@@ -64,10 +66,12 @@ def unit_keys(k_pool, k_scale, table, positions, i_g, o_n, L, D, stride_tg, stri
     if FP8:
         b_k = b_k.to(tl.float8e4nv, bitcast=True)
     b_k = b_k.to(tl.float32)
-    if FP8:
-        b_k *= tl.load(k_scale + o_row, mask=m_n, other=0.0)[:, None]
     b_norm = tl.sqrt_rn(tl.sum(b_k * b_k, 1))
-    return b_k / tl.where(b_norm < shortest, shortest, b_norm)[:, None]  # a NaN stays one
+    b_scale = tl.full(b_norm.shape, 1.0, tl.float32)
+    if FP8:
+        b_scale = tl.load(k_scale + o_row, mask=m_n, other=0.0)
+    b_length = b_norm * b_scale
+    return b_k, b_scale / tl.where(b_length < shortest, shortest, b_length)  # a NaN stays one
 
 
 @triton.jit(do_not_specialize=["L"])
@@ -85,11 +89,11 @@ def key_sums_kernel(
     o_n, o_d = i_c * CHUNK + tl.arange(0, BN), tl.arange(0, BD)
     b_sum = tl.zeros([BD], tl.float32)
     for first in tl.static_range(0, CHUNK, BN):  # unrolled: the loads of all blocks are under way at once
-        b_k = unit_keys(
+        b_k, b_unit = load_keys(
             k_pool, k_scale, table, positions, i_g, first + o_n, L, D, stride_tg, stride_tn, stride_pg, shortest,
             P, BD, FP8,
         )  # fmt: skip
-        b_sum += tl.sum(b_k, 0)
+        b_sum += tl.sum(b_k * b_unit[:, None], 0)
     tl.store(sums + (i_g * tl.num_programs(0) + i_c) * D + o_d, b_sum, mask=o_d < D)
 
 
@@ -123,10 +127,10 @@ def key_differences_kernel(
     i_g = tl.program_id(1).to(tl.int64)
     o_n, o_d = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BD)
     b_anchor = tl.load(anchors + i_g * D + o_d, mask=o_d < D, other=0.0)
-    b_k = unit_keys(
+    b_k, b_unit = load_keys(
         k_pool, k_scale, table, positions, i_g, o_n, L, D, stride_tg, stride_tn, stride_pg, shortest, P, BD, FP8
     )  # fmt: skip
-    tl.store(out + i_g * L + o_n, -tl.sum(b_k * b_anchor[None, :], 1), mask=o_n < L)
+    tl.store(out + i_g * L + o_n, -tl.sum(b_k * b_anchor[None, :], 1) * b_unit, mask=o_n < L)
 
 
 def key_differences_triton(k_pool: Pages, table: Tensor, positions: Tensor) -> Tensor:
