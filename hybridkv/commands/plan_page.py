@@ -88,7 +88,7 @@ def rules() -> dict[str, float]:
     """The constants of reserve, eviction and workspace."""
     places = (
         (workspace, "BLOCK_BYTES LOGIT_BYTES PROMPT_ROWS PROMPT_LOGIT_BYTES FEW_ROWS STREAM_SCORE_BYTES"),
-        (workspace, "INDEX_SCORE_BYTES"),
+        (workspace, "INDEX_SCORE_BYTES PEAK_SCORES"),
         (topk_levels, "RATIO WIDE_RATIO KEPT LOOSE MAX_CHOICES TILE"),
         (select_sizes, "TEMPORARY_BYTES SORT_BYTES_PER_SCORE"),
     )

@@ -55,7 +55,8 @@ function evictionBytes(model, budget, context) {
   if (!model.evicts) return 0;
   const streams = model.attention_layers * model.kv_heads, width = budget === null ? context : Math.min(budget, context);
   const scores = rules.STREAM_SCORE_BYTES * streams * context;
-  const heads = Math.min(rules.SCORE_BYTES, 4 * model.heads * model.attention_layers * context);
+  let heads = Math.min(rules.SCORE_BYTES, 4 * model.heads * model.attention_layers * context);
+  heads = Math.max(heads, Math.floor(heads * rules.PEAK_SCORES * model.kv_heads / model.heads));
   return scores + heads + Math.max(
     selectBytes(streams, context, width),
     selectBytes(model.attention_layers, model.kv_heads * context, model.kv_heads * width),

@@ -5,7 +5,8 @@
     eviction   scores of one request's streams, and the temporaries of choosing among them
     index      scores of a prompt chunk's tokens over the index keys of DeepSeek-V4
 
-Activations of a step come on top: they depend on the kernels that run.
+Activations of a step come on top: they depend on the kernels that run. The cache in which is measured which streams
+copy (copying.py) is there between steps, when there are none.
 """
 
 from __future__ import annotations
