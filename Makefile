@@ -52,7 +52,7 @@ OLD_CPU := OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA
 NUMBERS := tests/test_old_cpu.py tests/test_exact.py tests/kernels tests/models tests/eviction tests/cache tests/engine
 
 test-interrupts: $(VENV)/.stamp-dev
-	HYBRIDKV_INTERRUPTS=8 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/engine/test_interrupts.py -k any_line $(ARGS)
+	HYBRIDKV_INTERRUPTS=16 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/engine/test_interrupts.py -k any_line $(ARGS)
 
 test-old-cpu: $(VENV)/.stamp-dev
 	@$(BIN)/python -m hybridkv.embedded

@@ -39,9 +39,9 @@ from hybridkv.request import Request
 
 PACKAGE = str(Path(hybridkv.__file__).parent)
 WATCHED = ("/engine/", "/cache/", "/eviction/", "/request.py", "/eviction_record.py")  # where bookkeeping is done
-# points of interruption, spread over the whole work; HYBRIDKV_INTERRUPTS=8 takes eight times as many
+# points of interruption, spread over the whole work; HYBRIDKV_INTERRUPTS=16 takes sixteen times as many
 MORE = int(os.environ.get("HYBRIDKV_INTERRUPTS", "1"))
-SHARES = {"llama": 120, "qwen3_5": 120, "qwen3_5_moe": 32, "qwen3": 32, "deepseek_v4": 20}
+SHARES = {"llama": 60, "qwen3_5": 60, "qwen3_5_moe": 16, "qwen3": 16, "deepseek_v4": 10}
 POINTS = {kind: MORE * share for kind, share in SHARES.items()}
 
 
