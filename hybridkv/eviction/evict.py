@@ -271,7 +271,7 @@ class Evictor:
             scores = self.scores(request, manager, policy, eviction.window, ahead)
         first = policy.first if eviction.first is None else eviction.first
         if first or ranges:
-            rows = joined(scores).clone()
+            rows = joined(scores)
             Protected(first, ranges, positions(slot, manager) if ranges else None).mark(rows)
             scores = list(rows.split(table.schema.heads))
         sure = eviction.recent + first  # of every stream

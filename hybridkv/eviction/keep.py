@@ -22,6 +22,8 @@ from hybridkv.eviction_record import Keep
 from hybridkv.kernels.eviction.select import select_entries
 from hybridkv.kernels.eviction.select_shared import select_shared
 
+SURE_BYTES = 16 << 20  # that marking what a layer keeps for sure takes at once
+
 
 @dataclass(frozen=True)
 class Protected:
@@ -47,7 +49,9 @@ class Protected:
 
 
 def joined(scores: Sequence[Tensor]) -> Tensor:
-    """Scores [G, L] of each layer as rows [layers * G, L] f32; what stands past a layer's own L is never looked at."""
+    """Scores [G, L] of each layer as rows [layers * G, L] f32, a copy; what stands past a layer's own L is never looked
+    at.
+    """
     L = max(each.shape[1] for each in scores)
     return torch.cat([each if each.shape[1] == L else F.pad(each, (0, L - each.shape[1])) for each in scores]).float()
 
@@ -81,7 +85,7 @@ def share(
     if layers < 1:
         if layers > 0:  # what the streams of a layer win among themselves is theirs
             part = np.minimum((even * layers).astype(np.int64), lengths)
-            rows = _sure(rows, _shared(rows, lengths, np.maximum(part, least), fixed, least, count)[0])
+            _raise_sure(rows, _shared(rows, lengths, np.maximum(part, least), fixed, least, count)[0])
         return _shared(rows, lengths, even, fixed, least, 1)
     return _shared(rows, lengths, even, fixed, least, count)
 
@@ -102,12 +106,14 @@ def _shared(
     return select_shared(rows, visible, sure, ends, groups, sent[3 * lengths.size :])
 
 
-def _sure(rows: Tensor, entries: Tensor) -> Tensor:
-    """Scores with those of these entries [R, K] raised above all others. NaN stays: it is refused."""
+def _raise_sure(rows: Tensor, entries: Tensor) -> None:
+    """Raise the scores [R, L] of these entries [R, K] above all others, in place. NaN stays: it is refused."""
     L = rows.shape[1]
-    there = F.pad(torch.zeros_like(rows, dtype=torch.bool), (0, 1))
-    there = there.scatter_(1, torch.where(entries >= 0, entries, L).long(), True)[:, :L]  # -1 goes to an extra column
-    return rows.masked_fill(there & ~rows.isnan(), torch.inf)
+    at_once = max(1, SURE_BYTES // (16 * max(1, L)))
+    for part, kept in zip(rows.split(at_once), entries.split(at_once)):
+        there = torch.zeros(len(part), L + 1, dtype=torch.bool, device=rows.device)
+        there.scatter_(1, torch.where(kept >= 0, kept, L).long(), True)  # -1 goes to an extra column
+        part.masked_fill_(there[:, :L] & ~part.isnan(), torch.inf)
 
 
 def choose(
@@ -158,12 +164,13 @@ def choose_shared(
 
 
 def end_to_end(entries: Tensor, counts: Tensor, most: int) -> Tensor:
-    """The first counts [R] numbers of each row of entries [R, L], one row after the other: [most] int32."""
-    column = torch.arange(entries.shape[1], device=entries.device)
-    place = (counts.cumsum(0) - counts)[:, None] + column
-    place = place.masked_fill(column >= counts[:, None], most)  # the rest goes to an extra place
-    flat = torch.zeros(most + 1, dtype=torch.int32, device=entries.device)
-    return flat.scatter_(0, place.flatten(), entries.flatten())[:most]
+    """The first counts [R] numbers of each row of entries [R, L], one row after the other: [most] int32.
+
+    What stands after the last of them means nothing. It takes memory for `most` numbers, not for all entries.
+    """
+    ends, place = counts.cumsum(0), torch.arange(most, device=entries.device)
+    row = torch.searchsorted(ends, place, right=True).clamp(max=len(counts) - 1)
+    return entries[row, (place - (ends - counts)[row]).clamp(max=entries.shape[1] - 1)]
 
 
 def _broken(rows: Tensor, lengths: np.ndarray) -> Tensor:

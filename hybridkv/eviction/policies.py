@@ -96,7 +96,7 @@ class Peak(Policy):
             norms = norms.masked_fill(layer.positions < 0, 0)
             norms = norms / (norms.sum(1, keepdim=True) / lengths[:, None].clamp(min=1)).clamp(min=1e-20)
             if layer.weights is not None:
-                norms = norms.masked_fill((layer.weights < COPIES)[:, None], 1)
+                norms = norms.masked_fill((layer.weights < COPIES)[:, None] & ~norms.isnan(), 1)
             scores = scores * norms
         return _weighted(scores, layer, self.heads)
 
@@ -199,7 +199,7 @@ class KeyDiff(Policy):
 class Heads(Policy):
     """Streams that copy keep most; in a stream, keys unlike the others. It needs no question.
 
-    An entry's place among its stream's (the best 1, the worst 0) by key difference, which spreads to `pooling`
+    An entry's place among its stream's (the best 1, the last near 0) by key difference, which spreads to `pooling`
     neighbours, times how much the stream copies to the power of `heads`. The streams share one budget. Xiao et al. 2024
     (DuoAttention), arXiv 2410.10819; keys: Park et al. 2025, arXiv 2504.15364.
     """

@@ -55,7 +55,8 @@ class LayerCache:
 class Policy:
     """Scores entries; may also spread the budget unevenly over heads and layers."""
 
-    # whether `score` looks at each stream by itself: it may then get several layers as one, streams after streams
+    # whether `score` looks at each stream by itself, or `scores` at all of them: either may then get several layers as
+    # one, streams after streams
     batchable: ClassVar[bool] = False
     # between what `budgets` shares unevenly: the heads of a layer ("heads"), layers only ("layers"); None: it is even
     spread: ClassVar[str | None] = None
@@ -77,7 +78,9 @@ class Policy:
             cls.batchable = False
         if "score" in cls.__dict__ and "needs_queries" not in cls.__dict__:
             cls.needs_queries = True
-        if "score" in cls.__dict__ and "scores" not in cls.__dict__:
+        # a `score` of one's own is not passed over by the `scores` of a parent
+        from_class = {name: next(c for c in cls.__mro__ if name in c.__dict__) for name in ("score", "scores")}
+        if cls.__mro__.index(from_class["score"]) < cls.__mro__.index(from_class["scores"]):
             cls.scores = Policy.scores  # type: ignore[method-assign]
         if "budgets" in cls.__dict__ and "spread" not in cls.__dict__:
             cls.spread = "heads"

@@ -72,7 +72,9 @@ def test_a_quarter_of_the_cache_answers_everything_and_chance_nothing(llm: LLM, 
 
 
 def test_one_head_finds_the_line_and_another_reads_it() -> None:
-    """Four phone books at an eighth: the head that reads a number digit by digit never looked at it before."""
+    """Phone books at an eighth: the head that reads a number digit by digit never looked at it before. It is seen in
+    these four of the first sixteen.
+    """
     with LLM(TINY_HYBRID, device="cpu", dtype="float32", max_requests=4, max_context=2304) as llm:
         renderer = Renderer(llm)
         samples = [make_sample("phone_book", i, 2000, "tests", renderer.count) for i in (6, 9, 14, 15)]

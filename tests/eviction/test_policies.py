@@ -183,12 +183,21 @@ def test_a_stream_that_does_not_copy_tells_the_others_little() -> None:
     assert torch.allclose(after[1], before[1], atol=0.01) and (after[0] - before[0]).max() > 0.5
 
 
+class Mixin:
+    def score(self, layer: LayerCache) -> Tensor:
+        return torch.zeros(layer.positions.shape)
+
+
 def test_a_score_of_ones_own_is_not_passed_over() -> None:
     class Turned(Peak):
         def score(self, layer: LayerCache) -> Tensor:
             return -super().score(layer)
 
+    class Mixed(Mixin, Peak):
+        pass
+
     cache = make([40, 33]).cache
+    assert torch.equal(Mixed().scores([cache])[0], torch.zeros(2, 40))
     assert torch.equal(Turned().scores([cache])[0], -Peak().score(cache))
     assert torch.equal(All(Turned()).scores([cache])[0], -Peak().score(cache))
 
@@ -200,6 +209,15 @@ def test_a_key_that_is_nan_is_not_hidden(name: str) -> None:
     cache.k_pool[int(cache.table[1, 2]), 3] = torch.nan  # type: ignore[index]
     scores = find_policy(name).score(cache)
     assert scores[1, :33].isnan().any() and not scores[0].isnan().any()
+
+
+@pytest.mark.parametrize("weights", (None, [0.04, 1.0], [1.0, 1.0]))
+def test_a_value_that_is_nan_is_not_hidden(weights: list[float] | None) -> None:
+    """Also where norms of values do not count."""
+    cache = replace(make([40, 33]).cache, weights=None if weights is None else torch.tensor(weights))
+    cache.v_pool[int(cache.table[0, 2]), 3] = torch.nan  # type: ignore[index]
+    scores = Peak().score(cache)
+    assert scores[0].isnan().any() and not scores[1, :33].isnan().any()
 
 
 @pytest.mark.parametrize("name", [name for name, make in POLICIES.items() if not make().needs_replay])

@@ -1,6 +1,6 @@
 """standings: an entry's place in its stream by key difference, as a part of all: 1 the best, near 0 the last.
 
-Differences are sorted into bins by the leading bits of 1 + difference as a float: 256 bins for each power of two, so
+Differences fall into bins by the leading bits of 1 + difference as a float: 256 bins for each power of two, so
 that keys which nearly agree are told apart as well as keys that do not. What shares a bin shares a place. Counts are
 whole numbers, so no order of work changes a bit, and nothing is sorted.
 """
