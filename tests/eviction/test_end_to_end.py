@@ -14,6 +14,7 @@ from hybridkv.eviction.named import find_policy
 from hybridkv.eviction.policies import Peak
 
 WINDOW, RECENT, BUDGET, PROMPT = 16, 8, 48, 150
+NOISE = 1e-5  # of a key difference, between two ways to compute the keys in float32
 
 
 @pytest.mark.parametrize("cut", (150, 64, 1), ids=("whole", "chunks", "one by one"))
@@ -58,11 +59,15 @@ def test_the_default_keeps_the_peaks_of_transformers_attention(kind: str, run_of
     assert len(rows) == len(cached) == len(chosen)
     spreads = [spread_peaks(policy.policy, w[0], c.keys[0]) for w, c in zip(rows, cached, strict=True)]
     looked_at = [max(row[j] for layer in spreads for row in layer) for j in range(PROMPT)]
-    raised = sum(x < most for layer in spreads for row in layer for x, most in zip(row, looked_at))
-    assert policy.policy.shared and raised > PROMPT // 2
-    scores = [by_rule(policy.policy, looked_at, c.keys[0], c.values[0]) for c in cached]
+    shared = [[looked_at for _ in layer] for layer in spreads]
+    scores, alone = (
+        [by_rule(policy.policy, peaks, c.keys[0], c.values[0]) for peaks, c in zip(each, cached, strict=True)]
+        for each in (shared, spreads)
+    )
     lengths = np.full((len(chosen), len(chosen[0])), PROMPT)
     want, bounds = share_by_loops(scores, lengths, BUDGET, RECENT, policy.floor, policy.layers)
+    by_itself, _ = share_by_loops(alone, lengths, BUDGET, RECENT, policy.floor, policy.layers)
+    assert by_itself != want, "guard: with every stream for itself others would stay"
     sizes = {len(keep) for layer in chosen for keep in layer}
     assert sum(len(keep) for layer in chosen for keep in layer) == lengths.size * BUDGET
     assert len(sizes) > 1, "streams were meant to differ in length"
@@ -70,9 +75,11 @@ def test_the_default_keeps_the_peaks_of_transformers_attention(kind: str, run_of
         for g, keep in enumerate(layer):
             assert keep[:4].tolist() == [0, 1, 2, 3]
             assert keep[-RECENT:].tolist() == list(range(PROMPT - RECENT, PROMPT))
-            # an entry may differ only where its score is at a bound to float32 noise, which may also swap two ranks
+            # an entry may differ only where its score is at a bound to float32 noise, which may also move it to the
+            # next bin, and so over all that share it
+            moved = most_at_an_edge(policy.policy, cached[i].keys[0][g])
             for j in set(keep.tolist()) ^ set(want[i][g]):
-                assert min(abs(scores[i][g][j] - bound) for bound in bounds) < 1.5 / PROMPT
+                assert min(abs(scores[i][g][j] - bound) for bound in bounds) < (moved + 1.5) / PROMPT
 
 
 def spread_peaks(policy: Peak, weights: Tensor, keys: Tensor) -> list[list[float]]:
@@ -87,18 +94,36 @@ def spread_peaks(policy: Peak, weights: Tensor, keys: Tensor) -> list[list[float
     return found
 
 
-def by_rule(policy: Peak, peaks: list[float], keys: Tensor, values: Tensor) -> list[list[float]]:
-    """Scores of a layer's streams, of the peaks that count at each position, keys and values [G, N, D]."""
+def by_rule(policy: Peak, peaks: list[list[float]], keys: Tensor, values: Tensor) -> list[list[float]]:
+    """Scores of a layer's streams, of the peaks that count in each at each position, keys and values [G, N, D]."""
     (G, N, _), found = keys.shape, []
     for g in range(G):
-        unit = torch.nn.functional.normalize(keys[g].double(), dim=-1)
-        apart = (-(unit @ unit.mean(0)) / unit.mean(0).norm()).tolist()
-        half, norms = policy.pooling // 2, values[g].double().norm(dim=-1).tolist()
-        apart = [max(apart[max(0, j - half) : j + half + 1]) for j in range(N)]
-        bins = [struct.unpack("i", struct.pack("f", 1 + x))[0] >> 15 for x in apart]  # of kernels/eviction/standing.py
+        norms = values[g].double().norm(dim=-1).tolist()
+        bins = [bin_of(x) for x in differences(policy, keys[g])]
         row = []
         for j in range(N):
-            score = policy.strength * peaks[j] + 1 - sum(other > bins[j] for other in bins) / N
+            score = policy.strength * peaks[g][j] + 1 - sum(other > bins[j] for other in bins) / N
             row.append(score * norms[j] * N / sum(norms) if policy.values else score)
         found.append([float("inf")] * 4 + row[4:])
     return found
+
+
+def differences(policy: Peak, keys: Tensor) -> list[float]:
+    """Of keys [N, D] how far each, or the farthest of its neighbours, points from the others."""
+    unit, half = torch.nn.functional.normalize(keys.double(), dim=-1), policy.pooling // 2
+    apart = (-(unit @ unit.mean(0)) / unit.mean(0).norm()).tolist()
+    return [max(apart[max(0, j - half) : j + half + 1]) for j in range(len(apart))]
+
+
+def bin_of(difference: float) -> int:
+    """As kernels/eviction/standing.py has it."""
+    return struct.unpack("i", struct.pack("f", 1 + difference))[0] >> 15
+
+
+def most_at_an_edge(policy: Peak, keys: Tensor) -> int:
+    """Entries of the largest bin that float32 noise may move one out of or into; 0: none is near an edge."""
+    found = differences(policy, keys)
+    bins = [bin_of(x) for x in found]
+    near = {b for x in found for b in (bin_of(x - NOISE), bin_of(x + NOISE)) if b != bin_of(x)}
+    near |= {bin_of(x) for x in found if {bin_of(x - NOISE), bin_of(x + NOISE)} != {bin_of(x)}}
+    return max((bins.count(b) for b in near), default=0)

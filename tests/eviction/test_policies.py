@@ -76,11 +76,15 @@ def heads(dense: Dense, policy: Heads) -> list[Tensor]:
 
 
 def standing(dense: Dense, pooling: int) -> list[Tensor]:
-    """Of each entry how many of its stream it is as good as or better, as a part of all, by pooled key difference."""
+    """Of each entry the part of its stream that does not lie in a better bin, by pooled key difference.
+
+    Differences are the policy's own, which `keydiff` is compared with: at the edge of a bin the last bit of one decides
+    where it falls.
+    """
     found = []
-    for alone in keydiff(dense):
-        n, half = len(alone), pooling // 2
-        row = [max(alone[max(0, j - half) : j + half + 1].tolist()) for j in range(n)]
+    for alone, n in zip(KeyDiff().score(dense.cache).tolist(), map(len, dense.keys)):
+        half = pooling // 2
+        row = [max(alone[max(0, j - half) : min(n, j + half + 1)]) for j in range(n)]
         bins = [struct.unpack("i", struct.pack("f", min(max(1 + x, 2**-20), 2)))[0] >> 15 for x in row]
         found.append(torch.tensor([1 - sum(b > own for b in bins) / n for own in bins], dtype=torch.float64))
     return found
@@ -150,6 +154,9 @@ def test_without_weights_all_streams_are_alike(name: str) -> None:
     assert torch.equal(alike.score(replace(cache, weights=torch.tensor([0.5, 1.0]))), policy.score(cache))
 
 
+EVICTED = (([40, 33], 1), ([50, 44], 2))  # lengths and seeds of two layers
+
+
 def test_what_one_stream_looks_at_counts_in_all() -> None:
     """Of other layers, too, and by absolute position: streams that were evicted hold it at another place."""
     here, there = (replace(make(n, position=70, seed=seed).cache, weights=torch.ones(2)) for n, seed in EVICTED)
@@ -171,9 +178,6 @@ def test_what_one_stream_looks_at_counts_in_all() -> None:
         assert torch.allclose((score - before)[held], plain.strength * raised[held], atol=1e-5)
         assert int((raised[held] > 1e-3).sum()) > 10
     assert torch.equal(find_policy("peak").scores([here, there])[1], Peak().scores([here, there])[1])
-
-
-EVICTED = (([40, 33], 1), ([50, 44], 2))  # lengths and seeds of two layers
 
 
 def test_a_stream_that_does_not_copy_tells_the_others_little() -> None:
