@@ -77,6 +77,7 @@ class Request:
     continues: Request | None = None  # a finished request whose held cache this one goes on with, once it is admitted
     prefix: Request | None = None  # a finished request with whose held cache this one begins; it stays held for others
     sampler: SamplerState | None = None
+    unseen: int = 0  # tokens that are on the device and the host does not know yet
     preemptions: int = 0
     cached_tokens: int = 0  # prompt tokens taken over from a held cache
     stats: dict[str, float] = field(default_factory=dict)

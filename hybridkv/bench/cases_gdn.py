@@ -104,10 +104,10 @@ def prefill_case(s: Setup, T: int) -> Case:
     def verify() -> float:
         (x, *state), few = inputs[0], min(T, CHECKED)
         mine = [t.clone() for t in state]
-        got = gdn_prefill(x, net, *mine)
+        got = gdn_prefill(x, net, mine[0], mine[1])
         ours, theirs = [t.clone() for t in state], [t.clone() for t in state]
         want = gdn_prefill_ref(x[:few], net, *theirs)
-        gdn_prefill(x[:few], net, *ours)
+        gdn_prefill(x[:few], net, ours[0], ours[1])
         check("gdn_prefill state", ours[1], theirs[1], PREFILL_BOUND)
         return check(f"gdn_prefill T={T}", got[:few], want, PREFILL_BOUND)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,6 +67,14 @@ class Facts:
             int(ceil_div(t.lengths[slot], t.schema.entries_per_page).sum()) * t.schema.page_bytes
             for t in self.tables.values()
         )
+
+    def step_bytes(self, requests: Sequence[Hashable]) -> int:
+        """Bytes that a decode step of these requests reads and writes: their entries, and their state twice."""
+        at = [self._slot(request) for request in requests]
+        entries = sum(
+            int(t.lengths[at].sum()) * (t.schema.page_bytes // t.schema.entries_per_page) for t in self.tables.values()
+        )
+        return entries + 2 * len(at) * self.schema.slot_bytes
 
     def pages_needed(self, request: Hashable | None, tokens: int) -> dict[str, int]:
         """Pages to be taken so that `tokens` more tokens fit, copies of shared open pages included; None: for a request

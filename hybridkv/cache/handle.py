@@ -71,7 +71,7 @@ class LayerHandle:
     @property
     def places(self) -> Tensor:
         """[G, T] flat place of each new entry in the pages."""
-        assert self.view is not None and self.view.entry_index is not None
+        assert self.view is not None
         return self.view.entry_index[self.rows]
 
     def append(self, k: Tensor, v: Tensor) -> None:

@@ -33,7 +33,7 @@ from hybridkv.cache.specification import SpecificationNames
 from hybridkv.cache.state import StatePool
 from hybridkv.cache.step import ForwardStep, build_step
 from hybridkv.errors import HybridKVError, RequestError
-from hybridkv.kernels.step_index import HostIndex
+from hybridkv.kernels.step_index import HostIndex, StepShape
 
 Plan = Sequence[tuple[Hashable, int]]  # (request, new tokens)
 
@@ -182,10 +182,13 @@ class KVCacheManager(SpecificationNames):
     # ---- one step
 
     @bookkeeping
-    def prepare_forward(self, plan: Plan, rows: int | None = None) -> ForwardStep:
+    def prepare_forward(self, plan: Plan, rows: int | None = None, shape: StepShape | None = None) -> ForwardStep:
         """Reserve every page that the step writes, for all requests in all pools or, with OutOfPages, for none.
 
-        `rows`: make it a step of `rows` one-token requests, the missing ones padding.
+        Args:
+            plan: requests and their new tokens, those with one token first.
+            rows: make it a step of `rows` one-token requests, the missing ones padding.
+            shape: make it a step of this shape, what is missing padding.
         """
         slots = [self._slot(request) for request, _ in plan]
         counts = [tokens for _, tokens in plan]
@@ -199,10 +202,11 @@ class KVCacheManager(SpecificationNames):
             raise ValueError(
                 f"{len(plan)} requests, {step.num_decodes} of them with one token, do not make a step of {rows} rows"
             )
+        shaped = step if shape is None else step.shaped(shape)  # before anything is reserved
         self._restart(step)
         self.check_reach(step)
         self._take_pages(step)
-        return self._build_step(step if rows is None else step.padded(rows))
+        return self._build_step(shaped if rows is None else step.padded(rows), shape=shape)
 
     def _restart(self, step: HostIndex) -> None:
         """Fresh state for requests at position 0 whose first step ran and was not committed."""
@@ -244,15 +248,19 @@ class KVCacheManager(SpecificationNames):
         """
         return self._build_step(HostIndex.padding(rows), self.max_tokens if reach is None else reach)
 
-    def _build_step(self, step: HostIndex, reach: int | None = None) -> ForwardStep:
+    def padding_of_shape(self, shape: StepShape) -> ForwardStep:
+        """A step of this shape with nothing but padding, for requests of any length: what a graph is made from."""
+        return self._build_step(HostIndex.padding(0).shaped(shape), self.max_tokens, shape)
+
+    def _build_step(self, step: HostIndex, reach: int | None = None, shape: StepShape | None = None) -> ForwardStep:
         plans = [table.stream_plan(step, reach) for table in self.tables.values()]
         query_rows, window = None, self.schema.query_window
         # what a captured graph reads is always there; elsewhere queries are left out where nobody keeps them
-        graph = self.device.type == "cuda" and step.num_decodes == len(step.slots)
+        graph = step.decodes is not None or (self.device.type == "cuda" and step.num_decodes == len(step.slots))
         if window is not None and (graph or (self.query_buffers.of[step.slots] >= 0).any()):
             query_rows = step.query_rows(window, self.query_buffers.of)
         compressed = bool(self.schema.compressed)
-        return build_step(step, plans, query_rows, compressed, self.device, self.exact, any_length=reach is not None)
+        return build_step(step, plans, query_rows, compressed, self.device, self.exact, reach is not None, shape)
 
     def begin(self, step: ForwardStep) -> None:
         """The step runs: state will have seen its tokens, committed or not."""

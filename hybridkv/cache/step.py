@@ -11,15 +11,18 @@ of it. A CUDA graph holds the addresses of such an array, and a replay copies th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hybridkv.kernels.step_index import HostIndex, StepIndex
+from hybridkv.kernels.step_index import HostIndex, StepIndex, StepShape
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,18 @@ class StreamView:
     table: Tensor  # [slots, streams, N] page ids of every slot, -1 past the end; the page table on the device itself
     lengths: np.ndarray | None  # [B, streams] entries held once the step's are appended; None: a graph's, of any length
     device_lengths: Tensor  # [B, streams] int64, the same where the kernels read it; 0: padding
-    entry_index: Tensor  # [streams, T] flat place of the entry that a token completes; -1: none, or padding
+    places: Tensor | None  # entry_index, if the host has found it
     max_entries: int  # of the longest stream of the step
+    index: StepIndex | None = None  # of the step, and
+    entries_per_page: int = 0  # if the device is to find it
+
+    @cached_property
+    def entry_index(self) -> Tensor:
+        """[streams, T] flat place of the entry that a token completes; -1: none, or padding."""
+        if self.places is not None:
+            return self.places
+        assert self.index is not None
+        return find_places(self.table, self.index, self.device_lengths, self.entries_per_page)
 
 
 @dataclass(frozen=True)
@@ -45,6 +58,9 @@ class ForwardStep:
     query_rows: Tensor | None = None  # [T] row of a token's query among those of all query buffers; -1: not kept
     exact: bool = False  # results of a token are the same bits whatever else is in the step
     tail: int | None = None  # trailing tokens of each chunk whose last-layer output is needed; None: all
+    shape: StepShape | None = None  # of the graph that it is replayed in; None: it has just the rows that it needs
+    any_length: bool = False  # a graph's, which serves requests of any length: those on the host are not theirs
+    found: dict[str, Any] = field(default_factory=dict)  # on the device, once for all layers
 
     @cached_property
     def slots(self) -> list[int]:
@@ -63,8 +79,23 @@ class ForwardStep:
 
     @property
     def num_decodes(self) -> int:
-        """Requests with one new token; they come first."""
+        """Rows for requests with one new token; they come first."""
         return self.host.num_decodes
+
+    @property
+    def rows(self) -> int:
+        """Requests, padding included."""
+        return len(self.host.slots)
+
+    def once(self, name: str, make: Callable[[ForwardStep], T]) -> T:
+        """What `make` gives, made when it is first asked for: the same for all layers of the step."""
+        if name not in self.found:
+            self.found[name] = make(self)
+        return self.found[name]
+
+    def again(self) -> ForwardStep:
+        """The same step, of which nothing has been found on the device yet."""
+        return replace(self, streams={name: replace(view) for name, view in self.streams.items()}, found={})
 
     @property
     def max_entries(self) -> int:
@@ -73,7 +104,7 @@ class ForwardStep:
 
     @cached_property
     def chunks(self) -> list[tuple[int, int, int]]:
-        """(slot, begin, end) of each prompt chunk, in tokens of the step."""
+        """(slot, begin, end) of each prompt chunk, in tokens of the step; slot -1: padding."""
         starts, n = self.query_start_loc, self.num_decodes
         return list(zip(self.slots[n:], starts[n:-1], starts[n + 1 :], strict=True))
 
@@ -104,6 +135,7 @@ def build_step(
     device: torch.device,
     exact: bool = False,
     any_length: bool = False,  # made to be captured: lengths are on the device alone
+    shape: StepShape | None = None,
 ) -> ForwardStep:
     """Send all that the layers read; it is on its way to the device when this returns."""
     arrays = [*host.arrays]
@@ -124,13 +156,12 @@ def build_step(
     views = {}
     for plan in plans:
         device_lengths = next(parts)
-        if plan.entry_index is not None:
-            entry_index = next(parts)
-        else:
-            entry_index = find_places(plan.table, index, device_lengths, plan.entries_per_page)
+        places = next(parts) if plan.entry_index is not None else None
         lengths = None if any_length else plan.lengths
-        views[plan.name] = StreamView(plan.table, lengths, device_lengths, entry_index, plan.max_entries)
-    return ForwardStep(host, index, views, packed, chunk_index, rows, exact)
+        views[plan.name] = StreamView(
+            plan.table, lengths, device_lengths, places, plan.max_entries, index, plan.entries_per_page
+        )
+    return ForwardStep(host, index, views, packed, chunk_index, rows, exact, shape=shape, any_length=any_length)
 
 
 def _next_index(parts: Iterator[Tensor]) -> StepIndex:
@@ -144,7 +175,7 @@ def find_places(table: Tensor, index: StepIndex, lengths: Tensor, page: int) -> 
     """
     request, slots = index.token_to_req, index.token_slots
     to_end = index.query_start_loc[1:][request] - torch.arange(len(request), device=request.device)
-    entry = lengths.t()[:, request] - to_end  # [streams, T]
+    entry = (lengths.t()[:, request] - to_end).clamp(min=0)  # [streams, T]; a prompt of padding has none
     streams = torch.arange(len(entry), device=request.device)[:, None]
     places = table[slots, streams, entry // page].to(torch.int64) * page + entry % page
     return torch.where(slots >= 0, places, -1)

@@ -89,9 +89,8 @@ class Engine:
         self.vocab = model.config.vocab
         self.sampling_defaults: dict[str, float] = {}  # the model's own, for what a request leaves open
         self.tokens_alone = manager.tokens_alone()
-        self.runner = Runner(model, manager)
-        graphs = self.runner.graphs
-        self.scheduler = Scheduler(manager, step_tokens, self.evictor, graphs.rows if graphs is not None else None)
+        self.runner = Runner(model, manager, step_tokens)
+        self.scheduler = Scheduler(manager, step_tokens, self.evictor, self.runner.graphs, self.runner.mixed)
         self.pipeline = Pipeline(self.runner, self.scheduler)
         self.launches_ahead = manager.device.type == "cuda"  # on a CPU it would only compute in vain
         self.about: dict[str, str] = {}  # the model in words, for a session that meets another one
@@ -457,8 +456,9 @@ class Engine:
         self.manager.commit([(request.key, n) for request, n in live])
         failed = self._evict([request for request, _ in live])
         self._fork(step, failed)
-        if not failed and len(live) == len(step.batch.requests):
-            self.pipeline.prepare_next()
+        if not failed:
+            if len(live) == len(step.batch.requests):
+                self.pipeline.prepare_next()
             if launch_ahead:
                 self.pipeline.launch_ahead()
         updates = [*self._extend(step, failed), *(Update(request, None, "") for request in failed)]
@@ -486,6 +486,8 @@ class Engine:
         """Where a prompt has been read, its other answers begin."""
         assert step.sampled is not None
         for request in step.sampled.requests:
+            if request.first_token_at is None:  # before it is known: a step may be launched ahead
+                request.limit = self._limit(request)
             if request.siblings and request not in failed and not request.finished:
                 self.scheduler.fork(request)
 
@@ -498,6 +500,7 @@ class Engine:
         now = time.perf_counter()
         updates = []
         for request, token, problem in zip(step.sampled.requests, tokens, problems, strict=True):
+            request.unseen -= 1
             if request in failed or request.finished:
                 continue
             if problem is not None:
@@ -508,7 +511,6 @@ class Engine:
                 continue
             if request.first_token_at is None:
                 request.first_token_at = now
-                request.limit = self._limit(request)
             request.last_token_at = now
             request.tokens.append(token)
             request.source = None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache import ForwardStep, KVCacheManager
+from hybridkv.engine.step_cost import TIMED, StepCost
 from hybridkv.engine.workspace import graph_sizes
 from hybridkv.kernels.attention.decode_tuning import same_shape_up_to
 from hybridkv.kernels.backend import HAS_TRITON
@@ -48,8 +49,8 @@ class Captured:
 
 
 class DecodeGraphs:
-    def __init__(self, model: Model, manager: KVCacheManager) -> None:
-        self.model, self.manager = model, manager
+    def __init__(self, model: Model, manager: KVCacheManager, cost: StepCost | None = None) -> None:
+        self.model, self.manager, self.cost = model, manager, cost
         self.sizes = graph_sizes(manager.slots)
         formats = [pool_format(table.pool.tensors) for table in manager.tables.values()]
         self.quantised = any(fmt is not None and fmt.quantised for fmt in formats)
@@ -103,4 +104,6 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
             logits = forward()
+        if self.cost is not None:
+            self.cost.measure(rows, graph.replay, TIMED)
         return Captured(reach, graph, tokens, step.packed, logits)

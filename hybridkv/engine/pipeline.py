@@ -4,8 +4,9 @@
     device   ... step n ..............| step n+1 ......................................| step n+2 ...
 
 While a decode step runs, the next one is *prepared*: its pages are reserved and its index is sent. Where it can go on
-whatever the tokens are, it is also *launched*: its input tokens are on the device already. A step that was launched has
-advanced state, so its requests are in doubt until its results have been given out (`in_doubt`).
+whatever the tokens are, it is also *launched*: its input tokens are on the device already. So is a step with prompts.
+A step that was launched has advanced state, so its requests are in doubt until its results have been given out
+(`in_doubt`).
 """
 
 from __future__ import annotations
@@ -70,23 +71,35 @@ class Pipeline:
             self.prepared = self.scheduler.prepare_next(step.batch, step.sampled.tokens)
 
     def launch_ahead(self) -> None:
-        """Start the prepared step before the tokens of the one in flight are known here.
+        """Start the next step before the tokens of the one in flight are known here: the prepared one, or one with
+        prompts.
 
-        The launch is wasted for requests that finish on the pending token: do not launch if a request is known to end
-        there, must hold its cache, or is evicted while it decodes; nor if another request could join. A logits hook and
-        bad words ask for the pending token itself.
+        The launch is wasted for requests that finish on the pending token. Nothing is launched if a request must hold
+        its cache or is evicted while it decodes; nor if a logits hook or bad words ask for the pending token itself.
         """
-        batch, scheduler = self.prepared, self.scheduler
-        if batch is None or scheduler.waiting or len(scheduler.running) > len(batch.requests):
+        scheduler, batch = self.scheduler, self.prepared
+        if not self._may_go_on([*scheduler.running, *scheduler.waiting]):
             return
-        for request in batch.requests:
+        if batch is None or scheduler.waiting or len(scheduler.running) > len(batch.requests):
+            batch = scheduler.schedule_ahead()
+        elif any(len(request.tokens) + 1 >= request.limit for request in batch.requests):
+            batch = scheduler.schedule_ahead()  # without those that end
+        self.prepared = None
+        if batch is not None:
+            self.ahead = InFlightStep(batch)
+            self._launch(self.ahead)
+
+    @staticmethod
+    def _may_go_on(requests: Sequence[Request]) -> bool:
+        for request in requests:
             eviction = request.eviction
-            if request.hold or request.needs_last_token or len(request.tokens) + 1 >= request.limit:
-                return
+            if request.hold or request.needs_last_token or request.params.prompt_logprobs is not None:
+                return False
+            if request.source is not None:  # a sibling that has just begun, and has no sampler state yet
+                return False
             if eviction is not None and (eviction.bounded or eviction.decode_every):
-                return
-        self.ahead, self.prepared = InFlightStep(batch), None
-        self._launch(self.ahead, ahead=1)
+                return False
+        return True
 
     def advance(self) -> None:
         """The results of the step in flight have been given out."""
@@ -111,14 +124,20 @@ class Pipeline:
         self.ahead = None
         self.in_flight = None
 
-    def _launch(self, step: InFlightStep, ahead: int = 0) -> None:
-        """Run a step. `ahead`: tokens of each request that only the device knows."""
+    def _launch(self, step: InFlightStep) -> None:
+        """Run a step. From then on its requests have a token more that only the device knows."""
+        self._run(step)
+        assert step.sampled is not None
+        for request in step.sampled.requests:
+            request.unseen += 1
+
+    def _run(self, step: InFlightStep) -> None:
         batch = step.batch
         parts = prompt_parts(batch)
         if not parts:
-            step.sampled = self._sample(batch, self.runner.forward(self._inputs(batch)), ahead)
+            step.sampled = self._sample(batch, self.runner.forward(self._inputs(batch)))
             return
-        last = [batch.step.query_start_loc[i + 1] - 1 for i in batch.sampled]
+        last = [batch.last_tokens[i] for i in batch.sampled]
         rows = sorted({*last, *(row for part in parts for row in part.rows)})
         place = {row: i for i, row in enumerate(rows)}
         hidden, model = self.runner.hidden(self._inputs(batch, rows)), self.runner.model
@@ -127,16 +146,14 @@ class Pipeline:
         wanted = upload([np.array([place[row] for row in last], np.int64)], hidden.device)
         step.sampled = self._sample(batch, model.logits(hidden.index_select(0, wanted)), prompts=scores)
 
-    def _sample(
-        self, batch: Batch, logits: Tensor, ahead: int = 0, prompts: Sequence[PromptScores] = ()
-    ) -> SampledTokens:
+    def _sample(self, batch: Batch, logits: Tensor, prompts: Sequence[PromptScores] = ()) -> SampledTokens:
         """Tokens from logits [S, vocab]. Where a prompt has been read, those of all its siblings from the same row."""
         first = [batch.requests[i] for i in batch.sampled]
         chosen = [(each, row) for row, request in enumerate(first) for each in (request, *request.forming)]
         if len(chosen) == len(first):
-            return sample(logits, first, ahead=ahead, prompts=prompts)
+            return sample(logits, first, prompts=prompts)
         at_once = self.scheduler.manager.slots  # what memory was set aside for
-        return sample(logits, [r for r, _ in chosen], [row for _, row in chosen], ahead, prompts, at_once)
+        return sample(logits, [r for r, _ in chosen], [row for _, row in chosen], prompts, at_once)
 
     def _inputs(self, batch: Batch, rows: list[int] | None = None) -> StepInputs:
         """`rows`: whose logits are wanted; None: the last one of each request that gets a token."""
@@ -145,9 +162,20 @@ class Pipeline:
             request.started_at = request.started_at or now
         if batch.tokens is not None:
             return self.runner.next_inputs(batch.tokens, batch.step)
-        host = batch.step.host
-        first, count = host.num_computed.tolist(), host.num_scheduled.tolist()
-        parts = [r.tokens[a : a + n] for r, a, n in zip(batch.requests, first, count)]
+        parts, sources = [], []
+        place = self._places()
+        for request, first, n, last in zip(batch.requests, batch.positions, batch.counts, batch.last_tokens):
+            part = request.tokens[first : first + n]
+            if len(part) < n:  # its last token is on the device alone
+                part = [*part, 0]
+                sources.append((last, place[request]))
+            parts.append(part)
         if rows is None:
-            rows = [batch.step.query_start_loc[i + 1] - 1 for i in batch.sampled]
-        return self.runner.inputs(parts, rows, batch.step)
+            rows = [batch.last_tokens[i] for i in batch.sampled]
+        before = self.in_flight.sampled.tokens if sources and self.in_flight and self.in_flight.sampled else None
+        return self.runner.inputs(parts, rows, batch.step, before, sources)
+
+    def _places(self) -> dict[Request, int]:
+        """Where the token of each request is among those that the step in flight has sampled."""
+        sampled = self.in_flight.sampled if self.in_flight is not None else None
+        return {} if sampled is None else {request: i for i, request in enumerate(sampled.requests)}

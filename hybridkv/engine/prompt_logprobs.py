@@ -35,10 +35,10 @@ def prompt_parts(batch: Batch) -> list[PromptPart]:
     for i, request in enumerate(batch.requests):
         if request.params.prompt_logprobs is None or len(request.prompt_logprobs) >= request.prompt_tokens:
             continue
-        begin, tokens = int(batch.step.host.num_computed[i]), int(batch.step.host.num_scheduled[i])
+        begin, tokens = batch.positions[i], batch.counts[i]
         first = max(begin + 1, len(request.prompt_logprobs))
         end = min(begin + tokens + 1, request.prompt_tokens)
-        to_row = batch.step.query_start_loc[i] - begin - 1
+        to_row = batch.last_tokens[i] - tokens - begin
         if first < end:
             found.append(PromptPart(request, first, range(first + to_row, end + to_row)))
     return found

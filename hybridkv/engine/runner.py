@@ -13,7 +13,10 @@ from torch import Tensor
 from hybridkv.cache import ForwardStep, KVCacheManager
 from hybridkv.cache.handle import Observer
 from hybridkv.cache.step import upload
+from hybridkv.config import EngineConfig
 from hybridkv.engine.graphs import DecodeGraphs, can_capture
+from hybridkv.engine.mixed_graphs import MixedGraphs
+from hybridkv.engine.step_cost import StepCost
 from hybridkv.models.decoder import Model
 
 
@@ -26,15 +29,28 @@ class StepInputs:
 
 
 class Runner:
-    def __init__(self, model: Model, manager: KVCacheManager) -> None:
+    def __init__(self, model: Model, manager: KVCacheManager, step_tokens: int = EngineConfig.step_tokens) -> None:
         self.model, self.manager = model, manager
-        self.graphs = DecodeGraphs(model, manager) if can_capture(manager) else None
+        self.cost = StepCost(model.nbytes)
+        self.graphs: DecodeGraphs | None = None
+        self.mixed: MixedGraphs | None = None
+        if can_capture(manager):
+            self.graphs = DecodeGraphs(model, manager, self.cost)
+            self.mixed = MixedGraphs(model, manager, step_tokens, self.cost)
         self.numbers = torch.arange(manager.slots, device=manager.device)
 
-    def inputs(self, tokens: Sequence[Sequence[int]], rows: Sequence[int], step: ForwardStep) -> StepInputs:
+    def inputs(
+        self,
+        tokens: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        step: ForwardStep,
+        sampled: Tensor | None = None,
+        sources: Sequence[tuple[int, int]] = (),
+    ) -> StepInputs:
         """Each request's tokens, one request after the other, and the tokens whose logits are wanted, ascending.
 
-        Tokens of padding are 0.
+        Tokens of padding are 0. `sources`: (token of the step, its place in `sampled`) of those that only the device
+        knows; what `tokens` has there is not looked at.
         """
         padding = np.zeros(step.query_start_loc[-1] - sum(map(len, tokens)), np.int64)
         ids = np.concatenate([*(np.asarray(part, np.int64) for part in tokens), padding])
@@ -43,9 +59,14 @@ class Runner:
             ends = step.host.query_start_loc[1:]
             to_end = ends[np.searchsorted(ends, wanted, "right")] - wanted  # 1: the last token of its request
             step = replace(step, tail=int(to_end.max(initial=0)))
-        sent = upload([ids, wanted], self.manager.device)
+        places = np.array(list(sources), np.int64).reshape(-1, 2).T
+        sent = upload([ids, wanted, places.ravel()], self.manager.device)
         first = bool((wanted == np.arange(len(wanted))).all())
-        return StepInputs(sent[: len(ids)], sent[len(ids) :], first, step)
+        found, rest = sent[: len(ids)], sent[len(ids) :]
+        if sampled is not None and sources:
+            to, source = rest[len(wanted) :].view(2, -1)
+            found[to] = sampled[source]
+        return StepInputs(found, rest[: len(wanted)], first, step)
 
     def next_inputs(self, tokens: Tensor, step: ForwardStep) -> StepInputs:
         """One token of each request, [S], which is on the device already."""
@@ -56,10 +77,13 @@ class Runner:
         """Logits [S, vocab], good until the next step. Pages and state of the step's requests are written."""
         step = inputs.step
         graph = self.graphs.ready(step) if self.graphs is not None else None
+        mixed = self.mixed.ready(step) if self.mixed is not None else None
         self.manager.begin(step)
         if graph is not None:
             logits = graph.replay(inputs.tokens, step)
             return logits[: len(inputs.rows)] if inputs.first else logits[inputs.rows]
+        if mixed is not None:
+            return self.model.logits(mixed.replay(inputs.tokens, inputs.rows, step))
         handles = self.manager.acquire(step)
         return self.model.forward(inputs.tokens, step.index.positions, handles, inputs.rows)
 

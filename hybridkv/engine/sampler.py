@@ -106,7 +106,6 @@ def sample(
     logits: Tensor,  # [R, vocab]
     requests: Sequence[Request],  # S
     rows: Sequence[int] | None = None,  # the row of each request; several may share one. None: one each, in order
-    ahead: int = 0,  # tokens that each request has on the device and the host does not know yet
     prompts: Sequence[PromptScores] = (),  # to be brought to the host together with the tokens
     at_once: int | None = None,  # requests that are sampled at once at the most; None: as many as memory allows
 ) -> SampledTokens:
@@ -119,7 +118,7 @@ def sample(
     sampled = SampledTokens(found[0], requests, found, prompts=list(prompts))
     size = min(block_rows(logits.shape[1]), at_once or len(requests))
     for group in _groups(requests):
-        _sample_group(logits, rows, group, found, sampled, ahead, size)
+        _sample_group(logits, rows, group, found, sampled, size)
     asked = [i for i, request in enumerate(requests) if request.params.logprobs is not None]
     if asked:
         count = max(requests[i].params.logprobs or 0 for i in asked)
@@ -154,7 +153,6 @@ def _sample_group(
     group: list[int],
     found: Tensor,  # [2, S] on the device
     sampled: SampledTokens,
-    ahead: int,
     size: int,  # of a block
 ) -> None:
     """Write the tokens of requests that have the same kind of filters (their bounds may differ), or are all greedy."""
@@ -168,12 +166,10 @@ def _sample_group(
     ]
     table = _upload(columns, torch.float64, logits.device)  # [5, group]
     for begin in range(0, len(group), size):
-        _sample_block(logits, group[begin : begin + size], table[:, begin : begin + size], found, sampled, ahead)
+        _sample_block(logits, group[begin : begin + size], table[:, begin : begin + size], found, sampled)
 
 
-def _sample_block(
-    logits: Tensor, block: list[int], table: Tensor, found: Tensor, sampled: SampledTokens, ahead: int
-) -> None:
+def _sample_block(logits: Tensor, block: list[int], table: Tensor, found: Tensor, sampled: SampledTokens) -> None:
     """One block of a group: table [5, n] f64 has numbers of requests and rows, temperatures, top-p and min-p."""
     requests = [sampled.requests[i] for i in block]
     first = Filters.of(requests[0].params)
@@ -183,7 +179,7 @@ def _sample_block(
     rules_out = False
     for i, row, request in zip(block, scores, requests, strict=True):
         try:
-            rules_out |= _adjust(row, request, ahead)
+            rules_out |= _adjust(row, request)
         except HookFailed as problem:
             sampled.failed[i] = str(problem)
     chosen = index  # until it is known
@@ -222,14 +218,14 @@ class HookFailed(Exception):
     """A logits hook raised, or gave back something else than logits."""
 
 
-def _adjust(row: Tensor, request: Request, ahead: int) -> bool:
+def _adjust(row: Tensor, request: Request) -> bool:
     """Change a request's logits [vocab] f32 as it asks, before temperature and filters. Nothing waits for the device,
     but for what a hook does.
 
     Returns whether tokens may have been ruled out: then perhaps all of them.
     """
     params = request.params
-    forbidden = _forbidden(request, ahead)
+    forbidden = _forbidden(request)
     if forbidden:
         row.index_fill_(0, _upload(forbidden, torch.int64, row.device), -torch.inf)
     if params.logit_bias:
@@ -241,9 +237,9 @@ def _adjust(row: Tensor, request: Request, ahead: int) -> bool:
     return bool(forbidden) or params.logits_hook is not None
 
 
-def _forbidden(request: Request, ahead: int) -> list[int]:
+def _forbidden(request: Request) -> list[int]:
     """Tokens that must not come next: those that end the answer too early, and ends of bad words."""
-    found = list(request.ends_at) if request.answer_tokens + ahead < request.params.min_tokens else []
+    found = list(request.ends_at) if request.answer_tokens + request.unseen < request.params.min_tokens else []
     for *before, last in request.bad_words:
         known = len(request.tokens) - len(before)
         if known >= request.prompt_tokens and request.tokens[known:] == before:

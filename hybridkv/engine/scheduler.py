@@ -1,8 +1,9 @@
 """Scheduler: which requests run in the next step, and how many tokens of each.
 
-Every running request that has one pending token decodes. The rest of the step's token budget goes to prompt chunks,
-oldest request first, then to requests that wait, in order of arrival, as long as their pages are free. A request that
-continues a held cache waits in the same order; it needs no slot. One that begins with a held cache that others share
+Every running request that has one pending token decodes. The rest of the step's token budget goes to prompt chunks:
+half of it to the oldest, then to the shortest, so that a long prompt neither stalls others nor starves. Requests that
+wait are admitted in order of arrival, as long as their pages are free. A request that continues a held cache waits in
+the same order; it needs no slot. One that begins with a held cache that others share
 (`Request.prefix`) takes a slot of its own and a fork of that cache, which stays held. A prompt that will be evicted
 needs a query buffer; while all are taken, it waits where it is. When pages run out, caches held for a next turn go
 first, then the youngest running request is preempted: its pages are released and it waits at the front to be computed
@@ -13,19 +14,21 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
 from hybridkv.cache import ForwardStep, KVCacheManager
 from hybridkv.config import CHUNK_QUANTUM, EvictionConfig
+from hybridkv.engine.graphs import DecodeGraphs
+from hybridkv.engine.mixed_graphs import MixedGraphs
+from hybridkv.engine.step_cost import StepCost
 from hybridkv.errors import HybridKVError, OutOfPages
 from hybridkv.eviction import Evictor, max_held_tokens
 from hybridkv.eviction.sizes import bounded_stride
 from hybridkv.request import Request, RequestKey, Status
-
-BESIDE_DECODING = 512  # tokens of a step in which others decode
 
 Plan = list[tuple[Request, int]]  # (request, new tokens)
 
@@ -44,20 +47,31 @@ class Batch:
 
     requests: list[Request]
     step: ForwardStep
-    tokens: Tensor | None = None  # [B] the input token of each request, where these are on the device already
+    sampled: list[int]  # indices of the requests that get a next token: their last one is in this step
+    tokens: Tensor | None = None  # [B] the input token of each request, where all of these are on the device already
 
-    @property
+    @staticmethod
+    def of(plan: Plan, step: ForwardStep) -> Batch:
+        """The step of a plan."""
+        requests, host = [request for request, _ in plan], step.host
+        ends = (host.num_computed + host.num_scheduled)[host.real].tolist()
+        sampled = [i for i, r in enumerate(requests) if ends[i] == len(r.tokens) + r.unseen]
+        return Batch(requests, step, sampled)
+
+    @cached_property
     def counts(self) -> list[int]:
         """New tokens of each request."""
-        return self.step.host.num_scheduled[: len(self.requests)].tolist()
+        return self.step.host.num_scheduled[self.step.host.real].tolist()
 
-    @property
-    def sampled(self) -> list[int]:
-        """Indices of the requests that get a next token: their last known one is in this step."""
-        if self.tokens is not None:  # a decode step: every row is sampled, even if the host has not seen its token yet
-            return list(range(len(self.requests)))
-        ends = (self.step.host.num_computed + self.step.host.num_scheduled).tolist()
-        return [i for i, request in enumerate(self.requests) if ends[i] == len(request.tokens)]
+    @cached_property
+    def positions(self) -> list[int]:
+        """Tokens that each request had seen before."""
+        return self.step.host.num_computed[self.step.host.real].tolist()
+
+    @cached_property
+    def last_tokens(self) -> list[int]:
+        """The last token of each request, among those of the step."""
+        return (self.step.host.query_start_loc[1:][self.step.host.real] - 1).tolist()
 
     def is_for(self, plan: Plan, manager: KVCacheManager) -> bool:
         """Whether this decode step, prepared earlier, is the one that the plan asks for."""
@@ -65,7 +79,7 @@ class Batch:
             return False
         return all(
             request is mine and n == 1 and manager.position(request.key) == position
-            for (request, n), mine, position in zip(plan, self.requests, self.step.num_computed)
+            for (request, n), mine, position in zip(plan, self.requests, self.positions)
         )
 
 
@@ -75,9 +89,12 @@ class Scheduler:
         manager: KVCacheManager,
         step_tokens: int,
         evictor: Evictor | None = None,
-        graph_rows: Callable[[int], int] | None = None,  # rows of the graph that decodes a number of requests
+        graphs: DecodeGraphs | None = None,  # what decode steps are replayed in
+        mixed: MixedGraphs | None = None,  # what steps with prompts are replayed in
     ) -> None:
-        self.manager, self.step_tokens, self.evictor, self.graph_rows = manager, step_tokens, evictor, graph_rows
+        self.manager, self.step_tokens, self.evictor = manager, step_tokens, evictor
+        self.graphs, self.mixed = graphs, mixed
+        self.cost = mixed.cost if mixed is not None else StepCost(0)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.held: list[Request] = []  # finished, cache kept; longest unused first
@@ -123,7 +140,26 @@ class Scheduler:
                     raise
                 preempted.add(gone)
                 continue
-            return Batch([request for request, _ in plan], step)
+            return Batch.of(plan, step)
+
+    def schedule_ahead(self) -> Batch | None:
+        """The step after the one in flight, whose tokens are not known yet: of all that goes on whatever they are.
+
+        None: there is none, or it needs room that is not free.
+        """
+        try:
+            self._admit(set())
+        except DoesNotFit:
+            return None
+        plan = self._plan(ahead=True)
+        if not plan:
+            return None
+        try:
+            self._reserve_ahead(plan)
+            step = self.reserve([(request.key, n) for request, n in plan])
+        except OutOfPages:
+            return None
+        return Batch.of(plan, step)
 
     def _reserve_ahead(self, plan: Plan) -> None:
         """The pages of what is read ahead when a prompt is evicted after this step."""
@@ -132,11 +168,14 @@ class Scheduler:
                 self.manager.prepare_forward([(request.key, n + ahead)])
 
     def reserve(self, plan: Sequence[tuple[Hashable, int]]) -> ForwardStep:
-        """The pages of a step. One that only decodes gets the rows of the graph that it replays."""
-        rows = None
-        if self.graph_rows is not None and all(tokens == 1 for _, tokens in plan):
-            rows = self.graph_rows(len(plan))
-        return self.manager.prepare_forward(plan, rows)
+        """The pages of a step, which gets the shape of the graph that it is replayed in, if there is one."""
+        if all(tokens == 1 for _, tokens in plan):
+            return self.manager.prepare_forward(plan, None if self.graphs is None else self.graphs.rows(len(plan)))
+        shape = None
+        if self.mixed is not None:
+            slots = [self.manager.slot_of[request] for request, _ in plan]
+            shape = self.mixed.shape(slots, [tokens for _, tokens in plan])
+        return self.manager.prepare_forward(plan, shape=shape)
 
     def prepare_next(self, batch: Batch, tokens: Tensor) -> Batch | None:
         """The step after `batch` if that was one of decoding requests alone, which got `tokens` [B].
@@ -151,24 +190,55 @@ class Scheduler:
             step = self.reserve([(request.key, 1) for request in batch.requests])
         except OutOfPages:
             return None
-        return Batch(batch.requests, step, tokens)
+        return Batch(batch.requests, step, batch.sampled, tokens)
 
-    def _plan(self) -> Plan:
-        pending = {request: self.pending(request) for request in self.running}
+    def _plan(self, ahead: bool = False) -> Plan:
+        """`ahead`: without requests of which is known that they end with the token that is pending."""
+        running = [r for r in self.running if r.finish_reason is None and not (ahead and self._ends(r))]
+        pending = {request: self.pending(request) for request in running}
         plan = [(request, 1) for request, n in pending.items() if n == 1 and self.give_query_buffer(request)]
-        budget = self.step_tokens
-        if plan:  # decoding requests wait for a small part of a prompt only, and never keep prompts from going on
-            budget = max(min(self.step_tokens, BESIDE_DECODING) - len(plan), CHUNK_QUANTUM)
-        for request, n in pending.items():
-            if n > 1:
-                position = self.manager.position(request.key)
-                chunk = self._chunk(position, self._until_eviction(request, position, n), budget)
-                if chunk and self.give_query_buffer(request):
-                    plan.append((request, chunk))
-                    budget -= chunk
+        budget = self._prompt_tokens([request for request, _ in plan])
+        most = self.mixed.most_chunks if self.mixed is not None else len(pending)
+        for request, chunk in self._chunks([(r, n) for r, n in pending.items() if n > 1], budget)[:most]:
+            if self.give_query_buffer(request):
+                plan.append((request, chunk))
         # one-token chunks of prompts join the decoding requests; in order of slots their state rows are mostly a view
         plan.sort(key=lambda item: (item[1] > 1, self.manager.slot_of[item[0].key] if item[1] == 1 else 0))
         return plan
+
+    @staticmethod
+    def _ends(request: Request) -> bool:
+        return request.unseen > 0 and len(request.tokens) + request.unseen >= request.limit
+
+    def _prompt_tokens(self, decoding: list[Request]) -> int:
+        """Tokens of prompts in a step in which these requests decode."""
+        if not decoding:
+            return self.step_tokens
+        held = self.manager.step_bytes([request.key for request in decoding])
+        sizes = [] if self.mixed is None else self.mixed.sizes
+        return self.cost.tokens_beside(len(decoding), held, sizes, self.step_tokens) - len(decoding)
+
+    def _chunks(self, prompts: Plan, budget: int) -> Plan:
+        """What is read of prompts [(request, pending tokens)], oldest first.
+
+        Half of the budget is the oldest one's. The rest is for the shortest, and what they leave for the oldest again.
+        """
+        found: dict[Request, int] = {}
+
+        def take(request: Request, tokens: int, most: int) -> int:
+            position = self.manager.position(request.key)
+            found[request] = self._chunk(position, self._until_eviction(request, position, tokens), most)
+            return found[request]
+
+        if len(prompts) > 1:
+            (oldest, tokens), *others = prompts
+            left = budget - take(oldest, tokens, max(budget // 2, CHUNK_QUANTUM))
+            for request, n in sorted(others, key=lambda item: item[1]):
+                left -= take(request, n, left)
+            take(oldest, tokens, found[oldest] + left)
+        elif prompts:
+            take(*prompts[0], budget)
+        return [(request, n) for request, n in found.items() if n]
 
     def _until_eviction(self, request: Request, position: int, tokens: int) -> int:
         """How many of the next `tokens` tokens come before the next position at which the request is evicted."""
@@ -189,7 +259,8 @@ class Scheduler:
         return max(0, (position + budget) // CHUNK_QUANTUM * CHUNK_QUANTUM - position)
 
     def pending(self, request: Request) -> int:
-        return len(request.tokens) - self.manager.position(request.key)
+        """Tokens that are still to be computed, those included that only the device knows."""
+        return len(request.tokens) + request.unseen - self.manager.position(request.key)
 
     def held_tokens(self, request: Request, tokens: int) -> int:
         """Tokens that a stream holds on average at the most while a request of `tokens` tokens is computed."""

@@ -29,6 +29,8 @@ STREAM_SCORE_BYTES = 12  # f32 as the policy gave it, again joined with the othe
 PEAK_SCORES = 6  # f32 of each stream that `peak` holds while it scores some layers: peaks, differences, places, norms
 INDEX_SCORE_BYTES = 4 << 26  # models/v4_attention.py holds this many bytes of index scores at once
 
+GRAPH_BYTES = 512 << 20  # activations of the largest step with prompt chunks that is captured
+
 BLOCK_BYTES = 256 << 20  # temporaries of one block of rows
 # Bytes that a row needs for each of its logits. The tensors made here take up to 30; a sort on a GPU, with its keys,
 # indices and their second copies, twice as much.
@@ -41,6 +43,34 @@ def graph_sizes(slots: int) -> list[int]:
     """Rows of the graphs for up to `slots` requests: powers of two, and one that holds all."""
     powers = [1 << i for i in range(slots.bit_length())]
     return powers if powers[-1] == slots else [*powers, slots]
+
+
+def mixed_sizes(config: ModelConfig, step_tokens: int) -> list[int]:
+    """Tokens of the graphs for steps with prompt chunks: a step is padded to the next of these sizes.
+
+    Multiples of 64, then four sizes from a power of two to the next. None where such steps are not captured.
+    """
+    if config.v4 is not None:
+        return []
+    most = min(step_tokens, GRAPH_BYTES // activation_bytes(config))
+    sizes = [64, 128, 192]
+    while sizes[-1] < most:
+        power = 1 << sizes[-1].bit_length()
+        sizes += [power + i * (power // 4) for i in range(4)]
+    return [size for size in sizes if size <= most]
+
+
+def activation_bytes(config: ModelConfig) -> int:
+    """Bytes that a step holds at once for each of its tokens, about: the widest of its parts, in bf16."""
+    c, gdn, moe = config, config.gdn, config.moe
+    feed = 3 * c.intermediate
+    if moe is not None:
+        feed = max(feed, moe.per_token * (2 * moe.intermediate + c.hidden) + 3 * moe.shared_intermediate)
+    mixer = 2 * (2 * c.heads + 2 * c.kv_heads) * c.head_dim
+    if gdn is not None:
+        values = gdn.value_heads * gdn.value_dim
+        mixer = max(mixer, 2 * gdn.channels + 2 * values + gdn.value_heads * (2 * 64 + 12))
+    return 2 * (4 * c.hidden + max(feed, mixer))
 
 
 def sampling_bytes(rows: int, vocab: int) -> int:

@@ -9,16 +9,32 @@
 
 A row of padding (a captured graph has more rows than requests) has slot -1: no op writes for it or reads its past.
 `HostIndex` is the same in numpy, where Python reads it.
+
+A step that a graph replays has the graph's shape, whatever its requests are. Missing requests have no tokens, but for
+the last row, a prompt of padding that holds all tokens that are missing:
+
+    tokens           [ a | b | c c c c c | - - - ]       shape: T = 10, 4 rows for decoding requests, 3 for prompts
+    query_start_loc  [ 0, 1, 2, 2, 2, 7, 7, 10 ]
+    slots            [ 5, 0, -1, -1, 3, -1, -1 ]
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+
+class StepShape(NamedTuple):
+    """What a captured step has room for."""
+
+    tokens: int
+    decodes: int  # requests with one new token
+    chunks: int  # prompts, that of padding included
 
 
 @dataclass(frozen=True)
@@ -28,6 +44,7 @@ class HostIndex:
     slots: np.ndarray  # [B] int64; -1: padding
     num_computed: np.ndarray  # [B] int64
     num_scheduled: np.ndarray  # [B] int64, new tokens of each request
+    decodes: int | None = None  # rows for requests with one new token; None: as many as there are
 
     @staticmethod
     def padding(rows: int) -> HostIndex:
@@ -43,10 +60,33 @@ class HostIndex:
             np.concatenate((self.num_scheduled, missing.num_scheduled)),
         )
 
+    def shaped(self, shape: StepShape) -> HostIndex:
+        """The same requests in a step of this shape, or ValueError."""
+        n, total = self.num_decodes, int(self.num_scheduled.sum())
+        missing = shape.decodes - n, shape.chunks - (len(self.slots) - n), shape.tokens - total
+        if missing[0] < 0 or missing[1] < 1 or missing[2] < 0:
+            raise ValueError(f"{n} + {len(self.slots) - n} requests with {total} tokens do not make a step of {shape}")
+
+        def joined(x: np.ndarray, value: int, last: int) -> np.ndarray:
+            rest = [value] * (missing[1] - 1)
+            return np.concatenate((x[:n], [value] * missing[0], x[n:], rest, [last])).astype(np.int64)
+
+        return HostIndex(
+            joined(self.slots, -1, -1),
+            joined(self.num_computed, 0, 0),
+            joined(self.num_scheduled, 0, missing[2]),
+            shape.decodes,
+        )
+
+    @cached_property
+    def real(self) -> np.ndarray:
+        """Rows that are requests, ascending."""
+        return np.flatnonzero(self.slots >= 0)
+
     @cached_property
     def num_decodes(self) -> int:
-        """How many requests have one new token; they come first."""
-        return int(np.count_nonzero(self.num_scheduled == 1))
+        """Rows for requests with one new token; they come first."""
+        return int(np.count_nonzero(self.num_scheduled == 1)) if self.decodes is None else self.decodes
 
     @cached_property
     def query_start_loc(self) -> np.ndarray:  # [B + 1]
@@ -102,7 +142,8 @@ class StepIndex:
         slots: list[int], num_computed: list[int], num_scheduled: list[int], device: torch.device | str = "cpu"
     ) -> StepIndex:
         """For tests and benchmarks; the manager sends its own with the rest of a step."""
-        host = HostIndex(*(np.array(x, np.int64) for x in (slots, num_computed, num_scheduled)))
+        made = [np.array(x, np.int64) for x in (slots, num_computed, num_scheduled)]
+        host = HostIndex(made[0], made[1], made[2])
         return StepIndex(*(torch.from_numpy(np.asarray(x, np.int64)).to(device) for x in host.arrays))
 
     @property

@@ -21,6 +21,7 @@ from hybridkv.kernels.attention.decode import attention_decode
 from hybridkv.kernels.attention.exact import attention_exact
 from hybridkv.kernels.attention.inputs import attention_inputs
 from hybridkv.kernels.attention.prefill import attention_prefill
+from hybridkv.kernels.attention.prefill_plan import DevicePlan
 from hybridkv.kernels.linear.linear import Linear
 from hybridkv.kernels.norm import rms_norm_exact
 from hybridkv.kernels.rope import rope_exact
@@ -124,17 +125,21 @@ def attend(
     gate: Tensor | None = None,  # [T, H, D]; the result is multiplied by its sigmoid
 ) -> Tensor:  # [T, H, D]
     """Causal attention over what is stored, this step's tokens included."""
-    decodes, requests = handle.step.num_decodes, len(handle.step.slots)
+    decodes = handle.step.num_decodes
     lse = handle.lse_rows
-    if decodes == requests:
+    if decodes == handle.step.rows:
         return attend_decodes(handle, q, scale, gate, lse)
-    if decodes == 0:
-        return attend_chunks(handle, q, scale, gate, lse, last)
-    parts = attend_decodes(handle, q, scale, gate, lse), attend_chunks(handle, q, scale, gate, lse, last)
-    return torch.cat(parts)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if decodes:
+        attend_decodes(handle, q, scale, None, lse, out[:decodes])
+    # after the others: in a graph, rows of decoding requests that are missing are prompt tokens
+    attend_chunks(handle, q, scale, lse, last, out)
+    return out if gate is None else sigmoid_mul(out, gate).view_as(out)
 
 
-def attend_decodes(handle: LayerHandle, q: Tensor, scale: float, gate: Tensor | None, lse: LseRows | None) -> Tensor:
+def attend_decodes(
+    handle: LayerHandle, q: Tensor, scale: float, gate: Tensor | None, lse: LseRows | None, out: Tensor | None = None
+) -> Tensor:
     """[num_decodes, H, D] of the requests with one token, the first of the step."""
     n = handle.step.num_decodes
     lengths = handle.lengths
@@ -150,34 +155,48 @@ def attend_decodes(handle: LayerHandle, q: Tensor, scale: float, gate: Tensor | 
         lse=None if lse is None else (lse[0], lse[1][:n]),
         gate=None if gate is None else gate[:n],
         keys=handle.max_entries,
+        out=out,
     )
 
 
-def attend_chunks(
-    handle: LayerHandle, q: Tensor, scale: float, gate: Tensor | None, lse: LseRows | None, last: bool
-) -> Tensor:
-    """[T - num_decodes, H, D] of the prompt chunks."""
+def attend_chunks(handle: LayerHandle, q: Tensor, scale: float, lse: LseRows | None, last: bool, out: Tensor) -> None:
+    """The prompt chunks' rows of out [T, H, D]."""
     step, n = handle.step, handle.step.num_decodes
+    pages, rows, ends = (
+        (handle.pages("k"), handle.pages("v"), handle.table),
+        handle.slots[n:],
+        handle.device_lengths[n:],
+    )
     lengths = handle.lengths
-    assert lengths is not None
+    if step.any_length or lengths is None:
+        plan = step.once("prompts", device_plan)
+        attention_prefill(q, *pages, None, plan, scale, ends, rows=rows, lse=lse, out=out)
+        return
     wanted = _computed(step, last, handle.lse_window)
     bounds = [0, *accumulate(part.stop - part.start for part in wanted)]
+    joined = all(a.stop == b.start for a, b in pairwise(wanted))
+    own = slice(wanted[0].start, wanted[-1].stop)
     mixed = attention_prefill(
         _joined(q, wanted),
-        handle.pages("k"),
-        handle.pages("v"),
-        handle.table,
+        *pages,
         lengths[n:],
         bounds,
         scale,
-        handle.device_lengths[n:],
-        rows=handle.slots[n:],
+        ends,
+        rows=rows,
         lse=None if lse is None else (lse[0], _joined(lse[1], wanted)),
+        out=out[own] if joined else None,
     )
-    if gate is not None:
-        mixed = sigmoid_mul(mixed, _joined(gate, wanted)).view_as(mixed)
-    tokens = step.query_start_loc[-1]
-    return mixed if bounds[-1] == tokens - n else _spread(mixed, wanted, n, tokens)
+    if not joined:
+        for part, result in zip(wanted, mixed.split([part.stop - part.start for part in wanted]), strict=True):
+            out[part] = result
+
+
+def device_plan(step: ForwardStep) -> DevicePlan:
+    """The prompt chunks of a step whose lengths only the device knows, as attention_prefill takes them."""
+    n, tokens = step.num_decodes, int(step.host.query_start_loc[-1])
+    longest = torch.cat([view.device_lengths[n:] for view in step.streams.values()], 1).amax(1)
+    return DevicePlan(step.index.query_start_loc[n:], tokens, longest)
 
 
 def _computed(step: ForwardStep, last: bool, window: int) -> list[slice]:
@@ -203,11 +222,3 @@ def _joined(x: Tensor, parts: list[slice]) -> Tensor:
     if all(a.stop == b.start for a, b in pairwise(parts)):
         return x[parts[0].start : parts[-1].stop]
     return torch.cat([x[part] for part in parts])
-
-
-def _spread(x: Tensor, parts: list[slice], first: int, last: int) -> Tensor:
-    """The reverse of `_joined`: rows `first` to `last` of the whole. Rows outside the parts hold anything."""
-    out = x.new_empty(last - first, *x.shape[1:])
-    for part, own in zip(parts, x.split([part.stop - part.start for part in parts]), strict=True):
-        out[part.start - first : part.stop - first] = own
-    return out

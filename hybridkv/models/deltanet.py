@@ -4,7 +4,7 @@
       -> norm, gated by z -> projection
 
 Each request continues from its own conv_state and recurrent state. The requests of a step that decode one token run
-together; prompt chunks run one after the other.
+together, and so do its prompt chunks. In exact mode the chunks run one after the other.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridkv.cache import LayerHandle
+from hybridkv.cache import ForwardStep, LayerHandle
 from hybridkv.kernels.exact import sigmoid_exact, softplus_exact
 from hybridkv.kernels.gdn.prefill import gdn_prefill
 from hybridkv.kernels.gdn.rule_exact import causal_conv_exact, gated_delta_exact
+from hybridkv.kernels.gdn.segments import Segments, most_parts
 from hybridkv.kernels.gdn.step import gdn_step
 from hybridkv.kernels.gdn.weights import DeltaNet
 from hybridkv.kernels.linear.linear import Linear
@@ -66,11 +67,20 @@ class ExactGatedDeltaNet(GatedDeltaNet):
 def delta_net(handle: LayerHandle, x: Tensor, net: DeltaNet) -> Tensor:
     """[T, q | k | v, z, b, a] -> [T, Hv V]; the state rows of the step's requests move on."""
     step, n = handle.step, handle.step.num_decodes
-    conv_state, recurrent = handle.state["conv"], handle.state["recurrent"]
-    parts = [gdn_step(x[:n], net, conv_state, recurrent, handle.slots[:n])] if n else []
-    for slot, begin, end in step.chunks:
-        parts.append(gdn_prefill(x[begin:end], net, conv_state[slot], recurrent[slot]))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    conv_states, states = handle.state["conv"], handle.state["recurrent"]
+    out = torch.empty(len(x), net.value_heads * net.value_dim, dtype=x.dtype, device=x.device)
+    if n:
+        gdn_step(x[:n], net, conv_states, states, handle.slots[:n], out[:n])
+    if n < step.rows:  # after the others: in a graph, rows of decoding requests that are missing are prompt tokens
+        gdn_prefill(x, net, conv_states, states, step.once("segments", segments), out)
+    return out
+
+
+def segments(step: ForwardStep) -> Segments:
+    """The prompt chunks of a step, as gdn_prefill takes them."""
+    n, index, tokens = step.num_decodes, step.index, int(step.host.query_start_loc[-1])
+    spans = None if step.any_length else step.chunks
+    return Segments.make(index.slots[n:], index.query_start_loc[n:], most_parts(tokens, step.rows - n), spans)
 
 
 def convolve_exact(handle: LayerHandle, x: Tensor, weight: Tensor) -> Tensor:

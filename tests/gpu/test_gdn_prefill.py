@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from gdn_cases import BOUND, chunked, delta_in_float64, make_net, make_x, start, unchunked
+from gdn_cases import BOUND, chunked, delta_in_float64, make_net, make_x, one_prompt, start, unchunked
 from numerics import assert_close_rms, assert_same_bytes
 
 from hybridkv.kernels.backend import has_gluon
@@ -33,7 +33,7 @@ def test_the_delta_rule_is_the_recurrence(heads: tuple[int, ...], dtype: torch.d
         g[5], g[70] = -300.0, -3000.0
     state = torch.randn(Hv, K, V, device="cuda") * 0.3
     want, want_state = delta_in_float64(q, k, v, g, beta, state)
-    got = unchunked(delta_chunks(q, k, chunked(v), g, beta, state))
+    got = unchunked(delta_chunks(q, k, chunked(v), g, beta, state[None], one_prompt(T, q.device)))
     assert_close_rms("output", want, got, BOUND[dtype])
     assert_close_rms("state", want_state, state, BOUND[dtype])
 

@@ -56,6 +56,7 @@ from hybridkv.kernels.v4 import flush_hca
 from hybridkv.kernels.v4 import running_pool
 from hybridkv.kernels.v4 import gather
 from hybridkv.kernels.gdn import prefill as gdn_prefill
+from hybridkv.kernels.gdn.segments import Segments
 from hybridkv.kernels.gdn import step as gdn_step
 from hybridkv.kernels.v4 import hyper_connections as hyper
 from hybridkv.kernels.v4 import indexer
@@ -132,7 +133,9 @@ for dtype in (torch.float32, torch.bfloat16):
         gdn_step.suits_hopper = lambda *given: hopper
         x = zeros(9, sum(net.columns), dtype=torch.bfloat16)
         gdn_step.gdn_step_triton(x, net, conv_states, states, whole[:1].expand(9))
-gdn_prefill.gdn_prefill_triton(x, net, zeros(3, 10240), zeros(48, 128, 128))
+segments = Segments.of([(0, 0, 9)], x.device)
+out = zeros(9, 6144, dtype=x.dtype)
+gdn_prefill.gdn_prefill_triton(x, net, zeros(1, 3, 10240), zeros(1, 48, 128, 128), segments, out)
 """
 KERNELS = {
     "append_fp8_kernel", "append_window_kernel", "attention_sparse_kernel", "combine_kernel", "copy_window_kernel",

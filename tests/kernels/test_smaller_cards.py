@@ -12,6 +12,7 @@ from hybridkv.kernels.attention import decode
 from hybridkv.kernels.attention import exact
 from hybridkv.kernels.attention import prefill
 from hybridkv.kernels.gdn import chunk
+from hybridkv.kernels.gdn.segments import Segments
 from hybridkv.kernels.formats.fp8 import Fp8Pages
 from hybridkv.kernels.eviction.peak import peak_scores_triton
 from hybridkv.kernels.eviction.peak_pool import pool_peaks_triton
@@ -42,7 +43,7 @@ select_shared_triton(torch.zeros(G, 16384), *[lengths[0]] * 3, 1, lengths[0, :1]
 N, Hk, Hv, K, V = 2, 16, 48, 128, 128
 q, v = torch.zeros(N * 64, Hk, K, dtype=bf16), torch.zeros(N, Hv, V, 64, dtype=bf16)
 gates = torch.zeros(N, Hv, 64)
-chunk.delta_chunks(q, q, v, gates, gates, torch.zeros(Hv, K, V))
+chunk.delta_chunks(q, q, v, gates, gates, torch.zeros(1, Hv, K, V), Segments.of([(0, 0, N * 64)], q.device))
 for name, kernel in built:
     assert kernel.metadata.shared <= 99 * 1024, (name, kernel.metadata.shared)
     assert "griddepcontrol" not in kernel.asm["ptx"] and ".target sm_89" in kernel.asm["ptx"], name

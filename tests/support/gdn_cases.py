@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
+from hybridkv.kernels.gdn.prefill import gdn_prefill_triton, prepare
 from hybridkv.kernels.gdn.rule import CHUNK
+from hybridkv.kernels.gdn.segments import Segments
 from hybridkv.kernels.gdn.weights import DeltaNet
 
 # Relative RMS of the delta rule against float64 on the same q, k, v. f32: sums of products of 64 and K, as in rule.py.
@@ -38,6 +40,21 @@ def start(net: DeltaNet, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Te
     conv_state = torch.randn(net.conv.shape[1] - 1, net.channels, device=device)
     state = torch.randn(net.value_heads, net.key_dim, net.value_dim, device=device) * 0.3
     return conv_state, state.to(dtype)
+
+
+def one_prompt(tokens: int, device: torch.device) -> Segments:
+    return Segments.of([(0, 0, tokens)], device)
+
+
+def prefill_triton(x: Tensor, net: DeltaNet, conv_state: Tensor, state: Tensor) -> Tensor:
+    """One prompt through the kernels."""
+    out = torch.empty(len(x), net.value_heads * net.value_dim, dtype=x.dtype, device=x.device)
+    gdn_prefill_triton(x, net, conv_state[None], state[None], one_prompt(len(x), x.device), out)
+    return out
+
+
+def prepare_one(x: Tensor, net: DeltaNet, conv_state: Tensor) -> tuple[Tensor, ...]:
+    return prepare(x, net, conv_state[None], one_prompt(len(x), x.device), x)
 
 
 def chunked(v: Tensor) -> Tensor:

@@ -54,6 +54,7 @@ def attention_decode_torch(
     rows: Tensor | None = None,
     lse: LseOut | None = None,
     gate: Tensor | None = None,
+    given: Tensor | None = None,
 ) -> Tensor:
     if lengths is None:
         assert device_lengths is not None, "attention_decode needs the lengths on the host or on the device"
@@ -67,7 +68,7 @@ def attention_decode_torch(
         table = table[rows, :, : -(-int(lengths.max(initial=1)) // P)]
     B, G = table.shape[:2]
     if not B:
-        return torch.empty_like(q)
+        return torch.empty_like(q) if given is None else given
     heads = q.view(B, G, -1, q.shape[-1])  # [B, G, H/G, D]
     longest = lengths.max(axis=1)
     if int(longest.max(initial=0)) <= key_tile:
@@ -89,7 +90,8 @@ def attention_decode_torch(
             out[at], sums[at] = total.result(q.dtype), total.lse.float()
     store_lse(sums.float().reshape(q.shape[:2]), lse)
     out = out.reshape(q.shape)
-    return out if gate is None else sigmoid_mul_ref(out, gate).view_as(q)
+    out = out if gate is None else sigmoid_mul_ref(out, gate).view_as(q)
+    return out if given is None else given.copy_(out)
 
 
 def _tile(
@@ -133,11 +135,13 @@ def attention_decode_triton(
     gate: Tensor | None = None,
     keys: int | None = None,
     shape: DecodeShape | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     B, H, D = q.shape
     G = table.shape[1]
     pages = kernel_pages(k_pool, v_pool)
-    out = torch.empty((B, H, D), dtype=q.dtype, device=q.device)
+    out = torch.empty((B, H, D), dtype=q.dtype, device=q.device) if out is None else out
+    assert out.is_contiguous()
     if B == 0:
         return out
     if device_lengths is None:
@@ -226,8 +230,13 @@ def attention_decode(
     lse: LseOut | None = None,  # where natural log-sum-exps go
     gate: Tensor | None = None,  # [B, H, D] in q's dtype: the rounded result is multiplied by its sigmoid
     keys: int | None = None,  # the largest number that a stream holds; None: what the table has room for. Launch tuning
+    out: Tensor | None = None,  # [B, H, D] where results go
 ) -> Tensor:
     """Attention of each request's one query over all that its streams hold -> [B, H, D]."""
     if use_triton(q):
-        return attention_decode_triton(q, k_pool, v_pool, table, lengths, scale, device_lengths, rows, lse, gate, keys)
-    return attention_decode_torch(q, k_pool, v_pool, table, lengths, scale, device_lengths, key_tile, rows, lse, gate)
+        return attention_decode_triton(
+            q, k_pool, v_pool, table, lengths, scale, device_lengths, rows, lse, gate, keys, out=out
+        )
+    return attention_decode_torch(
+        q, k_pool, v_pool, table, lengths, scale, device_lengths, key_tile, rows, lse, gate, out
+    )

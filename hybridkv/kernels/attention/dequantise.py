@@ -25,7 +25,7 @@ def dequantise_ref(
     out = torch.zeros((2, G, len(tiles), KEYS, D), dtype=torch.bfloat16, device=table.device)
     for i, (b, first) in enumerate(tiles.tolist()):
         row = b if rows is None else int(rows[b])
-        for g in range(G):
+        for g in range(G if first >= 0 else 0):
             last = min(first + KEYS, int(lengths[b, g]))
             if row >= 0 and first < last:
                 for x, pool in zip(out, (k_pool, v_pool)):
@@ -61,6 +61,8 @@ def dequantise_kernel(
     i_tile, i_g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i_b = tl.load(tiles + i_tile * 2).to(tl.int64)
     first = tl.load(tiles + i_tile * 2 + 1)
+    if first < 0:
+        return
     length = tl.load(lengths + i_b * stride_length_b + i_g * stride_length_g).to(tl.int32)
     i_row = i_b
     if rows is not None:
@@ -114,7 +116,7 @@ def dequantise(
     v_pool: Pages,  # [N, P, D]
     table: Tensor,  # [B, G, N] page ids
     lengths: Tensor,  # [B, G] int64
-    tiles: Tensor,  # [tiles, 2] int32: request, and the first of the tile's KEYS entries
+    tiles: Tensor,  # [tiles, 2] int32: request, and the first of the tile's KEYS entries; -1: nothing is written
     rows: Tensor | None = None,  # [B] int64: the table is [slots, G, N] and these are the requests' rows (-1: padding)
 ) -> tuple[Tensor, Tensor]:
     """Keys and values [G, tiles, KEYS, D] bf16."""

@@ -29,7 +29,16 @@ from torch import Tensor
 from hybridkv.kernels.attention.dequantise import KEYS, dequantise
 from hybridkv.kernels.attention.launch import dot_dtype, kernel_pages, kernel_streams
 from hybridkv.kernels.attention.prefill_kernel import attention_prefill_kernel, join_states_kernel
-from hybridkv.kernels.attention.prefill_plan import PIECE, ROWS, Part, dequantised_parts, key_splits, query_blocks
+from hybridkv.kernels.attention.prefill_plan import (
+    PIECE,
+    ROWS,
+    DevicePlan,
+    Part,
+    dequantised_parts,
+    graph_splits,
+    key_splits,
+    query_blocks,
+)
 from hybridkv.kernels.attention.tile import (
     KEY_TILE,
     LOG2_E,
@@ -61,12 +70,16 @@ def attention_prefill_torch(
     key_tile: int = KEY_TILE,
     rows: Tensor | None = None,
     lse: LseOut | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    out = torch.empty_like(q)
+    out = torch.empty_like(q) if out is None else out
     sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     table = table if rows is None else table[rows.clamp(min=0)]
     G, D = table.shape[1], q.shape[-1]
     for b, (begin, end) in enumerate(pairwise(starts)):
+        if not lengths[b].any():  # padding
+            out[begin:end], sums[begin:end] = 0, -torch.inf
+            continue
         # streams of equal length run together; after eviction by head they differ and run one by one
         same = bool((lengths[b] == lengths[b, 0]).all())
         for g in [slice(0, G)] if same else [slice(i, i + 1) for i in range(G)]:
@@ -77,7 +90,8 @@ def attention_prefill_torch(
                 mixed, mass = _block(heads, k_pool, v_pool, table[b, g], seen, scale, key_tile)
                 out[first:last].view(last - first, G, -1, D)[:, g] = mixed
                 sums[first:last].view(last - first, G, -1)[:, g] = mass
-    store_lse(sums, lse)
+    own = slice(starts[0], starts[-1])
+    store_lse(sums[own], None if lse is None else (lse[0], lse[1][own]))
     return out
 
 
@@ -133,16 +147,17 @@ def attention_prefill_triton(
     v_pool: Pages,
     table: Tensor,
     lengths: np.ndarray | None,  # not needed where device_lengths is given
-    starts: list[int],
+    starts: list[int] | DevicePlan,
     scale: float,
     device_lengths: Tensor | None = None,
     shape: TileShape | None = None,
     rows: Tensor | None = None,
     lse: LseOut | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     T, H, D = q.shape
     G = table.shape[1]
-    out = torch.empty((T, H, D), dtype=q.dtype, device=q.device)
+    out = torch.empty((T, H, D), dtype=q.dtype, device=q.device) if out is None else out
     if T == 0:
         return out
     if device_lengths is None:
@@ -153,7 +168,10 @@ def attention_prefill_triton(
     dot = dot_dtype(q, k_pool)
     room = shared_memory(q.device) >= LARGE_SHARED_MEMORY
     shape = shape or prefill_shape(D, dot, format_of(k_pool).quantised, room)
-    blocks = query_blocks(tuple(starts), shape.rows, H // G, q.device)
+    if isinstance(starts, DevicePlan):
+        blocks = starts.blocks(shape.rows, H // G)
+    else:
+        blocks = query_blocks(tuple(starts), shape.rows, H // G, q.device)
     attention_prefill_kernel[len(blocks), G](
         q=q,
         rows=rows,
@@ -219,12 +237,12 @@ def attention_prefill_hopper(
     piece: int = PIECE,
     splits: int | None = None,
     split: int | None = None,  # keys of every split: then a query's bits do not depend on the other requests
+    out: Tensor | None = None,
 ) -> Tensor:
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if len(q) == 0:
         return out
-    if q.stride(0) % 16 or q.stride(1) % 16 or q.stride(2) != 1 or q.data_ptr() % 16:
-        q = q.contiguous()  # copies take 16 bytes at a time
+    q = _aligned(q)
     ends = torch.from_numpy(lengths).to(q.device) if device_lengths is None else device_lengths
     if is_tiled(k_pool, v_pool):
         assert isinstance(k_pool, Tensor) and isinstance(v_pool, Tensor)
@@ -247,6 +265,47 @@ def attention_prefill_hopper(
         spans = [(part.first, part.last) for part in pieces]
         _attend(q[own], spans, dequantised, ends[first:last], own_starts, scale, out[own], own_lse, splits, split)
     return out
+
+
+def attention_prefill_graph(
+    q: Tensor,
+    k_pool: Pages,
+    v_pool: Pages,
+    table: Tensor,
+    plan: DevicePlan,
+    scale: float,
+    ends: Tensor,
+    rows: Tensor,
+    lse: LseOut | None,
+    out: Tensor,
+) -> Tensor:
+    """The Hopper form where nothing is known on the host, as in a graph. Rows of `out` before the first prompt stay."""
+    if is_tiled(k_pool, v_pool):
+        assert isinstance(k_pool, Tensor) and isinstance(v_pool, Tensor)
+        piece = Piece(k_pool, v_pool, table, rows, 0)
+    else:
+        k, v = dequantise(k_pool, v_pool, table, ends, plan.tiles, rows)
+        own = plan.table(table.shape[1])
+        piece = Piece(k, v, own, torch.where(rows >= 0, torch.arange(len(own), device=q.device), -1), 0)
+    q = _aligned(q)
+    (T, H, D), G = q.shape, ends.shape[1]
+    blocks = plan.blocks(ROWS, H // G)
+    splits = graph_splits(G * (T * (H // G) // ROWS), sm_count(q.device))
+    if splits == 1:
+        _launch(q, piece, ends, blocks, scale, out, lse, [None] * 3, 1, 0, True, True)
+        return out
+    slots = splits, T, H
+    state = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in ((*slots, D), slots, slots)]
+    _launch(q, piece, ends, blocks, scale, out, lse, [*state], splits, 0, True, False)
+    join_states_kernel[(T * H,)](*state, out, *(lse or (None, None)), plan.starts, T * H, H, splits, D=D, num_warps=2)
+    return out
+
+
+def _aligned(q: Tensor) -> Tensor:
+    """q, or a copy whose rows begin where copies of 16 bytes can."""
+    if q.stride(0) % 16 or q.stride(1) % 16 or q.stride(2) != 1 or q.data_ptr() % 16:
+        return q.contiguous()
+    return q
 
 
 def _attend(
@@ -285,7 +344,7 @@ def _attend(
         _launch(q, piece(i), ends, blocks, scale, out, lse, own, count, size, begins, ends_here)
         done += 0 if carried else count
     if not carried:
-        join_states_kernel[(T * H,)](*state, out, *(lse or (None, None)), T * H, H, done, D=D, num_warps=2)
+        join_states_kernel[(T * H,)](*state, out, *(lse or (None, None)), None, T * H, H, done, D=D, num_warps=2)
 
 
 def _launch(
@@ -298,7 +357,7 @@ def _launch(
     lse: LseOut | None,
     state: list[Tensor | None],  # sums of values, largest scores, sums of weights, from the first split on
     splits: int,
-    size: int,  # keys of a split
+    size: int,  # keys of a split; 0: every stream's own, divided evenly
     first: bool,  # nothing was gathered before
     last: bool,  # the output is written
 ) -> None:
@@ -344,19 +403,29 @@ def attention_prefill(
     k_pool: Pages,  # [N, P, D]
     v_pool: Pages,  # [N, P, D]
     table: Tensor,  # [B, G, N] page ids, -1 past the end
-    lengths: np.ndarray,  # [B, G] entries held, the new ones included
-    starts: list[int],  # [B + 1] where each request's queries begin
+    lengths: np.ndarray | None,  # [B, G] entries held, the new ones included; None: only the device knows them
+    starts: list[int] | DevicePlan,  # [B + 1] where each request's queries begin
     scale: float,
     device_lengths: Tensor | None = None,  # [B, G] the same lengths on q's device, where the caller has them there
     key_tile: int = KEY_TILE,  # of the torch form
     rows: Tensor | None = None,  # [B] int64: the table is [slots, G, N] and these are the requests' rows (-1: padding)
     lse: LseOut | None = None,  # where natural log-sum-exps go
+    out: Tensor | None = None,  # [T, H, D] where results go; rows of no request stay as they are
 ) -> Tensor:
     """Attention of every query over the entries that it sees -> [T, H, D]."""
-    if suits_hopper(q, k_pool):
-        return attention_prefill_hopper(q, k_pool, v_pool, table, lengths, starts, scale, device_lengths, rows, lse)
+    if isinstance(starts, DevicePlan) and suits_hopper(q, k_pool):
+        assert device_lengths is not None and rows is not None and out is not None
+        return attention_prefill_graph(q, k_pool, v_pool, table, starts, scale, device_lengths, rows, lse, out)
     if use_triton(q):
-        return attention_prefill_triton(
-            q, k_pool, v_pool, table, lengths, starts, scale, device_lengths, rows=rows, lse=lse
+        if lengths is None or isinstance(starts, DevicePlan) or not suits_hopper(q, k_pool):
+            return attention_prefill_triton(
+                q, k_pool, v_pool, table, lengths, starts, scale, device_lengths, rows=rows, lse=lse, out=out
+            )
+        return attention_prefill_hopper(
+            q, k_pool, v_pool, table, lengths, starts, scale, device_lengths, rows, lse, out=out
         )
-    return attention_prefill_torch(q, k_pool, v_pool, table, lengths, starts, scale, key_tile, rows, lse)
+    if isinstance(starts, DevicePlan):  # a graph's step where there are no graphs
+        assert device_lengths is not None
+        lengths, starts = device_lengths.cpu().numpy(), starts.starts.tolist()
+    assert lengths is not None
+    return attention_prefill_torch(q, k_pool, v_pool, table, lengths, starts, scale, key_tile, rows, lse, out)

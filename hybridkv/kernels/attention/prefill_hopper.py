@@ -211,7 +211,7 @@ def prefill_hopper_kernel(
     state_z,
     scale,  # times log2(e)
     key_first,  # the entry that lies first in the table
-    key_size,  # entries that a program takes
+    key_size,  # entries that a program takes; 0: the stream's, divided evenly
     T,
     H,
     stride_q_t,
@@ -237,6 +237,8 @@ def prefill_hopper_kernel(
     length = gl.where(i_table >= 0, length, 0)
     p_table = table + gl.maximum(i_table, 0) * stride_table_b + i_g * stride_table_g
     i_s = gl.program_id(2)
+    own_size = (length + gl.num_programs(2) * P - 1) // (gl.num_programs(2) * P) * P
+    key_size = gl.where(key_size == 0, own_size, key_size)
     p_table += i_s * key_size // P
     key_first += i_s * key_size
     held = gl.minimum(length - key_first, key_size)  # entries of the program

@@ -88,6 +88,7 @@ def join_states_kernel(
     out,  # [N, D]
     lse,  # [R, H] f32
     lse_index,  # [T]
+    starts,  # [C + 1]: queries before the first prompt's are not touched
     N,
     H,
     splits,
@@ -95,6 +96,9 @@ def join_states_kernel(
     LN_2: tl.constexpr = 0.6931471805599453,
 ):
     i, N = tl.program_id(0).to(tl.int64), tl.cast(N, tl.int64)
+    if starts is not None:
+        if i < tl.load(starts) * H:
+            return
     o_d = tl.arange(0, D)
     top = float("-inf")
     for i_s in tl.range(0, splits):

@@ -1,13 +1,14 @@
-"""Which queries and keys go together in a launch of attention_prefill. Plans are made on the host, once a step.
+"""Which queries and keys go together in a launch of attention_prefill. Plans are made once a step: on the host, or, for
+a captured graph, on the device (DevicePlan), from what a replay brings.
 
 `query_blocks` cuts queries into the blocks of one program each, for both kernels. The rest is for the Hopper kernel:
 `dequantised_parts` puts requests together, or cuts a long one, so that no more than `piece` keys are dequantised at
-once, and `key_splits` says over how many programs the keys of a block are split.
+once, and `key_splits` says over how many programs the keys of a block are split (`graph_splits` in a graph).
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -81,3 +82,70 @@ def key_splits(programs: int, keys: int, outputs: int, processors: int) -> int:
         return -(-programs * splits // processors) * (keys / splits + 200) + (splits > 1) * splits * outputs * 1e-4
 
     return min(range(1, 17), key=cost)
+
+
+def graph_splits(programs: int, processors: int) -> int:
+    """The same for a graph, which does not know how many keys there will be."""
+    return 1 if programs >= 0.7 * processors else min(8, -(-processors // programs))
+
+
+class DevicePlan:
+    """The prompt chunks of a step that is captured. The last one is padding, and so is what no chunk needs."""
+
+    def __init__(self, starts: Tensor, tokens: int, longest: Tensor) -> None:
+        self.starts = starts  # [C + 1] int64: prompt i has the queries starts[i] .. starts[i + 1] - 1
+        self.tokens = tokens  # of the step, at the most
+        self.longest = longest  # [C] entries of each prompt's longest stream; 0: padding
+        self._blocks: dict[tuple[int, int], Tensor] = {}
+        self._tables: dict[int, Tensor] = {}
+
+    def blocks(self, rows: int, group: int) -> Tensor:
+        """As `query_blocks`, with as many blocks as there can be."""
+        if (rows, group) not in self._blocks:
+            prompts = len(self.starts) - 1
+            begin, count = self.starts[:-1], self.starts[1:] - self.starts[:-1]
+            each = (count * group + (rows - 1)) // rows
+            prompt, number = _dealt(each, self.tokens * group // rows + prompts)
+            prompt, number = prompt.flip(0), number.flip(0)
+            there = number >= 0
+            columns = prompt, begin[prompt], torch.where(there, count[prompt], 0), number.clamp(min=0) * rows
+            self._blocks[rows, group] = torch.stack(columns, 1).to(torch.int32)
+        return self._blocks[rows, group]
+
+    @cached_property
+    def tiles(self) -> Tensor:
+        """[PIECE / KEYS + C, 2] int32, as `dequantise` takes them: all keys, which may be PIECE at the most."""
+        prompt, number = _dealt(self._each, PIECE // KEYS + len(self.longest))
+        return torch.stack((prompt, torch.where(number >= 0, number * KEYS, -1)), 1).to(torch.int32)
+
+    def table(self, G: int) -> Tensor:
+        """[C, G, N] int32: the tiles of each stream."""
+        if G not in self._tables:
+            device = self.longest.device
+            first = self._each.cumsum(0) - self._each
+            streams = torch.arange(G, device=device)[:, None] * len(self.tiles)
+            table = first[:, None, None] + streams + torch.arange(PIECE // KEYS, device=device)
+            self._tables[G] = table.to(torch.int32)
+        return self._tables[G]
+
+    @cached_property
+    def _each(self) -> Tensor:
+        return (self.longest + (KEYS - 1)) // KEYS
+
+
+def _dealt(each: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Deal out `count` things, each[0] to the first owner, each[1] to the next: owner and number among the owner's.
+
+    What is left is the last owner's and has the number -1.
+    """
+    ends = each.cumsum(0)
+    number = torch.arange(count, device=each.device)
+    owner = torch.searchsorted(ends, number, right=True)
+    there = owner < len(each)
+    owner = owner.clamp(max=len(each) - 1)
+    return owner, torch.where(there, number - ends[owner] + each[owner], -1)
+
+
+def fits_graph(longest: list[int], piece: int = PIECE) -> bool:
+    """Whether prompts of so many keys can be dequantised by a graph: at once."""
+    return sum(-(-keys // KEYS) for keys in longest) * KEYS <= piece

@@ -1,4 +1,6 @@
-"""The gated delta rule over whole chunks of 64 tokens of one request, on the GPU (the formulas: rule.py).
+"""The gated delta rule over whole chunks of 64 tokens, on the GPU (the formulas: rule.py).
+
+All prompts of a step are one launch of each kernel; segments.py says which chunk is whose.
 
 Two kernels. `gdn_solve_kernel` does what no state is needed for, all chunks and heads at once; r_ij = exp(G_i - G_j):
 
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from hybridkv.kernels.backend import LARGE_SHARED_MEMORY, shared_memory, tl, triton
 from hybridkv.kernels.gdn.rule import CHUNK
+from hybridkv.kernels.gdn.segments import Segments
 
 
 @triton.jit
@@ -64,6 +67,8 @@ def gdn_solve_kernel(
     inverse,  # [N, Hv, 64, 64]: B
     within,  # [N, Hv, 64, 64]: P
     gates,  # [N, Hv, 4, 64] f32: enter, leave, -1, -1
+    slots,  # [C], -1: padding
+    parts,  # [N, 3]: prompt, first token, tokens; 0: nothing is computed
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -72,6 +77,10 @@ def gdn_solve_kernel(
     C: tl.constexpr = 64
     PRECISION: tl.constexpr = "tf32x3" if WIDE else "tf32"
     i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if tl.load(parts + i_n * 3 + 2) == 0:
+        return
+    if tl.load(slots + tl.load(parts + i_n * 3)) < 0:
+        return
     o_i, o_k = tl.arange(0, C), tl.arange(0, K)
     o_qk = ((i_n * C + o_i[:, None]) * HK + i_h // (HV // HK)) * K + o_k[None, :]
     o_g, o_c = (i_n * C + o_i) * HV + i_h, i_n * HV + i_h
@@ -91,7 +100,7 @@ def gdn_solve_kernel(
     tl.store(inverse + o_tile, b_b.to(inverse.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit
 def gdn_scan_kernel(
     q,  # [N * 64, Hk, K]
     k,
@@ -99,9 +108,11 @@ def gdn_scan_kernel(
     inverse,  # [N, Hv, 64, 64]
     within,
     gates,  # [N, Hv, 4, 64] f32
-    state,  # [Hv, K, V]
+    states,  # [slots, Hv, K, V]
+    slots,  # [C], -1: padding
+    ends,  # [C]: parts of all prompts up to this one
     out,  # [N, Hv, V, 64]
-    N,
+    stride_state,
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -112,14 +123,18 @@ def gdn_scan_kernel(
 ):
     C: tl.constexpr = 64
     PRECISION: tl.constexpr = "tf32x3" if WIDE else "tf32"
-    i_v, i_h = tl.program_id(0), tl.program_id(1)
+    i_v, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot = tl.load(slots + i_b).to(tl.int64)
+    first, last = tl.load(ends + i_b - 1, mask=i_b > 0, other=0), tl.load(ends + i_b)
+    if (slot < 0) | (first == last):
+        return
     o_i, o_k, o_v = tl.arange(0, C), tl.arange(0, K), i_v * BV + tl.arange(0, BV)
-    p_s = state + (i_h * K + o_k[None, :]) * V + o_v[:, None]  # transposed
+    p_s = states + slot * stride_state + (i_h * K + o_k[None, :]) * V + o_v[:, None]  # transposed
     b_s = tl.load(p_s).to(tl.float32)
     o_qk = (o_i[:, None] * HK + i_h // (HV // HK)) * K + o_k[None, :]
     o_vo = (i_h * V + o_v[:, None]) * C + o_i[None, :]
     o_tile = i_h * C * C + o_i[:, None] * C + o_i[None, :]
-    for i_n in tl.range(0, N, num_stages=STAGES):
+    for i_n in tl.range(first, last, num_stages=STAGES):
         at = tl.cast(i_n, tl.int64)
         b_k, b_q = tl.load(k + at * (C * HK * K) + o_qk), tl.load(q + at * (C * HK * K) + o_qk)
         b_v = tl.load(v + at * (C * HV * V) + o_vo)
@@ -136,35 +151,43 @@ def gdn_scan_kernel(
         b_p = tl.load(within + at * (HV * C * C) + o_tile)
         b_o = tl.dot(b_f.to(b_k.dtype), tl.trans(b_p), b_o * b_enter, input_precision=PRECISION)
         tl.store(out + at * (C * HV * V) + o_vo, b_o.to(out.dtype.element_ty))
-    tl.store(p_s, b_s.to(state.dtype.element_ty))
+    tl.store(p_s, b_s.to(states.dtype.element_ty))
 
 
-def solve(q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def solve(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
     """B, P and the gates of every chunk and value head."""
     (rows, Hk, K), Hv = k.shape, g.shape[1]
     N, wide = rows // CHUNK, k.dtype == torch.float32
     inverse, within = (torch.empty(N, Hv, CHUNK, CHUNK, dtype=k.dtype, device=k.device) for _ in range(2))
     gates = torch.empty(N, Hv, 4, CHUNK, dtype=torch.float32, device=k.device)
-    gdn_solve_kernel[Hv, N](q, k, g, beta, inverse, within, gates, HK=Hk, HV=Hv, K=K, WIDE=wide, num_warps=4)
+    gdn_solve_kernel[Hv, N](
+        q, k, g, beta, inverse, within, gates, segments.slots, segments.parts, HK=Hk, HV=Hv, K=K, WIDE=wide, num_warps=4
+    )
     return inverse, within, gates
 
 
-def delta_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    """q, k [N * 64, Hk, K], v [N, Hv, V, 64], g, beta [N * 64, Hv] f32, state [Hv, K, V] -> [N, Hv, V, 64].
-
-    The state changes in place. Values and results lie transposed, chunk by chunk. Tokens with g = 0 and beta = 0 leave
-    the state as it is, whatever else they have: they fill a last chunk. K and V are powers of two, 16 or more; all is
-    contiguous. Value heads that share a key head are neighbours.
+def delta_chunks(
+    q: Tensor,  # [N * 64, Hk, K]
+    k: Tensor,
+    v: Tensor,  # [N, Hv, V, 64]
+    g: Tensor,  # [N * 64, Hv] f32
+    beta: Tensor,
+    states: Tensor,  # [slots, Hv, K, V]
+    segments: Segments,  # of N parts
+) -> Tensor:  # [N, Hv, V, 64]
+    """States change in place. Values and results lie transposed, chunk by chunk. Tokens with g = 0 and beta = 0 leave
+    the state as it is, whatever else they have: they fill a last chunk. Chunks of padding hold anything. K and V are
+    powers of two, 16 or more; all is contiguous. Value heads that share a key head are neighbours.
     """
-    (_, Hk, K), (N, Hv, V, _), wide = k.shape, v.shape, k.dtype == torch.float32
+    (_, Hk, K), (_, Hv, V, _), wide = k.shape, v.shape, k.dtype == torch.float32
     out = torch.empty_like(v)
     BV = min(V, 64)
     if wide:
         stages = 1
     else:
         stages = 3 if shared_memory(k.device) >= LARGE_SHARED_MEMORY else 2
-    gdn_scan_kernel[V // BV, Hv](
-        q, k, v, *solve(q, k, g, beta), state, out, N,
+    gdn_scan_kernel[V // BV, Hv, len(segments.slots)](
+        q, k, v, *solve(q, k, g, beta, segments), states, segments.slots, segments.ends, out, states.stride(0),
         HK=Hk, HV=Hv, K=K, V=V, BV=BV, WIDE=wide, STAGES=stages, num_warps=4,
     )  # fmt: skip
     return out

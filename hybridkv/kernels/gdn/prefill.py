@@ -1,11 +1,12 @@
-"""gdn_prefill: a Gated DeltaNet layer over a prompt chunk of one request, between its two projections.
+"""gdn_prefill: a Gated DeltaNet layer over the prompt chunks of a step, between its two projections.
 
     q, k, v = silu(conv(x));   q, k = l2norm(q) / sqrt(K), l2norm(k);   g = -decay softplus(a + dt_bias)
     o = delta rule (q, k, v, g, sigmoid(b));   out = rms_norm(o) silu(z)
 
-On a GPU: one kernel for everything before the delta rule, the two of chunk.py, one for the norm. On Hopper GPUs the
-kernel of scan_hopper.py does the work of the last two. What they hand on is in the dtype of x and whole chunks long;
-tokens after the last one have g = 0 and beta = 0, and so change nothing. Sums are f32.
+On a GPU: one kernel for everything before the delta rule, the two of chunk.py, one for the norm, each launched once for
+all prompts (segments.py). On Hopper GPUs the kernel of scan_hopper.py does the work of the last two. What they hand on
+is in the dtype of x, and every prompt has whole chunks of its own there; tokens after its last one have g = 0 and
+beta = 0, and so change nothing. Sums are f32. Padding (slot -1) touches no state and gives zeros.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from hybridkv.kernels.attention.tile import LOG2_E
 from hybridkv.kernels.backend import has_gluon, sm_count, tl, triton, use_triton
 from hybridkv.kernels.gdn.chunk import delta_chunks, solve
 from hybridkv.kernels.gdn.rule import CHUNK, causal_conv_ref, gated_delta_chunks
+from hybridkv.kernels.gdn.segments import Segments, pieces
 from hybridkv.kernels.gdn.weights import DeltaNet
 from hybridkv.kernels.gluon import TensorDescriptor, gl
 from hybridkv.kernels.norm import gated_rms_norm_ref, l2_norm_ref
@@ -51,35 +53,35 @@ def silu(b_x):
 
 
 @triton.jit
-def load_rows(x, o_r, T, stride_x, o_c):
-    """Rows o_r of x in f32, zeros where there is none."""
-    m_r = (o_r >= 0) & (o_r < T)
+def load_rows(x, o_r, begin, end, stride_x, o_c):
+    """Rows o_r of x in f32, zeros where they are not the prompt's."""
+    m_r = (o_r >= begin) & (o_r < end)
     return tl.load(x + o_r[:, None] * stride_x + o_c[None, :], mask=m_r[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def conv_four(x, conv, conv_state, o_r, T, stride_x, o_c, channels):
+def conv_four(x, conv, p_state, o_r, begin, end, stride_x, o_c, channels):
     """The convolution of channels o_c [BD] at tokens o_r [BR] and the three after each: four times [BR, BD] f32.
 
-    Seven rows are read for four tokens. The program of the first tokens writes the conv_state for the next call.
+    Seven rows are read for four tokens. The program of a prompt's first tokens writes the conv_state for the next call.
     """
-    b_a, b_b = load_rows(x, o_r - 3, T, stride_x, o_c), load_rows(x, o_r - 2, T, stride_x, o_c)
-    b_c, b_d = load_rows(x, o_r - 1, T, stride_x, o_c), load_rows(x, o_r, T, stride_x, o_c)
-    b_e, b_f = load_rows(x, o_r + 1, T, stride_x, o_c), load_rows(x, o_r + 2, T, stride_x, o_c)
-    b_g = load_rows(x, o_r + 3, T, stride_x, o_c)
-    if tl.program_id(1) == 0:
-        p_state, m_r = conv_state + o_c[None, :], (o_r == 0)[:, None]
-        b_a += tl.load(p_state, mask=m_r, other=0.0)
-        b_b += tl.load(p_state + channels, mask=m_r, other=0.0)
-        b_c += tl.load(p_state + 2 * channels, mask=m_r, other=0.0)
+    b_a, b_b = load_rows(x, o_r - 3, begin, end, stride_x, o_c), load_rows(x, o_r - 2, begin, end, stride_x, o_c)
+    b_c, b_d = load_rows(x, o_r - 1, begin, end, stride_x, o_c), load_rows(x, o_r, begin, end, stride_x, o_c)
+    b_e, b_f = load_rows(x, o_r + 1, begin, end, stride_x, o_c), load_rows(x, o_r + 2, begin, end, stride_x, o_c)
+    b_g = load_rows(x, o_r + 3, begin, end, stride_x, o_c)
+    if tl.min(o_r, 0) == begin:
+        m_r, T = (o_r == begin)[:, None], end - begin
+        b_a += tl.load(p_state + o_c[None, :], mask=m_r, other=0.0)
+        b_b += tl.load(p_state + channels + o_c[None, :], mask=m_r, other=0.0)
+        b_c += tl.load(p_state + 2 * channels + o_c[None, :], mask=m_r, other=0.0)
         for i in tl.static_range(3):  # row i of the next conv_state is row T + i of (conv_state, x)
-            last = T.to(tl.int64) + (i - 3)
+            last = T + (i - 3)
             if last < 0:
-                b_last = tl.load(conv_state + (T + i) * channels + o_c).to(tl.float32)
+                b_last = tl.load(p_state + (T + i) * channels + o_c).to(tl.float32)
             else:
-                b_last = tl.load(x + last * stride_x + o_c).to(tl.float32)
+                b_last = tl.load(x + (begin + last) * stride_x + o_c).to(tl.float32)
             tl.debug_barrier()  # a row is read before it is written: above, and for an earlier i
-            tl.store(conv_state + i * channels + o_c, b_last)
+            tl.store(p_state + i * channels + o_c, b_last)
     p_w = conv + o_c * 4
     b_0, b_1 = tl.load(p_w)[None, :], tl.load(p_w + 1)[None, :]
     b_2, b_3 = tl.load(p_w + 2)[None, :], tl.load(p_w + 3)[None, :]
@@ -107,11 +109,11 @@ def softplus(b_x):
     return tl.maximum(b_x, 0.0) + b_log
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
 def gdn_inputs_kernel(
     x,  # [T, q | k | v | z | b | a], rows stride_x apart
     conv,  # [channels, 4] f32
-    conv_state,  # [3, channels]
+    conv_states,  # [slots, 3, channels]
     decay,  # [Hv] f32
     dt_bias,
     q,  # [N * 64, Hk, K]
@@ -119,8 +121,12 @@ def gdn_inputs_kernel(
     v,  # [N, Hv, V, 64]
     g,  # [N * 64, Hv] f32
     beta,
-    T,
+    out,  # [T, Hv, V]: zeros for padding
+    slots,  # [C], -1: padding
+    starts,  # [C + 1]
+    parts,  # [N, 3]: prompt, first token, tokens
     stride_x,
+    stride_conv,
     scale,
     HK: tl.constexpr,
     HV: tl.constexpr,
@@ -131,29 +137,45 @@ def gdn_inputs_kernel(
 ):
     i_c, i_t = tl.program_id(0), tl.program_id(1)
     channels: tl.constexpr = 2 * HK * K + HV * V
-    o_t = (i_t * BT + tl.arange(0, BT)).to(tl.int64)
-    o_r = i_t.to(tl.int64) * BT + tl.arange(0, BT // 4) * 4
+    i_n, half = i_t // (64 // BT), i_t % (64 // BT) * BT
+    p_part = parts + i_n.to(tl.int64) * 3
+    i_b, first, count = tl.load(p_part), tl.load(p_part + 1), tl.load(p_part + 2)
+    if count == 0:
+        return
+    slot, begin, end = tl.load(slots + i_b).to(tl.int64), tl.load(starts + i_b), tl.load(starts + i_b + 1)
+    if slot < 0:
+        i_h, o_v, o_r = i_c - 2 * HK, tl.arange(0, V), first + half + tl.arange(0, BT)
+        m_r = (o_r < end)[:, None] & (o_v >= 0)[None, :] & (i_h >= 0) & (i_h < HV)
+        b_0 = tl.zeros([BT, V], out.dtype.element_ty)
+        tl.store(out + (o_r[:, None] * HV + i_h) * V + o_v[None, :], b_0, mask=m_r)
+        return
+    o_i = half + tl.arange(0, BT)  # tokens of the part
+    o_t = i_n.to(tl.int64) * 64 + o_i  # in what is handed on
+    o_j = half + tl.arange(0, BT // 4) * 4
+    o_r, o_q = first + o_j, i_n.to(tl.int64) * 64 + o_j
+    p_state = conv_states + slot * stride_conv
     if i_c < 2 * HK:  # a query or a key
         o_k = tl.arange(0, K)
-        b_0, b_1, b_2, b_3 = conv_four(x, conv, conv_state, o_r, T, stride_x, i_c * K + o_k, channels)
+        b_0, b_1, b_2, b_3 = conv_four(x, conv, p_state, o_r, begin, end, stride_x, i_c * K + o_k, channels)
         by = tl.where(i_c < HK, scale, 1.0)
-        p_y = tl.where(i_c < HK, q + i_c * K, k + (i_c - HK) * K) + o_r[:, None] * (HK * K) + o_k[None, :]
+        p_y = tl.where(i_c < HK, q + i_c * K, k + (i_c - HK) * K) + o_q[:, None] * (HK * K) + o_k[None, :]
         tl.store(p_y, unit(b_0, by).to(q.dtype.element_ty))
         tl.store(p_y + HK * K, unit(b_1, by).to(q.dtype.element_ty))
         tl.store(p_y + 2 * HK * K, unit(b_2, by).to(q.dtype.element_ty))
         tl.store(p_y + 3 * HK * K, unit(b_3, by).to(q.dtype.element_ty))
     elif i_c < 2 * HK + HV:
         i_h, o_v = i_c - 2 * HK, tl.arange(0, V)
-        b_0, b_1, b_2, b_3 = conv_four(x, conv, conv_state, o_r, T, stride_x, 2 * HK * K + i_h * V + o_v, channels)
+        o_c = 2 * HK * K + i_h * V + o_v
+        b_0, b_1, b_2, b_3 = conv_four(x, conv, p_state, o_r, begin, end, stride_x, o_c, channels)
         b_even = tl.join(silu(b_0).to(v.dtype.element_ty), silu(b_2).to(v.dtype.element_ty))
         b_odd = tl.join(silu(b_1).to(v.dtype.element_ty), silu(b_3).to(v.dtype.element_ty))
         b_y = tl.join(b_even, b_odd)  # [BT / 4, V, 2, 2]
-        p_v = v + ((o_t // 64 * HV + i_h) * (V * 64) + o_t % 64)[None, :] + o_v[:, None] * 64
+        p_v = v + (i_n.to(tl.int64) * HV + i_h) * (V * 64) + o_i[None, :] + o_v[:, None] * 64
         tl.store(p_v, tl.reshape(tl.permute(b_y, (1, 0, 2, 3)), [V, BT]))
     else:
         o_h = tl.arange(0, BH)
-        m_h, m_t = (o_h < HV)[None, :], (o_t < T)[:, None]
-        p_b = x + o_t[:, None] * stride_x + (channels + HV * V + o_h)[None, :]
+        m_h, m_t = (o_h < HV)[None, :], (o_i < count)[:, None]
+        p_b = x + (first + o_i)[:, None] * stride_x + (channels + HV * V + o_h)[None, :]
         b_b = tl.load(p_b, mask=m_t & m_h, other=0.0).to(tl.float32)
         b_a = tl.load(p_b + HV, mask=m_t & m_h, other=0.0).to(tl.float32)
         b_a += tl.load(dt_bias + o_h, mask=o_h < HV, other=0.0)[None, :]
@@ -163,13 +185,14 @@ def gdn_inputs_kernel(
         tl.store(beta + o_g, tl.where(m_t, 1.0 / (1.0 + tl.exp(-b_b)), 0.0), mask=m_h)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
 def gdn_norm_kernel(
     o,  # [N, Hv, V, 64]
     z,  # [T, Hv, V], rows stride_z apart
     weight,  # [V] f32
     out,  # [T, Hv, V]
-    T,
+    slots,  # [C], -1: padding
+    parts,  # [N, 3]
     stride_z,
     eps,
     HV: tl.constexpr,
@@ -177,24 +200,35 @@ def gdn_norm_kernel(
     BT: tl.constexpr,
 ):
     i_h, i_t = tl.program_id(0), tl.program_id(1)
-    o_t, o_v = (i_t * BT + tl.arange(0, BT)).to(tl.int64), tl.arange(0, V)
-    p_o = o + ((o_t // 64 * HV + i_h) * (V * 64) + o_t % 64)[None, :] + o_v[:, None] * 64
-    b_o = tl.trans(tl.load(p_o)).to(tl.float32)  # rows past T are not kept
+    i_n = (i_t // (64 // BT)).to(tl.int64)
+    o_i, o_v = i_t % (64 // BT) * BT + tl.arange(0, BT), tl.arange(0, V)
+    i_b, first, count = tl.load(parts + i_n * 3), tl.load(parts + i_n * 3 + 1), tl.load(parts + i_n * 3 + 2)
+    if count == 0:
+        return
+    if tl.load(slots + i_b) < 0:
+        return
+    p_o = o + (i_n * HV + i_h) * (V * 64) + o_i[None, :] + o_v[:, None] * 64
+    b_o = tl.trans(tl.load(p_o)).to(tl.float32)  # rows past the prompt's end are not kept
     b_o *= tl.rsqrt(tl.sum(b_o * b_o, 1) / V + eps)[:, None] * tl.load(weight + o_v)[None, :]
-    m_t = (o_t < T)[:, None]
+    o_t, m_t = first + o_i, (o_i < count)[:, None]
     b_z = tl.load(z + o_t[:, None] * stride_z + (i_h * V + o_v)[None, :], mask=m_t, other=0.0).to(tl.float32)
     tl.store(out + (o_t[:, None] * HV + i_h) * V + o_v[None, :], (b_o * silu(b_z)).to(out.dtype.element_ty), mask=m_t)
 
 
-def prepare(x: Tensor, net: DeltaNet, conv_state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v, g, beta as delta_chunks takes them; the conv_state is replaced by the next call's."""
-    T, Hk, Hv, K, V = len(x), net.key_heads, net.value_heads, net.key_dim, net.value_dim
-    N, BT = triton.cdiv(T, CHUNK), 32
+def prepare(
+    x: Tensor, net: DeltaNet, conv_states: Tensor, segments: Segments, out: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v, g, beta as delta_chunks takes them; conv_states are replaced by the next call's, and the rows of `out`
+    that are padding become zeros.
+    """
+    Hk, Hv, K, V = net.key_heads, net.value_heads, net.key_dim, net.value_dim
+    N, BT = len(segments.parts), 32
     q, k = (torch.empty(N * CHUNK, Hk, K, dtype=x.dtype, device=x.device) for _ in range(2))
     v = torch.empty(N, Hv, V, CHUNK, dtype=x.dtype, device=x.device)
     g, beta = (torch.empty(N * CHUNK, Hv, dtype=torch.float32, device=x.device) for _ in range(2))
     gdn_inputs_kernel[2 * Hk + Hv + 1, N * (CHUNK // BT)](
-        x, net.conv, conv_state, net.decay, net.dt_bias, q, k, v, g, beta, T, x.stride(0), K**-0.5,
+        x, net.conv, conv_states, net.decay, net.dt_bias, q, k, v, g, beta, out,
+        segments.slots, segments.starts, segments.parts, x.stride(0), conv_states.stride(0), K**-0.5,
         HK=Hk, HV=Hv, K=K, V=V, BT=BT, BH=triton.next_power_of_2(Hv), num_warps=4,
     )  # fmt: skip
     return q, k, v, g, beta
@@ -215,43 +249,80 @@ def tiles(x: Tensor, width: int) -> Any:
 
 
 def scan_norm_hopper(
-    q: Tensor, k: Tensor, v: Tensor, inverse: Tensor, within: Tensor, gates: Tensor, state: Tensor,
-    z: Tensor, weight: Tensor, eps: float, out: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, inverse: Tensor, within: Tensor, gates: Tensor, states: Tensor,
+    z: Tensor, weight: Tensor, eps: float, segments: Segments, out: Tensor,
 ) -> None:  # fmt: skip
     """The scan over all chunks, and the gated norm, into out [T, Hv V]; inputs as delta_chunks', z [T, Hv V]."""
     from hybridkv.kernels.gdn.scan_hopper import gdn_scan_hopper_kernel
 
-    (_, Hk, K), (N, Hv, V, C) = k.shape, v.shape
-    gdn_scan_hopper_kernel[V // 64, Hv](
+    (_, Hk, K), (_, Hv, V, C) = k.shape, v.shape
+    gdn_scan_hopper_kernel[V // 64, Hv, len(segments.slots)](
         tiles(k.flatten(1), K), tiles(q.flatten(1), K), *(tiles(t.view(-1, C), C) for t in (v, inverse, within)),
-        tiles(z, 64), gates, state, weight, tiles(out, 64), N, eps, HK=Hk, HV=Hv, num_warps=4,
+        tiles(z, 64), gates, states, weight, tiles(out, 64), out, segments.slots, segments.starts, segments.ends,
+        states.stride(0), out.stride(0), eps, HK=Hk, HV=Hv, num_warps=4,
     )  # fmt: skip
 
 
-def gdn_prefill_triton(x: Tensor, net: DeltaNet, conv_state: Tensor, state: Tensor) -> Tensor:
-    T, Hv, V, BT = len(x), net.value_heads, net.value_dim, 32
-    assert x.stride(1) == 1 and conv_state.is_contiguous() and state.is_contiguous() and net.conv.is_contiguous()
-    out = torch.empty(T, Hv * V, dtype=x.dtype, device=x.device)
-    for start in range(0, T, PIECE):
-        part, to = x[start : start + PIECE], out[start : start + PIECE]
-        q, k, v, g, beta = prepare(part, net, conv_state)
-        z = part[:, net.channels : net.channels + Hv * V]
-        if suits_hopper(x, net):
-            scan_norm_hopper(q, k, v, *solve(q, k, g, beta), state, z, net.norm, net.eps, to)
-        else:
-            o = delta_chunks(q, k, v, g, beta, state)
-            gdn_norm_kernel[Hv, triton.cdiv(len(part), BT)](
-                o, z, net.norm, to, len(part), x.stride(0), net.eps, HV=Hv, V=V, BT=BT, num_warps=4
-            )
-    return out
+def _prefill_piece(
+    x: Tensor, net: DeltaNet, conv_states: Tensor, states: Tensor, segments: Segments, out: Tensor
+) -> None:
+    Hv, V, BT = net.value_heads, net.value_dim, 32
+    q, k, v, g, beta = prepare(x, net, conv_states, segments, out)
+    z = x[:, net.channels : net.channels + Hv * V]
+    if suits_hopper(x, net):
+        solved = solve(q, k, g, beta, segments)
+        scan_norm_hopper(q, k, v, *solved, states, z, net.norm, net.eps, segments, out)
+        return
+    o = delta_chunks(q, k, v, g, beta, states, segments)
+    gdn_norm_kernel[Hv, len(segments.parts) * (CHUNK // BT)](
+        o, z, net.norm, out, segments.slots, segments.parts, x.stride(0), net.eps, HV=Hv, V=V, BT=BT, num_warps=4
+    )
+
+
+def gdn_prefill_triton(
+    x: Tensor, net: DeltaNet, conv_states: Tensor, states: Tensor, segments: Segments, out: Tensor
+) -> None:
+    assert x.stride(1) == 1 and out.is_contiguous() and net.conv.is_contiguous()
+    assert conv_states[0].is_contiguous() and states[0].is_contiguous()
+    if len(x) <= PIECE:
+        _prefill_piece(x, net, conv_states, states, segments, out)
+        return
+    assert segments.spans is not None, f"a graph has more than the {PIECE} tokens that are computed at once"
+    for spans in pieces(segments.spans, PIECE):
+        begin, end = spans[0][1], spans[-1][2]
+        own = Segments.of([(slot, a - begin, b - begin) for slot, a, b in spans], x.device)
+        _prefill_piece(x[begin:end], net, conv_states, states, own, out[begin:end])
+
+
+def gdn_prefill_torch(
+    x: Tensor, net: DeltaNet, conv_states: Tensor, states: Tensor, segments: Segments, out: Tensor
+) -> None:
+    """The definition for each prompt in turn."""
+    spans = segments.spans
+    if spans is None:
+        starts = segments.starts.tolist()
+        spans = list(zip(segments.slots.tolist(), starts, starts[1:]))
+    for slot, begin, end in spans:
+        if slot < 0:
+            out[begin:end] = 0
+        elif begin < end:
+            out[begin:end] = gdn_prefill_ref(x[begin:end], net, conv_states[slot], states[slot])
 
 
 def gdn_prefill(
     x: Tensor,  # [T, q | k | v | z | b | a]
     net: DeltaNet,
-    conv_state: Tensor,  # [W - 1, channels], oldest input first; left as the next call needs it
-    state: Tensor,  # [Hv, K, V], likewise
+    conv_states: Tensor,  # [slots, W - 1, channels], oldest input first; left as the next call needs them
+    states: Tensor,  # [slots, Hv, K, V], likewise
+    segments: Segments | None = None,  # of x; None: x is one prompt, whose own conv_state and state these are
+    out: Tensor | None = None,  # [T, Hv V]: where results go; rows of tokens in no segment stay as they are
 ) -> Tensor:  # [T, Hv V] in x's dtype
+    if segments is None:
+        conv_states, states = conv_states.unsqueeze(0), states.unsqueeze(0)
+        segments = Segments.of([(0, 0, len(x))], x.device)
+    if out is None:
+        out = torch.empty(len(x), net.value_heads * net.value_dim, dtype=x.dtype, device=x.device)
     dims = net.key_dim in DIMS and net.value_dim in DIMS
     taken = use_triton(x) and dims and net.conv.shape[1] == CONV_WIDTH
-    return (gdn_prefill_triton if taken else gdn_prefill_ref)(x, net, conv_state, state)
+    (gdn_prefill_triton if taken else gdn_prefill_torch)(x, net, conv_states, states, segments, out)
+    return out

@@ -1,6 +1,6 @@
 """The scan of chunk.py on Hopper GPUs, together with the gated norm behind it, in Gluon: for bf16 and heads of 128.
 
-A program has 64 of a head's value channels and three kinds of warps:
+A program has 64 of a head's value channels for one prompt and three kinds of warps:
 
     1 loader    brings the tiles of a chunk with the copy engine, three chunks ahead
     4 chain     F and the state, transposed: what the next chunk waits for, and nothing else
@@ -35,23 +35,23 @@ _LOG2_E = gl.constexpr(LOG2_E)
 
 
 @gluon.jit
-def loader(k, q, v, inverse, within, z, chain, output, full, free, i_k, i_h, i_v, N, HV: gl.constexpr):
+def loader(k, q, v, inverse, within, z, chain, output, full, free, i_k, i_h, i_v, first, begin, N, HV: gl.constexpr):
     k_tiles, v_tiles, b_tiles = chain
     q_tiles, p_tiles, z_tiles = output
     for i_n in range(N):
-        i_tile, phase, row = i_n % _TILES, (i_n // _TILES) & 1, i_n * HV + i_h
+        i_tile, phase, row = i_n % _TILES, (i_n // _TILES) & 1, (first + i_n) * HV + i_h
         mbarrier.wait(free.index(i_tile), phase ^ 1)
         bar = full.index(i_tile)
         mbarrier.expect(bar, 2 * (_C * _D + 2 * _C * _C))
-        tma.async_copy_global_to_shared(k, [i_n * _C, i_k], bar, k_tiles.index(i_tile))
+        tma.async_copy_global_to_shared(k, [(first + i_n) * _C, i_k], bar, k_tiles.index(i_tile))
         tma.async_copy_global_to_shared(v, [row * _D + i_v, 0], bar, v_tiles.index(i_tile))
         tma.async_copy_global_to_shared(inverse, [row * _C, 0], bar, b_tiles.index(i_tile))
         mbarrier.wait(free.index(_TILES + i_tile), phase ^ 1)
         bar = full.index(_TILES + i_tile)
         mbarrier.expect(bar, 2 * (_C * _D + 2 * _C * _C))
-        tma.async_copy_global_to_shared(q, [i_n * _C, i_k], bar, q_tiles.index(i_tile))
+        tma.async_copy_global_to_shared(q, [(first + i_n) * _C, i_k], bar, q_tiles.index(i_tile))
         tma.async_copy_global_to_shared(within, [row * _C, 0], bar, p_tiles.index(i_tile))
-        tma.async_copy_global_to_shared(z, [i_n * _C, i_h * _D + i_v], bar, z_tiles.index(i_tile))
+        tma.async_copy_global_to_shared(z, [begin + i_n * _C, i_h * _D + i_v], bar, z_tiles.index(i_tile))
 
 
 @gluon.jit
@@ -62,7 +62,7 @@ def chain_warps(gates, state, chain, s_tile, f_tile, full, free, handed, taken, 
     k_tiles, v_tiles, b_tiles = chain
     o_k, o_v = gl.arange(0, _D, layout=gl.SliceLayout(0, S)), gl.arange(0, _BV, layout=gl.SliceLayout(1, S))
     p_s = state + (i_h * _D + o_k[None, :]) * _D + (i_v + o_v)[:, None]
-    b_s = gl.load(p_s).to(gl.float32)
+    b_s = gl.load(p_s).to(gl.float32)  # of a prompt without tokens another one's, and not written
     p_g = gates + i_h * (4 * _C)
     o_c = gl.arange(0, _C, layout=gl.SliceLayout(0, F))
     b_enter, b_leave, alpha = gl.load(p_g + o_c), gl.load(p_g + _C + o_c), gl.load(p_g + _C - 1)
@@ -99,28 +99,37 @@ def chain_warps(gates, state, chain, s_tile, f_tile, full, free, handed, taken, 
         gl.thread_barrier()
         mbarrier.arrive(free.index(i_tile), count=1)
         b_s = b_s * now + b_add
-    gl.store(p_s, b_s.to(state.dtype.element_ty))
+    if N > 0:
+        gl.store(p_s, b_s.to(state.dtype.element_ty))
 
 
 @gluon.jit
-def finish(b_gated, b_sum, p_sum, out, o_tile, i_n, i_o, eps):
-    """The norm of a chunk, when the other half's sums of squares are there, and its result on its way."""
+def normed(b_gated, b_sum, p_sum, eps):
+    """A chunk's result, when the other half's sums of squares are there."""
     b_other = gl.load(p_sum, volatile=True)
     while gl.min(b_other, 0) < 0.0:
         b_other = gl.load(p_sum, volatile=True)
     b_norm = gl.rsqrt((b_sum + b_other) / _D + eps)
+    return (b_gated * b_norm[:, None]).to(gl.bfloat16)
+
+
+@gluon.jit
+def finish(b_gated, b_sum, p_sum, out, o_tile, row, i_o, eps):
+    """The result of a whole chunk on its way."""
+    b_out = normed(b_gated, b_sum, p_sum, eps)
     tma.store_wait(0)
     gl.thread_barrier()
-    o_tile.store((b_gated * b_norm[:, None]).to(gl.bfloat16))
+    o_tile.store(b_out)
     fence_async_shared()
     gl.thread_barrier()
-    tma.async_copy_shared_to_global(out, [i_n * _C, i_o], o_tile)
+    tma.async_copy_shared_to_global(out, [row, i_o], o_tile)
 
 
 @gluon.jit
 def output_warps(
-    gates, weight, out, output, s_tile, f_tile, o_tile, full, free, handed, taken, eps, i_h, i_v, N, HV: gl.constexpr
-):
+    gates, weight, out, rows, output, s_tile, f_tile, o_tile, full, free, handed, taken, eps, i_h, i_v, begin, end,
+    stride_out, N, HV: gl.constexpr,
+):  # fmt: skip
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BV, 16])  # of O [64, 64]
     q_tiles, p_tiles, z_tiles = output
     o_t, o_v = gl.arange(0, _C, layout=gl.SliceLayout(1, O)), gl.arange(0, _BV, layout=gl.SliceLayout(0, O))
@@ -151,14 +160,19 @@ def output_warps(
         b_new = gl.sum(b_o * b_o, 1)
         gl.store(p_g + mine, b_new)
         if i_n > 0:
-            finish(b_gated, b_sum, p_g - HV * (4 * _C) + other, out, o_tile, i_n - 1, i_h * _D + i_v, eps)
+            row = begin + (i_n - 1) * _C
+            finish(b_gated, b_sum, p_g - HV * (4 * _C) + other, out, o_tile, row, i_h * _D + i_v, eps)
         b_gated, b_sum = b_o * b_z, b_new
         p_g += HV * (4 * _C)
-    finish(b_gated, b_sum, p_g - HV * (4 * _C) + other, out, o_tile, N - 1, i_h * _D + i_v, eps)
+    if N > 0:  # the last chunk may end inside its tile, where the next prompt's rows begin
+        b_out = normed(b_gated, b_sum, p_g - HV * (4 * _C) + other, eps)
+        o_row = (begin + (N - 1) * _C + o_t).to(gl.int64)
+        p_out = rows + o_row[:, None] * stride_out + (i_h * _D + i_v + o_v)[None, :]
+        gl.store(p_out, b_out, mask=(o_row < end)[:, None])
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["N"])
+@gluon.jit
 def gdn_scan_hopper_kernel(
     k,  # [N * 64, Hk * K]
     q,
@@ -167,16 +181,28 @@ def gdn_scan_hopper_kernel(
     within,
     z,  # [T, Hv * V]
     gates,  # [N, Hv, 4, 64] f32
-    state,  # [Hv, K, V]
+    states,  # [slots, Hv, K, V]
     weight,  # [V] f32
     out,  # [T, Hv * V]
-    N,
+    rows,  # the same numbers
+    slots,  # [C], -1: padding
+    starts,  # [C + 1]
+    ends,  # [C]: chunks of all prompts up to this one
+    stride_state,
+    stride_out,
     eps,
     HK: gl.constexpr,
     HV: gl.constexpr,
 ):
     i_v, i_h = gl.program_id(0) * _BV, gl.program_id(1)
     i_k = i_h // (HV // HK) * _D
+    i_b = gl.program_id(2)
+    slot = gl.load(slots + i_b).to(gl.int64)
+    first = gl.load(ends + i_b - 1, mask=i_b > 0, other=0).to(gl.int32)
+    N = gl.where(slot >= 0, gl.load(ends + i_b).to(gl.int32) - first, 0)
+    begin, end = gl.load(starts + i_b).to(gl.int32), gl.load(starts + i_b + 1).to(gl.int32)
+    state = states + gl.maximum(slot, 0) * stride_state
+    gates += gl.where(N > 0, first, 0).to(gl.int64) * (HV * 4 * _C)
     k_tiles = gl.allocate_shared_memory(gl.bfloat16, [_TILES, _C, _D], k.layout)
     q_tiles = gl.allocate_shared_memory(gl.bfloat16, [_TILES, _C, _D], q.layout)
     v_tiles = gl.allocate_shared_memory(gl.bfloat16, [_TILES, _BV, _C], v.layout)
@@ -203,9 +229,10 @@ def gdn_scan_hopper_kernel(
         [
             (chain_warps, (gates, state, chain, s_tile, f_tile, full, free, handed, taken, i_h, i_v, N, HV)),
             (output_warps, (
-                gates, weight, out, output, s_tile, f_tile, o_tile, full, free, handed, taken, eps, i_h, i_v, N, HV,
+                gates, weight, out, rows, output, s_tile, f_tile, o_tile, full, free, handed, taken, eps, i_h, i_v,
+                begin, end, stride_out, N, HV,
             )),
-            (loader, (k, q, v, inverse, within, z, chain, output, full, free, i_k, i_h, i_v, N, HV)),
+            (loader, (k, q, v, inverse, within, z, chain, output, full, free, i_k, i_h, i_v, first, begin, N, HV)),
         ],
         [4, 1],
         [184, 40],

@@ -39,8 +39,11 @@ TILE = 4096  # elements of S for each warp: more warps, and their sums, cost mor
 MANY = 264  # programs: with more, a bf16 state stays bf16 in registers, so that a third program fits beside two
 
 
-def gdn_step_ref(x: Tensor, net: DeltaNet, conv_states: Tensor, states: Tensor, slots: Tensor) -> Tensor:
-    out = x.new_zeros(len(x), net.value_heads * net.value_dim)
+def gdn_step_ref(
+    x: Tensor, net: DeltaNet, conv_states: Tensor, states: Tensor, slots: Tensor, out: Tensor | None = None
+) -> Tensor:
+    out = x.new_empty(len(x), net.value_heads * net.value_dim) if out is None else out
+    out.zero_()
     real = slots >= 0
     x, slots = x[real], slots[real]
     mixed, z, b, a = x.split(net.columns, -1)
@@ -222,10 +225,13 @@ def suits_hopper(x: Tensor, net: DeltaNet, states: Tensor) -> bool:
     return states.data_ptr() % 16 == 0 and states.stride(0) * states.element_size() % 16 == 0
 
 
-def gdn_step_triton(x: Tensor, net: DeltaNet, conv_states: Tensor, states: Tensor, slots: Tensor) -> Tensor:
+def gdn_step_triton(
+    x: Tensor, net: DeltaNet, conv_states: Tensor, states: Tensor, slots: Tensor, out: Tensor | None = None
+) -> Tensor:
     B, (HV, K, V) = len(x), states.shape[1:]
     assert x.stride(1) == 1 and conv_states.stride()[1:] == (net.channels, 1) and states.stride()[1:] == (K * V, V, 1)
-    out = torch.empty((B, HV * V), dtype=x.dtype, device=x.device)
+    out = torch.empty((B, HV * V), dtype=x.dtype, device=x.device) if out is None else out
+    assert out.is_contiguous()
     if not B:
         return out
     arrivals = _arrivals(conv_states.data_ptr(), len(conv_states) * net.key_heads, x.device)
@@ -257,6 +263,7 @@ def gdn_step(
     conv_states: Tensor,  # [slots, W - 1, channels], oldest input first
     states: Tensor,  # [slots, Hv, K, V]
     slots: Tensor,  # [B] int64, -1: padding
+    out: Tensor | None = None,  # where results go
 ) -> Tensor:  # [B, Hv V] in x's dtype
     op = gdn_step_triton if use_triton(x) and net.conv.shape[1] > 1 else gdn_step_ref
-    return op(x, net, conv_states, states, slots)
+    return op(x, net, conv_states, states, slots, out)

@@ -6,14 +6,25 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from gdn_cases import BOUND, chunked, delta_in_float64, make_net, make_x, start, unchunked
+from gdn_cases import (
+    BOUND,
+    chunked,
+    delta_in_float64,
+    make_net,
+    make_x,
+    one_prompt,
+    prefill_triton,
+    prepare_one,
+    start,
+    unchunked,
+)
 from numerics import assert_close_rms, assert_same_bytes, rel_rms
 from torch import Tensor
 from triton_interpreter import DEVICE
 
 from hybridkv.kernels.gdn import prefill as module
 from hybridkv.kernels.gdn.chunk import delta_chunks
-from hybridkv.kernels.gdn.prefill import gdn_prefill, gdn_prefill_ref, gdn_prefill_triton, prepare
+from hybridkv.kernels.gdn.prefill import gdn_prefill, gdn_prefill_ref
 from hybridkv.kernels.gdn.rule import CHUNK
 from hybridkv.kernels.gdn.weights import DeltaNet
 
@@ -32,7 +43,7 @@ def rule_inputs(T: int, Hk: int, Hv: int, K: int, V: int, dtype: torch.dtype) ->
 
 def run_rule(given: list[Tensor], state: Tensor) -> Tensor:
     q, k, v, g, beta = (t.to(DEVICE) for t in given)
-    return unchunked(delta_chunks(q, k, chunked(v), g, beta, state))
+    return unchunked(delta_chunks(q, k, chunked(v), g, beta, state[None], one_prompt(len(q), q.device)))
 
 
 def check_rule(given: list[Tensor], state: Tensor, bound: float) -> None:
@@ -116,7 +127,7 @@ def test_what_comes_before_the_rule(T: int, dtype: torch.dtype) -> None:
     )
     b, a = x.double().split(net.columns, -1)[2:]
     own = conv_state.to(DEVICE)
-    q, k, v, g, beta = prepare(x.to(DEVICE), on_device(net), own)
+    q, k, v, g, beta = prepare_one(x.to(DEVICE), on_device(net), own)
     pad = -T % CHUNK
     for name, want, got, bound in (
         ("q", want_q / 4, q, ROUNDED[dtype]), ("k", want_k, k, ROUNDED[dtype]),
@@ -132,7 +143,7 @@ def test_gates_of_tokens_that_hardly_decay_keep_their_digits() -> None:
     net = make_net(value_heads=4)
     net.dt_bias.copy_(torch.tensor([-15.0, -20.0, 3.0, 30.0]))
     x, (conv_state, _) = make_x(64, net, F32), start(net)
-    g = prepare(x.to(DEVICE), on_device(net), conv_state.to(DEVICE))[3].cpu()
+    g = prepare_one(x.to(DEVICE), on_device(net), conv_state.to(DEVICE))[3].cpu()
     want = -net.decay * F.softplus((x[:, -4:] + net.dt_bias).double())
     assert ((g - want).abs() <= 5e-6 * want.abs()).all()  # of exp at 20
 
@@ -149,7 +160,7 @@ def test_the_layer_is_the_reference(T: int, dtype: torch.dtype) -> None:
     x, (conv_state, state) = make_x(T, net, dtype), start(net)
     want, want_conv_state, want_state = run(gdn_prefill_ref, x, net, conv_state, state)
     got, own_conv_state, own_state = run(
-        gdn_prefill_triton, x.to(DEVICE), on_device(net), conv_state.to(DEVICE), state.to(DEVICE)
+        prefill_triton, x.to(DEVICE), on_device(net), conv_state.to(DEVICE), state.to(DEVICE)
     )
     assert got.dtype == dtype and got.is_contiguous()
     assert_close_rms("output", want, got, LAYER[dtype])
@@ -161,8 +172,8 @@ def test_the_layer_is_the_reference(T: int, dtype: torch.dtype) -> None:
 def test_parts_of_a_prompt_give_what_the_prompt_gives(cuts: list[int]) -> None:
     net = on_device(make_net())
     x, (conv_state, state) = make_x(100, net, F32), start(net)
-    want, *held = run(gdn_prefill_triton, x, net, conv_state, state)
-    parts = [gdn_prefill_triton(x[a:b], net, conv_state, state) for a, b in itertools.pairwise([0, *cuts, len(x)])]
+    want, *held = run(prefill_triton, x, net, conv_state, state)
+    parts = [prefill_triton(x[a:b], net, conv_state, state) for a, b in itertools.pairwise([0, *cuts, len(x)])]
     assert_close_rms("output", want, torch.cat(parts), LAYER[F32])
     assert_same_bytes(held[0], conv_state)
     assert_close_rms("state", held[1], state, LAYER[F32])
@@ -171,9 +182,9 @@ def test_parts_of_a_prompt_give_what_the_prompt_gives(cuts: list[int]) -> None:
 def test_long_prompts_go_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     net = on_device(make_net())
     x, (conv_state, state) = make_x(100, net, F32), start(net)
-    want = run(gdn_prefill_triton, x, net, conv_state, state)
+    want = run(prefill_triton, x, net, conv_state, state)
     monkeypatch.setattr(module, "PIECE", 64)
-    got = run(gdn_prefill_triton, x, net, conv_state, state)
+    got = run(prefill_triton, x, net, conv_state, state)
     assert_same_bytes(want[1], got[1])
     for name, i in (("output", 0), ("state", 2)):  # a convolution adds what lies in the conv_state last
         assert_close_rms(name, want[i], got[i], LAYER[F32])
@@ -182,8 +193,8 @@ def test_long_prompts_go_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_state_in_bf16_is_rounded_once() -> None:
     net = on_device(make_net())
     x, (conv_state, state) = make_x(70, net, F32), start(net, BF16)
-    want = run(gdn_prefill_triton, x, net, conv_state, state.float())
-    got = run(gdn_prefill_triton, x, net, conv_state, state)
+    want = run(prefill_triton, x, net, conv_state, state.float())
+    got = run(prefill_triton, x, net, conv_state, state)
     assert_same_bytes(want[0], got[0])
     assert_same_bytes(want[2].to(BF16), got[2])
 

@@ -11,6 +11,7 @@ import triton
 from no_device import SHARED_MEMORY, built
 from hybridkv.kernels.gdn import prefill as file
 from hybridkv.kernels.backend import GLUON
+from hybridkv.kernels.gdn.segments import Segments
 from hybridkv.kernels.gdn.weights import DeltaNet
 
 assert triton.__version__.startswith(GLUON), "another Triton than scan_hopper.py is written for"
@@ -18,7 +19,9 @@ file.suits_hopper = lambda x, net: True
 net = DeltaNet(16, 48, 128, 128, torch.zeros(10240, 4), torch.zeros(48), torch.zeros(48), torch.zeros(128), 1e-6)
 x = torch.zeros(70, sum(net.columns), dtype=torch.bfloat16)
 for dtype in (torch.float32, torch.bfloat16):
-    file.gdn_prefill_triton(x, net, torch.zeros(3, 10240, dtype=dtype), torch.zeros(48, 128, 128, dtype=dtype))
+    states = torch.zeros(3, 3, 10240, dtype=dtype), torch.zeros(3, 48, 128, 128, dtype=dtype)
+    segments = Segments.of([(1, 0, 65), (-1, 65, 70)], x.device)
+    file.gdn_prefill_triton(x, net, *states, segments, torch.zeros(70, 6144, dtype=x.dtype))
 for name, kernel in built:
     assert kernel.metadata.shared <= SHARED_MEMORY
     print(name, kernel.asm["ptx"].count("wgmma.mma_async"))

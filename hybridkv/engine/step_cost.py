@@ -1,0 +1,69 @@
+"""StepCost: what a step takes, and so how much of a prompt is read in a step in which others decode.
+
+A step costs what its products cost, which follows from its number of tokens, and the reading of what its decoding
+requests hold. The first is measured whenever a graph is captured, by replaying it on padding; between two sizes the
+line through them is taken. The second is counted in bytes, at the rate at which the smallest step reads the weights.
+
+A request that decodes waits for the prompts read beside it: a step may take WAIT times what it would take without them.
+Before anything has been measured, and on a CPU, a step has DEFAULT tokens: there the division of prompts, and with it
+the last bits of results, must not depend on a clock.
+"""
+
+from __future__ import annotations
+
+import statistics
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hybridkv.config import CHUNK_QUANTUM
+
+DEFAULT = 512  # tokens of a step in which requests decode
+WAIT = 2.25  # times as long as without prompts
+TIMED = 3  # replays of a graph
+
+
+class StepCost:
+    def __init__(self, weight_bytes: int) -> None:
+        self.weight_bytes = weight_bytes
+        self.seconds: dict[int, float] = {}  # of a step of so many tokens, without what requests hold
+
+    def measure(self, tokens: int, run: Callable[[], object], times: int) -> None:
+        """Take the time of a captured step on padding."""
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
+        run()
+        for mark in marks[:-1]:
+            mark.record()
+            run()
+        marks[-1].record()
+        marks[-1].synchronize()
+        taken = [a.elapsed_time(b) / 1000 for a, b in zip(marks, marks[1:])]
+        self.seconds[tokens] = min(self.seconds.get(tokens, float("inf")), statistics.median(taken))
+
+    def predicted(self, tokens: int, held_bytes: float = 0) -> float | None:
+        """Seconds of a step of so many tokens whose decoding requests hold so many bytes; None: not known."""
+        sizes = sorted(self.seconds)
+        if len(sizes) < 2:
+            return None
+        held = held_bytes * self.seconds[sizes[0]] / self.weight_bytes
+        at = min(max(bisect_left(sizes, tokens), 1), len(sizes) - 1)
+        low, high = sizes[at - 1], sizes[at]
+        slope = (self.seconds[high] - self.seconds[low]) / (high - low)
+        return max(self.seconds[low] + slope * (tokens - low), self.seconds[sizes[0]]) + held
+
+    def tokens_beside(self, decodes: int, held_bytes: float, sizes: Sequence[int], most: int) -> int:
+        """Tokens of a step in which so many requests decode: as many of `sizes` as they may wait for, `most` at the
+        most, and always some of a prompt.
+        """
+        least = decodes + CHUNK_QUANTUM
+        alone = self.predicted(decodes, held_bytes)
+        if alone is None or not sizes:
+            return max(min(DEFAULT, most), least)
+        longest = sizes[0]
+        for size in sizes:
+            taken = self.predicted(size, held_bytes)
+            assert taken is not None
+            if size <= most and taken <= WAIT * alone:
+                longest = size
+        return max(longest, least)
