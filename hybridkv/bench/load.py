@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
-from hybridkv.bench.decode import ANSWER, DecodeBench, StepWork, free_bytes, timed_steps
+from hybridkv.bench.decode import ANSWER, DecodeBench, StepWork, timed_steps
+from hybridkv.bench.load_engine import context_of, load_engine, mean_context, pool_tokens
 from hybridkv.bench.load_floor import counted_floor
-from hybridkv.bench.load_mixed import CHUNK, ROOM, measure_mixed
+from hybridkv.bench.load_mixed import mixed_rows
 from hybridkv.bench.load_samples import Curve, Limits, curve, summary
 from hybridkv.bench.load_serve import KINDS, Served, serve, warm_up
 from hybridkv.bench.load_workload import Mix, Range, arrivals, sampling
@@ -31,12 +32,11 @@ from hybridkv.bench.options import BenchOptions
 from hybridkv.bench.prefill import read
 from hybridkv.bench.report import Column, Report
 from hybridkv.bench.shapes import Shape
-from hybridkv.bench.standin import fill_pages, fill_state, make_engine, resident
+from hybridkv.bench.standin import fill_state, resident
 from hybridkv.bench.timing import GIB, Ceilings, free_memory
 from hybridkv.config import CacheConfig
 from hybridkv.engine.engine import Engine
 from hybridkv.errors import HybridKVError
-from hybridkv.models import cache_schema
 from hybridkv.models.decoder import Model
 from hybridkv.models.random_weights import random_decoder
 
@@ -58,8 +58,6 @@ COLUMNS = (
     Column("tbt_times", "of step", 7, ".2f"),
     Column("good", "good", 5, "%"),
 )
-RESERVE = 12 * GIB  # of a GPU's memory: graphs, logits, activations
-STATE_SHARE = 0.5  # of what is left that recurrent state may take, at the most
 SHARES = (0.2, 0.4, 0.6, 0.8, 0.9)
 DRAIN = 2.0  # times as long as requests arrive, that the last may take to end
 
@@ -67,7 +65,7 @@ DRAIN = 2.0  # times as long as requests arrive, that the last may take to end
 def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
     kind = (options.kv_dtypes or (("bf16",) if shape.device == "cuda" else ("f32",)))[0]
     mix = mix_of(shape, options)
-    count = options.requests or (6 if shape.tiny else 256)
+    count = options.requests or (6 if shape.tiny else 64 if options.quick else 256)
     about = {
         "model": shape.name, "layers": shape.config.layers, "weights": options.weight_dtype, "kv": kind,
         "requests": count, "prompts": str(mix.prompts), "answers": str(mix.answers), "spread": mix.spread,
@@ -75,6 +73,8 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
     }  # fmt: skip
     report = Report("load", "s", COLUMNS, shape.device, ceilings, about, deadline=options.deadline)
     report.start()
+    if len(options.kv_dtypes) > 1:
+        report.note(f"one kind of cache at a time: {kind}")
 
     def wanted(part: str) -> bool:
         return re.search(options.only or "", part) is not None
@@ -84,6 +84,7 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
     cache = CacheConfig(kv_dtype=kind, budget=options.budget)
     decoding = DecodeBench(shape, model, report, CacheConfig(kv_dtype=kind))
     checked = report.attempt("load", f"{kind}, compared with prefill", decoding.agreement)
+    del decoding
     if checked is not None:  # what is wrong is not timed
         report.note(f"{kind} KV: decode steps against their prefill: {checked:.0e} of the logits")
         if any(map(wanted, ("offline", "sampled", "online"))):
@@ -118,34 +119,6 @@ def mix_of(shape: Shape, options: BenchOptions) -> Mix:
     return mix
 
 
-def step_tokens_of(shape: Shape, options: BenchOptions) -> int:
-    return options.chunks[0] if options.chunks else 64 if shape.tiny else 2048
-
-
-def load_engine(
-    shape: Shape, model: Model, options: BenchOptions, cache: CacheConfig, slots: int, context: int, least: int = 1
-) -> Engine:
-    """An engine for up to `slots` requests of up to `context` tokens, in the memory that is free. Where not all of that
-    fits, requests wait for slots and pages as they would in a service; below `least` slots it is refused.
-    """
-    schema = cache_schema(shape.config, cache, shape.dtype)
-    room = free_bytes(shape.device) - (RESERVE if shape.device == "cuda" else 0)
-    each = schema.slot_bytes + (schema.query_buffer_bytes if cache.budget is not None else 0)
-    slots = min(slots, int(max(room, 0) * STATE_SHARE // each)) if each else slots
-    token = schema.kv_bytes(context) / context
-    held = context if token == 0 else min(context, int((room - slots * each) / max(slots, 1) / token))
-    if slots < max(least, 1) or held * slots < context:
-        raise HybridKVError(
-            f"{max(room, 0) / GIB:.1f} GiB are left for the cache; a request of {context} tokens takes "
-            f"{(each + schema.kv_bytes(context)) / GIB:.2f} GiB; lower the lengths, --slots or --layers"
-        )
-    engine = make_engine(
-        model, cache, shape.device, shape.dtype, slots, context, held, step_tokens=step_tokens_of(shape, options)
-    )
-    fill_pages(engine.manager)
-    return engine
-
-
 class LoadBench:
     """One model, one kind of cache, one mix of requests."""
 
@@ -174,7 +147,10 @@ class LoadBench:
             if served is not None and not served.stopped:
                 capacity = len(self.asked) / served.seconds
         if wanted("sampled"):
-            self.report.attempt("offline sampled", self.case, lambda: self.offline(True))
+            sampled = self.report.attempt("offline sampled", self.case, lambda: self.offline(True))
+            if capacity is not None and sampled is not None and not sampled.stopped:
+                share = len(self.asked) / sampled.seconds / capacity
+                self.report.note(f"sampled: {share:.1%} of the greedy run's tokens a second")
         if wanted("online"):
             self.online(capacity)
 
@@ -240,7 +216,7 @@ class LoadBench:
                 return
             report.about["capacity_req_s"] = capacity
             report.note(f"capacity: {capacity:.4g} requests/s, what all at once took")
-            shares = options.load or ((0.5,) if self.shape.tiny else SHARES)
+            shares = options.load or ((0.5,) if self.shape.tiny else (0.8,) if options.quick else SHARES)
             rates = {f"{share:g} of capacity": share * capacity for share in shares}
         else:
             report.attempt("load", "warm-up", lambda: self.warm(False))
@@ -325,54 +301,3 @@ def decode_ms(engine: Engine, batch: int, context: int) -> tuple[float, float]:
     finally:
         for request in requests:
             engine.abort(request)
-
-
-def mean_context(mix: Mix) -> int:
-    """Tokens of a request half way through its answer."""
-    return round(mix.prompts.mean(mix.spread) + mix.answers.mean() / 2)
-
-
-def context_of(mix: Mix) -> int:
-    return max(mix.longest, mean_context(mix) + ANSWER) + 8
-
-
-def pool_tokens(engine: Engine) -> float:
-    """Tokens that the pools hold, of all requests together."""
-    tables = engine.manager.tables.values()
-    tokens = [t.allocator.total * t.schema.entries_per_page / t.schema.streams for t in tables]
-    return min(tokens, default=float("inf"))
-
-
-def mixed_rows(shape: Shape, model: Model, report: Report, options: BenchOptions, cache: CacheConfig, mix: Mix) -> None:
-    """Steps of `--batches` decoding requests and one chunk."""
-    context, chunk = mean_context(mix), 48 if shape.tiny else CHUNK
-    top = max(context, chunk) + ROOM + 16
-    for batch in options.batches or ((3,) if shape.tiny else (16, 64, 256)):
-        name = f"{cache.kv_dtype} B={batch} context {context} + {chunk}"
-
-        def measure(batch: int = batch, name: str = name) -> None:
-            engine = load_engine(shape, model, options, cache, batch + 1, top, least=batch + 1)
-            if (batch + 1) * top > pool_tokens(engine):
-                raise HybridKVError(f"{batch} requests of {top} tokens do not fit; lower --batches or --prompt-tokens")
-            if chunk > engine.scheduler.step_tokens:
-                raise HybridKVError(
-                    f"--chunk {engine.scheduler.step_tokens} is less than the {chunk} tokens of a chunk"
-                )
-            found = measure_mixed(engine, batch, context, chunk)
-            times = found.of_sum if found.device_of_sum is None else found.device_of_sum
-            report.add(
-                "mixed step", name, s=found.both.wall / 1e3, ms=found.both.wall, device_ms=found.both.device,
-                of_sum=times, wall_of_sum=found.of_sum, decode_ms=found.decode.wall, chunk_ms=found.chunk.wall,
-                decode_device_ms=found.decode.device, chunk_device_ms=found.chunk.device, chunk_tokens=found.tokens,
-                batch=batch, context=context,
-            )  # fmt: skip
-            device = "" if found.both.device is None else (
-                f"; device {found.both.device:.2f} for {found.decode.device:.2f} + {found.chunk.device:.2f}"
-            )  # fmt: skip
-            report.note(
-                f"B={batch}: chunk of {found.tokens} tokens; {found.both.wall:.2f} ms for {found.decode.wall:.2f} + "
-                f"{found.chunk.wall:.2f}, {found.of_sum:.2f} x{device}"
-            )
-
-        report.attempt("mixed step", name, measure)
-        free_memory(shape.device)

@@ -10,16 +10,24 @@ import statistics
 from dataclasses import dataclass
 
 from hybridkv.bench.decode import timed_steps
+from hybridkv.bench.load_engine import load_engine, mean_context, pool_tokens, step_tokens_of
 from hybridkv.bench.load_serve import Watch, watched
+from hybridkv.bench.load_workload import Mix
+from hybridkv.bench.options import BenchOptions
 from hybridkv.bench.prefill import random_tokens
+from hybridkv.bench.report import Report
+from hybridkv.bench.shapes import Shape
 from hybridkv.bench.standin import fill_state, resident
-from hybridkv.config import SamplingParams
+from hybridkv.bench.timing import free_memory
+from hybridkv.config import CacheConfig, SamplingParams
 from hybridkv.engine.engine import Engine
 from hybridkv.errors import HybridKVError
+from hybridkv.models.decoder import Model
+from hybridkv.request import Request
 
 CHUNK = 512  # tokens of the prompt
 STEPS, WARM = 6, 2
-ROOM = 160  # tokens that requests may decode meanwhile: none ends
+ROOM = 256  # tokens that requests may decode meanwhile: none ends
 
 
 @dataclass(frozen=True)
@@ -49,18 +57,56 @@ class Mixed:
         return self.both.device / (self.decode.device + self.chunk.device)
 
 
+def mixed_rows(shape: Shape, model: Model, report: Report, options: BenchOptions, cache: CacheConfig, mix: Mix) -> None:
+    """Steps of `--batches` decoding requests and one chunk."""
+    context, chunk = mean_context(mix), 48 if shape.tiny else CHUNK
+    top = max(context, chunk) + ROOM + 16
+    if chunk > step_tokens_of(shape, options):
+        report.note(f"mixed steps are left out: they need --chunk {chunk} or more")
+        return
+    for batch in options.batches or ((3,) if shape.tiny else (16, 64, 256)):
+        name = f"{cache.kv_dtype} B={batch} context {context} + {chunk}"
+
+        def measure(batch: int = batch, name: str = name) -> None:
+            try:
+                engine = load_engine(shape, model, options, cache, batch + 1, top, least=batch + 1)
+            except HybridKVError as problem:
+                report.note(f"B={batch} does not fit: {problem}")
+                return
+            if (batch + 1) * top > pool_tokens(engine):
+                report.note(f"B={batch} does not fit: the pools hold {pool_tokens(engine):.0f} tokens")
+                return
+            found = measure_mixed(engine, batch, context, chunk)
+            times = found.of_sum if found.device_of_sum is None else found.device_of_sum
+            report.add(
+                "mixed step", name, s=found.both.wall / 1e3, ms=found.both.wall, device_ms=found.both.device,
+                of_sum=times, wall_of_sum=found.of_sum, decode_ms=found.decode.wall, chunk_ms=found.chunk.wall,
+                decode_device_ms=found.decode.device, chunk_device_ms=found.chunk.device, chunk_tokens=found.tokens,
+                batch=batch, context=context,
+            )  # fmt: skip
+            device = "" if found.both.device is None else (
+                f"; device {found.both.device:.2f} for {found.decode.device:.2f} + {found.chunk.device:.2f}"
+            )  # fmt: skip
+            report.note(
+                f"B={batch}: chunk of {found.tokens} tokens; {found.both.wall:.2f} ms for {found.decode.wall:.2f} + "
+                f"{found.chunk.wall:.2f}, {found.of_sum:.2f} x{device}"
+            )
+
+        report.attempt("mixed step", name, measure)
+        free_memory(shape.device)
+
+
 def measure_mixed(engine: Engine, batch: int, context: int, chunk: int = CHUNK) -> Mixed:
     """`batch` requests of `context` tokens decode; a prompt of `chunk` tokens comes beside them."""
     requests = [resident(engine, context, ROOM) for _ in range(batch)]
     fill_state(engine.manager)
     try:
         wall = timed_steps(engine)[0]
+        _check_running(requests)
         with watched(engine) as watch:
             decode = Times(wall, _decode_on_device(engine, watch))
             tokens, both = _chunks(engine, watch, chunk, "mixed")
-        problems = [r.error or r.finish_reason for r in requests if r.finished]
-        if problems:
-            raise RuntimeError(f"a request that was to decode meanwhile has ended: {problems[0]}")
+        _check_running(requests)
     finally:
         for request in requests:
             engine.abort(request)
@@ -69,6 +115,12 @@ def measure_mixed(engine: Engine, batch: int, context: int, chunk: int = CHUNK) 
     if alone != tokens:
         raise RuntimeError(f"a prompt of {tokens} tokens alone was read in steps of {alone}")
     return Mixed(decode, only, both, tokens)
+
+
+def _check_running(requests: list[Request]) -> None:
+    problems = [r.error or r.finish_reason for r in requests if r.finished]
+    if problems:
+        raise RuntimeError(f"a request that was to decode meanwhile has ended: {problems[0]}")
 
 
 def _decode_on_device(engine: Engine, watch: Watch) -> float | None:
@@ -107,7 +159,7 @@ def _read_prompts(engine: Engine, watch: Watch, tokens: int, kind: str) -> list[
                 found.append((watch.last.prompt_tokens, seconds, watch.device_ms))
         if request.error is not None:
             raise RuntimeError(request.error)
-    if len({n for n, _, _ in found}) == 0:
+    if not found:
         raise HybridKVError(f"no {kind} step ran while prompts of {tokens} tokens were read")
     return found
 

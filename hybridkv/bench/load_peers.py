@@ -6,17 +6,17 @@ Both models' logits are compared before anything is timed. Ours runs the same re
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from hybridkv.bench.load_engine import load_engine
 from hybridkv.bench.load_serve import serve, warm_up
 from hybridkv.bench.load_workload import Asked, sampling
 from hybridkv.bench.options import BenchOptions
-from hybridkv.bench.peers import build, same_model
+from hybridkv.bench.peers import build, build_dense, continuous_batching, same_model, tuned_together
 from hybridkv.bench.report import Report, check, installed, rounding
 from hybridkv.bench.shapes import Shape
 from hybridkv.bench.timing import at_most, free_memory, sync
@@ -25,7 +25,6 @@ from hybridkv.config import CacheConfig
 CHECKED = 192  # tokens whose last logits are compared
 STATIC = 8  # requests of one padded batch
 SECONDS = 150.0  # that a peer may take
-CPU_BLOCKS, CPU_TOKENS = 64, 64  # sizes that continuous batching finds by itself on a GPU alone
 
 
 class NotDone(Exception):
@@ -61,8 +60,8 @@ def load_peers(shape: Shape, options: BenchOptions, report: Report, cache: Cache
     try:
         with at_most(limit):
             seconds = (continuous if problem is None else static)(hf, few, shape.device)
-    except (TimeoutError, NotDone) as late:
-        report.note(f"{name}: not done: {late}")
+    except Exception as problem:  # no end, no room, or a version that cannot
+        report.note(f"{name} skipped: {type(problem).__name__}: {' '.join(str(problem).split())[:100]}")
         return
     finally:
         free_memory(shape.device)
@@ -74,26 +73,6 @@ def load_peers(shape: Shape, options: BenchOptions, report: Report, cache: Cache
 
 def case(asked: Sequence[Asked]) -> str:
     return f"{len(asked)} requests, {sum(len(a.prompt) for a in asked)} in, {sum(a.answer for a in asked)} out"
-
-
-def build_dense(shape: Shape) -> Any:
-    """A transformers model of a family without recurrent layers, random weights of the usual size."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    raw = {name: value for name, value in shape.raw.items() if name not in ("model_type", "dtype")}
-    config = transformers.AutoConfig.for_model(shape.raw["model_type"], **raw)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(shape.dtype)
-    try:
-        with torch.device(shape.device):
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=shape.dtype).eval()
-    finally:
-        torch.set_default_dtype(before)
-    for p in model.parameters():
-        if p.ndim == 2:
-            p.data.normal_(0, p.shape[-1] ** -0.5)
-    return model
 
 
 def checked_tokens(shape: Shape) -> list[int]:
@@ -110,8 +89,6 @@ def ours(
     shape: Shape, options: BenchOptions, report: Report, cache: CacheConfig, asked: Sequence[Asked], hf: Any
 ) -> torch.Tensor:
     """A row of ours on the peer's weights; returns the logits that both are compared by."""
-    from hybridkv.bench.load import load_engine
-
     model = same_model(shape, hf)
     context = max(CHECKED, *(len(a.prompt) + a.answer for a in asked)) + 8
     engine = load_engine(shape, model, options, CacheConfig(kv_dtype=cache.kv_dtype), len(asked), context)
@@ -126,33 +103,19 @@ def ours(
     return logits
 
 
-def manager_of(hf: Any) -> Any:
-    """A context manager with transformers' continuous batching, warmed up and started."""
-    from transformers import GenerationConfig
-    from transformers.generation.configuration_utils import ContinuousBatchingConfig
-
-    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
-    sizes: dict[str, Any] = {"num_blocks": CPU_BLOCKS, "max_batch_tokens": CPU_TOKENS}
-    if hf.device.type != "cpu":
-        sizes = {}
-    greedy = GenerationConfig(do_sample=False, eos_token_id=-1)
-    return hf.continuous_batching_context_manager(
-        generation_config=greedy, continuous_batching_config=ContinuousBatchingConfig(**sizes)
-    )
-
-
 def refusal(hf: Any) -> str | None:
     """Why continuous batching does not run this model; None: it does. A short request is tried."""
     try:
-        done = batched(hf, [Asked([1, 2, 3], 2)], 60.0)
+        with at_most(SECONDS):
+            batched(hf, [Asked([1, 2, 3], 2)], SECONDS)
     except Exception as problem:  # an older version, a layer that it has no cache for
         return f"{type(problem).__name__}: {str(problem).splitlines()[0][:100] if str(problem) else ''}"
-    return None if done else "its first request got no tokens"
+    return None
 
 
 def batched(hf: Any, asked: Sequence[Asked], limit: float) -> float:
     """Seconds until all answers are there, starting and warming up not counted; NotDone."""
-    with manager_of(hf) as manager:
+    with continuous_batching(hf) as manager:
         begin, left, got = time.perf_counter(), len(asked), 0
         for a in asked:
             manager.add_request(list(a.prompt), max_new_tokens=a.answer, eos_token_id=-1)
@@ -186,7 +149,8 @@ def static(hf: Any, asked: Sequence[Asked], device: str) -> float:
         mask[i, longest - len(a.prompt) :] = 1
     given: dict[str, Any] = {"input_ids": tokens.to(device), "attention_mask": mask.to(device)}
     given |= {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    hf.generate(**given, max_new_tokens=2)  # compiles
+    with tuned_together():
+        hf.generate(**given, max_new_tokens=2)  # compiles
     sync(device)
     begin = time.perf_counter()
     out = hf.generate(**given, max_new_tokens=max(a.answer for a in asked))

@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -21,6 +21,7 @@ from hybridkv.request import Request
 KINDS = ("decode", "mixed", "prompt")
 AHEAD_CYCLES = 200_000_000  # about 0.1 s: the device waits until a step's launches are queued
 SHOWN_EVERY = 0.5  # seconds between two lines of progress
+REHEARSAL, REHEARSED = 20.0, 32  # seconds of a warm-up for the workload itself, and tokens of its answers, at the most
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,16 @@ class Watch:
 @contextmanager
 def watched(engine: Engine) -> Iterator[Watch]:
     """Inside, every step of the engine is noted."""
+    before = vars(engine.pipeline).get("next_step")  # of a watch around this one
     watch = Watch(engine)
     engine.pipeline.next_step = watch.look  # type: ignore[method-assign]
     try:
         yield watch
     finally:
-        del engine.pipeline.next_step  # the class's own again
+        if before is None:
+            del engine.pipeline.next_step  # the class's own again
+        else:
+            engine.pipeline.next_step = before
 
 
 @dataclass
@@ -211,7 +216,8 @@ def warm_up(engine: Engine, asked: Sequence[Asked], sampled: bool, say: Callable
     """Compile and capture all that the workload runs. Returns the seconds it took.
 
     Requests fill all slots with short prompts and end in halves, so that every batch is met; at each, prompts of
-    different lengths come in between. Then the workload's shortest, middle and longest prompts are read together.
+    different lengths come in between. Then the workload's shortest, middle and longest prompts are read together, and
+    last the workload itself is begun, with short answers, for some seconds: its own mixed steps.
     """
     begin = time.perf_counter()
     by_length = sorted(asked, key=lambda a: len(a.prompt))
@@ -246,7 +252,10 @@ def warm_up(engine: Engine, asked: Sequence[Asked], sampled: bool, say: Callable
     rest = add([a.prompt for a in few], 4)
     while not engine.idle:
         engine.step()
-    for request in [*running, *rest]:
+    begun = [replace(a, answer=min(a.answer, REHEARSED)) for a in asked]
+    params = sampling([a.answer for a in begun], sampled, 0)
+    rehearsed = serve(engine, begun, params, until=time.monotonic() + REHEARSAL, say=say)
+    for request in [*running, *rest, *rehearsed.requests]:
         if request.error is not None:
             raise RuntimeError(f"while warming up: {request.error}")
     if engine.manager.device.type == "cuda":
