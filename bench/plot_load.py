@@ -69,6 +69,11 @@ def text(x: float, y: float, words: str, colour: str = QUIET, anchor: str = "sta
 
 def draw_panel(panel: Panel) -> list[str]:
     lines = [line for line in panel.lines if line.points]
+    if panel.log_y:
+        lines = [line._replace(points=[p for p in line.points if p[1] > 0]) for line in lines]
+        lines = [line for line in lines if line.points]
+    if not lines:
+        return [text(LEFT, 22, f"{panel.title}: nothing to draw", INK, strong=True)]
     xs, ys = ([p[i] for line in lines for p in line.points] for i in (0, 1))
     low_x, high_x = (min(xs), max(xs)) if panel.log_x else (0.0, max(xs))
     low_y, high_y = (min(ys) / 1.3, max(ys) * 1.3) if panel.log_y else (0.0, max(ys) * 1.1)

@@ -395,6 +395,7 @@ def test_a_base_is_measured_in_its_own_tree(tmp_path: Path, monkeypatch: pytest.
             ["load", "--model-shape", "tiny", "--device", "cpu", "--prompt-tokens", "4000:5000"],
             "do not fit the context",
         ),
+        (["load", "--model-shape", "tiny", "--device", "cpu", "--budget", "48"], "smaller than the 64 recent tokens"),
         (["load", "--model-shape", "tiny", "--requests", "0"], "--requests must be a positive number"),
         (["load", "--model-shape", "tiny", "--rate", "0"], "--rate takes requests a second above 0"),
         (["load", "--model-shape", "tiny", "--load", "0.5,6"], "at most 5, not 6"),

@@ -65,6 +65,7 @@ DRAIN = 2.0  # times as long as requests arrive, that the last may take to end
 def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
     kind = (options.kv_dtypes or (("bf16",) if shape.device == "cuda" else ("f32",)))[0]
     mix = mix_of(shape, options)
+    cache = CacheConfig(kv_dtype=kind, budget=options.budget)
     count = options.requests or (6 if shape.tiny else 64 if options.quick else 256)
     about = {
         "model": shape.name, "layers": shape.config.layers, "weights": options.weight_dtype, "kv": kind,
@@ -81,7 +82,6 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
 
     report.doing("making weights")
     model = random_decoder(shape.config, shape.device, shape.dtype, options.weight_dtype == "fp8")
-    cache = CacheConfig(kv_dtype=kind, budget=options.budget)
     decoding = DecodeBench(shape, model, report, CacheConfig(kv_dtype=kind))
     checked = report.attempt("load", f"{kind}, compared with prefill", decoding.agreement)
     del decoding
