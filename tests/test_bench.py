@@ -197,7 +197,7 @@ def test_both_command_lines_take_the_same_options(run: Run, capsys: pytest.Captu
         bench_main(["--help"])
     by_argparse = capsys.readouterr().out
     flags = {flag_of(f) for f in OPTIONS.values()} | {"--base", "--json"}
-    assert len(flags) == 20
+    assert len(flags) == 31
     for said in (by_argparse, "\n".join(by_typer)):
         assert flags | {"--help"} == set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", said)) - {"--model-shape tiny"}
 
@@ -387,6 +387,24 @@ def test_a_base_is_measured_in_its_own_tree(tmp_path: Path, monkeypatch: pytest.
         (["decode", "--model-shape", "tiny", "--layers", "0"], "layers must be a positive number"),
         (["decode", "--model-shape", "tiny", "--weight-dtype", "int4"], "must be auto or fp8"),
         (["prefill", "--model-shape", "tiny", "--chunk", "100"], "multiple of 64"),
+        (["load", "--model-shape", "tiny", "--prompt-tokens", "10:5"], "--prompt-tokens 10:5: the lower end"),
+        (["load", "--model-shape", "tiny", "--prompt-tokens", "0:5"], "must be at least 1"),
+        (["load", "--model-shape", "tiny", "--answer-tokens", "ten"], "--answer-tokens takes LOW:HIGH"),
+        (["load", "--model-shape", "tiny", "--answer-tokens", "1:2:3"], "--answer-tokens takes LOW:HIGH"),
+        (
+            ["load", "--model-shape", "tiny", "--device", "cpu", "--prompt-tokens", "4000:5000"],
+            "do not fit the context",
+        ),
+        (["load", "--model-shape", "tiny", "--device", "cpu", "--budget", "48"], "smaller than the 64 recent tokens"),
+        (["load", "--model-shape", "tiny", "--requests", "0"], "--requests must be a positive number"),
+        (["load", "--model-shape", "tiny", "--rate", "0"], "--rate takes requests a second above 0"),
+        (["load", "--model-shape", "tiny", "--load", "0.5,6"], "at most 5, not 6"),
+        (["load", "--model-shape", "tiny", "--load", "most"], "--load takes numbers"),
+        (["load", "--model-shape", "tiny", "--load", "0.5", "--rate", "1"], "give one of them"),
+        (["load", "--model-shape", "tiny", "--tbt-limit", "0"], "--tbt-limit must be a positive number"),
+        (["load", "--model-shape", "tiny", "--seconds", "nan"], "--seconds must be a positive number"),
+        (["load", "--model-shape", "tiny", "--spread", "even"], "--spread must be uniform or log"),
+        (["load", "--model-shape", "DeepSeek-V4-Flash"], "benches of its own"),
         (["decode", "--model-shape", "tiny", "--json", "/no/such/folder/x"], "--json: there is no folder"),
     ],
 )

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from hybridkv.bench.eviction import Configured
-from hybridkv.bench.options import BenchOptions
+from hybridkv.bench.options import BUDGET, BenchOptions
 from hybridkv.bench.report import Column, Report
 from hybridkv.bench.shapes import Shape
 from hybridkv.bench.standin import fill_state, give_weights, resident
@@ -41,7 +41,7 @@ COLUMNS = (
 
 def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
     context = options.contexts[0] if options.contexts else 512 if shape.tiny else 16384
-    budget = 128 if shape.tiny else options.budget
+    budget = 128 if shape.tiny else options.budget or BUDGET
     memory = parse_bytes("4MiB" if shape.tiny else options.memory)
     assert memory is not None
     fp8 = options.weight_dtype == "fp8"

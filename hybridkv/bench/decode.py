@@ -15,16 +15,18 @@ import re
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridkv.bench.options import BenchOptions
+from hybridkv.bench.options import BUDGET, BenchOptions
 from hybridkv.bench.report import Column, Report, check, rounding
 from hybridkv.bench.shapes import Shape
 from hybridkv.bench.standin import fill_pages, fill_state, make_engine, resident
 from hybridkv.bench.timing import GIB, Ceilings, free_memory
+from hybridkv.cache import CacheSchema
 from hybridkv.config import CacheConfig
 from hybridkv.engine.engine import Engine
 from hybridkv.kernels.formats.fp8 import fp8_decode
@@ -88,7 +90,7 @@ def ours(
             continue  # what is wrong is not timed
         report.note(f"{kind} KV: decode steps of {CHECKED} tokens against their prefill: {error:.0e} of the logits")
         if kind == first and wanted("budget"):
-            with_budget(shape, model, report, kind, many, length, 128 if shape.tiny else options.budget)
+            with_budget(shape, model, report, kind, many, length, 128 if shape.tiny else options.budget or BUDGET)
         if wanted("context"):
             report.attempt("decode by context", kind, lambda b=bench: b.by_context(contexts))
             free_memory(shape.device)
@@ -220,12 +222,34 @@ class DecodeBench:
 
     def floor_us(self, engine: Engine, batch: int, entries: float) -> float:
         """`entries`: of all requests' streams together."""
-        schema, config = engine.manager.schema, self.shape.config
-        weights = read_bytes(self.model)
-        kv = sum(entries * s.page_bytes / s.entries_per_page for s in schema.streams)
-        state = 2 * batch * sum(s.slot_bytes for s in schema.states if s.name != "queries")
-        flops = 2 * batch * matrix_elements(config) + 4 * entries * config.heads / config.kv_heads * config.head_dim
-        return self.report.ceilings.floor_us(weights + kv + state, flops)
+        return StepWork.of(self.model, engine.manager.schema).floor_us(self.report.ceilings, batch, entries)
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What a decode step must read, write and multiply, counted."""
+
+    weights: int  # bytes, read once for all requests
+    entry: float  # bytes of one entry of a stream
+    state: int  # bytes of a request's recurrent state, which is read and written
+    row_flops: float  # of one token
+    entry_flops: float  # of one entry that a token attends to
+
+    @staticmethod
+    def of(model: Model, schema: CacheSchema) -> StepWork:
+        config = model.config
+        return StepWork(
+            read_bytes(model),
+            sum(s.page_bytes / s.entries_per_page for s in schema.streams),
+            sum(s.slot_bytes for s in schema.states if s.name != "queries"),
+            2 * matrix_elements(config),
+            4 * config.heads / config.kv_heads * config.head_dim,
+        )
+
+    def floor_us(self, ceilings: Ceilings, batch: int, entries: float) -> float:
+        """`entries`: of all requests' streams together."""
+        nbytes = self.weights + entries * self.entry + 2 * batch * self.state
+        return ceilings.floor_us(nbytes, batch * self.row_flops + entries * self.entry_flops)
 
 
 def timed_steps(engine: Engine) -> tuple[float, float | None]:

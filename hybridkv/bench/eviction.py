@@ -15,7 +15,7 @@ from itertools import product
 
 from torch import Tensor
 
-from hybridkv.bench.options import BenchOptions
+from hybridkv.bench.options import BUDGET, BenchOptions
 from hybridkv.bench.report import Column, Report, check
 from hybridkv.bench.shapes import Shape
 from hybridkv.bench.standin import fill_pages, fill_state, fill_sums, give_weights, make_engine, resident
@@ -47,7 +47,7 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
     lengths = options.contexts or (
         (256, 512) if shape.tiny else (16384,) if options.quick else (4096, 16384, 32768, 65536, 131072)
     )
-    budget = 128 if shape.tiny else options.budget
+    budget = 128 if shape.tiny else options.budget or BUDGET
     layers = len(shape.config.attention_layers)
     about = {"model": shape.name, "attention_layers": layers, "budget": budget}
     report = Report("eviction", "ms", COLUMNS, shape.device, ceilings, about, deadline=options.deadline)

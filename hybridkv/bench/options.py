@@ -9,10 +9,13 @@ import time
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
+from hybridkv.bench.load_workload import SPREADS, Range
 from hybridkv.config import KV_DTYPES
 from hybridkv.errors import HybridKVError
 
-BENCHES = ("kernels", "decode", "prefill", "eviction", "capacity")
+BENCHES = ("kernels", "decode", "prefill", "eviction", "capacity", "load")
+BUDGET = 2048  # kept in each stream where something is evicted and no number is given
+MOST_LOAD = 5.0  # of the capacity: beyond it requests only wait
 V4_BENCHES = ("v4_kernels", "v4_model")  # of DeepSeek-V4, whose cache and layers are its own; not part of "all"
 
 
@@ -31,16 +34,21 @@ class BenchOptions:
     layers: int | None = option(None, "N", "cut the model to its first N layers")
     device: str = option("auto", "NAME", "auto, cpu (tiny alone) or cuda")
     only: str | None = option(
-        None, "PATTERN", "kernels: ops and cases; decode: budget, context, batch, weights, state, peers"
+        None,
+        "PATTERN",
+        "kernels: ops and cases; decode: budget, context, batch, weights, state, peers; "
+        "load: offline, sampled, mixed, online, peers",
     )
     quick: bool = option(False, "", "few cases")
     kv_dtypes: tuple[str, ...] = option((), "NAMES", "of the cache, such as bf16,fp8", "kv-dtype")
     weight_dtype: str = option("auto", "NAME", "of the model's matrices: auto or fp8")
     contexts: tuple[int, ...] = option((), "LIST", "tokens, such as 2048,16384")
-    batches: tuple[int, ...] = option((), "LIST", "decode: requests at once")
-    budget: int = option(2048, "TOKENS", "kept in each stream where something is evicted")
+    batches: tuple[int, ...] = option((), "LIST", "decode and mixed steps: requests at once")
+    budget: int | None = option(
+        None, "TOKENS", f"kept in each stream where something is evicted, {BUDGET} by default; load: nothing is without"
+    )
     chunks: tuple[int, ...] = option(
-        (), "LIST", "prefill: tokens a step; more than one, such as 8192,4096: compared", "chunk"
+        (), "LIST", "prefill, load: tokens a step; prefill: more than one, such as 8192,4096, are compared", "chunk"
     )
     memory: str = option("80GiB", "SIZE", "capacity: for weights and cache")
     skip_peers: bool = option(False, "", "measure nothing but hybridkv")
@@ -48,6 +56,19 @@ class BenchOptions:
     compiled_layers: tuple[int, ...] = option((4,), "LIST", "decode: layers that transformers runs compiled")
     warm: int = option(0, "N", "kernels: compile first, in N processes")
     trace: str | None = option(None, "DIR", "decode, prefill: write a profiler trace there, print the largest costs")
+    requests: int | None = option(None, "N", "load: asked at once, 256 by default")
+    prompt_tokens: str | None = option(None, "LOW:HIGH", "load: lengths of prompts, 100:1024 by default")
+    answer_tokens: str | None = option(None, "LOW:HIGH", "load: lengths of answers, 100:1024 by default")
+    spread: str = option("uniform", "NAME", "load: lengths of prompts: uniform, or log: each factor of two has as many")
+    seed: int = option(0, "N", "load: of lengths, tokens, arrivals and sampling")
+    slots: int | None = option(None, "N", "load: requests that run at once; by default all, as far as memory goes")
+    load: tuple[float, ...] = option(
+        (), "SHARES", "load: arrivals, as shares of the measured capacity, such as 0.4,0.8"
+    )
+    rate: tuple[float, ...] = option((), "LIST", "load: arrivals a second, in place of shares")
+    seconds: float | None = option(None, "SECONDS", "load: how long requests arrive at each rate, 30 by default")
+    ttft_limit: float | None = option(None, "MS", "load: within which a first token is good; default: relative")
+    tbt_limit: float | None = option(None, "MS", "load: within which next tokens are good; default: relative")
     limit: float | None = option(None, "SECONDS", "begin no new row of a bench after this time")
 
     @property
@@ -63,12 +84,33 @@ class BenchOptions:
         for name in ("contexts", "batches", "chunks", "compiled_layers"):
             if any(n < 1 for n in getattr(self, name)):
                 raise HybridKVError(f"{name} must be positive numbers")
-        for name in ("budget", "peer_layers"):
-            if getattr(self, name) < 1:
-                raise HybridKVError(f"{name} must be a positive number, not {getattr(self, name)}")
+        for name in ("budget", "peer_layers", "requests", "slots", "seconds", "ttft_limit", "tbt_limit"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:  # NaN is refused too
+                raise HybridKVError(f"{flag_of(OPTIONS[name])} must be a positive number, not {value}")
+        self._check_load()
         for chunk in self.chunks:
             if chunk % 64:
                 raise HybridKVError(f"chunk must be a multiple of 64, not {chunk}")
+
+    def _check_load(self) -> None:
+        for name in ("prompt_tokens", "answer_tokens"):
+            if (text := getattr(self, name)) is not None:
+                Range.read(flag_of(OPTIONS[name]), text)
+        if self.spread not in SPREADS:
+            raise HybridKVError(f"--spread must be {' or '.join(SPREADS)}, not {self.spread!r}")
+        if self.seed < 0:
+            raise HybridKVError(f"--seed must not be negative, not {self.seed}")
+        if self.load and self.rate:
+            raise HybridKVError("--load and --rate both say how many requests arrive; give one of them")
+        for share in self.load:
+            if not 0 < share <= MOST_LOAD:
+                raise HybridKVError(
+                    f"--load takes shares of the capacity above 0, at most {MOST_LOAD:g}, not {share:g}"
+                )
+        for rate in self.rate:
+            if not 0 < rate < float("inf"):
+                raise HybridKVError(f"--rate takes requests a second above 0, not {rate:g}")
 
 
 OPTIONS = {f.name: f for f in fields(BenchOptions)}
@@ -95,7 +137,8 @@ def read_list(f: Field[Any], text: Any) -> tuple[Any, ...]:
     try:
         return tuple(kind_of(f)(item) for item in text.split(",")) if text else ()
     except ValueError:
-        raise HybridKVError(f"{flag_of(f)} takes whole numbers with commas between them, not {text!r}") from None
+        kind = "whole numbers" if kind_of(f) is int else "numbers"
+        raise HybridKVError(f"{flag_of(f)} takes {kind} with commas between them, not {text!r}") from None
 
 
 def from_json(text: str) -> BenchOptions:

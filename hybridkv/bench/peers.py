@@ -6,6 +6,7 @@ Nothing else in the package imports it.
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import statistics
 import sys
@@ -29,6 +30,7 @@ from hybridkv.models import FAMILIES
 
 PROMPT = 192  # tokens before the first step: a step's time is the host's and the weights', hardly the context's
 WARM, STEPS = 3, 8
+CPU_BLOCKS, CPU_TOKENS = 64, 64  # sizes that continuous batching finds by itself on a GPU alone
 SECONDS = {"transformers": 40.0, "transformers compiled": 75.0}  # a form that takes longer is left out
 
 
@@ -104,6 +106,41 @@ def build(shape: Shape) -> Any:
         if p.ndim == 2:
             p.data.normal_(0, p.shape[-1] ** -0.5)
     return model
+
+
+def build_dense(shape: Shape) -> Any:
+    """A transformers model of a family without recurrent layers, random weights of the usual size."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    raw = {name: value for name, value in shape.raw.items() if name not in ("model_type", "dtype")}
+    config = transformers.AutoConfig.for_model(shape.raw["model_type"], **raw)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(shape.dtype)
+    try:
+        with torch.device(shape.device):
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=shape.dtype).eval()
+    finally:
+        torch.set_default_dtype(before)
+    for p in model.parameters():
+        if p.ndim == 2:
+            p.data.normal_(0, p.shape[-1] ** -0.5)
+    return model
+
+
+def continuous_batching(hf: Any) -> Any:
+    """A context manager with transformers' continuous batching, warmed up and started."""
+    from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
+    sizes: dict[str, Any] = {"num_blocks": CPU_BLOCKS, "max_batch_tokens": CPU_TOKENS}
+    if hf.device.type != "cpu":
+        sizes = {}
+    greedy = GenerationConfig(do_sample=False, eos_token_id=-1)
+    return hf.continuous_batching_context_manager(
+        generation_config=greedy, timeout=10, continuous_batching_config=ContinuousBatchingConfig(**sizes)
+    )
 
 
 def mrope(shape: Shape) -> list[int]:

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 
 from hybridkv.bench.decode import matrix_elements
-from hybridkv.bench.options import BenchOptions
+from hybridkv.bench.options import BUDGET, BenchOptions
 from hybridkv.bench.report import Column, Report, check, rounding
 from hybridkv.bench.shapes import Shape
 from hybridkv.bench.standin import fill_pages, make_engine, resident
@@ -49,7 +49,7 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
     kinds = options.kv_dtypes or (("bf16",) if shape.device == "cuda" else ("f32",))
     lengths = options.contexts or ((192, 96) if shape.tiny else (4096,) if options.quick else (16384, 2048, 65536))
     chunk, *others = (64, 128) if shape.tiny else options.chunks or (8192,)
-    budget = 64 if shape.tiny else options.budget
+    budget = 64 if shape.tiny else options.budget or BUDGET
     about = {"model": shape.name, "layers": shape.config.layers, "chunk": chunk, "weights": options.weight_dtype}
     report = Report("prefill", "s", COLUMNS, shape.device, ceilings, about, deadline=options.deadline)
     report.start()

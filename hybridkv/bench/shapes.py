@@ -60,7 +60,7 @@ def find_shape(name: str | None, layers: int | None = None, device: str = "auto"
             raise HybridKVError(f"there is no model shape {name!r}; choose {', '.join(('tiny', *SHORT, *KNOWN))}")
         found, raw = known
         if (raw["model_type"] == "deepseek_v4") != v4:
-            benches = "kernels, decode, prefill, eviction and capacity" if v4 else "v4_kernels and v4_model"
+            benches = "kernels, decode, prefill, eviction, capacity and load" if v4 else "v4_kernels and v4_model"
             raise HybridKVError(f"{found} has benches of its own: {benches}")
     here = "cuda" if torch.cuda.is_available() else "cpu"
     device = here if device == "auto" else device
