@@ -96,7 +96,7 @@ def join_states_kernel(
     LN_2: tl.constexpr = 0.6931471805599453,
 ):
     i, N = tl.program_id(0).to(tl.int64), tl.cast(N, tl.int64)
-    if starts is not None:
+    if starts is not None:  # noqa: SIM102 - decided when the kernel is compiled
         if i < tl.load(starts) * H:
             return
     o_d = tl.arange(0, D)
