@@ -96,9 +96,12 @@ class MixedGraphs:
             longest = np.maximum(longest, table.lengths[at].max(1) + new)
         return fits_graph(longest.tolist(), PIECE)
 
-    def ready(self, step: ForwardStep) -> CapturedMixed | None:
-        """The graph of a step that has its shape; None: it is no graph's, or could not be captured."""
-        if step.shape is None:
+    def ready(self, step: ForwardStep, rows: int = 0) -> CapturedMixed | None:
+        """The graph of a step that has its shape; None: it is no graph's, or could not be captured.
+
+        `rows`: tokens whose logits are wanted; a graph gives those of one token of each request.
+        """
+        if step.shape is None or rows > step.shape.decodes + step.shape.chunks:
             return None
         if step.shape not in self.captured and step.shape not in self.failed:
             try:

@@ -77,7 +77,7 @@ class Runner:
         """Logits [S, vocab], good until the next step. Pages and state of the step's requests are written."""
         step = inputs.step
         graph = self.graphs.ready(step) if self.graphs is not None else None
-        mixed = self.mixed.ready(step) if self.mixed is not None else None
+        mixed = self.mixed.ready(step, len(inputs.rows)) if self.mixed is not None else None
         self.manager.begin(step)
         if graph is not None:
             logits = graph.replay(inputs.tokens, step)

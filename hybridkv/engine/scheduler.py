@@ -167,12 +167,15 @@ class Scheduler:
             if self.evictor is not None and (ahead := self.evictor.read_ahead(request, self.manager, n)):
                 self.manager.prepare_forward([(request.key, n + ahead)])
 
-    def reserve(self, plan: Sequence[tuple[Hashable, int]]) -> ForwardStep:
-        """The pages of a step, which gets the shape of the graph that it is replayed in, if there is one."""
+    def reserve(self, plan: Sequence[tuple[Hashable, int]], every_row: bool = False) -> ForwardStep:
+        """The pages of a step, which gets the shape of the graph that it is replayed in, if there is one.
+
+        `every_row`: logits of more than the last token of a prompt are wanted, and no graph gives those.
+        """
         if all(tokens == 1 for _, tokens in plan):
             return self.manager.prepare_forward(plan, None if self.graphs is None else self.graphs.rows(len(plan)))
         shape = None
-        if self.mixed is not None:
+        if self.mixed is not None and not every_row:
             slots = [self.manager.slot_of[request] for request, _ in plan]
             shape = self.mixed.shape(slots, [tokens for _, tokens in plan])
         return self.manager.prepare_forward(plan, shape=shape)

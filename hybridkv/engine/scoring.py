@@ -74,7 +74,7 @@ def _reserve(engine: Engine, key: RequestKey, tokens: int) -> ForwardStep:
     """Pages for one request, at the cost of the others."""
     while True:
         try:
-            return engine.scheduler.reserve([(key, tokens)])
+            return engine.scheduler.reserve([(key, tokens)], every_row=True)
         except OutOfPages:
             if not _make_room(engine):
                 raise
@@ -107,7 +107,7 @@ def score_after(engine: Engine, request: Request, tokens: Sequence[int]) -> Tens
     position = manager.position(request.key)
     if position + len(tokens) > manager.max_tokens:
         raise RequestError(f"{position} + {len(tokens)} tokens do not fit a context of {manager.max_tokens}")
-    step = engine.scheduler.reserve([(request.key, len(tokens))])
+    step = engine.scheduler.reserve([(request.key, len(tokens))], every_row=True)
     logits = engine.runner.forward(engine.runner.inputs([tokens], range(len(tokens)), step)).float().clone()
     manager.commit([(request.key, len(tokens))])
     request.tokens[position:] = tokens
