@@ -82,9 +82,14 @@ class Facts:
         """
         if request is None:
             return {name: t.schema.pages(tokens) for name, t in self.tables.items()}
-        slot, found = np.array([self._slot(request)]), {}
+        return self.pages_needed_together([(request, tokens)])
+
+    def pages_needed_together(self, plan: Sequence[tuple[Hashable, int]]) -> dict[str, int]:
+        """The same for several resident requests, each with its own number of tokens."""
+        slots = np.array([self._slot(request) for request, _ in plan], np.int64)
+        tokens, found = np.array([n for _, n in plan], np.int64), {}
         for name, table in self.tables.items():
-            add, copy = table.grow(slot, self.positions[slot], np.array([tokens]))
+            add, copy = table.grow(slots, self.positions[slots], tokens)
             found[name] = int(add.sum() + copy.sum())
         return found
 

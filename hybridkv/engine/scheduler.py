@@ -367,9 +367,13 @@ class Scheduler:
         """Move waiting requests in, in order, while a slot and the pages for all their known tokens, and one more, are
         free.
         """
+        to_come: dict[str, int] | None = None  # pages that the running ones still need; None: count them
         while self.waiting and self.waiting[0] not in preempted:
             request = self.waiting[0]
-            given_up = self._to_give_up(request)
+            if not self.manager.free_slots and not self.held:
+                return
+            to_come = self._pages_to_come() if to_come is None else to_come
+            given_up = self._to_give_up(request, to_come)
             if given_up is None:
                 prefix = self.prefix_of(request)
                 others = [held for held in self.held if held not in (request.continues, prefix)]
@@ -379,17 +383,26 @@ class Scheduler:
                     return
                 # it goes on in pages that a held fork shares, and would need none of its own without that fork
                 self.release_held(others[0])
+                to_come = None
                 continue
             for held in given_up:
                 self.release_held(held)
-            if not self.take_over(request) and not self.share_prefix(request):
+            if self.take_over(request) or self.share_prefix(request) or given_up:
+                to_come = None  # what others share has changed
+            if request.key not in self.manager.slot_of:
                 self.manager.admit_request(request.key)
             request.status = Status.RUNNING
             self.running.append(request)
             self.waiting.popleft()
+            if to_come is not None:
+                own = self.manager.pages_needed(request.key, self._to_come(request))
+                to_come = {name: pages + own[name] for name, pages in to_come.items()}
 
-    def _to_give_up(self, request: Request) -> list[Request] | None:
-        """Held caches to give up so that the request can enter, as few as will do; None: it must wait."""
+    def _to_give_up(self, request: Request, to_come: dict[str, int]) -> list[Request] | None:
+        """Held caches to give up so that the request can enter, as few as will do; None: it must wait.
+
+        `to_come`: of `_pages_to_come`.
+        """
         own = request.continues if request.continues in self.held else None  # the cache that it goes on in
         if request.params.prompt_logprobs is not None:  # it reads its prompt anew
             own = None
@@ -407,7 +420,7 @@ class Scheduler:
             need = self.manager.pages_needed(own.key, self._until_eviction(request, position, new))
             slots += 1
         others = [held for held in self.held if held not in (own, prefix)]
-        return self._fewest(others, need, slots)
+        return self._fewest(others, need, slots, to_come)
 
     def room_to_hold(
         self, need: dict[str, int], query_buffer: bool, keep: Request | None = None
@@ -417,15 +430,14 @@ class Scheduler:
         `need`: its pages; `query_buffer`: whether it has a buffer, too; `keep` is not given up.
         """
         others = [held for held in self.held if held is not keep]
-        return self._fewest(others, dict(need), self.manager.free_slots, int(query_buffer))
+        return self._fewest(others, need, self.manager.free_slots, self._pages_to_come(), int(query_buffer))
 
     def _fewest(
-        self, others: list[Request], need: dict[str, int], slots: int, buffers: int = 0
+        self, others: list[Request], need: dict[str, int], slots: int, to_come: dict[str, int], buffers: int = 0
     ) -> list[Request] | None:
         """Which of the held caches to give up, longest unused first, for a slot, pages and query buffers."""
         manager = self.manager
-        for name, pages in self._pages_to_come().items():
-            need[name] += pages
+        need = {name: pages + to_come[name] for name, pages in need.items()}
         free = manager.free_pages()
         buffers -= manager.query_buffers.free
         for n in range(len(others) + 1):
@@ -438,12 +450,11 @@ class Scheduler:
 
     def _pages_to_come(self) -> dict[str, int]:
         """Pages that running requests still need for tokens that are known already, and for one more each."""
-        need = dict.fromkeys(self.manager.tables, 0)
-        for request in self.running:
-            tokens = self._until_eviction(request, self.manager.position(request.key), self.pending(request) + 1)
-            for name, pages in self.manager.pages_needed(request.key, tokens).items():
-                need[name] += pages
-        return need
+        return self.manager.pages_needed_together([(r.key, self._to_come(r)) for r in self.running])
+
+    def _to_come(self, request: Request) -> int:
+        """Tokens of a running request that are known already, and one more, up to its next eviction."""
+        return self._until_eviction(request, self.manager.position(request.key), self.pending(request) + 1)
 
     def take_over(self, request: Request) -> bool:
         """Whether the request goes on in the held cache that it continues, as far as their tokens agree."""

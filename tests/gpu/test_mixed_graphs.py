@@ -177,7 +177,7 @@ def test_a_crowd_answers_as_each_alone(
 
     run(engine, late)
     assert len(requests) == len(asked) and all(len(r.generated) == 24 and not r.error for r in requests)
-    assert len(replays) > 6, "prompts did not run through graphs"
+    assert len(replays) > 3, "prompts did not run through graphs"
     llm.manager.check_integrity()
     if dtype == "float32":
         for request, (tokens, params) in zip(requests, asked):
