@@ -86,7 +86,7 @@ def key_splits(programs: int, keys: int, outputs: int, processors: int) -> int:
 
 def graph_splits(programs: int, processors: int) -> int:
     """The same for a graph, which does not know how many keys there will be."""
-    return 1 if programs >= 0.7 * processors else min(8, -(-processors // programs))
+    return 1 if programs >= 0.7 * processors else min(8, -(-processors // max(programs, 1)))
 
 
 class DevicePlan:

@@ -1,0 +1,194 @@
+"""Which steps with prompts a graph runs, and in what shape, without a GPU: the capture itself is stood in for, all else
+is real.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from engine.driving import KINDS, alone, assert_nothing_held, prompt, run
+from hybridkv.config import SamplingParams
+from hybridkv.engine.engine import Engine
+from hybridkv.engine.mixed_graphs import CapturedMixed, MixedGraphs, chunk_rows, decode_sizes
+from hybridkv.engine.step_cost import StepCost
+from hybridkv.engine.workspace import GRAPH_BYTES, activation_bytes, mixed_sizes
+from hybridkv.kernels.step_index import StepShape
+from hybridkv.models.config import ModelConfig
+from hybridkv.models.known import known_config
+
+
+class Replayed:
+    """Runs on what lies in the static buffers, as a graph does."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.replay = run
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[StepShape]:
+    """A capture makes a call of the model on the same buffers; the list grows with every replay."""
+    found: list[StepShape] = []
+
+    def capture(self: MixedGraphs, shape: StepShape) -> CapturedMixed:
+        step = self.manager.padding_of_shape(shape)
+        tokens = torch.zeros(shape.tokens, dtype=torch.int64)
+        rows = torch.zeros(shape.decodes + shape.chunks, dtype=torch.int64)
+        hidden = torch.empty(len(rows), self.model.config.hidden)
+
+        def forward() -> None:
+            own = step.again()
+            assert own.any_length and all(view.lengths is None for view in own.streams.values())
+            hidden.copy_(self.model.hidden(tokens, own.index.positions, self.manager.acquire(own), rows))
+
+        def replay() -> None:
+            found.append(shape)
+            forward()
+
+        forward()
+        assert hidden.isfinite().all(), "padding gives what is no number"
+        return CapturedMixed(Replayed(replay), tokens, rows, step.packed, hidden)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(MixedGraphs, "_capture", capture)
+    return found
+
+
+def with_graphs(engine: Engine, seconds: dict[int, float] | None = None) -> MixedGraphs:
+    """`seconds`: what steps are said to take."""
+    cost = StepCost(engine.runner.model.nbytes)
+    cost.seconds = seconds or {1: 1e-3, 64: 1.5e-3, 512: 5e-3}
+    graphs = MixedGraphs(engine.runner.model, engine.manager, engine.scheduler.step_tokens, cost)
+    engine.runner.mixed = engine.scheduler.mixed = graphs
+    engine.scheduler.cost = cost
+    return graphs
+
+
+def asked(count: int) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts of all lengths, greedy ones and such with a seed."""
+    lengths = (3, 126, 250, 64, 65, 1, 300, 33, 128, 90, 2, 200)[:count]
+    return [
+        (prompt(n, seed=i), SamplingParams(max_tokens=6 + i, temperature=0.8 * (i % 2), seed=i))
+        for i, n in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize("ahead", (False, True))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_crowd_answers_as_each_alone(kind: str, ahead: bool, engine_of: Callable, replays: list[StepShape]) -> None:
+    """Requests that come while others decode, in graphs and beside each other. f32: every token is the same."""
+    want = [alone(engine_of(kind), *each).generated for each in asked(12)]
+    engine = engine_of(kind)
+    engine.launches_ahead = ahead
+    graphs = with_graphs(engine)
+    requests = [engine.add(*each) for each in asked(12)[:3]]
+
+    def late(step: int) -> None:
+        if step % 2 and len(requests) < 12:
+            requests.append(engine.add(*asked(12)[len(requests)]))
+
+    run(engine, late)
+    assert [r.generated for r in requests] == want
+    beside = [shape for shape in replays if shape.decodes]
+    assert len(graphs.captured) > 1 and len(beside) > 3, "prompts did not run through graphs beside others"
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_preempted_in_a_crowd(kind: str, engine_of: Callable, replays: list[StepShape]) -> None:
+    """Pages run out: what was computed is computed again, in graphs, and every token is the same."""
+    each = [(prompt(60 + i, seed=i), SamplingParams(max_tokens=30, temperature=0.8, seed=i)) for i in range(3)]
+    want = [alone(engine_of(kind), *one).generated for one in each]
+    engine = engine_of(kind, pool=208)
+    engine.launches_ahead = True
+    with_graphs(engine)
+    for _ in range(2):
+        requests = [engine.add(*one) for one in each]
+        run(engine)
+        assert [r.generated for r in requests] == want and sum(r.preemptions for r in requests) > 0
+    assert len(replays) >= 2
+    assert_nothing_held(engine)
+
+
+def test_a_shape_is_captured_when_it_is_asked_for_again(engine_of: Callable, replays: list[StepShape]) -> None:
+    engine = engine_of("llama")
+    graphs = with_graphs(engine)
+    for times in range(3):
+        alone(engine, prompt(100), SamplingParams(max_tokens=1))
+        assert len(replays) == max(0, times)
+    assert set(graphs.captured) == {StepShape(128, 0, chunk_rows(128))}
+
+
+def test_a_capture_that_fails_is_not_tried_again(
+    engine_of: Callable, replays: list[StepShape], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For want of memory, say: the step runs as it is, with a warning, and other shapes still may be captured."""
+    want, tries = alone(engine_of("llama"), *asked(2)[1]).generated, []
+
+    def fails(self: MixedGraphs, shape: StepShape) -> CapturedMixed:
+        tries.append(shape)
+        raise torch.OutOfMemoryError("no memory for the graph")
+
+    monkeypatch.setattr(MixedGraphs, "_capture", fails)
+    engine = engine_of("llama")
+    with_graphs(engine)
+    assert alone(engine, *asked(2)[1]).generated == want
+    with pytest.warns(UserWarning, match="steps of 128 tokens run without a CUDA graph: no memory"):
+        assert alone(engine, *asked(2)[1]).generated == want
+    assert alone(engine, *asked(2)[1]).generated == want
+    assert len(tries) == 1 and not replays
+    assert_nothing_held(engine)
+
+
+def test_prompt_logprobs_and_scores_of_every_token_are_not_a_graphs(
+    engine_of: Callable, replays: list[StepShape]
+) -> None:
+    engine = engine_of("qwen3_5")
+    want = engine.score(prompt(100)), alone(engine, prompt(100), SamplingParams(max_tokens=2, prompt_logprobs=1))
+    with_graphs(engine)
+    for _ in range(3):
+        assert torch.equal(engine.score(prompt(100)), want[0])
+        got = alone(engine, prompt(100), SamplingParams(max_tokens=2, prompt_logprobs=1))
+        assert [x and x.token for x in got.prompt_logprobs] == pytest.approx(
+            [x and x.token for x in want[1].prompt_logprobs], abs=1e-4
+        )
+    assert not replays
+
+
+def config_of(name: str) -> ModelConfig:
+    found = known_config(name)
+    assert found is not None
+    return ModelConfig.from_dict(found[1])
+
+
+def test_sizes() -> None:
+    """Padding is at most a quarter of a step from 256 tokens on; a graph's activations are bounded."""
+    config = config_of("Qwen3.5-27B")
+    sizes = mixed_sizes(config, 4096)
+    assert sizes[:8] == [64, 128, 192, 256, 320, 384, 448, 512] and sizes == sorted(sizes)
+    assert all(b <= 1.25 * a for a, b in zip(sizes[3:], sizes[4:]))
+    assert sizes[-1] * activation_bytes(config) <= GRAPH_BYTES and mixed_sizes(config, 128) == [64, 128]
+    assert decode_sizes(256) == [0, 16, 64, 256] and decode_sizes(6) == [0, 6] and decode_sizes(16) == [0, 16]
+    assert [chunk_rows(n) for n in (64, 512, 4096)] == [5, 9, 33]
+    assert mixed_sizes(config_of("DeepSeek-V4-Flash"), 4096) == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "why"),
+    [(StepShape(100, 4, 3), "tokens"), (StepShape(200, 0, 3), "decodes"), (StepShape(200, 4, 2), "chunks")],
+)
+def test_a_step_that_does_not_fit_its_shape_is_refused_and_reserves_nothing(
+    shape: StepShape, why: str, engine_of: Callable
+) -> None:
+    manager = engine_of("llama").manager
+    for key in "abc":
+        manager.admit_request(key)
+    with pytest.raises(ValueError, match="do not make a step of"):
+        manager.prepare_forward([("a", 1), ("b", 60), ("c", 60)], shape=shape)
+    assert not any(manager.held_bytes(key) for key in "abc"), why
+    step = manager.prepare_forward([("a", 1), ("b", 60), ("c", 60)], shape=StepShape(128, 2, 4))
+    assert step.host.query_start_loc.tolist() == [0, 1, 1, 61, 121, 121, 128]
+    assert step.slots[0] >= 0 and step.slots[1] == -1 and step.slots[4:] == [-1, -1] and step.num_decodes == 2
