@@ -74,7 +74,9 @@ class PageAllocator:
         self._top = len(free)
 
     def _held_pages(self, ids: PageIds | Sequence[int]) -> tuple[PageIds, np.ndarray]:
-        pages, times = np.unique(np.asarray(ids, np.int64), return_counts=True)
+        ids = np.sort(np.asarray(ids, np.int64), axis=None, kind="stable")  # quick where they are nearly in order
+        first = np.flatnonzero(np.append(True, ids[1:] != ids[:-1])[: len(ids)])
+        pages, times = ids[first], np.diff(first, append=len(ids))
         bad = (pages < 0) | (pages >= self.total)
         if bad.any():
             raise ValueError(f"page ids {pages[bad][:8].tolist()} are outside 0..{self.total - 1}")
