@@ -213,10 +213,11 @@ class PageTable:
         return bool((self.allocator.refs[rows[rows >= 0]] == 1).all())
 
     def shrink(self, slot: int, counts: np.ndarray) -> None:
-        """The streams hold `counts` [streams] entries in their first pages, and the other pages go back. May be
-        repeated, after an interrupt.
+        """The streams hold `counts` [streams] entries in their first pages. Where those are fewer than before, the
+        other pages go back. May be repeated, after an interrupt.
         """
-        need, most = ceil_div(counts, self.schema.entries_per_page), int(self.held[slot].max(initial=0))
+        need = np.where(counts < self.lengths[slot], ceil_div(counts, self.schema.entries_per_page), self.held[slot])
+        most = int(self.held[slot].max(initial=0))
         rows = self.pages[slot, :, :most]
         # page by page over the streams, as they were taken: in ascending order, mostly
         emptied = rows.T[(np.arange(most)[:, None] >= need) & (rows.T >= 0)]

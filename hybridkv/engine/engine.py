@@ -506,8 +506,8 @@ class Engine:
         now = time.perf_counter()
         updates = []
         for request, token, problem in zip(step.sampled.requests, tokens, problems, strict=True):
-            if request in failed or request.finished:
-                continue
+            if request in failed or request.source in failed or request.finished:
+                continue  # a sibling ends with the request whose prompt it was to go on from
             if problem is not None:
                 request.error = problem
                 request.finish_reason = "error"
