@@ -151,12 +151,12 @@ def differences_case(s: Setup, kind: str, L: int, layers: int) -> Case:
     c = s.shape.config
     D, G = c.head_dim, c.kv_heads * layers
     moved = G * L * (2 * entry_bytes(kind, D) + 4)
-    at = torch.arange(L, device=s.device).expand(G, -1)
+    lengths = torch.full((G,), L, device=s.device)
     pages, table = s.pages(kind, G * L // PAGE, D), s.table(G, pages=L // PAGE)
-    inputs = [(pages, table, at)]
+    inputs = [(pages, table, lengths, L)]
 
     def verify() -> float:
-        few = (pages, table[:2], at[:2])
+        few = (pages, table[:2], lengths[:2], L)
         return check("key_differences", key_differences(*few), key_differences_ref(*few), 2e-5)
 
     return Case(lambda x: key_differences(*x), inputs, verify, moved)

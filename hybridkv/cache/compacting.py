@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ class Survivors:
 
     counts: np.ndarray  # [streams]
     flags: np.ndarray  # any that is not 0: nothing was moved
-    entries: np.ndarray  # of all streams, one after the other, ascending in each
+    lists: list[np.ndarray]  # of each stream its entries, ascending
 
 
 @dataclass
@@ -60,14 +61,13 @@ class Compacting:
             self._ready.synchronize()
         host, streams = self._host.numpy(), len(self.lengths)
         counts, flags = host[:streams].astype(np.int64), host[streams : streams + self.flags].copy()
-        first = streams + self.flags
-        return Survivors(counts, flags, host[first : first + int(counts.sum())].astype(np.int64))
+        ends = [0, *np.cumsum(counts).tolist()]
+        entries = host[streams + self.flags :][: ends[-1]].astype(np.int64)
+        return Survivors(counts, flags, [entries[a:b] for a, b in pairwise(ends)])
 
     def compaction(self) -> Compaction:
         """What the request holds of its past then."""
-        found = self.survivors
-        kept = np.split(found.entries, np.cumsum(found.counts)[:-1])  # never moved before: numbered by positions
-        before = self.before
+        kept, before = self.survivors.lists, self.before  # entries that were never moved are numbered by positions
         if before is None:
             return Compaction(self.position, {self.name: kept})
         where = {name: before.positions(name, self.position) for name in before.kept}

@@ -19,10 +19,9 @@ from torch import Tensor
 from hybridkv.cache.step import upload
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction_record import Keep
+from hybridkv.kernels.eviction.raise_kept import raise_kept
 from hybridkv.kernels.eviction.select import select_entries
 from hybridkv.kernels.eviction.select_shared import select_shared
-
-SURE_BYTES = 16 << 20  # that marking what a layer keeps for sure takes at once
 
 
 @dataclass(frozen=True)
@@ -71,13 +70,8 @@ class Chosen:
         host = torch.cat((flat, self.broken, self.counts.to(torch.int32))).cpu().numpy().astype(np.int64)
         entries, broken, sizes = np.split(host, [self.most, self.most + len(self.broken)])
         refuse_broken(broken)
-        return by_layer(entries, sizes, len(broken))
-
-
-def by_layer(entries: np.ndarray, sizes: np.ndarray, layers: int) -> Keep:
-    """Lists of each layer and stream, from the entries of all streams end to end and how many each has."""
-    rows, G = np.split(entries[: sizes.sum()], np.cumsum(sizes)[:-1]), len(sizes) // layers
-    return [rows[i * G : (i + 1) * G] for i in range(layers)]
+        rows, G = np.split(entries[: sizes.sum()], np.cumsum(sizes)[:-1]), len(sizes) // len(broken)
+        return [rows[i : i + G] for i in range(0, len(rows), G)]
 
 
 def refuse_broken(broken: np.ndarray) -> None:
@@ -127,7 +121,7 @@ def _share(
     if layers < 1:
         if layers > 0:  # what the streams of a layer win among themselves is theirs
             part = np.minimum((even * layers).astype(np.int64), lengths)
-            _raise_sure(rows, _shared(rows, lengths, np.maximum(part, least), fixed, least, count)[0])
+            raise_kept(rows, *_shared(rows, lengths, np.maximum(part, least), fixed, least, count))
         return _shared(rows, lengths, even, fixed, least, 1)
     return _shared(rows, lengths, even, fixed, least, count)
 
@@ -146,16 +140,6 @@ def _shared(
     sent = upload([(lengths - fixed).ravel(), (least - fixed).ravel(), lengths.ravel(), room], rows.device)
     visible, sure, ends = sent[: 3 * lengths.size].view(3, -1)
     return select_shared(rows, visible, sure, ends, groups, sent[3 * lengths.size :])
-
-
-def _raise_sure(rows: Tensor, entries: Tensor) -> None:
-    """Raise the scores [R, L] of these entries [R, K] above all others, in place. NaN stays: it is refused."""
-    L = rows.shape[1]
-    at_once = max(1, SURE_BYTES // (16 * max(1, L)))
-    for part, kept in zip(rows.split(at_once), entries.split(at_once)):
-        there = torch.zeros(len(part), L + 1, dtype=torch.bool, device=rows.device)
-        there.scatter_(1, torch.where(kept >= 0, kept, L).long(), True)  # -1 goes to an extra column
-        part.masked_fill_(there[:, :L] & ~part.isnan(), torch.inf)
 
 
 def pick(rows: Tensor, lengths: np.ndarray, budgets: np.ndarray, recent: int, scope: str) -> Chosen:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.compacting import Compacting
-from hybridkv.eviction.keep import by_layer, refuse_broken
+from hybridkv.eviction.keep import refuse_broken
 from hybridkv.eviction_record import EvictionRecord
 from hybridkv.request import Request
 
@@ -44,7 +44,9 @@ def finish(request: Request, manager: KVCacheManager) -> int:
         manager.settle(request.key)
         request.evicting = None
         refuse_broken(found.flags)
-    record = EvictionRecord(by_layer(found.entries, found.counts, layers), compacting.lengths.reshape(layers, -1))
+    lengths = compacting.lengths.reshape(layers, -1)  # [layers, G]
+    lists, G = found.lists, lengths.shape[1]
+    record = EvictionRecord([lists[i : i + G] for i in range(0, len(lists), G)], lengths)
     freed = manager.settle(request.key)
     at = compacting.position
     for earlier in [record for position, record in request.evictions.items() if position != at][-1:]:
