@@ -28,7 +28,7 @@ class Survivors:
     lists: list[np.ndarray]  # of each stream its entries, ascending
 
 
-@dataclass
+@dataclass(eq=False)
 class Compacting:
     """One request's streams of one schema, being compacted. `settled`: the manager's tables follow it."""
 

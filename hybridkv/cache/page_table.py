@@ -210,7 +210,7 @@ class PageTable:
     def owns_pages(self, slot: int) -> bool:
         """Whether the slot shares no page with another."""
         rows = self.pages[slot, :, : int(self.held[slot].max(initial=0))]
-        return bool((self.allocator.refs[rows[rows >= 0]] == 1).all())
+        return not ((self.allocator.refs[rows] > 1) & (rows >= 0)).any()
 
     def shrink(self, slot: int, counts: np.ndarray) -> None:
         """The streams hold `counts` [streams] entries in their first pages. Where those are fewer than before, the

@@ -161,7 +161,8 @@ def pick(rows: Tensor, lengths: np.ndarray, budgets: np.ndarray, recent: int, sc
     found, counts = _survivors(rows, ends, room, recent)
     streams = layers * G // len(rows)  # that have the same list
     if streams > 1:
-        found, counts = (x.repeat_interleave(streams, 0) for x in (found, counts))
+        found = found[:, None].expand(-1, streams, -1).flatten(0, 1)
+        counts = counts[:, None].expand(-1, streams).flatten()
     return Chosen(found, counts, broken, streams * int(np.minimum(ends, room).sum()))
 
 
