@@ -71,6 +71,7 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not appear in the answer
     eviction: EvictionConfig | None = None  # what it keeps; None: everything
     evictions: dict[int, EvictionRecord] = field(default_factory=dict)  # position -> entries kept there
+    evicting: object | None = None  # an eviction of it that is under way (eviction/under_way.py): it cannot run
     policy: str | None = None  # by which it was evicted last, `auto` resolved; None: never
     siblings: list[Request] = field(default_factory=list)  # further answers to the same prompt (n > 1)
     source: Request | None = None  # whose sibling it is, until it has a token of its own

@@ -19,12 +19,13 @@ import torch.nn.functional as F
 from numerics import assert_close_rms
 
 from hybridkv.bench import cases_attention, cases_dense, compare, decode, peers
+from hybridkv.bench import eviction as eviction_bench
 from hybridkv.bench.__main__ import main as bench_main
 from hybridkv.bench.__main__ import parser
 from hybridkv.bench.options import BENCHES, OPTIONS, V4_BENCHES, BenchOptions, flag_of, from_json
 from hybridkv.bench.report import WrongResult, check, rounded
 from hybridkv.bench.shapes import find_shape
-from hybridkv.bench.standin import fill_pages, fill_state, make_engine, resident
+from hybridkv.bench.standin import fill_pages, fill_state, give_weights, make_engine, resident
 from hybridkv.bench.suite import run_bench
 from hybridkv.bench.timing import Ceilings
 from hybridkv.bench.trace import short
@@ -39,8 +40,9 @@ from hybridkv.models.random_weights import random_decoder
 TINY = BenchOptions(model_shape="tiny", device="cpu", skip_peers=True)
 OPS = {
     "append", "attention_inputs", "attention_decode", "attention_prefill", "attention_exact", "gdn_step", "gdn_prefill",
-    "window_scores", "peak_scores", "value_norms", "key_differences", "standings", "pool_peaks", "select_entries",
-    "select_shared", "compact", "linear", "linear_exact", "add_rms_norm", "silu_mul", "best_tokens", "sample",
+    "window_scores", "peak_scores", "value_norms", "key_differences", "standings", "pool_peaks", "mix_peaks",
+    "select_entries", "select_shared", "compact", "to_front",
+    "linear", "linear_exact", "add_rms_norm", "silu_mul", "best_tokens", "sample",
 }  # fmt: skip
 Run = Callable[..., tuple[int, list[str], str]]
 BENCH = Path(__file__).parents[1] / "bench"
@@ -451,3 +453,24 @@ def test_quantised_values_become_the_weights_that_they_stand_for() -> None:
     assert layer.scale is None and layer.weight.dtype == torch.bfloat16
     assert_close_rms("product", want, F.linear(x, layer.weight.float()), 2e-3)  # a weight has four bits; a scale more
     assert not torch.equal(F.linear(x, weight), want)
+
+
+@pytest.mark.parametrize("policy", eviction_bench.POLICIES)
+def test_both_ways_of_an_eviction_are_timed_and_leave_the_same(policy: str) -> None:
+    """Left to the device, and carried out by the host; on a CPU the first is timed in this test alone."""
+    shape = find_shape("tiny", device="cpu")
+    cache = CacheConfig(kv_dtype="f32", budget=96, policy=policy)
+    model = eviction_bench.Configured(shape.config)
+    engine = make_engine(model, cache, "cpu", torch.float32, slots=1, context=264)
+    fill_pages(engine.manager)
+    give_weights(engine)
+    kept = []
+    for form in (eviction_bench.alone, eviction_bench.waited, eviction_bench.by_host):
+        request = eviction_bench.prepared(engine, 256, first=not kept)
+        found = form(engine, request)
+        assert all(value > 0 for value in found.values())
+        kept.append(np.ravel(engine.manager.lengths(request.key)["attention"]))
+        assert request.evictions and kept[-1].mean() == 96
+        engine.abort(request)
+        engine.manager.check_integrity()
+    assert found["pages"] == 256 // 64 * len(kept[0]) - sum(-(-kept[-1] // 64))

@@ -56,6 +56,9 @@ def eviction_cases(s: Setup) -> Iterator[Listed]:
         for fresh in (True, False):
             name = f"{kind} {layers} layers keep {keep} of {L}" + ("" if fresh else " in place")
             yield Listed("compact", name, partial(compact_case, s, kind, L, keep, fresh))
+        name = f"{kind} {layers} layers keep {keep} of {L}"
+        yield Listed("to_front", name, partial(front_case, s, kind, L, keep))
+    yield Listed("mix_peaks", f"{rows} rows of {L}", partial(mix_case, s, rows, L))
 
 
 def scores_case(
@@ -151,12 +154,12 @@ def differences_case(s: Setup, kind: str, L: int, layers: int) -> Case:
     c = s.shape.config
     D, G = c.head_dim, c.kv_heads * layers
     moved = G * L * (2 * entry_bytes(kind, D) + 4)
-    at = torch.arange(L, device=s.device).expand(G, -1)
+    lengths = torch.full((G,), L, device=s.device)
     pages, table = s.pages(kind, G * L // PAGE, D), s.table(G, pages=L // PAGE)
-    inputs = [(pages, table, at)]
+    inputs = [(pages, table, lengths, L)]
 
     def verify() -> float:
-        few = (pages, table[:2], at[:2])
+        few = (pages, table[:2], lengths[:2], L)
         return check("key_differences", key_differences(*few), key_differences_ref(*few), 2e-5)
 
     return Case(lambda x: key_differences(*x), inputs, verify, moved)
@@ -242,3 +245,52 @@ def compact_case(s: Setup, kind: str, L: int, keep: int, fresh: bool) -> Case:
         lambda _: compact(tensors, source, target, fresh), [None], verify, moved,
         torch=lambda _: [compact_ref(t, source, target) for t in tensors],
     )  # fmt: skip
+
+
+def front_case(s: Setup, kind: str, L: int, keep: int) -> Case:
+    """Keys and values of all streams of all layers, from lists on the device to the streams' fronts."""
+    from hybridkv.kernels.eviction.to_front import to_front, to_front_ref
+
+    c = s.shape.config
+    D, streams = c.head_dim, c.kv_heads * len(c.attention_layers)
+    table = s.table(streams, pages=L // PAGE)
+    pools = [s.pages(kind, table.numel(), D) for _ in range(2)]
+    tensors = [t for p in pools for t in ((p,) if isinstance(p, Tensor) else p)]
+    entries = torch.stack([torch.randperm(L, device=s.device)[:keep].sort().values for _ in range(streams)]).int()
+    counts, flags = torch.full((streams,), keep, device=s.device), entries.new_zeros(len(c.attention_layers))
+    report = entries.new_zeros(streams + len(flags) + streams * keep)
+    lists = (table, entries, counts, flags)
+    moved = 4 * streams * keep * entry_bytes(kind, D)
+
+    def verify() -> float:
+        got, want = ([t.clone() for t in tensors] for _ in range(2))
+        told = report.clone()
+        to_front(got, *lists, report)
+        to_front_ref(want, *lists, told)
+        check("to_front", report, told, 0)
+        for a, b in zip(got, want, strict=True):
+            check("to_front", a.view(torch.uint8), b.view(torch.uint8), 0)
+        return 0.0
+
+    return Case(lambda _: to_front(tensors, *lists, report), [None], verify, moved)
+
+
+def mix_case(s: Setup, rows: int, L: int) -> Case:
+    """Peaks, standings and norms of all streams in one score."""
+    from hybridkv.kernels.eviction.peak_mix import mix_peaks, mix_peaks_ref
+
+    moved, count = 4 * 4 * rows * L, copies(4 * 4 * rows * L, s.device)
+    lengths, weights = torch.full((rows,), L, device=s.device), torch.rand(rows, device=s.device)
+    at, looked_at = torch.arange(L, device=s.device).expand(rows, -1), torch.rand(L, device=s.device)
+
+    def three() -> list[Tensor]:
+        return [torch.rand(rows, L, device=s.device) for _ in range(3)]
+
+    inputs = [
+        (a, at, looked_at, b, 5.0, c, lengths, weights < 0.05, weights) for a, b, c in (three() for _ in range(count))
+    ]
+
+    def verify() -> float:
+        return check("mix_peaks", mix_peaks(*inputs[0]), mix_peaks_ref(*inputs[0]), 1e-5)
+
+    return Case(lambda x: mix_peaks(*x), inputs, verify, moved, torch=lambda x: mix_peaks_ref(*x))

@@ -141,7 +141,7 @@ class PrefillBench:
         fill_pages(engine.manager)
         if engine.evictor is not None:
             e = engine.evictor
-            engine.evictor = Timed(e.default, e.scale, e.step_tokens)
+            engine.evictor = Timed(e.default, e.scale, e.step_tokens, deferred=False)
         return engine
 
     def row(self, engine: Engine, length: int, more: str = "") -> None:

@@ -51,17 +51,17 @@ class PageAllocator:
 
     def share(self, ids: PageIds | Sequence[int]) -> None:
         """One more owner for each page."""
-        pages, times = self._held_pages(ids)
-        self.refs[pages] += times
+        pages, times, owners = self._held_pages(ids)
+        self.refs[pages] = owners + times
 
     def release(self, ids: PageIds | Sequence[int]) -> int:
         """One owner less for each page; those without owners return to the stack. Returns how many did."""
-        pages, times = self._held_pages(ids)
-        if (self.refs[pages] < times).any():
-            bad = pages[self.refs[pages] < times]
-            raise ValueError(f"pages {bad[:8].tolist()} are released more often than they are held")
-        self.refs[pages] -= times
-        freed = pages[self.refs[pages] == 0][::-1]
+        pages, times, owners = self._held_pages(ids)
+        left = owners - times
+        if (left < 0).any():
+            raise ValueError(f"pages {pages[left < 0][:8].tolist()} are released more often than they are held")
+        self.refs[pages] = left
+        freed = pages[left == 0][::-1]
         self._stack[self._top : self._top + len(freed)] = freed
         self._top += len(freed)
         return len(freed)
@@ -73,14 +73,18 @@ class PageAllocator:
         self._stack[: len(free)] = free
         self._top = len(free)
 
-    def _held_pages(self, ids: PageIds | Sequence[int]) -> tuple[PageIds, np.ndarray]:
-        pages, times = np.unique(np.asarray(ids, np.int64), return_counts=True)
-        bad = (pages < 0) | (pages >= self.total)
-        if bad.any():
-            raise ValueError(f"page ids {pages[bad][:8].tolist()} are outside 0..{self.total - 1}")
-        if (self.refs[pages] == 0).any():
-            raise ValueError(f"pages {pages[self.refs[pages] == 0][:8].tolist()} are free and have no owner")
-        return pages, times.astype(np.int32)
+    def _held_pages(self, ids: PageIds | Sequence[int]) -> tuple[PageIds, np.ndarray, np.ndarray]:
+        """Each page once in ascending order, how often it is named, and how many owners it has; or ValueError."""
+        ids = np.sort(np.asarray(ids, np.int64), axis=None, kind="stable")  # quick where they are nearly in order
+        first = np.flatnonzero(np.append(True, ids[1:] != ids[:-1])[: len(ids)])
+        pages, times = ids[first], np.diff(first, append=len(ids)).astype(np.int32)
+        if len(pages) and not 0 <= pages[0] <= pages[-1] < self.total:
+            bad = pages[(pages < 0) | (pages >= self.total)]
+            raise ValueError(f"page ids {bad[:8].tolist()} are outside 0..{self.total - 1}")
+        owners = self.refs[pages]
+        if not owners.all():
+            raise ValueError(f"pages {pages[owners == 0][:8].tolist()} are free and have no owner")
+        return pages, times, owners
 
     def check(self) -> None:
         """The stack holds exactly the pages without owners, each once."""

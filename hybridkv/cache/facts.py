@@ -21,6 +21,10 @@ class Compaction:
     position: int  # when it happened last
     kept: dict[str, list[np.ndarray]]  # absolute positions of each stream's surviving entries
 
+    def positions(self, name: str, position: int) -> list[np.ndarray]:
+        """Absolute positions of all entries of a request that is at `position` now."""
+        return [np.concatenate((kept, np.arange(self.position, position))) for kept in self.kept[name]]
+
 
 class Facts:
     """The part of KVCacheManager that answers questions."""
@@ -140,7 +144,7 @@ class Facts:
         past = self.compactions.get(slot)
         if past is None or name not in past.kept:
             return [np.arange(n) for n in lengths]
-        return [np.concatenate((kept, np.arange(past.position, position))) for kept in past.kept[name]]
+        return past.positions(name, position)
 
     def can_rewind(self, request: Hashable, position: int) -> bool:
         """Whether the request's state can go back to a position."""

@@ -10,6 +10,9 @@ Every fact has one home: slots in `slot_of`, pages in the page tables, query buf
 and counts follow from these. A method that is interrupted in the middle (Ctrl-C, no memory) sets a flag, and the next
 one makes the counts anew (`rebuild`): nothing is lost or owned twice. Entries of a request that was being compacted may
 be gone then, so its owner releases it, as the engine does.
+
+A compaction may also be left to the device (`start_compaction`). Until it is settled, tables and lengths are those from
+before it. Whatever would read or change the request's entries settles it first, and waits for that.
 """
 
 from __future__ import annotations
@@ -21,8 +24,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hybridkv.cache.bookkeeping import bookkeeping
+from hybridkv.cache.compacting import Compacting
 from hybridkv.cache.compressed_handle import CompressedHandle
 from hybridkv.cache.facts import Compaction
 from hybridkv.cache.handle import LayerHandle
@@ -33,6 +38,7 @@ from hybridkv.cache.specification import SpecificationNames
 from hybridkv.cache.state import StatePool
 from hybridkv.cache.step import ForwardStep, build_step
 from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.kernels.eviction.to_front import to_front
 from hybridkv.kernels.step_index import HostIndex, StepShape
 
 Plan = Sequence[tuple[Hashable, int]]  # (request, new tokens)
@@ -64,6 +70,7 @@ class KVCacheManager(SpecificationNames):
         self.positions = np.zeros(slots, np.int64)
         self.reached = np.zeros(slots, np.int64)  # the furthest position that state has seen
         self.compactions: dict[int, Compaction] = {}  # of slots that were compacted
+        self.compacting: dict[int, Compacting] = {}  # slots whose compaction the device carries out
         self.slot_of: dict[Hashable, int] = {}
         self.interrupted = False  # whether a bookkeeping method did not come to its end
         self._free_slots = list(range(slots - 1, -1, -1))
@@ -89,6 +96,7 @@ class KVCacheManager(SpecificationNames):
     def fork_request(self, source: Hashable, request: Hashable) -> int:
         """A second request with the same past: pages shared, state copied. Neither sees what the other then writes."""
         origin = self._slot(source)
+        self._settle(origin)
         self.check_committed(origin)
         self.check_shareable(int(self.positions[origin]))
         slot = self._take_slot(request)
@@ -133,6 +141,7 @@ class KVCacheManager(SpecificationNames):
     def truncate_request(self, request: Hashable, position: int) -> None:
         """Forget all tokens from `position` on. Refused where the past cannot be brought back."""
         slot = self._slot(request)
+        self._settle(slot)
         if not 0 <= position <= self.positions[slot]:
             raise RequestError(f"cannot truncate to {position}: the request is at position {self.positions[slot]}")
         if position == self.positions[slot]:
@@ -160,7 +169,9 @@ class KVCacheManager(SpecificationNames):
         The survivors do not change by a bit. All lists are checked before anything moves. A table stays whole if none
         of its layers is named.
         """
-        slot, before = self._slot(request), self.held_pages(request)
+        slot = self._slot(request)
+        self._settle(slot)
+        before = self.held_pages(request)
         lists: dict[str, list[np.ndarray]] = {}  # of each table, one for each stream
         for name, table in self.tables.items():
             if keep.keys() & set(table.schema.layers):
@@ -179,6 +190,55 @@ class KVCacheManager(SpecificationNames):
         self.compactions[slot] = Compaction(int(self.positions[slot]), where)
         return sum(before.values()) - sum(self.held_pages(request).values())
 
+    @bookkeeping
+    def start_compaction(
+        self,
+        request: Hashable,
+        name: str,  # of the stream schema
+        entries: Tensor,  # [streams, K] int32 on the device: those that stay, ascending; past `counts` anything
+        counts: Tensor,  # [streams] int64 on the device, at least 1 each
+        flags: Tensor,  # [F] int32 on the device; any that is not 0: nothing moves
+        most: int,  # that all counts together are at the most
+    ) -> Compacting:
+        """Keep only these entries. The device does it after all that it was given before, and nothing waits for it.
+
+        The lists are not checked: they come from a selection that makes no others. None of the request's pages may be
+        shared (`PageTable.owns_pages`).
+        """
+        slot, table = self._slot(request), self.tables[name]
+        self._settle(slot)
+        if not table.owns_pages(slot):
+            raise ValueError(f"request {request!r} shares pages, which cannot be compacted in place")
+        report = torch.empty(table.schema.streams + len(flags) + most, dtype=torch.int32, device=self.device)
+        to_front(list(table.pool.lane(0).values()), table.rows(slot), entries, counts, flags, report)
+        past, lengths = self.compactions.get(slot), table.lengths[slot].copy()
+        found = Compacting(name, int(self.positions[slot]), lengths, past, len(flags), report)
+        self.compacting[slot] = found
+        return found
+
+    @bookkeeping
+    def settle(self, request: Hashable) -> int:
+        """Pages and lengths become those that a compaction leaves which was started; the host waits for the device.
+
+        Returns how many pages went back. Nothing happens if there is none.
+        """
+        slot, before = self._slot(request), self.held_pages(request)
+        self._settle(slot)
+        return sum(before.values()) - sum(self.held_pages(request).values())
+
+    def _settle(self, slot: int) -> None:
+        """May be repeated: an interrupt leaves it to be done, from what is known of it alone."""
+        found = self.compacting.get(slot)
+        if found is None:
+            return
+        survivors = found.survivors
+        if not survivors.flags.any() and (survivors.counts < found.lengths).any():
+            compaction = found.compaction()
+            self.tables[found.name].shrink(slot, survivors.counts)
+            self.compactions[slot] = compaction
+        found.settled = True
+        del self.compacting[slot]
+
     # ---- one step
 
     @bookkeeping
@@ -191,6 +251,8 @@ class KVCacheManager(SpecificationNames):
             shape: make it a step of this shape, what is missing padding.
         """
         slots = [self._slot(request) for request, _ in plan]
+        for slot in [slot for slot in slots if slot in self.compacting]:
+            self._settle(slot)
         counts = [tokens for _, tokens in plan]
         if not plan or len(set(slots)) != len(slots) or min(counts) < 1:
             raise ValueError(f"a step needs different requests with at least one new token each: {list(plan)}")
@@ -326,6 +388,7 @@ class KVCacheManager(SpecificationNames):
         self.reached[free] = 0
         for slot in free:
             self.compactions.pop(slot, None)
+            self.compacting.pop(slot, None)
         self.query_buffers.rebuild(free)
         self._free_slots = free
         self.interrupted = False
@@ -351,5 +414,6 @@ class KVCacheManager(SpecificationNames):
         self.positions[slot] = 0
         self.reached[slot] = 0
         self.compactions.pop(slot, None)
+        self.compacting.pop(slot, None)  # what moves on the device comes before all that is launched from here on
         self.query_buffers.drop(slot)
         self._free_slots.append(slot)

@@ -207,6 +207,26 @@ class PageTable:
         target = new.view(pages.shape)[owner, entry // P] * P + entry % P
         return source, target
 
+    def owns_pages(self, slot: int) -> bool:
+        """Whether the slot shares no page with another."""
+        rows = self.pages[slot, :, : int(self.held[slot].max(initial=0))]
+        return not ((self.allocator.refs[rows] > 1) & (rows >= 0)).any()
+
+    def shrink(self, slot: int, counts: np.ndarray) -> None:
+        """The streams hold `counts` [streams] entries in their first pages. Where those are fewer than before, the
+        other pages go back. May be repeated, after an interrupt.
+        """
+        need = np.where(counts < self.lengths[slot], ceil_div(counts, self.schema.entries_per_page), self.held[slot])
+        most = int(self.held[slot].max(initial=0))
+        rows = self.pages[slot, :, :most]
+        # page by page over the streams, as they were taken: in ascending order, mostly
+        emptied = rows.T[(np.arange(most)[:, None] >= need) & (rows.T >= 0)]
+        rows[np.arange(most) >= need[:, None]] = -1  # from here on they are not the stream's
+        self.held[slot] = need
+        self.lengths[slot] = counts
+        self._all_changed(slot)
+        self.allocator.release(emptied)
+
     def drop(self, slot: int, keep: int = 0) -> None:
         """Give back all pages of a slot but the first `keep` of each stream."""
         rows = self.pages[slot, :, keep:]

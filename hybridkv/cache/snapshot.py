@@ -99,6 +99,7 @@ def snapshot_request(manager: KVCacheManager, request: Hashable) -> Snapshot:
     slot = manager.slot_of.get(request)
     if slot is None:
         raise RequestError(f"request {request!r} is not resident; it was released or never admitted")
+    manager.settle(request)
     manager.check_committed(slot)
     manager.check_shareable(int(manager.positions[slot]))
     entries, lengths = {}, {}

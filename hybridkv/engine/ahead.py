@@ -14,17 +14,20 @@ if TYPE_CHECKING:
     from hybridkv.engine.engine import Engine
 
 
-def evict_after_step(engine: Engine, request: Request) -> None:
-    """Evict the request if that is due after the step that was committed. Pages of what is read ahead are reserved."""
+def evict_after_step(engine: Engine, request: Request, wait: bool = True) -> None:
+    """Evict the request if that is due after the step that was committed. Pages of what is read ahead are reserved.
+
+    `wait`: as in Evictor.after_step.
+    """
     evictor, manager = engine.evictor, engine.manager
     if evictor is None:
         return
     ahead = evictor.read_ahead(request, manager)
     if not ahead:
-        evictor.after_step(request, manager)
+        evictor.after_step(request, manager, wait=wait)
         return
     end = request.prompt_tokens
     with manager.trial(request.key):
         step = manager.prepare_forward([(request.key, ahead)])
         engine.runner.hidden(engine.runner.inputs([request.tokens[end - ahead : end]], [ahead - 1], step))
-        evictor.after_step(request, manager, ahead)
+        evictor.after_step(request, manager, ahead, wait)

@@ -442,6 +442,7 @@ class Engine:
         return updates
 
     def _step(self, launch_ahead: bool) -> list[Update]:
+        self.scheduler.settle_ready()
         try:
             step = self.pipeline.next_step()
         except OutOfPages as problem:  # one request is left and fills the pools alone: it ends with what it has
@@ -451,8 +452,8 @@ class Engine:
         except RequestError as problem:
             return self._end_stuck(problem)
         if step is None:
-            return []
-        live = step.live
+            return self._end_failed()
+        live, evicting = step.live, self.scheduler.evicting
         self.manager.commit([(request.key, n) for request, n in live])
         failed = self._evict([request for request, _ in live])
         self._fork(step, failed)
@@ -461,20 +462,25 @@ class Engine:
                 self.pipeline.prepare_next()
             if launch_ahead:
                 self.pipeline.launch_ahead()
+        for request in evicting:  # the device was given the step after them: the tokens come later than their lists
+            self.scheduler.settle(request)
+        failed += [request for request in self.scheduler.failed if request not in failed]
         updates = [*self._extend(step, failed), *(Update(request, None, "") for request in failed)]
         self.pipeline.advance()
         self._finish_done(updates)
         return updates
 
     def _evict(self, requests: Sequence[Request]) -> list[Request]:
-        """Evict the requests that are due. Returns those in which that failed; they end, and all others go on."""
+        """Evict the requests that are due, or have the device do it. Returns those in which that failed; they end, and
+        all others go on.
+        """
         if self.evictor is None:
             return []
         failed = []
         for request in requests:
             try:
-                evict_after_step(self, request)
-                if request.evictions:
+                evict_after_step(self, request, wait=False)
+                if request.evictions or request.evicting is not None:
                     request.limit = self._limit(request)
             except (Exception, SystemExit) as problem:  # a policy of the user's, NaN scores, or no memory for them
                 request.finish_reason = "error"
@@ -482,7 +488,7 @@ class Engine:
                 failed.append(request)
         return failed
 
-    def _fork(self, step: InFlightStep, failed: Sequence[Request]) -> None:
+    def _fork(self, step: InFlightStep, failed: list[Request]) -> None:
         """Where a prompt has been read, its other answers begin."""
         assert step.sampled is not None
         for request in step.sampled.requests:
@@ -490,6 +496,8 @@ class Engine:
                 request.limit = self._limit(request)
             if request.siblings and request not in failed and not request.finished:
                 self.scheduler.fork(request)
+                if request.finish_reason == "error":
+                    failed.append(request)
 
     def _extend(self, step: InFlightStep, failed: Sequence[Request]) -> list[Update]:
         """Give each request its next token, but for those that have failed or ended. The host waits for the device."""
@@ -501,8 +509,8 @@ class Engine:
         updates = []
         for request, token, problem in zip(step.sampled.requests, tokens, problems, strict=True):
             request.unseen -= 1
-            if request in failed or request.finished:
-                continue
+            if request in failed or request.source in failed or request.finished:
+                continue  # a sibling ends with the request whose prompt it was to go on from
             if problem is not None:
                 request.error = problem
                 request.finish_reason = "error"
@@ -531,7 +539,11 @@ class Engine:
 
     def _longest(self, request: Request) -> int:
         """Tokens of the context, or those that the pools hold if nothing is evicted."""
-        evicts = request.evictions or (request.eviction is not None and request.eviction.bounded)
+        evicts = (
+            request.evictions
+            or request.evicting is not None
+            or (request.eviction is not None and request.eviction.bounded)
+        )
         return self.manager.max_tokens if evicts else self.tokens_alone
 
     # ---- how requests end
@@ -542,6 +554,12 @@ class Engine:
         request.finish_reason = "length" if request.answer_tokens else "error"
         updates = [Update(request, None, "")]
         self._finish_done(updates)
+        return updates
+
+    def _end_failed(self) -> list[Update]:
+        updates = [Update(request, None, "") for request in self.scheduler.failed]
+        if updates:
+            self._finish_done(updates)
         return updates
 
     def _end_stuck(self, problem: RequestError) -> list[Update]:
@@ -566,6 +584,8 @@ class Engine:
             self.manager.check_counts()
 
     def _finish(self, request: Request) -> None:
+        if request.finish_reason != "error":
+            self.scheduler.settle(request)
         for sibling in request.forming:
             sibling.error, sibling.finish_reason = request.error, request.finish_reason
             self._finish(sibling)

@@ -27,7 +27,7 @@ from hybridkv.cache.step import upload
 from hybridkv.config import CHUNK_QUANTUM
 from hybridkv.engine.held import check_ended
 from hybridkv.errors import RequestError
-from hybridkv.eviction.evict import positions
+from hybridkv.eviction.entries import positions
 from hybridkv.eviction.sizes import STREAMS
 from hybridkv.kernels.eviction.peak import peak_scores
 from hybridkv.request import Request, RequestKey

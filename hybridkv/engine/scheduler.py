@@ -8,6 +8,9 @@ the same order; it needs no slot. One that begins with a held cache that others 
 needs a query buffer; while all are taken, it waits where it is. When pages run out, caches held for a next turn go
 first, then the youngest running request is preempted: its pages are released and it waits at the front to be computed
 again. The oldest request is never preempted, so work always ends.
+
+A request whose eviction is under way on the device (`Request.evicting`) is left out of steps while others can run. It
+is waited for where nothing else is left to do, where its pages are needed, and before it is forked, preempted or held.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ from hybridkv.engine.step_cost import StepCost
 from hybridkv.errors import HybridKVError, OutOfPages
 from hybridkv.eviction import Evictor, max_held_tokens
 from hybridkv.eviction.sizes import bounded_stride
+from hybridkv.eviction.under_way import finish as finish_eviction
+from hybridkv.eviction.under_way import is_ready
 from hybridkv.request import Request, RequestKey, Status
 
 Plan = list[tuple[Request, int]]  # (request, new tokens)
@@ -98,6 +103,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.held: list[Request] = []  # finished, cache kept; longest unused first
+        self.failed: list[Request] = []  # whose eviction did, found when it was waited for; they are to end
         self._sorting: list[Request] = []  # all requests, while they are sorted anew
 
     @property
@@ -115,7 +121,8 @@ class Scheduler:
     # ---- the next step
 
     def schedule(self, prepared: Batch | None = None) -> Batch | None:
-        """The next step, with its pages; None: there is nothing to do. `prepared` is used if it is the right one.
+        """The next step, with its pages; None: there is nothing to do, or a request has failed and is to end first.
+        `prepared` is used if it is the right one.
 
         A request that is preempted here is not admitted again here, so every round ends with a step or leaves one
         request fewer: this ends whatever was miscounted.
@@ -124,6 +131,10 @@ class Scheduler:
         while True:
             self._admit(preempted)
             plan = self._plan()
+            if not plan and self._settle_some():
+                continue
+            if self.failed:
+                return None
             if not plan:
                 self._check_not_stuck()
                 return None
@@ -135,6 +146,8 @@ class Scheduler:
                 self._reserve_ahead(plan)
                 step = self.reserve([(request.key, n) for request, n in plan])
             except OutOfPages:
+                if self._settle_some():
+                    continue
                 gone = self.make_room()
                 if gone is None:
                     raise
@@ -189,6 +202,8 @@ class Scheduler:
             return None
         if int(batch.step.host.num_computed.max()) + 1 >= self.manager.max_tokens:
             return None
+        if any(request.evicting is not None for request in batch.requests):
+            return None
         try:
             step = self.reserve([(request.key, 1) for request in batch.requests])
         except OutOfPages:
@@ -197,7 +212,8 @@ class Scheduler:
 
     def _plan(self, ahead: bool = False) -> Plan:
         """`ahead`: without requests of which is known that they end with the token that is pending."""
-        running = [r for r in self.running if r.finish_reason is None and not (ahead and self._ends(r))]
+        running = [r for r in self.running if r.finish_reason is None and r.evicting is None]
+        running = [r for r in running if not (ahead and self._ends(r))]
         pending = {request: self.pending(request) for request in running}
         plan = [(request, 1) for request, n in pending.items() if n == 1 and self.give_query_buffer(request)]
         budget = self._prompt_tokens([request for request, _ in plan])
@@ -318,6 +334,38 @@ class Scheduler:
                 "requests admitted by hand); release them"
             )
 
+    # ---- evictions under way
+
+    @property
+    def evicting(self) -> list[Request]:
+        """Running requests whose eviction is under way."""
+        return [r for r in self.running if r.evicting is not None] if self.evictor is not None else []
+
+    def settle(self, request: Request) -> None:
+        """Finish an eviction of the request that is under way: the host waits for it. Where it failed, the request is
+        to end.
+        """
+        try:
+            finish_eviction(request, self.manager)
+        except HybridKVError as problem:
+            if request.finish_reason != "abort":
+                request.finish_reason, request.error = "error", f"eviction failed: {problem}"
+                self.failed.append(request)
+
+    def settle_ready(self) -> None:
+        """Finish the evictions whose lists have come."""
+        for request in self.evicting:
+            if is_ready(request):
+                self.settle(request)
+
+    def _settle_some(self) -> bool:
+        """Whether an eviction was under way, which has been waited for. What is ready by then is finished too."""
+        found = self.evicting[:1]
+        for request in found:
+            self.settle(request)
+            self.settle_ready()
+        return bool(found)
+
     # ---- several answers to one prompt
 
     def fork(self, request: Request) -> None:
@@ -328,6 +376,9 @@ class Scheduler:
         """
         forming = request.forming
         if not forming:
+            return
+        self.settle(request)
+        if request.finish_reason is not None:
             return
         tables = self.manager.tables
         # each stream's next token needs a page: a new one, or a copy of the one that all share
@@ -519,6 +570,7 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Release the cache; the tokens stay, and are computed again later."""
+        self.settle(request)  # what was kept is kept again then
         self.waiting.appendleft(request)  # in one queue at least at any moment, or an interrupt would lose it
         self.manager.release_request(request.key)
         request.status = Status.WAITING
@@ -547,7 +599,8 @@ class Scheduler:
             request.status = Status.FINISHED
             self.running.remove(request)
         request.status = Status.FINISHED
-        request.sampler = None
+        request.sampler = request.evicting = None
+        self.failed = [each for each in self.failed if each is not request]
 
     def release_held(self, request: Request) -> None:
         if request in self.held:
@@ -578,7 +631,8 @@ class Scheduler:
         for key in [key for key in resident if isinstance(key, RequestKey) and key not in owner]:
             self.manager.release_request(key)
         for request in ended:
-            request.continues = None
+            request.continues = request.evicting = None
+        self.failed = []
         self._sorting = []
 
 

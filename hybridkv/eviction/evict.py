@@ -27,14 +27,15 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.step import upload
 from hybridkv.config import CacheConfig, EngineConfig, EvictionConfig
 from hybridkv.errors import HybridKVError, RequestError
-from hybridkv.eviction.keep import Keep, Protected, choose, choose_shared, joined
+from hybridkv.eviction.entries import mean_length, positions, queries_at
+from hybridkv.eviction.keep import Chosen, Keep, Protected, joined, pick, pick_shared
 from hybridkv.eviction.named import find_policy, resolved_name
 from hybridkv.eviction.policy import LayerCache, Policy
 from hybridkv.eviction.sizes import SCORE_BYTES, STREAMS, bounded_stride
 from hybridkv.eviction.spread import Ada
+from hybridkv.eviction.under_way import UnderWay
 from hybridkv.eviction_record import EvictionRecord
 from hybridkv.kernels.formats.kv_format import pages_of
 from hybridkv.request import Request
@@ -51,6 +52,7 @@ class Evictor:
     step_tokens: int = EngineConfig.step_tokens  # a bounded request is evicted at multiples of these
     settings: EvictionConfig | None = None  # of requests that name a budget alone: all but that
     weights: Callable[[], Tensor] | None = None  # [streams] f32, how much each copies; None: not to be had
+    deferred: bool | None = None  # whether evictions of running requests are left to the device; None: on a GPU
 
     @staticmethod
     def make(
@@ -181,32 +183,68 @@ class Evictor:
             return False
         return mean_length(request, manager) + left > eviction.budget + eviction.window
 
-    def after_step(self, request: Request, manager: KVCacheManager, ahead: int = 0) -> None:
-        """Evict if that is due, and keep last queries no longer than they may be asked for. `ahead`: as in `evict`."""
+    def after_step(self, request: Request, manager: KVCacheManager, ahead: int = 0, wait: bool = True) -> None:
+        """Evict if that is due, and keep last queries no longer than they may be asked for.
+
+        Args:
+            request: a running one.
+            manager: where it is resident.
+            ahead: as in `evict`.
+            wait: False: the eviction may still be under way afterwards (`Request.evicting`).
+        """
         if self.due(request, manager):
-            self.evict(request, manager, ahead)
+            if wait or not self.leaves_to_device(request, manager):
+                self.evict(request, manager, ahead)
+            else:
+                self.start(request, manager, ahead)
         if not self.needs_queries(request, manager):
             manager.drop_query_buffer(request.key)
 
     reads, cut = needs_queries, after_step  # their names before 0.2
 
+    def leaves_to_device(self, request: Request, manager: KVCacheManager) -> bool:
+        """Whether the device can choose, move and free for this request while the host goes on.
+
+        It cannot where the lists are on the host, of a request that is computed again; nor where pages are shared with
+        a fork or a prefix, since survivors move within the request's own.
+        """
+        if not (manager.device.type == "cuda" if self.deferred is None else self.deferred):
+            return False
+        known = manager.position(request.key) in request.evictions
+        return not known and manager.tables[STREAMS].owns_pages(manager.slot_of[request.key])
+
     def evict(self, request: Request, manager: KVCacheManager, ahead: int = 0) -> int:
         """Score, choose, compact. Returns the pages that went back.
 
         Args:
+            request: a resident one.
+            manager: where it is resident.
             ahead: tokens of the prompt's end that were read ahead: the last queries are theirs.
         """
         position = manager.position(request.key)
         if position in request.evictions:
             return self.carry_out(request, manager, request.evictions[position].lists())
+        eviction, policy, name = self._asked(request, position, ahead)
+        freed = self.keep(request, manager, self.choose(request, manager, eviction, policy, ahead=ahead))
+        request.policy = name
+        return freed
+
+    def start(self, request: Request, manager: KVCacheManager, ahead: int = 0) -> None:
+        """`evict`, left to the device (`leaves_to_device`): it is launched, and nothing waits for it. The request must
+        not run before `under_way.finish`.
+        """
+        eviction, policy, name = self._asked(request, manager.position(request.key), ahead)
+        chosen = self.pick(request, manager, eviction, policy, ahead=ahead)
+        lists = chosen.entries, chosen.counts, chosen.broken, chosen.most
+        request.evicting = UnderWay(manager.start_compaction(request.key, STREAMS, *lists), name)
+
+    def _asked(self, request: Request, position: int, ahead: int) -> tuple[EvictionConfig, Policy, str]:
+        """What the request keeps at this position, by which policy, and what that is called."""
         eviction = self.asked_by(request)
         if eviction.bounded and position < request.prompt_tokens:
             eviction = self._on_the_way(eviction)
         seen = position + ahead >= request.prompt_tokens or ahead > 0  # before that the question may still be to come
-        policy = find_policy(eviction.policy, seen, eviction.scope)
-        freed = self.keep(request, manager, self.choose(request, manager, eviction, policy, ahead=ahead))
-        request.policy = resolved_name(eviction.policy, seen)
-        return freed
+        return eviction, find_policy(eviction.policy, seen, eviction.scope), resolved_name(eviction.policy, seen)
 
     def evict_held(
         self,
@@ -262,35 +300,53 @@ class Evictor:
         ranges: Sequence[tuple[int, int]] = (),
         ahead: int = 0,
     ) -> Keep:
+        """Lists of `pick`. The device is waited for once, at the end."""
+        return self.pick(request, manager, eviction, policy, scores, ranges, ahead).lists()
+
+    def pick(
+        self,
+        request: Request,
+        manager: KVCacheManager,
+        eviction: EvictionConfig | None = None,
+        policy: Policy | None = None,
+        scores: Sequence[Tensor] | None = None,
+        ranges: Sequence[tuple[int, int]] = (),
+        ahead: int = 0,
+    ) -> Chosen:
         """Survivors of every stream, by the request's own settings unless others are given. `ahead`: as in `evict`."""
         eviction = self.asked_by(request) if eviction is None else eviction
         policy = find_policy(eviction.policy, scope=eviction.scope) if policy is None else policy
         table, slot = manager.tables[STREAMS], manager.slot_of[request.key]
         lengths = table.lengths[slot].reshape(len(table.schema.layers), -1)  # [layers, G]
         if scores is None:
-            scores = self.scores(request, manager, policy, eviction.window, ahead)
+            scores = self._parts(request, manager, policy, eviction.window, ahead)
+        rows = joined(scores).to(manager.device)  # a policy may have looked elsewhere
+        del scores
         first = policy.first if eviction.first is None else eviction.first
         if first or ranges:
-            rows = joined(scores)
             Protected(first, ranges, positions(slot, manager) if ranges else None).mark(rows)
-            scores = list(rows.split(table.schema.heads))
-        sure = eviction.recent + first  # of every stream
+        sure, by_layer = eviction.recent + first, list(rows.split(table.schema.heads))  # sure of every stream
         if isinstance(policy, Ada):
-            even = policy.even(list(scores), lengths, eviction.budget, sure)
+            even = policy.even(by_layer, lengths, eviction.budget, sure)
             self._check_budgets(even, lengths, eviction)
-            return choose_shared(scores, lengths, even, eviction.recent, policy.floor, policy.layers)
-        budgets = policy.budgets(list(scores), lengths, eviction.budget, sure)
+            return pick_shared(rows, lengths, even, eviction.recent, policy.floor, policy.layers)
+        budgets = policy.budgets(by_layer, lengths, eviction.budget, sure)
         self._check_budgets(budgets, lengths, eviction)
-        return choose(scores, lengths, budgets, eviction.recent, eviction.scope)
+        return pick(rows, lengths, budgets, eviction.recent, eviction.scope)
 
     def scores(
         self, request: Request, manager: KVCacheManager, policy: Policy, window: int, ahead: int = 0
     ) -> list[Tensor]:
         """[G, L] of each attention layer: what the policy gives the request's entries. `ahead`: as in `evict`."""
-        window = window if policy.needs_queries else 0
-        parts = self.layers(request, manager, policy.batchable, window, ahead, policy.needs_weights)
         heads = manager.tables[STREAMS].schema.heads
-        return [layer for part in policy.scores(parts) for layer in part.split(heads)]
+        return [layer for part in self._parts(request, manager, policy, window, ahead) for layer in part.split(heads)]
+
+    def _parts(
+        self, request: Request, manager: KVCacheManager, policy: Policy, window: int, ahead: int
+    ) -> list[Tensor]:
+        """[streams, L] of some layers after the other: as many at once as the policy takes."""
+        window = window if policy.needs_queries else 0
+        return policy.scores(self.layers(request, manager, policy.batchable, window, ahead, policy.needs_weights))
 
     @staticmethod
     def _check_budgets(budgets: np.ndarray, lengths: np.ndarray, eviction: EvictionConfig) -> None:
@@ -362,34 +418,3 @@ class Evictor:
                 )
             )
         return found
-
-
-def mean_length(request: Request, manager: KVCacheManager) -> float:
-    """Entries of the request's streams on average: heads and layers may share a budget unevenly."""
-    return float(manager.tables[STREAMS].lengths[manager.slot_of[request.key]].mean())
-
-
-def queries_at(buffers: torch.Tensor, buffer: int, at: torch.Tensor) -> torch.Tensor:
-    """[W, layers, ...] of positions `at`, from buffers [layers, B, W, ...] in which position p lies in row p mod W."""
-    return buffers[:, buffer].transpose(0, 1).index_select(0, at % buffers.shape[2])
-
-
-def positions(slot: int, manager: KVCacheManager) -> torch.Tensor:
-    """[streams, L] absolute position of every entry of a slot, on the device; -1 past a stream's length."""
-    lengths, past = manager.tables[STREAMS].lengths[slot], manager.compactions.get(slot)
-    entry = torch.arange(int(lengths.max(initial=0)), device=manager.device)
-    found = entry.expand(len(lengths), -1)
-    if past is not None and STREAMS in past.kept:
-        kept = past.kept[STREAMS]
-        counts = np.array([len(each) for each in kept])
-        old = np.full((len(kept), int(counts.max())), -1, np.int64)
-        old[np.arange(old.shape[1]) < counts[:, None]] = np.concatenate(kept)
-        sent = upload([counts, old.ravel()], manager.device)
-        device_counts = sent[: len(kept), None]
-        survivors = sent[len(kept) :].view(old.shape)[:, : len(entry)]
-        survivors = torch.nn.functional.pad(survivors, (0, len(entry) - survivors.shape[1]))
-        later = found - device_counts + past.position
-        found = torch.where(entry < device_counts, survivors, later)
-    if (lengths < len(entry)).any():
-        found = torch.where(entry < upload([lengths], manager.device)[:, None], found, -1)
-    return found

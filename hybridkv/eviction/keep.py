@@ -19,10 +19,9 @@ from torch import Tensor
 from hybridkv.cache.step import upload
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction_record import Keep
+from hybridkv.kernels.eviction.raise_kept import raise_kept
 from hybridkv.kernels.eviction.select import select_entries
 from hybridkv.kernels.eviction.select_shared import select_shared
-
-SURE_BYTES = 16 << 20  # that marking what a layer keeps for sure takes at once
 
 
 @dataclass(frozen=True)
@@ -56,12 +55,43 @@ def joined(scores: Sequence[Tensor]) -> Tensor:
     return torch.cat([each if each.shape[1] == L else F.pad(each, (0, L - each.shape[1])) for each in scores]).float()
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """Survivors of every stream, on the device."""
+
+    entries: Tensor  # [R, K] int32: of each stream ascending, then anything
+    counts: Tensor  # [R] int64
+    broken: Tensor  # [layers] int32: whether some entry of the layer has no score
+    most: int  # entries of all streams together, at the most
+
+    def lists(self) -> Keep:
+        """The same on the host, or HybridKVError where scores are broken. The device is waited for once, here."""
+        flat = end_to_end(self.entries, self.counts, self.most)
+        host = torch.cat((flat, self.broken, self.counts.to(torch.int32))).cpu().numpy().astype(np.int64)
+        entries, broken, sizes = np.split(host, [self.most, self.most + len(self.broken)])
+        refuse_broken(broken)
+        rows, G = np.split(entries[: sizes.sum()], np.cumsum(sizes)[:-1]), len(sizes) // len(broken)
+        return [rows[i : i + G] for i in range(0, len(rows), G)]
+
+
+def refuse_broken(broken: np.ndarray) -> None:
+    """HybridKVError where a layer's flag [layers] says that some entry has no score."""
+    if broken.any():
+        layer = int(broken.argmax())
+        raise HybridKVError(f"the policy gave NaN scores in attention layer {layer}; nothing was evicted")
+
+
 def survivors(scores: Tensor, lengths: np.ndarray, budgets: np.ndarray, recent: int) -> Tensor:
     """Entries [R, K] int32 that stay of rows [R, L], on the device: ascending, then -1. lengths and budgets [R]."""
-    fixed, whole = np.minimum(recent, budgets), budgets >= lengths
+    return _survivors(scores, lengths, budgets, recent)[0]
+
+
+def _survivors(scores: Tensor, lengths: np.ndarray, budgets: np.ndarray, recent: int) -> tuple[Tensor, Tensor]:
+    """Entries as `survivors` has them, and how many of each row, [R] int64."""
+    fixed, whole, kept = np.minimum(recent, budgets), budgets >= lengths, np.minimum(budgets, lengths)
     visible, count = np.where(whole, 0, lengths - fixed), np.where(whole, 0, budgets - fixed)
-    seen, most, ends = upload([visible, count, lengths], scores.device).view(3, -1)
-    return select_entries(scores, seen, most, ends, int(np.minimum(budgets, lengths).max(initial=0)))
+    seen, most, ends, counts = upload([visible, count, lengths, kept], scores.device).view(4, -1)
+    return select_entries(scores, seen, most, ends, int(kept.max(initial=0))), counts
 
 
 def best(scores: Tensor, length: int, budget: int, recent: int) -> np.ndarray:
@@ -78,14 +108,20 @@ def share(
     rest with all streams. Each keeps at least `floor` of its own. Where all streams that share hold no more than they
     may keep, nothing is lost.
     """
-    count, G = lengths.shape
+    return _share(joined(scores), lengths, even, recent, floor, layers)
+
+
+def _share(
+    rows: Tensor, lengths: np.ndarray, even: np.ndarray, recent: int, floor: float, layers: float
+) -> tuple[Tensor, Tensor]:
+    """`share` of scores [R, L], which are changed."""
+    count = len(lengths)
     fixed = np.minimum(np.minimum(recent, even), lengths)  # recent entries stay in every stream
     least = np.minimum(np.maximum(np.maximum(fixed, 1), (even * floor).astype(np.int64)), lengths)
-    rows = joined(scores)
     if layers < 1:
         if layers > 0:  # what the streams of a layer win among themselves is theirs
             part = np.minimum((even * layers).astype(np.int64), lengths)
-            _raise_sure(rows, _shared(rows, lengths, np.maximum(part, least), fixed, least, count)[0])
+            raise_kept(rows, *_shared(rows, lengths, np.maximum(part, least), fixed, least, count))
         return _shared(rows, lengths, even, fixed, least, 1)
     return _shared(rows, lengths, even, fixed, least, count)
 
@@ -106,14 +142,41 @@ def _shared(
     return select_shared(rows, visible, sure, ends, groups, sent[3 * lengths.size :])
 
 
-def _raise_sure(rows: Tensor, entries: Tensor) -> None:
-    """Raise the scores [R, L] of these entries [R, K] above all others, in place. NaN stays: it is refused."""
-    L = rows.shape[1]
-    at_once = max(1, SURE_BYTES // (16 * max(1, L)))
-    for part, kept in zip(rows.split(at_once), entries.split(at_once)):
-        there = torch.zeros(len(part), L + 1, dtype=torch.bool, device=rows.device)
-        there.scatter_(1, torch.where(kept >= 0, kept, L).long(), True)  # -1 goes to an extra column
-        part.masked_fill_(there[:, :L] & ~part.isnan(), torch.inf)
+def pick(rows: Tensor, lengths: np.ndarray, budgets: np.ndarray, recent: int, scope: str) -> Chosen:
+    """Survivors of every stream. Scores [layers * G, L]; lengths and budgets [layers, G]. Nothing waits for the device.
+
+    scope "head": each stream by its own scores; "layer": one list for the heads of a layer, by the sum of their scores;
+    "global": one list for all streams.
+    """
+    layers, G = lengths.shape
+    broken, ends, room = _broken(rows, lengths), lengths.ravel(), budgets.ravel()
+    if scope != "head":
+        same = lengths == lengths[:, :1] if scope == "layer" else lengths == lengths[0, 0]
+        even = budgets == budgets[:, :1] if scope == "layer" else budgets == budgets[0, 0]
+        if not same.all() or not even.all():
+            raise HybridKVError(f"scope '{scope}' needs streams of one length and one budget; use scope='head'")
+        rows, ends, room = rows.view(layers, G, -1).sum(1), lengths[:, 0], budgets[:, 0]
+    if scope == "global":
+        rows, ends, room = rows.sum(0, keepdim=True), ends[:1], room[:1]
+    found, counts = _survivors(rows, ends, room, recent)
+    streams = layers * G // len(rows)  # that have the same list
+    if streams > 1:
+        found = found[:, None].expand(-1, streams, -1).flatten(0, 1)
+        counts = counts[:, None].expand(-1, streams).flatten()
+    return Chosen(found, counts, broken, streams * int(np.minimum(ends, room).sum()))
+
+
+def pick_shared(
+    rows: Tensor, lengths: np.ndarray, even: np.ndarray, recent: int, floor: float, layers: float
+) -> Chosen:
+    """Survivors of every stream where streams share their budgets (see `share`). Nothing waits for the device.
+
+    The scores [R, L] of what a layer's streams win among themselves are raised in place.
+    """
+    broken = _broken(rows, lengths)
+    found, counts = _share(rows, lengths, even, recent, floor, layers)
+    # a stream may keep all of its entries and another few; one after the other they are no more than the budgets
+    return Chosen(found, counts, broken, min(int(lengths.sum()), int(even.sum())))
 
 
 def choose(
@@ -123,44 +186,15 @@ def choose(
     recent: int,
     scope: str,
 ) -> Keep:
-    """Survivors of every stream. `scores`: a [G, L] for each layer; lengths and budgets [layers, G].
-
-    scope "head": each stream by its own scores; "layer": one list for the heads of a layer, by the sum of their scores;
-    "global": one list for all streams. The device is waited for once, at the end.
-    """
-    (layers, G), rows = lengths.shape, joined(scores)
-    broken = _broken(rows, lengths)
-    lists, ends, room = layers * G, lengths, budgets
-    if scope != "head":
-        same = lengths == lengths[:, :1] if scope == "layer" else lengths == lengths[0, 0]
-        even = budgets == budgets[:, :1] if scope == "layer" else budgets == budgets[0, 0]
-        if not same.all() or not even.all():
-            raise HybridKVError(f"scope '{scope}' needs streams of one length and one budget; use scope='head'")
-        rows, ends, room, lists = rows.view(layers, G, -1).sum(1), lengths[:, 0], budgets[:, 0], layers
-    if scope == "global":
-        rows, ends, room, lists = rows.sum(0, keepdim=True), ends[:1], room[:1], 1
-    found = survivors(rows, ends.ravel(), room.ravel(), recent)
-    host = torch.cat((found.view(-1), broken)).cpu().numpy().astype(np.int64)
-    _refuse_broken(host[found.numel() :])
-    each = [row[:n] for row, n in zip(host[: found.numel()].reshape(found.shape), np.minimum(ends, room).ravel())]
-    return [[each[(i * G + g) * lists // (layers * G)] for g in range(G)] for i in range(layers)]
+    """Lists of `pick`, of scores [G, L] for each layer. The device is waited for once, at the end."""
+    return pick(joined(scores), lengths, budgets, recent, scope).lists()
 
 
 def choose_shared(
     scores: Sequence[Tensor], lengths: np.ndarray, even: np.ndarray, recent: int, floor: float, layers: float
 ) -> Keep:
-    """Survivors of every stream where streams share their budgets (see `share`). The device is waited for once."""
-    count, G = lengths.shape
-    broken = _broken(joined(scores), lengths)
-    found, counts = share(scores, lengths, even, recent, floor, layers)
-    # a stream may keep all of its entries and another few; one after the other they are no more than the budgets
-    most = min(int(lengths.sum()), int(even.sum()))
-    flat = end_to_end(found, counts, most)
-    host = torch.cat((flat, broken, counts.to(torch.int32))).cpu().numpy().astype(np.int64)
-    entries, broken_layers, sizes = np.split(host, [most, most + count])
-    _refuse_broken(broken_layers)
-    rows = np.split(entries[: sizes.sum()], np.cumsum(sizes)[:-1])
-    return [rows[i * G : (i + 1) * G] for i in range(count)]
+    """Lists of `pick_shared`, of scores [G, L] for each layer. The device is waited for once, at the end."""
+    return pick_shared(joined(scores), lengths, even, recent, floor, layers).lists()
 
 
 def end_to_end(entries: Tensor, counts: Tensor, most: int) -> Tensor:
@@ -175,11 +209,9 @@ def end_to_end(entries: Tensor, counts: Tensor, most: int) -> Tensor:
 
 def _broken(rows: Tensor, lengths: np.ndarray) -> Tensor:
     """[layers] int32 on the device: whether some entry of the layer has no score."""
-    there = torch.arange(rows.shape[1], device=rows.device) < upload([lengths.ravel()], rows.device)[:, None]
-    return (rows.isnan() & there).view(len(lengths), -1).any(1).to(torch.int32)
-
-
-def _refuse_broken(broken: np.ndarray) -> None:
-    if broken.any():
-        layer = int(broken.argmax())
-        raise HybridKVError(f"the policy gave NaN scores in attention layer {layer}; nothing was evicted")
+    if (lengths < rows.shape[1]).any():  # what stands past a stream's length may be anything
+        there = torch.arange(rows.shape[1], device=rows.device) < upload([lengths.ravel()], rows.device)[:, None]
+        rows = torch.where(there, rows, 0)
+    if not rows.shape[1]:
+        return torch.zeros(len(lengths), dtype=torch.int32, device=rows.device)
+    return rows.amax(1).isnan().view(len(lengths), -1).any(1).to(torch.int32)  # the largest with a NaN is NaN

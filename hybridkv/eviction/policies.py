@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction.policy import LayerCache, Policy
 from hybridkv.kernels.eviction.key_difference import key_differences
 from hybridkv.kernels.eviction.peak import peak_scores
+from hybridkv.kernels.eviction.peak_mix import mix_peaks, raise_strongest
 from hybridkv.kernels.eviction.peak_pool import MAX_KERNEL, pool_peaks
 from hybridkv.kernels.eviction.score import window_scores
 from hybridkv.kernels.eviction.select import pool_heads
@@ -73,11 +73,8 @@ class Peak(Policy):
 
     def scores(self, layers: Sequence[LayerCache]) -> list[Tensor]:
         peaks = [self._peaks(layer) for layer in layers]
-        if self.shared:
-            looked_at = strongest(peaks, layers)
-            for layer, own in zip(layers, peaks):  # in place: one copy of all peaks at a time
-                torch.maximum(own, looked_at[layer.positions.clamp(min=0)], out=own)
-        return [self._beside(layer, peaks.pop(0)) for layer in layers]
+        looked_at = strongest(peaks, layers) if self.shared else None
+        return [self._beside(layer, peaks.pop(0), looked_at) for layer in layers]
 
     def _peaks(self, layer: LayerCache) -> Tensor:
         """[G, L] the strongest attention, spread."""
@@ -87,28 +84,21 @@ class Peak(Policy):
         width = self.ahead + self.behind + 1
         return pool_peaks(peaks, layer.device_lengths, len(layer.queries), width, False, None, self.ahead, self.decay)
 
-    def _beside(self, layer: LayerCache, peaks: Tensor) -> Tensor:
-        """[G, L] scores: the peaks beside what stands out, weighted."""
-        lengths = layer.device_lengths
-        scores = self.strength * peaks + standing(layer, self.pooling)
-        if self.values:
-            norms = value_norms(layer.v_pool, layer.table, lengths, scores.shape[1])
-            norms = norms.masked_fill(layer.positions < 0, 0)
-            norms = norms / (norms.sum(1, keepdim=True) / lengths[:, None].clamp(min=1)).clamp(min=1e-20)
-            if layer.weights is not None:
-                norms = norms.masked_fill((layer.weights < COPIES)[:, None] & ~norms.isnan(), 1)
-            scores = scores * norms
-        return _weighted(scores, layer, self.heads)
+    def _beside(self, layer: LayerCache, peaks: Tensor, looked_at: Tensor | None) -> Tensor:
+        """[G, L] scores: the peaks, and what others look at, beside what stands out; weighted."""
+        lengths, weights = layer.device_lengths, layer.weights
+        place = standing(layer, self.pooling)
+        norms = value_norms(layer.v_pool, layer.table, lengths, peaks.shape[1]) if self.values else None
+        plain = weights < COPIES if self.values and weights is not None else None
+        factors = None if weights is None or self.heads == 0 else weights**self.heads
+        return mix_peaks(peaks, layer.positions, looked_at, place, self.strength, norms, lengths, plain, factors)
 
 
 def strongest(peaks: Sequence[Tensor], layers: Sequence[LayerCache]) -> Tensor:
     """[tokens] of each absolute position the strongest peak of any stream, times how much that stream copies."""
     found = torch.zeros(max(layer.tokens for layer in layers), device=peaks[0].device)
     for layer, own in zip(layers, peaks):
-        weighted = _weighted(own, layer, 1)
-        broken = weighted.isnan()  # a broken stream speaks for itself alone
-        weighted = weighted.masked_fill((layer.positions < 0) | broken, 0)
-        found.scatter_reduce_(0, layer.positions.clamp(min=0).flatten(), weighted.flatten(), "amax")
+        raise_strongest(found, own, layer.positions, layer.weights)
     return found
 
 
@@ -192,7 +182,8 @@ class KeyDiff(Policy):
         _check_width(self.pooling)
 
     def score(self, layer: LayerCache) -> Tensor:
-        return _widened(key_differences(layer.k_pool, layer.table, layer.positions), layer, self.pooling)
+        found = key_differences(layer.k_pool, layer.table, layer.device_lengths, layer.positions.shape[1])
+        return _widened(found, layer, self.pooling)
 
 
 @dataclass(frozen=True)
@@ -248,10 +239,7 @@ class Leverage(Policy):
 
 def _widened(scores: Tensor, layer: LayerCache, width: int) -> Tensor:
     """[G, L]: of each entry the best of its `width` neighbours in the stream."""
-    if width == 1:
-        return scores
-    alone = scores.masked_fill(layer.positions < 0, -torch.inf)
-    return F.max_pool1d(alone[:, None], width, 1, width // 2)[:, 0]
+    return scores if width == 1 else pool_peaks(scores, layer.device_lengths, 0, width, False)
 
 
 @dataclass(frozen=True)

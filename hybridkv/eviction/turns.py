@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.eviction.evict import Evictor, positions
+from hybridkv.eviction.entries import positions
+from hybridkv.eviction.evict import Evictor
 from hybridkv.eviction.keep import Keep, Protected, choose, joined
 from hybridkv.eviction.named import find_policy
 from hybridkv.eviction.sizes import STREAMS

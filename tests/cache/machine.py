@@ -33,6 +33,12 @@ THEN = st.sampled_from(("stay", "fork", "copy", "move"))  # what a compacted req
 PICKS = st.lists(st.tuples(st.integers(0, 3), st.one_of(st.just(1), st.integers(1, 9))), min_size=1, max_size=3)
 
 
+def tables(m: KVCacheManager) -> dict[str, bytes]:
+    """What the host knows of pages and lengths."""
+    kinds = (".pages", ".held", ".lengths", ".refs", ".free", "compactions")
+    return {what: facts for what, facts in snapshot(m).items() if what.endswith(kinds)}
+
+
 class CacheMachine(CacheModel):
     @initialize(
         kv_pages=st.sampled_from((40, 29, 24, 18, 56, 8, 4)),
@@ -174,9 +180,18 @@ class CacheMachine(CacheModel):
         child.compacted = source.compacted
 
     @precondition(some_live)
-    @rule(i=st.integers(0, SLOTS - 1), choice=st.lists(CHOICES, min_size=4, max_size=4), fork=st.booleans(), then=THEN)
-    def compact(self, i: int, choice: list[int], fork: bool, then: str) -> None:
-        """Bit j of a stream's number says whether entry j stays; perhaps right after a fork, all pages shared."""
+    @rule(
+        i=st.integers(0, SLOTS - 1),
+        choice=st.lists(CHOICES, min_size=4, max_size=4),
+        fork=st.booleans(),
+        then=THEN,
+        later=st.booleans(),
+    )
+    def compact(self, i: int, choice: list[int], fork: bool, then: str, later: bool) -> None:
+        """Bit j of a stream's number says whether entry j stays; perhaps right after a fork, all pages shared.
+
+        later: from lists on the device, settled by whatever comes next.
+        """
         name = self.pick(i)
         if fork and len(self.live) < SLOTS:
             self.fork_of(name)
@@ -203,7 +218,11 @@ class CacheMachine(CacheModel):
         if need > self.m.tables["kv"].allocator.free:
             self.refused(OutOfPages, lambda: self.m.compact_request(name, keep), "no pages to compact into")
             return
-        assert self.m.compact_request(name, keep) == back
+        own = all(page[0] == 1 for pages in request.pages["kv"] for page in pages)
+        if later and own:
+            self.start_compaction(name, lists)
+        else:
+            assert self.m.compact_request(name, keep) == back
         for stream, (shrinks, fresh, n) in enumerate(cuts):
             pages = request.pages["kv"][stream]
             if shrinks:
@@ -216,10 +235,24 @@ class CacheMachine(CacheModel):
         counts["compactions"] += happened
         counts["compactions of shared pages"] += need > 0
         counts["compactions that give pages back"] += back > 0
+        if then not in ("copy", "move"):  # a snapshot settles by itself
+            assert self.m.settle(name) == (back if later and own else 0)
         if then == "fork" and len(self.live) < SLOTS:
             self.fork_of(name)
         elif then in ("copy", "move"):
             self.bring_back(name, then == "move")
+
+    def start_compaction(self, name: int, lists: list[np.ndarray]) -> None:
+        """The tables stay as they are, to the page, until it is settled."""
+        before = tables(self.m)
+        entries = torch.full((4, max(len(kept) for kept in lists)), 1 << 30, dtype=torch.int32)
+        for row, kept in zip(entries, lists, strict=True):
+            row[: len(kept)] = torch.from_numpy(kept)
+        sizes = torch.tensor([len(kept) for kept in lists])
+        flags = torch.zeros(2, dtype=torch.int32)
+        self.m.start_compaction(name, "kv", entries, sizes, flags, int(sizes.sum()))
+        assert tables(self.m) == before
+        counts["compactions from lists on the device"] += 1
 
     @precondition(some_live)
     @rule(i=st.integers(0, SLOTS - 1), move=st.booleans())

@@ -37,13 +37,13 @@ def test_what_a_long_prompt_gives_up_another_request_can_use(
     ask = SamplingParams(max_tokens=64, ignore_eos=True)
     first = engine.add(prompt, ask)
     second = engine.add(prompt[: PROMPT - BUDGET - 256], ask)  # fits only into what the first gives back
-    before, compact = [], manager.compact_request
+    before, start = [], manager.start_compaction
 
-    def counted(*args: Any) -> int:
+    def counted(*args: Any) -> Any:
         before.append(table.allocator.held)
-        return compact(*args)
+        return start(*args)
 
-    monkeypatch.setattr(manager, "compact_request", counted)
+    monkeypatch.setattr(manager, "start_compaction", counted)
     while not first.evictions:
         assert second in engine.scheduler.waiting
         engine.step()
@@ -53,6 +53,7 @@ def test_what_a_long_prompt_gives_up_another_request_can_use(
     assert set(table.lengths[manager.slot_of[first.key]].tolist()) == {BUDGET}
     while not second.evictions:
         engine.step()
+    assert len(before) == 2, "both were left to the device"
     assert not first.preemptions and not second.preemptions  # both are resident at once
     while not engine.idle:
         engine.step()

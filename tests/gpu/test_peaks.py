@@ -156,12 +156,13 @@ def test_norms_of_values(kind: str, lengths: list[int], P: int, D: int) -> None:
 def test_differences_of_keys(
     kind: str, lengths: list[int], P: int, D: int, count: Callable[[ModuleType, str], list[str]]
 ) -> None:
-    args, calls = keys(kind, lengths, P, D), count(key_difference, "key_differences_triton")
+    pages, table, _ = keys(kind, lengths, P, D)
+    args, calls = (pages, table, torch.tensor(lengths), max(lengths)), count(key_difference, "key_differences_triton")
     got, want = key_difference.key_differences(*args), key_difference.key_differences_ref(*args)
     assert calls == ["key_differences_triton"]
     for g, n in enumerate(lengths):
         assert_close_rms("differences", want[g, :n], got[g, :n], 2e-5)  # f32 sums of n keys in another order
-        alone = args[0], args[1][g : g + 1], args[2][g : g + 1]
+        alone = pages, table[g : g + 1], args[2][g : g + 1], max(lengths)
         assert_same_bytes(got[g], key_difference.key_differences(*alone)[0])  # whatever stands beside it
     for _ in range(3):
         assert_same_bytes(got, key_difference.key_differences(*args))

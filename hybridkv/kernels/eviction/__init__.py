@@ -10,9 +10,12 @@ A folder's letters, in shapes and in kernels:
     score          attention that the window pays to each entry, per query head         score_hopper: its Hopper kernel
     peak           the most that any query pays to it, per KV head                      (the kernels of score)
     value_norms    the length of each entry's value
-    key_difference how far each key points from the others
+    key_difference how far each key points from the others                              (page_rows: both read by it)
     peak_pool      peaks spread to their neighbours, floored and weighted
+    peak_mix       peaks of all streams, standings and norms in one score
     select         scores of query heads to KV heads; the entries that survive          (kernels/topk.py: the search)
     select_shared  the entries that survive where streams share a budget                select_sizes: bytes of both
+    raise_kept     scores of entries that stay for sure, above all others
     compact        entries from one place to another, byte for byte
+    to_front       survivors to the front of their own pages, from lists on the device
 """

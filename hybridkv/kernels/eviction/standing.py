@@ -45,12 +45,12 @@ def find_bins(x, o_l, m_l, smallest):
 
 @triton.jit(do_not_specialize=["L"])
 def count_bins_kernel(x, lengths, counts, L, smallest, BLOCK: tl.constexpr):
-    """counts [G, BINS] int64 of x [G, L]."""
+    """counts [G, BINS] int32 of x [G, L]."""
     i_g = tl.program_id(1).to(tl.int64)
     o_l = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_l = (o_l < tl.load(lengths + i_g)) & (o_l < L)
     _, b_bin = find_bins(x + i_g * L, o_l, m_l, smallest)
-    tl.atomic_add(counts + i_g * _BINS + b_bin, tl.full([BLOCK], 1, tl.int64), mask=m_l, sem="relaxed")
+    tl.atomic_add(counts + i_g * _BINS + b_bin, tl.full([BLOCK], 1, tl.int32), mask=m_l, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["L"])
@@ -69,7 +69,7 @@ def standings_triton(differences: Tensor, lengths: Tensor) -> Tensor:
     differences = differences.contiguous()
     out = torch.empty_like(differences)
     if G and L:
-        counts = torch.zeros(G, BINS, dtype=torch.int64, device=differences.device)
+        counts = torch.zeros(G, BINS, dtype=torch.int32, device=differences.device)
         grid = (triton.cdiv(L, BLOCK), G)
         count_bins_kernel[grid](differences, lengths, counts, L, SMALLEST, BLOCK=BLOCK)
         standings_kernel[grid](differences, lengths, _better(counts), out, L, SMALLEST, BLOCK=BLOCK)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hybridkv.kernels.attention.tile import KEY_TILE, read_pages
 from hybridkv.kernels.backend import tl, triton, use_triton
+from hybridkv.kernels.eviction.page_rows import load_rows
 from hybridkv.kernels.exact import tree_sum
 from hybridkv.kernels.formats.kv_format import Pages, format_of, stored_tensors
 
@@ -41,17 +42,10 @@ def value_norms_kernel(
     FP8: tl.constexpr,
 ):
     i_g = tl.program_id(1).to(tl.int64)
-    o_n, o_d = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BD)
+    o_n = tl.program_id(0) * BN + tl.arange(0, BN)
     m_n = o_n < tl.load(lengths + i_g)
-    b_page = tl.load(table + i_g * stride_tg + (o_n // P) * stride_tn, mask=m_n, other=0).to(tl.int64)
-    o_row = b_page * P + o_n % P
-    b_v = tl.load(v_pool + o_row[:, None] * D + o_d, mask=m_n[:, None] & (o_d < D), other=0)
-    if FP8:
-        b_v = b_v.to(tl.float8e4nv, bitcast=True)
-    b_v = b_v.to(tl.float32)
-    b_norm = tl.sqrt_rn(tl.sum(b_v * b_v, 1))
-    if FP8:
-        b_norm *= tl.load(v_scale + o_row, mask=m_n, other=0.0)
+    b_v, b_scale = load_rows(v_pool, v_scale, table + i_g * stride_tg, o_n, m_n, D, stride_tn, P, BD, FP8)
+    b_norm = tl.sqrt_rn(tl.sum(b_v * b_v, 1)) * b_scale
     tl.store(out + i_g * L + o_n, b_norm, mask=o_n < L)
 
 

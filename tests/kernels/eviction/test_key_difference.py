@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from eviction.layer_cache import make
+from hybridkv.eviction import LayerCache
 from hybridkv.kernels.eviction import key_difference
+from hybridkv.kernels.formats.kv_format import Pages
+
+
+def of(cache: LayerCache) -> tuple[Pages, torch.Tensor, torch.Tensor, int]:
+    return cache.k_pool, cache.table, cache.device_lengths, cache.positions.shape[1]
 
 
 @pytest.mark.parametrize("dtype", ("f32", "bf16", "fp8"))
@@ -23,7 +29,7 @@ def test_every_key_against_the_mean_direction(
     monkeypatch.setattr(key_difference, "BYTES", blocks)  # one stream at a time, or all of them
     dense = make(lengths=[33, 9, 50], position=70, dtype=dtype)
     find = getattr(key_difference, f"key_differences_{form}")
-    got = find(dense.cache.k_pool, dense.cache.table, dense.cache.positions)
+    got = find(*of(dense.cache))
     assert got.shape == dense.cache.positions.shape
     for g, keys in enumerate(dense.keys):
         unit = keys.double() / keys.double().norm(dim=-1, keepdim=True)
@@ -36,11 +42,11 @@ def test_every_key_against_the_mean_direction(
 def test_streams_beside_it_and_pages_do_not_change_a_bit(form: str) -> None:
     find = getattr(key_difference, f"key_differences_{form}")
     cache = make(lengths=[40, 40, 40]).cache
-    together = find(cache.k_pool, cache.table, cache.positions)
-    alone = [find(cache.k_pool, cache.table[g : g + 1], cache.positions[g : g + 1]) for g in range(3)]
+    together = find(*of(cache))
+    alone = [find(cache.k_pool, cache.table[g : g + 1], cache.device_lengths[g : g + 1], 40) for g in range(3)]
     assert torch.equal(together, torch.cat(alone))
     wide = make(lengths=[40, 40, 40], page=16).cache  # the same numbers in other pages
-    assert torch.equal(together, find(wide.k_pool, wide.table, wide.positions))
+    assert torch.equal(together, find(*of(wide)))
 
 
 @pytest.mark.parametrize("form", ("ref", "triton"))
@@ -49,15 +55,15 @@ def test_a_key_of_nothing_and_one_that_is_nan(form: str) -> None:
     assert isinstance(cache.k_pool, torch.Tensor)
     page, row = int(cache.table[0, 1]), 2
     cache.k_pool[page, row] = 0
-    found = find(cache.k_pool, cache.table, cache.positions)
+    found = find(*of(cache))
     assert found[0, 6] == 0 and not found.isnan().any()  # it points nowhere
     cache.k_pool[page, row, 3] = torch.nan
-    found = find(cache.k_pool, cache.table, cache.positions)
+    found = find(*of(cache))
     assert found[0].isnan().all() and not found[1].isnan().any()
 
 
 @pytest.mark.parametrize("form", ("ref", "triton"))
 def test_no_entry_and_no_stream(form: str) -> None:
     find, cache = getattr(key_difference, f"key_differences_{form}"), make(lengths=[5, 5]).cache
-    assert find(cache.k_pool, cache.table, cache.positions[:, :0]).shape == (2, 0)
-    assert find(cache.k_pool, cache.table[:0], cache.positions[:0]).shape == (0, 5)
+    assert find(cache.k_pool, cache.table, cache.device_lengths, 0).shape == (2, 0)
+    assert find(cache.k_pool, cache.table[:0], cache.device_lengths[:0], 5).shape == (0, 5)
