@@ -24,7 +24,7 @@ from engine.driving import prompt, run
 from hybridkv.config import SamplingParams
 from hybridkv.engine import workspace
 from hybridkv.engine.runner import StepInputs
-from hybridkv.engine.sampler import filter_logits, penalise, sample
+from hybridkv.engine.sampler import sample
 from hybridkv.request import Request, Status
 from hybridkv.text.stream import TextStream
 
