@@ -220,7 +220,7 @@ def bound_kernel(
     tl.store(known + i_s * 4, best.to(tl.int32, bitcast=True))
     tl.store(known + i_s * 4 + 1, tl.minimum(token, V - 1))
     tl.store(known + i_s * 4 + 3, broken.to(tl.int32))
-    if (flags & LISTED) != 0:
+    if ((flags & LISTED) != 0) & (not broken):
         k = tl.load(p_row + _TOP_K).to(tl.int32)
         last = tl.full((), float("inf"), tl.float32)
         if k <= G:  # the k-th largest of the groups' largest: k tokens reach it, or more
