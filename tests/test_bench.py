@@ -40,7 +40,8 @@ TINY = BenchOptions(model_shape="tiny", device="cpu", skip_peers=True)
 OPS = {
     "append", "attention_inputs", "attention_decode", "attention_prefill", "attention_exact", "gdn_step", "gdn_prefill",
     "window_scores", "peak_scores", "value_norms", "key_differences", "standings", "pool_peaks", "select_entries",
-    "select_shared", "compact", "linear", "linear_exact", "add_rms_norm", "silu_mul", "best_tokens", "sample",
+    "select_shared", "compact", "linear", "linear_exact", "add_rms_norm", "silu_mul", "best_tokens", "sample_rows",
+    "sample",
 }  # fmt: skip
 Run = Callable[..., tuple[int, list[str], str]]
 BENCH = Path(__file__).parents[1] / "bench"

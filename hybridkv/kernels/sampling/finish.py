@@ -20,6 +20,7 @@ from hybridkv.kernels.sampling.kernels import (
     BY_K,
     BY_P,
     COUNTED,
+    COUNTS,
     DRAWS,
     LISTED,
     NOWHERE,
@@ -146,13 +147,13 @@ def search_row(logits, stride, p_row, masks, flags, V, best, best_id, last_d, la
     return token
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def finish_kernel(
     logits, table, masks,
     found,  # [2, n] int64: replaced
     known, count, listed_d, listed_id, value, token, distance, sums,  # as draw_kernel and weigh_kernel leave them
-    V, n, S, P, stride,
-    ROUNDS: tl.constexpr, BV: tl.constexpr, BP: tl.constexpr, CAP: tl.constexpr,
+    V, n, S, P, rounds, stride,
+    BV: tl.constexpr, BP: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     i_s = tl.program_id(0).to(tl.int64)
     p_row = table + i_s * _WORDS
@@ -172,7 +173,7 @@ def finish_kernel(
             if size <= CAP:
                 chosen = choose_listed(p_row, flags, listed_d + i_s * CAP, listed_id + i_s * CAP, size, CAP)
         elif (flags & BY_K) == 0:
-            for i_r in range(ROUNDS):
+            for i_r in range(rounds):
                 if chosen < 0:
                     drawn, d = drawn_of(value, token, distance, i_r, i_s, S, P, BP)
                     if ((flags & BY_P) == 0) | passes(p_row, sums, i_r, i_s, S):

@@ -25,6 +25,7 @@ DRAWS, COUNTED, BIASED, FORBIDS = (tl.constexpr(1 << i) for i in range(4))
 OWN_LOGITS, SURVEYED, LISTED, BY_K, BY_P = (tl.constexpr(1 << i) for i in range(4, 9))
 _MOST_NOISE = tl.constexpr(MOST_NOISE)
 NOWHERE = tl.constexpr(2147483647)
+COUNTS = ("n", "steps", "S", "P", "G", "i_r", "rounds")  # they follow from the batch: one kernel for all
 
 
 @triton.jit
@@ -149,7 +150,7 @@ def passes(p_row, sums, i_r, i_s, S):
     return before < part_of(p_row, tl.load(sums + i_s * 2))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def survey_kernel(
     logits,  # [R, V] f32 or bf16
     table,  # [S, words] int64
@@ -190,7 +191,7 @@ def survey_kernel(
     tl.store(place + o_out, at)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def bound_kernel(
     table,
     largest,  # [S, P], as survey_kernel wrote them
@@ -237,7 +238,7 @@ def bound_kernel(
         tl.store(known + i_s * 4 + 2, last.to(tl.int32, bitcast=True))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def draw_kernel(
     logits,
     table,
@@ -309,7 +310,7 @@ def draw_kernel(
         tl.store(distance + o_out, d)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def weigh_kernel(
     logits, table, masks, found, known, value, token, distance,  # as draw_kernel has them
     sums,  # [rounds, S, 2] int64, zeros: the weight of all tokens, and of those before the one that was drawn

@@ -44,21 +44,33 @@ def sample_rows_triton(
     listed: int = LISTED,
 ) -> None:
     """As sample_rows. `block`, `listed`: other sizes, with the same result."""
-    S, V, device = len(rows), logits.shape[1], logits.device
+    if rows:
+        table, flags = table_of(rows, logits.shape[1], logits.device)
+        launch_rows(logits, table, flags, len(rows), found, block, listed)
+
+
+def launch_rows(
+    logits: Tensor,  # [R, V]
+    table: Tensor,  # as table_of gives it
+    flags: int,
+    S: int,
+    found: Tensor,  # [2, n] int64
+    block: int = BLOCK,
+    listed: int = LISTED,
+) -> None:
+    """All launches, with nothing of the host's in them."""
+    V, device = logits.shape[1], logits.device
     assert V <= MAX_VOCAB, "the sum of all weights would not fit"
     assert found.is_contiguous()
-    if not S:
-        return
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    table, flags = table_of(rows, V, device)
     masks = table.view(torch.int32)
     blocks = triton.cdiv(V, block)
     steps = max(triton.cdiv(S * blocks, PROGRAMS * sm_count(device)), triton.cdiv(blocks, MAX_PIECES))
     P = triton.cdiv(blocks, min(steps, blocks))
     steps = triton.cdiv(blocks, P)
     rounds = ROUNDS if flags & asked.TOP_P else 1
-    size = dict(BV=block, BP=triton.next_power_of_2(P))
+    size = dict(BV=block, BP=MAX_PIECES)
     plain = dict(num_warps=4, enable_fp_fusion=False)  # of two roundings none may be left out
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -76,7 +88,7 @@ def sample_rows_triton(
         )  # fmt: skip
         bound_kernel[(S,)](
             table, largest, place, groups, known, V, P, G,
-            BP=size["BP"], BG=triton.next_power_of_2(G), **plain,
+            BP=MAX_PIECES, BG=triton.next_power_of_2(G), **plain,
         )  # fmt: skip
     zeros = torch.zeros(S * (1 + 4 * rounds), dtype=torch.int32, device=device)
     sums, count = zeros[: 4 * rounds * S].view(torch.int64), zeros[4 * rounds * S :]
@@ -97,6 +109,6 @@ def sample_rows_triton(
             )  # fmt: skip
     finish_kernel[(S,)](
         logits, table, masks, found, known, count, listed_d, listed_id, *drawn, V, found.shape[1], S, P,
-        logits.stride(0), ROUNDS=rounds, BV=block, BP=size["BP"], CAP=listed,
+        rounds, logits.stride(0), **size, CAP=listed,
         num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip

@@ -175,8 +175,8 @@ def test_no_rows(form: Callable) -> None:
 
 
 def test_draws_follow_the_distribution_of_what_passes() -> None:
-    """Positions 0 to 3999 of one seed. Chi-square of 4 degrees of freedom exceeds 36 three times in ten million, and the
-    numbers are always the same."""
+    """Positions 0 to 3999 of one seed: always the same numbers. Chi-square of 4 degrees of freedom exceeds 36 three
+    times in ten million."""
     x = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0, -2.0, -2.5]], device=DEVICE)
     n, counts = 4000, [0] * 7
     for begin in range(0, n, 500):
