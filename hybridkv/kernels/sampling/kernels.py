@@ -21,8 +21,9 @@ from hybridkv.kernels.topk import flip_negative, order_keys
 _WORDS = tl.constexpr(len(rows.WORDS))
 _ROW, _OUT, _FLAGS, _POSITION, _SEED, _RATE, _TOP_K, _TOP_P, _FARTHEST = (tl.constexpr(i) for i in range(9))
 _REPETITION, _FREQUENCY, _PRESENCE, _SEEN, _BIAS, _FORBIDDEN, _OWN = (tl.constexpr(i) for i in range(9, 16))
-DRAWS, COUNTED, BIASED, FORBIDS = (tl.constexpr(1 << i) for i in range(4))
-OWN_LOGITS, SURVEYED, LISTED, BY_K, BY_P = (tl.constexpr(1 << i) for i in range(4, 9))
+DRAWS, COUNTED, BIASED, FORBIDS = map(tl.constexpr, (rows.DRAWS, rows.COUNTED, rows.BIASED, rows.FORBIDS))
+OWN_LOGITS, SURVEYED, BY_K, BY_P = map(tl.constexpr, (rows.OWN_LOGITS, rows.SURVEYED, rows.TOP_K, rows.TOP_P))
+LISTED, WHOLE, WEIGHED = map(tl.constexpr, (rows.LISTED, rows.WHOLE, rows.WEIGHED))
 _MOST_NOISE = tl.constexpr(MOST_NOISE)
 NOWHERE = tl.constexpr(2147483647)
 COUNTS = ("n", "steps", "S", "P", "G", "i_r", "rounds")  # they follow from the batch: one kernel for all
@@ -239,37 +240,63 @@ def bound_kernel(
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def draw_kernel(
+def list_kernel(
     logits,
     table,
     masks,
     found,  # [2, n] int64: the best token of the logits as given, and 1 where they are broken
     known,
-    count,  # [S] int32, zeros: entries of a row's list
+    count,  # [S] int32, zeros: entries of a row's list, also of those for which there is no room
     listed_d,  # [S, CAP] int32: bits of their distances
     listed_id,  # [S, CAP] int32
+    V,
+    n,
+    steps,
+    stride,
+    BV: tl.constexpr,
+    CAP: tl.constexpr,
+):
+    """The tokens that reach the bound, in any order."""
+    i_p, i_s = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    p_row = table + i_s * _WORDS
+    flags = tl.load(p_row + _FLAGS)
+    if (flags & LISTED) == 0:
+        return
+    if is_broken(p_row, flags, known, found, n, i_s):
+        return
+    best = tl.load(known + i_s * 4).to(tl.float32, bitcast=True)
+    last_d = tl.load(known + i_s * 4 + 2).to(tl.float32, bitcast=True)
+    for step in range(steps):
+        first = (i_p * steps + step) * BV
+        if first < V:
+            o_v = first + tl.arange(0, BV)
+            b_d = distances(logits, stride, p_row, masks, flags, o_v, V, best)
+            b_in = ((o_v < V) & (b_d <= last_d)).to(tl.int32)
+            few = tl.sum(b_in, 0)
+            if few > 0:
+                b_to = tl.atomic_add(count + i_s, few, sem="relaxed") + tl.cumsum(b_in, 0) - 1
+                m_to = (b_in > 0) & (b_to < CAP)
+                tl.store(listed_d + i_s * CAP + b_to, b_d.to(tl.int32, bitcast=True), mask=m_to)
+                tl.store(listed_id + i_s * CAP + b_to, o_v, mask=m_to)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def draw_kernel(
+    logits, table, masks, found, known,  # as list_kernel has them
     value,  # [rounds, S, P] f32: of each piece the largest noise minus distance
     token,  # [rounds, S, P] int32: whose it is
     distance,  # [rounds, S, P] f32
     sums,  # [rounds, S, 2] int64, as weigh_kernel adds them up
-    V,
-    n,
-    steps,
-    i_r,  # round
-    S,
-    stride,
-    BV: tl.constexpr,
-    BP: tl.constexpr,
-    CAP: tl.constexpr,
-):
-    """Round 0: a listed row's candidates; of any other row the token drawn by temperature and min-p alone. A later
-    round: of rows whose token did not pass top-p, the one drawn from all tokens before it."""
+    V, n, steps, i_r, S, stride,
+    BV: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """Round 0: the token drawn from the whole row, by temperature and min-p alone. A later round: of rows whose token
+    did not pass top-p, the one drawn from all tokens before it."""
     i_p, i_s = tl.program_id(0), tl.program_id(1).to(tl.int64)
     P = tl.num_programs(0)
     p_row = table + i_s * _WORDS
     flags = tl.load(p_row + _FLAGS)
-    listed = (flags & LISTED) != 0
-    if ((flags & DRAWS) == 0) | (((flags & BY_K) != 0) & (not listed)) | ((i_r > 0) & (((flags & BY_P) == 0) | listed)):
+    if ((flags & WHOLE) == 0) | ((i_r > 0) & ((flags & WEIGHED) == 0)):
         return
     if is_broken(p_row, flags, known, found, n, i_s):
         return
@@ -280,34 +307,19 @@ def draw_kernel(
         last_id, last_d = drawn_of(value, token, distance, i_r - 1, i_s, S, P, BP)
         last_id -= 1
     best, best_id = best_of(logits, stride, p_row, flags, known, found, i_s)
-    if listed:
-        last_d = tl.load(known + i_s * 4 + 2).to(tl.float32, bitcast=True)
-        for step in range(steps):
-            first = (i_p * steps + step) * BV
-            if first < V:
-                o_v = first + tl.arange(0, BV)
-                b_d = distances(logits, stride, p_row, masks, flags, o_v, V, best)
-                b_in = ((o_v < V) & (b_d <= last_d)).to(tl.int32)
-                few = tl.sum(b_in, 0)
-                if few > 0:
-                    b_to = tl.atomic_add(count + i_s, few, sem="relaxed") + tl.cumsum(b_in, 0) - 1
-                    m_to = (b_in > 0) & (b_to < CAP)
-                    tl.store(listed_d + i_s * CAP + b_to, b_d.to(tl.int32, bitcast=True), mask=m_to)
-                    tl.store(listed_id + i_s * CAP + b_to, o_v, mask=m_to)
-    else:
-        seed, position = tl.load(p_row + _SEED), tl.load(p_row + _POSITION)
-        top, at, d = noise_of(seed, position, best_id), best_id, 0.0
-        for step in range(steps):
-            first = (i_p * steps + step) * BV
-            if first < V:
-                o_v = first + tl.arange(0, BV)
-                b_d = distances(logits, stride, p_row, masks, flags, o_v, V, best)
-                m_pass = (o_v < V) & before_or_at(b_d, o_v, last_d, last_id)
-                top, at, d = draw_block(b_d, m_pass, seed, position, first, top, at, d, BV)
-        o_out = (i_r * S + i_s) * P + i_p
-        tl.store(value + o_out, top)
-        tl.store(token + o_out, at)
-        tl.store(distance + o_out, d)
+    seed, position = tl.load(p_row + _SEED), tl.load(p_row + _POSITION)
+    top, at, d = noise_of(seed, position, best_id), best_id, 0.0
+    for step in range(steps):
+        first = (i_p * steps + step) * BV
+        if first < V:
+            o_v = first + tl.arange(0, BV)
+            b_d = distances(logits, stride, p_row, masks, flags, o_v, V, best)
+            m_pass = (o_v < V) & before_or_at(b_d, o_v, last_d, last_id)
+            top, at, d = draw_block(b_d, m_pass, seed, position, first, top, at, d, BV)
+    o_out = (i_r * S + i_s) * P + i_p
+    tl.store(value + o_out, top)
+    tl.store(token + o_out, at)
+    tl.store(distance + o_out, d)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -321,7 +333,7 @@ def weigh_kernel(
     P = tl.num_programs(0)
     p_row = table + i_s * _WORDS
     flags = tl.load(p_row + _FLAGS)
-    if ((flags & BY_P) == 0) | ((flags & BY_K) != 0) | ((flags & DRAWS) == 0):
+    if (flags & WEIGHED) == 0:
         return
     if is_broken(p_row, flags, known, found, n, i_s):
         return

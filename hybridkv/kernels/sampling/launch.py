@@ -1,12 +1,12 @@
 """The launches of sample_rows, for all rows together, whatever each asks for. A row that needs nothing of a kernel
 leaves it at once, and a kernel that no row needs is not launched:
 
-    survey, bound    adjusted rows and small top-k   the best token; a bound that a row's k best tokens reach
-    draw             all but greedy rows             small top-k: the list of tokens that reach the bound.
-                                                     others: the token drawn without top-p, of each piece of a row
-    weigh            top-p alone                     the weight before the drawn token, by which it passes or not
-    draw, weigh      the same                        once more, among the tokens before one that did not pass
-    finish           all                             the token
+    survey, bound    adjusted rows, small top-k   the best token; a bound that the k best tokens of a row reach
+    list             small top-k                  the tokens that reach the bound
+    draw             rows without top-k           the token drawn without top-p, of each piece of a row
+    weigh            of these, with top-p         the weight before the drawn token, by which it passes or not
+    draw, weigh      the same                     once more, among the tokens before one that did not pass
+    finish           all                          the token
 
 Top-k's bound comes from groups of neighbours: k tokens at least reach the k-th largest of the groups' largest. Top-p
 without top-k is not searched for at all: a token drawn from everything is right if it passes, and if it does not, no
@@ -23,7 +23,7 @@ from torch import Tensor
 from hybridkv.kernels.backend import sm_count, triton
 from hybridkv.kernels.sampling import rows as asked
 from hybridkv.kernels.sampling.finish import finish_kernel
-from hybridkv.kernels.sampling.kernels import bound_kernel, draw_kernel, survey_kernel, weigh_kernel
+from hybridkv.kernels.sampling.kernels import bound_kernel, draw_kernel, list_kernel, survey_kernel, weigh_kernel
 from hybridkv.kernels.sampling.noise import MAX_VOCAB
 from hybridkv.kernels.sampling.rows import SampleRow, table_of
 
@@ -34,6 +34,7 @@ GROUP = 64  # neighbours of which the largest is kept, at least
 MAX_GROUPS = 4096
 LISTED = 4096  # tokens that a row's list holds
 ROUNDS = 2
+REGISTERS = 64  # of a thread that only reads and lists: more programs at once are worth more
 
 
 def sample_rows_triton(
@@ -69,7 +70,7 @@ def launch_rows(
     steps = max(triton.cdiv(S * blocks, PROGRAMS * sm_count(device)), triton.cdiv(blocks, MAX_PIECES))
     P = triton.cdiv(blocks, min(steps, blocks))
     steps = triton.cdiv(blocks, P)
-    rounds = ROUNDS if flags & asked.TOP_P else 1
+    rounds = ROUNDS if flags & asked.WEIGHED else 1 if flags & asked.WHOLE else 0
     size = dict(BV=block, BP=MAX_PIECES)
     plain = dict(num_warps=4, enable_fp_fusion=False)  # of two roundings none may be left out
 
@@ -94,19 +95,18 @@ def launch_rows(
     sums, count = zeros[: 4 * rounds * S].view(torch.int64), zeros[4 * rounds * S :]
     room = listed if flags & asked.LISTED else 0
     listed_d, listed_id = empty(S, room), empty(S, room)
-    value, token, distance = empty(rounds, S, P, dtype=torch.float32), empty(rounds, S, P), empty(rounds, S, P)
-    distance = distance.view(torch.float32)
-    drawn = (value, token, distance, sums)
-    for i_r in range(rounds if flags & asked.DRAWS else 0):
-        draw_kernel[P, S](
-            logits, table, masks, found, known, count, listed_d, listed_id, *drawn,
-            V, found.shape[1], steps, i_r, S, logits.stride(0), **size, CAP=listed, **plain,
+    if room:
+        list_kernel[P, S](
+            logits, table, masks, found, known, count, listed_d, listed_id, V, found.shape[1], steps, logits.stride(0),
+            BV=block, CAP=listed, maxnreg=REGISTERS, **plain,
         )  # fmt: skip
-        if flags & asked.TOP_P:
-            weigh_kernel[P, S](
-                logits, table, masks, found, known, *drawn,
-                V, found.shape[1], steps, i_r, S, logits.stride(0), **size, **plain,
-            )  # fmt: skip
+    value, distance = (empty(rounds, S, P, dtype=torch.float32) for _ in range(2))
+    drawn = (value, empty(rounds, S, P), distance, sums)
+    for i_r in range(rounds):
+        sizes = (V, found.shape[1], steps, i_r, S, logits.stride(0))
+        draw_kernel[P, S](logits, table, masks, found, known, *drawn, *sizes, **size, **plain)
+        if flags & asked.WEIGHED:
+            weigh_kernel[P, S](logits, table, masks, found, known, *drawn, *sizes, **size, **plain)
     finish_kernel[(S,)](
         logits, table, masks, found, known, count, listed_d, listed_id, *drawn, V, found.shape[1], S, P,
         rounds, logits.stride(0), **size, CAP=listed,

@@ -20,7 +20,10 @@ WORDS = (
 )  # fmt: skip
 PLACE = {name: i for i, name in enumerate(WORDS)}
 
-DRAWS, COUNTED, BIASED, FORBIDS, OWN_LOGITS, SURVEYED, LISTED, TOP_K, TOP_P = (1 << i for i in range(9))
+# Flags of a row. It draws (or is greedy); its logits are counted against, biased, forbidden in part, its own; its best
+# token is looked for; its token is chosen from a list, or drawn from the whole row and then weighed for top-p.
+DRAWS, COUNTED, BIASED, FORBIDS, OWN_LOGITS, SURVEYED = (1 << i for i in range(6))
+TOP_K, TOP_P, LISTED, WHOLE, WEIGHED = (1 << i for i in range(6, 11))
 
 
 def seen_words(vocab: int) -> int:
@@ -101,8 +104,9 @@ class SampleRow:
         if not self.temperature:
             return SURVEYED | self._sources()
         listed = top_k and self.top_k <= MAX_LISTED_K
-        found = DRAWS | self._sources() | (TOP_K if top_k else 0) | (TOP_P if top_p else 0)
-        return found | (LISTED if listed else 0) | (SURVEYED if listed or self.adjusts else 0)
+        way = LISTED if listed else 0 if top_k else WHOLE | WEIGHED if top_p else WHOLE
+        found = DRAWS | self._sources() | (TOP_K if top_k else 0) | (TOP_P if top_p else 0) | way
+        return found | (SURVEYED if listed or self.adjusts else 0)
 
     def _sources(self) -> int:
         own = self.own is not None
