@@ -149,12 +149,12 @@ def _sample_some(
     logits: Tensor, rows: Sequence[int], some: list[int], found: Tensor, sampled: SampledTokens, ahead: int
 ) -> None:
     """Write the tokens of some requests that are not plainly greedy to found [2, S]."""
-    together = []
+    together, vocab, device = [], logits.shape[1], logits.device
     for i in some:
         request = sampled.requests[i]
-        asked = _row_of(request, logits.shape[1], logits.device)
+        asked = _row_of(request, vocab, device)
         asked.row, asked.out, asked.position = rows[i], i, len(request.tokens) + ahead
-        asked.forbidden = _forbidden(request, ahead, logits.shape[1])
+        asked.forbidden = _forbidden(request, ahead, vocab)
         if request.params.logits_hook is None:
             if asked.temperature or asked.adjusts:
                 together.append(asked)
@@ -205,7 +205,7 @@ def _row_of(request: Request, vocab: int, device: torch.device) -> SampleRow:
 def _forbidden(request: Request, ahead: int, vocab: int) -> list[int]:
     """Tokens that must not come next: those that end the answer too early, and ends of bad words."""
     found = []
-    if request.answer_tokens + ahead < request.params.min_tokens:
+    if request.params.min_tokens and request.answer_tokens + ahead < request.params.min_tokens:
         found = [token for token in request.ends_at if token < vocab]
     for *before, last in request.bad_words:
         known = len(request.tokens) - len(before)

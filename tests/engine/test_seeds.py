@@ -24,10 +24,10 @@ def test_tokens_do_not_depend_on_who_runs_beside(kind: str, ahead: bool, engine_
     lonely = engine_of(kind)
     want = [alone(lonely, *asked(i, ask)).generated for i, ask in enumerate(FILTERS)]
     assert len(set(map(tuple, want))) == len(FILTERS) and all(len(set(tokens)) > 8 for tokens in want)
-    engine = engine_of(kind)
+    engine = engine_of(kind, slots=12)
     engine.launches_ahead = ahead
     requests = [engine.add(*asked(i, ask)) for i, ask in enumerate(FILTERS)]
-    engine.add(prompt(5), SamplingParams(max_tokens=12))  # a greedy one, and one that comes and goes
+    engine.add(prompt(5), SamplingParams(max_tokens=12))  # a greedy one, and later one that comes and goes
     stepped, launched = [], engine.pipeline.launch_ahead
 
     def count() -> None:
@@ -44,7 +44,7 @@ def test_tokens_do_not_depend_on_who_runs_beside(kind: str, ahead: bool, engine_
 
     run(engine, disturb)
     assert [r.generated for r in requests] == want
-    assert any(stepped) == ahead and (ahead or requests[1].preemptions == requests[3].preemptions == 1)
+    assert (sum(stepped) > 10) == ahead and (ahead or requests[1].preemptions == requests[3].preemptions == 1)
     assert_nothing_held(engine)
 
 
