@@ -74,19 +74,14 @@ class SampleRow:
     words: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
-        floats = (
-            1 / max(self.temperature, MIN_TEMPERATURE),
-            self.top_p,
-            -math.log(self.min_p) if self.min_p else math.inf,
-            self.repetition,
-            self.frequency,
-            self.presence,
-        )
+        floats = (self.rate, self.top_p, self.farthest, self.repetition, self.frequency, self.presence)
         rate, top_p, farthest, *penalties = np.array(floats, np.float64).view(np.int64).tolist()
-        self.words = np.array([0, 0, 0, 0, self.seed, rate, self.top_k, top_p, farthest, *penalties, 0, 0, 0, 0])
+        words = [0, 0, 0, 0, self.seed, rate, self.top_k, top_p, farthest, *penalties, 0, 0, 0, 0]
+        self.words = np.array(words, np.int64)
 
     @property
     def rate(self) -> float:
+        """What distances are multiplied by."""
         return 1 / max(self.temperature, MIN_TEMPERATURE)
 
     @property
