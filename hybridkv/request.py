@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import Enum
-
-import torch
+from typing import Any
 
 from hybridkv.config import EvictionConfig, SamplingParams
 from hybridkv.eviction_record import EvictionRecord
@@ -39,16 +38,6 @@ class RequestKey:
         return f"#{self.number}"
 
 
-@dataclass
-class SamplerState:
-    """What the sampler keeps on the device for a request. It can be dropped at any time, and is then made again."""
-
-    counted: int = 0  # tokens that `seen` and `counts` have; on the device that may be more than the host knows
-    seen: torch.Tensor | None = None  # [vocab] bool, tokens of prompt and answer, for a repetition penalty
-    counts: torch.Tensor | None = None  # [vocab] int32, how often the answer has each, for the other penalties
-    bias: tuple[torch.Tensor, torch.Tensor] | None = None  # [b] token ids, and [b] f32 added to their logits
-
-
 @dataclass(eq=False)
 class Request:
     """One prompt and its answer so far, the settings it came with, and where it stands."""
@@ -59,7 +48,7 @@ class Request:
     prompt_tokens: int
     params: SamplingParams  # resolved: of what has a default, nothing is None
     text: TextStream
-    generator: torch.Generator
+    seed: int  # of its random numbers, 63 bits: that of the parameters, or one of its own
     hold: bool = False  # keep the cache when finished, for a next turn
     limit: int = 0  # tokens, prompt and answer, at which it ends; known when it has its first one
     status: Status = Status.WAITING
@@ -77,7 +66,7 @@ class Request:
     source: Request | None = None  # whose sibling it is, until it has a token of its own
     continues: Request | None = None  # a finished request whose held cache this one goes on with, once it is admitted
     prefix: Request | None = None  # a finished request with whose held cache this one begins; it stays held for others
-    sampler: SamplerState | None = None
+    sampler: Any = None  # what engine/sampler.py keeps for it; it can be dropped at any time, and is then made again
     unseen: int = 0  # tokens that are on the device and the host does not know yet
     preemptions: int = 0
     cached_tokens: int = 0  # prompt tokens taken over from a held cache

@@ -42,7 +42,7 @@ OPS = {
     "append", "attention_inputs", "attention_decode", "attention_prefill", "attention_exact", "gdn_step", "gdn_prefill",
     "window_scores", "peak_scores", "value_norms", "key_differences", "standings", "pool_peaks", "mix_peaks",
     "select_entries", "select_shared", "compact", "to_front",
-    "linear", "linear_exact", "add_rms_norm", "silu_mul", "best_tokens", "sample",
+    "linear", "linear_exact", "add_rms_norm", "silu_mul", "best_tokens", "sample_rows", "sample",
 }  # fmt: skip
 Run = Callable[..., tuple[int, list[str], str]]
 BENCH = Path(__file__).parents[1] / "bench"

@@ -1,4 +1,4 @@
-"""Cases of what all layers share: projections, norms, activations, and choosing the next token."""
+"""Cases of what all layers share: projections, norms and activations."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from torch import Tensor
 from hybridkv.bench.cases import Case, Listed, Peers, Setup
 from hybridkv.bench.report import check
 from hybridkv.bench.timing import copies
-from hybridkv.config import SamplingParams
 from hybridkv.kernels.linear.linear import Linear
 from hybridkv.kernels.linear.packed_dequantise import dequantise_ref
 from hybridkv.kernels.linear.packed_linear import PackedLinear
 from hybridkv.kernels.linear.packed_planes import BITS, BLOCK_BYTES
 from hybridkv.kernels.linear.packed_weights import Packed, pack
-from hybridkv.text.stream import TextStream
 
 ROUNDING = 1e-2  # bf16 results of f32 sums in another order
 FP8_ROUNDING = 6e-2  # many rows: x is rounded to E4M3 too, each value by 1/16 of itself at the most
@@ -69,12 +67,6 @@ def norm_cases(s: Setup) -> Iterator[Listed]:
     for T in s.some((1, 4096), (1,), (3,)):
         yield Listed("add_rms_norm", f"T={T} width {hidden}", partial(norm_case, s, T))
         yield Listed("silu_mul", f"T={T} width {wide}", partial(silu_case, s, T))
-
-
-def sampling_cases(s: Setup) -> Iterator[Listed]:
-    for B in s.some((1, 64), (1,), (2,)):
-        yield Listed("best_tokens", f"B={B} of {s.shape.config.vocab}", partial(best_case, s, B))
-        yield Listed("sample", f"B={B} of {s.shape.config.vocab}, top-k 50, top-p 0.9", partial(sample_case, s, B))
 
 
 def linear_case(s: Setup, kind: str, rows: int, inputs: int, T: int, exact: bool = False, gated: bool = False) -> Case:
@@ -159,34 +151,4 @@ def silu_case(s: Setup, T: int) -> Case:
     return Case(
         silu_mul, inputs, lambda: check("silu_mul", silu_mul(inputs[0]), silu_mul_ref(inputs[0]), ROUNDING),
         moved, torch=silu_mul_ref,
-    )  # fmt: skip
-
-
-def best_case(s: Setup, B: int) -> Case:
-    from hybridkv.kernels.best_tokens import best_tokens, best_tokens_ref
-
-    vocab = s.shape.config.vocab
-    inputs = [s.randn(B, vocab, dtype=torch.float32) for _ in range(copies(4 * B * vocab, s.device))]
-    return Case(
-        best_tokens, inputs, lambda: check("best_tokens", best_tokens(inputs[0]), best_tokens_ref(inputs[0]), 0),
-        4 * B * vocab, torch=best_tokens_ref,
-    )  # fmt: skip
-
-
-def sample_case(s: Setup, B: int) -> Case:
-    """Sampling as a step does it, the host's part included: by plain calls."""
-    from hybridkv.engine.sampler import sample
-    from hybridkv.request import Request, RequestKey
-
-    def requests(temperature: float) -> list[Request]:
-        params = SamplingParams(temperature=temperature, top_k=50, top_p=0.9)
-        generator = torch.Generator(device=s.device)
-        return [Request(RequestKey(i), i, [0], 1, params, TextStream(None, ()), generator) for i in range(B)]
-
-    vocab, some, cold = s.shape.config.vocab, requests(0.7), requests(1e-9)
-    inputs = [s.randn(B, vocab, dtype=torch.float32) for _ in range(copies(4 * B * vocab, s.device))]
-    return Case(
-        lambda x: sample(x, some), inputs,
-        lambda: check("sampling near temperature 0", sample(inputs[0], cold).tokens, inputs[0].argmax(-1), 0),
-        4 * B * vocab, graph=False,
     )  # fmt: skip

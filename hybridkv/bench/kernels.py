@@ -17,9 +17,10 @@ from hybridkv.bench.cases import PAGE, Listed, Setup
 from hybridkv.bench.cases_attention import append_cases, attention_cases, inputs_cases
 from hybridkv.bench.cases_attention import exact_cases as exact_attention_cases
 from hybridkv.bench.cases_dense import exact_cases as exact_linear_cases
-from hybridkv.bench.cases_dense import linear_cases, norm_cases, sampling_cases
+from hybridkv.bench.cases_dense import linear_cases, norm_cases
 from hybridkv.bench.cases_eviction import eviction_cases
 from hybridkv.bench.cases_gdn import gdn_cases
+from hybridkv.bench.cases_sampling import sampling_cases
 from hybridkv.bench.options import BenchOptions
 from hybridkv.bench.report import Column, Report
 from hybridkv.bench.shapes import Shape

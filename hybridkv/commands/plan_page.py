@@ -18,7 +18,7 @@ from hybridkv.cards import CARDS, CONTEXT, FP8_KV, HEADROOM, MIB
 from hybridkv.commands.plan_estimate import MOST_REQUESTS, Estimate
 from hybridkv.commands.plan_source import Source, find_source
 from hybridkv.commands.plan_weights import KV_NEED, LABELS, Weights, find_weights, form_weights, needed
-from hybridkv.config import GPU_STEP_TOKENS, KV_DTYPES, CacheConfig, EvictionConfig, SamplingParams
+from hybridkv.config import GPU_STEP_TOKENS, KV_DTYPES, CacheConfig, EvictionConfig
 from hybridkv.dtypes import itemsize
 from hybridkv.engine import workspace
 from hybridkv.errors import HybridKVError
@@ -87,7 +87,7 @@ def export(model: str | None = None) -> dict[str, Any]:
 def rules() -> dict[str, float]:
     """The constants of reserve, eviction and workspace."""
     places = (
-        (workspace, "BLOCK_BYTES LOGIT_BYTES PROMPT_ROWS PROMPT_LOGIT_BYTES FEW_ROWS STREAM_SCORE_BYTES"),
+        (workspace, "BLOCK_BYTES LOGIT_BYTES ROW_BYTES PROMPT_ROWS PROMPT_LOGIT_BYTES FEW_ROWS STREAM_SCORE_BYTES"),
         (workspace, "INDEX_SCORE_BYTES PEAK_SCORES"),
         (topk_levels, "RATIO WIDE_RATIO KEPT LOOSE MAX_CHOICES TILE"),
         (select_sizes, "TEMPORARY_BYTES SORT_BYTES_PER_SCORE"),
@@ -102,7 +102,6 @@ def rules() -> dict[str, float]:
         "SCORE_BYTES": SCORE_BYTES,
         "QUERY_BUFFERS": QUERY_BUFFERS,
         "WINDOW": EvictionConfig.window,
-        "MAX_BIASES": SamplingParams.MAX_BIASES,
         "TABLE_BYTES": itemsize("int32"),
     }
 

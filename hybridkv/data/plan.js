@@ -69,9 +69,9 @@ function workspace(model, itemsize, budget, requests, context) {
   const kept = sum(sizes) + sum(sizes.filter((n) => n <= rules.FEW_ROWS));
   const block = Math.max(1, Math.floor(rules.BLOCK_BYTES / (model.vocab * rules.LOGIT_BYTES)));
   const temporary = Math.max(Math.min(requests, block) * rules.LOGIT_BYTES, rules.PROMPT_ROWS * rules.PROMPT_LOGIT_BYTES);
-  const state = 5 * model.vocab + 12 * Math.min(model.vocab, rules.MAX_BIASES);
+  const row = rules.ROW_BYTES + 8 * model.vocab + 4 * Math.ceil(model.vocab / 32);
   const index = model.compressed ? Math.min(rules.INDEX_SCORE_BYTES, 4 * rules.STEP * context) : 0;
-  return (requests + kept) * model.vocab * itemsize + model.vocab * temporary + requests * state
+  return (requests + kept) * model.vocab * itemsize + model.vocab * temporary + requests * row
     + evictionBytes(model, budget, context) + index;
 }
 const below = (capability, least) => capability[0] > 0

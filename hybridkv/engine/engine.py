@@ -11,6 +11,7 @@ may have been advanced end with an error, everything they held goes back, and al
 from __future__ import annotations
 
 import itertools
+import secrets
 import threading
 import time
 import weakref
@@ -21,7 +22,6 @@ from functools import cached_property, partial
 from operator import index
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hybridkv.cache import KVCacheManager
@@ -189,11 +189,7 @@ class Engine:
     ) -> Request:
         """A request that is in no queue yet."""
         params = params.resolved(self.sampling_defaults)
-        generator = torch.Generator(device=self.manager.device)
-        if params.seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(params.seed)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
         number = next(self._numbers)
         text = TextStream(self.tokenizer, params.stop)
         return Request(
@@ -203,7 +199,7 @@ class Engine:
             len(tokens),
             params,
             text,
-            generator,
+            seed,
             hold,
             prompt_logprobs=[] if params.prompt_logprobs is None else [None],
             ends_at=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids),
@@ -219,6 +215,9 @@ class Engine:
         for token in params.logit_bias:
             if token >= self.vocab:
                 raise RequestError(f"token id {token} of logit_bias is outside the vocabulary of {self.vocab}")
+        for token in params.stop_token_ids:
+            if token >= self.vocab:
+                raise RequestError(f"token id {token} of stop_token_ids is outside the vocabulary of {self.vocab}")
 
     def resolve_eviction(
         self, asked: EvictionConfig | int | None | object, replays: bool = False

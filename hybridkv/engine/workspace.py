@@ -1,7 +1,7 @@
 """Workspace: device memory that steps take for a while beside weights and cache, at most. All of it is bounded.
 
     logits     of the rows that are sampled, and of every captured graph, which keeps its own
-    sampling   temporaries of filters and noise, and the tokens seen, for penalties
+    sampling   temporaries of sampling and of logprobs; tokens seen, for penalties; biases
     eviction   scores of one request's streams, and the temporaries of choosing among them
     index      scores of a prompt chunk's tokens over the index keys of DeepSeek-V4
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from hybridkv.cache.schema import CacheSchema
-from hybridkv.config import CacheConfig, EngineConfig, SamplingParams
+from hybridkv.config import CacheConfig, EngineConfig
 from hybridkv.dtypes import itemsize
 from hybridkv.eviction.sizes import SCORE_BYTES
 from hybridkv.kernels.eviction.select_sizes import select_bytes
@@ -32,9 +32,10 @@ INDEX_SCORE_BYTES = 4 << 26  # models/v4_attention.py holds this many bytes of i
 GRAPH_BYTES = 512 << 20  # activations of the largest step with prompt chunks that is captured
 
 BLOCK_BYTES = 256 << 20  # temporaries of one block of rows
-# Bytes that a row needs for each of its logits. The tensors made here take up to 30; a sort on a GPU, with its keys,
-# indices and their second copies, twice as much.
-LOGIT_BYTES = 96
+# Bytes that a row needs for each of its logits: a copy in f32 for logprobs, or for a hook and what that makes of it. On
+# a CPU rows are sampled one after the other, in the memory that rows of a prompt have.
+LOGIT_BYTES = 8
+ROW_BYTES = 64 << 10  # that a sampled row needs whatever its width: its list of candidates, and what its pieces found
 PROMPT_ROWS = 8  # of a prompt that are scored at once, at least
 PROMPT_LOGIT_BYTES = 24  # that such a row needs for each of its logits, these included
 
@@ -74,9 +75,9 @@ def activation_bytes(config: ModelConfig) -> int:
 
 
 def sampling_bytes(rows: int, vocab: int) -> int:
-    """The most memory that sampling takes besides the logits: temporaries, and `SamplerState` of every row."""
-    state = 5 * vocab + 12 * min(vocab, SamplingParams.MAX_BIASES)
-    return _temporary_bytes(rows, vocab) + rows * state
+    """The most memory that sampling takes besides the logits: temporaries, and what is kept for every row."""
+    state = 8 * vocab + 4 * ((vocab + 31) // 32)  # how often each token came, biases, and a bit for those seen
+    return _temporary_bytes(rows, vocab) + rows * (ROW_BYTES + state)
 
 
 def _temporary_bytes(rows: int, vocab: int) -> int:
@@ -89,7 +90,7 @@ def prompt_rows_at_once(rows: int, vocab: int) -> int:
 
 
 def block_rows(vocab: int) -> int:
-    """Rows of logits that are sampled at once."""
+    """Rows of logits whose logprobs are computed at once."""
     return max(1, BLOCK_BYTES // (vocab * LOGIT_BYTES))
 
 

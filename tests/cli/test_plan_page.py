@@ -100,8 +100,8 @@ def test_a_wrong_rule_would_be_seen(
     browser: Browser, written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = written.read_text()
-    assert '"LOGIT_BYTES": 96' in text
-    (tmp_path / "wrong.html").write_text(text.replace('"LOGIT_BYTES": 96', '"LOGIT_BYTES": 97'))
+    assert '"PROMPT_LOGIT_BYTES": 24' in text
+    (tmp_path / "wrong.html").write_text(text.replace('"PROMPT_LOGIT_BYTES": 24', '"PROMPT_LOGIT_BYTES": 25'))
     with pytest.raises(AssertionError):
         check(browser.open(tmp_path / "wrong.html", fragment="requests=8"), capsys)
 

@@ -16,6 +16,7 @@ from engine.driving import KINDS, alone, assert_nothing_held, prompt, run
 from hybridkv.config import SamplingParams
 from hybridkv.engine.engine import Engine
 from hybridkv.errors import RequestError
+from hybridkv.kernels.sampling.rows import seen_tokens
 from hybridkv.text.tokenizer import Tokenizer
 
 VOCAB = 97
@@ -102,18 +103,20 @@ def test_penalties_count_each_token_once_however_steps_are_launched(engine_of: C
 
     def switch(step: int) -> None:
         engine.launches_ahead = step % 5 > 1
-        if engine.pipeline.in_flight is None and request.sampler is not None and request.sampler.counts is not None:
-            bins = torch.bincount(torch.tensor(request.generated), minlength=VOCAB)
-            counts.append(torch.equal(request.sampler.counts.long(), bins))
+        if engine.pipeline.in_flight is None and request.sampler is not None:
+            want = seen_tokens(VOCAB, prompt(7), request.generated, torch.device("cpu"))
+            counts.append(torch.equal(request.sampler.row.seen, want))
 
     run(engine, switch)
     assert request.generated == want and len(counts) > 5 and all(counts)
 
 
-def test_a_bias_outside_the_vocabulary_and_bad_words_without_a_tokenizer_are_refused(engine_of: Callable) -> None:
+def test_tokens_outside_the_vocabulary_and_bad_words_without_a_tokenizer_are_refused(engine_of: Callable) -> None:
     engine = engine_of("llama")
     with pytest.raises(RequestError, match="token id 97 of logit_bias is outside the vocabulary of 97"):
         engine.add(prompt(5), SamplingParams(logit_bias={97: 1.0}))
+    with pytest.raises(RequestError, match="token id 97 of stop_token_ids is outside the vocabulary of 97"):
+        engine.add(prompt(5), SamplingParams(stop_token_ids=[96, 97]))
     with pytest.raises(RequestError, match="bad_words need a tokenizer"):
         engine.add(prompt(5), SamplingParams(bad_words=["x"]))
     assert engine.idle

@@ -24,7 +24,9 @@ from engine.driving import prompt, run
 from hybridkv.config import SamplingParams
 from hybridkv.engine import workspace
 from hybridkv.engine.runner import StepInputs
-from hybridkv.engine.sampler import filter_logits, penalise, sample
+from hybridkv.engine.sampler import Filters, sample
+from hybridkv.kernels.sampling.rows import SampleRow, seen_tokens
+from hybridkv.kernels.sampling.sample import adjusted_ref, passing_ref
 from hybridkv.request import Request, Status
 from hybridkv.text.stream import TextStream
 
@@ -35,16 +37,22 @@ def sample_tokens(logits: Tensor, requests: list[Request]) -> list[int]:
 
 def request(tokens: list[int] | None = None, **params: Any) -> Request:
     made = SamplingParams(**params).resolved()
-    generator = torch.Generator().manual_seed(made.seed or 0)
-    return Request(0, 0, tokens or [0], 1, made, TextStream(None), generator)
+    return Request(0, 0, tokens or [0], 1, made, TextStream(None), made.seed or 0)
+
+
+def draws(logits: Tensor, row: Request, count: int) -> list[int]:
+    """As many tokens, each after the one before it, of the same logits."""
+    found = []
+    for _ in range(count):
+        found.append(sample_tokens(logits, [row])[0])
+        row.tokens.append(found[-1])
+    return found
 
 
 def filter_scores(scores: Tensor, params: SamplingParams) -> Tensor:
-    """Scores [vocab] with all tokens at -inf that may not be drawn. Another row beside it changes nothing."""
-    params = params.resolved()
-    bounds = (None if x == off else torch.full((2, 1), x) for x, off in ((params.top_p, 1), (params.min_p, 0)))
-    left, ids = filter_logits(torch.stack((scores.flip(0), scores)), params.top_k, *bounds)
-    return left[1] if ids is None else torch.full_like(scores, -torch.inf).scatter(0, ids[1], left[1])
+    """Scores [vocab] with all tokens at -inf that may not be drawn."""
+    ids = passing_ref(scores.max() - scores, SampleRow(*Filters.of(params.resolved())))
+    return scores if ids is None else torch.full_like(scores, -torch.inf).scatter(0, ids, scores[ids])
 
 
 def kept(scores: Tensor) -> set[int]:
@@ -153,7 +161,7 @@ def test_only_kept_tokens_are_drawn() -> None:
     logits = torch.randn(1, 20)
     allowed = set(logits[0].topk(3).indices.tolist())
     row = request(temperature=10.0, top_k=3, seed=5)
-    assert {sample_tokens(logits, [row])[0] for _ in range(300)} == allowed
+    assert set(draws(logits, row, 300)) == allowed
 
 
 # ---- repetition penalty
@@ -165,11 +173,8 @@ def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
     logits[5] = 0.0
     theirs = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([seen]), logits[None].clone())[0]
     before = logits.clone()
-    row = request(repetition_penalty=penalty)
-    row.tokens[:] = seen[:2]
-    penalise(logits, row)  # what was seen so far is remembered
-    row.tokens[:] = seen
-    assert_same_bytes(theirs, penalise(logits, row))
+    row = SampleRow(repetition=penalty, seen=seen_tokens(97, seen[:2], seen[2:], torch.device("cpu")))
+    assert_same_bytes(theirs, adjusted_ref(logits[None], row))
     assert_same_bytes(before, logits)  # the logits themselves, which logprobs report, do not change
 
 
@@ -198,9 +203,8 @@ def test_the_draws_follow_the_distribution() -> None:
     """4000 draws; chi-square of 5 degrees of freedom exceeds 36 once in a million (the seed is fixed)."""
     logits = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0, -2.0]])
     row, n = request(temperature=0.7, seed=11), 4000
-    counts = [0] * 6
-    for _ in range(n):
-        counts[sample_tokens(logits, [row])[0]] += 1
+    drawn = draws(logits, row, n)
+    counts = [drawn.count(i) for i in range(6)]
     want = (logits[0].double() / 0.7).softmax(-1).tolist()
     assert sum((c - n * p) ** 2 / (n * p) for c, p in zip(counts, want)) < 36, counts
     flat = logits[0].double().softmax(-1).tolist()  # guard: a forgotten temperature is seen
@@ -217,7 +221,10 @@ def test_a_seed_gives_the_same_tokens_whoever_runs_beside_it() -> None:
         for step in steps:
             logits = step[: others + 1].clone()
             logits[place] = step[0]
-            out.append(sample_tokens(logits, rows)[place])
+            tokens = sample_tokens(logits, rows)
+            out.append(tokens[place])
+            for row, token in zip(rows, tokens, strict=True):
+                row.tokens.append(token)
         return out
 
     assert tokens_of(0, 0) == tokens_of(0, 7) == tokens_of(5, 7)
@@ -288,20 +295,21 @@ def test_temporaries_stay_below_a_bound_and_blocks_change_no_token(ask: dict, mo
     blocks = [request([1, 2], seed=i, **ask) for i in range(S)]
     with LiveBytes() as unbounded:
         want = [sample_tokens(logits, whole) for _ in range(2)]
-    monkeypatch.setattr(workspace, "BLOCK_BYTES", 3 * V * 96)  # three rows
+    monkeypatch.setattr(workspace, "BLOCK_BYTES", 3 * V * 8)  # three rows
     with LiveBytes() as counted:
         found = [sample_tokens(logits, blocks) for _ in range(2)]
-    bound = workspace.sampling_bytes(S, V)
-    # blocks; and for each request tokens seen, their counts, and biases
-    assert bound == 3 * V * 96 + S * V * (1 + 4 + 12) and counted.peak <= 3 * V * 96 + S * V * 17
-    assert unbounded.peak > 2 * counted.peak or not ask  # guard: the count sees what blocks save
+    temporary, state = 8 * 24 * V, S * (8 * V + 4 * 94)  # 8 rows of a prompt; tokens seen, biases, and bits
+    assert workspace.sampling_bytes(S, V) == temporary + state + S * 65536
+    assert counted.peak <= temporary + state
+    assert unbounded.peak > 2 * counted.peak or "logprobs" not in ask or len(ask) > 1  # guard: the count sees blocks
     assert found == want
     assert [r.logprobs for r in whole] == [r.logprobs for r in blocks]
 
 
 def test_a_block_is_never_less_than_a_row_and_plain_greedy_rows_need_none() -> None:
-    assert workspace.sampling_bytes(256, 248320) <= workspace.BLOCK_BYTES + 256 * (5 * 248320 + 12 * 16384)
-    assert workspace.sampling_bytes(2, 10**8) == (2 * 96 + 2 * 5) * 10**8 + 2 * 12 * 16384
+    state = 8 * 248320 + 248320 // 8 + 65536
+    assert workspace.sampling_bytes(256, 248320) <= workspace.BLOCK_BYTES + 256 * state
+    assert workspace.sampling_bytes(2, 10**8) == (8 * 24 + 2 * 8) * 10**8 + 2 * (10**8 // 8 + 65536)
     with LiveBytes() as counted:
         sample_tokens(torch.randn(40, 3000), [request() for _ in range(40)])
     assert counted.peak < 40 * 3000 * 4 + 4096  # the logits themselves

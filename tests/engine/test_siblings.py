@@ -284,8 +284,8 @@ def test_more_answers_than_slots_take_no_more_memory_at_once(monkeypatch: pytest
     """128 answers in two slots: they are sampled two at a time, and keep nothing on the device while they wait."""
     from hybridkv.engine import sampler
 
-    blocks, block = [], sampler._sample_block
-    monkeypatch.setattr(sampler, "_sample_block", lambda logits, rows, *more: (blocks.append(len(rows)), block(logits, rows, *more))[1])  # fmt: skip  # noqa: E501
+    blocks, rows = [], sampler.sample_rows
+    monkeypatch.setattr(sampler, "sample_rows", lambda x, some, found: (blocks.append(len(some)), rows(x, some, found)))
     engine = engine_for("llama", slots=2)
     request = engine.add(prompt(9), params(128, max_tokens=2, frequency_penalty=1.0))
     engine.step()

@@ -204,7 +204,7 @@ def test_experts(T: int) -> None:
 
 def request(**params: Any) -> Request:
     made = SamplingParams(**params).resolved()
-    return Request(0, 0, [1, 2, 3], 3, made, TextStream(None), torch.Generator("cuda").manual_seed(made.seed or 0))
+    return Request(0, 0, [1, 2, 3], 3, made, TextStream(None), made.seed or 0)
 
 
 ASKS = (

@@ -1,0 +1,357 @@
+"""The kernels of sample_rows over pieces of rows. launch.py says which are launched when; sample.py what they compute.
+
+A row's numbers are read from its table (rows.py) by every program. What a program computes of a logit is cheap beside
+reading it, so nothing is written that is as long as a row.
+"""
+
+from __future__ import annotations
+
+from hybridkv.kernels.backend import tl, triton
+from hybridkv.kernels.sampling import rows
+from hybridkv.kernels.sampling.noise import (
+    MOST_NOISE,
+    gumbel,
+    gumbel_bound,
+    random_row,
+    random_words,
+    weights,
+)
+from hybridkv.kernels.topk import flip_negative, order_keys
+
+_WORDS = tl.constexpr(len(rows.WORDS))
+_ROW, _OUT, _FLAGS, _POSITION, _SEED, _RATE, _TOP_K, _TOP_P, _FARTHEST = (tl.constexpr(i) for i in range(9))
+_REPETITION, _FREQUENCY, _PRESENCE, _SEEN, _BIAS, _FORBIDDEN, _OWN = (tl.constexpr(i) for i in range(9, 16))
+DRAWS, COUNTED, BIASED, FORBIDS = map(tl.constexpr, (rows.DRAWS, rows.COUNTED, rows.BIASED, rows.FORBIDS))
+OWN_LOGITS, SURVEYED, BY_K, BY_P = map(tl.constexpr, (rows.OWN_LOGITS, rows.SURVEYED, rows.TOP_K, rows.TOP_P))
+LISTED, WHOLE, WEIGHED = map(tl.constexpr, (rows.LISTED, rows.WHOLE, rows.WEIGHED))
+_MOST_NOISE = tl.constexpr(MOST_NOISE)
+NOWHERE = tl.constexpr(2147483647)
+COUNTS = ("n", "steps", "S", "P", "G", "i_r", "rounds")  # they follow from the batch: one kernel for all
+
+
+@triton.jit
+def number(p_row, place: tl.constexpr):
+    """A float64 of a row's table, as f32."""
+    return tl.load(p_row + place).to(tl.float64, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def adjusted_logits(logits, stride, p_row, masks, flags, o_v, V):
+    """x f32 of tokens o_v; -inf past the last."""
+    m_v = o_v < V
+    if (flags & OWN_LOGITS) != 0:
+        p_own = tl.load(p_row + _OWN).to(tl.pointer_type(tl.float32))
+        b_x = tl.load(p_own + o_v, mask=m_v, other=float("-inf"))
+    else:
+        b_x = tl.load(logits + tl.load(p_row + _ROW) * stride + o_v, mask=m_v, other=float("-inf")).to(tl.float32)
+    if (flags & FORBIDS) != 0:
+        b_bits = tl.load(masks + tl.load(p_row + _FORBIDDEN) * 2 + (o_v >> 5), mask=m_v, other=0)
+        b_x = tl.where(((b_bits >> (o_v & 31)) & 1) != 0, float("-inf"), b_x)
+    if (flags & BIASED) != 0:
+        b_x += tl.load(tl.load(p_row + _BIAS).to(tl.pointer_type(tl.float32)) + o_v, mask=m_v, other=0.0)
+    if (flags & COUNTED) != 0:
+        p_seen = tl.load(p_row + _SEEN).to(tl.pointer_type(tl.int32))
+        b_bits = tl.load(p_seen + (o_v >> 5), mask=m_v, other=0)
+        m_seen = m_v & (((b_bits >> (o_v & 31)) & 1) != 0)  # few are: only their counts are read
+        b_count = tl.load(p_seen + (V + 31) // 32 + o_v, mask=m_seen, other=0)
+        b_factor = tl.zeros_like(b_x) + number(p_row, _REPETITION)
+        b_less = tl.where(b_x > 0, tl.div_rn(b_x, b_factor), b_x * b_factor)
+        b_x = tl.where(m_seen, b_less, b_x)
+        b_times = b_count >> 1
+        b_x = b_x - number(p_row, _FREQUENCY) * b_times.to(tl.float32)
+        b_x = b_x - number(p_row, _PRESENCE) * (b_times > 0).to(tl.float32)
+    return b_x
+
+
+@triton.jit
+def best_of(logits, stride, p_row, flags, known, found, i_s):
+    """The largest adjusted logit of a row, and its token."""
+    if (flags & SURVEYED) != 0:
+        best = tl.load(known + i_s * 4).to(tl.float32, bitcast=True)
+        place = tl.load(known + i_s * 4 + 1)
+    else:
+        place = tl.load(found + tl.load(p_row + _OUT)).to(tl.int32)
+        best = tl.load(logits + tl.load(p_row + _ROW) * stride + place).to(tl.float32)
+    return best, place
+
+
+@triton.jit
+def is_broken(p_row, flags, known, found, n, i_s):
+    """Whether no token can be chosen: by the logits as given, or as they were adjusted."""
+    broken = tl.load(found + n + tl.load(p_row + _OUT)) != 0
+    if (flags & SURVEYED) != 0:
+        broken = broken | (tl.load(known + i_s * 4 + 3) != 0)
+    return broken
+
+
+@triton.jit
+def distances(logits, stride, p_row, masks, flags, o_v, V, best):
+    """Distances f32 from the best, 0 or more; inf past the last token."""
+    return (best - adjusted_logits(logits, stride, p_row, masks, flags, o_v, V)) * number(p_row, _RATE)
+
+
+@triton.jit
+def before_or_at(b_d, b_id, d, last):
+    """Which tokens come in order before the one of distance d and id `last`, or are it."""
+    return (b_d < d) | ((b_d == d) & (b_id <= last))
+
+
+@triton.jit
+def noise_of(seed, position, token):
+    """The noise of one token."""
+    return tl.max(gumbel(random_words(seed, position, tl.arange(0, 1) * 0 + token)), 0)
+
+
+@triton.jit
+def draw_block(b_d, m_pass, seed, position, first, value, token, d, BV: tl.constexpr):
+    """The best of (value, token, distance d) and of the tokens from `first` on that pass: of noise minus distance.
+
+    Noise is only computed where it may matter: it is at most MOST_NOISE, and cheaply bounded for a given number.
+    """
+    o_v = first + tl.arange(0, BV)
+    m_near = m_pass & (b_d <= _MOST_NOISE - value)
+    if tl.max(m_near.to(tl.int32), 0) > 0:
+        b_word = random_row(seed, position, first, BV)
+        if tl.max(tl.where(m_near, gumbel_bound(b_word) - b_d, float("-inf")), 0) >= value:
+            b_value = tl.where(m_near, gumbel(b_word) - b_d, float("-inf"))
+            top = tl.max(b_value, 0)
+            place = tl.min(tl.where(m_near & (b_value == top), o_v, NOWHERE), 0)
+            if (top > value) | ((top == value) & (place < token)):
+                d = tl.max(tl.where(o_v == place, b_d, 0.0), 0)
+                value = top
+                token = place
+    return value, token, d
+
+
+@triton.jit
+def drawn_of(value, token, distance, i_r, i_s, S, P, BP: tl.constexpr):
+    """The token drawn in round i_r, from what its pieces found, and its distance."""
+    o_p = tl.arange(0, BP)
+    p_first = (i_r * S + i_s) * P
+    b_value = tl.load(value + p_first + o_p, mask=o_p < P, other=float("-inf"))
+    b_token = tl.load(token + p_first + o_p, mask=o_p < P, other=NOWHERE)
+    b_d = tl.load(distance + p_first + o_p, mask=o_p < P, other=0.0)
+    m_top = b_value == tl.max(b_value, 0)
+    found = tl.min(tl.where(m_top, b_token, NOWHERE), 0)
+    return found, tl.max(tl.where(m_top & (b_token == found), b_d, 0.0), 0)
+
+
+@triton.jit
+def part_of(p_row, total):
+    """The weight before which tokens pass top-p: the part p of all, rounded up."""
+    part = tl.load(p_row + _TOP_P).to(tl.float64, bitcast=True) * total.to(tl.float64)
+    limit = part.to(tl.int64)
+    return limit + (limit.to(tl.float64) < part).to(tl.int64)
+
+
+@triton.jit
+def passes(p_row, sums, i_r, i_s, S):
+    """Whether the token drawn in round i_r passes top-p."""
+    before = tl.load(sums + (i_r * S + i_s) * 2 + 1)
+    return before < part_of(p_row, tl.load(sums + i_s * 2))
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def survey_kernel(
+    logits,  # [R, V] f32 or bf16
+    table,  # [S, words] int64
+    masks,  # int32: the bits that the table points to
+    largest,  # [S, P] f32: the largest adjusted logit of a piece, or NaN
+    place,  # [S, P] int32: where it is
+    groups,  # [S, G] int32: keys of the largest of GROUP neighbours
+    V,
+    steps,  # blocks of a piece
+    G,
+    stride,
+    BV: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,  # whether any row asks for them
+):
+    i_p, i_s = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    p_row = table + i_s * _WORDS
+    flags = tl.load(p_row + _FLAGS)
+    if (flags & SURVEYED) == 0:
+        return
+    best, at, broken = float("-inf"), NOWHERE, 0
+    for step in range(steps):
+        first = (i_p * steps + step) * BV
+        if first < V:
+            o_v = first + tl.arange(0, BV)
+            b_x = adjusted_logits(logits, stride, p_row, masks, flags, o_v, V)
+            broken = tl.maximum(broken, tl.max((b_x != b_x).to(tl.int32), 0))
+            b_x = tl.where(b_x != b_x, float("-inf"), b_x)
+            top = tl.max(b_x, 0)
+            if top > best:
+                at = tl.min(tl.where(b_x == top, o_v, NOWHERE), 0)
+                best = top
+            if GROUPS:
+                b_key = tl.max(tl.reshape(order_keys(b_x), [BV // GROUP, GROUP]), 1)
+                tl.store(groups + i_s * G + first // GROUP + tl.arange(0, BV // GROUP), b_key)
+    o_out = i_s * tl.num_programs(0) + i_p
+    tl.store(largest + o_out, tl.where(broken > 0, float("nan"), best))
+    tl.store(place + o_out, at)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def bound_kernel(
+    table,
+    largest,  # [S, P], as survey_kernel wrote them
+    place,
+    groups,  # [S, G]
+    known,  # [S, 4] int32: bits of the largest logit, its token, bits of the list's last distance, 1 if broken
+    V,
+    P,
+    G,
+    BP: tl.constexpr,
+    BG: tl.constexpr,
+):
+    """The best of each row; and a distance within which its k best tokens lie, and few others."""
+    i_s = tl.program_id(0).to(tl.int64)
+    p_row = table + i_s * _WORDS
+    flags = tl.load(p_row + _FLAGS)
+    if (flags & SURVEYED) == 0:
+        return
+    o_p = tl.arange(0, BP)
+    b_x = tl.load(largest + i_s * P + o_p, mask=o_p < P, other=float("-inf"))
+    b_place = tl.load(place + i_s * P + o_p, mask=o_p < P, other=NOWHERE)
+    nan = tl.max((b_x != b_x).to(tl.int32), 0) > 0
+    b_x = tl.where(b_x != b_x, float("-inf"), b_x)
+    best = tl.max(b_x, 0)
+    token = tl.min(tl.where(b_x == best, b_place, NOWHERE), 0)
+    broken = nan | (best == float("inf")) | (best == float("-inf"))
+    tl.store(known + i_s * 4, best.to(tl.int32, bitcast=True))
+    tl.store(known + i_s * 4 + 1, tl.minimum(token, V - 1))
+    tl.store(known + i_s * 4 + 3, broken.to(tl.int32))
+    if ((flags & LISTED) != 0) & (not broken):
+        k = tl.load(p_row + _TOP_K).to(tl.int32)
+        last = tl.full((), float("inf"), tl.float32)
+        if k <= G:  # the k-th largest of the groups' largest: k tokens reach it, or more
+            o_g = tl.arange(0, BG)
+            b_key = tl.load(groups + i_s * G + o_g, mask=o_g < G, other=-0x80000000)
+            low, high = -0x7FFFFFFF, 0x7FFFFFFF
+            while low + 1 < high:
+                middle = (low & high) + ((low ^ high) >> 1)
+                enough = tl.sum((b_key >= middle).to(tl.int32), 0) >= k
+                low = tl.where(enough, middle, low)
+                high = tl.where(enough, high, middle)
+            x = flip_negative(low).to(tl.float32, bitcast=True)
+            last = (best - x) * number(p_row, _RATE)
+        tl.store(known + i_s * 4 + 2, last.to(tl.int32, bitcast=True))
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def list_kernel(
+    logits,
+    table,
+    masks,
+    found,  # [2, n] int64: the best token of the logits as given, and 1 where they are broken
+    known,
+    count,  # [S] int32, zeros: entries of a row's list, also of those for which there is no room
+    listed_d,  # [S, CAP] int32: bits of their distances
+    listed_id,  # [S, CAP] int32
+    V,
+    n,
+    steps,
+    stride,
+    BV: tl.constexpr,
+    CAP: tl.constexpr,
+):
+    """The tokens that reach the bound, in any order."""
+    i_p, i_s = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    p_row = table + i_s * _WORDS
+    flags = tl.load(p_row + _FLAGS)
+    if (flags & LISTED) == 0:
+        return
+    if is_broken(p_row, flags, known, found, n, i_s):
+        return
+    best = tl.load(known + i_s * 4).to(tl.float32, bitcast=True)
+    last_d = tl.load(known + i_s * 4 + 2).to(tl.float32, bitcast=True)
+    for step in range(steps):
+        first = (i_p * steps + step) * BV
+        if first < V:
+            o_v = first + tl.arange(0, BV)
+            b_d = distances(logits, stride, p_row, masks, flags, o_v, V, best)
+            b_in = ((o_v < V) & (b_d <= last_d)).to(tl.int32)
+            few = tl.sum(b_in, 0)
+            if few > 0:
+                b_to = tl.atomic_add(count + i_s, few, sem="relaxed") + tl.cumsum(b_in, 0) - 1
+                m_to = (b_in > 0) & (b_to < CAP)
+                tl.store(listed_d + i_s * CAP + b_to, b_d.to(tl.int32, bitcast=True), mask=m_to)
+                tl.store(listed_id + i_s * CAP + b_to, o_v, mask=m_to)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def draw_kernel(
+    logits, table, masks, found, known,  # as list_kernel has them
+    value,  # [rounds, S, P] f32: of each piece the largest noise minus distance
+    token,  # [rounds, S, P] int32: whose it is
+    distance,  # [rounds, S, P] f32
+    sums,  # [rounds, S, 2] int64, as weigh_kernel adds them up
+    V, n, steps, i_r, S, stride,
+    BV: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """Round 0: the token drawn from the whole row, by temperature and min-p alone. A later round: of rows whose token
+    did not pass top-p, the one drawn from all tokens before it."""
+    i_p, i_s = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    P = tl.num_programs(0)
+    p_row = table + i_s * _WORDS
+    flags = tl.load(p_row + _FLAGS)
+    if ((flags & WHOLE) == 0) | ((i_r > 0) & ((flags & WEIGHED) == 0)):
+        return
+    if is_broken(p_row, flags, known, found, n, i_s):
+        return
+    last_d, last_id = number(p_row, _FARTHEST), V
+    if i_r > 0:
+        if passes(p_row, sums, i_r - 1, i_s, S):
+            return
+        last_id, last_d = drawn_of(value, token, distance, i_r - 1, i_s, S, P, BP)
+        last_id -= 1
+    best, best_id = best_of(logits, stride, p_row, flags, known, found, i_s)
+    seed, position = tl.load(p_row + _SEED), tl.load(p_row + _POSITION)
+    top, at, d = noise_of(seed, position, best_id), best_id, 0.0
+    for step in range(steps):
+        first = (i_p * steps + step) * BV
+        if first < V:
+            o_v = first + tl.arange(0, BV)
+            b_d = distances(logits, stride, p_row, masks, flags, o_v, V, best)
+            m_pass = (o_v < V) & before_or_at(b_d, o_v, last_d, last_id)
+            top, at, d = draw_block(b_d, m_pass, seed, position, first, top, at, d, BV)
+    o_out = (i_r * S + i_s) * P + i_p
+    tl.store(value + o_out, top)
+    tl.store(token + o_out, at)
+    tl.store(distance + o_out, d)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def weigh_kernel(
+    logits, table, masks, found, known, value, token, distance,  # as draw_kernel has them
+    sums,  # [rounds, S, 2] int64, zeros: the weight of all tokens, and of those before the one that was drawn
+    V, n, steps, i_r, S, stride,
+    BV: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    i_p, i_s = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    P = tl.num_programs(0)
+    p_row = table + i_s * _WORDS
+    flags = tl.load(p_row + _FLAGS)
+    if (flags & WEIGHED) == 0:
+        return
+    if is_broken(p_row, flags, known, found, n, i_s):
+        return
+    if i_r > 0:  # noqa: SIM102  # in a kernel both sides of `and` are computed
+        if passes(p_row, sums, i_r - 1, i_s, S):
+            return
+    best, _ = best_of(logits, stride, p_row, flags, known, found, i_s)
+    drawn, drawn_d = drawn_of(value, token, distance, i_r, i_s, S, P, BP)
+    total, before = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+    for step in range(steps):
+        first = (i_p * steps + step) * BV
+        if first < V:
+            o_v = first + tl.arange(0, BV)
+            b_d = distances(logits, stride, p_row, masks, flags, o_v, V, best)
+            if tl.min(b_d, 0) < 29.0:  # others weigh nothing
+                b_weight = tl.where(o_v < V, weights(b_d), 0)
+                total += tl.sum(b_weight, 0)
+                before += tl.sum(tl.where(before_or_at(b_d, o_v, drawn_d, drawn - 1), b_weight, 0), 0)
+    p_sum = sums + (i_r * S + i_s) * 2
+    tl.atomic_add(p_sum, total, sem="relaxed")
+    tl.atomic_add(p_sum + 1, before, sem="relaxed")

@@ -1,0 +1,114 @@
+"""The launches of sample_rows, for all rows together, whatever each asks for. A row that needs nothing of a kernel
+leaves it at once, and a kernel that no row needs is not launched:
+
+    survey, bound    adjusted rows, small top-k   the best token; a bound that the k best tokens of a row reach
+    list             small top-k                  the tokens that reach the bound
+    draw             rows without top-k           the token drawn without top-p, of each piece of a row
+    weigh            of these, with top-p         the weight before the drawn token, by which it passes or not
+    draw, weigh      the same                     once more, among the tokens before one that did not pass
+    finish           all                          the token
+
+Top-k's bound comes from groups of neighbours: k tokens at least reach the k-th largest of the groups' largest. Top-p
+without top-k is not searched for at all: a token drawn from everything is right if it passes, and if it does not, no
+token behind it does. With p = 0.95 one row of 20 needs the second round, and one of some hundred more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hybridkv.kernels.backend import sm_count, triton
+from hybridkv.kernels.sampling import rows as asked
+from hybridkv.kernels.sampling.finish import finish_kernel
+from hybridkv.kernels.sampling.kernels import bound_kernel, draw_kernel, list_kernel, survey_kernel, weigh_kernel
+from hybridkv.kernels.sampling.noise import MAX_VOCAB
+from hybridkv.kernels.sampling.rows import SampleRow, table_of
+
+BLOCK = 1024  # logits that a program holds at once
+MAX_PIECES = 256  # of a row
+PROGRAMS = 16  # of a launch, for each multiprocessor: enough to hide how long a read takes
+GROUP = 64  # neighbours of which the largest is kept, at least
+MAX_GROUPS = 4096
+LISTED = 4096  # tokens that a row's list holds
+ROUNDS = 2
+REGISTERS = 64  # of a thread that only reads and lists: more programs at once are worth more
+
+
+def sample_rows_triton(
+    logits: Tensor,
+    rows: Sequence[SampleRow],
+    found: Tensor,
+    block: int = BLOCK,
+    listed: int = LISTED,
+) -> None:
+    """As sample_rows. `block`, `listed`: other sizes, with the same result."""
+    if rows:
+        table, flags = table_of(rows, logits.shape[1], logits.device)
+        launch_rows(logits, table, flags, len(rows), found, block, listed)
+
+
+def launch_rows(
+    logits: Tensor,  # [R, V]
+    table: Tensor,  # as table_of gives it
+    flags: int,
+    S: int,
+    found: Tensor,  # [2, n] int64
+    block: int = BLOCK,
+    listed: int = LISTED,
+) -> None:
+    """All launches, with nothing of the host's in them."""
+    V, device = logits.shape[1], logits.device
+    assert V <= MAX_VOCAB, "the sum of all weights would not fit"
+    assert found.is_contiguous()
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    masks = table.view(torch.int32)
+    blocks = triton.cdiv(V, block)
+    steps = max(triton.cdiv(S * blocks, PROGRAMS * sm_count(device)), triton.cdiv(blocks, MAX_PIECES))
+    P = triton.cdiv(blocks, min(steps, blocks))
+    steps = triton.cdiv(blocks, P)
+    rounds = ROUNDS if flags & asked.WEIGHED else 1 if flags & asked.WHOLE else 0
+    size = dict(BV=block, BP=MAX_PIECES)
+    plain = dict(num_warps=4, enable_fp_fusion=False)  # of two roundings none may be left out
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    known = empty(S, 4)
+    if flags & asked.SURVEYED:
+        largest, place = empty(S, P, dtype=torch.float32), empty(S, P)
+        group = min(block, max(GROUP, triton.next_power_of_2(triton.cdiv(V, MAX_GROUPS))))
+        G = blocks * (block // group)
+        groups = empty(S, G if flags & asked.LISTED else 0)
+        survey_kernel[P, S](
+            logits, table, masks, largest, place, groups, V, steps, G, logits.stride(0),
+            BV=block, GROUP=group, GROUPS=bool(flags & asked.LISTED), **plain,
+        )  # fmt: skip
+        bound_kernel[(S,)](
+            table, largest, place, groups, known, V, P, G,
+            BP=MAX_PIECES, BG=triton.next_power_of_2(G), **plain,
+        )  # fmt: skip
+    zeros = torch.zeros(S * (1 + 4 * rounds), dtype=torch.int32, device=device)
+    sums, count = zeros[: 4 * rounds * S].view(torch.int64), zeros[4 * rounds * S :]
+    room = listed if flags & asked.LISTED else 0
+    listed_d, listed_id = empty(S, room), empty(S, room)
+    if room:
+        list_kernel[P, S](
+            logits, table, masks, found, known, count, listed_d, listed_id, V, found.shape[1], steps, logits.stride(0),
+            BV=block, CAP=listed, maxnreg=REGISTERS, **plain,
+        )  # fmt: skip
+    value, distance = (empty(rounds, S, P, dtype=torch.float32) for _ in range(2))
+    drawn = (value, empty(rounds, S, P), distance, sums)
+    for i_r in range(rounds):
+        sizes = (V, found.shape[1], steps, i_r, S, logits.stride(0))
+        draw_kernel[P, S](logits, table, masks, found, known, *drawn, *sizes, **size, **plain)
+        if flags & asked.WEIGHED:
+            weigh_kernel[P, S](logits, table, masks, found, known, *drawn, *sizes, **size, **plain)
+    finish_kernel[(S,)](
+        logits, table, masks, found, known, count, listed_d, listed_id, *drawn, V, found.shape[1], S, P,
+        rounds, logits.stride(0), **size, CAP=listed,
+        num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
