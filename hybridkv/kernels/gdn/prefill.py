@@ -11,6 +11,7 @@ beta = 0, and so change nothing. Sums are f32. Padding (slot -1) touches no stat
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -309,6 +310,12 @@ def gdn_prefill_torch(
             out[begin:end] = gdn_prefill_ref(x[begin:end], net, conv_states[slot], states[slot])
 
 
+@lru_cache(maxsize=32)
+def one_prompt(tokens: int, device: torch.device) -> Segments:
+    """Made once: a copy from the host cannot be captured."""
+    return Segments.of([(0, 0, tokens)], device)
+
+
 def gdn_prefill(
     x: Tensor,  # [T, q | k | v | z | b | a]
     net: DeltaNet,
@@ -319,7 +326,7 @@ def gdn_prefill(
 ) -> Tensor:  # [T, Hv V] in x's dtype
     if segments is None:
         conv_states, states = conv_states.unsqueeze(0), states.unsqueeze(0)
-        segments = Segments.of([(0, 0, len(x))], x.device)
+        segments = one_prompt(len(x), x.device)
     if out is None:
         out = torch.empty(len(x), net.value_heads * net.value_dim, dtype=x.dtype, device=x.device)
     dims = net.key_dim in DIMS and net.value_dim in DIMS
