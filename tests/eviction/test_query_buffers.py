@@ -82,9 +82,9 @@ def broken_rings() -> dict[str, Callable[[pytest.MonkeyPatch], None]]:
 def test_rings_that_are_shared_or_given_back_too_early_are_noticed(
     how: str, evicting: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    want = answers(evicting("llama", budget=BUDGET, slots=7, step_tokens=256))
+    want = answers(evicting("llama", budget=BUDGET, slots=7, step_tokens=128))
     broken_rings()[how](monkeypatch)
-    engine = evicting("llama", budget=BUDGET, slots=7, step_tokens=256, query_buffers=2)
+    engine = evicting("llama", budget=BUDGET, slots=7, step_tokens=128, query_buffers=2)
     requests = [engine.add(ids(n), SAY) for n in LENGTHS]
     run(engine)
     with pytest.raises(AssertionError):
@@ -98,8 +98,8 @@ def test_a_ring_is_there_from_the_first_chunk_to_the_cut(evicting: Callable) -> 
     third, fourth = engine.add(ids(140), SAY), engine.add(ids(130), SAY)
     query_buffers, steps, prepare = engine.manager.query_buffers, [], engine.manager.prepare_forward
 
-    def prepared(*args: object) -> object:
-        steps.append(prepare(*args))
+    def prepared(*args: Any, **more: Any) -> object:
+        steps.append(prepare(*args, **more))
         return steps[-1]
 
     engine.manager.prepare_forward = prepared  # type: ignore[method-assign,assignment]
