@@ -249,14 +249,17 @@ def list_kernel(
     count,  # [S] int32, zeros: entries of a row's list, also of those for which there is no room
     listed_d,  # [S, CAP] int32: bits of their distances
     listed_id,  # [S, CAP] int32
+    groups,  # [S, G] int32, as survey_kernel wrote them
     V,
     n,
     steps,
+    G,
     stride,
     BV: tl.constexpr,
+    GROUP: tl.constexpr,
     CAP: tl.constexpr,
 ):
-    """The tokens that reach the bound, in any order."""
+    """The tokens that reach the bound, in any order. Blocks whose largest logit does not are left out unread."""
     i_p, i_s = tl.program_id(0), tl.program_id(1).to(tl.int64)
     p_row = table + i_s * _WORDS
     flags = tl.load(p_row + _FLAGS)
@@ -266,9 +269,14 @@ def list_kernel(
         return
     best = tl.load(known + i_s * 4).to(tl.float32, bitcast=True)
     last_d = tl.load(known + i_s * 4 + 2).to(tl.float32, bitcast=True)
+    rate = number(p_row, _RATE)
     for step in range(steps):
         first = (i_p * steps + step) * BV
+        closest = float("inf")
         if first < V:
+            b_key = tl.load(groups + i_s * G + first // GROUP + tl.arange(0, BV // GROUP))
+            closest = (best - flip_negative(tl.max(b_key, 0)).to(tl.float32, bitcast=True)) * rate
+        if closest <= last_d:
             o_v = first + tl.arange(0, BV)
             b_d = distances(logits, stride, p_row, masks, flags, o_v, V, best)
             b_in = ((o_v < V) & (b_d <= last_d)).to(tl.int32)

@@ -77,7 +77,7 @@ def launch_rows(
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    known = empty(S, 4)
+    known, groups, group, G = empty(S, 4), empty(0), GROUP, 0
     if flags & asked.SURVEYED:
         largest, place = empty(S, P, dtype=torch.float32), empty(S, P)
         group = min(block, max(GROUP, triton.next_power_of_2(triton.cdiv(V, MAX_GROUPS))))
@@ -97,8 +97,8 @@ def launch_rows(
     listed_d, listed_id = empty(S, room), empty(S, room)
     if room:
         list_kernel[P, S](
-            logits, table, masks, found, known, count, listed_d, listed_id, V, found.shape[1], steps, logits.stride(0),
-            BV=block, CAP=listed, maxnreg=REGISTERS, **plain,
+            logits, table, masks, found, known, count, listed_d, listed_id, groups, V, found.shape[1], steps, G,
+            logits.stride(0), BV=block, GROUP=group, CAP=listed, maxnreg=REGISTERS, **plain,
         )  # fmt: skip
     value, distance = (empty(rounds, S, P, dtype=torch.float32) for _ in range(2))
     drawn = (value, empty(rounds, S, P), distance, sums)
