@@ -157,7 +157,7 @@ def footnote(report: Report) -> str:
             "what steps compute with, as LLM leaves."
         )
     written = f" ({human(2 * WORKSPACE)} of it to write packed weights out)" if report.weights.form == "packed" else ""
-    return f"On top comes what a step computes with{written}: leave a few hundred MiB."
+    return f"On top comes what a step computes with{written}: leave about 1 GiB."
 
 
 def buys_table(report: Report) -> Table:

@@ -5,8 +5,9 @@
     eviction   scores of one request's streams, and the temporaries of choosing among them
     index      scores of a prompt chunk's tokens over the index keys of DeepSeek-V4
 
-Activations of a step come on top: they depend on the kernels that run. The cache in which is measured which streams
-copy (copying.py) is there between steps, when there are none.
+Activations of a step come on top: they depend on the kernels that run. Those of captured steps with prompts stay
+allocated, GRAPH_BYTES at the most, in memory that all of their graphs share. The cache in which is measured which
+streams copy (copying.py) is there between steps, when there are none.
 """
 
 from __future__ import annotations

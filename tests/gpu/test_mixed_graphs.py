@@ -8,6 +8,7 @@ import pytest
 import tiny
 import torch
 from numerics import assert_close_rms, assert_same_bytes
+from random_model import engine_for, random_decoder
 from torch import Tensor
 
 from engine.driving import run
@@ -16,6 +17,9 @@ from hybridkv import LLM, CacheConfig, SamplingParams
 from hybridkv.cache import KVCacheManager
 from hybridkv.engine import mixed_graphs
 from hybridkv.engine.mixed_graphs import CapturedMixed
+from hybridkv.engine.workspace import GRAPH_BYTES
+from hybridkv.models.config import ModelConfig
+from hybridkv.models.known import KNOWN
 
 pytestmark = pytest.mark.gpu
 KINDS = ("llama", "llama_bias", "qwen3_5", "qwen3_5_moe")
@@ -182,3 +186,26 @@ def test_a_crowd_answers_as_each_alone(
     if dtype == "float32":
         for request, (tokens, params) in zip(requests, asked):
             assert request.generated == llm.generate([tokens], params)[0].token_ids
+
+
+def test_graphs_keep_no_more_than_was_said() -> None:
+    """The largest steps of a 27B model's widths, of a few layers: all graphs together stay within the bound."""
+    config = ModelConfig.from_dict(KNOWN["Qwen3.5-27B"] | {"num_hidden_layers": 4, "vocab_size": 4096})
+    model = random_decoder(config, "cuda", torch.bfloat16)
+    cache = CacheConfig("bf16")
+    engine = engine_for(model, cache, "cuda", torch.bfloat16, pool=8192, slots=64, context=4096)
+    graphs = engine.runner.mixed
+    before = None
+    for tokens in (graphs.sizes[0], graphs.sizes[-1], graphs.sizes[-3], 512, graphs.sizes[-1]):
+        engine.manager.admit_request("a")
+        plan = [("a", tokens)]
+        shapes = [graphs.shape([engine.manager.slot_of["a"]], [tokens]) for _ in range(2)]
+        step = engine.manager.prepare_forward(plan, shape=shapes[1])
+        assert graphs.ready(step) is not None
+        engine.manager.release_request("a")
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved() if before is None else before
+    kept = torch.cuda.memory_reserved() - before
+    print(f"\ngraphs of up to {graphs.sizes[-1]} tokens keep {kept / 2**20:.0f} MiB, said {GRAPH_BYTES / 2**20:.0f}")
+    assert 0.2 * GRAPH_BYTES < kept <= GRAPH_BYTES
