@@ -182,6 +182,8 @@ class LoadBench:
         else:
             served.check()
         floor = counted_floor(self.model, self.engine.manager.schema, report.ceilings, asked, self.cache.budget)
+        if not served.answer_tokens:
+            raise HybridKVError("--limit ended the run before a token came; give a larger one")
         prompt_tok_s = served.prompt_tokens / max(served.prompt_s, 1e-9)
         row: dict[str, Any] = {
             "s": served.seconds, "tok_s": served.answer_tokens / served.seconds, "prompt_tok_s": prompt_tok_s,

@@ -1,13 +1,13 @@
 """Scheduler: which requests run in the next step, and how many tokens of each.
 
 Every running request that has one pending token decodes. The rest of the step's token budget goes to prompt chunks:
-half of it to the oldest, then to the shortest, so that a long prompt neither stalls others nor starves. Requests that
-wait are admitted in order of arrival, as long as their pages are free. A request that continues a held cache waits in
-the same order; it needs no slot. One that begins with a held cache that others share
-(`Request.prefix`) takes a slot of its own and a fork of that cache, which stays held. A prompt that will be evicted
-needs a query buffer; while all are taken, it waits where it is. When pages run out, caches held for a next turn go
-first, then the youngest running request is preempted: its pages are released and it waits at the front to be computed
-again. The oldest request is never preempted, so work always ends.
+a quarter to the oldest, the rest to the shortest, so that a long prompt neither stalls others nor starves. Requests
+that wait are admitted in order of arrival, as long as their pages are free. A request that continues a held cache waits
+in the same order; it needs no slot. One that begins with a held cache that others share (`Request.prefix`) takes a slot
+of its own and a fork of that cache, which stays held. A prompt that will be evicted needs a query buffer; while all are
+taken, it waits where it is. When pages run out, caches held for a next turn go first, then the youngest running request
+is preempted: its pages are released and it waits at the front to be computed again. The oldest request is never
+preempted, so work always ends.
 
 A request whose eviction is under way on the device (`Request.evicting`) is left out of steps while others can run. It
 is waited for where nothing else is left to do, where its pages are needed, and before it is forked, preempted or held.
@@ -217,10 +217,7 @@ class Scheduler:
         pending = {request: self.pending(request) for request in running}
         plan = [(request, 1) for request, n in pending.items() if n == 1 and self.give_query_buffer(request)]
         budget = self._prompt_tokens([request for request, _ in plan])
-        most = self.mixed.most_chunks if self.mixed is not None else len(pending)
-        for request, chunk in self._chunks([(r, n) for r, n in pending.items() if n > 1], budget)[:most]:
-            if self.give_query_buffer(request):
-                plan.append((request, chunk))
+        plan += self._chunks([(r, n) for r, n in pending.items() if n > 1], budget)
         # one-token chunks of prompts join the decoding requests; in order of slots their state rows are mostly a view
         plan.sort(key=lambda item: (item[1] > 1, self.manager.slot_of[item[0].key] if item[1] == 1 else 0))
         return plan
@@ -240,24 +237,26 @@ class Scheduler:
     def _chunks(self, prompts: Plan, budget: int) -> Plan:
         """What is read of prompts [(request, pending tokens)], oldest first.
 
-        Half of the budget is the oldest one's. The rest is for the shortest, and what they leave for the oldest again.
+        A quarter of the budget is the oldest one's. The rest is for the shortest, and what they leave for the oldest.
         """
         found: dict[Request, int] = {}
+        most = self.mixed.most_chunks if self.mixed is not None else len(prompts)
 
         def take(request: Request, tokens: int, most: int) -> int:
             position = self.manager.position(request.key)
-            found[request] = self._chunk(position, self._until_eviction(request, position, tokens), most)
-            return found[request]
+            chunk = self._chunk(position, self._until_eviction(request, position, tokens), most)
+            if chunk and self.give_query_buffer(request):
+                found[request] = chunk
+            return found.get(request, 0)
 
-        if len(prompts) > 1:
+        if prompts:
             (oldest, tokens), *others = prompts
-            left = budget - take(oldest, tokens, max(budget // 2, CHUNK_QUANTUM))
+            own = take(oldest, tokens, max(budget // 4, CHUNK_QUANTUM) if others else budget)
+            left = budget - own
             for request, n in sorted(others, key=lambda item: item[1]):
-                left -= take(request, n, left)
-            take(oldest, tokens, found[oldest] + left)
-        elif prompts:
-            take(*prompts[0], budget)
-        return [(request, n) for request, n in found.items() if n]
+                left -= take(request, n, left) if len(found) < most else 0
+            take(oldest, tokens, own + left)
+        return list(found.items())
 
     def _until_eviction(self, request: Request, position: int, tokens: int) -> int:
         """How many of the next `tokens` tokens come before the next position at which the request is evicted."""

@@ -21,7 +21,7 @@ from hybridkv.config import CHUNK_QUANTUM
 
 DEFAULT = 512  # tokens of a step in which requests decode
 # times as long as without prompts; their attention, a fifth more at 16K tokens, is not in what is measured
-WAIT = 2.0
+WAIT = 2.25
 TIMED = 3  # replays of a graph
 
 

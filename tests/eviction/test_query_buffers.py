@@ -277,3 +277,19 @@ def test_more_requests_than_rings_run_as_planned(oracle: Callable) -> None:
     together = llm.generate(prompts, SAY)
     assert [out.error for out in together] == [None] * 14
     assert [out.token_ids for out in together] == [llm.generate([p], SAY)[0].token_ids for p in prompts]
+
+
+def test_no_tokens_are_dealt_to_prompts_that_must_wait_for_one(evicting: Callable) -> None:
+    """One buffer, many prompts: steps are as full as with one prompt alone."""
+    engine = evicting("llama", budget=BUDGET, slots=6, step_tokens=128, query_buffers=1)
+    say = SamplingParams(max_tokens=1, ignore_eos=True)  # nobody decodes beside them
+    requests, whole = [engine.add(ids(200 + i), say) for i in range(6)], []
+    reserve = engine.scheduler.reserve
+
+    def noted(plan: list, *more: Any) -> Any:
+        whole.append(sum(n for _, n in plan if n > 1))
+        return reserve(plan, *more)
+
+    engine.scheduler.reserve = noted  # type: ignore[method-assign]
+    run(engine)
+    assert whole.count(128) >= 6 and all(len(r.evictions) == 1 for r in requests)

@@ -22,7 +22,7 @@ from hybridkv.kernels.attention.tile import LOG2_E
 from hybridkv.kernels.backend import has_gluon, sm_count, tl, triton, use_triton
 from hybridkv.kernels.gdn.chunk import delta_chunks, solve
 from hybridkv.kernels.gdn.rule import CHUNK, causal_conv_ref, gated_delta_chunks
-from hybridkv.kernels.gdn.segments import Segments, pieces
+from hybridkv.kernels.gdn.segments import Segments, Span, pieces
 from hybridkv.kernels.gdn.weights import DeltaNet
 from hybridkv.kernels.gluon import TensorDescriptor, gl
 from hybridkv.kernels.norm import gated_rms_norm_ref, l2_norm_ref
@@ -280,6 +280,12 @@ def _prefill_piece(
     )
 
 
+@lru_cache(maxsize=32)
+def _segments(spans: tuple[Span, ...], device: torch.device) -> Segments:
+    """Made once, for all layers; and a copy from the host cannot be captured."""
+    return Segments.of(spans, device)
+
+
 def gdn_prefill_triton(
     x: Tensor, net: DeltaNet, conv_states: Tensor, states: Tensor, segments: Segments, out: Tensor
 ) -> None:
@@ -291,7 +297,7 @@ def gdn_prefill_triton(
     assert segments.spans is not None, f"a graph has more than the {PIECE} tokens that are computed at once"
     for spans in pieces(segments.spans, PIECE):
         begin, end = spans[0][1], spans[-1][2]
-        own = Segments.of([(slot, a - begin, b - begin) for slot, a, b in spans], x.device)
+        own = _segments(tuple((slot, a - begin, b - begin) for slot, a, b in spans), x.device)
         _prefill_piece(x[begin:end], net, conv_states, states, own, out[begin:end])
 
 
@@ -310,12 +316,6 @@ def gdn_prefill_torch(
             out[begin:end] = gdn_prefill_ref(x[begin:end], net, conv_states[slot], states[slot])
 
 
-@lru_cache(maxsize=32)
-def one_prompt(tokens: int, device: torch.device) -> Segments:
-    """Made once: a copy from the host cannot be captured."""
-    return Segments.of([(0, 0, tokens)], device)
-
-
 def gdn_prefill(
     x: Tensor,  # [T, q | k | v | z | b | a]
     net: DeltaNet,
@@ -326,7 +326,7 @@ def gdn_prefill(
 ) -> Tensor:  # [T, Hv V] in x's dtype
     if segments is None:
         conv_states, states = conv_states.unsqueeze(0), states.unsqueeze(0)
-        segments = one_prompt(len(x), x.device)
+        segments = _segments(((0, 0, len(x)),), x.device)
     if out is None:
         out = torch.empty(len(x), net.value_heads * net.value_dim, dtype=x.dtype, device=x.device)
     dims = net.key_dim in DIMS and net.value_dim in DIMS

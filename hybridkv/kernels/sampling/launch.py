@@ -5,12 +5,12 @@ leaves it at once, and a kernel that no row needs is not launched:
     list             small top-k                  the tokens that reach the bound
     draw             rows without top-k           the token drawn without top-p, of each piece of a row
     weigh            of these, with top-p         the weight before the drawn token, by which it passes or not
-    draw, weigh      the same                     once more, among the tokens before one that did not pass
+    draw, weigh      the same                     twice more, among the tokens before one that did not pass
     finish           all                          the token
 
 Top-k's bound comes from groups of neighbours: k tokens at least reach the k-th largest of the groups' largest. Top-p
 without top-k is not searched for at all: a token drawn from everything is right if it passes, and if it does not, no
-token behind it does. With p = 0.95 one row of 20 needs the second round, and one of some hundred more.
+token behind it does. With p = 0.95 one row of 20 needs the second round, and one of 400 the third.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PROGRAMS = 16  # of a launch, for each multiprocessor: enough to hide how long a
 GROUP = 64  # neighbours of which the largest is kept, at least
 MAX_GROUPS = 4096
 LISTED = 4096  # tokens that a row's list holds
-ROUNDS = 2
+ROUNDS = 3  # of drawing: with top-p 0.95 one row of 8000 is left, which a single program then searches
 REGISTERS = 64  # of a thread that only reads and lists: more programs at once are worth more
 
 
