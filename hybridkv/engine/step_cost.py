@@ -4,7 +4,9 @@ A step costs what its products cost, which follows from its number of tokens, an
 requests hold. The first is measured whenever a graph is captured, by replaying it on padding; between two sizes the
 line through them is taken. The second is counted in bytes, at the rate at which the smallest step reads the weights.
 
-A request that decodes waits for the prompts read beside it: a step may take WAIT times what it would take without them.
+A request that decodes waits for the prompts read beside it: a step may take WAIT times what it would take without them,
+or LEAST seconds where that is longer: fifty tokens a second are faster than anyone reads, and small models read prompts
+at half their speed in steps that are shorter.
 Before anything has been measured, and on a CPU, a step has DEFAULT tokens: there the division of prompts, and with it
 the last bits of results, must not depend on a clock.
 """
@@ -22,6 +24,7 @@ from hybridkv.config import CHUNK_QUANTUM
 DEFAULT = 512  # tokens of a step in which requests decode
 # times as long as without prompts; their attention, a fifth more at 16K tokens, is not in what is measured
 WAIT = 2.25
+LEAST = 0.02  # seconds
 TIMED = 3  # replays of a graph
 
 
@@ -61,10 +64,10 @@ class StepCost:
         alone = self.predicted(decodes, held_bytes)
         if alone is None or not sizes:
             return max(min(DEFAULT, most), least)
-        longest = sizes[0]
+        longest, limit = sizes[0], max(WAIT * alone, LEAST)
         for size in sizes:
             taken = self.predicted(size, held_bytes)
             assert taken is not None
-            if size <= most and taken <= WAIT * alone:
+            if size <= most and taken <= limit:
                 longest = size
         return max(longest, least)

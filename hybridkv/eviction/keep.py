@@ -162,7 +162,7 @@ def pick(rows: Tensor, lengths: np.ndarray, budgets: np.ndarray, recent: int, sc
     streams = layers * G // len(rows)  # that have the same list
     if streams > 1:
         found = found[:, None].expand(-1, streams, -1).flatten(0, 1)
-        counts = counts[:, None].expand(-1, streams).flatten()
+        counts = counts.repeat_interleave(streams, output_size=streams * len(counts))  # in memory, not by a stride of 0
     return Chosen(found, counts, broken, streams * int(np.minimum(ends, room).sum()))
 
 

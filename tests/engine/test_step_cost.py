@@ -2,7 +2,8 @@
 
 import pytest
 
-from hybridkv.engine.step_cost import DEFAULT, WAIT, StepCost
+from hybridkv.engine import step_cost
+from hybridkv.engine.step_cost import DEFAULT, LEAST, WAIT, StepCost
 
 SIZES = [64, 128, 256, 512, 1024, 2048]
 
@@ -22,7 +23,14 @@ def test_between_two_sizes_a_line_is_taken() -> None:
     assert cost.predicted(1, held_bytes=2e9) == pytest.approx(3e-3)  # at the rate at which weights are read
 
 
-def test_decoding_requests_wait_no_longer_than_they_may() -> None:
+def test_a_small_model_reads_prompts_in_long_steps() -> None:
+    """Its decode steps are short, but nobody needs a thousand tokens a second."""
+    chosen = measured().tokens_beside(8, 1e8, SIZES, 2048)
+    assert chosen == 2048 and (measured().predicted(2048, 1e8) or 1) <= LEAST
+
+
+def test_decoding_requests_wait_no_longer_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_cost, "LEAST", 0.0)
     cost = measured()
     for decodes, held in ((1, 0.0), (8, 1e8), (64, 5e9), (256, 20e9)):
         chosen = cost.tokens_beside(decodes, held, SIZES, 2048)

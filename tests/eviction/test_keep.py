@@ -16,7 +16,7 @@ from hybridkv.cache import CacheSchema, KVCacheManager, StateSchema, TensorSpec
 from hybridkv.config import CacheConfig
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction import Evictor, LayerCache, Policy
-from hybridkv.eviction.keep import best, choose, end_to_end
+from hybridkv.eviction.keep import best, choose, end_to_end, pick
 from hybridkv.eviction.named import find_policy
 
 
@@ -64,6 +64,15 @@ def test_what_stands_past_a_streams_length_is_not_looked_at() -> None:
     scores = torch.tensor([[1.0, 2, 3, torch.nan, torch.inf], [5.0, 4, 3, 2, 1]])
     got = choose([scores], np.array([[3, 5]]), np.array([[2, 2]]), 0, "head")
     assert [g.tolist() for g in got[0]] == [[1, 2], [0, 1]]
+
+
+@pytest.mark.parametrize("scope", ("head", "layer", "global"))
+def test_what_was_picked_lies_in_memory_as_kernels_read_it(scope: str) -> None:
+    """Where streams have one list, it is theirs in memory, too, and not by a stride of 0."""
+    found = pick(torch.rand(6, 9), np.full((3, 2), 9), np.full((3, 2), 4), 1, scope)
+    assert found.counts.stride() == (1,) and found.counts.tolist() == [4] * 6
+    lists = [x.tolist() for layer in found.lists() for x in layer]
+    assert len({tuple(x) for x in lists}) <= {"head": 6, "layer": 3, "global": 1}[scope] and len(lists) == 6
 
 
 @pytest.mark.parametrize("scope", ("layer", "global"))

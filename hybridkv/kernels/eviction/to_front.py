@@ -121,4 +121,4 @@ def to_front(
     assert entries.dtype == report.dtype == flags.dtype == torch.int32 and (len(table) == len(entries) == len(counts))
     if len(counts):
         form = to_front_triton if use_triton(table) else to_front_ref
-        form(pools, table, entries.contiguous(), counts, flags, report)
+        form(pools, table, entries.contiguous(), counts.contiguous(), flags, report)

@@ -7,6 +7,7 @@ from own_process import compile_alone
 from torch import Tensor
 from triton_interpreter import DEVICE
 
+from hybridkv.kernels.eviction import to_front as file
 from hybridkv.kernels.eviction.compact import compact_ref
 from hybridkv.kernels.eviction.to_front import ENTRIES, TILE_WORDS, to_front, to_front_ref, to_front_triton
 from kernels.eviction.test_compact import ENTRIES as KINDS
@@ -103,6 +104,24 @@ def test_rows_of_a_page_table_of_many_slots_are_read_where_they_lie() -> None:
     whole = torch.full((3, 2, table.shape[1] + 5), 1 << 20, dtype=torch.int32)
     whole[1, :, : table.shape[1]] = table
     check([poison("f32 x 2 x 5", N, 8)], whole[1], lists_of([40, 25], [13, 25]), [13, 25], [0])
+
+
+def test_one_list_for_all_streams_may_be_a_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `expand` makes it, with a stride of 0: the kernel reads numbers one after the other."""
+    lengths, counts, K = [40, 40, 40], [13, 13, 13], 13
+    table, N = pages_of(lengths, 8)
+    one = lists_of([40], [13])
+    pool, report = poison("f32 x 2 x 5", N, 8), torch.zeros(3 + 1 + 3 * K, dtype=torch.int32)
+    want, told = pool.clone(), report.clone()
+    flags = torch.zeros(1, dtype=torch.int32)
+    to_front_ref([want], table, one.repeat(3, 1), torch.tensor(counts), flags, told)
+    monkeypatch.setattr(file, "use_triton", lambda x: True)
+    got, report = pool.to(DEVICE), report.to(DEVICE)
+    few, sizes = one.to(DEVICE).expand(3, -1), torch.tensor([K], device=DEVICE).expand(3)
+    assert few.stride(0) == sizes.stride(0) == 0
+    to_front([got], table.to(DEVICE), few, sizes, flags.to(DEVICE), report)
+    assert_same_bytes(told, report)
+    assert_same_bytes(want, got)
 
 
 COMPILE = """
