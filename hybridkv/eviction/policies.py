@@ -23,7 +23,6 @@ from hybridkv.kernels.eviction.score import window_scores
 from hybridkv.kernels.eviction.select import pool_heads
 from hybridkv.kernels.eviction.standing import standings
 from hybridkv.kernels.eviction.value_norms import value_norms
-from hybridkv.kernels.side_stream import beside
 
 COPIES = 0.05  # a stream whose weight is less hardly copies: norms of its values say nothing of what to keep
 
@@ -73,20 +72,9 @@ class Peak(Policy):
         return Peak.scores(self, [layer])[0]  # a subclass may have a `score` of its own, which `scores` then calls
 
     def scores(self, layers: Sequence[LayerCache]) -> list[Tensor]:
-        if len(layers) == 1:  # keys and values are read while the attention is computed
-            with beside(layers[0].device_lengths.device) as join:
-                stands = [self._stands(layers[0])]
-            peaks = [self._peaks(layers[0])]
-            join()
-        else:  # one after the other: what all of them need together would not be bounded
-            stands = []
-            peaks = [self._peaks(layer) for layer in layers]
+        peaks = [self._peaks(layer) for layer in layers]
         looked_at = strongest(peaks, layers) if self.shared else None
-        found = []
-        for layer in layers:
-            place, norms = stands.pop() if stands else self._stands(layer)
-            found.append(self._mix(layer, peaks.pop(0), looked_at, place, norms))
-        return found
+        return [self._beside(layer, peaks.pop(0), looked_at) for layer in layers]
 
     def _peaks(self, layer: LayerCache) -> Tensor:
         """[G, L] the strongest attention, spread."""
@@ -96,17 +84,11 @@ class Peak(Policy):
         width = self.ahead + self.behind + 1
         return pool_peaks(peaks, layer.device_lengths, len(layer.queries), width, False, None, self.ahead, self.decay)
 
-    def _stands(self, layer: LayerCache) -> tuple[Tensor, Tensor | None]:
-        """[G, L] how keys stand out, and norms of values."""
-        lengths = layer.device_lengths
-        place = standing(layer, self.pooling)
-        return place, value_norms(layer.v_pool, layer.table, lengths, place.shape[1]) if self.values else None
-
-    def _mix(
-        self, layer: LayerCache, peaks: Tensor, looked_at: Tensor | None, place: Tensor, norms: Tensor | None
-    ) -> Tensor:
+    def _beside(self, layer: LayerCache, peaks: Tensor, looked_at: Tensor | None) -> Tensor:
         """[G, L] scores: the peaks, and what others look at, beside what stands out; weighted."""
         lengths, weights = layer.device_lengths, layer.weights
+        place = standing(layer, self.pooling)
+        norms = value_norms(layer.v_pool, layer.table, lengths, peaks.shape[1]) if self.values else None
         plain = weights < COPIES if self.values and weights is not None else None
         factors = None if weights is None or self.heads == 0 else weights**self.heads
         return mix_peaks(peaks, layer.positions, looked_at, place, self.strength, norms, lengths, plain, factors)
