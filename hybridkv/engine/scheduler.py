@@ -216,8 +216,9 @@ class Scheduler:
         running = [r for r in running if not (ahead and self._ends(r))]
         pending = {request: self.pending(request) for request in running}
         plan = [(request, 1) for request, n in pending.items() if n == 1 and self.give_query_buffer(request)]
-        budget = self._prompt_tokens([request for request, _ in plan])
-        plan += self._chunks([(r, n) for r, n in pending.items() if n > 1], budget)
+        prompts = [(request, n) for request, n in pending.items() if n > 1]
+        if prompts:
+            plan += self._chunks(prompts, self._prompt_tokens([request for request, _ in plan]))
         # one-token chunks of prompts join the decoding requests; in order of slots their state rows are mostly a view
         plan.sort(key=lambda item: (item[1] > 1, self.manager.slot_of[item[0].key] if item[1] == 1 else 0))
         return plan
@@ -235,7 +236,7 @@ class Scheduler:
         return self.cost.tokens_beside(len(decoding), held, sizes, self.step_tokens) - len(decoding)
 
     def _chunks(self, prompts: Plan, budget: int) -> Plan:
-        """What is read of prompts [(request, pending tokens)], oldest first.
+        """What is read of one prompt or more, [(request, pending tokens)], oldest first.
 
         A quarter of the budget is the oldest one's. The rest is for the shortest, and what they leave for the oldest.
         """
@@ -249,13 +250,12 @@ class Scheduler:
                 found[request] = chunk
             return found.get(request, 0)
 
-        if prompts:
-            (oldest, tokens), *others = prompts
-            own = take(oldest, tokens, max(budget // 4, CHUNK_QUANTUM) if others else budget)
-            left = budget - own
-            for request, n in sorted(others, key=lambda item: item[1]):
-                left -= take(request, n, left) if len(found) < most else 0
-            take(oldest, tokens, own + left)
+        (oldest, tokens), *others = prompts
+        own = take(oldest, tokens, max(budget // 4, CHUNK_QUANTUM) if others else budget)
+        left = budget - own
+        for request, n in sorted(others, key=lambda item: item[1]):
+            left -= take(request, n, left) if len(found) < most else 0
+        take(oldest, tokens, own + left)
         return list(found.items())
 
     def _until_eviction(self, request: Request, position: int, tokens: int) -> int:

@@ -50,7 +50,7 @@ class StepCost:
         sizes = sorted(self.seconds)
         if len(sizes) < 2:
             return None
-        held = held_bytes * self.seconds[sizes[0]] / self.weight_bytes
+        held = held_bytes * self.seconds[sizes[0]] / max(self.weight_bytes, 1)
         at = min(max(bisect_left(sizes, tokens), 1), len(sizes) - 1)
         low, high = sizes[at - 1], sizes[at]
         slope = (self.seconds[high] - self.seconds[low]) / (high - low)
