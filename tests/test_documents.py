@@ -246,7 +246,7 @@ def test_a_saved_document_answers_the_same_in_another_model(
 def test_a_document_runs_where_the_whole_text_would_not_fit(model: Callable[..., LLM], tmp_path: Path) -> None:
     """What was compressed on a large machine is asked on a small one."""
     cache = CacheConfig(page_size=8, kv_dtype="f32", budget=48, window=8, recent=8, bounded=True)
-    here, small = model("llama"), model("llama", 1, max_requests=2, memory="2MiB", cache=cache)
+    here, small = model("llama"), model("llama", 1, max_requests=2, memory="2.2MiB", cache=cache)
     with here.compress(TEXT, ratio=8) as document:
         document.save(tmp_path / "doc.kv")
         need = len(document.tokens)
