@@ -501,8 +501,7 @@ class Engine:
     def _extend(self, step: InFlightStep, failed: Sequence[Request]) -> list[Update]:
         """Give each request its next token, but for those that have failed or ended. The host waits for the device."""
         assert step.sampled is not None
-        if not step.sampled.requests and not step.sampled.prompts:
-            return []
+        # waited for even if it gives no token: else a long prompt's steps would queue up before whatever comes next
         tokens, problems = step.sampled.wait()
         now = time.perf_counter()
         updates = []

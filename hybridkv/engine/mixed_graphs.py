@@ -30,7 +30,7 @@ from hybridkv.models.decoder import Model
 ASKED = 2  # times that a shape must be asked for before it is captured
 FEW_DECODES = 16  # decoding requests that a graph beside prompts has room for at least, then four times as many
 MOST_CHUNKS = 32  # prompts in a step
-CHUNK_TOKENS = 64  # tokens of a step for each prompt that it has room for, but no fewer than MIN_CHUNKS
+CHUNK_TOKENS = 32  # tokens of a step for each prompt that it has room for, but no fewer than MIN_CHUNKS
 MIN_CHUNKS = 4
 
 
@@ -69,18 +69,18 @@ class MixedGraphs:
         self.failed: set[StepShape] = set()
         self.pool = torch.cuda.graph_pool_handle()
 
-    @property
-    def most_chunks(self) -> int:
-        """Prompts that a captured step may have."""
-        return chunk_rows(self.sizes[-1]) - 1 if self.sizes else MOST_CHUNKS
+    def most_chunks(self, tokens: int) -> int:
+        """Prompts for which a captured step of so many tokens has room."""
+        size = next((size for size in self.sizes if size >= tokens), None)
+        return MOST_CHUNKS if size is None else chunk_rows(size) - 1
 
     def shape(self, slots: Sequence[int], counts: Sequence[int]) -> StepShape | None:
         """The shape in which a step of these new tokens is replayed; None: it runs as it is."""
         decodes = sum(n == 1 for n in counts)
         chunks, tokens = len(counts) - decodes, sum(counts)
         rows = next(size for size in self.decodes if size >= decodes)
-        size = next((size for size in self.sizes if size >= max(tokens, rows)), None)
-        if size is None or chunks >= chunk_rows(size) or not self._reads(slots[decodes:], counts[decodes:]):
+        size = next((s for s in self.sizes if s >= max(tokens, rows) and chunk_rows(s) > chunks), None)
+        if size is None or not self._reads(slots[decodes:], counts[decodes:]):
             return None
         shape = StepShape(size, rows, chunk_rows(size))
         self.asked[shape] = self.asked.get(shape, 0) + 1

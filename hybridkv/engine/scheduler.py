@@ -144,7 +144,8 @@ class Scheduler:
             prepared = None
             try:
                 self._reserve_ahead(plan)
-                step = self.reserve([(request.key, n) for request, n in plan])
+                every_row = any(r.params.prompt_logprobs is not None for r, _ in plan)
+                step = self.reserve([(request.key, n) for request, n in plan], every_row)
             except OutOfPages:
                 if self._settle_some():
                     continue
@@ -218,7 +219,9 @@ class Scheduler:
         plan = [(request, 1) for request, n in pending.items() if n == 1 and self.give_query_buffer(request)]
         prompts = [(request, n) for request, n in pending.items() if n > 1]
         if prompts:
-            plan += self._chunks(prompts, self._prompt_tokens([request for request, _ in plan]))
+            budget = self._prompt_tokens([request for request, _ in plan])
+            most = len(prompts) if self.mixed is None else self.mixed.most_chunks(budget + len(plan))
+            plan += self._chunks(prompts, budget, most)
         # one-token chunks of prompts join the decoding requests; in order of slots their state rows are mostly a view
         plan.sort(key=lambda item: (item[1] > 1, self.manager.slot_of[item[0].key] if item[1] == 1 else 0))
         return plan
@@ -235,13 +238,12 @@ class Scheduler:
         sizes = [] if self.mixed is None else self.mixed.sizes
         return self.cost.tokens_beside(len(decoding), held, sizes, self.step_tokens) - len(decoding)
 
-    def _chunks(self, prompts: Plan, budget: int) -> Plan:
-        """What is read of one prompt or more, [(request, pending tokens)], oldest first.
+    def _chunks(self, prompts: Plan, budget: int, most_prompts: int) -> Plan:
+        """What is read of one prompt or more, [(request, pending tokens)], oldest first; of `most_prompts` at the most.
 
         A quarter of the budget is the oldest one's. The rest is for the shortest, and what they leave for the oldest.
         """
         found: dict[Request, int] = {}
-        most = self.mixed.most_chunks if self.mixed is not None else len(prompts)
 
         def take(request: Request, tokens: int, most: int) -> int:
             position = self.manager.position(request.key)
@@ -254,7 +256,7 @@ class Scheduler:
         own = take(oldest, tokens, max(budget // 4, CHUNK_QUANTUM) if others else budget)
         left = budget - own
         for request, n in sorted(others, key=lambda item: item[1]):
-            left -= take(request, n, left) if len(found) < most else 0
+            left -= take(request, n, left) if len(found) < most_prompts else 0
         take(oldest, tokens, own + left)
         return list(found.items())
 

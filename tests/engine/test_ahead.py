@@ -9,6 +9,7 @@ from hybridkv.cache import ForwardStep
 from hybridkv.cache.snapshot import snapshot_request
 from hybridkv.config import SamplingParams
 from hybridkv.engine.engine import Engine
+from hybridkv.engine.sampler import SampledTokens
 from hybridkv.errors import RequestError
 
 
@@ -206,3 +207,16 @@ def test_draining_launches_nothing_where_all_that_is_in_flight_has_ended(engine_
     run(engine)
     assert other.generated == alone(engine_of("qwen3_5"), prompt(5), greedy(4)).generated
     assert_nothing_held(engine)
+
+
+def test_a_step_of_a_long_prompt_is_waited_for(engine_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it gives no token: at most one step is launched ahead of what the host has seen."""
+    engine = engine_of("llama", step_tokens=64)
+    engine.launches_ahead = True
+    events, wait, forward = [], SampledTokens.wait, engine.runner.forward
+    monkeypatch.setattr(SampledTokens, "wait", lambda self: events.append("wait") or wait(self))
+    engine.runner.forward = lambda inputs: events.append("launch") or forward(inputs)  # type: ignore[method-assign]
+    engine.add(prompt(400), greedy(2))
+    run(engine)
+    ahead = [events[: i + 1].count("launch") - events[: i + 1].count("wait") for i in range(len(events))]
+    assert events.count("launch") > 6 and max(ahead) == 2 and ahead[-1] == 0

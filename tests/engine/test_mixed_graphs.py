@@ -113,6 +113,19 @@ def test_preempted_in_a_crowd(kind: str, engine_of: Callable, replays: list[Step
     assert_nothing_held(engine)
 
 
+def test_many_short_prompts_are_one_captured_step(engine_of: Callable, replays: list[StepShape]) -> None:
+    """A size is taken that has room for all of them, and no more are planned than that."""
+    engine = engine_of("qwen3_5", slots=24)
+    with_graphs(engine)
+    for _ in range(3):
+        replays.clear()
+        requests = [engine.add(prompt(9 + i, seed=i), SamplingParams(max_tokens=1)) for i in range(20)]
+        run(engine)
+    assert len(replays) <= 2 and max(shape.chunks for shape in replays) > 16
+    assert all(r.error is None and r.answer_tokens == 1 for r in requests)
+    assert_nothing_held(engine)
+
+
 def test_a_shape_is_captured_when_it_is_asked_for_again(engine_of: Callable, replays: list[StepShape]) -> None:
     engine = engine_of("llama")
     graphs = with_graphs(engine)
@@ -172,7 +185,7 @@ def test_sizes() -> None:
     assert all(b <= 1.25 * a for a, b in zip(sizes[3:], sizes[4:]))
     assert sizes[-1] * activation_bytes(config) <= GRAPH_BYTES and mixed_sizes(config, 128) == [64, 128]
     assert decode_sizes(256) == [0, 16, 64, 256] and decode_sizes(6) == [0, 6] and decode_sizes(16) == [0, 16]
-    assert [chunk_rows(n) for n in (64, 512, 4096)] == [5, 9, 33]
+    assert [chunk_rows(n) for n in (64, 512, 4096)] == [5, 17, 33]
     assert mixed_sizes(config_of("DeepSeek-V4-Flash"), 4096) == []
 
 
