@@ -159,6 +159,8 @@ class Engine:
             self._begin_with(request, prefix)
         self._check_fits(request)
         request.bad_words = bad_word_tokens(params.bad_words, self.tokenizer)
+        for token in (token for word in request.bad_words for token in word if token >= self.vocab):
+            raise RequestError(f"a bad word has token id {token}, which is outside the vocabulary of {self.vocab}")
         request.continues = after
         for i in range(1, params.n):
             request.siblings.append(self._sibling(request, i))

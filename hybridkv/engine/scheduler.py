@@ -195,11 +195,11 @@ class Scheduler:
         return self.manager.prepare_forward(plan, shape=shape)
 
     def prepare_next(self, batch: Batch, tokens: Tensor) -> Batch | None:
-        """The step after `batch` if that was one of decoding requests alone, which got `tokens` [B].
+        """The step after `batch` if that was one of decoding requests alone, all of which got `tokens` [B].
 
         If the batch changes before it runs, it is dropped; its pages stay reserved for their requests.
         """
-        if batch.step.num_decodes < len(batch.requests) or len(batch.sampled) < len(batch.requests):
+        if max(batch.counts) > 1 or len(batch.sampled) < len(batch.requests):
             return None
         if int(batch.step.host.num_computed.max()) + 1 >= self.manager.max_tokens:
             return None

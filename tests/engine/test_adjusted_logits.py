@@ -176,6 +176,17 @@ def test_a_bad_word_never_appears_and_its_beginning_may(
     assert beside.generated == plain_loop(logits_after, prompt(5, seed=3), 24, SamplingParams())
 
 
+def test_a_bad_word_outside_the_vocabulary_is_refused(engine_of: Callable, ascii_tokenizer: Tokenizer) -> None:
+    """Of a tokenizer with more tokens than the model: refused at once, and others go on."""
+    engine = engine_of("llama", tokenizer=ascii_tokenizer)
+    other = engine.add(prompt(9), SamplingParams(max_tokens=2))
+    engine.vocab = 20
+    with pytest.raises(RequestError, match="bad word has token id .* outside the vocabulary of 20"):
+        engine.add([1, 2, 3], SamplingParams(bad_words=["zz"]))
+    run(engine)
+    assert other.error is None and other.answer_tokens == 2
+
+
 def test_bad_words_of_the_prompt_are_no_beginning(engine_of: Callable, ascii_tokenizer: Tokenizer) -> None:
     """Only what was generated counts: the prompt's last letter and the answer's first may make the word."""
     engine = engine_of("llama", tokenizer=ascii_tokenizer)
