@@ -219,7 +219,7 @@ class Scheduler:
         plan = [(request, 1) for request, n in pending.items() if n == 1 and self.give_query_buffer(request)]
         prompts = [(request, n) for request, n in pending.items() if n > 1]
         if prompts:
-            budget = self._prompt_tokens([request for request, _ in plan])
+            budget = self._prompt_tokens([request for request, _ in plan], [request for request, _ in prompts])
             most = len(prompts) if self.mixed is None else self.mixed.most_chunks(budget + len(plan))
             plan += self._chunks(prompts, budget, most)
         # one-token chunks of prompts join the decoding requests; in order of slots their state rows are mostly a view
@@ -230,13 +230,14 @@ class Scheduler:
     def _ends(request: Request) -> bool:
         return request.unseen > 0 and len(request.tokens) + request.unseen >= request.limit
 
-    def _prompt_tokens(self, decoding: list[Request]) -> int:
-        """Tokens of prompts in a step in which these requests decode."""
+    def _prompt_tokens(self, decoding: list[Request], reading: list[Request]) -> int:
+        """Tokens of these prompts in a step in which those requests decode."""
         if not decoding:
             return self.step_tokens
         held = self.manager.step_bytes([request.key for request in decoding])
         sizes = [] if self.mixed is None else self.mixed.sizes
-        return self.cost.tokens_beside(len(decoding), held, sizes, self.step_tokens) - len(decoding)
+        keys = max(self.manager.position(request.key) for request in reading)
+        return self.cost.tokens_beside(len(decoding), held, sizes, self.step_tokens, keys) - len(decoding)
 
     def _chunks(self, prompts: Plan, budget: int, most_prompts: int) -> Plan:
         """What is read of one prompt or more, [(request, pending tokens)], oldest first; of `most_prompts` at the most.
@@ -271,11 +272,14 @@ class Scheduler:
             stop = min(stop, every - position % every)
         return min(stop, tokens)
 
-    @staticmethod
-    def _chunk(position: int, pending: int, budget: int) -> int:
-        """As much of a prompt as the budget allows; chunks end at multiples of the quantum."""
+    def _chunk(self, position: int, pending: int, budget: int) -> int:
+        """As much of a prompt as the budget allows. Chunks end at multiples of the quantum, so that a prompt is divided
+        alike whatever runs beside it; a captured step is filled instead, as its padding costs what tokens do.
+        """
         if pending <= budget:
             return pending
+        if self.mixed is not None and self.mixed.sizes:
+            return budget if budget >= CHUNK_QUANTUM else 0  # a few tokens would read all keys before them
         return max(0, (position + budget) // CHUNK_QUANTUM * CHUNK_QUANTUM - position)
 
     def pending(self, request: Request) -> int:

@@ -1,8 +1,10 @@
 """StepCost: what a step takes, and so how much of a prompt is read in a step in which others decode.
 
-A step costs what its products cost, which follows from its number of tokens, and the reading of what its decoding
-requests hold. The first is measured whenever a graph is captured, by replaying it on padding; between two sizes the
-line through them is taken. The second is counted in bytes, at the rate at which the smallest step reads the weights.
+A step costs what its products cost, which follows from its number of tokens, the reading of what its decoding requests
+hold, and the attention of its prompts over what was read of them before. The first is measured whenever a graph is
+captured, by replaying it on padding; between two sizes the line through them is taken. The second is counted in bytes,
+at the rate at which the smallest step reads the weights, the third in operations, at ATTENTION_RATE times the rate at
+which long steps multiply.
 
 A request that decodes waits for the prompts read beside it: a step may take WAIT times what it would take without them,
 or LEAST seconds where that is longer: fifty tokens a second are faster than anyone reads, and small models read prompts
@@ -20,17 +22,19 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hybridkv.config import CHUNK_QUANTUM
+from hybridkv.models.config import ModelConfig
 
 DEFAULT = 512  # tokens of a step in which requests decode
-# times as long as without prompts; their attention, a fifth more at 16K tokens, is not in what is measured
-WAIT = 2.25
+WAIT = 2.3  # times as long as without prompts
 LEAST = 0.02  # seconds
 TIMED = 3  # replays of a graph
+ATTENTION_RATE = 0.75  # of a prompt over long histories, beside that of products
 
 
 class StepCost:
-    def __init__(self, weight_bytes: int) -> None:
-        self.weight_bytes = weight_bytes
+    def __init__(self, weight_bytes: int, key_share: float = 0.0) -> None:
+        """`key_share`: operations of a token's attention to one key, as a share of those of its products."""
+        self.weight_bytes, self.key_share = weight_bytes, key_share
         self.seconds: dict[int, float] = {}  # of a step of so many tokens, without what requests hold
 
     def measure(self, tokens: int, run: Callable[[], object], times: int) -> None:
@@ -56,9 +60,15 @@ class StepCost:
         slope = (self.seconds[high] - self.seconds[low]) / (high - low)
         return max(self.seconds[low] + slope * (tokens - low), self.seconds[sizes[0]]) + held
 
-    def tokens_beside(self, decodes: int, held_bytes: float, sizes: Sequence[int], most: int) -> int:
+    def attention(self, tokens: int, keys: int) -> float:
+        """Seconds in which so many tokens of prompts attend to so many keys each, the products' rate being known."""
+        sizes = sorted(self.seconds)
+        each = (self.seconds[sizes[-1]] - self.seconds[sizes[0]]) / (sizes[-1] - sizes[0])
+        return max(each, 0.0) * tokens * keys * self.key_share / ATTENTION_RATE
+
+    def tokens_beside(self, decodes: int, held_bytes: float, sizes: Sequence[int], most: int, keys: int = 0) -> int:
         """Tokens of a step in which so many requests decode: as many of `sizes` as they may wait for, `most` at the
-        most, and always some of a prompt.
+        most, and always some of a prompt. `keys`: of the longest prompt, read before.
         """
         least = decodes + CHUNK_QUANTUM
         alone = self.predicted(decodes, held_bytes)
@@ -68,6 +78,19 @@ class StepCost:
         for size in sizes:
             taken = self.predicted(size, held_bytes)
             assert taken is not None
-            if size <= most and taken <= limit:
+            if size <= most and taken + self.attention(size - decodes, keys) <= limit:
                 longest = size
         return max(longest, least)
+
+
+def key_share(config: ModelConfig) -> float:
+    """What a token's attention to one key costs beside its products, in operations, about; norms and gates are free."""
+    c, gdn, moe = config, config.gdn, config.moe
+    attends = len(c.attention_layers)
+    feed = 3 * c.intermediate
+    if moe is not None:
+        feed = 3 * (moe.per_token * moe.intermediate + moe.shared_intermediate)
+    width = attends * (2 * c.heads + 2 * c.kv_heads) * c.head_dim + c.layers * feed
+    if gdn is not None:
+        width += (c.layers - attends) * (gdn.channels + 2 * gdn.value_heads * gdn.value_dim)
+    return 2 * attends * c.heads * c.head_dim / (c.hidden * width)
