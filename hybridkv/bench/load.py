@@ -162,6 +162,9 @@ class LoadBench:
     def warm(self, sampled: bool) -> None:
         took = warm_up(self.engine, self.asked, sampled, self.report.doing)
         self.report.note(f"warm-up, {'sampled' if sampled else 'greedy'}: {took:.1f} s")
+        if cost := sorted(self.engine.runner.cost.seconds.items()):
+            times = ", ".join(f"{tokens}: {seconds * 1e3:.2f}" for tokens, seconds in cost)
+            self.report.note(f"captured steps, tokens: ms on padding: {times}")
 
     # ---- all at once
 
