@@ -28,7 +28,7 @@ from hybridkv.config import CHUNK_QUANTUM, EvictionConfig
 from hybridkv.engine.graphs import DecodeGraphs
 from hybridkv.engine.mixed_graphs import MixedGraphs
 from hybridkv.engine.step_cost import StepCost
-from hybridkv.errors import HybridKVError, OutOfPages
+from hybridkv.errors import HybridKVError, OutOfPages, RequestError
 from hybridkv.eviction import Evictor, max_held_tokens
 from hybridkv.eviction.sizes import bounded_stride
 from hybridkv.eviction.under_way import finish as finish_eviction
@@ -36,6 +36,9 @@ from hybridkv.eviction.under_way import is_ready
 from hybridkv.request import Request, RequestKey, Status
 
 Plan = list[tuple[Request, int]]  # (request, new tokens)
+# A step is launched ahead without requests that must be seen first only if no more than one in so many are such: each of
+# them then has a token in every second step.
+FEW = 8
 
 
 class DoesNotFit(Exception):
@@ -110,6 +113,11 @@ class Scheduler:
     def idle(self) -> bool:
         return not self.waiting and not self.running
 
+    @property
+    def may_admit(self) -> bool:
+        """Whether a request waits for anything but a slot."""
+        return bool(self.waiting) and (self.manager.free_slots > 0 or bool(self.held))
+
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
@@ -159,7 +167,7 @@ class Scheduler:
     def schedule_ahead(self) -> Batch | None:
         """The step after the one in flight, whose tokens are not known yet: of all that goes on whatever they are.
 
-        None: there is none, or it needs room that is not free.
+        None: there is none, it needs room that is not free, or a request of it cannot go on, which `schedule` will say.
         """
         try:
             self._admit(set())
@@ -171,7 +179,7 @@ class Scheduler:
         try:
             self._reserve_ahead(plan)
             step = self.reserve([(request.key, n) for request, n in plan])
-        except OutOfPages:
+        except (OutOfPages, RequestError):
             return None
         return Batch.of(plan, step)
 
@@ -207,14 +215,18 @@ class Scheduler:
             return None
         try:
             step = self.reserve([(request.key, 1) for request in batch.requests])
-        except OutOfPages:
+        except (OutOfPages, RequestError):  # `schedule` will say which
             return None
         return Batch(batch.requests, step, batch.sampled, tokens)
 
     def _plan(self, ahead: bool = False) -> Plan:
-        """`ahead`: without requests of which is known that they end with the token that is pending."""
+        """`ahead`: without requests that end with the token that is pending, or must be seen first."""
         running = [r for r in self.running if r.finish_reason is None and r.evicting is None]
-        running = [r for r in running if not (ahead and self._ends(r))]
+        if ahead:
+            going = [r for r in running if not self._ends(r)]
+            running = [r for r in going if not r.must_see]
+            if FEW * (len(going) - len(running)) > len(going):
+                return []
         pending = {request: self.pending(request) for request in running}
         plan = [(request, 1) for request, n in pending.items() if n == 1 and self.give_query_buffer(request)]
         prompts = [(request, n) for request, n in pending.items() if n > 1]
@@ -593,9 +605,9 @@ class Scheduler:
             request.status = Status.FINISHED  # before it leaves its queue: an interrupt then finds it in one or ended
             self.waiting.remove(request)
         if request in self.running:
-            if keeps:
+            if keeps and self.manager.can_continue(request.key):
                 self.held.append(request)
-            else:
+            else:  # or it was stopped while a part of its prompt was in flight
                 self.manager.release_request(request.key)
             request.status = Status.FINISHED
             self.running.remove(request)
@@ -624,7 +636,8 @@ class Scheduler:
         for request in live:
             request.status = Status.RUNNING if request.key in resident else Status.WAITING
         never_began = {r.continues for r in ended}  # what a turn would have gone on with has no other owner
-        keeping = [r for r in ended if r.keeps_cache and r not in never_began]
+        keeping = [r for r in ended if r.keeps_cache and r not in never_began and r.key in resident]
+        keeping = [r for r in keeping if self.manager.can_continue(r.key)]
         owner = {r.key: r for r in sorted([*keeping, *live], key=lambda r: r.order) if r.key in resident}
         self.held = [r for r in keeping if owner.get(r.key) is r]
         self.running = [r for r in live if owner.get(r.key) is r]
