@@ -31,7 +31,7 @@ class StepInputs:
 class Runner:
     def __init__(self, model: Model, manager: KVCacheManager, step_tokens: int = EngineConfig.step_tokens) -> None:
         self.model, self.manager = model, manager
-        self.cost = StepCost(model.nbytes)
+        self.cost = StepCost.of(model)
         self.graphs: DecodeGraphs | None = None
         self.mixed: MixedGraphs | None = None
         if can_capture(manager):

@@ -36,9 +36,10 @@ from hybridkv.eviction.under_way import is_ready
 from hybridkv.request import Request, RequestKey, Status
 
 Plan = list[tuple[Request, int]]  # (request, new tokens)
-# A step is launched ahead without requests that must be seen first only if no more than one in so many are such: each of
-# them then has a token in every second step.
+# A step is launched ahead without requests that must be seen first only if no more than one in so many are such: these
+# then have a token in every second step.
 FEW = 8
+FINE_QUANTUM = 16  # in place of CHUNK_QUANTUM where steps are graphs, whose products do not give the same bits anyway
 
 
 class DoesNotFit(Exception):
@@ -231,7 +232,7 @@ class Scheduler:
         plan = [(request, 1) for request, n in pending.items() if n == 1 and self.give_query_buffer(request)]
         prompts = [(request, n) for request, n in pending.items() if n > 1]
         if prompts:
-            budget = self._prompt_tokens([request for request, _ in plan])
+            budget = self._prompt_tokens([request for request, _ in plan], prompts)
             most = len(prompts) if self.mixed is None else self.mixed.most_chunks(budget + len(plan))
             plan += self._chunks(prompts, budget, most)
         # one-token chunks of prompts join the decoding requests; in order of slots their state rows are mostly a view
@@ -242,13 +243,17 @@ class Scheduler:
     def _ends(request: Request) -> bool:
         return request.unseen > 0 and len(request.tokens) + request.unseen >= request.limit
 
-    def _prompt_tokens(self, decoding: list[Request]) -> int:
-        """Tokens of prompts in a step in which these requests decode."""
+    def _prompt_tokens(self, decoding: list[Request], prompts: Plan) -> int:
+        """Tokens of these prompts in a step in which those requests decode."""
         if not decoding:
             return self.step_tokens
         held = self.manager.step_bytes([request.key for request in decoding])
         sizes = [] if self.mixed is None else self.mixed.sizes
-        return self.cost.tokens_beside(len(decoding), held, sizes, self.step_tokens) - len(decoding)
+        shortest = min(prompts, key=lambda item: item[1])[0]
+        keys = (
+            self.manager.longest(prompts[0][0].key) + 3 * self.manager.longest(shortest.key)
+        ) / 4  # as `_chunks` has it
+        return self.cost.tokens_beside(len(decoding), held, sizes, self.step_tokens, keys) - len(decoding)
 
     def _chunks(self, prompts: Plan, budget: int, most_prompts: int) -> Plan:
         """What is read of one prompt or more, [(request, pending tokens)], oldest first; of `most_prompts` at the most.
@@ -283,12 +288,16 @@ class Scheduler:
             stop = min(stop, every - position % every)
         return min(stop, tokens)
 
-    @staticmethod
-    def _chunk(position: int, pending: int, budget: int) -> int:
-        """As much of a prompt as the budget allows; chunks end at multiples of the quantum."""
+    @property
+    def quantum(self) -> int:
+        """Chunks end at multiples of it. A graph with decoding requests in it has no room for whole CHUNK_QUANTUMs."""
+        return FINE_QUANTUM if self.mixed is not None and self.mixed.sizes and not self.manager.exact else CHUNK_QUANTUM
+
+    def _chunk(self, position: int, pending: int, budget: int) -> int:
+        """As much of a prompt as the budget allows."""
         if pending <= budget:
             return pending
-        return max(0, (position + budget) // CHUNK_QUANTUM * CHUNK_QUANTUM - position)
+        return max(0, (position + budget) // self.quantum * self.quantum - position)
 
     def pending(self, request: Request) -> int:
         """Tokens that are still to be computed, those included that only the device knows."""

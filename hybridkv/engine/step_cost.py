@@ -3,6 +3,7 @@
 A step costs what its products cost, which follows from its number of tokens, and the reading of what its decoding
 requests hold. The first is measured whenever a graph is captured, by replaying it on padding; between two sizes the
 line through them is taken. The second is counted in bytes, at the rate at which the smallest step reads the weights.
+What prompts attend to is counted in products, at half the rate of those with weights.
 
 A request that decodes waits for the prompts read beside it: a step may take WAIT times what it would take without them,
 or LEAST seconds where that is longer: fifty tokens a second are faster than anyone reads, and small models read prompts
@@ -20,17 +21,20 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hybridkv.config import CHUNK_QUANTUM
+from hybridkv.models.decoder import Model
+from hybridkv.planner import matrix_elements
 
 DEFAULT = 512  # tokens of a step in which requests decode
-# times as long as without prompts; their attention, a fifth more at 16K tokens, is not in what is measured
-WAIT = 2.25
+WAIT = 2.4  # times as long as without prompts
+ATTENDING = 2.0  # times what a product with weights takes (H200: 16K keys make a 27B prompt's step a fifth longer)
 LEAST = 0.02  # seconds
 TIMED = 3  # replays of a graph
 
 
 class StepCost:
-    def __init__(self, weight_bytes: int) -> None:
+    def __init__(self, weight_bytes: int, key_share: float = 0.0) -> None:
         self.weight_bytes = weight_bytes
+        self.key_share = key_share  # products of a token with one key, in all layers, as a share of those with weights
         self.seconds: dict[int, float] = {}  # of a step of so many tokens, without what requests hold
 
     def measure(self, tokens: int, run: Callable[[], object], times: int) -> None:
@@ -45,8 +49,17 @@ class StepCost:
         taken = [a.elapsed_time(b) / 1000 for a, b in zip(marks, marks[1:])]
         self.seconds[tokens] = min(self.seconds.get(tokens, float("inf")), statistics.median(taken))
 
-    def predicted(self, tokens: int, held_bytes: float = 0) -> float | None:
-        """Seconds of a step of so many tokens whose decoding requests hold so many bytes; None: not known."""
+    @staticmethod
+    def of(model: Model) -> StepCost:
+        """Nothing is measured yet."""
+        c = model.config
+        attended = 4 * c.heads * c.head_dim * len(c.attention_layers)
+        return StepCost(model.nbytes, attended / (2 * matrix_elements(c)) if attended else 0.0)
+
+    def predicted(self, tokens: int, held_bytes: float = 0, keys: float = 0) -> float | None:
+        """Seconds of a step of so many tokens whose decoding requests hold so many bytes, and whose other tokens attend
+        to so many keys each; None: not known.
+        """
         sizes = sorted(self.seconds)
         if len(sizes) < 2:
             return None
@@ -54,11 +67,13 @@ class StepCost:
         at = min(max(bisect_left(sizes, tokens), 1), len(sizes) - 1)
         low, high = sizes[at - 1], sizes[at]
         slope = (self.seconds[high] - self.seconds[low]) / (high - low)
-        return max(self.seconds[low] + slope * (tokens - low), self.seconds[sizes[0]]) + held
+        each = min(taken / size for size, taken in self.seconds.items())
+        attending = ATTENDING * self.key_share * keys * each * tokens
+        return max(self.seconds[low] + slope * (tokens - low), self.seconds[sizes[0]]) + held + attending
 
-    def tokens_beside(self, decodes: int, held_bytes: float, sizes: Sequence[int], most: int) -> int:
+    def tokens_beside(self, decodes: int, held_bytes: float, sizes: Sequence[int], most: int, keys: float = 0) -> int:
         """Tokens of a step in which so many requests decode: as many of `sizes` as they may wait for, `most` at the
-        most, and always some of a prompt.
+        most, and always some of a prompt, whose tokens attend to so many keys.
         """
         least = decodes + CHUNK_QUANTUM
         alone = self.predicted(decodes, held_bytes)
@@ -66,7 +81,7 @@ class StepCost:
             return max(min(DEFAULT, most), least)
         longest, limit = sizes[0], max(WAIT * alone, LEAST)
         for size in sizes:
-            taken = self.predicted(size, held_bytes)
+            taken = self.predicted(size, held_bytes, keys)
             assert taken is not None
             if size <= most and taken <= limit:
                 longest = size

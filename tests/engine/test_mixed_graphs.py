@@ -135,6 +135,29 @@ def test_a_shape_is_captured_when_it_is_asked_for_again(engine_of: Callable, rep
     assert set(graphs.captured) == {StepShape(128, 0, chunk_rows(128))}
 
 
+@pytest.mark.parametrize("decoding", (1, 5))
+def test_a_step_beside_others_is_as_full_as_its_graph(
+    decoding: int, engine_of: Callable, replays: list[StepShape]
+) -> None:
+    """Of 128 tokens no more than 15 are padding, also where others decode: a prompt is cut at sixteens."""
+    engine = engine_of("qwen3_5", context=2048)
+    with_graphs(engine, {1: 20e-3, 128: 40e-3, 192: 200e-3, 512: 900e-3})
+    for i in range(decoding):
+        engine.add(prompt(9, seed=i), SamplingParams(max_tokens=60, temperature=0))
+    engine.step()
+    long = engine.add(prompt(1500), SamplingParams(max_tokens=2, temperature=0))
+    engine.step()
+    at = [0]
+    while engine.manager.position(long.key) < 1300:
+        engine.step()
+        at.append(engine.manager.position(long.key))
+    read = [b - a for a, b in zip(at[1:], at[2:])]
+    assert len(read) > 5 and all(128 - decoding - 15 <= n <= 128 - decoding for n in read)
+    assert set(replays[1:]) == {StepShape(128, decode_sizes(8)[1], chunk_rows(128))}
+    run(engine)
+    assert long.generated == alone(engine_of("qwen3_5", context=2048), *[prompt(1500), long.params]).generated
+
+
 def test_a_capture_that_fails_is_not_tried_again(
     engine_of: Callable, replays: list[StepShape], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,9 +1,13 @@
 """How much of prompts is read beside decoding requests: what was measured decides."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from hybridkv.engine import step_cost
 from hybridkv.engine.step_cost import DEFAULT, LEAST, WAIT, StepCost
+from hybridkv.models.config import ModelConfig
+from hybridkv.models.known import KNOWN, known_config
 
 SIZES = [64, 128, 256, 512, 1024, 2048]
 
@@ -56,3 +60,25 @@ def test_before_anything_is_measured_it_is_a_constant(seconds: dict[int, float])
     cost.seconds = dict(seconds)
     assert cost.tokens_beside(3, 0, SIZES, 2048) == DEFAULT
     assert cost.tokens_beside(3, 0, [], 256) == 256 and measured().tokens_beside(3, 0, [], 4096) == DEFAULT
+
+
+def test_what_prompts_attend_to_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a token's products more at 1000 keys, at half the rate: each token takes twice as long."""
+    monkeypatch.setattr(step_cost, "LEAST", 0.0)
+    cost = measured()
+    cost.key_share = 0.5 / 1000
+    assert cost.predicted(2048, 0, 1000) == pytest.approx(2 * cost.predicted(2048))  # type: ignore[operator]
+    assert cost.predicted(512, 1e9, 500) == pytest.approx(2.56e-3 * 1.5 + 1e-3)
+    near, far = (cost.tokens_beside(64, 5e9, SIZES, 2048, keys) for keys in (0, 1000))
+    assert far == near // 2
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_share_of_attention_is_counted_for_every_family(name: str) -> None:
+    found = known_config(name)
+    assert found is not None
+    config = ModelConfig.from_dict(found[1])
+    share = StepCost.of(SimpleNamespace(config=config, nbytes=1)).key_share  # type: ignore[arg-type]
+    assert (share == 0) == (not config.attention_layers) and 0 <= 16384 * share < 10
+    if name == "Qwen3.5-27B":  # 64 layers, 16 of which attend with 24 heads of 256; 25.6e9 weights multiply a token
+        assert share == pytest.approx(4 * 16 * 24 * 256 / (2 * 25.6e9), rel=0.01)
