@@ -51,6 +51,17 @@ class CachePlan:
         return self.schema.bytes(self.pages, self.slots, self.max_tokens, self.query_buffers)
 
 
+def matrix_elements(config: ModelConfig) -> float:
+    """Of all that multiplies a token: every weight but the embedding, of which one row is read, and the experts that it
+    does not go to.
+    """
+    count = model_bytes(config, lambda name: name == "lm_head.weight", "bfloat16", "cuda") / 2
+    if moe := config.moe:
+        unused = (config.layers - len(moe.dense_layers)) * (moe.experts - moe.per_token)
+        count -= unused * 3 * config.hidden * moe.intermediate
+    return count - (0 if config.tied else config.vocab * config.hidden)
+
+
 def human(size: float) -> str:
     """1536 -> '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -97,6 +97,22 @@ class Request:
         return self.params.logits_hook is not None or bool(self.bad_words)
 
     @property
+    def must_see(self) -> bool:
+        """Whether its next step is planned only when the host has seen what the step in flight gives: a token that only
+        the device knows may end an answer whose cache is held, or is asked for; and entries, or siblings, may follow.
+        """
+        if self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_tokens:
+            return True
+        if self.hold and self.eviction is not None:
+            return True
+        if not self.unseen:
+            return False
+        eviction = self.eviction
+        evicts = eviction is not None and bool(eviction.bounded or eviction.decode_every)
+        # a sibling that has just begun has no sampler state yet; its source would sample it again
+        return self.hold or self.needs_last_token or evicts or self.source is not None or bool(self.forming)
+
+    @property
     def finished(self) -> bool:
         """Whether nothing more will come; `finish_reason` says why."""
         return self.status is Status.FINISHED

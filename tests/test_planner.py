@@ -23,7 +23,7 @@ from hybridkv.eviction import query_buffers_for
 from hybridkv.models import cache_schema, with_query_buffer
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.known import KNOWN, known_config
-from hybridkv.planner import longest_context, model_bytes, most_requests, plan_cache, planned_tensors
+from hybridkv.planner import longest_context, matrix_elements, model_bytes, most_requests, plan_cache, planned_tensors
 
 MIB = 1 << 20
 KV = ("f32", "bf16", "fp8")
@@ -333,3 +333,9 @@ def test_the_second_table_comes_with_memory_or_a_budget(capsys: pytest.CaptureFi
     out = run(capsys, *common, "--budget", 1024)
     assert "1024, bounded" in out and "longest" not in out and "FFN" not in out
     assert "longest" in run(capsys, *common, "--memory", "64GiB")
+
+
+def test_a_token_is_multiplied_by_the_experts_it_goes_to_alone() -> None:
+    """The names say how many parameters are active: 3 of 35 billion, 17 of 397."""
+    for name, active in (("Qwen3.5-27B", 25.6e9), ("Qwen3.5-35B-A3B", 3.0e9), ("Qwen3.5-397B-A17B", 16.5e9)):
+        assert matrix_elements(ModelConfig.from_dict(KNOWN[name])) == pytest.approx(active, rel=0.03)

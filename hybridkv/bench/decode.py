@@ -31,10 +31,9 @@ from hybridkv.config import CacheConfig
 from hybridkv.engine.engine import Engine
 from hybridkv.kernels.formats.fp8 import fp8_decode
 from hybridkv.kernels.linear.linear import Linear
-from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Model
 from hybridkv.models.random_weights import random_decoder
-from hybridkv.planner import model_bytes
+from hybridkv.planner import matrix_elements
 
 COLUMNS = (
     Column("ms", "step ms", 9, ".2f"),
@@ -309,12 +308,6 @@ def with_budget(shape: Shape, model: Model, report: Report, kind: str, many: int
 
 def free_bytes(device: str) -> float:
     return torch.cuda.mem_get_info()[0] if device == "cuda" else 8 * GIB
-
-
-def matrix_elements(config: ModelConfig) -> float:
-    """Of all that multiplies a token: every weight but the embedding, of which one row is read."""
-    count = model_bytes(config, lambda name: name == "lm_head.weight", torch.bfloat16, "cuda") / 2
-    return count - (0 if config.tied else config.vocab * config.hidden)
 
 
 def read_bytes(model: Model) -> int:

@@ -15,7 +15,6 @@ from typing import ClassVar
 
 import torch
 
-from hybridkv.bench.decode import matrix_elements
 from hybridkv.bench.options import BUDGET, BenchOptions
 from hybridkv.bench.report import Column, Report, check, rounding
 from hybridkv.bench.shapes import Shape
@@ -29,6 +28,7 @@ from hybridkv.kernels.gdn.rule import CHUNK
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Model
 from hybridkv.models.random_weights import random_decoder
+from hybridkv.planner import matrix_elements
 from hybridkv.request import Request
 
 CHECKED = 3 * 64 + 5  # tokens

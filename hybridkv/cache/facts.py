@@ -50,6 +50,11 @@ class Facts:
         """Entries that each stream of the request holds."""
         return {name: t.lengths[self._slot(request)].copy() for name, t in self.tables.items()}
 
+    def longest(self, request: Hashable) -> int:
+        """Entries of its longest stream."""
+        slot = self._slot(request)
+        return max((int(table.lengths[slot].max()) for table in self.tables.values()), default=0)
+
     def kept_tokens(self, request: Hashable) -> float:
         """Tokens whose entries the request still has, on average over its streams."""
         slot, position = self._slot(request), self.position(request)

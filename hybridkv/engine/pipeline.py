@@ -74,32 +74,21 @@ class Pipeline:
         """Start the next step before the tokens of the one in flight are known here: the prepared one, or one with
         prompts.
 
-        The launch is wasted for requests that finish on the pending token. Nothing is launched if a request must hold
-        its cache or is evicted while it decodes; nor if a logits hook or bad words ask for the pending token itself.
+        The launch is wasted for requests that finish on the pending token. Left out are those that reach their limit
+        with it, and those for which it must be seen first (`Request.must_see`).
         """
         scheduler, batch = self.scheduler, self.prepared
-        if not self._may_go_on([*scheduler.running, *scheduler.waiting]):
-            return
-        if batch is None or scheduler.waiting or len(scheduler.running) > len(batch.requests):
+        if (
+            batch is None
+            or scheduler.may_admit
+            or len(scheduler.running) > len(batch.requests)
+            or any(len(r.tokens) + 1 >= r.limit or r.must_see for r in batch.requests)
+        ):
             batch = scheduler.schedule_ahead()
-        elif any(len(request.tokens) + 1 >= request.limit for request in batch.requests):
-            batch = scheduler.schedule_ahead()  # without those that end
-        self.prepared = None
         if batch is not None:
+            self.prepared = None
             self.ahead = InFlightStep(batch)
             self._launch(self.ahead)
-
-    @staticmethod
-    def _may_go_on(requests: Sequence[Request]) -> bool:
-        for request in requests:
-            eviction = request.eviction
-            if request.hold or request.needs_last_token or request.params.prompt_logprobs is not None:
-                return False
-            if request.source is not None:  # a sibling that has just begun, and has no sampler state yet
-                return False
-            if eviction is not None and (eviction.bounded or eviction.decode_every):
-                return False
-        return True
 
     def advance(self) -> None:
         """The results of the step in flight have been given out."""

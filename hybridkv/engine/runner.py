@@ -16,7 +16,7 @@ from hybridkv.cache.step import upload
 from hybridkv.config import EngineConfig
 from hybridkv.engine.graphs import DecodeGraphs, can_capture
 from hybridkv.engine.mixed_graphs import MixedGraphs
-from hybridkv.engine.step_cost import StepCost, key_share
+from hybridkv.engine.step_cost import StepCost
 from hybridkv.models.decoder import Model
 
 
@@ -31,7 +31,7 @@ class StepInputs:
 class Runner:
     def __init__(self, model: Model, manager: KVCacheManager, step_tokens: int = EngineConfig.step_tokens) -> None:
         self.model, self.manager = model, manager
-        self.cost = StepCost(model.nbytes, 0.0 if model.config.v4 is not None else key_share(model.config))
+        self.cost = StepCost.of(model)
         self.graphs: DecodeGraphs | None = None
         self.mixed: MixedGraphs | None = None
         if can_capture(manager):

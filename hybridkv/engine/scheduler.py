@@ -28,7 +28,7 @@ from hybridkv.config import CHUNK_QUANTUM, EvictionConfig
 from hybridkv.engine.graphs import DecodeGraphs
 from hybridkv.engine.mixed_graphs import MixedGraphs
 from hybridkv.engine.step_cost import StepCost
-from hybridkv.errors import HybridKVError, OutOfPages
+from hybridkv.errors import HybridKVError, OutOfPages, RequestError
 from hybridkv.eviction import Evictor, max_held_tokens
 from hybridkv.eviction.sizes import bounded_stride
 from hybridkv.eviction.under_way import finish as finish_eviction
@@ -36,6 +36,10 @@ from hybridkv.eviction.under_way import is_ready
 from hybridkv.request import Request, RequestKey, Status
 
 Plan = list[tuple[Request, int]]  # (request, new tokens)
+# A step is launched ahead without requests that must be seen first only if no more than one in so many are such: these
+# then have a token in every second step.
+FEW = 8
+FINE_QUANTUM = 16  # in place of CHUNK_QUANTUM where steps are graphs, whose products do not give the same bits anyway
 
 
 class DoesNotFit(Exception):
@@ -110,6 +114,11 @@ class Scheduler:
     def idle(self) -> bool:
         return not self.waiting and not self.running
 
+    @property
+    def may_admit(self) -> bool:
+        """Whether a request waits for anything but a slot."""
+        return bool(self.waiting) and (self.manager.free_slots > 0 or bool(self.held))
+
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
@@ -159,7 +168,7 @@ class Scheduler:
     def schedule_ahead(self) -> Batch | None:
         """The step after the one in flight, whose tokens are not known yet: of all that goes on whatever they are.
 
-        None: there is none, or it needs room that is not free.
+        None: there is none, it needs room that is not free, or a request of it cannot go on, which `schedule` will say.
         """
         try:
             self._admit(set())
@@ -171,7 +180,7 @@ class Scheduler:
         try:
             self._reserve_ahead(plan)
             step = self.reserve([(request.key, n) for request, n in plan])
-        except OutOfPages:
+        except (OutOfPages, RequestError):
             return None
         return Batch.of(plan, step)
 
@@ -207,19 +216,23 @@ class Scheduler:
             return None
         try:
             step = self.reserve([(request.key, 1) for request in batch.requests])
-        except OutOfPages:
+        except (OutOfPages, RequestError):  # `schedule` will say which
             return None
         return Batch(batch.requests, step, batch.sampled, tokens)
 
     def _plan(self, ahead: bool = False) -> Plan:
-        """`ahead`: without requests of which is known that they end with the token that is pending."""
+        """`ahead`: without requests that end with the token that is pending, or must be seen first."""
         running = [r for r in self.running if r.finish_reason is None and r.evicting is None]
-        running = [r for r in running if not (ahead and self._ends(r))]
+        if ahead:
+            going = [r for r in running if not self._ends(r)]
+            running = [r for r in going if not r.must_see]
+            if FEW * (len(going) - len(running)) > len(going):
+                return []
         pending = {request: self.pending(request) for request in running}
         plan = [(request, 1) for request, n in pending.items() if n == 1 and self.give_query_buffer(request)]
         prompts = [(request, n) for request, n in pending.items() if n > 1]
         if prompts:
-            budget = self._prompt_tokens([request for request, _ in plan], [request for request, _ in prompts])
+            budget = self._prompt_tokens([request for request, _ in plan], prompts)
             most = len(prompts) if self.mixed is None else self.mixed.most_chunks(budget + len(plan))
             plan += self._chunks(prompts, budget, most)
         # one-token chunks of prompts join the decoding requests; in order of slots their state rows are mostly a view
@@ -230,13 +243,16 @@ class Scheduler:
     def _ends(request: Request) -> bool:
         return request.unseen > 0 and len(request.tokens) + request.unseen >= request.limit
 
-    def _prompt_tokens(self, decoding: list[Request], reading: list[Request]) -> int:
+    def _prompt_tokens(self, decoding: list[Request], prompts: Plan) -> int:
         """Tokens of these prompts in a step in which those requests decode."""
         if not decoding:
             return self.step_tokens
         held = self.manager.step_bytes([request.key for request in decoding])
         sizes = [] if self.mixed is None else self.mixed.sizes
-        keys = max(self.manager.position(request.key) for request in reading)
+        shortest = min(prompts, key=lambda item: item[1])[0]
+        keys = (
+            self.manager.longest(prompts[0][0].key) + 3 * self.manager.longest(shortest.key)
+        ) / 4  # as `_chunks` has it
         return self.cost.tokens_beside(len(decoding), held, sizes, self.step_tokens, keys) - len(decoding)
 
     def _chunks(self, prompts: Plan, budget: int, most_prompts: int) -> Plan:
@@ -272,15 +288,16 @@ class Scheduler:
             stop = min(stop, every - position % every)
         return min(stop, tokens)
 
+    @property
+    def quantum(self) -> int:
+        """Chunks end at multiples of it. A graph with decoding requests in it has no room for whole CHUNK_QUANTUMs."""
+        return FINE_QUANTUM if self.mixed is not None and self.mixed.sizes and not self.manager.exact else CHUNK_QUANTUM
+
     def _chunk(self, position: int, pending: int, budget: int) -> int:
-        """As much of a prompt as the budget allows. Chunks end at multiples of the quantum, so that a prompt is divided
-        alike whatever runs beside it; a captured step is filled instead, as its padding costs what tokens do.
-        """
+        """As much of a prompt as the budget allows."""
         if pending <= budget:
             return pending
-        if self.mixed is not None and self.mixed.sizes:
-            return budget if budget >= CHUNK_QUANTUM else 0  # a few tokens would read all keys before them
-        return max(0, (position + budget) // CHUNK_QUANTUM * CHUNK_QUANTUM - position)
+        return max(0, (position + budget) // self.quantum * self.quantum - position)
 
     def pending(self, request: Request) -> int:
         """Tokens that are still to be computed, those included that only the device knows."""
@@ -597,9 +614,9 @@ class Scheduler:
             request.status = Status.FINISHED  # before it leaves its queue: an interrupt then finds it in one or ended
             self.waiting.remove(request)
         if request in self.running:
-            if keeps:
+            if keeps and self.manager.can_continue(request.key):
                 self.held.append(request)
-            else:
+            else:  # or it was stopped while a part of its prompt was in flight
                 self.manager.release_request(request.key)
             request.status = Status.FINISHED
             self.running.remove(request)
@@ -628,7 +645,8 @@ class Scheduler:
         for request in live:
             request.status = Status.RUNNING if request.key in resident else Status.WAITING
         never_began = {r.continues for r in ended}  # what a turn would have gone on with has no other owner
-        keeping = [r for r in ended if r.keeps_cache and r not in never_began]
+        keeping = [r for r in ended if r.keeps_cache and r not in never_began and r.key in resident]
+        keeping = [r for r in keeping if self.manager.can_continue(r.key)]
         owner = {r.key: r for r in sorted([*keeping, *live], key=lambda r: r.order) if r.key in resident}
         self.held = [r for r in keeping if owner.get(r.key) is r]
         self.running = [r for r in live if owner.get(r.key) is r]

@@ -1,10 +1,9 @@
 """StepCost: what a step takes, and so how much of a prompt is read in a step in which others decode.
 
-A step costs what its products cost, which follows from its number of tokens, the reading of what its decoding requests
-hold, and the attention of its prompts over what was read of them before. The first is measured whenever a graph is
-captured, by replaying it on padding; between two sizes the line through them is taken. The second is counted in bytes,
-at the rate at which the smallest step reads the weights, the third in operations, at ATTENTION_RATE times the rate at
-which long steps multiply.
+A step costs what its products cost, which follows from its number of tokens, and the reading of what its decoding
+requests hold. The first is measured whenever a graph is captured, by replaying it on padding; between two sizes the
+line through them is taken. The second is counted in bytes, at the rate at which the smallest step reads the weights.
+What prompts attend to is counted in products, at half the rate of those with weights.
 
 A request that decodes waits for the prompts read beside it: a step may take WAIT times what it would take without them,
 or LEAST seconds where that is longer: fifty tokens a second are faster than anyone reads, and small models read prompts
@@ -22,19 +21,20 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hybridkv.config import CHUNK_QUANTUM
-from hybridkv.models.config import ModelConfig
+from hybridkv.models.decoder import Model
+from hybridkv.planner import matrix_elements
 
 DEFAULT = 512  # tokens of a step in which requests decode
-WAIT = 2.3  # times as long as without prompts
+WAIT = 2.4  # times as long as without prompts
+ATTENDING = 2.0  # times what a product with weights takes (H200: 16K keys make a 27B prompt's step a fifth longer)
 LEAST = 0.02  # seconds
 TIMED = 3  # replays of a graph
-ATTENTION_RATE = 0.75  # of a prompt over long histories, beside that of products
 
 
 class StepCost:
     def __init__(self, weight_bytes: int, key_share: float = 0.0) -> None:
-        """`key_share`: operations of a token's attention to one key, as a share of those of its products."""
-        self.weight_bytes, self.key_share = weight_bytes, key_share
+        self.weight_bytes = weight_bytes
+        self.key_share = key_share  # products of a token with one key, in all layers, as a share of those with weights
         self.seconds: dict[int, float] = {}  # of a step of so many tokens, without what requests hold
 
     def measure(self, tokens: int, run: Callable[[], object], times: int) -> None:
@@ -49,8 +49,17 @@ class StepCost:
         taken = [a.elapsed_time(b) / 1000 for a, b in zip(marks, marks[1:])]
         self.seconds[tokens] = min(self.seconds.get(tokens, float("inf")), statistics.median(taken))
 
-    def predicted(self, tokens: int, held_bytes: float = 0) -> float | None:
-        """Seconds of a step of so many tokens whose decoding requests hold so many bytes; None: not known."""
+    @staticmethod
+    def of(model: Model) -> StepCost:
+        """Nothing is measured yet."""
+        c = model.config
+        attended = 4 * c.heads * c.head_dim * len(c.attention_layers)
+        return StepCost(model.nbytes, attended / (2 * matrix_elements(c)) if attended else 0.0)
+
+    def predicted(self, tokens: int, held_bytes: float = 0, keys: float = 0) -> float | None:
+        """Seconds of a step of so many tokens whose decoding requests hold so many bytes, and whose other tokens attend
+        to so many keys each; None: not known.
+        """
         sizes = sorted(self.seconds)
         if len(sizes) < 2:
             return None
@@ -58,17 +67,13 @@ class StepCost:
         at = min(max(bisect_left(sizes, tokens), 1), len(sizes) - 1)
         low, high = sizes[at - 1], sizes[at]
         slope = (self.seconds[high] - self.seconds[low]) / (high - low)
-        return max(self.seconds[low] + slope * (tokens - low), self.seconds[sizes[0]]) + held
+        each = min(taken / size for size, taken in self.seconds.items())
+        attending = ATTENDING * self.key_share * keys * each * tokens
+        return max(self.seconds[low] + slope * (tokens - low), self.seconds[sizes[0]]) + held + attending
 
-    def attention(self, tokens: int, keys: int) -> float:
-        """Seconds in which so many tokens of prompts attend to so many keys each, the products' rate being known."""
-        sizes = sorted(self.seconds)
-        each = (self.seconds[sizes[-1]] - self.seconds[sizes[0]]) / (sizes[-1] - sizes[0])
-        return max(each, 0.0) * tokens * keys * self.key_share / ATTENTION_RATE
-
-    def tokens_beside(self, decodes: int, held_bytes: float, sizes: Sequence[int], most: int, keys: int = 0) -> int:
+    def tokens_beside(self, decodes: int, held_bytes: float, sizes: Sequence[int], most: int, keys: float = 0) -> int:
         """Tokens of a step in which so many requests decode: as many of `sizes` as they may wait for, `most` at the
-        most, and always some of a prompt. `keys`: of the longest prompt, read before.
+        most, and always some of a prompt, whose tokens attend to so many keys.
         """
         least = decodes + CHUNK_QUANTUM
         alone = self.predicted(decodes, held_bytes)
@@ -76,21 +81,8 @@ class StepCost:
             return max(min(DEFAULT, most), least)
         longest, limit = sizes[0], max(WAIT * alone, LEAST)
         for size in sizes:
-            taken = self.predicted(size, held_bytes)
+            taken = self.predicted(size, held_bytes, keys)
             assert taken is not None
-            if size <= most and taken + self.attention(size - decodes, keys) <= limit:
+            if size <= most and taken <= limit:
                 longest = size
         return max(longest, least)
-
-
-def key_share(config: ModelConfig) -> float:
-    """What a token's attention to one key costs beside its products, in operations, about; norms and gates are free."""
-    c, gdn, moe = config, config.gdn, config.moe
-    attends = len(c.attention_layers)
-    feed = 3 * c.intermediate
-    if moe is not None:
-        feed = 3 * (moe.per_token * moe.intermediate + moe.shared_intermediate)
-    width = attends * (2 * c.heads + 2 * c.kv_heads) * c.head_dim + c.layers * feed
-    if gdn is not None:
-        width += (c.layers - attends) * (gdn.channels + 2 * gdn.value_heads * gdn.value_dim)
-    return 2 * attends * c.heads * c.head_dim / (c.hidden * width)

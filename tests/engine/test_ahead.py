@@ -11,6 +11,7 @@ from hybridkv.config import SamplingParams
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.sampler import SampledTokens
 from hybridkv.errors import RequestError
+from hybridkv.request import Request
 
 
 def greedy(tokens: int) -> SamplingParams:
@@ -220,3 +221,105 @@ def test_a_step_of_a_long_prompt_is_waited_for(engine_of: Callable, monkeypatch:
     run(engine)
     ahead = [events[: i + 1].count("launch") - events[: i + 1].count("wait") for i in range(len(events))]
     assert events.count("launch") > 6 and max(ahead) == 2 and ahead[-1] == 0
+
+
+def crowd_of(engine: Engine, count: int = 8, tokens: int = 12) -> list[Request]:
+    return [engine.add(prompt(10 + i, seed=i), greedy(tokens)) for i in range(count)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_request_whose_cache_is_held_keeps_nobody_else_from_going_on(kind: str, engine_of: Callable) -> None:
+    """It alone waits until its token has been seen; its cache ends where its answer does."""
+    want = [alone(engine_of(kind), prompt(10 + i, seed=i), greedy(12)).generated for i in range(8)]
+    end = alone(engine_of(kind), prompt(33), greedy(6)).generated[4]
+    engine = engine_of(kind, slots=12)
+    engine.launches_ahead = True
+    held = engine.add(prompt(33), SamplingParams(max_tokens=30, stop_token_ids=(end,)), hold=True)
+    others, flew = crowd_of(engine), []
+
+    def look(step: int) -> None:
+        flying = engine.pipeline.in_flight
+        flew.append(flying is not None)
+        assert flying is None or held not in flying.batch.requests or not held.answer_tokens or held.unseen == 1
+
+    run(engine, look)
+    assert [r.generated for r in others] == want and sum(flew) > 8
+    second = engine.add([*held.tokens, 5, 6], greedy(5), after=held)
+    run(engine)
+    assert second.cached_tokens == len(held.tokens) - 1
+    assert second.generated == alone(engine_of(kind), [*held.tokens, 5, 6], greedy(5)).generated
+    assert_nothing_held(engine)
+
+
+def test_where_many_caches_are_held_steps_wait_for_all(engine_of: Callable) -> None:
+    """Going on without them would give each of them half its tokens."""
+    engine = engine_of("llama", slots=12)
+    engine.launches_ahead = True
+    crowd_of(engine, 8)
+    held = [engine.add(prompt(9), greedy(8), hold=True) for _ in range(2)]
+    steps = 0
+    while not all(r.finished for r in held):
+        engine.step()
+        steps += 1
+    assert steps <= 9  # eight tokens each, and a step for the prompts
+
+
+@pytest.mark.parametrize("how", ("hold", "logprobs", "siblings"))
+def test_a_request_that_only_waits_keeps_nobody_from_going_on(how: str, engine_of: Callable) -> None:
+    engine = engine_of("llama", slots=4)
+    engine.launches_ahead = True
+    running = crowd_of(engine, 4, tokens=20)
+    params = greedy(3)
+    if how != "hold":
+        params = SamplingParams(max_tokens=3, **({"n": 3} if how == "siblings" else {"prompt_logprobs": 1}))
+    last = engine.add(prompt(9), params, hold=how == "hold")
+    flew = []
+    while not any(r.finished for r in running):
+        engine.step()
+        flew.append(engine.pipeline.in_flight is not None)
+    assert sum(flew) >= len(flew) - 3 and not last.answer_tokens
+    run(engine)
+    assert last.finish_reason == "length"
+    engine.abort(last)
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_that_is_stopped_in_flight_leaves_no_state_that_is_ahead_of_it(kind: str, engine_of: Callable) -> None:
+    """Its cache was to be held. Attention goes on from where it was, recurrent state is computed again."""
+    engine = engine_of(kind, slots=12, step_tokens=64)
+    engine.launches_ahead = True
+    crowd_of(engine, 8)
+    held = engine.add(prompt(300), greedy(5), hold=True)
+    for _ in range(12):
+        engine.step()
+        if held.started_at and engine.manager.position(held.key):
+            break
+    assert engine.pipeline.in_flight is not None and held in engine.pipeline.in_flight.batch.requests
+    engine.stop(held)
+    second = engine.add(prompt(310), greedy(5), after=held)
+    run(engine)
+    assert second.generated == alone(engine_of(kind), prompt(310), greedy(5)).generated
+    assert (second.cached_tokens > 0) == (kind == "llama")
+    assert_nothing_held(engine)
+
+
+def test_a_request_that_cannot_go_on_ends_alone(engine_of: Callable) -> None:
+    """Its state was taken further by someone else. That is found while a step is prepared ahead, and told later."""
+    engine = engine_of("qwen3_5")
+    engine.launches_ahead = True
+    broken, other = engine.add(prompt(9), greedy(20)), engine.add(prompt(12, seed=1), greedy(8))
+    for _ in range(3):
+        engine.step()
+    prepare = engine.pipeline.prepare_next
+
+    def further() -> None:
+        if broken.key in engine.manager.slot_of:
+            engine.manager.reached[engine.manager.slot_of[broken.key]] += 9
+        prepare()
+
+    engine.pipeline.prepare_next = further  # type: ignore[method-assign]
+    run(engine)
+    assert broken.finish_reason == "error" and "was not committed" in (broken.error or "")
+    assert other.generated == alone(engine_of("qwen3_5"), prompt(12, seed=1), greedy(8)).generated
+    assert_nothing_held(engine)

@@ -126,31 +126,6 @@ def test_many_short_prompts_are_one_captured_step(engine_of: Callable, replays: 
     assert_nothing_held(engine)
 
 
-def test_a_captured_step_is_filled(engine_of: Callable, replays: list[StepShape]) -> None:
-    """Beside decoding requests a prompt has all that is left of the step: padding would cost as much."""
-    engine = engine_of("qwen3_5", step_tokens=256, context=2048, pool=8192)
-    graphs = with_graphs(engine, {1: 20e-3, 64: 25e-3, 512: 80e-3})
-    decoding = [engine.add(prompt(5 + i, seed=i), SamplingParams(max_tokens=40)) for i in range(3)]
-    while any(r.answer_tokens < 1 for r in decoding):
-        engine.step()
-    long, other = (engine.add(prompt(n, seed=n), SamplingParams(max_tokens=2)) for n in (1000, 700))
-    plans = []
-    reserve = engine.scheduler.reserve
-
-    def noted(plan: list, *more: object) -> object:
-        plans.append([n for _, n in plan])
-        return reserve(plan, *more)  # type: ignore[arg-type]
-
-    engine.scheduler.reserve = noted  # type: ignore[method-assign,assignment]
-    run(engine)
-    beside = [counts for counts in plans if counts.count(1) == 3 and max(counts) > 1]
-    assert len(beside) > 3 and all(sum(counts) in graphs.sizes for counts in beside[:-2]), beside
-    assert all(min(n for n in counts if n > 1) >= 64 for counts in beside[:-2]), "a few tokens read all keys before them"
-    want = [alone(engine_of("qwen3_5", context=2048), r.tokens[: r.prompt_tokens], r.params) for r in (long, other)]
-    assert [long.generated, other.generated] == [r.generated for r in want]
-    assert_nothing_held(engine)
-
-
 def test_a_shape_is_captured_when_it_is_asked_for_again(engine_of: Callable, replays: list[StepShape]) -> None:
     engine = engine_of("llama")
     graphs = with_graphs(engine)
@@ -158,6 +133,29 @@ def test_a_shape_is_captured_when_it_is_asked_for_again(engine_of: Callable, rep
         alone(engine, prompt(100), SamplingParams(max_tokens=1))
         assert len(replays) == max(0, times)
     assert set(graphs.captured) == {StepShape(128, 0, chunk_rows(128))}
+
+
+@pytest.mark.parametrize("decoding", (1, 5))
+def test_a_step_beside_others_is_as_full_as_its_graph(
+    decoding: int, engine_of: Callable, replays: list[StepShape]
+) -> None:
+    """Of 128 tokens no more than 15 are padding, also where others decode: a prompt is cut at sixteens."""
+    engine = engine_of("qwen3_5", context=2048)
+    with_graphs(engine, {1: 20e-3, 128: 40e-3, 192: 200e-3, 512: 900e-3})
+    for i in range(decoding):
+        engine.add(prompt(9, seed=i), SamplingParams(max_tokens=60, temperature=0))
+    engine.step()
+    long = engine.add(prompt(1500), SamplingParams(max_tokens=2, temperature=0))
+    engine.step()
+    at = [0]
+    while engine.manager.position(long.key) < 1300:
+        engine.step()
+        at.append(engine.manager.position(long.key))
+    read = [b - a for a, b in zip(at[1:], at[2:])]
+    assert len(read) > 5 and all(128 - decoding - 15 <= n <= 128 - decoding for n in read)
+    assert set(replays[1:]) == {StepShape(128, decode_sizes(8)[1], chunk_rows(128))}
+    run(engine)
+    assert long.generated == alone(engine_of("qwen3_5", context=2048), *[prompt(1500), long.params]).generated
 
 
 def test_a_capture_that_fails_is_not_tried_again(

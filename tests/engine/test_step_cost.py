@@ -1,11 +1,13 @@
 """How much of prompts is read beside decoding requests: what was measured decides."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from hybridkv.engine import step_cost
-from hybridkv.engine.step_cost import ATTENTION_RATE, DEFAULT, LEAST, WAIT, StepCost, key_share
+from hybridkv.engine.step_cost import DEFAULT, LEAST, WAIT, StepCost
 from hybridkv.models.config import ModelConfig
-from hybridkv.models.known import KNOWN
+from hybridkv.models.known import KNOWN, known_config
 
 SIZES = [64, 128, 256, 512, 1024, 2048]
 
@@ -60,23 +62,23 @@ def test_before_anything_is_measured_it_is_a_constant(seconds: dict[int, float])
     assert cost.tokens_beside(3, 0, [], 256) == 256 and measured().tokens_beside(3, 0, [], 4096) == DEFAULT
 
 
-def test_a_prompt_that_has_long_been_read_takes_fewer_tokens_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its tokens attend to all that came before, and those who decode wait for that, too."""
+def test_what_prompts_attend_to_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a token's products more at 1000 keys, at half the rate: each token takes twice as long."""
     monkeypatch.setattr(step_cost, "LEAST", 0.0)
     cost = measured()
-    cost.key_share = 1e-5
-    assert cost.attention(100, 75_000) == pytest.approx(100 * 5e-6, rel=0.1), "75,000 keys of 1e-5 cost as the products"
-    sizes = range(64, 2049, 64)
-    tokens = [cost.tokens_beside(8, 2e9, list(sizes), 2048, keys) for keys in (0, 16_384, 262_144)]
-    assert tokens == sorted(tokens, reverse=True) and tokens[0] > tokens[1] > tokens[2]
-    for chosen, keys in zip(tokens, (0, 16_384, 262_144)):
-        alone, taken = cost.predicted(8, 2e9), cost.predicted(chosen, 2e9)
-        assert alone is not None and taken is not None and taken + cost.attention(chosen - 8, keys) <= WAIT * alone
+    cost.key_share = 0.5 / 1000
+    assert cost.predicted(2048, 0, 1000) == pytest.approx(2 * cost.predicted(2048))  # type: ignore[operator]
+    assert cost.predicted(512, 1e9, 500) == pytest.approx(2.56e-3 * 1.5 + 1e-3)
+    near, far = (cost.tokens_beside(64, 5e9, SIZES, 2048, keys) for keys in (0, 1000))
+    assert far == near // 2
 
 
-def test_what_attention_costs_beside_products_follows_from_the_widths() -> None:
-    """Counted by hand for Qwen3.5-27B: 16 layers of 24 heads of 256 channels, 26 billion numbers that multiply."""
-    share = key_share(ModelConfig.from_dict(KNOWN["Qwen3.5-27B"]))
-    by_hand = 4 * 16 * 24 * 256 / (2 * 25.6e9)
-    assert share == pytest.approx(by_hand, rel=0.1)  # norms, gates and the head are not counted
-    assert 0.6 < ATTENTION_RATE <= 1
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_share_of_attention_is_counted_for_every_family(name: str) -> None:
+    found = known_config(name)
+    assert found is not None
+    config = ModelConfig.from_dict(found[1])
+    share = StepCost.of(SimpleNamespace(config=config, nbytes=1)).key_share  # type: ignore[arg-type]
+    assert (share == 0) == (not config.attention_layers) and 0 <= 16384 * share < 10
+    if name == "Qwen3.5-27B":  # 64 layers, 16 of which attend with 24 heads of 256; 25.6e9 weights multiply a token
+        assert share == pytest.approx(4 * 16 * 24 * 256 / (2 * 25.6e9), rel=0.01)
