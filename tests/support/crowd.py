@@ -8,16 +8,17 @@ give the crowd's token by the definition of sampling, with the request's own see
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tiny_v4
 import torch
 from torch import Tensor
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.config import CacheConfig, SamplingParams
 from hybridkv.engine.engine import Engine
-from hybridkv.engine.mixed_graphs import CapturedMixed
 from hybridkv.engine.runner import StepInputs
 from hybridkv.engine.sampler import Filters
 from hybridkv.eviction import Evictor
@@ -48,6 +49,9 @@ ASKS: tuple[tuple[int, dict[str, Any]], ...] = (
     (100, EVERY | {"seed": 9, "n": 2, "bad": ((5,), (20, 21), (60,))}),
     (2, {"bad": ((11,), (30,), (90,))}),
 )
+Pair = tuple[Request, Request]  # of the crowd, and alone
+FAMILIES = ("llama", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_next", "deepseek_v4")
+EVICTING: dict[str, int] = dict(budget=48, window=16, recent=16)
 HOSTILE = 7  # the token that padding names
 
 
@@ -83,6 +87,27 @@ def with_seed(wish: Wish, i: int) -> Wish:
     return replace(wish, params=replace(wish.params, n=1, seed=wish.params.seed + i))
 
 
+def open_family(kind: str, device: str, oracle: Callable, place: Path, exact: bool = False, **cache: Any) -> LLM:
+    """A tiny model in f32. `place`: an empty folder."""
+    if kind == "deepseek_v4":
+        folder, cache = tiny_v4.Oracle("mini", place).folder, {"block": 16}
+    else:
+        folder, cache = oracle(kind).folder, {"page_size": 16, **cache}
+    return LLM(str(folder), device, "float32", exact, CacheConfig("f32", **cache), max_requests=1, max_context=256)
+
+
+def bound(kind: str) -> float:
+    """What rounding may do to a logit: that of tests against transformers; experts that are chosen among add to it."""
+    return 1e-4 if kind in ("llama", "qwen3", "qwen3_5") else 1e-3
+
+
+def engines(llm: LLM, pool: int = 256) -> tuple[Engine, Engine]:
+    """One with room, and a small one."""
+    sizes = ((1024, 4), (pool, 6))
+    one, other = (engine_over(llm, pool=n, slots=s, context=256, step_tokens=128) for n, s in sizes)
+    return one, other
+
+
 def engine_over(
     llm: LLM,
     cache: CacheConfig | None = None,
@@ -109,6 +134,7 @@ class Watched:
 
     beside: int = 0  # steps in which requests decoded and prompts were read
     replayed: int = 0  # of these, captured ones
+    decoded: int = 0  # captured steps of decoding requests alone
     ahead: int = 0  # steps that were launched ahead
     padding: int = 0  # tokens of padding, all of which named a real token
     preempted: int = 0
@@ -125,10 +151,10 @@ def watch(engine: Engine) -> Watched:
         inputs.tokens[counts.sum() :] = HOSTILE
         seen.padding += len(inputs.tokens) - int(counts.sum())
         mixed = bool((counts == 1).any() and (counts > 1).any())
-        graphs = engine.runner.mixed
-        captured: CapturedMixed | None = graphs.ready(inputs.step, len(inputs.rows)) if graphs is not None else None
+        prompts, decodes = engine.runner.mixed, engine.runner.graphs
         seen.beside += mixed
-        seen.replayed += mixed and captured is not None
+        seen.replayed += mixed and prompts is not None and prompts.ready(inputs.step, len(inputs.rows)) is not None
+        seen.decoded += decodes is not None and decodes.ready(inputs.step) is not None
         return forward(inputs)
 
     def launched() -> None:
@@ -174,12 +200,29 @@ def run_alone(engine: Engine, wish: Wish) -> list[Request]:
     raise AssertionError("not idle after 2000 steps")
 
 
-def assert_same_bits(crowd: Sequence[Request], alone: Sequence[Request]) -> None:
-    """Exact mode: tokens and logprobs of a request and its siblings."""
-    for mine, its in zip(crowd, alone, strict=True):
-        assert mine.error is its.error is None
-        assert (mine.generated, mine.finish_reason) == (its.generated, its.finish_reason)
-        assert mine.logprobs == its.logprobs
+def lone_and_crowd(lonely: Engine, engine: Engine, asked: Sequence[Wish]) -> tuple[list[Pair], Watched]:
+    """Each request alone in one engine, and all of them in another, which is small: answers of both, side by side."""
+    alone = [run_alone(lonely, wish) for wish in asked]
+    seen = run_crowd(engine, asked)
+    assert seen.preempted > 1 and seen.ahead > 5 and seen.beside > 3
+    assert engine.runner.mixed is None or not engine.runner.mixed.sizes or (seen.replayed > 3 and seen.padding > 100)
+    assert engine.runner.graphs is None or seen.decoded > 5
+    found = [pair for each in zip(seen.requests, alone, strict=True) for pair in zip(*each, strict=True)]
+    assert all(mine.error is its.error is None for mine, its in found)
+    return found, seen
+
+
+def assert_distinct(pairs: Sequence[Pair]) -> None:
+    assert len({tuple(mine.generated) for mine, _ in pairs}) == len(pairs), "equal answers show nothing"
+
+
+def assert_same_bits(crowd: Request, alone: Request) -> None:
+    """Exact mode: tokens, logprobs, and where what was kept."""
+    assert (crowd.generated, crowd.finish_reason) == (alone.generated, alone.finish_reason)
+    assert crowd.logprobs == alone.logprobs
+    assert list(crowd.evictions) == list(alone.evictions)
+    for mine, its in zip(crowd.evictions.values(), alone.evictions.values(), strict=True):
+        assert all(np.array_equal(a, b) for x, y in zip(mine.lists(), its.lists(), strict=True) for a, b in zip(x, y))
 
 
 def count_near_ties(crowd: Request, alone: Request, engine: Engine, bound: float) -> int:
@@ -187,7 +230,6 @@ def count_near_ties(crowd: Request, alone: Request, engine: Engine, bound: float
 
     `engine`: of the lone request. `bound`: what rounding does to a logit, as a part of the largest.
     """
-    assert crowd.error is alone.error is None
     logits, first, ties = engine.score(crowd.tokens).cpu(), crowd.prompt_tokens, 0
     same = crowd.generated == alone.generated
     for i, token in enumerate(crowd.generated):
