@@ -28,7 +28,7 @@ from hybridkv.config import CHUNK_QUANTUM, EvictionConfig
 from hybridkv.engine.graphs import DecodeGraphs
 from hybridkv.engine.mixed_graphs import MixedGraphs
 from hybridkv.engine.step_cost import StepCost
-from hybridkv.errors import HybridKVError, OutOfPages
+from hybridkv.errors import HybridKVError, OutOfPages, RequestError
 from hybridkv.eviction import Evictor, max_held_tokens
 from hybridkv.eviction.sizes import bounded_stride
 from hybridkv.eviction.under_way import finish as finish_eviction
@@ -159,7 +159,7 @@ class Scheduler:
     def schedule_ahead(self) -> Batch | None:
         """The step after the one in flight, whose tokens are not known yet: of all that goes on whatever they are.
 
-        None: there is none, or it needs room that is not free.
+        None: there is none, or it needs room that is not free, or someone in it cannot go on.
         """
         try:
             self._admit(set())
@@ -171,7 +171,7 @@ class Scheduler:
         try:
             self._reserve_ahead(plan)
             step = self.reserve([(request.key, n) for request, n in plan])
-        except OutOfPages:
+        except (OutOfPages, RequestError):  # whoever cannot go on ends when the next step is scheduled
             return None
         return Batch.of(plan, step)
 
