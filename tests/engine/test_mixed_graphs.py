@@ -10,10 +10,11 @@ import torch
 from engine.driving import KINDS, alone, assert_nothing_held, prompt, run, with_graphs
 from hybridkv.config import SamplingParams
 from hybridkv.engine.mixed_graphs import CapturedMixed, MixedGraphs, chunk_rows, decode_sizes
-from hybridkv.engine.workspace import GRAPH_BYTES, activation_bytes, mixed_sizes
+from hybridkv.engine.workspace import GRAPH_BYTES, GRAPH_TOKENS, activation_bytes, mixed_sizes
+from hybridkv.kernels.gdn.prefill import PIECE
 from hybridkv.kernels.step_index import StepShape
 from hybridkv.models.config import ModelConfig
-from hybridkv.models.known import known_config
+from hybridkv.models.known import KNOWN, known_config
 
 
 def asked(count: int) -> list[tuple[list[int], SamplingParams]]:
@@ -124,6 +125,13 @@ def config_of(name: str) -> ModelConfig:
     found = known_config(name)
     assert found is not None
     return ModelConfig.from_dict(found[1])
+
+
+def test_no_graph_has_more_tokens_than_the_delta_rule_takes_at_once() -> None:
+    """Of a small model the activations alone would allow more: capturing that would end a step."""
+    heads = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "num_attention_heads": 2}
+    small = ModelConfig.from_dict(KNOWN["Qwen3.5-0.8B"] | heads | {"hidden_size": 64, "intermediate_size": 64})
+    assert mixed_sizes(small, 1 << 20)[-1] == GRAPH_TOKENS == PIECE
 
 
 def test_sizes() -> None:
