@@ -105,7 +105,7 @@ def _read(index: int, line: str) -> Line:
     if name is not None and (not isinstance(name, str | int) or isinstance(name, bool)):
         raise wrong(index, "an id is text or a whole number")
     if isinstance(bias := found.get("logit_bias"), dict):  # JSON's keys are always text
-        if bad := [key for key in bias if not key.isdecimal()]:
+        if bad := [key for key in bias if not key.isdecimal() or len(key) > 20]:  # longer ones may be no int at all
             raise wrong(index, f"logit_bias has token ids as its keys, not {bad[0][:80]!r}")
         found["logit_bias"] = {int(key): value for key, value in bias.items()}
     sampling = {key: found[key] for key in SAMPLING if key in found}

@@ -214,12 +214,13 @@ class Engine:
             raise RequestError("stop strings need a tokenizer, which this model does not have; use stop_token_ids")
         if params.bad_words and self.tokenizer is None:
             raise RequestError("bad_words need a tokenizer, which this model does not have; use logit_bias")
-        for token in params.logit_bias:
-            if token >= self.vocab:
-                raise RequestError(f"token id {token} of logit_bias is outside the vocabulary of {self.vocab}")
-        for token in params.stop_token_ids:
-            if token >= self.vocab:
-                raise RequestError(f"token id {token} of stop_token_ids is outside the vocabulary of {self.vocab}")
+        for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            for token in tokens:
+                if token >= self.vocab:
+                    raise RequestError(
+                        f"token id {token} of {name} is outside the vocabulary of {self.vocab}: ids go from 0 to "
+                        f"{self.vocab - 1}"
+                    )
 
     def resolve_eviction(
         self, asked: EvictionConfig | int | None | object, replays: bool = False

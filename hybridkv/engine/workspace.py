@@ -31,6 +31,7 @@ PEAK_SCORES = 6  # f32 of each stream that `peak` holds while it scores some lay
 INDEX_SCORE_BYTES = 4 << 26  # models/v4_attention.py holds this many bytes of index scores at once
 
 GRAPH_BYTES = 512 << 20  # activations of the largest step with prompt chunks that is captured
+GRAPH_TOKENS = 1 << 15  # of such a step at the most: the delta rule takes no more at once (PIECE of gdn/prefill.py)
 
 BLOCK_BYTES = 256 << 20  # temporaries of one block of rows
 # Bytes that a row needs for each of its logits: a copy in f32 for logprobs, or for a hook and what that makes of it. On
@@ -54,7 +55,7 @@ def mixed_sizes(config: ModelConfig, step_tokens: int) -> list[int]:
     """
     if config.v4 is not None:
         return []
-    most = min(step_tokens, GRAPH_BYTES // activation_bytes(config))
+    most = min(step_tokens, GRAPH_BYTES // activation_bytes(config), GRAPH_TOKENS)
     sizes = [64, 128, 192]
     while sizes[-1] < most:
         power = 1 << sizes[-1].bit_length()

@@ -1,6 +1,7 @@
 """Engines of any size over the tiny models, whose weights are loaded once."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from engine.ascii_tokenizer import write_tokenizer
 from hybridkv.cache import KVCacheManager
 from hybridkv.config import CacheConfig
 from hybridkv.engine.engine import Engine
+from hybridkv.engine.mixed_graphs import CapturedMixed, MixedGraphs
+from hybridkv.kernels.step_index import StepShape
 from hybridkv.models import cache_schema
 from hybridkv.text.tokenizer import Tokenizer
 
@@ -41,4 +44,42 @@ def ascii_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     write_tokenizer(folder)
     found = Tokenizer.from_folder(folder)
     assert found is not None
+    return found
+
+
+class Replayed:
+    """Runs on what lies in the static buffers, as a graph does."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.replay = run
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[StepShape]:
+    """A capture makes a call of the model on the same buffers; the list grows with every replay."""
+    found: list[StepShape] = []
+
+    def capture(self: MixedGraphs, shape: StepShape) -> CapturedMixed:
+        step = self.manager.padding_of_shape(shape)
+        tokens = torch.zeros(shape.tokens, dtype=torch.int64)
+        rows = torch.zeros(shape.decodes + shape.chunks, dtype=torch.int64)
+        hidden = torch.empty(len(rows), self.model.config.hidden)
+
+        def forward() -> None:
+            own = step.again()
+            assert own.any_length and all(view.lengths is None for view in own.streams.values())
+            hidden.copy_(self.model.hidden(tokens, own.index.positions, self.manager.acquire(own), rows))
+
+        def replay() -> None:
+            found.append(shape)
+            forward()
+
+        forward()
+        assert hidden.isfinite().all(), "padding gives what is no number"
+        return CapturedMixed(Replayed(replay), tokens, rows, step.packed, hidden)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(MixedGraphs, "_capture", capture)
     return found

@@ -6,7 +6,9 @@ import tiny
 
 from hybridkv.config import SamplingParams
 from hybridkv.engine.engine import Engine, Update
+from hybridkv.engine.mixed_graphs import MixedGraphs
 from hybridkv.engine.runner import StepInputs
+from hybridkv.engine.step_cost import StepCost
 from hybridkv.request import Request
 
 KINDS = ("llama", "qwen3_5")
@@ -58,3 +60,13 @@ def count_tokens(engine: Engine) -> list[int]:
 
     engine.runner.forward = counted  # type: ignore[method-assign,assignment]
     return counts
+
+
+def with_graphs(engine: Engine, seconds: dict[int, float] | None = None) -> MixedGraphs:
+    """`seconds`: what steps are said to take."""
+    cost = StepCost(engine.runner.model.nbytes)
+    cost.seconds = seconds or {1: 20e-3, 64: 30e-3, 512: 100e-3}
+    graphs = MixedGraphs(engine.runner.model, engine.manager, engine.scheduler.step_tokens, cost)
+    engine.runner.mixed = engine.scheduler.mixed = graphs
+    engine.scheduler.cost = cost
+    return graphs

@@ -346,6 +346,7 @@ def test_a_step_that_ran_and_was_forgotten_is_refused_not_run_twice(kind: str) -
     engine.drain()
     step = engine.manager.prepare_forward([(first.key, 1)])
     engine.runner.forward(engine.runner.inputs([first.tokens[-1:]], [0], step))  # and nobody commits it
+    assert engine.scheduler.schedule_ahead() is None, "what cannot go on is no step to be launched ahead"
     while not engine.idle:
         engine.step()
     assert first.finish_reason == "error" and "was not committed" in str(first.error)

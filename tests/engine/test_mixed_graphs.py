@@ -3,68 +3,18 @@ is real.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import pytest
 import torch
 
-from engine.driving import KINDS, alone, assert_nothing_held, prompt, run
+from engine.driving import KINDS, alone, assert_nothing_held, prompt, run, with_graphs
 from hybridkv.config import SamplingParams
-from hybridkv.engine.engine import Engine
 from hybridkv.engine.mixed_graphs import CapturedMixed, MixedGraphs, chunk_rows, decode_sizes
-from hybridkv.engine.step_cost import StepCost
-from hybridkv.engine.workspace import GRAPH_BYTES, activation_bytes, mixed_sizes
+from hybridkv.engine.workspace import GRAPH_BYTES, GRAPH_TOKENS, activation_bytes, mixed_sizes
+from hybridkv.kernels.gdn.prefill import PIECE
 from hybridkv.kernels.step_index import StepShape
 from hybridkv.models.config import ModelConfig
-from hybridkv.models.known import known_config
-
-
-class Replayed:
-    """Runs on what lies in the static buffers, as a graph does."""
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self.replay = run
-
-
-@pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> list[StepShape]:
-    """A capture makes a call of the model on the same buffers; the list grows with every replay."""
-    found: list[StepShape] = []
-
-    def capture(self: MixedGraphs, shape: StepShape) -> CapturedMixed:
-        step = self.manager.padding_of_shape(shape)
-        tokens = torch.zeros(shape.tokens, dtype=torch.int64)
-        rows = torch.zeros(shape.decodes + shape.chunks, dtype=torch.int64)
-        hidden = torch.empty(len(rows), self.model.config.hidden)
-
-        def forward() -> None:
-            own = step.again()
-            assert own.any_length and all(view.lengths is None for view in own.streams.values())
-            hidden.copy_(self.model.hidden(tokens, own.index.positions, self.manager.acquire(own), rows))
-
-        def replay() -> None:
-            found.append(shape)
-            forward()
-
-        forward()
-        assert hidden.isfinite().all(), "padding gives what is no number"
-        return CapturedMixed(Replayed(replay), tokens, rows, step.packed, hidden)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(MixedGraphs, "_capture", capture)
-    return found
-
-
-def with_graphs(engine: Engine, seconds: dict[int, float] | None = None) -> MixedGraphs:
-    """`seconds`: what steps are said to take."""
-    cost = StepCost(engine.runner.model.nbytes)
-    cost.seconds = seconds or {1: 20e-3, 64: 30e-3, 512: 100e-3}
-    graphs = MixedGraphs(engine.runner.model, engine.manager, engine.scheduler.step_tokens, cost)
-    engine.runner.mixed = engine.scheduler.mixed = graphs
-    engine.scheduler.cost = cost
-    return graphs
+from hybridkv.models.known import KNOWN, known_config
 
 
 def asked(count: int) -> list[tuple[list[int], SamplingParams]]:
@@ -198,6 +148,13 @@ def config_of(name: str) -> ModelConfig:
     found = known_config(name)
     assert found is not None
     return ModelConfig.from_dict(found[1])
+
+
+def test_no_graph_has_more_tokens_than_the_delta_rule_takes_at_once() -> None:
+    """Of a small model the activations alone would allow more: capturing that would end a step."""
+    heads = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "num_attention_heads": 2}
+    small = ModelConfig.from_dict(KNOWN["Qwen3.5-0.8B"] | heads | {"hidden_size": 64, "intermediate_size": 64})
+    assert mixed_sizes(small, 1 << 20)[-1] == GRAPH_TOKENS == PIECE
 
 
 def test_sizes() -> None:

@@ -2,7 +2,8 @@
 else.
 """
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 
 import pytest
 import tiny
@@ -16,6 +17,7 @@ from gpu.stepping import no_garbage_collection
 from hybridkv import LLM, CacheConfig, SamplingParams
 from hybridkv.cache import KVCacheManager
 from hybridkv.engine import mixed_graphs
+from hybridkv.engine.graphs import DecodeGraphs
 from hybridkv.engine.mixed_graphs import CapturedMixed
 from hybridkv.engine.workspace import GRAPH_BYTES
 from hybridkv.models.config import ModelConfig
@@ -186,6 +188,57 @@ def test_a_crowd_answers_as_each_alone(
     if dtype == "float32":
         for request, (tokens, params) in zip(requests, asked):
             assert request.generated == llm.generate([tokens], params)[0].token_ids
+
+
+@pytest.fixture
+def no_more_memory() -> Iterator[Callable[[], None]]:
+    """From its call on, the process gets no more of the card's memory than it has."""
+
+    def limit() -> None:
+        torch.cuda.synchronize()
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+
+    yield limit
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_a_bucket_that_does_not_fit_the_memory_runs_without_a_graph(
+    open_gpu: Callable, no_more_memory: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is said once for each shape, and nothing is lost; once there is memory, other shapes are captured."""
+    monkeypatch.setattr(mixed_graphs, "ASKED", 1)
+    llm = open_gpu("qwen3_5", "float32", "f32")
+    engine, graphs = llm.engine, llm.engine.runner.mixed
+    asked = [(ids(n, seed=n), SamplingParams(max_tokens=6, ignore_eos=True)) for n in (40, 100, 60)]
+
+    def answers() -> list[list[int]]:
+        requests = [engine.add(*each) for each in asked]
+        run(engine)
+        assert all(request.error is None for request in requests)
+        return [request.generated for request in requests]
+
+    engine.runner.mixed = engine.scheduler.mixed = engine.runner.graphs = engine.scheduler.graphs = None
+    plain = [answers() for _ in range(2)][1]  # compiles, and leaves memory that steps without graphs need
+    decodes = DecodeGraphs(engine.runner.model, engine.manager, engine.runner.cost)
+    engine.runner.mixed = engine.scheduler.mixed = graphs
+    engine.runner.graphs = engine.scheduler.graphs = decodes
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    no_more_memory()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert answers() == answers() == plain
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    texts = [str(each.message) for each in said if "without a CUDA graph" in str(each.message)]
+    print("\n" + "\n".join(text[:150] for text in texts))
+    assert len(texts) == len(set(texts)) == len(graphs.failed) + len(decodes.failed) > 1
+    assert graphs.failed and not graphs.captured and any("memory" in text for text in texts)
+    assert torch.cuda.memory_allocated() == before, "what a failed capture took is given back"
+    [other] = [engine.add(ids(250), SamplingParams(max_tokens=2, ignore_eos=True))]
+    run(engine)
+    assert graphs.captured and other.error is None and llm.manager.free_slots == llm.manager.slots
+    llm.manager.check_integrity()
 
 
 def test_graphs_keep_no_more_than_was_said() -> None:
