@@ -11,6 +11,7 @@ import tiny
 from crowd import (
     EVICTING,
     FAMILIES,
+    Wish,
     assert_distinct,
     assert_same_bits,
     bound,
@@ -24,10 +25,11 @@ from crowd import (
 )
 
 from engine.driving import with_graphs
-from hybridkv import LLM
+from hybridkv import LLM, SamplingParams
 from hybridkv.engine import sampler
 from hybridkv.kernels.step_index import StepShape
 from hybridkv.models.decoder import Decoder
+from hybridkv.request import TokenLogprobs
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +76,31 @@ def test_answer_i_has_seed_i(family: Callable) -> None:
     for i, sibling in enumerate(siblings):
         [alone] = run_alone(lonely, with_seed(wish, i))
         assert count_near_ties(sibling, alone, lonely, bound("llama")) == 0
+
+
+@pytest.mark.parametrize(("gap", "near"), [(1e-6, True), (0.05, False)])
+@pytest.mark.parametrize("ask", ({}, {"temperature": 0.7, "top_k": 1}))
+def test_a_near_tie_is_one_within_the_bound(ask: dict[str, Any], gap: float, near: bool, family: Callable) -> None:
+    """The second best token of a prompt, biased until it is almost the best, in the place of the best."""
+    lonely, _ = engines(family("llama"))
+    tokens = tiny.token_ids(20)
+    x = lonely.score(tokens)[-1]
+    best, second = x.topk(2).indices.tolist()
+    bias = {second: float(x[best] - x[second]) - gap}
+    alone, other = (
+        Wish(tokens, SamplingParams(max_tokens=1, logprobs=0, logit_bias=bias, seed=1, **ask), ()).add(lonely)[0]
+        for _ in range(2)
+    )
+    while not lonely.idle:
+        lonely.step()
+    assert alone.generated == other.generated == [best]
+    other.tokens[-1] = second
+    other.logprobs = [TokenLogprobs(float(x.double().log_softmax(-1)[second]), {})]
+    if near:
+        assert count_near_ties(other, alone, lonely, bound("llama")) == 1
+    else:
+        with pytest.raises(AssertionError, match="its logits give"):
+            count_near_ties(other, alone, lonely, bound("llama"))
 
 
 def break_seeds(monkeypatch: pytest.MonkeyPatch) -> None:

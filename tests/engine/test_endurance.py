@@ -1,5 +1,6 @@
 """An engine that has served hundreds of requests holds what it held after the first few: tests/gpu serves 10,000."""
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -27,21 +28,23 @@ def engine(oracle: Callable) -> Callable[[str], Engine]:
     return build
 
 
-def growth(engine: Engine) -> list[str]:
+def growth(engine: Engine, warm: int = WARM, more: int = MORE) -> tuple[list[str], Counter[str]]:
+    """What has grown, and how the requests ended."""
     engine.launches_ahead = True
-    serve(engine, WARM, seed=0, at_once=8)
+    serve(engine, warm, seed=0, at_once=8)
     first = Census.of(engine)
     before = Census.of(engine)  # beside one census, as the last one is
     del first
-    ended = serve(engine, MORE, seed=1, at_once=8)
-    assert ended["length"] > MORE // 2 and ended["evicted"] > MORE // 10 and ended["preempted"] > 0
-    assert ended["cancelled"] > 4 and ended["refused"] and ended["error"], ended
-    return Census.of(engine).growth(before, MORE)
+    ended = serve(engine, more, seed=1, at_once=8)
+    return Census.of(engine).growth(before, more), ended
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_grows(kind: str, engine: Callable) -> None:
-    assert growth(engine(kind)) == []
+    grown, ended = growth(engine(kind))
+    assert ended["length"] > MORE // 2 and ended["evicted"] > MORE // 10 and ended["preempted"] > 0
+    assert ended["cancelled"] > 4 and ended["refused"] and ended["error"], ended
+    assert grown == []
 
 
 def keep_requests(kept: list, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +85,7 @@ def keep_tensors(kept: list, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_leak_is_found(leak: Callable, found: str, engine: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     leak([], monkeypatch)
-    assert any(found in text for text in growth(engine("llama")))
+    assert any(found in text for text in growth(engine("llama"), warm=10, more=90)[0])
 
 
 def test_a_lost_page_is_found(engine: Callable) -> None:

@@ -283,6 +283,6 @@ def defined_token(x: Tensor, request: Request, i: int) -> int:
 def _check_logprobs(request: Request, i: int, x: Tensor, bound: float) -> None:
     """Of the token and of the best ones: differences in order are no larger than the largest of any logit."""
     want, got = x.double().log_softmax(-1), request.logprobs[i]
-    best = want.topk(len(got.top)).values.numpy()
-    off = max(abs(float(want[request.generated[i]]) - got.token), np.abs(best - sorted(got.top.values())[::-1]).max())
+    best = want.topk(len(got.top)).values.numpy() - sorted(got.top.values())[::-1]
+    off = max(abs(float(want[request.generated[i]]) - got.token), np.abs(best).max(initial=0))
     assert off <= bound, f"logprobs of token {i} of request {request.order} are off by {off:.2g}, more than rounding"

@@ -86,8 +86,8 @@ def is_broken(p_row, flags, known, found, n, i_s):
 
 @triton.jit
 def distances(logits, stride, p_row, masks, flags, o_v, V, best):
-    """Distances f32 from the best, 0 or more; inf past the last token."""
-    return (best - adjusted_logits(logits, stride, p_row, masks, flags, o_v, V)) * number(p_row, _RATE)
+    """Distances f32 from the best, 0 or more; inf past the last token. Not -0: they are also compared by their bits."""
+    return tl.abs((best - adjusted_logits(logits, stride, p_row, masks, flags, o_v, V)) * number(p_row, _RATE))
 
 
 @triton.jit

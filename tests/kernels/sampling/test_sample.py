@@ -123,6 +123,17 @@ def test_a_list_that_is_too_short_changes_nothing() -> None:
     assert all(token < 300 for token in want[0, :2].tolist())  # of equals the lower ids
 
 
+def test_zeros_of_both_signs_are_equal() -> None:
+    """The best logits are -0 and 0, as where a hook rules out all others; -0 - 0 is -0, which has the bits of less."""
+    logits = torch.zeros(2, 256, device=DEVICE)
+    logits[:, :128], logits[1, ::3] = -0.0, -torch.inf
+    for ask in ({"top_k": 5, "top_p": 0.5}, {"top_k": 100, "top_p": 1e-12}):
+        # so many rows that a program has a whole one
+        one, other = ([SampleRow(0.5, seed=i, row=i % 2, **ask) for i in range(16)] for _ in range(2))
+        want = tokens_of(sample_rows_ref, logits, one)
+        assert tokens_of(sample_rows_triton, logits, other, block=128, listed=256).tolist() == want.tolist()
+
+
 def test_tokens_that_do_not_pass_top_p_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a small p most first draws fail, and some rows need more rounds than are launched."""
     logits = torch.randn(1, 600, device=DEVICE)
