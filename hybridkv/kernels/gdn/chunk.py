@@ -67,8 +67,7 @@ def gdn_solve_kernel(
     inverse,  # [N, Hv, 64, 64]: B
     within,  # [N, Hv, 64, 64]: P
     gates,  # [N, Hv, 4, 64] f32: enter, leave, -1, -1
-    slots,  # [C], -1: padding
-    parts,  # [N, 3]: prompt, first token, tokens; 0: nothing is computed
+    parts,  # [N, 4]: slot (-1: nothing is computed), ...
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -77,15 +76,14 @@ def gdn_solve_kernel(
     C: tl.constexpr = 64
     PRECISION: tl.constexpr = "tf32x3" if WIDE else "tf32"
     i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if tl.load(parts + i_n * 3 + 2) == 0:
-        return
-    if tl.load(slots + tl.load(parts + i_n * 3)) < 0:
-        return
+    slot = tl.load(parts + i_n * 4)  # asked for together with the data, which nobody wrote if it is -1
     o_i, o_k = tl.arange(0, C), tl.arange(0, K)
     o_qk = ((i_n * C + o_i[:, None]) * HK + i_h // (HV // HK)) * K + o_k[None, :]
     o_g, o_c = (i_n * C + o_i) * HV + i_h, i_n * HV + i_h
     b_g, b_beta = tl.load(g + o_g).to(tl.float64), tl.load(beta + o_g)
     b_k, b_q = tl.load(k + o_qk), tl.load(q + o_qk)
+    if slot < 0:
+        return
     b_sum = tl.cumsum(b_g, 0)
     tl.store(gates + o_c * (4 * C) + o_i, tl.exp(b_sum.to(tl.float32)))
     tl.store(gates + o_c * (4 * C) + C + o_i, tl.exp((tl.sum(b_g, 0) - b_sum).to(tl.float32)))
@@ -161,7 +159,7 @@ def solve(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, segments: Segments) -> 
     inverse, within = (torch.empty(N, Hv, CHUNK, CHUNK, dtype=k.dtype, device=k.device) for _ in range(2))
     gates = torch.empty(N, Hv, 4, CHUNK, dtype=torch.float32, device=k.device)
     gdn_solve_kernel[Hv, N](
-        q, k, g, beta, inverse, within, gates, segments.slots, segments.parts, HK=Hk, HV=Hv, K=K, WIDE=wide, num_warps=4
+        q, k, g, beta, inverse, within, gates, segments.parts, HK=Hk, HV=Hv, K=K, WIDE=wide, num_warps=4
     )
     return inverse, within, gates
 
