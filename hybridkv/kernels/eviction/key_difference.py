@@ -22,9 +22,10 @@ from hybridkv.kernels.formats.kv_format import Pages, format_of, page_tensors, s
 TILE = 1024  # keys that are read at once in torch
 BYTES = 16 << 20  # of f32 keys of a tile
 CHUNK = 128  # keys that a program sums
-SUMS = 32  # of chunks that are added at once
+SUMS = 128  # of chunks that are added at once
+SUM_WARPS = 16  # of the one program for each stream that adds them
 NUMBERS = 4096  # that a program holds at once
-STAGES = 1  # blocks under way at once
+STAGES = 3  # blocks under way at once
 WARPS = 1  # of a program: many small ones, none of which waits for another warp
 SHORTEST = 1e-12  # a key that is shorter counts as one of this length: it points nowhere
 
@@ -134,7 +135,7 @@ def mean_directions_triton(k_pool: Pages, table: Tensor, lengths: Tensor, L: int
         P=P, CHUNK=CHUNK, BN=min(CHUNK, max(1, NUMBERS // BD)), BD=BD, FP8=format_of(k_pool).quantised, STAGES=STAGES,
         num_warps=WARPS,
     )  # fmt: skip
-    mean_direction_kernel[(G,)](sums, anchors, D, chunks, SHORTEST, SUMS=SUMS, BD=BD)
+    mean_direction_kernel[(G,)](sums, anchors, D, chunks, SHORTEST, SUMS=SUMS, BD=BD, num_warps=SUM_WARPS)
     return anchors, units
 
 

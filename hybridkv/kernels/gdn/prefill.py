@@ -144,7 +144,8 @@ def gdn_inputs_kernel(
     slot, begin, end, first = tl.load(p_part), tl.load(p_part + 1), tl.load(p_part + 2), tl.load(p_part + 3)
     if slot < 0:
         i_h, o_v, o_r = i_c - 2 * HK, tl.arange(0, V), first + half + tl.arange(0, BT)
-        m_r = (o_r < end)[:, None] & (o_v >= 0)[None, :] & (i_h >= 0) & (i_h < HV)
+        # all of the part is read before the branch: a number that is read behind it takes as long again
+        m_r = ((o_r >= begin) & (o_r < end))[:, None] & (o_v >= 0)[None, :] & (i_h >= 0) & (i_h < HV)
         b_0 = tl.zeros([BT, V], out.dtype.element_ty)
         tl.store(out + (o_r[:, None] * HV + i_h) * V + o_v[None, :], b_0, mask=m_r)
         return

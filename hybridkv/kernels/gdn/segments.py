@@ -27,7 +27,7 @@ Span = tuple[int, int, int]  # slot, first token, end
 class Segments:
     slots: Tensor  # [C] int64 state row of each prompt; -1: padding
     starts: Tensor  # [C + 1] int64: prompt i has the tokens starts[i] .. starts[i + 1] - 1
-    parts: Tensor  # [N, 4] int64: slot, begin and end of the prompt, first token (no part: the slot is -1, the token end)
+    parts: Tensor  # [N, 4] int64: slot, begin and end of the prompt, first token; no part: slot -1, token end
     ends: Tensor  # [C] int64
     spans: list[Span] | None = None  # the same on the host; None in a graph, which serves any division
 

@@ -5,13 +5,13 @@ leaves it at once, and a kernel that no row needs is not launched:
     list             small top-k                  the tokens that reach the bound
     draw             rows without top-k           the token drawn without top-p, of each piece of a row
     weigh            of these, with top-p         the weight before the drawn token, by which it passes or not
-    draw, weigh      the same                     again for the rows whose token did not pass, among the tokens before it
+    draw, weigh      rows whose token did not     the same among the tokens before it, three times
     finish           all                          the token
 
 Top-k's bound comes from groups of neighbours: k tokens at least reach the k-th largest of the groups' largest. Top-p
 without top-k is not searched for at all: a token drawn from everything is right if it passes, and if it does not, no
-token behind it does. With p = 0.95 one row of 20 needs the second round, and one of 800 the third: the rows that are left
-are listed, and more programs take a row then.
+token behind it does. With p = 0.95 one row of 20 needs the second round, and one of 800 the third: such rows are
+listed, and more programs take each.
 """
 
 from __future__ import annotations
