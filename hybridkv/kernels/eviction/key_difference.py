@@ -2,7 +2,7 @@
 
 Minus the cosine to it: from -1 (as most keys) to 1 (the opposite). Two passes over the keys: the first sums the keys,
 each made one long, the second compares each with that sum. Sums run over chunks of a fixed size in a fixed order:
-neither the size of pages nor the other streams change a result.
+neither the size of pages nor the other streams change a result. The first pass notes what makes a key one long.
 
 On a GPU the first pass leaves a sum for each CHUNK keys, and a small launch adds those. In torch keys are read TILE at
 a time and as many streams as BYTES allow, so that what is taken does not grow with the context.
@@ -122,36 +122,24 @@ def key_differences_kernel(
         tl.store(out + i_g * L + o_n, -tl.sum(b_k * b_anchor[None, :], 1) * b_unit, mask=o_n < L)
 
 
-def mean_directions_triton(k_pool: Pages, table: Tensor, lengths: Tensor, L: int) -> tuple[Tensor, Tensor]:
-    """[G, D] f32 the mean direction of each stream's keys, one long; [G, L] f32 what makes each key one long."""
-    G, (keys, k_scale) = len(table), stored_tensors(k_pool)
-    P, D = keys.shape[1:]
-    BD = triton.next_power_of_2(D)
-    chunks = triton.cdiv(L, CHUNK)
-    sums, anchors = torch.empty(G, chunks, D, device=keys.device), torch.empty(G, D, device=keys.device)
-    units = torch.empty(G, L, device=keys.device)
-    key_sums_kernel[(chunks, G)](
-        keys, keys if k_scale is None else k_scale, table, lengths, sums, units, L, D, *table.stride(), SHORTEST,
-        P=P, CHUNK=CHUNK, BN=min(CHUNK, max(1, NUMBERS // BD)), BD=BD, FP8=format_of(k_pool).quantised, STAGES=STAGES,
-        num_warps=WARPS,
-    )  # fmt: skip
-    mean_direction_kernel[(G,)](sums, anchors, D, chunks, SHORTEST, SUMS=SUMS, BD=BD, num_warps=SUM_WARPS)
-    return anchors, units
-
-
 def key_differences_triton(k_pool: Pages, table: Tensor, lengths: Tensor, L: int) -> Tensor:
     G, (keys, k_scale) = len(table), stored_tensors(k_pool)
     out = torch.empty(G, L, device=keys.device)
     if not G or not L:
         return out
-    anchors, units = mean_directions_triton(k_pool, table, lengths, L)
     P, D = keys.shape[1:]
-    BD = triton.next_power_of_2(D)
-    key_differences_kernel[(triton.cdiv(L, CHUNK), G)](
-        keys, keys if k_scale is None else k_scale, table, lengths, anchors, units, out, L, D, *table.stride(),
+    BD, chunks = triton.next_power_of_2(D), triton.cdiv(L, CHUNK)
+    sums, anchors = torch.empty(G, chunks, D, device=keys.device), torch.empty(G, D, device=keys.device)
+    units = torch.empty_like(out)
+    where = (keys, keys if k_scale is None else k_scale, table, lengths)
+    sizes = (L, D, *table.stride())
+    form = dict(
         P=P, CHUNK=CHUNK, BN=min(CHUNK, max(1, NUMBERS // BD)), BD=BD, FP8=format_of(k_pool).quantised, STAGES=STAGES,
         num_warps=WARPS,
     )  # fmt: skip
+    key_sums_kernel[(chunks, G)](*where, sums, units, *sizes, SHORTEST, **form)
+    mean_direction_kernel[(G,)](sums, anchors, D, chunks, SHORTEST, SUMS=SUMS, BD=BD, num_warps=SUM_WARPS)
+    key_differences_kernel[(chunks, G)](*where, anchors, units, out, *sizes, **form)
     return out
 
 
