@@ -16,9 +16,14 @@ def mean_length(request: Request, manager: KVCacheManager) -> float:
     return float(manager.tables[STREAMS].lengths[manager.slot_of[request.key]].mean())
 
 
-def queries_at(buffers: torch.Tensor, buffer: int, at: torch.Tensor) -> torch.Tensor:
-    """[W, layers, ...] of positions `at`, from buffers [layers, B, W, ...] in which position p lies in row p mod W."""
-    return buffers[:, buffer].transpose(0, 1).index_select(0, at % buffers.shape[2])
+def queries_at(buffers: torch.Tensor, buffer: int, first: int, stop: int) -> torch.Tensor:
+    """[stop - first, layers, ...] of positions first .. stop - 1, at most W, from buffers [layers, B, W, ...] in which
+    position p lies in row p mod W.
+    """
+    rows, W = buffers[:, buffer].transpose(0, 1), buffers.shape[2]
+    begin = first % W
+    end = begin + stop - first
+    return torch.cat((rows[begin:end], rows[: max(0, end - W)]))  # around the end
 
 
 def positions(slot: int, manager: KVCacheManager) -> torch.Tensor:

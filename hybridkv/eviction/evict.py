@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache import KVCacheManager
+from hybridkv.cache.step import upload
 from hybridkv.config import CacheConfig, EngineConfig, EvictionConfig
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.eviction.entries import mean_length, positions, queries_at
@@ -387,13 +388,13 @@ class Evictor:
         query_positions = torch.arange(first, position, device=manager.device)
         queries, lse = torch.empty(0, count, heads, 0, device=manager.device), None  # [W, layers, H, D]
         if window:
-            queries = queries_at(manager.state.tensors["queries", "queries"], buffer, query_positions)
+            queries = queries_at(manager.state.tensors["queries", "queries"], buffer, first, position)
             # the sums of softmax hold as long as no entry that was summed is gone
             known = not manager.exact and not ahead and (past is None or past.position <= first)
             sums = manager.state.tensors.get(("queries", "lse")) if known else None
-            lse = None if sums is None else queries_at(sums, buffer, query_positions)
+            lse = None if sums is None else queries_at(sums, buffer, first, position)
         entry_positions = positions(slot, manager)
-        pages = table.rows(slot)
+        pages, ends = table.rows(slot), upload([table.lengths[slot]], manager.device)
         at_once = SCORE_BYTES // (4 * queries.shape[2] * max(1, entry_positions.shape[1])) if batched else 1
         found = []
         for i in range(0, count, max(1, at_once)):
@@ -415,6 +416,7 @@ class Evictor:
                     lse=None if lse is None else lse[:, i : i + n].flatten(1, 2),
                     tokens=position,
                     weights=None if weights is None else weights[streams],
+                    ends=ends[streams],
                 )
             )
         return found

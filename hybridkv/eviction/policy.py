@@ -31,11 +31,12 @@ class LayerCache:
     tokens: int  # of the request: every position is less
     lse: Tensor | None = None  # [W, H] f32, where known: log of the sum of exp(q . k * scale) that each query saw
     weights: Tensor | None = None  # [G] f32 up to 1, where the policy needs them: how much each stream copies
+    ends: Tensor | None = None  # [G] int64, where they are there already: the lengths on the device
 
     @cached_property
     def device_lengths(self) -> Tensor:
         """[G] int64, where the kernels read them."""
-        return (self.positions >= 0).sum(1)
+        return (self.positions >= 0).sum(1) if self.ends is None else self.ends
 
     @cached_property
     def keys(self) -> Tensor:

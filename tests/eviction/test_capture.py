@@ -11,6 +11,7 @@ from torch import Tensor
 
 from eviction.harness import Run
 from hybridkv.cache import LayerHandle
+from hybridkv.eviction.entries import queries_at
 from hybridkv.models import attention
 
 KINDS = ("llama", "qwen3_5")
@@ -122,3 +123,11 @@ def test_without_a_budget_nothing_is_captured(run_of: Callable) -> None:
     run = run_of("llama")
     assert not run.manager.schema.states
     assert run_of("llama", budget=32).manager.schema.states[0].name == "queries"
+
+
+@pytest.mark.parametrize(("first", "stop"), ((0, 3), (5, 13), (16, 24), (10, 18), (15, 16), (7, 7)))
+def test_queries_are_read_in_order_of_position(first: int, stop: int) -> None:
+    """Wherever the window begins in its buffer of 8 rows."""
+    buffers = torch.arange(3 * 2 * 8 * 5).view(3, 2, 8, 5)
+    want = buffers[:, 1].transpose(0, 1)[torch.arange(first, stop) % 8]
+    assert torch.equal(want, queries_at(buffers, 1, first, stop))

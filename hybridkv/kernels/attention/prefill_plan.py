@@ -105,7 +105,7 @@ class DevicePlan:
             prompts = len(self.starts) - 1
             begin, count = self.starts[:-1], self.starts[1:] - self.starts[:-1]
             each = (count * group + (rows - 1)) // rows
-            prompt, number = _dealt(each, self.tokens * group // rows + prompts)
+            prompt, number = dealt(each, self.tokens * group // rows + prompts)
             prompt, number = prompt.flip(0), number.flip(0)
             there = number >= 0
             columns = prompt, begin[prompt], torch.where(there, count[prompt], 0), number.clamp(min=0) * rows
@@ -115,7 +115,7 @@ class DevicePlan:
     @cached_property
     def tiles(self) -> Tensor:
         """[PIECE / KEYS + C, 2] int32, as `dequantise` takes them: all keys, which may be PIECE at the most."""
-        prompt, number = _dealt(self._each, PIECE // KEYS + len(self.longest))
+        prompt, number = dealt(self._each, PIECE // KEYS + len(self.longest))
         return torch.stack((prompt, torch.where(number >= 0, number * KEYS, -1)), 1).to(torch.int32)
 
     def table(self, G: int) -> Tensor:
@@ -133,7 +133,7 @@ class DevicePlan:
         return (self.longest + (KEYS - 1)) // KEYS
 
 
-def _dealt(each: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def dealt(each: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Deal out `count` things, each[0] to the first owner, each[1] to the next: owner and number among the owner's.
 
     What is left is the last owner's and has the number -1.

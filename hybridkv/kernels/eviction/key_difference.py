@@ -2,7 +2,7 @@
 
 Minus the cosine to it: from -1 (as most keys) to 1 (the opposite). Two passes over the keys: the first sums the keys,
 each made one long, the second compares each with that sum. Sums run over chunks of a fixed size in a fixed order:
-neither the size of pages nor the other streams change a result.
+neither the size of pages nor the other streams change a result. The first pass notes what makes a key one long.
 
 On a GPU the first pass leaves a sum for each CHUNK keys, and a small launch adds those. In torch keys are read TILE at
 a time and as many streams as BYTES allow, so that what is taken does not grow with the context.
@@ -22,10 +22,11 @@ from hybridkv.kernels.formats.kv_format import Pages, format_of, page_tensors, s
 TILE = 1024  # keys that are read at once in torch
 BYTES = 16 << 20  # of f32 keys of a tile
 CHUNK = 128  # keys that a program sums
-SUMS = 32  # of chunks that are added at once
-NUMBERS = 8192  # that a program holds at once
-SUM_WARPS = 8  # of a program that sums: its blocks and their sum fit its registers
-SUM_REGISTERS = 128  # of a thread: two such programs share a multiprocessor
+SUMS = 128  # of chunks that are added at once
+SUM_WARPS = 16  # of the one program for each stream that adds them
+NUMBERS = 4096  # that a program holds at once
+STAGES = 3  # blocks under way at once
+WARPS = 1  # of a program: many small ones, none of which waits for another warp
 SHORTEST = 1e-12  # a key that is shorter counts as one of this length: it points nowhere
 
 
@@ -53,37 +54,32 @@ def _of_streams(k_pool: Pages, table: Tensor, lengths: Tensor, L: int) -> Tensor
 
 
 @triton.jit
-def load_keys(k_pool, k_scale, table, o_n, length, D, stride_tn, shortest,
-              P: tl.constexpr, BD: tl.constexpr, FP8: tl.constexpr):  # fmt: skip
-    """Keys [BN, BD] f32 of entries o_n, 0 past the stream's length, and [BN] what makes each one long: a division for
-    each key, not for each number.
-    """
-    b_k, b_scale = load_rows(k_pool, k_scale, table, o_n, o_n < length, D, stride_tn, P, BD, FP8)
-    b_length = tl.sqrt_rn(tl.sum(b_k * b_k, 1)) * b_scale
-    return b_k, b_scale / tl.where(b_length < shortest, shortest, b_length)  # a NaN stays one
-
-
-@triton.jit
 def key_sums_kernel(
     k_pool,  # [N, P, D], FP8 as uint8
     k_scale,  # [N, P] f32, read with FP8 only
     table,  # [G, N]
     lengths,  # [G] int64
     sums,  # [G, chunks, D] f32
-    D, stride_tg, stride_tn, shortest,
-    P: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, FP8: tl.constexpr,
+    units,  # [G, L] f32: what makes a key one long, as it is stored
+    L, D, stride_tg, stride_tn, shortest,
+    P: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, FP8: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The sum of a chunk's keys, each one long."""
     i_c, i_g = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    o_n, o_d = i_c * CHUNK + tl.arange(0, BN), tl.arange(0, BD)
     length = tl.load(lengths + i_g)
-    b_sum = tl.zeros([BN, BD], tl.float32)  # rows are added at the end: until then threads need not meet
-    for first in tl.static_range(0, CHUNK, BN):  # unrolled: the loads of all blocks are under way at once
-        b_k, b_unit = load_keys(
-            k_pool, k_scale, table + i_g * stride_tg, first + o_n, length, D, stride_tn, shortest, P, BD, FP8
+    b_sum = tl.zeros([BD], tl.float32)
+    for first in tl.range(i_c * CHUNK, (i_c + 1) * CHUNK, BN, num_stages=STAGES):
+        b_k, b_scale = load_rows(
+            k_pool, k_scale, table + i_g * stride_tg, first, length, L, D, stride_tn, P, BN, BD, FP8
         )  # fmt: skip
-        b_sum += b_k * b_unit[:, None]
-    tl.store(sums + (i_g * tl.num_programs(0) + i_c) * D + o_d, tl.sum(b_sum, 0), mask=o_d < D)
+        b_square = tl.sum(b_k * b_k, 1)
+        m_short = b_square * b_scale * b_scale < shortest * shortest
+        b_unit = tl.where(m_short, b_scale / shortest, tl.rsqrt(b_square))  # a NaN stays one
+        o_n = first + tl.arange(0, BN)
+        tl.store(units + i_g * L + o_n, b_unit, mask=o_n < L)
+        b_sum += tl.sum(b_k * b_unit[:, None], 0)  # one after the other: a warp has whole keys
+    o_d = tl.arange(0, BD)
+    tl.store(sums + (i_g * tl.num_programs(0) + i_c) * D + o_d, b_sum, mask=o_d < D)
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -107,20 +103,23 @@ def mean_direction_kernel(
 
 @triton.jit(do_not_specialize=["L"])
 def key_differences_kernel(
-    k_pool, k_scale, table, lengths, anchors,
+    k_pool, k_scale, table, lengths, anchors, units,
     out,  # [G, L] f32
-    L, D, stride_tg, stride_tn, shortest,
-    P: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, FP8: tl.constexpr,
+    L, D, stride_tg, stride_tn,
+    P: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, FP8: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Minus the cosine of each key to the mean direction."""
-    i_g = tl.program_id(1).to(tl.int64)
-    o_n, o_d = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BD)
+    i_c, i_g = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    o_d = tl.arange(0, BD)
     b_anchor = tl.load(anchors + i_g * D + o_d, mask=o_d < D, other=0.0)
     length = tl.load(lengths + i_g)
-    b_k, b_unit = load_keys(
-        k_pool, k_scale, table + i_g * stride_tg, o_n, length, D, stride_tn, shortest, P, BD, FP8
-    )  # fmt: skip
-    tl.store(out + i_g * L + o_n, -tl.sum(b_k * b_anchor[None, :], 1) * b_unit, mask=o_n < L)
+    for first in tl.range(i_c * CHUNK, (i_c + 1) * CHUNK, BN, num_stages=STAGES):
+        o_n = first + tl.arange(0, BN)
+        b_unit = tl.load(units + i_g * L + o_n, mask=o_n < L, other=0.0)
+        b_k, _ = load_rows(
+            k_pool, k_scale, table + i_g * stride_tg, first, length, L, D, stride_tn, P, BN, BD, FP8
+        )  # fmt: skip
+        tl.store(out + i_g * L + o_n, -tl.sum(b_k * b_anchor[None, :], 1) * b_unit, mask=o_n < L)
 
 
 def key_differences_triton(k_pool: Pages, table: Tensor, lengths: Tensor, L: int) -> Tensor:
@@ -129,15 +128,18 @@ def key_differences_triton(k_pool: Pages, table: Tensor, lengths: Tensor, L: int
     if not G or not L:
         return out
     P, D = keys.shape[1:]
-    BD = triton.next_power_of_2(D)
-    BN, chunks = min(CHUNK, max(1, NUMBERS // BD)), triton.cdiv(L, CHUNK)
+    BD, chunks = triton.next_power_of_2(D), triton.cdiv(L, CHUNK)
     sums, anchors = torch.empty(G, chunks, D, device=keys.device), torch.empty(G, D, device=keys.device)
+    units = torch.empty_like(out)
     where = (keys, keys if k_scale is None else k_scale, table, lengths)
-    sizes = (D, *table.stride(), SHORTEST)
-    form = dict(P=P, BN=BN, BD=BD, FP8=format_of(k_pool).quantised)
-    key_sums_kernel[(chunks, G)](*where, sums, *sizes, CHUNK=CHUNK, **form, num_warps=SUM_WARPS, maxnreg=SUM_REGISTERS)
-    mean_direction_kernel[(G,)](sums, anchors, D, chunks, SHORTEST, SUMS=SUMS, BD=BD)
-    key_differences_kernel[(triton.cdiv(L, BN), G)](*where, anchors, out, L, *sizes, **form)
+    sizes = (L, D, *table.stride())
+    form = dict(
+        P=P, CHUNK=CHUNK, BN=min(CHUNK, max(1, NUMBERS // BD)), BD=BD, FP8=format_of(k_pool).quantised, STAGES=STAGES,
+        num_warps=WARPS,
+    )  # fmt: skip
+    key_sums_kernel[(chunks, G)](*where, sums, units, *sizes, SHORTEST, **form)
+    mean_direction_kernel[(G,)](sums, anchors, D, chunks, SHORTEST, SUMS=SUMS, BD=BD, num_warps=SUM_WARPS)
+    key_differences_kernel[(chunks, G)](*where, anchors, units, out, *sizes, **form)
     return out
 
 

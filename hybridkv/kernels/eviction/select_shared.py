@@ -16,8 +16,9 @@ The kernel finds all bounds, of groups and of rows that keep no more than their 
 launch. Programs take tiles of rows. In each of six phases all of them work, and then meet:
 
     0        the counts are set to zero
-    1 - 4    of the keys that begin as a bound does, how many have which next eight bits; the last program to come to a
-             group goes over the counts of its rows and adds these bits to the bounds
+    1 - 4    of the keys that begin as a bound does, how many have which next eight bits. The last program to come to a
+             row adds these bits to the row's own bound, and to what its group would win with each of 256 next bounds;
+             the last one of a group then adds them to the group's
     5        entries that reach their row's bound are written
 
 Programs that wait for each other must all be resident: the launch is a cooperative one, which the driver starts whole
@@ -40,6 +41,7 @@ BITS = 32  # of a key
 TILE = 8192  # entries of a row that a program takes at once
 ROWS = 32  # rows of a group whose counts a program takes at once
 WARPS = 16
+POLL = False
 FEW = 16  # the share of a tile up to which keys are counted one by one
 _BINS, _DIGITS, _STATE, _FEW = (tl.constexpr(x) for x in (SHARED_BINS, DIGITS, SHARED_STATE, FEW))
 
@@ -106,72 +108,79 @@ def row_sizes(visible, least, o_row, m_row, L):
 
 
 @triton.jit
-def digit_counts(p_count, p_state, o_row, m_row, bound):
-    """Counts [rows, bins] of the rows' own bound, and of the group's; keys above either; the rows' own bound."""
-    o_b = tl.arange(0, _BINS)
-    p_count = p_count + o_row[:, None] * (2 * _BINS) + o_b
-    p_row = p_state + o_row * _STATE
-    b_own = tl.load(p_row, mask=m_row, other=0, cache_modifier=".cg")
-    b_above = tl.load(p_row + 1, mask=m_row, other=0, cache_modifier=".cg")
-    b_above_all = tl.load(p_row + 2, mask=m_row, other=0, cache_modifier=".cg")
-    m_same = b_own == bound
-    b_count = tl.load(p_count, mask=m_row[:, None], other=0, cache_modifier=".cg")
-    m_other = (m_row & ~m_same)[:, None]
-    b_other = tl.load(p_count + _BINS, mask=m_other, other=0, cache_modifier=".cg")
-    return b_count, tl.where(m_same[:, None], b_count, b_other), b_above, b_above_all, b_own
+def at_digit(p_reach, digit, above, m_row):
+    """Of rows how many keys lie above a digit, where `above` are above all of them."""
+    b_above = tl.load(p_reach + digit + 1, mask=m_row & (digit < _BINS - 1), other=0, cache_modifier=".cg")
+    return tl.where(digit == _BINS - 1, above, b_above)
 
 
 @triton.jit
-def narrow_bounds(
-    visible, least, lengths, room, counts, p_count, p_state, p_bound, i_g, rows, shift, L,
+def narrow_row(visible, least, p_count, p_before, p_row, p_won, p_group, i_r, shift, L):
+    """Eight more bits of a row's own bound, and what the row wins beyond `least` at each of its group's next bounds."""
+    o_b = tl.arange(0, _BINS)
+    _, few = row_sizes(visible, least, i_r, True, L)
+    bound, digit = tl.load(p_group, cache_modifier=".cg"), tl.load(p_group + 1, cache_modifier=".cg")
+    own, above = tl.load(p_row, cache_modifier=".cg"), tl.load(p_row + 1, cache_modifier=".cg")
+    above_all = tl.load(p_row + 2, cache_modifier=".cg")
+    if shift < 24:  # what the group's last digit left above its bound
+        above_all = at_digit(p_before + _BINS, digit, above_all, True)
+    b_count = tl.load(p_count + o_b, cache_modifier=".cg")
+    b_all = b_count
+    if own != bound:
+        b_all = tl.load(p_count + _BINS + o_b, cache_modifier=".cg")
+    b_reach = above + tl.cumsum(b_count, 0, reverse=True)
+    own_digit = tl.sum((b_reach >= few).to(tl.int32), 0) - 1
+    above += tl.sum(tl.where(o_b > own_digit, b_count, 0), 0)
+    b_reach = above_all + tl.cumsum(b_all, 0, reverse=True)
+    b_won = tl.maximum(b_reach - few, 0)
+    tl.atomic_add(p_won + o_b, b_won, mask=b_won > 0, sem="relaxed")
+    tl.debug_barrier()  # other threads read these
+    tl.store(p_count + _BINS + o_b, b_reach)
+    tl.store(p_row, own | (own_digit << shift))
+    tl.store(p_row + 1, above)
+    tl.store(p_row + 2, above_all)
+
+
+@triton.jit
+def narrow_group(
+    visible, least, lengths, room, counts, p_count, p_state, p_won, p_group, i_g, rows, shift, L,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Eight more bits of the bounds of a group and of its rows; with the last ones, what each row keeps."""
+    """Eight more bits of a group's bound; with the last ones, what each of its rows keeps."""
     o_b = tl.arange(0, _BINS)
-    bound = tl.load(p_bound + i_g, cache_modifier=".cg")
-    b_won = tl.zeros([_BINS], tl.int32)  # entries beyond `least` that reach a bound with these bits
-    won_above = 0  # that are above all of them
-    for first in range(0, rows, ROWS):
-        o_r = first + tl.arange(0, ROWS)
-        m_row, o_row = o_r < rows, i_g * rows + o_r
-        b_seen, b_least = row_sizes(visible, least, o_row, m_row, L)
-        _, b_count, _, b_above, _ = digit_counts(p_count, p_state, o_row, m_row, bound)
-        b_reach = b_above[:, None] + tl.cumsum(b_count, 1, reverse=True)
-        b_won += tl.sum(tl.maximum(b_reach - b_least[:, None], 0), 0)
-        won_above += tl.sum(tl.maximum(b_above - b_least, 0), 0)
+    bound, won_above = tl.load(p_group, cache_modifier=".cg"), tl.load(p_group + 2, cache_modifier=".cg")
+    b_won = tl.load(p_won + o_b, cache_modifier=".cg")  # entries beyond `least` that reach a bound with these bits
     shared = tl.minimum(tl.maximum(tl.load(room + i_g), 0), tl.max(b_won, 0)).to(tl.int32)
     digit = tl.sum((b_won >= shared).to(tl.int32), 0) - 1
     won_above = tl.where(digit == _BINS - 1, won_above, tl.sum(tl.where(o_b == digit + 1, b_won, 0), 0))
-    left = shared - won_above  # for the first of the equals, after the last digit
-    for first in range(0, rows, ROWS):
-        o_r = first + tl.arange(0, ROWS)
-        m_row, o_row = o_r < rows, i_g * rows + o_r
-        b_seen, b_least = row_sizes(visible, least, o_row, m_row, L)
-        b_count, b_other, b_above, b_above_all, b_own = digit_counts(p_count, p_state, o_row, m_row, bound)
-        b_reach = b_above[:, None] + tl.cumsum(b_count, 1, reverse=True)
-        b_digit = tl.sum((b_reach >= b_least[:, None]).to(tl.int32), 1) - 1
-        b_own = b_own | (b_digit << shift)
-        b_above += tl.sum(tl.where(o_b[None, :] > b_digit[:, None], b_count, 0), 1)
-        b_above_all += tl.sum(tl.where(o_b[None, :] > digit, b_other, 0), 1)
-        b_last, b_rank = b_own, b_least - b_above
-        if shift == 0:
-            b_equal = tl.sum(tl.where(o_b[None, :] == digit, b_other, 0), 1)
-            b_sure = tl.maximum(b_above_all, b_least)
-            b_tied = tl.maximum(b_above_all + b_equal, b_least) - b_sure  # each would be one more
+    bound = bound | (digit << shift)
+    tl.debug_barrier()  # other threads read these
+    tl.store(p_group, bound)
+    tl.store(p_group + 1, digit)
+    tl.store(p_group + 2, won_above)
+    if shift == 0:
+        left = shared - won_above  # for the first of the equals
+        for first in range(0, rows, ROWS):
+            o_r = first + tl.arange(0, ROWS)
+            m_row, o_row = o_r < rows, i_g * rows + o_r
+            b_seen, b_least = row_sizes(visible, least, o_row, m_row, L)
+            p_row, p_reach = p_state + o_row * _STATE, p_count + o_row * (2 * _BINS) + _BINS
+            b_own = tl.load(p_row, mask=m_row, other=0, cache_modifier=".cg")
+            b_above_own = tl.load(p_row + 1, mask=m_row, other=0, cache_modifier=".cg")
+            b_above = tl.load(p_row + 2, mask=m_row, other=0, cache_modifier=".cg")
+            b_above = at_digit(p_reach, digit, b_above, m_row)
+            b_reach = tl.load(p_reach + digit, mask=m_row, other=0, cache_modifier=".cg")
+            b_sure = tl.maximum(b_above, b_least)
+            b_tied = tl.maximum(b_reach, b_least) - b_sure  # each would be one more
             b_before = tl.cumsum(b_tied, 0) - b_tied
             b_kept = b_sure + tl.minimum(tl.maximum(left - b_before, 0), b_tied)
             left -= tl.sum(b_tied, 0)
-            m_group = b_above_all + b_equal >= b_least  # what it keeps reaches the group's bound
-            b_last = tl.where(m_group, bound | digit, b_own)
-            b_rank = tl.where(m_group, b_kept - b_above_all, b_rank)
+            m_group = b_reach >= b_least  # what it keeps reaches the group's bound
             b_length = tl.load(lengths + o_row, mask=m_row, other=0)
             tl.store(counts + o_row, b_kept + tl.maximum(b_length - b_seen, 0), mask=m_row)
-            tl.store(p_state + o_row * _STATE + 3, b_kept, mask=m_row)
-        p_row = p_state + o_row * _STATE
-        tl.store(p_row, b_last, mask=m_row)
-        tl.store(p_row + 1, tl.where(shift == 0, b_rank, b_above), mask=m_row)
-        tl.store(p_row + 2, b_above_all, mask=m_row)
-    tl.store(p_bound + i_g, bound | (digit << shift))
+            tl.store(p_row, tl.where(m_group, bound, b_own), mask=m_row)
+            tl.store(p_row + 1, tl.where(m_group, b_kept - b_above, b_least - b_above_own), mask=m_row)
+            tl.store(p_row + 3, b_kept, mask=m_row)
 
 
 @triton.jit
@@ -183,12 +192,17 @@ def tile_keys(x, i_r, i_t, n, stride_x, TILE: tl.constexpr):
 
 
 @triton.jit
-def meet(word, goal):
+def meet(word, goal, POLL: tl.constexpr):
     """Wait until so many programs have come here; what they wrote before can then be read."""
     tl.debug_barrier()
     seen = tl.atomic_add(word, 1, sem="acq_rel") + 1
-    while seen < goal:
-        seen = tl.atomic_add(word, 0, sem="acquire")
+    if POLL:
+        while seen < goal:
+            seen = tl.load(word, volatile=True)
+        tl.atomic_add(word, 0, sem="acquire")
+    else:
+        while seen < goal:
+            seen = tl.atomic_add(word, 0, sem="acquire")
     tl.debug_barrier()
 
 
@@ -213,12 +227,14 @@ def select_shared_kernel(
     ROWS: tl.constexpr,
     FIRST: tl.constexpr,  # phases; a launch that has them all is a cooperative one
     LAST: tl.constexpr,
+    POLL: tl.constexpr,
 ):
     i_p, programs = tl.program_id(0), tl.num_programs(0)
     all_tiles, R = groups * rows * tiles, groups * rows
-    p_state = scratch + _DIGITS * R * (2 * _BINS)  # of a row: bound, keys above it, keys above the group's, kept
-    p_bound = p_state + _STATE * R  # of a group
-    p_came = p_bound + groups  # tiles of a group that are counted, for each digit
+    p_wins = scratch + _DIGITS * R * (2 * _BINS)  # of a group, for each digit: what it wins with each next bound
+    p_state = p_wins + _DIGITS * groups * _BINS  # of a row: bound, keys above it, keys above the group's, kept
+    p_groups = p_state + _STATE * R  # of a group: bound, its last digit, entries won above it
+    p_came = p_groups + _STATE * groups  # for each digit: tiles of a row that are counted, rows of a group
     begin, end = all_tiles * i_p // programs, all_tiles * (i_p + 1) // programs
     for phase in range(FIRST, LAST + 1):
         if phase == 0:
@@ -234,7 +250,7 @@ def select_shared_kernel(
                 n = tl.minimum(tl.load(visible + i_r), L).to(tl.int32)
                 if i_t * TILE < n:
                     own = tl.load(p_state + i_r * _STATE, cache_modifier=".cg")
-                    bound = tl.load(p_bound + i_g, cache_modifier=".cg")
+                    bound = tl.load(p_groups + i_g * _STATE, cache_modifier=".cg")
                     _, m_n, b_key = tile_keys(x, i_r, i_t, n, stride_x, TILE)
                     b_key = b_key ^ -0x80000000  # digits in the order of the keys
                     b_digit = (b_key >> shift) & (_BINS - 1)
@@ -243,12 +259,21 @@ def select_shared_kernel(
                     if own != bound:
                         add_counts(p_count + i_r * (2 * _BINS) + _BINS, b_digit, m_n & (b_high == bound), TILE)
                 tl.debug_barrier()
-                came = tl.atomic_add(p_came + (phase - 1) * groups + i_g, 1, sem="acq_rel")
-                if came == rows * tiles - 1:
+                p_arrived = p_came + (phase - 1) * (R + groups)
+                if tl.atomic_add(p_arrived + i_r, 1, sem="acq_rel") == tiles - 1:
                     tl.debug_barrier()
-                    narrow_bounds(
-                        visible, least, lengths, room, counts, p_count, p_state, p_bound, i_g, rows, shift, L, ROWS
-                    )  # fmt: skip
+                    p_won = p_wins + ((phase - 1) * groups + i_g) * _BINS
+                    p_row, p_group = p_state + i_r * _STATE, p_groups + i_g * _STATE
+                    p_own = p_count + i_r * (2 * _BINS)
+                    p_before = p_own - tl.where(phase == 1, 0, R * (2 * _BINS))  # of the digit before
+                    narrow_row(visible, least, p_own, p_before, p_row, p_won, p_group, i_r, shift, L)
+                    tl.debug_barrier()
+                    if tl.atomic_add(p_arrived + R + i_g, 1, sem="acq_rel") == rows - 1:
+                        tl.debug_barrier()
+                        narrow_group(
+                            visible, least, lengths, room, counts, p_count, p_state, p_won, p_group, i_g, rows, shift,
+                            L, ROWS,
+                        )  # fmt: skip
         else:
             above, equal = 0, 0  # the row's bound, in the tiles before
             for tile in range(begin, end):
@@ -284,7 +309,7 @@ def select_shared_kernel(
                 total = tl.sum(b_both, 0)
                 above, equal = above + (total >> 16), equal + (total & 0xFFFF)
         if phase < LAST:
-            meet(word, (phase + 1) * programs)
+            meet(word, (phase + 1) * programs, POLL)
     if FIRST < LAST:
         tl.debug_barrier()
         if tl.atomic_add(word, 1, sem="acq_rel") == (LAST + 1) * programs - 1:  # nobody waits any more
@@ -309,7 +334,7 @@ def select_shared_triton(
     for first, last in phases:
         select_shared_kernel[(programs,)](
             scores, visible, least, lengths, room, scratch, word, out, counts, R // groups, groups, tiles, L, size,
-            scores.stride(0), TILE=tile, ROWS=min(ROWS, triton.next_power_of_2(R // groups)), FIRST=first, LAST=last,
+            scores.stride(0), TILE=tile, ROWS=min(ROWS, triton.next_power_of_2(R // groups)), FIRST=first, LAST=last, POLL=POLL,
             num_warps=WARPS, launch_cooperative_grid=at_once,
         )  # fmt: skip
     return out, counts

@@ -9,7 +9,7 @@ TEMPORARY_BYTES = 64 << 20  # what a selection takes at once, beside its result
 SORT_BYTES_PER_SCORE = 64
 SHARED_BINS = 256  # values of a digit, by which select_shared narrows its bounds
 DIGITS = 4  # of a key
-SHARED_STATE = 4  # numbers that it keeps for a row beside its counts
+SHARED_STATE = 4  # numbers that it keeps for a row, or for a group, beside its counts
 
 
 def rows_at_once(length: int) -> int:
@@ -39,7 +39,8 @@ def select_bytes(rows: int, length: int, width: int, gpu: bool = True) -> int:
 
 def shared_scratch(rows: int, groups: int) -> int:
     """Whole numbers of 4 bytes that the kernel of select_shared.py counts with."""
-    return rows * (DIGITS * 2 * SHARED_BINS + SHARED_STATE) + groups * (1 + DIGITS)
+    of_row = DIGITS * 2 * SHARED_BINS + SHARED_STATE + DIGITS
+    return rows * of_row + groups * (DIGITS * SHARED_BINS + SHARED_STATE + DIGITS)
 
 
 def shared_bytes(rows: int, length: int, groups: int, gpu: bool = True) -> int:

@@ -12,6 +12,7 @@ from hybridkv.kernels.exact import tree_sum
 from hybridkv.kernels.formats.kv_format import Pages, format_of, stored_tensors
 
 TILE = 8192  # numbers that a program reads
+WARPS = 4
 
 
 def value_norms_ref(v_pool: Pages, table: Tensor, lengths: Tensor, L: int) -> Tensor:
@@ -43,8 +44,9 @@ def value_norms_kernel(
 ):
     i_g = tl.program_id(1).to(tl.int64)
     o_n = tl.program_id(0) * BN + tl.arange(0, BN)
-    m_n = o_n < tl.load(lengths + i_g)
-    b_v, b_scale = load_rows(v_pool, v_scale, table + i_g * stride_tg, o_n, m_n, D, stride_tn, P, BD, FP8)
+    length = tl.load(lengths + i_g)
+    first = tl.program_id(0) * BN
+    b_v, b_scale = load_rows(v_pool, v_scale, table + i_g * stride_tg, first, length, L, D, stride_tn, P, BN, BD, FP8)
     b_norm = tl.sqrt_rn(tl.sum(b_v * b_v, 1)) * b_scale
     tl.store(out + i_g * L + o_n, b_norm, mask=o_n < L)
 
@@ -59,7 +61,7 @@ def value_norms_triton(v_pool: Pages, table: Tensor, lengths: Tensor, L: int) ->
         BN = max(1, TILE // BD)
         value_norms_kernel[(triton.cdiv(L, BN), G)](
             values, values if v_scale is None else v_scale, table, lengths, out, L, D, *table.stride(),
-            P=P, BN=BN, BD=BD, FP8=format_of(v_pool).quantised, num_warps=4,
+            P=P, BN=BN, BD=BD, FP8=format_of(v_pool).quantised, num_warps=WARPS,
         )  # fmt: skip
     return out
 

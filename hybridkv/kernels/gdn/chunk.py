@@ -67,8 +67,7 @@ def gdn_solve_kernel(
     inverse,  # [N, Hv, 64, 64]: B
     within,  # [N, Hv, 64, 64]: P
     gates,  # [N, Hv, 4, 64] f32: enter, leave, -1, -1
-    slots,  # [C], -1: padding
-    parts,  # [N, 3]: prompt, first token, tokens; 0: nothing is computed
+    parts,  # [N, 4]: slot (-1: nothing is computed), ...
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -77,23 +76,23 @@ def gdn_solve_kernel(
     C: tl.constexpr = 64
     PRECISION: tl.constexpr = "tf32x3" if WIDE else "tf32"
     i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if tl.load(parts + i_n * 3 + 2) == 0:
-        return
-    if tl.load(slots + tl.load(parts + i_n * 3)) < 0:
-        return
+    slot = tl.load(parts + i_n * 4)
     o_i, o_k = tl.arange(0, C), tl.arange(0, K)
     o_qk = ((i_n * C + o_i[:, None]) * HK + i_h // (HV // HK)) * K + o_k[None, :]
     o_g, o_c = (i_n * C + o_i) * HV + i_h, i_n * HV + i_h
     b_g, b_beta = tl.load(g + o_g).to(tl.float64), tl.load(beta + o_g)
     b_k, b_q = tl.load(k + o_qk), tl.load(q + o_qk)
     b_sum = tl.cumsum(b_g, 0)
+    b_p = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    if slot < 0:  # known by now: it was asked for together with the data, which nobody wrote then
+        return
     tl.store(gates + o_c * (4 * C) + o_i, tl.exp(b_sum.to(tl.float32)))
     tl.store(gates + o_c * (4 * C) + C + o_i, tl.exp((tl.sum(b_g, 0) - b_sum).to(tl.float32)))
     # sums of squares that scan_hopper.py's programs leave for each other are not there yet
     tl.store(gates + o_c * (4 * C) + 2 * C + tl.arange(0, 2 * C), tl.full([2 * C], -1.0, tl.float32))
     b_reach = tl.exp(tl.minimum((b_sum[:, None] - b_sum[None, :]).to(tl.float32), 0.0))
     o_tile = o_c * (C * C) + o_i[:, None] * C + o_i[None, :]
-    b_p = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * b_reach
+    b_p *= b_reach
     tl.store(within + o_tile, tl.where(o_i[:, None] >= o_i[None, :], b_p, 0.0).to(within.dtype.element_ty))
     b_a = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION) * b_reach * b_beta[:, None]
     b_b = unit_lower_inverse(tl.where(o_i[:, None] > o_i[None, :], b_a, 0.0), WIDE) * b_beta[None, :]
@@ -161,7 +160,7 @@ def solve(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, segments: Segments) -> 
     inverse, within = (torch.empty(N, Hv, CHUNK, CHUNK, dtype=k.dtype, device=k.device) for _ in range(2))
     gates = torch.empty(N, Hv, 4, CHUNK, dtype=torch.float32, device=k.device)
     gdn_solve_kernel[Hv, N](
-        q, k, g, beta, inverse, within, gates, segments.slots, segments.parts, HK=Hk, HV=Hv, K=K, WIDE=wide, num_warps=4
+        q, k, g, beta, inverse, within, gates, segments.parts, HK=Hk, HV=Hv, K=K, WIDE=wide, num_warps=4
     )
     return inverse, within, gates
 

@@ -29,6 +29,8 @@ from hybridkv.kernels.norm import gated_rms_norm_ref, l2_norm_ref
 
 PIECE = 1 << 15  # tokens at a time: what the kernels hand on takes about 50 KB a token at 48 heads of 128
 DIMS = (16, 32, 64, 128)  # of heads, that the kernels take
+TOKENS = 32  # of a program before the delta rule, and of one after it
+WARPS = 4  # of a program before the delta rule
 CONV_WIDTH = 4  # of the convolution, that the kernels take
 MIN_SMS = 64  # for scan_hopper.py: more than there can be processes on a card, which is 60 under MPS
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -61,8 +63,9 @@ def load_rows(x, o_r, begin, end, stride_x, o_c):
 
 
 @triton.jit
-def conv_four(x, conv, p_state, o_r, begin, end, stride_x, o_c, channels):
-    """The convolution of channels o_c [BD] at tokens o_r [BR] and the three after each: four times [BR, BD] f32.
+def conv_four(x, conv, p_state, half, o_r, begin, end, stride_x, o_c, channels):
+    """The convolution of channels o_c [BD] at tokens o_r [BR], from `half` on, and the three after each: four times
+    [BR, BD] f32. Tokens are counted from the row of x that is given, also where the prompt begins and ends.
 
     Seven rows are read for four tokens. The program of a prompt's first tokens writes the conv_state for the next call.
     """
@@ -70,17 +73,17 @@ def conv_four(x, conv, p_state, o_r, begin, end, stride_x, o_c, channels):
     b_c, b_d = load_rows(x, o_r - 1, begin, end, stride_x, o_c), load_rows(x, o_r, begin, end, stride_x, o_c)
     b_e, b_f = load_rows(x, o_r + 1, begin, end, stride_x, o_c), load_rows(x, o_r + 2, begin, end, stride_x, o_c)
     b_g = load_rows(x, o_r + 3, begin, end, stride_x, o_c)
-    if tl.min(o_r, 0) == begin:
-        m_r, T = (o_r == begin)[:, None], end - begin
+    if half == begin:
+        m_r = (o_r == begin)[:, None]
         b_a += tl.load(p_state + o_c[None, :], mask=m_r, other=0.0)
         b_b += tl.load(p_state + channels + o_c[None, :], mask=m_r, other=0.0)
         b_c += tl.load(p_state + 2 * channels + o_c[None, :], mask=m_r, other=0.0)
-        for i in tl.static_range(3):  # row i of the next conv_state is row T + i of (conv_state, x)
-            last = T + (i - 3)
+        for i in tl.static_range(3):  # row i of the next conv_state is row end + i of (conv_state, x)
+            last = end.to(tl.int64) + (i - 3)
             if last < 0:
-                b_last = tl.load(p_state + (T + i) * channels + o_c).to(tl.float32)
+                b_last = tl.load(p_state + (end + i) * channels + o_c).to(tl.float32)
             else:
-                b_last = tl.load(x + (begin + last) * stride_x + o_c).to(tl.float32)
+                b_last = tl.load(x + last * stride_x + o_c).to(tl.float32)
             tl.debug_barrier()  # a row is read before it is written: above, and for an earlier i
             tl.store(p_state + i * channels + o_c, b_last)
     p_w = conv + o_c * 4
@@ -123,9 +126,7 @@ def gdn_inputs_kernel(
     g,  # [N * 64, Hv] f32
     beta,
     out,  # [T, Hv, V]: zeros for padding
-    slots,  # [C], -1: padding
-    starts,  # [C + 1]
-    parts,  # [N, 3]: prompt, first token, tokens
+    parts,  # [N, 4]: slot (-1: padding), begin and end of the prompt, first token
     stride_x,
     stride_conv,
     scale,
@@ -139,25 +140,26 @@ def gdn_inputs_kernel(
     i_c, i_t = tl.program_id(0), tl.program_id(1)
     channels: tl.constexpr = 2 * HK * K + HV * V
     i_n, half = i_t // (64 // BT), i_t % (64 // BT) * BT
-    p_part = parts + i_n.to(tl.int64) * 3
-    i_b, first, count = tl.load(p_part), tl.load(p_part + 1), tl.load(p_part + 2)
-    if count == 0:
-        return
-    slot, begin, end = tl.load(slots + i_b).to(tl.int64), tl.load(starts + i_b), tl.load(starts + i_b + 1)
+    p_part = parts + i_n.to(tl.int64) * 4
+    slot, begin, end, first = tl.load(p_part), tl.load(p_part + 1), tl.load(p_part + 2), tl.load(p_part + 3)
     if slot < 0:
         i_h, o_v, o_r = i_c - 2 * HK, tl.arange(0, V), first + half + tl.arange(0, BT)
-        m_r = (o_r < end)[:, None] & (o_v >= 0)[None, :] & (i_h >= 0) & (i_h < HV)
+        # all of the part is read before the branch: a number that is read behind it takes as long again
+        m_r = ((o_r >= begin) & (o_r < end))[:, None] & (o_v >= 0)[None, :] & (i_h >= 0) & (i_h < HV)
         b_0 = tl.zeros([BT, V], out.dtype.element_ty)
         tl.store(out + (o_r[:, None] * HV + i_h) * V + o_v[None, :], b_0, mask=m_r)
         return
     o_i = half + tl.arange(0, BT)  # tokens of the part
     o_t = i_n.to(tl.int64) * 64 + o_i  # in what is handed on
     o_j = half + tl.arange(0, BT // 4) * 4
-    o_r, o_q = first + o_j, i_n.to(tl.int64) * 64 + o_j
+    o_q = i_n.to(tl.int64) * 64 + o_j
     p_state = conv_states + slot * stride_conv
+    x += first * stride_x  # from here on tokens are counted from the part's first: few enough for 32 bits
+    begin, end = (begin - first).to(tl.int32), (end - first).to(tl.int32)
     if i_c < 2 * HK:  # a query or a key
         o_k = tl.arange(0, K)
-        b_0, b_1, b_2, b_3 = conv_four(x, conv, p_state, o_r, begin, end, stride_x, i_c * K + o_k, channels)
+        o_c = i_c * K + o_k
+        b_0, b_1, b_2, b_3 = conv_four(x, conv, p_state, half, o_j, begin, end, stride_x, o_c, channels)
         by = tl.where(i_c < HK, scale, 1.0)
         p_y = tl.where(i_c < HK, q + i_c * K, k + (i_c - HK) * K) + o_q[:, None] * (HK * K) + o_k[None, :]
         tl.store(p_y, unit(b_0, by).to(q.dtype.element_ty))
@@ -167,7 +169,7 @@ def gdn_inputs_kernel(
     elif i_c < 2 * HK + HV:
         i_h, o_v = i_c - 2 * HK, tl.arange(0, V)
         o_c = 2 * HK * K + i_h * V + o_v
-        b_0, b_1, b_2, b_3 = conv_four(x, conv, p_state, o_r, begin, end, stride_x, o_c, channels)
+        b_0, b_1, b_2, b_3 = conv_four(x, conv, p_state, half, o_j, begin, end, stride_x, o_c, channels)
         b_even = tl.join(silu(b_0).to(v.dtype.element_ty), silu(b_2).to(v.dtype.element_ty))
         b_odd = tl.join(silu(b_1).to(v.dtype.element_ty), silu(b_3).to(v.dtype.element_ty))
         b_y = tl.join(b_even, b_odd)  # [BT / 4, V, 2, 2]
@@ -175,8 +177,8 @@ def gdn_inputs_kernel(
         tl.store(p_v, tl.reshape(tl.permute(b_y, (1, 0, 2, 3)), [V, BT]))
     else:
         o_h = tl.arange(0, BH)
-        m_h, m_t = (o_h < HV)[None, :], (o_i < count)[:, None]
-        p_b = x + (first + o_i)[:, None] * stride_x + (channels + HV * V + o_h)[None, :]
+        m_h, m_t = (o_h < HV)[None, :], (o_i < end)[:, None]
+        p_b = x + o_i[:, None] * stride_x + (channels + HV * V + o_h)[None, :]
         b_b = tl.load(p_b, mask=m_t & m_h, other=0.0).to(tl.float32)
         b_a = tl.load(p_b + HV, mask=m_t & m_h, other=0.0).to(tl.float32)
         b_a += tl.load(dt_bias + o_h, mask=o_h < HV, other=0.0)[None, :]
@@ -192,8 +194,7 @@ def gdn_norm_kernel(
     z,  # [T, Hv, V], rows stride_z apart
     weight,  # [V] f32
     out,  # [T, Hv, V]
-    slots,  # [C], -1: padding
-    parts,  # [N, 3]
+    parts,  # [N, 4]
     stride_z,
     eps,
     HV: tl.constexpr,
@@ -203,15 +204,14 @@ def gdn_norm_kernel(
     i_h, i_t = tl.program_id(0), tl.program_id(1)
     i_n = (i_t // (64 // BT)).to(tl.int64)
     o_i, o_v = i_t % (64 // BT) * BT + tl.arange(0, BT), tl.arange(0, V)
-    i_b, first, count = tl.load(parts + i_n * 3), tl.load(parts + i_n * 3 + 1), tl.load(parts + i_n * 3 + 2)
-    if count == 0:
-        return
-    if tl.load(slots + i_b) < 0:
+    slot, end, first = tl.load(parts + i_n * 4), tl.load(parts + i_n * 4 + 2), tl.load(parts + i_n * 4 + 3)
+    if slot < 0:
         return
     p_o = o + (i_n * HV + i_h) * (V * 64) + o_i[None, :] + o_v[:, None] * 64
     b_o = tl.trans(tl.load(p_o)).to(tl.float32)  # rows past the prompt's end are not kept
     b_o *= tl.rsqrt(tl.sum(b_o * b_o, 1) / V + eps)[:, None] * tl.load(weight + o_v)[None, :]
-    o_t, m_t = first + o_i, (o_i < count)[:, None]
+    o_t = first + o_i
+    m_t = (o_t < end)[:, None]
     b_z = tl.load(z + o_t[:, None] * stride_z + (i_h * V + o_v)[None, :], mask=m_t, other=0.0).to(tl.float32)
     tl.store(out + (o_t[:, None] * HV + i_h) * V + o_v[None, :], (b_o * silu(b_z)).to(out.dtype.element_ty), mask=m_t)
 
@@ -223,14 +223,14 @@ def prepare(
     that are padding become zeros.
     """
     Hk, Hv, K, V = net.key_heads, net.value_heads, net.key_dim, net.value_dim
-    N, BT = len(segments.parts), 32
+    N, BT = len(segments.parts), TOKENS
     q, k = (torch.empty(N * CHUNK, Hk, K, dtype=x.dtype, device=x.device) for _ in range(2))
     v = torch.empty(N, Hv, V, CHUNK, dtype=x.dtype, device=x.device)
     g, beta = (torch.empty(N * CHUNK, Hv, dtype=torch.float32, device=x.device) for _ in range(2))
     gdn_inputs_kernel[2 * Hk + Hv + 1, N * (CHUNK // BT)](
         x, net.conv, conv_states, net.decay, net.dt_bias, q, k, v, g, beta, out,
-        segments.slots, segments.starts, segments.parts, x.stride(0), conv_states.stride(0), K**-0.5,
-        HK=Hk, HV=Hv, K=K, V=V, BT=BT, BH=triton.next_power_of_2(Hv), num_warps=4,
+        segments.parts, x.stride(0), conv_states.stride(0), K**-0.5,
+        HK=Hk, HV=Hv, K=K, V=V, BT=BT, BH=triton.next_power_of_2(Hv), num_warps=WARPS,
     )  # fmt: skip
     return q, k, v, g, beta
 
@@ -267,7 +267,7 @@ def scan_norm_hopper(
 def _prefill_piece(
     x: Tensor, net: DeltaNet, conv_states: Tensor, states: Tensor, segments: Segments, out: Tensor
 ) -> None:
-    Hv, V, BT = net.value_heads, net.value_dim, 32
+    Hv, V, BT = net.value_heads, net.value_dim, TOKENS
     q, k, v, g, beta = prepare(x, net, conv_states, segments, out)
     z = x[:, net.channels : net.channels + Hv * V]
     if suits_hopper(x, net):
@@ -276,7 +276,7 @@ def _prefill_piece(
         return
     o = delta_chunks(q, k, v, g, beta, states, segments)
     gdn_norm_kernel[Hv, len(segments.parts) * (CHUNK // BT)](
-        o, z, net.norm, out, segments.slots, segments.parts, x.stride(0), net.eps, HV=Hv, V=V, BT=BT, num_warps=4
+        o, z, net.norm, out, segments.parts, x.stride(0), net.eps, HV=Hv, V=V, BT=BT, num_warps=4
     )
 
 

@@ -4,6 +4,7 @@
     parts    a: 0 .. 63, a: 64 .. 99, b: 100 .. 102, -: 103 .. 104, and such with no tokens, if more were asked for
     ends     [2, 3, 4]                                             parts of all prompts up to this one
 
+A part says all that a program needs to know of its prompt, so that it waits for one read before it asks for its data.
 All of it is made on the device from `starts`, so that a captured graph makes it anew from what a replay brings. The
 number of parts is fixed beforehand: `most_parts` is enough for any division of so many tokens.
 """
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybridkv.kernels.attention.prefill_plan import dealt
 from hybridkv.kernels.gdn.rule import CHUNK
 
 Span = tuple[int, int, int]  # slot, first token, end
@@ -25,7 +27,7 @@ Span = tuple[int, int, int]  # slot, first token, end
 class Segments:
     slots: Tensor  # [C] int64 state row of each prompt; -1: padding
     starts: Tensor  # [C + 1] int64: prompt i has the tokens starts[i] .. starts[i + 1] - 1
-    parts: Tensor  # [N, 3] int64: prompt, first token, number of tokens (1 to 64; 0: no part)
+    parts: Tensor  # [N, 4] int64: slot, begin and end of the prompt, first token; no part: slot -1, token end
     ends: Tensor  # [C] int64
     spans: list[Span] | None = None  # the same on the host; None in a graph, which serves any division
 
@@ -34,14 +36,10 @@ class Segments:
         """With room for `count` parts, which must be enough."""
         begin, end = starts[:-1], starts[1:]
         each = (end - begin + (CHUNK - 1)) // CHUNK
-        ends = each.cumsum(0)
-        number = torch.arange(count, device=starts.device)
-        prompt = torch.searchsorted(ends, number, right=True)
-        there = prompt < len(slots)
-        prompt = prompt.clamp(max=len(slots) - 1)
-        first = begin[prompt] + (number - ends[prompt] + each[prompt]) * CHUNK
-        tokens = torch.where(there, (end[prompt] - first).clamp(max=CHUNK), 0)
-        return Segments(slots, starts, torch.stack((prompt, first, tokens), 1), ends, spans)
+        prompt, number = dealt(each, count)
+        there, begin, end = number >= 0, begin[prompt], end[prompt]
+        slot, first = torch.where(there, slots[prompt], -1), torch.where(there, begin + number * CHUNK, end)
+        return Segments(slots, starts, torch.stack((slot, begin, end, first), 1), each.cumsum(0), spans)
 
     @staticmethod
     def of(spans: Sequence[Span], device: torch.device) -> Segments:

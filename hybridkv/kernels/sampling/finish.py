@@ -26,6 +26,7 @@ from hybridkv.kernels.sampling.kernels import (
     NOWHERE,
     before_or_at,
     best_of,
+    distance_of,
     distances,
     draw_block,
     drawn_of,
@@ -128,12 +129,13 @@ def search_row(logits, stride, p_row, masks, flags, V, best, best_id, last_d, la
     seed, position = tl.load(p_row + _SEED), tl.load(p_row + _POSITION)
     token, done = best_id, 0
     while done == 0:
-        value, token, d = noise_of(seed, position, best_id), best_id, 0.0
+        value, token = noise_of(seed, position, best_id), best_id
         for first in range(0, V, BV):
             o_v = first + tl.arange(0, BV)
             b_d = distances(logits, stride, p_row, masks, flags, o_v, V, best)
-            m_pass = (o_v < V) & before_or_at(b_d, o_v, k_d, k_id) & before_or_at(b_d, o_v, last_d, last_id)
-            value, token, d = draw_block(b_d, m_pass, seed, position, first, value, token, d, BV)
+            m_pass = before_or_at(b_d, o_v, k_d, k_id) & before_or_at(b_d, o_v, last_d, last_id)
+            value, token = draw_block(tl.where(m_pass, b_d, float("inf")), seed, position, first, value, token, BV)
+        d = distance_of(logits, stride, p_row, masks, flags, token, V, best)
         done = 1
         if (flags & BY_P) != 0:
             before = tl.zeros((), tl.int64)
@@ -151,9 +153,9 @@ def search_row(logits, stride, p_row, masks, flags, V, best, best_id, last_d, la
 def finish_kernel(
     logits, table, masks,
     found,  # [2, n] int64: replaced
-    known, count, listed_d, listed_id, value, token, distance, sums,  # as draw_kernel and weigh_kernel leave them
-    V, n, S, P, rounds, stride,
-    BV: tl.constexpr, BP: tl.constexpr, CAP: tl.constexpr,
+    known, count, listed_d, listed_id, drawn, sums,  # as draw_kernel and weigh_kernel leave them
+    V, n, S, rounds, stride,
+    BV: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     i_s = tl.program_id(0).to(tl.int64)
     p_row = table + i_s * _WORDS
@@ -175,11 +177,11 @@ def finish_kernel(
         elif (flags & BY_K) == 0:
             for i_r in range(rounds):
                 if chosen < 0:
-                    drawn, d = drawn_of(value, token, distance, i_r, i_s, S, P, BP)
+                    token, d = drawn_of(drawn + i_r * S + i_s, logits, stride, p_row, masks, flags, V, best)
                     if ((flags & BY_P) == 0) | passes(p_row, sums, i_r, i_s, S):
-                        chosen = drawn
+                        chosen = token
                     else:
-                        last_d, last_id = d, drawn - 1
+                        last_d, last_id = d, token - 1
         if chosen < 0:
             chosen = search_row(logits, stride, p_row, masks, flags, V, best, best_id, last_d, last_id, BV)
     tl.store(p_found, chosen.to(tl.int64))

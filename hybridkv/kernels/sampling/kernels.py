@@ -9,12 +9,13 @@ from __future__ import annotations
 from hybridkv.kernels.backend import tl, triton
 from hybridkv.kernels.sampling import rows
 from hybridkv.kernels.sampling.noise import (
+    FINE_SHIFT,
     MOST_NOISE,
     gumbel,
     gumbel_bound,
     random_row,
     random_words,
-    weights,
+    weight_parts,
 )
 from hybridkv.kernels.topk import flip_negative, order_keys
 
@@ -27,6 +28,7 @@ LISTED, WHOLE, WEIGHED = map(tl.constexpr, (rows.LISTED, rows.WHOLE, rows.WEIGHE
 _MOST_NOISE = tl.constexpr(MOST_NOISE)
 NOWHERE = tl.constexpr(2147483647)
 COUNTS = ("n", "steps", "S", "P", "G", "i_r", "rounds")  # they follow from the batch: one kernel for all
+MAX_STEPS = 200  # blocks of a piece: so many weights are added up in 32 bits (noise.py)
 
 
 @triton.jit
@@ -91,6 +93,12 @@ def distances(logits, stride, p_row, masks, flags, o_v, V, best):
 
 
 @triton.jit
+def distance_of(logits, stride, p_row, masks, flags, token, V, best):
+    """The distance of one token."""
+    return tl.max(distances(logits, stride, p_row, masks, flags, tl.arange(0, 1) + token, V, best), 0)
+
+
+@triton.jit
 def before_or_at(b_d, b_id, d, last):
     """Which tokens come in order before the one of distance d and id `last`, or are it."""
     return (b_d < d) | ((b_d == d) & (b_id <= last))
@@ -103,37 +111,39 @@ def noise_of(seed, position, token):
 
 
 @triton.jit
-def draw_block(b_d, m_pass, seed, position, first, value, token, d, BV: tl.constexpr):
-    """The best of (value, token, distance d) and of the tokens from `first` on that pass: of noise minus distance.
+def draw_block(b_d, seed, position, first, value, token, BV: tl.constexpr):
+    """The better one of (value, token) and of the tokens from `first` on: of noise minus distance. Tokens that are left
+    out have the distance inf.
 
-    Noise is only computed where it may matter: it is at most MOST_NOISE, and cheaply bounded for a given number.
+    Noise is only computed where it may matter. It is at most MOST_NOISE; it is cheaply bounded for the smallest word of
+    a block, whose noise is the largest, and then for each word.
     """
-    o_v = first + tl.arange(0, BV)
-    m_near = m_pass & (b_d <= _MOST_NOISE - value)
-    if tl.max(m_near.to(tl.int32), 0) > 0:
+    closest = tl.min(b_d, 0)
+    if closest <= _MOST_NOISE - value:
         b_word = random_row(seed, position, first, BV)
-        if tl.max(tl.where(m_near, gumbel_bound(b_word) - b_d, float("-inf")), 0) >= value:
-            b_value = tl.where(m_near, gumbel(b_word) - b_d, float("-inf"))
-            top = tl.max(b_value, 0)
-            place = tl.min(tl.where(m_near & (b_value == top), o_v, NOWHERE), 0)
-            if (top > value) | ((top == value) & (place < token)):
-                d = tl.max(tl.where(o_v == place, b_d, 0.0), 0)
-                value = top
-                token = place
-    return value, token, d
+        if gumbel_bound(tl.min(b_word, 0)) - closest >= value:  # noqa: SIM102  # both sides of `and` are computed
+            if tl.max(gumbel_bound(b_word) - b_d, 0) >= value:
+                b_value = gumbel(b_word) - b_d
+                top = tl.max(b_value, 0)
+                place = tl.min(tl.where(b_value == top, first + tl.arange(0, BV), NOWHERE), 0)
+                if (top > value) | ((top == value) & (place < token)):
+                    value = top
+                    token = place
+    return value, token
 
 
 @triton.jit
-def drawn_of(value, token, distance, i_r, i_s, S, P, BP: tl.constexpr):
-    """The token drawn in round i_r, from what its pieces found, and its distance."""
-    o_p = tl.arange(0, BP)
-    p_first = (i_r * S + i_s) * P
-    b_value = tl.load(value + p_first + o_p, mask=o_p < P, other=float("-inf"))
-    b_token = tl.load(token + p_first + o_p, mask=o_p < P, other=NOWHERE)
-    b_d = tl.load(distance + p_first + o_p, mask=o_p < P, other=0.0)
-    m_top = b_value == tl.max(b_value, 0)
-    found = tl.min(tl.where(m_top, b_token, NOWHERE), 0)
-    return found, tl.max(tl.where(m_top & (b_token == found), b_d, 0.0), 0)
+def note_drawn(p_drawn, value, token):
+    """Raise what was drawn of a row to this: the larger value first, then the lower token."""
+    order = (order_keys(value) ^ -0x80000000).to(tl.int64) & 0xFFFFFFFF
+    tl.atomic_max(p_drawn, (order << 31) | (token ^ NOWHERE).to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def drawn_of(p_drawn, logits, stride, p_row, masks, flags, V, best):
+    """The token that was drawn of a row, and its distance."""
+    token = (tl.load(p_drawn, cache_modifier=".cg") & NOWHERE).to(tl.int32) ^ NOWHERE
+    return token, distance_of(logits, stride, p_row, masks, flags, token, V, best)
 
 
 @triton.jit
@@ -147,8 +157,8 @@ def part_of(p_row, total):
 @triton.jit
 def passes(p_row, sums, i_r, i_s, S):
     """Whether the token drawn in round i_r passes top-p."""
-    before = tl.load(sums + (i_r * S + i_s) * 2 + 1)
-    return before < part_of(p_row, tl.load(sums + i_s * 2))
+    before = tl.load(sums + (i_r * S + i_s) * 2 + 1, cache_modifier=".cg")
+    return before < part_of(p_row, tl.load(sums + i_s * 2, cache_modifier=".cg"))
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -288,78 +298,116 @@ def list_kernel(
                 tl.store(listed_id + i_s * CAP + b_to, o_v, mask=m_to)
 
 
+@triton.jit
+def draw_piece(
+    logits, table, masks, found, known, drawn, V, n, steps, i_r, i_p, i_s, S, stride,
+    BV: tl.constexpr, AGAIN: tl.constexpr,
+):  # fmt: skip
+    p_row = table + i_s * _WORDS
+    flags = tl.load(p_row + _FLAGS)
+    best, best_id = best_of(logits, stride, p_row, flags, known, found, i_s)
+    last_d, last_id = number(p_row, _FARTHEST), V
+    if AGAIN:
+        last_id, last_d = drawn_of(drawn + (i_r - 1) * S + i_s, logits, stride, p_row, masks, flags, V, best)
+        last_id -= 1
+    seed, position = tl.load(p_row + _SEED), tl.load(p_row + _POSITION)
+    top, at = noise_of(seed, position, best_id), best_id
+    for step in range(steps):
+        first = (i_p * steps + step) * BV
+        if first < V:
+            b_d = distances(logits, stride, p_row, masks, flags, first + tl.arange(0, BV), V, best)
+            if AGAIN:
+                m_pass = before_or_at(b_d, first + tl.arange(0, BV), last_d, last_id)
+            else:
+                m_pass = b_d <= last_d
+            top, at = draw_block(tl.where(m_pass, b_d, float("inf")), seed, position, first, top, at, BV)
+    note_drawn(drawn + i_r * S + i_s, top, at)
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def draw_kernel(
     logits, table, masks, found, known,  # as list_kernel has them
-    value,  # [rounds, S, P] f32: of each piece the largest noise minus distance
-    token,  # [rounds, S, P] int32: whose it is
-    distance,  # [rounds, S, P] f32
-    sums,  # [rounds, S, 2] int64, as weigh_kernel adds them up
+    drawn,  # [rounds, S] int64, zeros: the token that was drawn (note_drawn)
+    left,  # [rounds, 1 + S] int32, as weigh_kernel leaves them
     V, n, steps, i_r, S, stride,
-    BV: tl.constexpr, BP: tl.constexpr,
+    BV: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """Round 0: the token drawn from the whole row, by temperature and min-p alone. A later round: of rows whose token
-    did not pass top-p, the one drawn from all tokens before it."""
-    i_p, i_s = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    P = tl.num_programs(0)
+    """Round 0: the token drawn from the whole row, by temperature and min-p alone. A later round (AGAIN): of rows whose
+    token did not pass top-p, the one drawn from all tokens before it."""
+    i_p = tl.program_id(0)
+    if AGAIN:
+        for i in range(tl.program_id(1), tl.load(left + (i_r - 1) * (1 + S)), tl.num_programs(1)):
+            i_s = tl.load(left + (i_r - 1) * (1 + S) + 1 + i).to(tl.int64)
+            draw_piece(
+                logits, table, masks, found, known, drawn, V, n, steps, i_r, i_p, i_s, S, stride, BV, AGAIN
+            )  # fmt: skip
+    else:
+        i_s = tl.program_id(1).to(tl.int64)
+        flags = tl.load(table + i_s * _WORDS + _FLAGS)
+        if (flags & WHOLE) == 0:
+            return
+        if is_broken(table + i_s * _WORDS, flags, known, found, n, i_s):
+            return
+        draw_piece(logits, table, masks, found, known, drawn, V, n, steps, i_r, i_p, i_s, S, stride, BV, AGAIN)
+
+
+@triton.jit
+def weigh_piece(
+    logits, table, masks, found, known, drawn, sums, came, left, V, steps, i_r, i_p, i_s, S, stride,
+    BV: tl.constexpr,
+):  # fmt: skip
     p_row = table + i_s * _WORDS
     flags = tl.load(p_row + _FLAGS)
-    if ((flags & WHOLE) == 0) | ((i_r > 0) & ((flags & WEIGHED) == 0)):
-        return
-    if is_broken(p_row, flags, known, found, n, i_s):
-        return
-    last_d, last_id = number(p_row, _FARTHEST), V
-    if i_r > 0:
-        if passes(p_row, sums, i_r - 1, i_s, S):
-            return
-        last_id, last_d = drawn_of(value, token, distance, i_r - 1, i_s, S, P, BP)
-        last_id -= 1
-    best, best_id = best_of(logits, stride, p_row, flags, known, found, i_s)
-    seed, position = tl.load(p_row + _SEED), tl.load(p_row + _POSITION)
-    top, at, d = noise_of(seed, position, best_id), best_id, 0.0
+    best, _ = best_of(logits, stride, p_row, flags, known, found, i_s)
+    last_id, last_d = drawn_of(drawn + i_r * S + i_s, logits, stride, p_row, masks, flags, V, best)
+    b_total, b_total_fine = tl.zeros([BV], tl.int32), tl.zeros([BV], tl.int32)
+    b_before, b_before_fine = tl.zeros([BV], tl.int32), tl.zeros([BV], tl.int32)
     for step in range(steps):
         first = (i_p * steps + step) * BV
         if first < V:
             o_v = first + tl.arange(0, BV)
             b_d = distances(logits, stride, p_row, masks, flags, o_v, V, best)
-            m_pass = (o_v < V) & before_or_at(b_d, o_v, last_d, last_id)
-            top, at, d = draw_block(b_d, m_pass, seed, position, first, top, at, d, BV)
-    o_out = (i_r * S + i_s) * P + i_p
-    tl.store(value + o_out, top)
-    tl.store(token + o_out, at)
-    tl.store(distance + o_out, d)
+            if tl.min(b_d, 0) < 29.0:  # others weigh nothing, as those past the last token do
+                b_above, b_fine = weight_parts(b_d)
+                m_before = before_or_at(b_d, o_v, last_d, last_id - 1)
+                b_total += b_above
+                b_total_fine += b_fine
+                b_before += tl.where(m_before, b_above, 0)
+                b_before_fine += tl.where(m_before, b_fine, 0)
+    total = (tl.sum(b_total.to(tl.int64), 0) << FINE_SHIFT) + tl.sum(b_total_fine.to(tl.int64), 0)
+    before = (tl.sum(b_before.to(tl.int64), 0) << FINE_SHIFT) + tl.sum(b_before_fine.to(tl.int64), 0)
+    p_sum = sums + (i_r * S + i_s) * 2
+    tl.atomic_add(p_sum, total, sem="relaxed")
+    tl.atomic_add(p_sum + 1, before, sem="relaxed")
+    tl.debug_barrier()
+    if tl.atomic_add(came + i_r * S + i_s, 1, sem="acq_rel") == tl.num_programs(0) - 1:  # the row's last piece
+        tl.debug_barrier()
+        if not passes(p_row, sums, i_r, i_s, S):
+            p_left = left + i_r * (1 + S)
+            tl.store(p_left + 1 + tl.atomic_add(p_left, 1, sem="relaxed"), i_s.to(tl.int32))
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def weigh_kernel(
-    logits, table, masks, found, known, value, token, distance,  # as draw_kernel has them
+    logits, table, masks, found, known, drawn,  # as draw_kernel has them
     sums,  # [rounds, S, 2] int64, zeros: the weight of all tokens, and of those before the one that was drawn
+    came,  # [rounds, S] int32, zeros: pieces of a row that are weighed
+    left,  # [rounds, 1 + S] int32, zeros: how many rows have a token that does not pass, and which, in any order
     V, n, steps, i_r, S, stride,
-    BV: tl.constexpr, BP: tl.constexpr,
+    BV: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    i_p, i_s = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    P = tl.num_programs(0)
-    p_row = table + i_s * _WORDS
-    flags = tl.load(p_row + _FLAGS)
-    if (flags & WEIGHED) == 0:
-        return
-    if is_broken(p_row, flags, known, found, n, i_s):
-        return
-    if i_r > 0:  # noqa: SIM102  # in a kernel both sides of `and` are computed
-        if passes(p_row, sums, i_r - 1, i_s, S):
+    i_p = tl.program_id(0)
+    if AGAIN:
+        for i in range(tl.program_id(1), tl.load(left + (i_r - 1) * (1 + S)), tl.num_programs(1)):
+            i_s = tl.load(left + (i_r - 1) * (1 + S) + 1 + i).to(tl.int64)
+            weigh_piece(
+                logits, table, masks, found, known, drawn, sums, came, left, V, steps, i_r, i_p, i_s, S, stride, BV
+            )  # fmt: skip
+    else:
+        i_s = tl.program_id(1).to(tl.int64)
+        flags = tl.load(table + i_s * _WORDS + _FLAGS)
+        if (flags & WEIGHED) == 0:
             return
-    best, _ = best_of(logits, stride, p_row, flags, known, found, i_s)
-    drawn, drawn_d = drawn_of(value, token, distance, i_r, i_s, S, P, BP)
-    total, before = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
-    for step in range(steps):
-        first = (i_p * steps + step) * BV
-        if first < V:
-            o_v = first + tl.arange(0, BV)
-            b_d = distances(logits, stride, p_row, masks, flags, o_v, V, best)
-            if tl.min(b_d, 0) < 29.0:  # others weigh nothing
-                b_weight = tl.where(o_v < V, weights(b_d), 0)
-                total += tl.sum(b_weight, 0)
-                before += tl.sum(tl.where(before_or_at(b_d, o_v, drawn_d, drawn - 1), b_weight, 0), 0)
-    p_sum = sums + (i_r * S + i_s) * 2
-    tl.atomic_add(p_sum, total, sem="relaxed")
-    tl.atomic_add(p_sum + 1, before, sem="relaxed")
+        if is_broken(table + i_s * _WORDS, flags, known, found, n, i_s):
+            return
+        weigh_piece(logits, table, masks, found, known, drawn, sums, came, left, V, steps, i_r, i_p, i_s, S, stride, BV)

@@ -1,12 +1,13 @@
 """Numbers that sampling draws and weighs by: each in plain torch and in Triton, equal bit for bit.
 
 Random numbers are counted, not remembered: token i at position p of a request with seed s has word i % 4 of
-Philox-4x32-10 (Salmon et al., 2011) with key s and counter (i / 4, p mod 2^32, p / 2^32, 0). So they depend on nothing
-else: not on the batch, not on what was drawn before, not on the device.
+Philox-4x32-7 (Salmon et al., 2011: seven rounds pass every test of BigCrush) with key s and counter (i / 4, p mod 2^32,
+p / 2^32, 0). So they depend on nothing else: not on the batch, not on what was drawn before, not on the device.
 
 A function of a library may differ in its last bit from one device to the next, and a sum in another order does. So
 logarithms and powers here are polynomials of f32 products and sums, each rounded (kernels that use them are compiled
-without fused multiply-add), and weights are whole numbers, whose sums have one value in any order.
+without fused multiply-add), and weights are whole numbers, whose sums have one value in any order. Where a float is
+made a whole number, a large one is added: then its last bits are that number, which takes no conversion.
 """
 
 from __future__ import annotations
@@ -22,31 +23,37 @@ MOST_NOISE = 23.0  # Gumbel noise lies between -2.9 and this: the words have 32 
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
-# 2^-f - 1 over f, for f from 0 to 1; and log(1 + x), of which x - x^2 / 2 is taken, over x^3 (Cephes, logf)
-POWER = (
-    0.00011498118692543358, -0.0012917903950437903, 0.009597170166671276, -0.055499278008937836, 0.24022610485553741,
-    -0.6931471824645996,
-)  # fmt: skip
+# 2^-f - 1 over f, for f from -1/2 to 1/2 (off by 3e-6 at the most); and log(1 + x), of which x - x^2 / 2 is taken, over
+# x^3 (Cephes, logf)
+POWER = (0.009582852944731712, -0.055906426161527634, 0.24024099111557007, -0.6931241750717163)
 LOG = (
     0.070376836292, -0.11514610310, 0.11676998740, -0.12420140846, 0.14249322787, -0.16668057665, 0.20000714765,
     -0.24999993993, 0.33333331174,
 )  # fmt: skip
 ROOT_HALF = 0x3F3504F3  # bits of sqrt(1/2)
 BELOW_ONE = 1 - 2**-24
+ROUNDS = 7  # of Philox
+WHOLE = 1.5 * 2.0**23  # added to a float up to 2^22, its last bit is 1
+ONE, FINE = 0x3F800000, 0x37400000  # bits of 1, whose last bit is 2^-23; and of 1.5 * 2^-17, whose last bit is 2^-40
+FINE_BITS = UNIT_BITS - 23  # of a weight that do not fit the last bit of 1
 
 _POWER, _LOG = tl.constexpr(POWER), tl.constexpr(LOG)
 _LOG2_E, _LN_2, _ROOT_HALF, _BELOW_ONE = map(tl.constexpr, (LOG2_E, LN_2, ROOT_HALF, BELOW_ONE))
+_ROUNDS, _WHOLE, _ONE, _FINE = map(tl.constexpr, (ROUNDS, WHOLE, ONE, FINE))
+FINE_SHIFT = tl.constexpr(FINE_BITS)
 
 
 # ---- plain torch
 
 
-def philox_ref(seed: int, counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int]) -> tuple[Tensor, ...]:
-    """Four words of 32 bits, int64 each, of Philox-4x32-10."""
+def philox_ref(
+    seed: int, counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int], rounds: int = ROUNDS
+) -> tuple[Tensor, ...]:
+    """Four words of 32 bits, int64 each, of Philox-4x32."""
     low = 0xFFFFFFFF
     c0, c1, c2, c3 = counter
     k0, k1 = seed & low, seed >> 32 & low
-    for _ in range(10):
+    for _ in range(rounds):
         a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # int64 keeps the 64 bits of a product, whatever its sign
         c0, c1, c2, c3 = (b >> 32 & low) ^ c1 ^ k0, b & low, (a >> 32 & low) ^ c3 ^ k1, a & low
         k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
@@ -95,13 +102,16 @@ def gumbel_ref(words: Tensor) -> Tensor:
 def weights_ref(distance: Tensor) -> Tensor:
     """exp(-distance) 2^40 as whole numbers int64, for distances f32 from 0 to inf."""
     x = (distance * LOG2_E).clamp(max=62.0)
-    whole = x.floor()
-    f = x - whole
+    whole = x + WHOLE
+    f = x - (whole - WHOLE)
     sums = torch.full_like(f, POWER[0])
     for c in POWER[1:]:
         sums = sums * f + c
-    part = ((sums * f + 1.0) * 2.0**24).long()
-    return (part << UNIT_BITS - 24) >> whole.long()
+    power = (sums * f + 1.0).view(torch.int32) - (whole.view(torch.int32) << 23)  # of two: 2^-f less `whole`
+    value = power.view(torch.float32)
+    above = value + 1.0
+    left = value - (above - 1.0) + 1.5 * 2.0**-17
+    return ((above.view(torch.int32) - ONE).long() << FINE_BITS) + (left.view(torch.int32) - FINE)
 
 
 # ---- Triton
@@ -112,7 +122,7 @@ def random_words(seed, position, b_id):
     """Words uint32 of tokens b_id int32."""
     c1 = (position & 0xFFFFFFFF).to(tl.uint32) + tl.zeros_like(b_id).to(tl.uint32)
     c2 = (position >> 32).to(tl.uint32) + tl.zeros_like(b_id).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(seed, (b_id >> 2).to(tl.uint32), c1, c2, tl.zeros_like(c1))
+    w0, w1, w2, w3 = tl.philox(seed, (b_id >> 2).to(tl.uint32), c1, c2, tl.zeros_like(c1), n_rounds=_ROUNDS)
     b_place = b_id & 3
     return tl.where(b_place < 2, tl.where(b_place == 0, w0, w1), tl.where(b_place == 2, w2, w3))
 
@@ -123,7 +133,7 @@ def random_row(seed, position, first, N: tl.constexpr):
     b_count = ((first >> 2) + tl.arange(0, N // 4)).to(tl.uint32)
     c1 = tl.zeros_like(b_count) + (position & 0xFFFFFFFF).to(tl.uint32)
     c2 = tl.zeros_like(b_count) + (position >> 32).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(seed, b_count, c1, c2, tl.zeros_like(c1))
+    w0, w1, w2, w3 = tl.philox(seed, b_count, c1, c2, tl.zeros_like(c1), n_rounds=_ROUNDS)
     return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
 
 
@@ -164,12 +174,22 @@ def gumbel_bound(b_word):
 
 
 @triton.jit
-def weights(b_distance):
+def weight_parts(b_distance):
+    """A weight as two numbers int32: above * 2^17 + fine. Each can be added up for some 200 tokens."""
     b_x = tl.minimum(b_distance * _LOG2_E, 62.0)
-    b_whole = tl.floor(b_x)
-    b_f = b_x - b_whole
+    b_whole = b_x + _WHOLE
+    b_f = b_x - (b_whole - _WHOLE)
     b_sum = tl.zeros_like(b_f) + _POWER[0]
-    for i in tl.static_range(1, 6):
+    for i in tl.static_range(1, 4):
         b_sum = b_sum * b_f + _POWER[i]
-    b_part = ((b_sum * b_f + 1.0) * 16777216.0).to(tl.int64)
-    return (b_part << 16) >> b_whole.to(tl.int64)
+    b_power = (b_sum * b_f + 1.0).to(tl.int32, bitcast=True) - (b_whole.to(tl.int32, bitcast=True) << 23)
+    b_value = b_power.to(tl.float32, bitcast=True)
+    b_above = b_value + 1.0
+    b_left = b_value - (b_above - 1.0) + 1.1444091796875e-05  # 1.5 * 2^-17
+    return b_above.to(tl.int32, bitcast=True) - _ONE, b_left.to(tl.int32, bitcast=True) - _FINE
+
+
+@triton.jit
+def weights(b_distance):
+    b_above, b_fine = weight_parts(b_distance)
+    return (b_above.to(tl.int64) << FINE_SHIFT) + b_fine

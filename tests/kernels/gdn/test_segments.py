@@ -76,10 +76,12 @@ def test_each_prompt_is_as_if_alone(form, step: list[tuple[int, int]], graph: bo
 def test_parts_cover_every_token_once() -> None:
     starts, slots = torch.tensor([3, 103, 103, 106, 300]), torch.tensor([4, 1, 0, -1])
     found = Segments.make(slots, starts, most_parts(297, 4))
-    tokens = [t for _, first, n in found.parts.tolist() for t in range(first, first + n)]
+    tokens = [t for _, _, end, first in found.parts.tolist() for t in range(first, min(first + 64, end))]
     assert tokens == list(range(3, 300))
-    assert found.ends.tolist() == [2, 2, 3, 7] and all(n <= 64 for _, _, n in found.parts.tolist())
-    assert [prompt for prompt, _, n in found.parts.tolist() if n] == [0, 0, 2, 3, 3, 3, 3]
+    assert found.ends.tolist() == [2, 2, 3, 7]
+    there = [(slot, begin, end) for slot, begin, end, first in found.parts.tolist() if first < end]
+    assert there == [(4, 3, 103)] * 2 + [(0, 103, 106)] + [(-1, 106, 300)] * 4
+    assert all(slot == -1 for slot, _, end, first in found.parts.tolist() if first >= end)
 
 
 @pytest.mark.parametrize("most", (64, 128, 4096))

@@ -24,22 +24,34 @@ from hybridkv.kernels.sampling.noise import (
 )
 
 ONES = 0xFFFFFFFF
-# Random123's kat_vectors: philox4x32 10
+# Random123's kat_vectors: key, counter, the words of philox4x32 7 and of philox4x32 10
 VECTORS = (
-    (0, (0, 0, 0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    ((1 << 64) - 1, (ONES, ONES, ONES, ONES), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        0,
+        (0, 0, 0, 0),
+        (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48),
+        (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8),
+    ),
+    (
+        (1 << 64) - 1,
+        (ONES, ONES, ONES, ONES),
+        (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662),
+        (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+    ),
     (
         0x299F31D0A4093822,
         (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
         (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
     ),
 )
 
 
-@pytest.mark.parametrize(("key", "counter", "want"), VECTORS)
-def test_philox_gives_the_published_words(key: int, counter: tuple, want: tuple) -> None:
-    found = philox_ref(key, tuple(torch.tensor([c]) for c in counter))
-    assert tuple(int(word) for word in found) == want
+@pytest.mark.parametrize(("key", "counter", "seven", "ten"), VECTORS)
+def test_philox_gives_the_published_words(key: int, counter: tuple, seven: tuple, ten: tuple) -> None:
+    given = tuple(torch.tensor([c]) for c in counter)
+    assert tuple(int(word) for word in philox_ref(key, given)) == seven
+    assert tuple(int(word) for word in philox_ref(key, given, 10)) == ten
 
 
 def test_words_follow_from_seed_position_and_id_alone() -> None:
@@ -73,7 +85,8 @@ def test_weights_are_exponentials() -> None:
     distance = torch.cat((torch.tensor([0.0, 1e-9, 27.0, 28.5, 43.0, 1e30, torch.inf]), 40 * torch.rand(10_000)))
     found, want = weights_ref(distance), torch.exp(-distance.double()) * 2**40
     assert int(found[0]) == 1 << 40 and found[4:7].tolist() == [0, 0, 0]
-    assert ((found - want).abs() <= 3e-6 * want + 1).all()  # f32 of a distance up to 40, and the rounding to a number
+    # f32 of a distance up to 40, a polynomial of four terms, and the rounding to a number
+    assert ((found - want).abs() <= 5e-6 * want + 1).all()
 
 
 @triton.jit

@@ -135,7 +135,11 @@ def test_zeros_of_both_signs_are_equal() -> None:
 
 
 def test_tokens_that_do_not_pass_top_p_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a small p most first draws fail, and some rows need more rounds than are launched."""
+    """With a small p most first draws fail, and some rows need more rounds than are launched. More rows fail than are
+    drawn again at once.
+    """
+    monkeypatch.setattr(launch, "LEFT_ROWS", 3)
+    monkeypatch.setattr(launch, "LEFT_PIECES", 2)
     logits = torch.randn(1, 600, device=DEVICE)
     made = [[SampleRow(2.0, top_p=0.02, seed=i, position=i) for i in range(24)] for _ in range(4)]
     want = tokens_of(sample_rows_ref, logits, made[0])
