@@ -3,9 +3,9 @@
 A BLAS library picks its blocking, and so the order of its sums, by the number of rows. On a CPU it is therefore always
 called with 16 rows; the last call pads what is missing with zeros. On a GPU an element is one sum over the inputs in
 ascending order, from a kernel with tiles of one size for any number of rows. Hopper GPUs have a kernel of their own for
-bf16 (exact_hopper.py), where the sum is made of segments and only speed depends on the tiles.
+bf16 (exact_hopper.py), with the same order in tiles that suit the number of rows.
 
-Which kernel and which segments: by dtype and the weight's shape, never by x.
+Which of the kernels runs depends on the dtype and the weight's shape, never on the rows.
 """
 
 from __future__ import annotations
@@ -18,36 +18,50 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridkv.kernels.backend import has_gluon, sm_count, tl, triton, use_triton
-from hybridkv.kernels.counters import counters
-from hybridkv.kernels.linear.exact_hopper import REGISTERS, SCRATCH, SHARED, WHOLE
-from hybridkv.kernels.linear.skinny import STEP, boxes
+from hybridkv.kernels.linear.skinny import HALF, STEP, boxes
 
 linear_ref = F.linear
 EXACT_ROWS = 16
 MIN_WIDTH = 64  # rows of W: fewer are left to the plain kernel
-WORDS = 4096  # counters of tiles that several programs share
 
 
 class Tiles(NamedTuple):
     """How a product is divided over programs. Only speed depends on it."""
 
-    rows: int  # of W in a program: 32, 64 or 128
+    rows: int  # of W: 16, 32, 64 or 128; 64 or 128 if half of them are gates
     BT: int  # rows of x
     stages: int  # of the ring
     C: int  # tiles of 64 columns in a stage
     per_sm: int = 1  # programs beside each other on a multiprocessor; 0: one for each tile
-    shared: bool = False  # each segment has its own program
     registers: int = 64  # of a thread, as they are launched
 
 
-# rows of x up to which it is taken: as measured on an H200 at the widths of a 27B model
-TILES = {
-    8: Tiles(64, 8, 6, 2, per_sm=0),
-    16: Tiles(64, 16, 5, 2, per_sm=0),
-    64: Tiles(64, 64, 6, 1, per_sm=0, registers=96),
-    128: Tiles(128, 128, 6, 1, registers=128),
-    256: Tiles(128, 256, 4, 1, registers=168),
+# of a decode step's few rows: for a wide W, and for one with fewer blocks of 64 rows than there are multiprocessors
+FEW = {
+    8: (Tiles(64, 8, 12, 2, per_sm=0), Tiles(32, 8, 7, 2, per_sm=0)),
+    16: (Tiles(64, 16, 5, 2, per_sm=0), Tiles(32, 16, 5, 2, per_sm=0)),
+    32: (Tiles(64, 32, 4, 2, per_sm=0), Tiles(32, 32, 6, 2, per_sm=0)),
+    64: (Tiles(64, 64, 6, 1, per_sm=0, registers=96), Tiles(32, 64, 8, 1, per_sm=0, registers=96)),
 }
+# of more rows, and the share of its time in which such a tile keeps the tensor cores busy
+MANY = {
+    Tiles(128, 256, 4, 1, registers=168): 1.0,
+    Tiles(128, 128, 6, 1, registers=168): 1.0,
+    Tiles(64, 128, 8, 1, registers=128): 0.8,
+}
+
+
+def tiles_for(T: int, N: int, gated: bool, sms: int) -> Tiles:
+    """The fastest for T rows of x and N of W, as measured on an H200 at the widths of a 27B model."""
+    for BT, (wide, narrow) in FEW.items():
+        if T <= BT:
+            return wide if gated or triton.cdiv(N, wide.rows) >= sms else narrow
+
+    def time(tiles: Tiles) -> float:
+        turns = triton.cdiv(triton.cdiv(N, tiles.rows) * triton.cdiv(T, tiles.BT), sms)
+        return turns * tiles.rows * tiles.BT / MANY[tiles]
+
+    return min(MANY, key=time)
 
 
 def in_tiles(x: Tensor, product: Callable[[Tensor], Tensor], width: int) -> Tensor:
@@ -102,15 +116,11 @@ def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def suits_hopper(x: Tensor, weight: Tensor) -> bool:
+    """Whether exact_hopper.py multiplies with this weight."""
     N, K = weight.shape
-    both = x.dtype == weight.dtype == torch.bfloat16
-    return both and N >= MIN_WIDTH and K > 0 and K % 8 == 0 and has_gluon(weight.device)  # rows of 16 bytes
-
-
-def segment_columns(N: int, K: int) -> int:
-    """Columns of a segment: part of what the sum is, so a property of the weight alone. A multiple of 256."""
-    whole = triton.cdiv(K, 256) * 256
-    return whole if N >= 8192 else min(whole, 4352)
+    if not has_gluon(weight.device) or not x.dtype == weight.dtype == torch.bfloat16:
+        return False
+    return N >= MIN_WIDTH and K > 0 and K % 8 == 0  # rows of 16 bytes
 
 
 def at_16_bytes(x: Tensor) -> Tensor:
@@ -120,36 +130,23 @@ def at_16_bytes(x: Tensor) -> Tensor:
 
 
 def linear_hopper(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, tiles: Tiles | None = None, columns: int | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, gated: bool = False, tiles: Tiles | None = None
 ) -> Tensor:
-    """`tiles`, `columns`: other ones than those for these shapes."""
+    """`gated`: weight [2 N, K], silu(first half) * second half -> [T, N]. `tiles`: other ones than for these shapes."""
     from hybridkv.kernels.linear.exact_hopper import linear_exact_hopper_kernel
 
-    (T, K), N = x.shape, weight.shape[0]
+    (T, K), N = x.shape, len(weight) // (1 + gated)
     y = torch.empty((T, N), dtype=x.dtype, device=x.device)
     if not T:
         return y
-    if tiles is None:
-        tiles = next((TILES[rows] for rows in TILES if rows >= T), TILES[max(TILES)])
-    steps = triton.cdiv(K, tiles.C * STEP)
-    length = (columns or segment_columns(N, K)) // (tiles.C * STEP)
-    segments = triton.cdiv(steps, length)
-    across, along = triton.cdiv(N, tiles.rows), triton.cdiv(T, tiles.BT)
-    units = across * along
-    if segments == 1:
-        mode = WHOLE
-    elif tiles.shared and 2 * units <= WORDS:
-        mode, units = SHARED, units * segments
-    else:
-        mode = REGISTERS if tiles.BT <= 64 else SCRATCH
-    programs = min(units, tiles.per_sm * sm_count(x.device) or units)
-    held = {SCRATCH: programs, SHARED: units}.get(mode, 0)
-    parts = torch.empty((held, max(tiles.rows, 64), tiles.BT) if held else (1,), dtype=torch.float32, device=x.device)
+    rows, BT, stages, C, per_sm, registers = tiles or tiles_for(T, len(weight), gated, sm_count(x.device))
+    across, along = triton.cdiv(len(weight), rows), triton.cdiv(T, BT)
+    programs = min(across * along, per_sm * sm_count(x.device) or across * along)
     linear_exact_hopper_kernel[(programs,)](
-        boxes(at_16_bytes(x), tiles.BT), boxes(at_16_bytes(weight), tiles.rows), y if bias is None else bias, y, parts,
-        counters(WORDS, x.device) if mode == SHARED else parts, T, N, units, across, along, steps, length, segments,
-        MODE=mode, BIAS=bias is not None, ROWS=tiles.rows, BT=tiles.BT, S=tiles.stages, C=tiles.C,
-        REGS=(3 * tiles.registers - 40) // 16 * 8, num_warps=4, maxnreg=tiles.registers, launch_pdl=True,
+        boxes(at_16_bytes(x), BT), boxes(at_16_bytes(weight), HALF // 2 if gated else rows),
+        y if bias is None else bias, y, T, N, across, along, triton.cdiv(K, C * STEP), GATED=gated,
+        BIAS=bias is not None, ROWS=rows, BT=BT, S=stages, C=C, REGISTERS=(3 * registers - 40) // 16 * 8, num_warps=4,
+        maxnreg=registers, launch_pdl=True,
     )  # fmt: skip
     return y
 
