@@ -56,10 +56,12 @@ def linear_cases(s: Setup) -> Iterator[Listed]:
 
 
 def exact_cases(s: Setup) -> Iterator[Listed]:
-    kind, (rows, inputs) = "bf16" if s.device == "cuda" else "f32", projections(s)["gate_up"]
-    for T in s.some((1, 64, 4096), (1,), (3,)):
-        build = partial(linear_case, s, kind, rows, inputs, T, exact=True)
-        yield Listed("linear_exact", f"{kind} gate_up [{rows},{inputs}] T={T}", build)
+    kind = "bf16" if s.device == "cuda" else "f32"
+    for T in s.some((1, 16, 64, 256, 4096), (1,), (3,)):
+        for name, (rows, inputs) in projections(s).items():
+            if name != "head" or T == 1:
+                build = partial(linear_case, s, kind, rows, inputs, T, exact=True)
+                yield Listed("linear_exact", f"{kind} {name} [{rows},{inputs}] T={T}", build)
 
 
 def norm_cases(s: Setup) -> Iterator[Listed]:

@@ -5,15 +5,18 @@ Where a layer differs by more than these, each mode has a mixer of its own (mode
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from hybridkv.kernels.activation import silu_mul_exact
+from hybridkv.kernels.backend import use_triton
 from hybridkv.kernels.exact import sigmoid_exact, softmax_exact, tree_sum
 from hybridkv.kernels.linear.exact import linear_exact, linear_ref
 from hybridkv.kernels.moe.expert_loop import loop_experts, run_softmax_experts, weighted_sum_exact
+from hybridkv.kernels.moe.grouped import run_experts_triton
 from hybridkv.kernels.moe.shared_expert import add_shared
 from hybridkv.kernels.moe.softmax_router import route_softmax
 from hybridkv.kernels.norm import add_rms_norm, add_rms_norm_exact
@@ -36,6 +39,9 @@ def route_exact(logits: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tens
 
 
 def run_experts_exact(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    if use_triton(x):
+        weights, chosen = weights.contiguous(), chosen.contiguous()  # the first k of all experts
+        return run_experts_triton(x, weights, chosen, gate_up, down, math.inf, exact=True)
     return loop_experts(x, weights, chosen, gate_up, down, linear_exact, silu_mul_exact, weighted_sum_exact)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.kernels.activation import silu_mul, silu_mul_exact
-from hybridkv.kernels.linear.exact import in_tiles, linear_exact, linear_ref
+from hybridkv.kernels.linear.exact import in_tiles, linear_exact, linear_hopper, linear_ref, suits_hopper
 from hybridkv.kernels.linear.fp8 import linear_fp8
 from hybridkv.kernels.linear.gemv import MAX_ROWS, linear_vector, suits_vector
 from hybridkv.kernels.linear.skinny import linear_rows, suits_rows
@@ -47,6 +47,8 @@ class Linear:
     def gated(self, x: Tensor) -> Tensor:
         """silu(gate) * up [T, N / 2], where the first half of the rows of W are gates and the second ups."""
         if self.exact:
+            if suits_hopper(x, self.weight):
+                return linear_hopper(x, self.weight, self.bias, gated=True)
             return silu_mul_exact(self(x))
         if self.scale is None and suits_rows(x, self.weight):
             return linear_rows(x, self.weight, self.bias, gated=True)
