@@ -169,17 +169,21 @@ def sort_pairs_triton(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return order, offsets
 
 
-def tile_config(dtype: torch.dtype, rows: int, experts: int) -> dict[str, int]:
-    """Small tiles while an expert has few rows, where reading its weights takes most of the time."""
+def tile_config(dtype: torch.dtype, rows: int, experts: int, exact: bool = False) -> dict[str, int]:
+    """Small tiles while an expert has few rows, where reading its weights takes most of the time. Exact mode has one
+    size: it decides which instruction multiplies a tile.
+    """
     if dtype == torch.float32:
         return dict(BM=16, BN=32, BK=32, num_warps=4, num_stages=2)
+    if exact:
+        return dict(BM=64, BN=64, BK=64, num_warps=4, num_stages=4)
     if rows <= 16 * experts:
         return dict(BM=16, BN=32, BK=128, num_warps=4, num_stages=4)
     return dict(BM=64, BN=128, BK=64, num_warps=8, num_stages=3)
 
 
 def run_experts_triton(
-    x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, limit: float
+    x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, limit: float, exact: bool = False
 ) -> Tensor:
     (T, D), K, (E, _, I) = x.shape, chosen.shape[1], down.shape
     out = torch.empty((T, D), dtype=x.dtype, device=x.device)
@@ -187,7 +191,7 @@ def run_experts_triton(
         return out
     M = T * K
     order, offsets = sort_pairs_triton(chosen, E)
-    config = tile_config(x.dtype, M, E)
+    config = tile_config(x.dtype, M, E, exact)
     tiles = M // config["BM"] + min(E, M)  # at most: every expert may end in a tile that is not full
     inner = torch.empty((M, I), dtype=x.dtype, device=x.device)
     BE = triton.next_power_of_2(E)
