@@ -4,12 +4,14 @@ is real.
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 
 from engine.driving import KINDS, alone, assert_nothing_held, prompt, run
 from hybridkv.config import SamplingParams
+from hybridkv.engine import mixed_graphs
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.mixed_graphs import CapturedMixed, MixedGraphs, chunk_rows, decode_sizes
 from hybridkv.engine.step_cost import StepCost
@@ -95,6 +97,31 @@ def test_a_crowd_answers_as_each_alone(kind: str, ahead: bool, engine_of: Callab
     beside = [shape for shape in replays if shape.decodes]
     assert len(graphs.captured) > 1 and len(beside) > 3, "prompts did not run through graphs beside others"
     assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("kind", ("llama", "qwen3_5", "qwen3_5_moe", "qwen3_next"))
+def test_exact_mode_has_the_same_bits_in_graphs(
+    kind: str, engine_of: Callable, replays: list[StepShape], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside others, padded, in steps of other sizes: logprobs to the last bit, which fast mode does not promise."""
+
+    def bits(exact: bool) -> tuple[list, list]:
+        each = [(tokens, replace(params, logprobs=3)) for tokens, params in asked(7)]
+        want = [alone(engine_of(kind, exact=exact), *one) for one in each]
+        engine = engine_of(kind, exact=exact)
+        with_graphs(engine)
+        requests = [engine.add(*one) for one in each[:2]]
+        run(engine, lambda step: step % 2 and len(requests) < 7 and requests.append(engine.add(*each[len(requests)])))
+        assert len(requests) == 7
+        assert_nothing_held(engine)
+        return [r.logprobs for r in want], [r.logprobs for r in requests]
+
+    monkeypatch.setattr(mixed_graphs, "ASKED", 1)
+    want, got = bits(exact=True)
+    assert got == want
+    assert len(replays) > 5 and any(shape.decodes for shape in replays)
+    want, got = bits(exact=False)
+    assert got != want, "fast mode has the same bits: this test could not fail"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridkv.kernels.attention.decode_tuning import FEW
 from hybridkv.kernels.attention.exact_kernel import attention_exact_kernel, join_splits_kernel
 from hybridkv.kernels.attention.launch import dot_dtype, kernel_pages, kernel_streams
 from hybridkv.kernels.attention.prefill import Piece, _aligned, _launch, is_tiled, suits_hopper
@@ -33,7 +34,8 @@ KEY_TILE = 256  # of the torch form
 QUERY_BLOCK = 256  # rows that run together there: bounds the workspace and changes no result
 FOLD = 16  # query heads of a KV head are padded to a multiple: then torch's CPU kernel aligns its buffers alike
 SPLIT = 1024  # keys of a split
-WORKSPACE = 1 << 28  # bytes of what splits have gathered that are computed apart
+WORKSPACE = 1 << 27  # bytes of what splits have gathered that are computed apart
+SHORT = 1 << 14  # keys of a stream, for which there is a graph of its own
 
 
 def _rows(
@@ -103,6 +105,15 @@ def apart(programs: int, splits: int, outputs: int, processors: int) -> bool:
     return splits > 1 and programs < 2 * processors and splits * outputs * 4 <= WORKSPACE
 
 
+def same_splits_up_to(requests: int, keys: int, max_keys: int) -> int:
+    """The largest number of keys, up to `max_keys`, for which a graph of single tokens is captured that runs `keys`.
+
+    Programs for splits that nobody has cost little, but more than nothing: a few requests have a graph for short
+    streams.
+    """
+    return SHORT if requests <= FEW and keys <= SHORT < max_keys else max_keys
+
+
 def attention_exact_triton(
     q: Tensor,
     k_pool: Pages,
@@ -135,15 +146,14 @@ def attention_exact_triton(
         by_split = apart(G * len(blocks), splits, q.numel(), sm_count(q.device))
     slots = (splits if by_split else 1, T, H)
     sums = [torch.empty(slots, dtype=torch.float32, device=q.device) if by_split else None for _ in range(2)]
-    keeps = by_split or (hopper and splits > 1)  # the Hopper kernel keeps there what a program has gathered
-    state = torch.empty(*slots, D, dtype=torch.float32, device=q.device) if keeps else None
+    # the Hopper kernel keeps there what a program has gathered so far
+    state = torch.empty(*slots, D, dtype=torch.float32, device=q.device) if by_split or hopper else None
     if hopper:
         assert isinstance(k_pool, Tensor) and isinstance(v_pool, Tensor)
         piece = Piece(k_pool, v_pool, table, rows, 0)
         size = split if by_split else splits * split
-        _launch(
-            _aligned(q), piece, ends, blocks, scale, out, None, [state, *sums], slots[0], size, True, not by_split, split
-        )
+        kept = [state, *sums]
+        _launch(_aligned(q), piece, ends, blocks, scale, out, None, kept, slots[0], size, True, not by_split, split)
     else:
         attention_exact_kernel[len(blocks), G, slots[0]](
             q=q, rows=rows, blocks=blocks, out=out, state_o=state, state_m=sums[0], state_z=sums[1], T=T,

@@ -357,12 +357,14 @@ def prefill_hopper_kernel(
             (worker, (
                 q_tile, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
                 q, out, lse, lse_index, state_o, state_m, state_z, scale,
-                i_g, i_s, i_t, n, i_m, ahead, held, count, T, H, stride_q_t, stride_q_h, GROUP, D, FIRST, LAST, SPLIT, 0,
+                i_g, i_s, i_t, n, i_m, ahead, held, count, T, H, stride_q_t, stride_q_h,
+                GROUP, D, FIRST, LAST, SPLIT, 0,
             )),
             (worker, (
                 q_tile, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
                 q, out, lse, lse_index, state_o, state_m, state_z, scale,
-                i_g, i_s, i_t, n, i_m, ahead, held, count, T, H, stride_q_t, stride_q_h, GROUP, D, FIRST, LAST, SPLIT, 1,
+                i_g, i_s, i_t, n, i_m, ahead, held, count, T, H, stride_q_t, stride_q_h,
+                GROUP, D, FIRST, LAST, SPLIT, 1,
             )),
             (loader, (
                 k_tensor, v_tensor, v_pool, p_table, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, count, held,

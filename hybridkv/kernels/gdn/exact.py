@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridkv.kernels.backend import has_gluon, triton, use_triton
+from hybridkv.kernels.backend import has_gluon, has_pdl, triton, use_triton
 from hybridkv.kernels.exact import sigmoid_exact, softplus_exact
 from hybridkv.kernels.gdn.exact_kernel import gdn_exact_inputs_kernel, gdn_exact_norm_kernel, gdn_exact_scan_kernel
 from hybridkv.kernels.gdn.rule_exact import causal_conv_exact, gated_delta_exact
@@ -45,9 +45,11 @@ class ScanShape(NamedTuple):
     threads: int  # that share a column's key channels
     warps: int
     block: int  # tokens that are brought at a time
+    blocks: int  # in shared memory
+    registers: int | None = None  # of a thread at most
 
 
-HOPPER_SHAPE = ScanShape(16, 2, 8, 2, 16)
+HOPPER_SHAPE = ScanShape(32, 2, 4, 2, 8, 4)
 
 
 def gdn_exact_torch(x: Tensor, net: DeltaNet, conv_states: Tensor, states: Tensor, requests: Requests) -> Tensor:
@@ -63,8 +65,8 @@ def gdn_exact_torch(x: Tensor, net: DeltaNet, conv_states: Tensor, states: Tenso
     q, k = (l2_norm_exact(t.view(T, net.key_heads, net.key_dim)).repeat_interleave(group, 1) for t in (q, k))
     v, z = (t.view(T, net.value_heads, net.value_dim) for t in (v, z))
     g = -net.decay * softplus_exact(a.float() + net.dt_bias)
-    inputs = q * net.key_dim**-0.5, k, v, g, sigmoid_exact(b.float())
-    o = _each(parts, T, states, lambda rows, own: gated_delta_exact(*map(own, inputs), rows))
+    q, beta = q * net.key_dim**-0.5, sigmoid_exact(b.float())
+    o = _each(parts, T, states, lambda s, own: gated_delta_exact(own(q), own(k), own(v), own(g), own(beta), s))
     out = gated_rms_norm_exact(o, z, net.norm, net.eps).reshape(T, -1).to(x.dtype)
     return out.masked_fill_(requests.slots[requests.of_token].unsqueeze(1) < 0, 0)
 
@@ -130,30 +132,34 @@ def gdn_exact_triton(
     gates = torch.empty(T, Hv, 4, dtype=torch.float32, device=x.device)
     o = torch.empty(T, Hv, V, dtype=torch.float32, device=x.device)
     slots, starts, of_token = requests
+    overlap = has_pdl(x.device)
     gdn_exact_inputs_kernel[Hk + Hv + 1, triton.cdiv(T, ROWS)](
         x, net.conv, conv_states, net.decay, net.dt_bias, qk, v, gates, slots, starts, of_token, T,
-        x.stride(0), conv_states.stride(0), K**-0.5,
-        HK=Hk, HV=Hv, K=K, V=V, WIDTH=width, BK=BK, BV=BV, BH=triton.next_power_of_2(Hv), BT=ROWS, num_warps=4,
+        x.stride(0), conv_states.stride(0), K**-0.5, HK=Hk, HV=Hv, K=K, V=V, WIDTH=width, BK=BK, BV=BV,
+        BH=triton.next_power_of_2(Hv), BT=ROWS, OVERLAP=overlap, num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
     strides = x.stride(0), conv_states.stride(0), states.stride(0)
+    args = x, qk, v, gates, o, conv_states, states, slots, starts, *strides
     if shape is not None or suits_hopper(x, net, states):
         from hybridkv.kernels.gdn.exact_hopper import gdn_exact_hopper_kernel
 
         shape = shape or HOPPER_SHAPE
         gdn_exact_hopper_kernel[V // shape.channels, Hv, B](
-            x, qk, v, gates, o, conv_states, states, slots, starts, *strides, HK=Hk, HV=Hv, BV=shape.channels,
-            COLUMNS=shape.columns, THREADS=shape.threads, BLOCK=shape.block, num_warps=shape.warps,
+            *args, HK=Hk, HV=Hv, BV=shape.channels, COLUMNS=shape.columns, THREADS=shape.threads, BLOCK=shape.block,
+            BLOCKS=shape.blocks, num_warps=shape.warps, maxnreg=shape.registers, launch_pdl=True,
         )  # fmt: skip
     else:
         parts = triton.cdiv(V, COLUMNS)
         gdn_exact_scan_kernel[parts, Hv, B](
-            x, qk, v, gates, o, conv_states, states, slots, starts, *strides, HK=Hk, HV=Hv, K=K, V=V, WIDTH=width,
-            BK=BK, BV=COLUMNS, BC=triton.next_power_of_2(triton.cdiv(K, parts)), STAGES=3, num_warps=2,
+            *args, HK=Hk, HV=Hv, K=K, V=V, WIDTH=width, BK=BK, BV=COLUMNS,
+            BC=triton.next_power_of_2(triton.cdiv(K, parts)), STAGES=3, OVERLAP=overlap, num_warps=2,
+            launch_pdl=overlap,
         )  # fmt: skip
     z = x[:, net.channels : net.channels + Hv * V]
     gdn_exact_norm_kernel[Hv, triton.cdiv(T, ROWS)](
-        o, z, net.norm, out, slots, of_token, T, x.stride(0), net.eps, HV=Hv, V=V, BV=BV, BT=ROWS, num_warps=4
-    )
+        o, z, net.norm, out, slots, of_token, T, x.stride(0), net.eps, HV=Hv, V=V, BV=BV, BT=ROWS, OVERLAP=overlap,
+        num_warps=4, launch_pdl=overlap,
+    )  # fmt: skip
     return out
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from hybridkv.kernels.backend import tl, triton
 from hybridkv.kernels.gdn.prefill import silu, softplus
+from hybridkv.kernels.overlap import wait_for_inputs
 
 
 @triton.jit
@@ -17,14 +18,17 @@ def conv_exact(
 ):
     """silu of the convolution of channels o_c [BD] at tokens o_t [BT]: [BT, BD] f32, oldest input first."""
     b_y = tl.zeros([o_t.shape[0], o_c.shape[0]], tl.float32)
+    early = tl.min(tl.where(m_t, o_t - b_begin, WIDTH), 0) < WIDTH - 1  # some need the conv_state
     for i in tl.static_range(WIDTH):
         o_r = o_t - (WIDTH - 1 - i)
         b_back = o_r - b_begin  # below 0: the conv_state has it
         m_x, m_s = m_t & (b_back >= 0), m_t & (b_back < 0)
         b_x = tl.load(x + o_r[:, None] * stride_x + o_c[None, :], mask=m_x[:, None] & m_c[None, :], other=0.0)
-        o_s = b_slot * stride_conv + (b_back + (WIDTH - 1)) * channels
-        b_s = tl.load(conv_states + o_s[:, None] + o_c[None, :], mask=m_s[:, None] & m_c[None, :], other=0.0)
-        b_in = tl.where(m_x[:, None], b_x.to(tl.float32), b_s.to(tl.float32))
+        b_in = b_x.to(tl.float32)
+        if early:
+            o_s = b_slot * stride_conv + (b_back + (WIDTH - 1)) * channels
+            b_s = tl.load(conv_states + o_s[:, None] + o_c[None, :], mask=m_s[:, None] & m_c[None, :], other=0.0)
+            b_in = tl.where(m_x[:, None], b_in, b_s.to(tl.float32))
         b_w = tl.load(conv + o_c * WIDTH + i, mask=m_c, other=0.0)
         b_y = tl.fma(b_in, tl.broadcast_to(b_w[None, :], b_in.shape), b_y)
     return silu(b_y)
@@ -56,7 +60,9 @@ def gdn_exact_inputs_kernel(
     BV: tl.constexpr,
     BH: tl.constexpr,
     BT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAP)
     i_c = tl.program_id(0)
     GROUP: tl.constexpr = HV // HK
     channels: tl.constexpr = 2 * HK * K + HV * V
@@ -105,17 +111,21 @@ def gdn_exact_inputs_kernel(
 
 
 @triton.jit
-def move_conv_state(x, p_state, o_c, m_c, begin, end, stride_x, channels, WIDTH: tl.constexpr):
-    """Channels o_c of the conv_state become the inputs before the next call: the last of (conv_state, x)."""
-    T = end - begin
-    for i in tl.static_range(WIDTH - 1):  # ascending: a row is read before it is written, by the same thread
-        last = T + (i - (WIDTH - 1))
-        if last < 0:
-            b_last = tl.load(p_state + (T + i) * channels + o_c, mask=m_c, other=0.0)
-        else:
-            b_x = tl.load(x + (begin + last) * stride_x + o_c, mask=m_c, other=0.0)
-            b_last = b_x.to(p_state.dtype.element_ty)
-        tl.store(p_state + i * channels + o_c, b_last, mask=m_c)
+def next_conv_rows(x, p_state, o_c, m_c, begin, end, stride_x, channels, WIDTH: tl.constexpr):
+    """Channels o_c of the conv_state before the next call: the last rows of (conv_state, x)."""
+    rows = ()
+    for i in tl.static_range(WIDTH - 1):
+        last = end - (WIDTH - 1 - i)
+        b_x = tl.load(x + last * stride_x + o_c, mask=m_c & (last >= begin), other=0.0).to(p_state.dtype.element_ty)
+        o_s = (end - begin + i) * channels + o_c
+        rows += (tl.where(last >= begin, b_x, tl.load(p_state + o_s, mask=m_c & (last < begin), other=0.0)),)
+    return rows
+
+
+@triton.jit
+def store_conv_rows(p_state, rows, o_c, m_c, channels, WIDTH: tl.constexpr):
+    for i in tl.static_range(WIDTH - 1):
+        tl.store(p_state + i * channels + o_c, rows[i], mask=m_c)
 
 
 @triton.jit
@@ -125,7 +135,7 @@ def add_pairs(a0, a1, b0, b1):
 
 @triton.jit
 def gdn_exact_scan_kernel(
-    x,  # [T, q | k | v, z, b, a]: what the conv_state is left with
+    x,  # [T, q | k | v, z, b, a]: what conv_states are left with
     qk,  # [T, Hk, 2, K] f32
     v,  # [T, Hv, V]
     gates,  # [T, Hv, 4] f32
@@ -144,23 +154,33 @@ def gdn_exact_scan_kernel(
     WIDTH: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,  # value channels of a program
-    BC: tl.constexpr,  # key channels whose conv_state it moves
+    BC: tl.constexpr,  # key channels whose conv_state it moves on, if its head is the first of those that share them
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    GROUP: tl.constexpr = HV // HK
-    channels: tl.constexpr = 2 * HK * K + HV * V
     i_v, i_h = tl.program_id(0), tl.program_id(1)
     i_b = tl.num_programs(2) - 1 - tl.program_id(2)  # prompts are the last requests, and take longest
     slot = tl.load(slots + i_b).to(tl.int64)
     begin, end = tl.load(starts + i_b).to(tl.int64), tl.load(starts + i_b + 1).to(tl.int64)
-    if slot < 0 or begin >= end:
+    if (slot < 0) | (begin >= end):
+        wait_for_inputs(OVERLAP)  # what follows must find all before it done
         return
     o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     m_k, m_v = o_k < K, o_v < V
+    GROUP: tl.constexpr = HV // HK
+    channels: tl.constexpr = 2 * HK * K + HV * V
     i_g = i_h // GROUP
     p_s = states + slot * stride_state + (i_h * K + o_k[:, None]) * V + o_v[None, :]
     m_s = m_k[:, None] & m_v[None, :]
-    b_s = tl.load(p_s, mask=m_s, other=0.0)
+    b_s = tl.load(p_s, mask=m_s, other=0.0)  # no kernel of this step has written it
+    wait_for_inputs(OVERLAP)
+    p_conv = conv_states + slot * stride_conv
+    o_key = i_v * BC + tl.arange(0, BC)
+    m_key = (o_key < K) & (i_h % GROUP == 0)
+    o_cq, o_ck, o_cv = i_g * K + o_key, (HK + i_g) * K + o_key, 2 * HK * K + i_h * V + o_v
+    r_q = next_conv_rows(x, p_conv, o_cq, m_key, begin, end, stride_x, channels, WIDTH)
+    r_k = next_conv_rows(x, p_conv, o_ck, m_key, begin, end, stride_x, channels, WIDTH)
+    r_v = next_conv_rows(x, p_conv, o_cv, m_v, begin, end, stride_x, channels, WIDTH)
     for i_t in tl.range(begin, end, num_stages=STAGES):
         p_q = qk + (i_t * HK + i_g) * (2 * K) + o_k
         b_q, b_k = tl.load(p_q, mask=m_k, other=0.0), tl.load(p_q + K, mask=m_k, other=0.0)
@@ -172,12 +192,10 @@ def gdn_exact_scan_kernel(
         tl.store(out + row * V + o_v, tl.fma(b_kq, b_u, b_alpha * b_sq), mask=m_v)
         b_s = tl.fma(b_k[:, None], b_u[None, :], b_s * b_alpha)
     tl.store(p_s, b_s, mask=m_s)
-    p_state = conv_states + slot * stride_conv
-    move_conv_state(x, p_state, 2 * HK * K + i_h * V + o_v, m_v, begin, end, stride_x, channels, WIDTH)
-    o_c = i_v * BC + tl.arange(0, BC)
-    m_c = (o_c < K) & (i_h % GROUP == 0)
-    move_conv_state(x, p_state, i_g * K + o_c, m_c, begin, end, stride_x, channels, WIDTH)
-    move_conv_state(x, p_state, (HK + i_g) * K + o_c, m_c, begin, end, stride_x, channels, WIDTH)
+    tl.debug_barrier()  # all rows were read before one is written
+    store_conv_rows(p_conv, r_q, o_cq, m_key, channels, WIDTH)
+    store_conv_rows(p_conv, r_k, o_ck, m_key, channels, WIDTH)
+    store_conv_rows(p_conv, r_v, o_cv, m_v, channels, WIDTH)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -195,15 +213,17 @@ def gdn_exact_norm_kernel(
     V: tl.constexpr,
     BV: tl.constexpr,
     BT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     i_h = tl.program_id(0)
     o_t, o_v = tl.program_id(1).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BV)
     m_t, m_v = o_t < T, (o_v < V)[None, :]
     m_o = m_t & (tl.load(slots + tl.load(requests + o_t, mask=m_t, other=0)) >= 0)
+    b_w = tl.load(weight + o_v, mask=o_v < V, other=0.0)
+    wait_for_inputs(OVERLAP)
     o_o = ((o_t * HV + i_h) * V)[:, None] + o_v[None, :]
     b_o = tl.load(o + o_o, mask=m_o[:, None] & m_v, other=0.0)
     p_z = z + o_t[:, None] * stride_z + (i_h * V + o_v)[None, :]
     b_z = tl.load(p_z, mask=m_o[:, None] & m_v, other=0.0).to(tl.float32)
-    b_w = tl.load(weight + o_v, mask=o_v < V, other=0.0)
     b_o = b_o * tl.rsqrt(tl.sum(b_o * b_o, 1) / V + eps)[:, None] * b_w[None, :] * silu(b_z)
     tl.store(out + o_o, b_o.to(out.dtype.element_ty), mask=m_t[:, None] & m_v)

@@ -86,7 +86,9 @@ def test_padding_touches_nothing(form: Form) -> None:
     was = conv_states.clone(), states.clone()
     x = inputs(net, 9, BF16)
     x[3:] = torch.nan
-    requests = Requests(*(torch.tensor(t, device=DEVICE) for t in ([-1, 1, -1, -1], [0, 0, 3, 3, 9], [1] * 3 + [3] * 6)))
+    requests = Requests(
+        *(torch.tensor(t, device=DEVICE) for t in ([-1, 1, -1, -1], [0, 0, 3, 3, 9], [1] * 3 + [3] * 6))
+    )
     out = form(x, net, conv_states, states, requests)
     assert out[:3].isfinite().all() and (out[3:] == 0).all()
     for before, after in zip(was, (conv_states, states), strict=True):
@@ -106,5 +108,3 @@ def test_the_state_matters(form: Form) -> None:
         other = [t.clone() for t in begin]
         other[i] += 1
         assert not torch.equal(form(x, net, *other, step_of({0: 2})), want)
-
-
