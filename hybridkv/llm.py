@@ -154,7 +154,7 @@ class LLM:
             )
         held = most_held(self.cache_config, limits.step_tokens)
         query_buffers = query_buffers_for(self.cache_config, limits.step_tokens, limits.max_requests)
-        captures = self.device.type == "cuda" and not exact
+        captures = self.device.type == "cuda"
         beside = workspace(self.config, schema, self.cache_config, limits, context, self.dtype, captures)
         return plan_cache(
             schema,

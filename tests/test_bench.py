@@ -40,6 +40,7 @@ from hybridkv.models.random_weights import random_decoder
 TINY = BenchOptions(model_shape="tiny", device="cpu", skip_peers=True)
 OPS = {
     "append", "attention_inputs", "attention_decode", "attention_prefill", "attention_exact", "gdn_step", "gdn_prefill",
+    "gdn_exact",
     "window_scores", "peak_scores", "value_norms", "key_differences", "standings", "pool_peaks", "mix_peaks",
     "select_entries", "select_shared", "compact", "to_front",
     "linear", "linear_exact", "add_rms_norm", "silu_mul", "best_tokens", "sample_rows", "sample",

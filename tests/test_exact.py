@@ -43,7 +43,7 @@ def test_any_cut_and_any_company_give_the_same_bits(
     ones = [*range(1, 71), 150]  # one token at a time, past the edges of pages, tiles and DeltaNet's chunks of 64
     for cuts, company in (([87, 150], False), (ones, False), ([1, 18, 140, 141, 150], True)):
         other = drive(llm, ids, cuts, monkeypatch, company)
-        assert len(other.rows) == layers * (len(cuts) + STEPS)
+        assert sum(other.rows) >= layers * (150 + STEPS)
         assert differing(whole, other) == []
 
 

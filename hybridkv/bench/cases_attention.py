@@ -60,6 +60,8 @@ def exact_cases(s: Setup) -> Iterator[Listed]:
     kind = s.kv_dtypes[0]
     for L in s.some((4 << 10, 16 << 10), (4 << 10,), (128,)):
         yield Listed("attention_exact", f"{kind} T={L}", partial(prefill_case, s, kind, L, exact=True))
+    for B, L in s.some([(1, 16 << 10), (1, 128 << 10), (64, 2 << 10), (64, 16 << 10)], [(1, 16 << 10)], [(2, 128)]):
+        yield Listed("attention_exact", f"{kind} B={B} L={L}", partial(decode_case, s, kind, B, L, exact=True))
 
 
 def append_case(s: Setup, kind: str, T: int) -> Case:
@@ -121,35 +123,43 @@ def inputs_case(s: Setup, kind: str, T: int, kept: bool) -> Case:
     )  # fmt: skip
 
 
-def decode_case(s: Setup, kind: str, B: int, L: int) -> Case:
+def decode_case(s: Setup, kind: str, B: int, L: int, exact: bool = False) -> Case:
+    """`exact`: the form whose results do not depend on the other requests, with the fast one beside it."""
+    from hybridkv.kernels.attention.exact import attention_exact
+
     c = s.shape.config
     H, G, D = c.heads, c.kv_heads, c.head_dim
     scale, count = D**-0.5, B * G * L // PAGE
     moved = 2 * B * G * L * entry_bytes(kind, D) + 2 * B * H * D * s.shape.dtype.itemsize
     table = s.table(B, G, pages=L // PAGE)
     lengths = np.full((B, G), L, np.int64)
-    ends, q = torch.from_numpy(lengths).to(s.device), s.randn(B, H, D)
+    ends, q, rows = torch.from_numpy(lengths).to(s.device), s.randn(B, H, D), torch.arange(B, device=s.device)
     inputs: list[Any] = [(s.pages(kind, count, D), s.pages(kind, count, D)) for _ in range(copies(moved, s.device))]
+
+    def fast(x: Any) -> Tensor:
+        return attention_decode(q, x[0], x[1], table, lengths, scale, ends)
+
+    def by_row(x: Any) -> Tensor:
+        return attention_exact(q, x[0], x[1], table, ends, [*range(B + 1)], scale, rows, L)
 
     def verify() -> float:
         k, v = inputs[0]
-        got = attention_decode(q, k, v, table, lengths, scale, ends)
-        rows = [0, B - 1] if B > 1 else [0]
-        want = torch.cat([attended(q[b : b + 1], k, v, table[b], L, scale) for b in rows])
-        return check(f"attention_decode {kind} B={B} L={L}", got[rows], want, ROUNDING)
+        got = (by_row if exact else fast)(inputs[0])
+        some = [0, B - 1] if B > 1 else [0]
+        want = torch.cat([attended(q[b : b + 1], k, v, table[b], L, scale) for b in some])
+        return check(f"attention of {kind} B={B} L={L}", got[some], want, ROUNDING)
 
     def torch_form(x: Any) -> Tensor:
         return attention_decode_torch(q, x[0], x[1], table, lengths, scale, ends)
 
+    flops = 4 * B * H * D * L
+    if exact:
+        return Case(by_row, inputs, verify, moved, flops, peers={"fast": (fast, inputs)})
     peers: Peers = {}
     if kind == "bf16" and s.device == "cuda":
         held = [(k.view(B, G, L, D), v.view(B, G, L, D)) for k, v in inputs]
         peers = sdpa(q.unsqueeze(2), held, causal=False)
-    flops = 4 * B * H * D * L
-    return Case(
-        lambda x: attention_decode(q, x[0], x[1], table, lengths, scale, ends),
-        inputs, verify, moved, flops, torch_form if B * L <= TORCH_MOST else None, peers,
-    )  # fmt: skip
+    return Case(fast, inputs, verify, moved, flops, torch_form if B * L <= TORCH_MOST else None, peers)
 
 
 def attended(q: Tensor, k: Pages, v: Pages, table: Tensor, length: int, scale: float) -> Tensor:
@@ -172,7 +182,7 @@ def prefill_case(s: Setup, kind: str, L: int, exact: bool = False) -> Case:
     H, G, D = c.heads, c.kv_heads, c.head_dim
     scale, count = D**-0.5, G * L // PAGE
     table, lengths = s.table(1, G, pages=L // PAGE), np.full((1, G), L, np.int64)
-    ends, q = torch.from_numpy(lengths).to(s.device), s.randn(L, H, D)
+    ends, q, rows = torch.from_numpy(lengths).to(s.device), s.randn(L, H, D), torch.arange(1, device=s.device)
     pools = s.pages(kind, count, D), s.pages(kind, count, D)
     flops = 4 * H * D * L * (L + 1) / 2
     moved = 2 * G * L * entry_bytes(kind, D) + 2 * q.nbytes
@@ -184,15 +194,15 @@ def prefill_case(s: Setup, kind: str, L: int, exact: bool = False) -> Case:
         return attention_prefill_torch(q, x[0], x[1], table, lengths, [0, L], scale)
 
     def by_row(x: Any) -> Tensor:
-        return attention_exact(q, x[0], x[1], table, lengths, [0, L], scale)
+        return attention_exact(q, x[0], x[1], table, ends, [0, L], scale, rows, L)
 
     def verify() -> float:
         got, some = (by_row if exact else fast)(pools), CHECKED
         want = [attended(part, *pools, table[0], n, scale) for part, n in ((q[:some], some), (q[-some:], L))]
         return check(f"prompt {kind} T={L}", torch.cat((got[:some], got[-some:])), torch.cat(want), ROUNDING)
 
-    if exact:  # part of its launch is the host's, and exact mode has no graphs
-        return Case(by_row, [pools], verify, moved, flops, peers={"fast": (fast, [pools])}, graph=False)
+    if exact:
+        return Case(by_row, [pools], verify, moved, flops, peers={"fast": (fast, [pools])})
     peers: Peers = {}
     if kind == "bf16" and s.device == "cuda":
         heads, *held = (s.randn(1, n, L, D) for n in (H, G, G))

@@ -16,6 +16,7 @@ from hybridkv.kernels.gdn.rule import CHUNK
 
 if TYPE_CHECKING:
     from hybridkv.kernels.gdn.weights import DeltaNet
+    from hybridkv.models.config import GdnConfig
 
 # results rounded to bf16; a state in bf16 is rounded once more
 STEP_BOUND = 1e-2
@@ -33,6 +34,8 @@ def gdn_cases(s: Setup) -> Iterator[Listed]:
             yield Listed("gdn_step", f"{name} state B={B}", partial(step_case, s, state, B))
     for T in s.some((2 << 10, 4 << 10, 16 << 10, 128 << 10), (2 << 10,), (96,)):
         yield Listed("gdn_prefill", f"T={T}", partial(prefill_case, s, T))
+    for B, T in s.some([(1, 1), (64, 1), (256, 1), (1, 2 << 10), (1, 16 << 10)], [(1, 1), (1, 2 << 10)], [(2, 1)]):
+        yield Listed("gdn_exact", f"B={B} T={T}", partial(exact_case, s, B, T))
 
 
 def make_net(s: Setup) -> DeltaNet:
@@ -113,6 +116,43 @@ def prefill_case(s: Setup, T: int) -> Case:
 
     peers = fla_peers(s, "chunk_gated_delta_rule", 1, T)
     return Case(lambda x: gdn_prefill(x[0], net, x[1], x[2]), inputs, verify, moved, chunk_flops(s, T), peers=peers)
+
+
+def exact_case(s: Setup, B: int, T: int) -> Case:
+    """T tokens of each of B requests by the form whose results depend on a token and its past alone, the fast one
+    beside it.
+    """
+    from hybridkv.kernels.gdn.exact import Requests, gdn_exact, gdn_exact_torch
+    from hybridkv.kernels.gdn.prefill import gdn_prefill
+    from hybridkv.kernels.gdn.step import gdn_step
+
+    net, d = make_net(s), s.shape.config.gdn
+    assert d is not None
+    size, moved = s.shape.dtype.itemsize, 8 * B * d.value_heads * d.key_dim * d.value_dim
+    moved += B * T * (sum(net.columns) + d.value_heads * d.value_dim) * size + 6 * B * d.channels * size
+    tails, states = s.randn(B, d.kernel_width - 1, d.channels), s.randn(B, *d_state(d), dtype=torch.float32) * 0.1
+    slots, starts = torch.arange(B, device=s.device), torch.arange(0, B * T + 1, T, device=s.device)
+    requests, inputs = Requests(slots, starts, slots.repeat_interleave(T)), [s.randn(B * T, sum(net.columns))]
+
+    def verify() -> float:
+        few = min(T, CHECKED)
+        x = inputs[0].view(B, T, -1)[:, :few].reshape(B * few, -1)
+        own = Requests(slots, torch.arange(0, B * few + 1, few, device=s.device), slots.repeat_interleave(few))
+        got, want = (
+            form(x, net, tails.clone(), states.clone(), own) for form in (gdn_exact, gdn_exact_torch)
+        )  # fmt: skip
+        return check(f"gdn_exact B={B} T={T}", got, want, STEP_BOUND)
+
+    def fast(x: Tensor) -> Tensor:
+        return gdn_step(x, net, tails, states, slots) if T == 1 else gdn_prefill(x, net, tails[0], states[0])
+
+    return Case(
+        lambda x: gdn_exact(x, net, tails, states, requests), inputs, verify, moved, peers={"fast": (fast, inputs)}
+    )
+
+
+def d_state(d: GdnConfig) -> tuple[int, int, int]:
+    return d.value_heads, d.key_dim, d.value_dim
 
 
 def fla_peers(s: Setup, name: str, B: int, T: int) -> Peers:

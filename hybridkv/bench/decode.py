@@ -46,8 +46,9 @@ COLUMNS = (
 STEPS, WARM = 12, 3
 ANSWER = STEPS + WARM + 8  # tokens of room: no request ends while steps are timed
 CHECKED = 192  # tokens
+EXACT_CASES, EXACT_TINY = ((1, 16384), (64, 2048)), ((1, 128), (3, 128))  # requests and their tokens
 CHECKED_LAYERS = 4  # of FP8 weights, by steps alone
-OURS = ("budget", "context", "batch", "weights", "state")  # parts that --only picks from, and "peers"
+OURS = ("budget", "context", "batch", "weights", "state", "exact")  # parts that --only picks from, and "peers"
 
 
 def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
@@ -105,6 +106,9 @@ def ours(
                 "decode bf16 state", kind, lambda k=kind, b=some: bf16_state(shape, model, report, k, b, short)
             )
             free_memory(shape.device)
+        if kind == first and wanted("exact"):
+            report.attempt("decode exact", kind, lambda k=kind: exact_mode(shape, model, report, k))
+            free_memory(shape.device)
         if kind == first and options.trace is not None:
             from hybridkv.bench.trace import trace_decode
 
@@ -153,16 +157,36 @@ def bf16_state(shape: Shape, model: Model, report: Report, kind: str, batches: t
     bench.by_batch(batches, context, "decode bf16 state")
 
 
+def exact_mode(shape: Shape, model: Model, report: Report, kind: str) -> None:
+    """What the same bits from any batch cost a step: one request and many, beside the model that is there.
+
+    Exact weights are a second model, of as many layers as memory has room for, or of few.
+    """
+    room = model.nbytes + 24 * GIB < free_bytes(shape.device)
+    shape = shape if room else shape.cut(min(CHECKED_LAYERS, shape.config.layers))
+    layers = f" {shape.config.layers} layers"
+    for exact in (False, True):
+        same = not exact and shape.config.layers == model.config.layers
+        own = model if same else random_decoder(shape.config, shape.device, shape.dtype, exact=exact)
+        bench = DecodeBench(shape, own, report, CacheConfig(kv_dtype=kind), exact)
+        for batch, context in EXACT_TINY if shape.tiny else EXACT_CASES:
+            engine = bench.engine(batch, context + ANSWER)
+            bench.measure(engine, "decode exact" if exact else "decode fast", batch, context, layers)
+            del engine
+            free_memory(shape.device)
+
+
 class DecodeBench:
     """One model, one kind of cache."""
 
-    def __init__(self, shape: Shape, model: Model, report: Report, cache: CacheConfig) -> None:
-        self.shape, self.model, self.report, self.cache = shape, model, report, cache
+    def __init__(self, shape: Shape, model: Model, report: Report, cache: CacheConfig, exact: bool = False) -> None:
+        self.shape, self.model, self.report, self.cache, self.exact = shape, model, report, cache, exact
 
     def engine(self, slots: int, context: int, held: int | None = None, spare: int = 0) -> Engine:
         engine = make_engine(
-            self.model, self.cache, self.shape.device, self.shape.dtype, slots, context, held, spare=spare
-        )
+            self.model, self.cache, self.shape.device, self.shape.dtype, slots, context, held, spare=spare,
+            exact=self.exact,
+        )  # fmt: skip
         fill_pages(engine.manager)
         return engine
 

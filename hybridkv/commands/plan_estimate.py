@@ -84,8 +84,7 @@ class Estimate:
         schema, held = self.schema, self.held(context)
         lent = query_buffers_for(self.opened, self.step, requests) * schema.query_buffer_bytes
         limits = EngineConfig(requests, step_tokens=self.step)
-        captures = self.gpu and not self.exact
-        beside = workspace(self.config, schema, self.opened, limits, context, self.dtype, captures)
+        beside = workspace(self.config, schema, self.opened, limits, context, self.dtype, captures=self.gpu)
         return Need(
             pages=(requests - 1) * held + self.peak(context),
             held=requests * held,

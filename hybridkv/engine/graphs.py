@@ -1,6 +1,7 @@
 """DecodeGraphs: a whole decode step captured once for each batch size, then replayed whatever the positions are.
 
-Few requests with FP8 keys have two graphs, for short streams and for all, since the kernels are launched differently.
+Few requests with FP8 keys, or in exact mode, have two graphs, for short streams and for all, since the kernels are
+launched differently.
 
 A graph reads two buffers that never move: the tokens, and what `prepare_forward` packed. A replay is two small copies
 and one launch; it allocates nothing and waits for nothing. Rows that a batch does not fill are padding (slot -1), which
@@ -19,14 +20,15 @@ from hybridkv.cache import ForwardStep, KVCacheManager
 from hybridkv.engine.step_cost import TIMED, StepCost
 from hybridkv.engine.workspace import graph_sizes
 from hybridkv.kernels.attention.decode_tuning import same_shape_up_to
+from hybridkv.kernels.attention.exact import same_splits_up_to
 from hybridkv.kernels.backend import HAS_TRITON
 from hybridkv.kernels.formats.kv_format import pool_format
 from hybridkv.models.decoder import Model
 
 
 def can_capture(manager: KVCacheManager) -> bool:
-    """Whether a decode step has no host branch and no wait in it. Exact mode has both, and no graph."""
-    return HAS_TRITON and manager.device.type == "cuda" and not manager.exact
+    """Whether a decode step has no host branch and no wait in it."""
+    return HAS_TRITON and manager.device.type == "cuda"
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class DecodeGraphs:
 
     def key(self, rows: int, max_entries: int) -> tuple[int, int]:
         """Rows and reach of the graph for `rows` rows whose streams hold up to `max_entries` entries."""
+        if self.manager.exact:
+            return rows, same_splits_up_to(rows, max_entries, self.manager.max_tokens)
         return rows, same_shape_up_to(rows, max_entries, self.manager.max_tokens, self.quantised)
 
     def ready(self, step: ForwardStep) -> Captured | None:

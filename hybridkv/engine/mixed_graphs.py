@@ -64,6 +64,7 @@ class MixedGraphs:
         tiled = all(table.schema.entries_per_page % KEYS == 0 for table in manager.tables.values())
         self.dequantises = not tiled or any(fmt is None or fmt.dot_dtype != torch.bfloat16 for fmt in formats)
         self.dequantises |= any(fmt is not None and fmt.quantised for fmt in formats)
+        self.dequantises &= not manager.exact  # which reads all pages as they are
         self.asked: dict[StepShape, int] = {}
         self.captured: dict[StepShape, CapturedMixed] = {}
         self.failed: set[StepShape] = set()

@@ -23,6 +23,8 @@ def silu_mul_ref(gate_up: Tensor) -> Tensor:
 
 
 def silu_mul_exact(gate_up: Tensor) -> Tensor:
+    if use_triton(gate_up):  # which computes element by element
+        return silu_mul_triton(gate_up)
     gate, up = gate_up.chunk(2, -1)
     return silu_exact(gate).mul_(up)
 
@@ -32,6 +34,8 @@ def sigmoid_mul_ref(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def sigmoid_mul_exact(x: Tensor, gate: Tensor) -> Tensor:
+    if use_triton(x):
+        return sigmoid_mul_triton(x, gate)
     return (x * sigmoid_exact(gate)).flatten(1)
 
 

@@ -17,8 +17,8 @@ from hybridkv.kernels.exact import sigmoid_exact, softmax_exact, tree_sum
 from hybridkv.kernels.linear.exact import linear_exact, linear_ref
 from hybridkv.kernels.moe.expert_loop import loop_experts, run_softmax_experts, weighted_sum_exact
 from hybridkv.kernels.moe.grouped import run_experts_triton
-from hybridkv.kernels.moe.shared_expert import add_shared
-from hybridkv.kernels.moe.softmax_router import route_softmax
+from hybridkv.kernels.moe.shared_expert import add_shared, add_shared_triton
+from hybridkv.kernels.moe.softmax_router import route_softmax, route_softmax_triton
 from hybridkv.kernels.norm import add_rms_norm, add_rms_norm_exact
 
 
@@ -31,8 +31,13 @@ class RowOps:
     add_shared: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # moe.shared_expert.add_shared
 
 
+# on a GPU the forms of fast mode have a program for each row, or tiles whose size exact mode fixes
+
+
 def route_exact(logits: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
     """Equal scores: the expert with the lower number first."""
+    if use_triton(logits):
+        return route_softmax_triton(logits, k, renormalise)
     weights, chosen = softmax_exact(logits.float()).sort(dim=-1, descending=True, stable=True)
     weights = weights[:, :k]
     return weights / tree_sum(weights) if renormalise else weights, chosen[:, :k]
@@ -40,12 +45,13 @@ def route_exact(logits: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tens
 
 def run_experts_exact(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     if use_triton(x):
-        weights, chosen = weights.contiguous(), chosen.contiguous()  # the first k of all experts
         return run_experts_triton(x, weights, chosen, gate_up, down, math.inf, exact=True)
     return loop_experts(x, weights, chosen, gate_up, down, linear_exact, silu_mul_exact, weighted_sum_exact)
 
 
 def add_shared_exact(routed: Tensor, shared: Tensor, x: Tensor, gate: Tensor) -> Tensor:
+    if use_triton(x):
+        return add_shared_triton(routed, shared, x, gate)
     return routed + shared * sigmoid_exact(linear_exact(x, gate))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,8 +24,6 @@ from hybridkv.kernels.attention.inputs import attention_inputs
 from hybridkv.kernels.attention.prefill import attention_prefill
 from hybridkv.kernels.attention.prefill_plan import DevicePlan
 from hybridkv.kernels.linear.linear import Linear
-from hybridkv.kernels.norm import rms_norm_exact
-from hybridkv.kernels.rope import rope_exact
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Angles
 
@@ -42,13 +41,14 @@ class Attention:
     q_norm: Tensor | None = None  # [D] f32; None: queries are not normed
     k_norm: Tensor | None = None  # [D] f32
     gated: bool = False
+    exact: ClassVar[bool] = False
 
     def __call__(
         self, x: Tensor, angles: Angles, handle: LayerHandle, rows: Tensor | None, h: Tensor | None
     ) -> Tensor | None:
         x = self.qkv(x)
         q = self.store(x, angles, handle)
-        mixed = attend(handle, q, self.config.attention_scale, rows is not None, self.gate(x)).flatten(1)
+        mixed = self.attend(handle, q, rows is not None, self.gate(x)).flatten(1)
         handle.observe(q)
         return self.out.add_to(h, mixed if rows is None else mixed[rows])
 
@@ -57,8 +57,12 @@ class Attention:
         c = self.config
         return attention_inputs(
             x, *angles, handle.pages("k"), handle.pages("v"), handle.places, c.heads, c.kv_heads, c.head_dim,
-            self.gated, self.q_norm, self.k_norm, c.eps, handle.query_buffer, handle.query_rows,
+            self.gated, self.q_norm, self.k_norm, c.eps, handle.query_buffer, handle.query_rows, self.exact,
         )  # fmt: skip
+
+    def attend(self, handle: LayerHandle, q: Tensor, last: bool, gate: Tensor | None) -> Tensor:
+        """[T, H, D] of queries [T, H, D]. `last`: in the last layer."""
+        return attend(handle, q, self.config.attention_scale, last, gate)
 
     def gate(self, x: Tensor) -> Tensor | None:
         """[T, H, D] of the projection's output."""
@@ -73,28 +77,10 @@ class Attention:
 class ExactAttention(Attention):
     """Attention whose bits do not depend on the batch or on how a prompt is divided into chunks."""
 
-    def __call__(
-        self, x: Tensor, angles: Angles, handle: LayerHandle, rows: Tensor | None, h: Tensor | None
-    ) -> Tensor | None:
-        x = self.qkv(x)
-        q = self.store(x, angles, handle)
-        mixed = attend_exact(handle, q, self.config.attention_scale, self.gate(x)).flatten(1)
-        handle.observe(q)
-        return self.out.add_to(h, mixed if rows is None else mixed[rows])
+    exact: ClassVar[bool] = True
 
-    def store(self, x: Tensor, angles: Angles, handle: LayerHandle) -> Tensor:
-        c = self.config
-        heads = x.unflatten(1, (-1, c.head_dim))  # [T, H + 2 G, D], gated [T, 2 H + 2 G, D]
-        queries, k, v = heads.split([heads.shape[1] - 2 * c.kv_heads, c.kv_heads, c.kv_heads], 1)
-        q = queries[:, ::2] if self.gated else queries
-        if self.q_norm is not None:
-            q = rms_norm_exact(q, self.q_norm, c.eps)
-        if self.k_norm is not None:
-            k = rms_norm_exact(k, self.k_norm, c.eps)
-        q, k = rope_exact(q, *angles), rope_exact(k, *angles)
-        handle.append(k, v)
-        handle.capture(q)
-        return q
+    def attend(self, handle: LayerHandle, q: Tensor, last: bool, gate: Tensor | None) -> Tensor:
+        return attend_exact(handle, q, self.config.attention_scale, gate)
 
 
 def load_attention(
@@ -210,11 +196,20 @@ def _computed(step: ForwardStep, last: bool, window: int) -> list[slice]:
 
 def attend_exact(handle: LayerHandle, q: Tensor, scale: float, gate: Tensor | None = None) -> Tensor:
     """`attend` with bits that depend on a token and its past alone."""
-    lengths = handle.lengths
-    assert lengths is not None
-    table = handle.table[handle.slots]
-    mixed = attention_exact(q, handle.pages("k"), handle.pages("v"), table, lengths, handle.step.query_start_loc, scale)
-    return mixed if gate is None else sigmoid_mul_exact(mixed, gate).view_as(mixed)
+    step, n = handle.step, handle.step.num_decodes
+    pages = handle.pages("k"), handle.pages("v"), handle.table
+    slots, ends, keys = handle.slots, handle.device_lengths, handle.max_entries
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if n:
+        attention_exact(q[:n], *pages, ends[:n], [*range(n + 1)], scale, slots[:n], keys, out[:n])
+    if n < step.rows:  # after the others: in a graph, rows of decoding requests that are missing are prompt tokens
+        if step.any_length:
+            attention_exact(q, *pages, ends[n:], step.once("prompts", device_plan), scale, slots[n:], keys, out)
+        else:
+            first = step.query_start_loc[n]
+            starts = [start - first for start in step.query_start_loc[n:]]
+            attention_exact(q[first:], *pages, ends[n:], starts, scale, slots[n:], keys, out[first:])
+    return out if gate is None else sigmoid_mul_exact(out, gate).view_as(out)
 
 
 def _joined(x: Tensor, parts: list[slice]) -> Tensor:

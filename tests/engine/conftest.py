@@ -29,10 +29,11 @@ def engine_of(oracle: Callable, open_llm: Callable) -> Callable[..., Engine]:
         step_tokens: int = 512,
         eos: frozenset[int] = frozenset(),
         tokenizer: Tokenizer | None = None,
+        exact: bool = False,
     ) -> Engine:
-        llm = open_llm(oracle(kind).folder)
+        llm = open_llm(oracle(kind).folder, **({"exact": True} if exact else {}))
         schema = cache_schema(llm.config, CacheConfig("f32", 16), torch.float32)
-        manager = KVCacheManager(schema, schema.pool_pages(1, pool), slots, context)
+        manager = KVCacheManager(schema, schema.pool_pages(1, pool), slots, context, exact=exact)
         return Engine(llm.model, manager, tokenizer, step_tokens, eos)
 
     return build

@@ -3,17 +3,20 @@ is real.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
 from engine.driving import KINDS, alone, assert_nothing_held, prompt, run, with_graphs
 from hybridkv.config import SamplingParams
+from hybridkv.engine import mixed_graphs
 from hybridkv.engine.mixed_graphs import CapturedMixed, MixedGraphs, chunk_rows, decode_sizes
 from hybridkv.engine.workspace import GRAPH_BYTES, GRAPH_TOKENS, activation_bytes, mixed_sizes
 from hybridkv.kernels.gdn.prefill import PIECE
 from hybridkv.kernels.step_index import StepShape
 from hybridkv.models.config import ModelConfig
+from hybridkv.models.decoder import Norm
 from hybridkv.models.known import KNOWN, known_config
 
 
@@ -45,6 +48,35 @@ def test_a_crowd_answers_as_each_alone(kind: str, ahead: bool, engine_of: Callab
     beside = [shape for shape in replays if shape.decodes]
     assert len(graphs.captured) > 1 and len(beside) > 3, "prompts did not run through graphs beside others"
     assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("kind", ("llama", "qwen3_5", "qwen3_5_moe", "qwen3_next"))
+def test_exact_mode_has_the_same_bits_in_graphs(
+    kind: str, engine_of: Callable, replays: list[StepShape], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside others, padded, in steps of other sizes: logprobs to the last bit. With a norm that knows how many rows
+    there are, the same comparison fails.
+    """
+
+    def bits() -> tuple[list, list]:
+        each = [(tokens, replace(params, logprobs=3)) for tokens, params in asked(7)]
+        want = [alone(engine_of(kind, exact=True), *one) for one in each]
+        engine = engine_of(kind, exact=True)
+        with_graphs(engine)
+        requests = [engine.add(*one) for one in each[:2]]
+        run(engine, lambda step: step % 2 and len(requests) < 7 and requests.append(engine.add(*each[len(requests)])))
+        assert len(requests) == 7
+        assert_nothing_held(engine)
+        return [r.logprobs for r in want], [r.logprobs for r in requests]
+
+    monkeypatch.setattr(mixed_graphs, "ASKED", 1)
+    want, got = bits()
+    assert got == want
+    assert len(replays) > 5 and any(shape.decodes for shape in replays)
+    add = Norm.add
+    monkeypatch.setattr(Norm, "add", lambda self, x, delta: add(self, x * (1 + len(x) * 2.0**-16), delta))
+    want, got = bits()
+    assert got != want
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -56,13 +56,16 @@ def test_prefill(D: int, query: str, pages: str) -> None:
 def test_a_row_of_the_exact_form_has_the_same_bits_in_any_batch(query: str, pages: str, D: int) -> None:
     held = streams(LONG, 64, D, pages, "cuda")
     q = queries(5, 24, D, query, "cuda")
-    together = attention_exact(q, *held.args, list(range(6)), 0.1)
+    pools, ends, rows = (held.k_pool, held.v_pool), held.on_device, torch.arange(5, device="cuda")
+    together = attention_exact(q, *pools, held.table, ends, [*range(6)], 0.1, rows, int(held.lengths.max()))
     # where FP8 is widened, to bf16, that is one rounding more
     bound = 6e-3 if (query, pages) == (BF16, FP8) else WIDER[query, pages]
     assert_close_rms("float64", dense(q, held, list(range(6)), 0.1), together, bound)
     for b in range(5):
-        part = slice(b, b + 1)
-        assert_same_bytes(attention_exact(q[part], *held.rows(part), [0, 1], 0.1), together[part])
+        part, longest = slice(b, b + 1), int(held.lengths[b].max())
+        for keys in (longest, 4 * longest):
+            alone = attention_exact(q[part], *pools, held.table, ends[part], [0, 1], 0.1, rows[part], keys)
+            assert_same_bytes(alone, together[part])
 
 
 @pytest.mark.parametrize("D", (64, 128, 256))

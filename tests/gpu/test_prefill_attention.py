@@ -9,15 +9,15 @@ from numerics import assert_close_rms, assert_same_bytes
 from torch import Tensor
 from triton_cases import BF16, BOUND, F32, FP8, Streams, dense, log_sums, queries, streams
 
-from hybridkv.kernels.attention import exact as exact_file
 from hybridkv.kernels.attention import prefill as file
-from hybridkv.kernels.attention.exact import attention_exact_hopper
+from hybridkv.kernels.attention.exact import attention_exact_triton
 from hybridkv.kernels.attention.prefill import (
     attention_prefill,
     attention_prefill_hopper,
     attention_prefill_triton,
     suits_hopper,
 )
+from hybridkv.kernels.attention.prefill_plan import DevicePlan
 from hybridkv.kernels.backend import has_gluon
 
 pytestmark = pytest.mark.gpu
@@ -114,24 +114,31 @@ def test_a_prompt_in_chunks_has_the_bits_of_the_whole() -> None:
         assert_same_bytes(whole[a:b], part(a, b))
 
 
-@hopper
+@pytest.mark.parametrize("page", (64, 16))
 @pytest.mark.parametrize("pages", (BF16, FP8))
-def test_exact_rows_have_the_same_bits_whole_in_chunks_and_alone(pages: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One prompt beside others and alone, in runs of any size, in chunks and token by token."""
+def test_exact_rows_have_the_same_bits_whole_in_chunks_and_alone(pages: str, page: int) -> None:
+    """One prompt beside others and alone, by programs that join their splits and by such that leave them apart, in
+    chunks and token by token, planned on the host and on the device.
+    """
     lengths, starts = [[4300] * 4, [70, 2050, 9, 64], [5000] * 4], [0, 4300, 4309, 4310]
-    held = streams(lengths, 64, 256, pages, "cuda")
+    held = streams(lengths, page, 256, pages, "cuda")
     q = queries(4310, 24, 256, BF16, "cuda")
-    together = attention_exact_hopper(q, *held.args, starts, 0.1)
+    pools, rows = (held.k_pool, held.v_pool, held.table), torch.arange(3, device="cuda")
+
+    def run(q: Tensor, ends: Tensor, starts: list[int] | DevicePlan, rows: Tensor, by_split: bool | None) -> Tensor:
+        out = torch.full_like(q, torch.nan).contiguous()
+        return attention_exact_triton(q, *pools, ends, starts, 0.1, rows, 5000, out, by_split=by_split)
+
+    together = run(q, held.on_device, starts, rows, False)
     assert_close_rms("output", dense(q, held, starts, 0.1), together, BOUNDS[pages])
-    pools = held.k_pool, held.v_pool
-
-    def alone(b: int, first: int, last: int) -> Tensor:
-        part, end = slice(starts[b] + first, starts[b] + last), starts[b + 1] - starts[b]
-        until = held.lengths[b : b + 1] - (end - last)
-        return attention_exact_hopper(q[part], *pools, held.table[b : b + 1], until, [0, last - first], 0.1)
-
-    for b, first, last in ((0, 0, 4300), (0, 0, 1), (0, 2047, 2048), (0, 2048, 2049), (0, 1000, 4099), (0, 4299, 4300),
+    assert_same_bytes(together, run(q, held.on_device, starts, rows, None))
+    plan = DevicePlan(torch.tensor([*starts, 4310], device="cuda"), 4310, held.on_device.amax(1))
+    padded = torch.cat((held.on_device, held.on_device[:1])), torch.cat((rows, rows[:1] - 1))
+    assert_same_bytes(together, run(q, padded[0], plan, padded[1], None))
+    for b, first, last in ((0, 0, 4300), (0, 0, 1), (0, 1023, 1024), (0, 1024, 1025), (0, 1000, 4099), (0, 4299, 4300),
                            (0, 37, 38), (1, 0, 9), (1, 8, 9), (2, 0, 1)):  # fmt: skip
-        assert_same_bytes(together[starts[b] + first : starts[b] + last], alone(b, first, last))
-    monkeypatch.setattr(exact_file, "HOPPER_WORKSPACE", 1 << 24)
-    assert_same_bytes(together, attention_exact_hopper(q, *held.args, starts, 0.1))
+        part, end = slice(starts[b] + first, starts[b] + last), starts[b + 1] - starts[b]
+        until = held.on_device[b : b + 1] - (end - last)
+        for by_split in (False, True) if last - first < 4000 else (False,):
+            alone = run(q[part], until, [0, last - first], rows[b : b + 1], by_split)
+            assert_same_bytes(together[part], alone)

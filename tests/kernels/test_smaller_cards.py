@@ -22,6 +22,7 @@ from hybridkv.kernels.eviction.value_norms import value_norms_triton
 
 decode.on_gpu = lambda q: True
 decode.shared_memory = prefill.shared_memory = chunk.shared_memory = lambda device: 99 * 1024
+exact.shared_memory = lambda device: 99 * 1024
 bf16, G = torch.bfloat16, 4
 table, lengths = torch.zeros(2, G, 3, dtype=torch.int32), torch.zeros(2, G, dtype=torch.int64)
 for H, D in ((24, 256), (256, 256), (8, 512)):  # the model's, many heads a KV head, wide heads
@@ -31,7 +32,10 @@ for H, D in ((24, 256), (256, 256), (8, 512)):  # the model's, many heads a KV h
         q = torch.zeros(2, H, D, dtype=bf16)
         decode.attention_decode_triton(q, pool, pool, table, None, 1.0, lengths)
         prefill.attention_prefill_triton(q, pool, pool, table, None, [0, 1, 2], 1.0, lengths)
-        exact.attention_split_triton(q, pool, pool, table, lengths.numpy() + 9, 1.0, lengths)
+        for by_split in (False, True):
+            exact.attention_exact_triton(
+                q, pool, pool, table, lengths, [0, 1, 2], 1.0, lengths[:, 0], 5000, q.clone(), by_split=by_split
+            )
 window, D = 256, 256
 q, pool = torch.zeros(window, 24, D, dtype=bf16), torch.zeros(4, 64, D, dtype=bf16)
 positions = torch.zeros(G, 9, dtype=torch.int64)
@@ -54,6 +58,6 @@ print(*sorted({name for name, _ in built}))
 def test_kernels_fit_a_card_with_little_shared_memory() -> None:
     """In a process without the interpreter."""
     printed = compile_alone(COMPILE, COMPILE_FOR="89")
-    built = "attention_decode attention_prefill attention_split chunk_sums gdn_scan gdn_solve join_parts join_splits "
+    built = "attention_decode attention_exact attention_prefill chunk_sums gdn_scan gdn_solve join_parts join_splits "
     built += "pool_peaks score_combine score_lse score_weights select_shared value_norms"
     assert printed.split() == [f"{name}_kernel" for name in built.split()]

@@ -1,21 +1,19 @@
 """attention_exact: every query is a row of its own, whatever step it came in and whatever ran beside it.
 
-A row runs over its keys in tiles of a fixed width that begin at entry 0. Keys that it may not see are masked, and tiles
-are joined in ascending order. A tile that is masked whole changes nothing, so rows of different lengths run together.
-Prompt chunks and single tokens are the same rows; the rows of a chunk only share the reading of their pages.
+A row runs over its keys in splits of a fixed size that begin at entry 0, a split in tiles of a fixed width, all in
+ascending order. Keys that it may not see are masked, and a tile or a split that is masked whole changes nothing, so
+rows of different lengths run together. Prompt chunks and single tokens are the same rows.
 
-Triton    a row's stream has at most 64 splits of at least SPLIT keys, one program each with the query heads of a KV
-          head as its rows, and a second kernel joins the splits in ascending order (exact_kernel.py). Splits follow
-          from the row's own length alone.
-Hopper    bf16 queries over bf16 or FP8 pages take the prompt kernel (prefill_hopper.py), in which a token among many
-          and one alone are the same rows. Keys are split at multiples of HOPPER_SPLIT whatever the row's length, and
-          splits are joined in ascending order; one that a row does not see adds zeros. What splits have gathered lies
-          in memory until they are joined: queries run together as far as HOPPER_WORKSPACE allows, which changes no
-          result.
+torch     tiles alone; the rows of a chunk share the reading of their pages.
+Triton    a program has a block of (query, head) rows of one KV head, as in attention_prefill. Where there are enough of
+          them a program runs through all its splits and joins them (`whole`). Few rows over many keys have a program
+          for each split, and a second kernel joins what those have gathered: the same operations, so the same bits.
+Hopper    bf16 queries over bf16 pages of whole tiles take the prompt kernel (prefill_hopper.py) in both ways.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -23,21 +21,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridkv.kernels.attention.exact_kernel import attention_split_kernel, join_splits_kernel
+from hybridkv.kernels.attention.decode_tuning import FEW
+from hybridkv.kernels.attention.exact_kernel import attention_exact_kernel, join_splits_kernel
 from hybridkv.kernels.attention.launch import dot_dtype, kernel_pages, kernel_streams
-from hybridkv.kernels.attention.prefill import attention_prefill_hopper, suits_hopper
+from hybridkv.kernels.attention.prefill import Piece, _aligned, _launch, is_tiled, suits_hopper
+from hybridkv.kernels.attention.prefill_plan import ROWS, DevicePlan, query_blocks
 from hybridkv.kernels.attention.tile import LOG2_E, TRITON_DTYPE, TileShape, read_pages
-from hybridkv.kernels.backend import triton, use_triton
+from hybridkv.kernels.backend import LARGE_SHARED_MEMORY, shared_memory, sm_count, triton, use_triton
 from hybridkv.kernels.formats.kv_format import Pages, stored_values
 
-KEY_TILE = 256
-SPLIT = 128  # keys of a split at least; longer streams take a multiple
-MAX_SPLITS = 64
-QUERY_BLOCK = 256  # rows that run together: bounds the workspace and changes no result
-WORKSPACE = 1 << 28  # bytes of the split kernel's partial results
+KEY_TILE = 256  # of the torch form
+QUERY_BLOCK = 256  # rows that run together there: bounds the workspace and changes no result
 FOLD = 16  # query heads of a KV head are padded to a multiple: then torch's CPU kernel aligns its buffers alike
-HOPPER_SPLIT = 2048  # keys of a split
-HOPPER_WORKSPACE = 1 << 29  # bytes of what the splits have gathered
+SPLIT = 1024  # keys of a split
+WORKSPACE = 1 << 27  # bytes of what splits have gathered that are computed apart
+SHORT = 1 << 14  # keys of a stream, for which there is a graph of its own
 
 
 def _rows(
@@ -71,11 +69,12 @@ def _rows(
         blind = hidden[..., :1, None]  # the tile's first key is hidden, so all are
         out, lse = out.masked_fill(blind, 0), lse.unsqueeze(-1).masked_fill(blind, -torch.inf)
         best = torch.maximum(peak, lse)
-        old, new = torch.exp(peak - best), torch.exp(lse - best)
+        base = best.masked_fill(best == -torch.inf, 0)  # padding
+        old, new = torch.exp(peak - base), torch.exp(lse - base)
         total = total * old + out * new
         mass = mass * old + new
         peak = best
-    return (total / mass)[:, :, :folds].to(q.dtype)
+    return (total / mass.masked_fill(mass == 0, 1))[:, :, :folds].to(q.dtype)
 
 
 def _tile(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -83,129 +82,131 @@ def _tile(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
 
 
-def split_shape(D: int, group: int, dot: torch.dtype) -> TileShape:
-    rows = max(16, triton.next_power_of_2(group))  # the tensor cores take 16 rows or more
+def exact_shape(D: int, dot: torch.dtype, room: bool = True) -> TileShape:
+    """One for any number of rows: the size of a tile decides which instruction multiplies it. `room`: whether a program
+    may have the shared memory of a data-centre GPU.
+    """
     if dot == torch.float32:
-        return TileShape(rows, 32, 8 if D > 64 else 4, 1)
-    return TileShape(rows, 64, 4, 2) if D <= 256 and rows < 64 else TileShape(rows, 32, 4, 1)
+        return TileShape(16, 32, 8 if D > 64 else 4, 1)
+    if D > 256:
+        return TileShape(32, 32, 4, 1)
+    return TileShape(64, 64, 8, 2) if room or D <= 128 else TileShape(64, 32, 8, 1)
 
 
-def attention_split_triton(
+@lru_cache(maxsize=32)
+def owners(starts: tuple[int, ...], device: torch.device) -> Tensor:
+    """[T, 2] int32: the request of each query, and its queries from this one on. The same for every layer of a step."""
+    found = [(b, end - i) for b, (begin, end) in enumerate(pairwise(starts)) for i in range(begin, end)]
+    return torch.tensor(found, dtype=torch.int32).view(-1, 2).to(device)
+
+
+def apart(programs: int, splits: int, outputs: int, processors: int) -> bool:
+    """Whether splits get programs of their own: where too few blocks would fill the card. Changes no result."""
+    return splits > 1 and programs < 2 * processors and splits * outputs * 4 <= WORKSPACE
+
+
+def same_splits_up_to(requests: int, keys: int, max_keys: int) -> int:
+    """The largest number of keys, up to `max_keys`, for which a graph of single tokens is captured that runs `keys`.
+
+    Programs for splits that nobody has cost little, but more than nothing: a few requests have a graph for short
+    streams.
+    """
+    return SHORT if requests <= FEW and keys <= SHORT < max_keys else max_keys
+
+
+def attention_exact_triton(
     q: Tensor,
     k_pool: Pages,
     v_pool: Pages,
     table: Tensor,
-    lengths: np.ndarray,
+    ends: Tensor,
+    starts: list[int] | DevicePlan,
     scale: float,
-    device_lengths: Tensor | None = None,
+    rows: Tensor,
+    keys: int,
+    out: Tensor,
     shape: TileShape | None = None,
     split: int = SPLIT,
+    by_split: bool | None = None,  # whether splits get programs of their own; None: what `apart` says
 ) -> Tensor:
-    B, H, D = q.shape
-    G = table.shape[1]
-    pages = kernel_pages(k_pool, v_pool)
-    out = torch.empty((B, H, D), dtype=q.dtype, device=q.device)
-    if B == 0:
+    (T, H, D), G = q.shape, table.shape[1]
+    if not T:
         return out
-    if device_lengths is None:
-        device_lengths = torch.from_numpy(lengths).to(q.device)
-    splits = max(1, min(-(-int(lengths.max()) // split), MAX_SPLITS))
+    hopper = shape is None and suits_hopper(q[:1], k_pool) and is_tiled(k_pool, v_pool)
     dot = dot_dtype(q, k_pool)
-    shape = shape or split_shape(D, H // G, dot)
-    assert split % shape.keys == 0 and q.stride(2) == 1
-    part = torch.empty((B, H, splits, D), dtype=torch.float32, device=q.device)
-    lse = torch.empty((B, H, splits), dtype=torch.float32, device=q.device)
-    attention_split_kernel[splits, G, B](
-        q=q,
-        part=part,
-        lse=lse,
-        scale=scale * LOG2_E,
-        stride_q_b=q.stride(0),
-        stride_q_h=q.stride(1),
-        splits=splits,
-        GROUP=H // G,
-        BM=shape.rows,
-        BN=shape.keys,
-        SPLIT=split,
-        MAX_SPLITS=MAX_SPLITS,
-        DOT=TRITON_DTYPE[dot],
-        num_warps=shape.warps,
-        num_stages=shape.stages,
-        **pages,
-        **kernel_streams(table, device_lengths),
-    )
-    join_splits_kernel[H, B](
-        part=part,
-        lse=lse,
-        lengths=device_lengths,
-        out=out,
-        stride_length_b=device_lengths.stride(0),
-        stride_length_g=device_lengths.stride(1),
-        splits=splits,
-        GROUP=H // G,
-        D=D,
-        BD=pages["BD"],
-        BS=16,
-        SPLIT=split,
-        MAX_SPLITS=MAX_SPLITS,
-        num_warps=4,
-    )
+    shape = shape or exact_shape(D, dot, shared_memory(q.device) >= LARGE_SHARED_MEMORY)
+    block = ROWS if hopper else shape.rows
+    assert split % (64 if hopper else shape.keys) == 0 and q.stride(2) == 1 and out.is_contiguous()
+    if isinstance(starts, DevicePlan):
+        blocks, by_split = starts.blocks(block, H // G), False
+    else:
+        blocks = query_blocks(tuple(starts), block, H // G, q.device)
+    splits = max(1, -(-keys // split))
+    if by_split is None:
+        by_split = apart(G * len(blocks), splits, q.numel(), sm_count(q.device))
+    slots = (splits if by_split else 1, T, H)
+    sums = [torch.empty(slots, dtype=torch.float32, device=q.device) if by_split else None for _ in range(2)]
+    # the Hopper kernel keeps there what a program has gathered so far
+    state = torch.empty(*slots, D, dtype=torch.float32, device=q.device) if by_split or hopper else None
+    if hopper:
+        assert isinstance(k_pool, Tensor) and isinstance(v_pool, Tensor)
+        piece = Piece(k_pool, v_pool, table, rows, 0)
+        size = split if by_split else splits * split
+        kept = [state, *sums]
+        _launch(_aligned(q), piece, ends, blocks, scale, out, None, kept, slots[0], size, True, not by_split, split)
+    else:
+        attention_exact_kernel[len(blocks), G, slots[0]](
+            q=q, rows=rows, blocks=blocks, out=out, state_o=state, state_m=sums[0], state_z=sums[1], T=T,
+            scale=scale * LOG2_E, stride_q_t=q.stride(0), stride_q_h=q.stride(1), GROUP=H // G, BM=shape.rows,
+            BN=shape.keys, SPLIT=split, WHOLE=not by_split, DOT=TRITON_DTYPE[dot], num_warps=shape.warps,
+            num_stages=shape.stages, **kernel_pages(k_pool, v_pool), **kernel_streams(table, ends),
+        )  # fmt: skip
+    if by_split:
+        assert not isinstance(starts, DevicePlan)
+        join_splits_kernel[(T * H,)](
+            state, *sums, owners(tuple(starts), q.device), rows, ends, out, T * H, H, ends.stride(0), ends.stride(1),
+            GROUP=H // G, D=D, BD=triton.next_power_of_2(D), SPLIT=split, AHEAD=8, num_warps=2,
+        )  # fmt: skip
     return out
 
 
-def _split_rows(
-    q: Tensor, k_pool: Pages, v_pool: Pages, table: Tensor, owner: np.ndarray, seen: np.ndarray, scale: float
+def attention_exact_torch(
+    q: Tensor,
+    k_pool: Pages,
+    v_pool: Pages,
+    table: Tensor,
+    lengths: np.ndarray,  # [B, G]
+    starts: list[int],
+    scale: float,
+    out: Tensor,
 ) -> Tensor:
-    splits = min(MAX_SPLITS, -(-int(seen.max()) // SPLIT))
-    block = max(1, min(WORKSPACE // (4 * splits * q[0].numel()), 32768))
-    whose, ends = torch.from_numpy(owner).to(q.device), torch.from_numpy(seen).to(q.device)
-    parts = []
-    for a in range(0, len(q), block):
-        rows = slice(a, a + block)
-        parts.append(attention_split_triton(q[rows], k_pool, v_pool, table[whose[rows]], seen[rows], scale, ends[rows]))
-    return torch.cat(parts)
-
-
-def exact_runs(lengths: list[int], starts: list[int], room: int) -> list[list[tuple[int, int, int]]]:
-    """(request, first query, last) in runs of no more than `room` queries times splits, or of one query.
-
-    `lengths` [B] are the longest streams of the requests, `starts` [B + 1] where their queries begin.
-    """
-    runs: list[list[tuple[int, int, int]]] = [[]]
-    count = 0  # queries of the run
-    max_splits = 0  # of a query of the run
-    for b, (begin, end) in enumerate(pairwise(starts)):
-        splits = max(1, -(-lengths[b] // HOPPER_SPLIT))
-        while begin < end:
-            left = room // max(max_splits, splits) - count
-            if left <= 0 and count:
-                runs.append([])
-                count = max_splits = 0
-                continue
-            last = min(end, begin + max(left, 1))
-            runs[-1].append((b, begin, last))
-            count += last - begin
-            max_splits = max(max_splits, splits)
-            begin = last
-    return runs
-
-
-def attention_exact_hopper(
-    q: Tensor, k_pool: Pages, v_pool: Pages, table: Tensor, lengths: np.ndarray, starts: list[int], scale: float
-) -> Tensor:
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if not len(q):
-        return out
-    room = HOPPER_WORKSPACE // (4 * q[:1].numel())
-    for run in exact_runs(lengths.max(1).tolist(), starts, room):
-        owner = [b for b, _, _ in run]
-        seen = lengths[owner] - np.array([starts[b + 1] - last for b, _, last in run])[:, None]
-        part = slice(run[0][1], run[-1][2])  # queries
-        begins = [begin - part.start for _, begin, _ in run] + [part.stop - part.start]
-        rows = torch.tensor(owner).to(q.device)
-        out[part] = attention_prefill_hopper(
-            q[part], k_pool, v_pool, table, seen, begins, scale, rows=rows, split=HOPPER_SPLIT
-        )
+    """Neighbouring requests with one query run together, each over its own pages; each chunk over those it shares."""
+    G, n = table.shape[1], len(starts) - 1
+    ones = [starts[b + 1] - starts[b] == 1 for b in range(n)]
+    runs: list[tuple[int, int]] = []  # requests
+    for b in range(n):
+        if starts[b] == starts[b + 1]:
+            continue
+        if ones[b] and runs and runs[-1][1] == b and ones[runs[-1][0]]:
+            runs[-1] = (runs[-1][0], b + 1)
+        else:
+            runs.append((b, b + 1))
+    for first, last in runs:
+        held = lengths[first:last]
+        if not held.any():  # padding
+            out[starts[first] : starts[last]] = 0
+            continue
+        for a in range(starts[first], starts[last], QUERY_BLOCK):
+            b = min(a + QUERY_BLOCK, starts[last])
+            if ones[first]:  # a query of each of these requests
+                own = slice(first + a - starts[first], first + b - starts[first])
+                seen = lengths[own]
+            else:
+                own = slice(first, last)
+                seen = lengths[first] - (starts[last] - 1 - np.arange(a, b))[:, None]
+            heads = q[a:b].view(b - a, G, -1, q.shape[-1])
+            mixed = _rows(heads, k_pool, v_pool, table[own], seen, lengths[own], scale)
+            out[a:b] = mixed.reshape(b - a, *q.shape[1:])
     return out
 
 
@@ -213,30 +214,19 @@ def attention_exact(
     q: Tensor,  # [T, H, D] the requests' queries, one request after the other
     k_pool: Pages,  # [N, P, D]
     v_pool: Pages,  # [N, P, D]
-    table: Tensor,  # [B, G, N] page ids, -1 past the end
-    lengths: np.ndarray,  # [B, G] entries held, the new ones included
-    starts: list[int],  # [B + 1] where each request's queries begin
+    table: Tensor,  # [slots, G, N] page ids, -1 past the end
+    ends: Tensor,  # [B, G] entries held, the new ones included; 0: padding
+    starts: list[int] | DevicePlan,  # [B + 1] where each request's queries begin
     scale: float,
+    rows: Tensor,  # [B] int64: the requests' rows of the table (-1: padding)
+    keys: int,  # entries that the longest stream may hold
+    out: Tensor | None = None,  # [T, H, D] where results go; rows of no request stay as they are
 ) -> Tensor:
     """Attention of every query over the entries that it sees -> [T, H, D]; its bits do not depend on the others."""
-    G = table.shape[1]
-    counts = np.diff(starts)
-    owner = np.repeat(np.arange(len(counts)), counts)  # [T]
-    seen = lengths[owner] - (np.array(starts)[owner + 1] - 1 - np.arange(len(owner)))[:, None]  # [T, G]
-    if suits_hopper(q[:1], k_pool):  # the same form whatever the number of queries
-        return attention_exact_hopper(q, k_pool, v_pool, table, lengths, starts, scale)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if use_triton(q):
-        return _split_rows(q, k_pool, v_pool, table, owner, seen, scale)
-    num_decodes = int((counts == 1).argmin()) if (counts > 1).any() else len(counts)
-    # requests with one token run together, each over its own pages; then each chunk over the pages it shares
-    runs = [(0, num_decodes, slice(0, num_decodes))] if num_decodes else []
-    runs += [(starts[b], starts[b + 1], slice(b, b + 1)) for b in range(num_decodes, len(counts))]
-    out = torch.empty_like(q)
-    for begin, end, requests in runs:
-        for a in range(begin, end, QUERY_BLOCK):
-            b = min(a + QUERY_BLOCK, end)
-            one = slice(a, b) if requests.stop - requests.start > 1 else requests
-            heads = q[a:b].view(b - a, G, -1, q.shape[-1])
-            held = lengths[one]
-            out[a:b] = _rows(heads, k_pool, v_pool, table[one], seen[a:b], held, scale).reshape(b - a, *q.shape[1:])
-    return out
+        return attention_exact_triton(q, k_pool, v_pool, table, ends, starts, scale, rows, keys, out)
+    if isinstance(starts, DevicePlan):  # a graph's step where there are no graphs
+        starts = starts.starts.tolist()
+    lengths = torch.where(rows[:, None] >= 0, ends, 0).cpu().numpy()
+    return attention_exact_torch(q, k_pool, v_pool, table[rows.clamp(min=0)], lengths, starts, scale, out)

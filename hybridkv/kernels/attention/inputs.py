@@ -20,9 +20,9 @@ from hybridkv.kernels.attention.launch import kernel_targets
 from hybridkv.kernels.backend import tl, triton, use_triton
 from hybridkv.kernels.formats.kv_format import Pages, format_of
 from hybridkv.kernels.formats.kv_tiles import store_entries
-from hybridkv.kernels.norm import rms_norm
+from hybridkv.kernels.norm import rms_norm, rms_norm_exact
 from hybridkv.kernels.overlap import MANY_TOKENS, can_overlap, wait_for_inputs
-from hybridkv.kernels.rope import rope
+from hybridkv.kernels.rope import rope, rope_exact
 
 BLOCK_VALUES = 512  # values in a program's tile
 BLOCK_TOKENS = 8  # tokens in a program's tile at most
@@ -44,17 +44,19 @@ def attention_inputs_ref(
     eps: float = 0.0,
     query_buffer: Tensor | None = None,
     query_rows: Tensor | None = None,
+    exact: bool = False,
 ) -> Tensor:
     H, G = heads, kv_heads
+    norm, rotate = (rms_norm_exact, rope_exact) if exact else (rms_norm, rope)
     step = 2 if gated else 1  # from one query to the next
     rows = x.unflatten(1, (step * H + 2 * G, head_dim))
     v = rows[:, step * H + G :]
     if not gated and q_norm is None and k_norm is None:
-        q, k = rope(rows[:, : H + G], cos, sin).split([H, G], 1)
+        q, k = rotate(rows[:, : H + G], cos, sin).split([H, G], 1)
     else:
         q, k = rows[:, : step * H : step], rows[:, step * H : step * H + G]
-        q, k = (t if w is None else rms_norm(t, w, eps) for t, w in ((q, q_norm), (k, k_norm)))
-        q, k = (rope(t, cos, sin) for t in (q, k))
+        q, k = (t if w is None else norm(t, w, eps) for t, w in ((q, q_norm), (k, k_norm)))
+        q, k = (rotate(t, cos, sin) for t in (q, k))
     append(k_pool, v_pool, k, v, entry_index)
     if query_buffer is not None and query_rows is not None:
         kept = query_rows >= 0
@@ -139,6 +141,7 @@ def attention_inputs_triton(
     eps: float = 0.0,
     query_buffer: Tensor | None = None,
     query_rows: Tensor | None = None,
+    exact: bool = False,  # tiles of one size, so that a head's sum has one order
 ) -> Tensor:
     T, H, G, D = len(x), heads, kv_heads, head_dim
     step = 2 if gated else 1  # from one query to the next
@@ -151,7 +154,7 @@ def attention_inputs_triton(
         assert query_buffer.is_contiguous() and query_buffer.shape[-2:] == (H, D) and query_rows.shape == (T,)
         query_rows = query_rows.contiguous()
     columns = triton.next_power_of_2(D)
-    rows = max(1, min(BLOCK_TOKENS, BLOCK_VALUES // columns)) if T > 1 else 1
+    rows = max(1, min(BLOCK_TOKENS, BLOCK_VALUES // columns)) if T > 1 or exact else 1
     if x.numel():
         overlap = can_overlap(x, MANY_TOKENS)
         attention_inputs_kernel[((H + 2 * G) * triton.cdiv(T, rows),)](
@@ -182,6 +185,7 @@ def attention_inputs(
     eps: float = 0.0,
     query_buffer: Tensor | None = None,  # [..., H, D]: where the last queries are kept
     query_rows: Tensor | None = None,  # [T] int64 rows of it, seen as [rows, H, D], all different; -1: not kept
+    exact: bool = False,  # a token's bits depend on nothing but its own row
 ) -> Tensor:
     """Queries [T, H, D] of a projection's output after norm and rope. Its keys and values go to their pages."""
     form = attention_inputs_triton if use_triton(x) else attention_inputs_ref
@@ -201,4 +205,5 @@ def attention_inputs(
         eps,
         query_buffer,
         query_rows,
+        exact,
     )

@@ -360,6 +360,7 @@ def _launch(
     size: int,  # keys of a split; 0: every stream's own, divided evenly
     first: bool,  # nothing was gathered before
     last: bool,  # the output is written
+    split: int = 0,  # exact mode: keys after which what was gathered is joined to what was before
 ) -> None:
     from hybridkv.kernels.attention.prefill_hopper import WARPS, prefill_hopper_kernel
 
@@ -393,6 +394,7 @@ def _launch(
         D=D,
         FIRST=first,
         LAST=last,
+        SPLIT=split,
         num_warps=WARPS,
         **kernel_streams(piece.table, ends),
     )

@@ -109,15 +109,74 @@ def join_tile(
 
 
 @gluon.jit
-def worker(
+def attend_range(
+    q_half, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, b_m, b_z, b_o, b_seen, first, last, whole, scale,
+    FIRST: gl.constexpr,
+):  # fmt: skip
+    """Tiles first .. last - 1, of which all rows see those before `whole`. The last values are not given back."""
+    V: gl.constexpr = b_o.type.layout
+    A: gl.constexpr = gl.DotOperandLayout(0, V, 2)  # of weights [64, BN]
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, _BN, 16])
+    i_first, phase = first % _TILES, (first // _TILES) & 1
+    b_0 = gl.zeros([_HALF, _BN], gl.float32, layout=S)
+    mbarrier.wait(k_full.index(i_first), phase)
+    b_s = warpgroup_mma(q_half, k_tiles.index(i_first).permute((1, 0)), b_0, use_acc=False)
+    gl.thread_barrier()
+    mbarrier.arrive(k_empty.index(i_first), count=1)
+    b_w, b_keep, b_m, b_z = weigh(b_s, b_seen, b_m, b_z, first, scale, True)
+    if not FIRST:
+        b_o = b_o * gl.convert_layout(b_keep, gl.SliceLayout(1, V))[:, None]
+    b_p = gl.convert_layout(b_w.to(gl.bfloat16), A)
+    mbarrier.wait(v_full.index(i_first), phase)
+    whole = gl.maximum(whole, first + 1)
+    for i in range(first + 1, gl.minimum(whole, last)):
+        b_p, b_m, b_z, b_o = join_tile(
+            q_half, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, b_p, b_m, b_z, b_o, b_seen, i, scale, False
+        )
+    for i in range(whole, last):
+        b_p, b_m, b_z, b_o = join_tile(
+            q_half, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, b_p, b_m, b_z, b_o, b_seen, i, scale, True
+        )
+    return b_m, b_z, warpgroup_mma(b_p, v_tiles.index((last - 1) % _TILES), b_o)
+
+
+@gluon.jit
+def halves(b_o):
+    """[64, D] -> its first and its last columns, without a move."""
+    D: gl.constexpr = b_o.shape[1]
+    return gl.split(b_o.reshape([_HALF, 2, D // 2]).permute((0, 2, 1)))
+
+
+@gluon.jit
+def join_split(b_o, p_state, m_v, b_old, b_new, there, stays):
+    """b_o is what a split gathered -> old * what lies at p_state (if `there`) + new * b_o, which goes back there if it
+    stays. Half the columns at a time: a thread has no registers for all of both.
+    """
+    D: gl.constexpr = b_o.shape[1]
+    V: gl.constexpr = b_o.type.layout
+    b_lo, b_hi = halves(b_o)
+    L: gl.constexpr = b_lo.type.layout
+    b_old = gl.convert_layout(b_old, gl.SliceLayout(1, L))[:, None]
+    b_new = gl.convert_layout(b_new, gl.SliceLayout(1, L))[:, None]
+    p_lo, p_hi = halves(p_state)
+    m_row = gl.convert_layout(m_v, gl.SliceLayout(1, L))[:, None]
+    b_lo = gl.fma(gl.load(p_lo, mask=m_row & there, other=0.0), b_old, b_lo * b_new)
+    gl.store(p_lo, b_lo, mask=m_row & stays)
+    b_hi = gl.fma(gl.load(p_hi, mask=m_row & there, other=0.0), b_old, b_hi * b_new)
+    gl.store(p_hi, b_hi, mask=m_row & stays)
+    b_all = gl.join(b_lo, b_hi).permute((0, 2, 1)).reshape([_HALF, D])
+    return gl.convert_layout(b_all, V, assert_trivial=True)
+
+
+@gluon.jit
+def work(
     q_tile, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
     q, out, lse, lse_index, state_o, state_m, state_z, scale, i_g, i_s, i_t, n, i_m, ahead, limit, count, T, H,
     stride_q_t, stride_q_h, GROUP: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
-    W: gl.constexpr,
+    SPLIT: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, _BN, 16])  # of scores [64, BN]
     V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, D, 16])  # of sums [64, D]
-    A: gl.constexpr = gl.DotOperandLayout(0, V, 2)  # of weights [64, BN]
     L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [_WARPS, 1], [1, 0])  # of what is read and written
 
     i_m += W * _HALF
@@ -148,31 +207,36 @@ def worker(
         b_z = gl.load(state_z + o_sum, mask=o_t < n, other=0.0)
         b_o = gl.load(state_o + o_state, mask=m_v, other=0.0)
 
-    if count > 0:
-        b_0 = gl.zeros([_HALF, _BN], gl.float32, layout=S)
-        mbarrier.wait(k_full.index(0), 0)
-        b_s = warpgroup_mma(q_half, k_tiles.index(0).permute((1, 0)), b_0, use_acc=False)
-        gl.thread_barrier()
-        mbarrier.arrive(k_empty.index(0), count=1)
-        b_w, b_keep, b_m, b_z = weigh(b_s, b_seen, b_m, b_z, 0, scale, True)
-        if not FIRST:
-            b_o = b_o * gl.convert_layout(b_keep, gl.SliceLayout(1, V))[:, None]
-        b_p = gl.convert_layout(b_w.to(gl.bfloat16), A)
-        mbarrier.wait(v_full.index(0), 0)
-        whole = gl.maximum(gl.minimum(ahead + i_m // GROUP + 1, limit) // _BN, 1)  # tiles that all rows see
-        for i in range(1, gl.minimum(whole, count)):
-            b_p, b_m, b_z, b_o = join_tile(
-                q_half, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, b_p, b_m, b_z, b_o, b_seen, i, scale, False
-            )
-        for i in range(whole, count):
-            b_p, b_m, b_z, b_o = join_tile(
-                q_half, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, b_p, b_m, b_z, b_o, b_seen, i, scale, True
-            )
-        b_o = warpgroup_mma(b_p, v_tiles.index((count - 1) % _TILES), b_o)
+    whole = gl.minimum(ahead + i_m // GROUP + 1, limit) // _BN  # tiles that all rows see
+    if SPLIT == 0:
+        if count > 0:
+            b_m, b_z, b_o = attend_range(
+                q_half, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, b_m, b_z, b_o, b_seen, 0, count, whole,
+                scale, FIRST,
+            )  # fmt: skip
+    else:
+        b_no, b_0z, b_0o = b_m, b_z, b_o
+        m_rows = o_v // GROUP < n
+        for first in range(0, count, SPLIT // _BN):
+            last = gl.minimum(first + SPLIT // _BN, count)
+            s_m, s_z, b_o = attend_range(
+                q_half, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, b_no, b_0z, b_0o, b_seen, first, last,
+                whole, scale, True,
+            )  # fmt: skip
+            gl.thread_barrier()
+            mbarrier.arrive(v_empty.index((last - 1) % _TILES), count=1)
+            b_top = gl.maximum(b_m, s_m)
+            b_base = gl.where(b_top == float("-inf"), 0.0, b_top)
+            b_old, b_new = gl.exp2(b_m - b_base), gl.exp2(s_m - b_base)
+            b_m, b_z = b_top, gl.fma(b_z, b_old, s_z * b_new)
+            if LAST:
+                b_o = join_split(b_o, state_o + o_state, m_rows, b_old, b_new, first > 0, last < count)
 
     if LAST:
         b_z = gl.where(b_z == 0, 1.0, b_z)  # a row that sees nothing gives zeros, and a sum of -inf
         b_o = b_o * gl.convert_layout(1 / b_z, gl.SliceLayout(1, V))[:, None]
+        if SPLIT > 0:
+            b_o = b_o + 0.0  # a split that a row does not see makes 0 of -0, so all do
         gl.thread_barrier()
         q_half.store(b_o.to(gl.bfloat16))  # to be written by whole rows
         gl.thread_barrier()
@@ -186,6 +250,31 @@ def worker(
         gl.store(state_m + o_sum, b_m, mask=o_t < n)
         gl.store(state_z + o_sum, b_z, mask=o_t < n)
         gl.store(state_o + o_state, b_o, mask=m_v)
+
+
+@gluon.jit
+def worker(
+    q_tile, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
+    q, out, lse, lse_index, state_o, state_m, state_z, scale, i_g, i_s, i_t, n, i_m, ahead, limit, count, T, H,
+    stride_q_t, stride_q_h, GROUP: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
+    SPLIT: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    has_rows = i_m + W * _HALF < n * GROUP
+    if SPLIT == 0:
+        has_rows = True
+    if has_rows:
+        work(
+            q_tile, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
+            q, out, lse, lse_index, state_o, state_m, state_z, scale, i_g, i_s, i_t, n, i_m, ahead, limit, count, T, H,
+            stride_q_t, stride_q_h, GROUP, D, FIRST, LAST, SPLIT, W,
+        )  # fmt: skip
+    else:  # a single token's rows are all the other worker's
+        for i in range(0, count):
+            i_tile, phase = i % _TILES, (i // _TILES) & 1
+            mbarrier.wait(k_full.index(i_tile), phase)
+            mbarrier.arrive(k_empty.index(i_tile), count=1)
+            mbarrier.wait(v_full.index(i_tile), phase)
+            mbarrier.arrive(v_empty.index(i_tile), count=1)
 
 
 SLICED = ("table", "rows", "lengths", "lse", "lse_index", "state_m", "state_z")
@@ -225,6 +314,7 @@ def prefill_hopper_kernel(
     D: gl.constexpr,
     FIRST: gl.constexpr,  # piece
     LAST: gl.constexpr,
+    SPLIT: gl.constexpr = 0,  # exact mode: keys after which what was gathered is joined to what was before
 ):
     i_g = gl.program_id(0)
     p_block = blocks + gl.program_id(1) * 4
@@ -245,6 +335,8 @@ def prefill_hopper_kernel(
     ahead = length - n - key_first  # entries from its first one on to the request's first query
     end = gl.minimum(ahead + gl.minimum((i_m + 2 * _HALF - 1) // GROUP, n - 1) + 1, held)  # what the last row sees
     count = gl.maximum((end + _BN - 1) // _BN, 0)
+    if SPLIT > 0 and not LAST:
+        n = gl.where(count > 0, n, 0)  # nothing is written of a split without keys
 
     M: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_tile = gl.allocate_shared_memory(gl.bfloat16, [2 * _HALF, D], M)
@@ -265,12 +357,14 @@ def prefill_hopper_kernel(
             (worker, (
                 q_tile, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
                 q, out, lse, lse_index, state_o, state_m, state_z, scale,
-                i_g, i_s, i_t, n, i_m, ahead, held, count, T, H, stride_q_t, stride_q_h, GROUP, D, FIRST, LAST, 0,
+                i_g, i_s, i_t, n, i_m, ahead, held, count, T, H, stride_q_t, stride_q_h,
+                GROUP, D, FIRST, LAST, SPLIT, 0,
             )),
             (worker, (
                 q_tile, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
                 q, out, lse, lse_index, state_o, state_m, state_z, scale,
-                i_g, i_s, i_t, n, i_m, ahead, held, count, T, H, stride_q_t, stride_q_h, GROUP, D, FIRST, LAST, 1,
+                i_g, i_s, i_t, n, i_m, ahead, held, count, T, H, stride_q_t, stride_q_h,
+                GROUP, D, FIRST, LAST, SPLIT, 1,
             )),
             (loader, (
                 k_tensor, v_tensor, v_pool, p_table, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, count, held,

@@ -334,8 +334,8 @@ def select_shared_triton(
     for first, last in phases:
         select_shared_kernel[(programs,)](
             scores, visible, least, lengths, room, scratch, word, out, counts, R // groups, groups, tiles, L, size,
-            scores.stride(0), TILE=tile, ROWS=min(ROWS, triton.next_power_of_2(R // groups)), FIRST=first, LAST=last, POLL=POLL,
-            num_warps=WARPS, launch_cooperative_grid=at_once,
+            scores.stride(0), TILE=tile, ROWS=min(ROWS, triton.next_power_of_2(R // groups)), FIRST=first, LAST=last,
+            POLL=POLL, num_warps=WARPS, launch_cooperative_grid=at_once,
         )  # fmt: skip
     return out, counts
 

@@ -14,14 +14,13 @@ from triton_interpreter import DEVICE
 from hybridkv.kernels.activation import sigmoid_mul_ref, sigmoid_mul_triton
 from hybridkv.kernels.attention.decode import attention_decode_torch, attention_decode_triton
 from hybridkv.kernels.attention.decode_tuning import FEW, SHORT, DecodeShape, decode_shape, same_shape_up_to
-from hybridkv.kernels.attention.exact import attention_split_triton
 from hybridkv.kernels.attention.prefill import attention_prefill_torch, attention_prefill_triton
 from hybridkv.kernels.attention.tile import TileShape
 from hybridkv.kernels.formats.fp8 import Fp8Pages
 
 pytest.importorskip("triton")
 
-SMALL, SPLIT = TileShape(16, 16, 4, 1), 32
+SMALL = TileShape(16, 16, 4, 1)
 SHARES = DecodeShape(16, 4, 1, 3)  # 6 programs on the interpreter's 2 multiprocessors
 KINDS = ((F32, F32), (F32, BF16), (F32, FP8), (BF16, F32), (BF16, BF16), (BF16, FP8))
 LENGTHS = [[0, 1], [1, 31], [32, 33], [100, 15], [16, 0], [70, 17]]
@@ -29,10 +28,6 @@ LENGTHS = [[0, 1], [1, 31], [32, 33], [100, 15], [16, 0], [70, 17]]
 
 def decode(q: Tensor, held: Streams, scale: float = 0.2, part: slice = slice(None)) -> Tensor:
     return attention_decode_triton(q[part], *held.rows(part), scale, shape=SHARES)
-
-
-def split(q: Tensor, held: Streams, scale: float = 0.2, part: slice = slice(None)) -> Tensor:
-    return attention_split_triton(q[part], *held.rows(part), scale, shape=SMALL, split=SPLIT)
 
 
 def prefill(q: Tensor, held: Streams, starts: list[int], scale: float = 0.2) -> Tensor:
@@ -48,7 +43,6 @@ def test_decode_is_softmax_attention(query: str, pages: str) -> None:
     assert_close_rms("float64", dense(q, held, list(range(7)), 0.2), got, BOUND[query, pages])
     torch_form = attention_decode_torch(q, *held.args, 0.2)
     assert_close_rms("torch form", torch_form, got, 2 * BOUND[query, pages])  # each has its own rounding
-    assert_close_rms("exact form", dense(q, held, list(range(7)), 0.2), split(q, held), BOUND[query, pages])
 
 
 @pytest.mark.parametrize("P", (1, 16, 53, 64))
@@ -65,15 +59,6 @@ def test_decode_of_more_than_sixteen_query_heads_for_a_kv_head() -> None:
     q = queries(2, 20, 32, F32, DEVICE)
     got = attention_decode_triton(q, *held.args, 0.2)
     assert_close_rms("float64", dense(q, held, [0, 1, 2], 0.2), got, BOUND[F32, F32])
-
-
-@pytest.mark.parametrize("pages", (F32, BF16, FP8))
-def test_a_row_of_the_exact_form_has_the_same_bits_alone(pages: str) -> None:
-    held = streams(LENGTHS, 16, 32, pages, DEVICE)
-    q = queries(6, 6, 32, F32 if pages == F32 else BF16, DEVICE)
-    together = split(q, held)
-    for b in range(6):
-        assert_same_bytes(split(q, held, part=slice(b, b + 1)), together[b : b + 1])
 
 
 @pytest.mark.parametrize("programs", (1, 2, 5, 16, 40))
@@ -158,15 +143,6 @@ def test_fp8_decode_of_queries_and_values_far_from_one(size: float) -> None:
     q = (queries(2, 6, 32, F32, DEVICE) * size).to(torch.bfloat16)
     got = decode(q, held).double() / size
     assert_close_rms("float64", dense(q, held, [0, 1, 2], 0.2) / size, got, BOUND[BF16, FP8])
-
-
-def test_the_exact_form_splits_a_long_stream_into_no_more_than_the_most_splits() -> None:
-    """64 splits of 16 keys hold 1024: past that a split takes 32."""
-    for length in (1024, 1025):
-        held = streams([[length], [5]], 64, 16, F32, DEVICE)
-        q = queries(2, 2, 16, F32, DEVICE)
-        got = attention_split_triton(q, *held.args, 0.2, shape=SMALL, split=16)
-        assert_close_rms("float64", dense(q, held, [0, 1, 2], 0.2), got, BOUND[F32, F32])
 
 
 def test_decode_with_lengths_on_the_device_alone() -> None:
