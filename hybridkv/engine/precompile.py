@@ -46,7 +46,7 @@ def precompile(engine: Engine, progress: Progress | None = None) -> int:
     `progress`: called with (kernels done, kernels met so far), by any thread; never if nothing is to be compiled.
     """
     folder = kernel_folder()
-    if folder is None or engine.manager.device.type != "cuda":
+    if folder is None or not on_gpu(engine):
         return 0
     done = folder / f"hybridkv-{_name(engine)}.json"
     if done.exists():
@@ -56,7 +56,8 @@ def precompile(engine: Engine, progress: Progress | None = None) -> int:
             if not go_through(engine, progress):
                 return 0
         except RuntimeError as problem:  # as a rule no memory is left
-            torch.cuda.empty_cache()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
             warnings.warn(f"kernels are compiled when they are first needed: {problem}", stacklevel=2)
             return found.compiled
     try:
@@ -65,6 +66,11 @@ def precompile(engine: Engine, progress: Progress | None = None) -> int:
     except OSError:  # a folder that cannot be written: kernels are not kept either
         pass
     return found.compiled
+
+
+def on_gpu(engine: Engine) -> bool:
+    """Whether its steps launch kernels."""
+    return engine.manager.device.type == "cuda"
 
 
 @torch.inference_mode()
@@ -127,11 +133,11 @@ def _sample(engine: Engine) -> None:
 
 
 def _kinds(layers: Sequence[object]) -> list[int]:
-    """The first layer of every kind, and the last one, of which only some rows go on."""
+    """The first layer of every kind, and the last one, from which only some rows go on."""
     first: dict[Any, int] = {}
     for i, layer in enumerate(layers):
         first.setdefault(_kind(layer), i)
-    return list(first.values())
+    return [*first.values(), len(layers) - 1] if first else []
 
 
 def _kind(part: object) -> Any:

@@ -17,7 +17,9 @@ from triton import knobs
 from hybridkv.kernels import best_tokens
 from hybridkv.kernels.compiling import counted, kernel_folder, together
 """
-TOGETHER = SETUP + """
+TOGETHER = (
+    SETUP
+    + """
 def launch():
     for V in (4096, 4097):
         logits, largest, place = torch.zeros(2, V), torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int64)
@@ -35,6 +37,7 @@ print(first.compiled, first.found, again.compiled, again.found, told[-1], JITFun
 print(len(first.slowest), first.seconds > 0, threading.active_count(), knobs.compilation.listener)
 print(kernel_folder())
 """
+)
 
 
 def test_kernels_are_compiled_once_and_then_known(tmp_path: Path) -> None:
@@ -45,7 +48,9 @@ def test_kernels_are_compiled_once_and_then_known(tmp_path: Path) -> None:
     assert counts == "0 2 0 0 (2, 2) True"
 
 
-BROKEN = SETUP + """
+BROKEN = (
+    SETUP
+    + """
 from hybridkv.kernels.backend import tl
 
 
@@ -62,6 +67,7 @@ try:
 except Exception as problem:
     print(type(problem).__name__)
 """
+)
 
 
 def test_a_kernel_that_cannot_be_compiled_is_left_to_its_launch(tmp_path: Path) -> None:
@@ -71,7 +77,9 @@ def test_a_kernel_that_cannot_be_compiled_is_left_to_its_launch(tmp_path: Path) 
     assert said.split("\n")[:2] == ["left to the launch", "CompilationError"]
 
 
-INTERRUPTED = SETUP + """
+INTERRUPTED = (
+    SETUP
+    + """
 run = JITFunction.run
 try:
     with together():
@@ -81,6 +89,7 @@ except KeyboardInterrupt:
 from triton.runtime._async_compile import active_mode
 print(JITFunction.run is run, active_mode.get())
 """
+)
 
 
 def test_an_interrupt_leaves_triton_as_it_was(tmp_path: Path) -> None:
