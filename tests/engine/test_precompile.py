@@ -1,4 +1,4 @@
-"""What common steps launch is compiled beforehand: all of it, once, and nothing runs. Without a GPU: compiled for one."""
+"""What common steps launch is compiled beforehand: all of it, once, and nothing runs. Without a GPU: for one."""
 
 from collections.abc import Callable
 from pathlib import Path
