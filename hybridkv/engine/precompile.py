@@ -26,8 +26,8 @@ from hybridkv import kernels
 from hybridkv.cache import ForwardStep
 from hybridkv.config import SamplingParams
 from hybridkv.devices import on_device
-from hybridkv.engine.mixed_graphs import chunk_rows
 from hybridkv.engine.sampler import sample
+from hybridkv.engine.workspace import chunk_rows
 from hybridkv.kernels.compiling import counted, kernel_folder, together
 from hybridkv.kernels.step_index import StepShape
 from hybridkv.request import RequestKey

@@ -31,7 +31,8 @@ JITFunction.run = no_device.run
 from hybridkv.bench.standin import make_engine
 from hybridkv.config import CacheConfig, SamplingParams
 from hybridkv.engine.graphs import DecodeGraphs
-from hybridkv.engine.mixed_graphs import MixedGraphs, chunk_rows
+from hybridkv.engine.mixed_graphs import MixedGraphs
+from hybridkv.engine.workspace import chunk_rows
 from hybridkv.engine.precompile import _forward, go_through
 from hybridkv.kernels.compiling import counted
 from hybridkv.kernels.step_index import StepShape
