@@ -25,8 +25,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hybridkv.bench.options import BenchOptions, from_json
@@ -34,6 +34,7 @@ from hybridkv.bench.report import Column, Report
 from hybridkv.bench.shapes import Shape, find_shape
 from hybridkv.bench.timing import Ceilings
 from hybridkv.errors import HybridKVError
+from hybridkv.kernels.compiling import Compiles, counted
 
 COLUMNS = (
     Column("at", "at s", 8, ".2f"),
@@ -97,29 +98,13 @@ def measured(given: str, way: str, folder: str) -> list[dict[str, Any]]:
 # ---- in the process that is measured
 
 
-class Stages:
-    """What happened between two marks, as rows of the table."""
+@dataclass
+class Captures:
+    """Graphs that were captured, what that took, and how much of it were the replays that are timed."""
 
-    def __init__(self, begin: float) -> None:
-        self.begin = self.last = begin
-        self.rows: list[dict[str, Any]] = []
-        self.graphs = 0
-        self.capture_s = self.replay_s = 0.0
-
-    def mark(self, case: str, kernels: Any = None) -> None:
-        """All since the last mark was for this."""
-        now = time.time()
-        row = {"case": case, "at": now - self.begin, "s": now - self.last, "slowest": ""}
-        if kernels is not None:
-            slowest = sorted(kernels.slowest)[:-4:-1]
-            row |= {
-                "compiled": kernels.compiled, "compile_s": kernels.seconds, "found": kernels.found,
-                "found_s": kernels.found_seconds, "graphs": self.graphs, "capture_s": self.capture_s,
-                "replay_s": self.replay_s,
-            }  # fmt: skip
-            row["slowest"] = ", ".join(f"{name} {seconds:.1f} s" for seconds, name in slowest)
-        self.rows.append(row)
-        self.last, self.graphs, self.capture_s, self.replay_s = now, 0, 0.0, 0.0
+    graphs: int = 0
+    capture_s: float = 0.0
+    replay_s: float = 0.0
 
     def captured(self, seconds: float) -> None:
         self.graphs += 1
@@ -127,6 +112,28 @@ class Stages:
 
     def replayed(self, seconds: float) -> None:
         self.replay_s += seconds
+
+
+class Stages:
+    """What happened between two marks, as rows of the table."""
+
+    def __init__(self, begin: float) -> None:
+        self.begin = self.last = begin
+        self.rows: list[dict[str, Any]] = []
+
+    def mark(self, case: str, kernels: Compiles | None = None, captures: Captures | None = None) -> None:
+        """All since the last mark was for this."""
+        now = time.time()
+        row = {"case": case, "at": now - self.begin, "s": now - self.last, "slowest": ""}
+        if kernels is not None:
+            row |= {"compiled": kernels.compiled, "compile_s": kernels.seconds}
+            row |= {"found": kernels.found, "found_s": kernels.found_seconds}
+            slowest = sorted(kernels.slowest)[:-4:-1]
+            row["slowest"] = ", ".join(f"{name} {seconds:.1f} s" for seconds, name in slowest)
+        if captures is not None:
+            row |= asdict(captures)
+        self.rows.append(row)
+        self.last = now
 
 
 def child(given: str, way: str, begin: str) -> None:
@@ -137,7 +144,6 @@ def child(given: str, way: str, begin: str) -> None:
     from hybridkv.bench.standin import make_engine
     from hybridkv.config import CacheConfig, SamplingParams
     from hybridkv.engine.precompile import go_through
-    from hybridkv.kernels.compiling import counted
     from hybridkv.models.random_weights import random_decoder
 
     stages.mark("import")
@@ -172,15 +178,14 @@ def child(given: str, way: str, begin: str) -> None:
         if problems:
             raise RuntimeError(problems[0])
 
-    with watched_captures(stages):
-        for case, prompts, tokens in (
-            ("first short", [SHORT], 1), ("second", [SHORT], 2), ("first long", [long], 1),
-            ("full batch", [SHORT] * slots, 2),
-        ):  # fmt: skip
-            with counted() as kernels:
-                until(prompts, tokens)
-                synchronize(shape)
-            stages.mark(case, kernels)
+    for case, prompts, tokens in (
+        ("first short", [SHORT], 1), ("second", [SHORT], 2), ("first long", [long], 1),
+        ("full batch", [SHORT] * slots, 2),
+    ):  # fmt: skip
+        with counted() as kernels, watched_captures() as captures:
+            until(prompts, tokens)
+            synchronize(shape)
+        stages.mark(case, kernels, captures)
     print(json.dumps(stages.rows))
 
 
@@ -192,22 +197,22 @@ def synchronize(shape: Shape) -> None:
 
 
 @contextmanager
-def watched_captures(stages: Stages) -> Iterator[None]:
-    """Inside, captures of graphs are timed, and of these the replays by which their cost is measured."""
+def watched_captures() -> Iterator[Captures]:
+    """Inside, captures of graphs are timed."""
     from hybridkv.engine.graphs import DecodeGraphs
     from hybridkv.engine.mixed_graphs import MixedGraphs
     from hybridkv.engine.step_cost import StepCost
 
-    places = ((DecodeGraphs, "_capture", stages.captured), (MixedGraphs, "_capture", stages.captured),
-              (StepCost, "measure", stages.replayed))  # fmt: skip
-    before = [getattr(kind, name) for kind, name, _ in places]
-    for (kind, name, note), call in zip(places, before, strict=True):
-        setattr(kind, name, _timed(call, note))
-    try:
-        yield
-    finally:
-        for (kind, name, _), call in zip(places, before, strict=True):
-            setattr(kind, name, call)
+    found = Captures()
+    with ExitStack() as stack:
+        for kind, name, note in (
+            (DecodeGraphs, "_capture", found.captured),
+            (MixedGraphs, "_capture", found.captured),
+            (StepCost, "measure", found.replayed),
+        ):
+            stack.callback(setattr, kind, name, getattr(kind, name))
+            setattr(kind, name, _timed(getattr(kind, name), note))
+        yield found
 
 
 def _timed(call: Callable[..., Any], note: Callable[[float], None]) -> Callable[..., Any]:
