@@ -25,6 +25,7 @@ from hybridkv.document import Progress as DocumentProgress
 from hybridkv.embedded import Progress
 from hybridkv.engine.engine import INHERIT, Engine
 from hybridkv.engine.owner import EngineOwner, Ticket
+from hybridkv.engine.precompile import precompile
 from hybridkv.engine.workspace import workspace
 from hybridkv.errors import HybridKVError, RequestError, UnsupportedModel
 from hybridkv.eviction import Evictor, most_held, query_buffers_for
@@ -64,6 +65,8 @@ class LLM:
             GPU those of a GGUF file stay packed.
         fetch_progress: called with (bytes done, all bytes) while the embedded model is fetched.
         load_progress: called with (tensors done, all tensors) while weights are read.
+        compile_progress: called with (kernels done, kernels so far) while kernels are compiled, by any thread: on a
+            GPU, where such an engine is opened for the first time.
 
     `sampling_defaults` has what the model's own generation_config says of sampling, `plan` the sizes of the cache.
     """
@@ -82,6 +85,7 @@ class LLM:
         weight_dtype: str = "auto",
         fetch_progress: Progress | None = None,
         load_progress: Progress | None = None,
+        compile_progress: Progress | None = None,
     ) -> None:
         if step_tokens is None and resolve_device(device).type == "cuda":
             step_tokens = GPU_STEP_TOKENS
@@ -117,6 +121,7 @@ class LLM:
         evictor = Evictor.make(self.cache_config, self.manager, scale=self.config.attention_scale)
         self.engine = Engine(self.model, self.manager, self.tokenizer, limits.step_tokens, eos, evictor)
         self.engine.sampling_defaults = self.sampling_defaults
+        precompile(self.engine, compile_progress)
         self.owner = EngineOwner(self.engine)
         form = "fp8" if self.fp8 else "packed" if self.packed else str(self.dtype).removeprefix("torch.")
         self.engine.about = {"model": self.path.name, "weights": form}

@@ -33,10 +33,12 @@ from hybridkv.bench.prefill import read
 from hybridkv.bench.report import Column, Report
 from hybridkv.bench.shapes import Shape
 from hybridkv.bench.standin import fill_state, resident
+from hybridkv.bench.start import watched_captures
 from hybridkv.bench.timing import GIB, Ceilings, free_memory
 from hybridkv.config import CacheConfig
 from hybridkv.engine.engine import Engine
 from hybridkv.errors import HybridKVError
+from hybridkv.kernels.compiling import counted
 from hybridkv.models.decoder import Model
 from hybridkv.models.random_weights import random_decoder
 
@@ -160,8 +162,12 @@ class LoadBench:
         return f"{len(self.asked)} x {self.mix.prompts} in, {self.mix.answers} out{budget}"
 
     def warm(self, sampled: bool) -> None:
-        took = warm_up(self.engine, self.asked, sampled, self.report.doing)
-        self.report.note(f"warm-up, {'sampled' if sampled else 'greedy'}: {took:.1f} s")
+        with counted() as kernels, watched_captures() as captures:
+            took = warm_up(self.engine, self.asked, sampled, self.report.doing)
+        self.report.note(
+            f"warm-up, {'sampled' if sampled else 'greedy'}: {took:.1f} s; {kernels.compiled} kernels compiled in "
+            f"{kernels.seconds:.1f} s, {captures.graphs} graphs captured in {captures.capture_s:.1f} s"
+        )
         if cost := sorted(self.engine.runner.cost.seconds.items()):
             times = ", ".join(f"{tokens}: {seconds * 1e3:.2f}" for tokens, seconds in cost)
             self.report.note(f"captured steps, tokens: ms on padding: {times}")

@@ -13,7 +13,7 @@ from hybridkv.bench.load_workload import SPREADS, Range
 from hybridkv.config import KV_DTYPES
 from hybridkv.errors import HybridKVError
 
-BENCHES = ("kernels", "decode", "prefill", "eviction", "capacity", "load")
+BENCHES = ("kernels", "decode", "prefill", "eviction", "capacity", "load", "start")
 BUDGET = 2048  # kept in each stream where something is evicted and no number is given
 MOST_LOAD = 5.0  # of the capacity: beyond it requests only wait
 V4_BENCHES = ("v4_kernels", "v4_model")  # of DeepSeek-V4, whose cache and layers are its own; not part of "all"
@@ -37,7 +37,7 @@ class BenchOptions:
         None,
         "PATTERN",
         "kernels: ops and cases; decode: budget, context, batch, weights, state, peers; "
-        "load: offline, sampled, mixed, online, peers",
+        "load: offline, sampled, mixed, online, peers; start: cold, warm",
     )
     quick: bool = option(False, "", "few cases")
     kv_dtypes: tuple[str, ...] = option((), "NAMES", "of the cache, such as bf16,fp8", "kv-dtype")

@@ -121,6 +121,9 @@ class StreamPlan:
     max_entries: int
 
 
+_GAP = np.zeros(1, np.int64)
+
+
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> Tensor:
     """Arrays of int64, one after the other, to the device in one copy that nothing waits for."""
     joined = torch.from_numpy(np.concatenate(arrays))
@@ -147,9 +150,10 @@ def build_step(
         arrays.append(plan.lengths)
         if plan.entry_index is not None:
             arrays.append(plan.entry_index)
-    packed = upload([x.ravel() for x in arrays], device)
-    pieces = packed.split([x.size for x in arrays])
-    parts = iter([piece.view(x.shape) for piece, x in zip(pieces, arrays, strict=True)])
+    # each begins at 16 bytes: kernels are compiled for addresses that do, and would be again for those that do not
+    packed = upload([part for x in arrays for part in (x.ravel(), _GAP[: x.size % 2])], device)
+    pieces = packed.split([x.size + x.size % 2 for x in arrays])
+    parts = iter([piece[: x.size].view(x.shape) for piece, x in zip(pieces, arrays, strict=True)])
     index = _next_index(parts)
     chunk_index = _next_index(parts) if with_chunk_index else None
     rows = next(parts) if query_rows is not None else None

@@ -19,6 +19,7 @@ from hybridkv.cache.schema import ceil_div
 from hybridkv.checkpoint.generation_config import describe
 from hybridkv.config import SAMPLING_OFF, SamplingParams
 from hybridkv.eviction.evict import STREAMS
+from hybridkv.kernels.compiling import kernel_folder
 from hybridkv.llm import LLM
 from hybridkv.planner import human
 from hybridkv.request import Request
@@ -68,6 +69,12 @@ def progress() -> Iterator[Bars]:
     settings = {"transient": True, "redirect_stdout": False, "disable": not console.is_terminal}
     with Progress(*columns, console=console, **settings) as bars:  # type: ignore[arg-type]
         yield Bars(bars)
+
+
+def compiling() -> str:
+    """What a first run on a machine waits for, and where that is kept."""
+    folder = kernel_folder()
+    return "compiling kernels, once on this machine" + (f" (kept in {folder})" if folder is not None else "")
 
 
 def say(text: str) -> None:

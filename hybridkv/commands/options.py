@@ -135,7 +135,7 @@ class OpenOptions:
     def open(self, requests: int = 1, cache: CacheConfig | None = None) -> LLM:
         """Load the model, with a progress display on a terminal. `requests`: how many will run."""
         cache = self.cache() if cache is None else cache
-        from hybridkv.commands.display import progress
+        from hybridkv.commands.display import compiling, progress
         from hybridkv.llm import LLM
 
         self._refuse_a_shape()
@@ -153,6 +153,7 @@ class OpenOptions:
                 memory=self.memory,
                 fetch_progress=bars.show("fetching SmolLM2-135M-Instruct"),
                 load_progress=bars.show("loading weights"),
+                compile_progress=bars.show(compiling()),
             )
 
     def _refuse_a_shape(self) -> None:

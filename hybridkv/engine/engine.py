@@ -29,12 +29,13 @@ from hybridkv.cache.session import Session, check_model
 from hybridkv.config import EvictionConfig, SamplingParams, is_whole
 from hybridkv.devices import on_device
 from hybridkv.engine import held
+from hybridkv.engine.admission import DoesNotFit
 from hybridkv.engine.ahead import evict_after_step
 from hybridkv.engine.copying import calibration_tokens, copying_weights
 from hybridkv.engine.pipeline import InFlightStep, Pipeline
 from hybridkv.engine.replay import ReplayPart, replay
 from hybridkv.engine.runner import Runner
-from hybridkv.engine.scheduler import DoesNotFit, Scheduler
+from hybridkv.engine.scheduler import Scheduler
 from hybridkv.engine.scoring import score, score_after
 from hybridkv.engine.stats import stats_of
 from hybridkv.errors import HybridKVError, OutOfPages, RequestError

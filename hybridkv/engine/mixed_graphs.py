@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hybridkv.cache import ForwardStep, KVCacheManager
 from hybridkv.engine.step_cost import TIMED, StepCost
-from hybridkv.engine.workspace import mixed_sizes
+from hybridkv.engine.workspace import MOST_CHUNKS, chunk_rows, mixed_sizes
 from hybridkv.kernels.attention.dequantise import KEYS
 from hybridkv.kernels.attention.prefill_plan import PIECE, fits_graph
 from hybridkv.kernels.formats.kv_format import pool_format
@@ -29,9 +29,6 @@ from hybridkv.models.decoder import Model
 
 ASKED = 2  # times that a shape must be asked for before it is captured
 FEW_DECODES = 16  # decoding requests that a graph beside prompts has room for at least, then four times as many
-MOST_CHUNKS = 32  # prompts in a step
-CHUNK_TOKENS = 32  # tokens of a step for each prompt that it has room for, but no fewer than MIN_CHUNKS
-MIN_CHUNKS = 4
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,6 @@ class CapturedMixed:
 class MixedGraphs:
     def __init__(self, model: Model, manager: KVCacheManager, step_tokens: int, cost: StepCost) -> None:
         self.model, self.manager, self.cost = model, manager, cost
-        self.sizes = mixed_sizes(model.config, step_tokens)
         self.decodes = decode_sizes(manager.slots)
         # keys in other pages than tiles of bf16 are dequantised at once, or not in a graph
         formats = [pool_format(table.pool.tensors) for table in manager.tables.values()]
@@ -65,6 +61,8 @@ class MixedGraphs:
         self.dequantises = not tiled or any(fmt is None or fmt.dot_dtype != torch.bfloat16 for fmt in formats)
         self.dequantises |= any(fmt is not None and fmt.quantised for fmt in formats)
         self.dequantises &= not manager.exact  # which reads all pages as they are
+        item = model.embedding.element_size()  # type: ignore[attr-defined]
+        self.sizes = mixed_sizes(model.config, step_tokens, item, self.dequantises)
         self.asked: dict[StepShape, int] = {}
         self.captured: dict[StepShape, CapturedMixed] = {}
         self.failed: set[StepShape] = set()
@@ -144,8 +142,3 @@ def decode_sizes(slots: int) -> list[int]:
         sizes.append(size)
         size *= 4
     return [*sizes, slots]
-
-
-def chunk_rows(tokens: int) -> int:
-    """Prompts for which a step of so many tokens has room, that of padding included."""
-    return min(MOST_CHUNKS, max(MIN_CHUNKS, tokens // CHUNK_TOKENS)) + 1

@@ -28,7 +28,8 @@ DEFAULT = 512  # tokens of a step in which requests decode
 WAIT = 2.4  # times as long as without prompts
 ATTENDING = 2.0  # times what a product with weights takes (H200: 16K keys make a 27B prompt's step a fifth longer)
 LEAST = 0.02  # seconds
-TIMED = 3  # replays of a graph
+TIMED = 3  # replays of a graph, at the most
+ENOUGH = 0.01  # seconds of replays after which no more are timed: a long step is measured well by one
 
 
 class StepCost:
@@ -38,16 +39,19 @@ class StepCost:
         self.seconds: dict[int, float] = {}  # of a step of so many tokens, without what requests hold
 
     def measure(self, tokens: int, run: Callable[[], object], times: int) -> None:
-        """Take the time of a captured step on padding."""
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
+        """Take the time of a captured step on padding, unless one of so many tokens was measured before."""
+        if tokens in self.seconds:
+            return
         run()
-        for mark in marks[:-1]:
-            mark.record()
+        taken: list[float] = []
+        while len(taken) < times and sum(taken) < ENOUGH:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
             run()
-        marks[-1].record()
-        marks[-1].synchronize()
-        taken = [a.elapsed_time(b) / 1000 for a, b in zip(marks, marks[1:])]
-        self.seconds[tokens] = min(self.seconds.get(tokens, float("inf")), statistics.median(taken))
+            end.record()
+            end.synchronize()
+            taken.append(begin.elapsed_time(end) / 1000)
+        self.seconds[tokens] = statistics.median(taken)
 
     @staticmethod
     def of(model: Model) -> StepCost:

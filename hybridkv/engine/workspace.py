@@ -31,7 +31,11 @@ PEAK_SCORES = 6  # f32 of each stream that `peak` holds while it scores some lay
 INDEX_SCORE_BYTES = 4 << 26  # models/v4_attention.py holds this many bytes of index scores at once
 
 GRAPH_BYTES = 512 << 20  # activations of the largest step with prompt chunks that is captured
-GRAPH_TOKENS = 1 << 15  # of such a step at the most: the delta rule takes no more at once (PIECE of gdn/prefill.py)
+AT_ONCE = 1 << 15  # tokens, and keys, that the ops of a captured step take at once (kernels/gdn and attention: PIECE)
+PART, KEYS = 64, 64  # tokens that the delta rule takes at once; keys of a dequantised tile
+MOST_CHUNKS = 32  # prompts in a captured step
+CHUNK_TOKENS = 32  # tokens of a step for each prompt that it has room for, but no fewer than MIN_CHUNKS
+MIN_CHUNKS = 4
 
 BLOCK_BYTES = 256 << 20  # temporaries of one block of rows
 # Bytes that a row needs for each of its logits: a copy in f32 for logprobs, or for a hook and what that makes of it. On
@@ -48,32 +52,50 @@ def graph_sizes(slots: int) -> list[int]:
     return powers if powers[-1] == slots else [*powers, slots]
 
 
-def mixed_sizes(config: ModelConfig, step_tokens: int) -> list[int]:
+def mixed_sizes(config: ModelConfig, step_tokens: int, itemsize: int = 2, dequantises: bool = False) -> list[int]:
     """Tokens of the graphs for steps with prompt chunks: a step is padded to the next of these sizes.
 
     Multiples of 64, then four sizes from a power of two to the next. None where such steps are not captured.
+
+    Args:
+        config: of the model.
+        step_tokens: of the largest step.
+        itemsize: bytes of a number that a step computes with.
+        dequantises: whether keys of prompts are dequantised before they are read.
     """
     if config.v4 is not None:
         return []
-    most = min(step_tokens, GRAPH_BYTES // activation_bytes(config), GRAPH_TOKENS)
+    most = min(step_tokens, AT_ONCE)
     sizes = [64, 128, 192]
     while sizes[-1] < most:
         power = 1 << sizes[-1].bit_length()
         sizes += [power + i * (power // 4) for i in range(4)]
-    return [size for size in sizes if size <= most]
+    fits = (size for size in sizes if graph_bytes(config, size, itemsize, dequantises) <= GRAPH_BYTES)
+    return [size for size in fits if size <= most]
 
 
-def activation_bytes(config: ModelConfig) -> int:
-    """Bytes that a step holds at once for each of its tokens, about: the widest of its parts, in bf16."""
+def chunk_rows(tokens: int) -> int:
+    """Prompts for which a captured step of so many tokens has room, that of padding included."""
+    return min(MOST_CHUNKS, max(MIN_CHUNKS, tokens // CHUNK_TOKENS)) + 1
+
+
+def graph_bytes(config: ModelConfig, tokens: int, itemsize: int = 2, dequantises: bool = False) -> int:
+    """Bytes that a captured step of so many tokens holds at once, about: the widest of its parts."""
     c, gdn, moe = config, config.gdn, config.moe
     feed = 3 * c.intermediate
     if moe is not None:
         feed = max(feed, moe.per_token * (2 * moe.intermediate + c.hidden) + 3 * moe.shared_intermediate)
     mixer = 2 * (2 * c.heads + 2 * c.kv_heads) * c.head_dim
+    most = tokens * itemsize * (4 * c.hidden + max(feed, mixer))
+    chunks = chunk_rows(tokens)
     if gdn is not None:
         values = gdn.value_heads * gdn.value_dim
-        mixer = max(mixer, 2 * gdn.channels + 2 * values + gdn.value_heads * (2 * 64 + 12))
-    return 2 * (4 * c.hidden + max(feed, mixer))
+        rows = tokens + PART * chunks  # of parts, of which every prompt may have one that is not full
+        each = gdn.channels + 2 * PART * gdn.value_heads
+        mixed = tokens * itemsize * (4 * c.hidden + gdn.channels + 2 * values)
+        most = max(most, mixed + rows * (itemsize * each + 8 * gdn.value_heads))
+    tiles = 2 * c.kv_heads * (AT_ONCE + KEYS * chunks) * c.head_dim * 2 if dequantises else 0
+    return most + tiles
 
 
 def sampling_bytes(rows: int, vocab: int) -> int:

@@ -37,7 +37,7 @@ def piece_kernel(logits, largest, place, V, stride_s, BV: tl.constexpr):
     tl.store(largest + o_out, tl.where(bad, float("nan"), best))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def join_kernel(largest, place, found, S, N, BN: tl.constexpr):
     i_s = tl.program_id(0).to(tl.int64)
     o_n = tl.arange(0, BN)

@@ -106,3 +106,17 @@ def test_the_last_queries_of_each_request_have_rows_in_the_ring() -> None:
     b, a, c = (m.slot_of[x] * WINDOW for x in "bac")
     assert step.query_rows is not None
     assert step.query_rows.tolist() == [b, a, a + 1, *[-1] * 5, c + 5 % 3, c + 6 % 3, c + 7 % 3]
+
+
+def test_what_is_sent_is_aligned_whatever_the_number_of_requests() -> None:
+    """To 16 bytes each: kernels would be compiled once more for what is not."""
+    m = manager()
+    for plan in ([("a", 1)], [("a", 1), ("b", 3)], [("a", 1), ("b", 1), ("c", 5)], [("a", 1), ("b", 1), ("c", 1)]):
+        step = run(m, plan)
+        view = step.streams["kv"]
+        index = step.index
+        sent = (index.slots, index.num_computed, index.query_start_loc, index.token_to_req, index.positions)
+        for part in filter(lambda part: part is not None, (*sent, view.device_lengths, view.places, step.query_rows)):
+            assert (part.data_ptr() - step.packed.data_ptr()) % 16 == 0
+        assert step.index.slots.tolist() == [m.slot_of[name] for name, _ in plan]
+        assert view.device_lengths.tolist() == [m.tables["kv"].lengths[m.slot_of[name]].tolist() for name, _ in plan]

@@ -3,16 +3,19 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import MISSING, fields
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import hybridkv
 from cli.commands import LONG, ROOT, TINY, Run, short_prompt
-from hybridkv import LLM, SamplingParams
+from hybridkv import LLM, SamplingParams, llm
 from hybridkv.cli import main
-from hybridkv.commands import demo, options
+from hybridkv.commands import demo, display, options
 from hybridkv.config import CacheConfig, EngineConfig
 from hybridkv.overrides import overridden
 
@@ -319,3 +322,29 @@ def test_nonsense_in_the_environment_is_one_line(
     monkeypatch.setenv(f"HYBRIDKV_{variable}", value)
     code, _, err = run("generate", "hi", "-m", folder, *TINY)
     assert code == 2 and err.count("\n") == 1 and f"HYBRIDKV_{variable}" in err
+
+
+# ---- what a first run waits for
+
+
+def test_kernels_that_are_compiled_are_shown_on_a_terminal_alone(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, and only there, a first run compiles for some seconds: it says so, and where that is kept."""
+    asked = []
+
+    def compiles(engine: object, progress: Callable[[int, int], None]) -> None:
+        asked.append(engine)
+        progress(1, 7)
+
+    monkeypatch.setattr(llm, "precompile", compiles)
+    monkeypatch.setattr(display, "kernel_folder", lambda: Path("/kept/here"))
+    arguments = ("generate", "hi", "-m", folder, *TINY, "--max-tokens", 2)
+    code, _, err = run(*arguments)
+    assert code == 0 and len(asked) == 1 and "compiling" not in err
+    terminal = StringIO()
+    monkeypatch.setattr(
+        display, "Console", lambda **_: Console(file=terminal, force_terminal=True, width=200, color_system=None)
+    )
+    assert run(*arguments)[0] == 0
+    assert "compiling kernels, once on this machine (kept in /kept/here)" in terminal.getvalue()

@@ -10,14 +10,16 @@ import torch
 
 from engine.driving import KINDS, alone, assert_nothing_held, prompt, run, with_graphs
 from hybridkv.config import SamplingParams
-from hybridkv.engine import mixed_graphs
-from hybridkv.engine.mixed_graphs import CapturedMixed, MixedGraphs, chunk_rows, decode_sizes
-from hybridkv.engine.workspace import GRAPH_BYTES, GRAPH_TOKENS, activation_bytes, mixed_sizes
-from hybridkv.kernels.gdn.prefill import PIECE
+from hybridkv.engine import mixed_graphs, workspace
+from hybridkv.engine.mixed_graphs import CapturedMixed, MixedGraphs, decode_sizes
+from hybridkv.engine.workspace import AT_ONCE, GRAPH_BYTES, chunk_rows, graph_bytes, mixed_sizes
+from hybridkv.kernels.attention import dequantise, prefill_plan
+from hybridkv.kernels.gdn import prefill as gdn_prefill
+from hybridkv.kernels.gdn import rule
 from hybridkv.kernels.step_index import StepShape
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Norm
-from hybridkv.models.known import KNOWN, known_config
+from hybridkv.models.known import known_config
 
 
 def asked(count: int) -> list[tuple[list[int], SamplingParams]]:
@@ -182,23 +184,32 @@ def config_of(name: str) -> ModelConfig:
     return ModelConfig.from_dict(found[1])
 
 
-def test_no_graph_has_more_tokens_than_the_delta_rule_takes_at_once() -> None:
-    """Of a small model the activations alone would allow more: capturing that would end a step."""
-    heads = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "num_attention_heads": 2}
-    small = ModelConfig.from_dict(KNOWN["Qwen3.5-0.8B"] | heads | {"hidden_size": 64, "intermediate_size": 64})
-    assert mixed_sizes(small, 1 << 20)[-1] == GRAPH_TOKENS == PIECE
-
-
 def test_sizes() -> None:
     """Padding is at most a quarter of a step from 256 tokens on; a graph's activations are bounded."""
     config = config_of("Qwen3.5-27B")
     sizes = mixed_sizes(config, 4096)
     assert sizes[:8] == [64, 128, 192, 256, 320, 384, 448, 512] and sizes == sorted(sizes)
     assert all(b <= 1.25 * a for a, b in zip(sizes[3:], sizes[4:]))
-    assert sizes[-1] * activation_bytes(config) <= GRAPH_BYTES and mixed_sizes(config, 128) == [64, 128]
+    assert graph_bytes(config, sizes[-1]) <= GRAPH_BYTES and mixed_sizes(config, 128) == [64, 128]
     assert decode_sizes(256) == [0, 16, 64, 256] and decode_sizes(6) == [0, 6] and decode_sizes(16) == [0, 16]
     assert [chunk_rows(n) for n in (64, 512, 4096)] == [5, 17, 33]
     assert mixed_sizes(config_of("DeepSeek-V4-Flash"), 4096) == []
+
+
+def test_what_a_graph_holds_counts_weights_in_f32_and_dequantised_keys() -> None:
+    """27B, FP8 keys: 32,768 of them and a tile for each prompt, 4 heads of 256, keys and values in bf16: 136 MiB."""
+    config = config_of("Qwen3.5-27B")
+    tiles = graph_bytes(config, 2048, 2, True) - graph_bytes(config, 2048)
+    assert tiles == 2 * 4 * (32768 + 64 * chunk_rows(2048)) * 256 * 2 and round(tiles / 2**20) == 136
+    assert graph_bytes(config, 2048, 4) == pytest.approx(2 * graph_bytes(config, 2048), rel=0.01)
+    plain, wide, both = (mixed_sizes(config, 4096, *how)[-1] for how in ((2, False), (2, True), (4, True)))
+    assert plain > wide > both >= 512 and graph_bytes(config, both, 4, True) <= GRAPH_BYTES
+
+
+def test_no_graph_has_more_tokens_than_its_ops_take_at_once() -> None:
+    assert mixed_sizes(config_of("SmolLM2-135M-Instruct"), 1 << 20)[-1] == AT_ONCE
+    assert AT_ONCE == prefill_plan.PIECE == gdn_prefill.PIECE
+    assert workspace.PART == rule.CHUNK and workspace.KEYS == dequantise.KEYS
 
 
 @pytest.mark.parametrize(

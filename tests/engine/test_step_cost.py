@@ -82,3 +82,33 @@ def test_the_share_of_attention_is_counted_for_every_family(name: str) -> None:
     assert (share == 0) == (not config.attention_layers) and 0 <= 16384 * share < 10
     if name == "Qwen3.5-27B":  # 64 layers, 16 of which attend with 24 heads of 256; 25.6e9 weights multiply a token
         assert share == pytest.approx(4 * 16 * 24 * 256 / (2 * 25.6e9), rel=0.01)
+
+
+def test_a_size_is_measured_once_and_a_long_step_by_one_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = clock[0]
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: "Event") -> float:
+            return (end.at - self.at) * 1000
+
+    monkeypatch.setattr(step_cost.torch.cuda, "Event", Event)
+    cost, runs = StepCost(1), []
+
+    def step(seconds: float) -> None:
+        runs.append(seconds)
+        clock[0] += seconds * (10 if len(runs) == 1 else 1)  # the first replay is not the others
+
+    cost.measure(64, lambda: step(1e-3), 3)
+    assert cost.seconds == {64: pytest.approx(1e-3)} and len(runs) == 4
+    cost.measure(64, lambda: step(9e-3), 3)
+    cost.measure(2048, lambda: step(0.16), 3)
+    assert len(runs) == 6 and cost.seconds[2048] == pytest.approx(0.16)

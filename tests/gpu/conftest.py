@@ -7,6 +7,16 @@ from typing import Any
 import pytest
 import torch
 
+from hybridkv import llm
+
+
+@pytest.fixture(autouse=True, scope="session")
+def compiled_when_needed() -> Iterator[None]:
+    """A test needs few of the kernels that are compiled when a model is opened; test_precompile has them all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm, "precompile", lambda *_: 0)
+        yield
+
 
 @pytest.fixture
 def on_the_gpu() -> Iterator[None]:

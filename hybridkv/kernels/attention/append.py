@@ -37,7 +37,7 @@ def append_tile(x, pool, scale, o_e, o_x, o_d, D, FP8: tl.constexpr):
     store_entries(tl.load(x + o_x, mask=m_x, other=0.0), pool, scale, o_e, D, FP8)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "stride_eg"])
 def append_kernel(
     k, v, k_pool, v_pool, k_scale, v_scale, entry_index, T, D,
     stride_kt, stride_kg, stride_kd, stride_vt, stride_vg, stride_vd, stride_eg, stride_et,

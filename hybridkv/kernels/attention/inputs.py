@@ -89,7 +89,7 @@ def rotated_heads(p_x, p_cos, p_sin, weight, m_t, D, R, eps, NORM: tl.constexpr,
     return tl.where(m_r[None, :], b_rotated, b_x).to(dtype)  # infinity x 0 would be NaN
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "stride_eg"])
 def attention_inputs_kernel(
     x, cos, sin, k_pool, v_pool, k_scale, v_scale, entry_index, q_norm, k_norm, q, query_buffer, query_rows,
     T, H, G, D, R, eps, stride_x, stride_cos, stride_sin, stride_eg, stride_et,
