@@ -1,7 +1,6 @@
 """DecodeGraphs: a whole decode step captured once for each batch size, then replayed whatever the positions are.
 
-Few requests with FP8 keys, or in exact mode, have two graphs, for short streams and for all, since the kernels are
-launched differently.
+Few requests with FP8 keys have two graphs, for short streams and for all, since the kernels are launched differently.
 
 A graph reads two buffers that never move: the tokens, and what `prepare_forward` packed. A replay is two small copies
 and one launch; it allocates nothing and waits for nothing. Rows that a batch does not fill are padding (slot -1), which
@@ -20,7 +19,6 @@ from hybridkv.cache import ForwardStep, KVCacheManager
 from hybridkv.engine.step_cost import TIMED, StepCost
 from hybridkv.engine.workspace import graph_sizes
 from hybridkv.kernels.attention.decode_tuning import same_shape_up_to
-from hybridkv.kernels.attention.exact import same_splits_up_to
 from hybridkv.kernels.backend import HAS_TRITON
 from hybridkv.kernels.formats.kv_format import pool_format
 from hybridkv.models.decoder import Model
@@ -55,7 +53,7 @@ class DecodeGraphs:
         self.model, self.manager, self.cost = model, manager, cost
         self.sizes = graph_sizes(manager.slots)
         formats = [pool_format(table.pool.tensors) for table in manager.tables.values()]
-        self.quantised = any(fmt is not None and fmt.quantised for fmt in formats)
+        self.quantised = not manager.exact and any(fmt is not None and fmt.quantised for fmt in formats)
         self.captured: dict[tuple[int, int], Captured] = {}  # by rows and reach
         self.failed: set[tuple[int, int]] = set()
         self.pool = torch.cuda.graph_pool_handle()
@@ -66,8 +64,6 @@ class DecodeGraphs:
 
     def key(self, rows: int, max_entries: int) -> tuple[int, int]:
         """Rows and reach of the graph for `rows` rows whose streams hold up to `max_entries` entries."""
-        if self.manager.exact:
-            return rows, same_splits_up_to(rows, max_entries, self.manager.max_tokens)
         return rows, same_shape_up_to(rows, max_entries, self.manager.max_tokens, self.quantised)
 
     def ready(self, step: ForwardStep) -> Captured | None:

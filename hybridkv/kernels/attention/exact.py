@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridkv.kernels.attention.decode_tuning import FEW
 from hybridkv.kernels.attention.exact_kernel import attention_exact_kernel, join_splits_kernel
 from hybridkv.kernels.attention.launch import dot_dtype, kernel_pages, kernel_streams
 from hybridkv.kernels.attention.prefill import Piece, _aligned, _launch, is_tiled, suits_hopper
@@ -35,7 +34,6 @@ QUERY_BLOCK = 256  # rows that run together there: bounds the workspace and chan
 FOLD = 16  # query heads of a KV head are padded to a multiple: then torch's CPU kernel aligns its buffers alike
 SPLIT = 1024  # keys of a split
 WORKSPACE = 1 << 27  # bytes of what splits have gathered that are computed apart
-SHORT = 1 << 14  # keys of a stream, for which there is a graph of its own
 
 
 def _rows(
@@ -103,15 +101,6 @@ def owners(starts: tuple[int, ...], device: torch.device) -> Tensor:
 def apart(programs: int, splits: int, outputs: int, processors: int) -> bool:
     """Whether splits get programs of their own: where too few blocks would fill the card. Changes no result."""
     return splits > 1 and programs < 2 * processors and splits * outputs * 4 <= WORKSPACE
-
-
-def same_splits_up_to(requests: int, keys: int, max_keys: int) -> int:
-    """The largest number of keys, up to `max_keys`, for which a graph of single tokens is captured that runs `keys`.
-
-    Programs for splits that nobody has cost little, but more than nothing: a few requests have a graph for short
-    streams.
-    """
-    return SHORT if requests <= FEW and keys <= SHORT < max_keys else max_keys
 
 
 def attention_exact_triton(

@@ -24,6 +24,7 @@ from hybridkv.kernels.gdn.exact_kernel import gdn_exact_inputs_kernel, gdn_exact
 from hybridkv.kernels.gdn.rule_exact import causal_conv_exact, gated_delta_exact
 from hybridkv.kernels.gdn.weights import DeltaNet
 from hybridkv.kernels.norm import gated_rms_norm_exact, l2_norm_exact
+from hybridkv.kernels.overlap import MANY_TOKENS, can_overlap
 
 ROWS = 8  # tokens of a program before the rule and in the norm
 COLUMNS = 16  # value channels of a program of the recurrence, in Triton
@@ -132,11 +133,12 @@ def gdn_exact_triton(
     gates = torch.empty(T, Hv, 4, dtype=torch.float32, device=x.device)
     o = torch.empty(T, Hv, V, dtype=torch.float32, device=x.device)
     slots, starts, of_token = requests
-    overlap = has_pdl(x.device)
+    overlap = has_pdl(x.device)  # in the code, so that it is the same for any number of tokens
+    early = can_overlap(x, MANY_TOKENS)  # with more, programs that wait would take the place of those that work
     gdn_exact_inputs_kernel[Hk + Hv + 1, triton.cdiv(T, ROWS)](
         x, net.conv, conv_states, net.decay, net.dt_bias, qk, v, gates, slots, starts, of_token, T,
         x.stride(0), conv_states.stride(0), K**-0.5, HK=Hk, HV=Hv, K=K, V=V, WIDTH=width, BK=BK, BV=BV,
-        BH=triton.next_power_of_2(Hv), BT=ROWS, OVERLAP=overlap, num_warps=4, launch_pdl=overlap,
+        BH=triton.next_power_of_2(Hv), BT=ROWS, OVERLAP=overlap, num_warps=4, launch_pdl=early,
     )  # fmt: skip
     strides = x.stride(0), conv_states.stride(0), states.stride(0)
     args = x, qk, v, gates, o, conv_states, states, slots, starts, *strides
@@ -146,19 +148,19 @@ def gdn_exact_triton(
         shape = shape or HOPPER_SHAPE
         gdn_exact_hopper_kernel[V // shape.channels, Hv, B](
             *args, HK=Hk, HV=Hv, BV=shape.channels, COLUMNS=shape.columns, THREADS=shape.threads, BLOCK=shape.block,
-            BLOCKS=shape.blocks, num_warps=shape.warps, maxnreg=shape.registers, launch_pdl=True,
+            BLOCKS=shape.blocks, num_warps=shape.warps, maxnreg=shape.registers, launch_pdl=early,
         )  # fmt: skip
     else:
         parts = triton.cdiv(V, COLUMNS)
         gdn_exact_scan_kernel[parts, Hv, B](
             *args, HK=Hk, HV=Hv, K=K, V=V, WIDTH=width, BK=BK, BV=COLUMNS,
             BC=triton.next_power_of_2(triton.cdiv(K, parts)), STAGES=3, OVERLAP=overlap, num_warps=2,
-            launch_pdl=overlap,
+            launch_pdl=early,
         )  # fmt: skip
     z = x[:, net.channels : net.channels + Hv * V]
     gdn_exact_norm_kernel[Hv, triton.cdiv(T, ROWS)](
         o, z, net.norm, out, slots, of_token, T, x.stride(0), net.eps, HV=Hv, V=V, BV=BV, BT=ROWS, OVERLAP=overlap,
-        num_warps=4, launch_pdl=overlap,
+        num_warps=4, launch_pdl=early,
     )  # fmt: skip
     return out
 

@@ -90,7 +90,7 @@ def gdn_exact_hopper_kernel(
     i_g = i_h // (HV // HK)
     o_k, o_v = gl.arange(0, _D, KL), i_v * BV + gl.arange(0, BV, CL)
     p_s = states + slot * stride_state + (i_h * _D + o_k[:, None]) * _D + o_v[None, :]
-    b_s = gl.load(p_s)  # no kernel of this step has written it
+    b_s = gl.load(p_s, eviction_policy="evict_first")  # no kernel of this step has written it
     qk_tiles = gl.allocate_shared_memory(f32, [BLOCKS, BLOCK, 2 * _D], TILE)
     v_tiles = gl.allocate_shared_memory(v.dtype.element_ty, [BLOCKS, BLOCK, BV], TILE)
     gate_tiles = gl.allocate_shared_memory(f32, [BLOCKS, BLOCK, 4], TILE)
@@ -124,7 +124,7 @@ def gdn_exact_hopper_kernel(
             gl.store(p_out, gl.fma(b_kq, b_u, b_alpha * b_sq))
             p_out += HV * _D
             b_s = gl.fma(b_k[:, None], b_u[None, :], b_s * b_alpha[None, :])
-    gl.store(p_s, b_s)
+    gl.store(p_s, b_s, eviction_policy="evict_first")
     gl.thread_barrier()  # all rows were read before one is written
     store_conv_rows(p_conv, r_q, o_cq, m_key, channels, 4)
     store_conv_rows(p_conv, r_k, o_ck, m_key, channels, 4)
