@@ -144,11 +144,12 @@ def linear_hopper(
     rows, BT, stages, C, per_sm, registers = tiles or tiles_for(T, len(weight), gated, sm_count(x.device))
     across, along = triton.cdiv(len(weight), rows), triton.cdiv(T, BT)
     programs = min(across * along, per_sm * sm_count(x.device) or across * along)
+    matrix = at_16_bytes(weight)
     linear_exact_hopper_kernel[(programs,)](
-        boxes(at_16_bytes(x), BT), boxes(at_16_bytes(weight), HALF // 2 if gated else rows),
-        y if bias is None else bias, y, T, N, across, along, triton.cdiv(K, C * STEP), GATED=gated,
-        BIAS=bias is not None, ROWS=rows, BT=BT, S=stages, C=C, REGISTERS=(3 * registers - 40) // 16 * 8, num_warps=4,
-        maxnreg=registers, launch_pdl=True,
+        boxes(at_16_bytes(x), BT), boxes(matrix, HALF // 2 if gated else rows), y if bias is None else bias, y, T, N,
+        across, along, triton.cdiv(K, C * STEP), GATED=gated, BIAS=bias is not None, ROWS=rows, BT=BT, S=stages, C=C,
+        REGISTERS=(3 * registers - 40) // 16 * 8, num_warps=4, maxnreg=registers,
+        launch_pdl=matrix is weight,  # a copy is not constant: the kernel before has written it
     )  # fmt: skip
     return y
 
