@@ -60,8 +60,9 @@ def exact_cases(s: Setup) -> Iterator[Listed]:
     for T in s.some((1, 16, 64, 256, 4096), (1,), (3,)):
         for name, (rows, inputs) in projections(s).items():
             if name != "head" or T == 1:
-                build = partial(linear_case, s, kind, rows, inputs, T, exact=True)
-                yield Listed("linear_exact", f"{kind} {name} [{rows},{inputs}] T={T}", build)
+                gated = name == "gate_up"
+                build = partial(linear_case, s, kind, rows, inputs, T, exact=True, gated=gated)
+                yield Listed("linear_exact", f"{kind} {name}{', gated' * gated} [{rows},{inputs}] T={T}", build)
 
 
 def norm_cases(s: Setup) -> Iterator[Listed]:

@@ -10,6 +10,7 @@ Which of the kernels runs depends on the dtype and the weight's shape, never on 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ MIN_WIDTH = 64  # rows of W: fewer are left to the plain kernel
 class Tiles(NamedTuple):
     """How a product is divided over programs. Only speed depends on it."""
 
-    rows: int  # of W: 16, 32, 64 or 128; 64 or 128 if half of them are gates
+    rows: int  # of W: 16 or 32 (then not gated), 64 or 128
     BT: int  # rows of x
     stages: int  # of the ring
     C: int  # tiles of 64 columns in a stage
@@ -36,32 +37,33 @@ class Tiles(NamedTuple):
     registers: int = 64  # of a thread, as they are launched
 
 
-# of a decode step's few rows: for a wide W, and for one with fewer blocks of 64 rows than there are multiprocessors
+# Measured on an H200 at the widths of a 27B model.
+# A decode step's few rows: for a wide W, and for one with fewer blocks of 64 rows than there are multiprocessors.
 FEW = {
     8: (Tiles(64, 8, 12, 2, per_sm=0), Tiles(32, 8, 7, 2, per_sm=0)),
-    16: (Tiles(64, 16, 5, 2, per_sm=0), Tiles(32, 16, 5, 2, per_sm=0)),
-    32: (Tiles(64, 32, 4, 2, per_sm=0), Tiles(32, 32, 6, 2, per_sm=0)),
-    64: (Tiles(64, 64, 6, 1, per_sm=0, registers=96), Tiles(32, 64, 8, 1, per_sm=0, registers=96)),
+    16: (Tiles(64, 16, 3, 2, per_sm=0), Tiles(32, 16, 6, 2, per_sm=0)),
+    32: (Tiles(64, 32, 5, 1, per_sm=0, registers=72), Tiles(32, 32, 6, 2, per_sm=0)),
+    64: (Tiles(64, 64, 6, 2, per_sm=0, registers=96),) * 2,
 }
-# of more rows, and the share of its time in which such a tile keeps the tensor cores busy
+# More rows: tiles, how fast they are against each other, and the rows up to which they are.
 MANY = {
-    Tiles(128, 256, 4, 1, registers=168): 1.0,
-    Tiles(128, 128, 6, 1, registers=168): 1.0,
-    Tiles(64, 128, 8, 1, registers=128): 0.8,
+    Tiles(128, 256, 4, 1, registers=168): (1.0, math.inf),
+    Tiles(128, 128, 6, 1, registers=168): (0.96, math.inf),
+    Tiles(64, 128, 8, 1, registers=128): (0.85, 512),
 }
 
 
 def tiles_for(T: int, N: int, gated: bool, sms: int) -> Tiles:
-    """The fastest for T rows of x and N of W, as measured on an H200 at the widths of a 27B model."""
+    """The fastest for T rows of x and N of W: a choice without an effect on the bits."""
     for BT, (wide, narrow) in FEW.items():
         if T <= BT:
             return wide if gated or triton.cdiv(N, wide.rows) >= sms else narrow
 
     def time(tiles: Tiles) -> float:
         turns = triton.cdiv(triton.cdiv(N, tiles.rows) * triton.cdiv(T, tiles.BT), sms)
-        return turns * tiles.rows * tiles.BT / MANY[tiles]
+        return turns * tiles.rows * tiles.BT / MANY[tiles][0]
 
-    return min(MANY, key=time)
+    return min((tiles for tiles, (_, most) in MANY.items() if most >= T), key=time)
 
 
 def in_tiles(x: Tensor, product: Callable[[Tensor], Tensor], width: int) -> Tensor:
@@ -142,11 +144,12 @@ def linear_hopper(
     rows, BT, stages, C, per_sm, registers = tiles or tiles_for(T, len(weight), gated, sm_count(x.device))
     across, along = triton.cdiv(len(weight), rows), triton.cdiv(T, BT)
     programs = min(across * along, per_sm * sm_count(x.device) or across * along)
+    matrix = at_16_bytes(weight)
     linear_exact_hopper_kernel[(programs,)](
-        boxes(at_16_bytes(x), BT), boxes(at_16_bytes(weight), HALF // 2 if gated else rows),
-        y if bias is None else bias, y, T, N, across, along, triton.cdiv(K, C * STEP), GATED=gated,
-        BIAS=bias is not None, ROWS=rows, BT=BT, S=stages, C=C, REGISTERS=(3 * registers - 40) // 16 * 8, num_warps=4,
-        maxnreg=registers, launch_pdl=True,
+        boxes(at_16_bytes(x), BT), boxes(matrix, HALF // 2 if gated else rows), y if bias is None else bias, y, T, N,
+        across, along, triton.cdiv(K, C * STEP), GATED=gated, BIAS=bias is not None, ROWS=rows, BT=BT, S=stages, C=C,
+        REGISTERS=(3 * registers - 40) // 16 * 8, num_warps=4, maxnreg=registers,
+        launch_pdl=matrix is weight,  # a copy is not constant: the kernel before has written it
     )  # fmt: skip
     return y
 
