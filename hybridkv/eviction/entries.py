@@ -19,7 +19,7 @@ def mean_length(request: Request, manager: KVCacheManager) -> float:
 def queries_at(buffers: torch.Tensor, buffer: int, at: torch.Tensor) -> torch.Tensor:
     """[W, layers, ...] of positions `at`, from buffers [layers, B, W, ...] in which position p lies in row p mod W."""
     words, dtype = buffers, buffers.dtype
-    if buffers.shape[-1] * buffers.element_size() % 8 == 0 and buffers.is_contiguous():
+    if buffers.shape[-1] * buffers.element_size() % 8 == 0 and buffers.is_contiguous() and not buffers.storage_offset():
         words = buffers.view(torch.int64)  # a copy takes as long as it has numbers, whatever their size
     return words[:, buffer].transpose(0, 1).index_select(0, at % buffers.shape[2]).view(dtype)
 
