@@ -16,14 +16,12 @@ def mean_length(request: Request, manager: KVCacheManager) -> float:
     return float(manager.tables[STREAMS].lengths[manager.slot_of[request.key]].mean())
 
 
-def queries_at(buffers: torch.Tensor, buffer: int, first: int, stop: int) -> torch.Tensor:
-    """[stop - first, layers, ...] of positions first .. stop - 1, at most W, from buffers [layers, B, W, ...] in which
-    position p lies in row p mod W.
-    """
-    rows, W = buffers[:, buffer].transpose(0, 1), buffers.shape[2]
-    begin = first % W
-    end = begin + stop - first
-    return torch.cat((rows[begin:end], rows[: max(0, end - W)]))  # around the end
+def queries_at(buffers: torch.Tensor, buffer: int, at: torch.Tensor) -> torch.Tensor:
+    """[W, layers, ...] of positions `at`, from buffers [layers, B, W, ...] in which position p lies in row p mod W."""
+    words, dtype = buffers, buffers.dtype
+    if buffers.shape[-1] * buffers.element_size() % 8 == 0 and buffers.is_contiguous() and not buffers.storage_offset():
+        words = buffers.view(torch.int64)  # a copy takes as long as it has numbers, whatever their size
+    return words[:, buffer].transpose(0, 1).index_select(0, at % buffers.shape[2]).view(dtype)
 
 
 def positions(slot: int, manager: KVCacheManager) -> torch.Tensor:

@@ -388,11 +388,11 @@ class Evictor:
         query_positions = torch.arange(first, position, device=manager.device)
         queries, lse = torch.empty(0, count, heads, 0, device=manager.device), None  # [W, layers, H, D]
         if window:
-            queries = queries_at(manager.state.tensors["queries", "queries"], buffer, first, position)
+            queries = queries_at(manager.state.tensors["queries", "queries"], buffer, query_positions)
             # the sums of softmax hold as long as no entry that was summed is gone
             known = not manager.exact and not ahead and (past is None or past.position <= first)
             sums = manager.state.tensors.get(("queries", "lse")) if known else None
-            lse = None if sums is None else queries_at(sums, buffer, first, position)
+            lse = None if sums is None else queries_at(sums, buffer, query_positions)
         entry_positions = positions(slot, manager)
         pages, ends = table.rows(slot), upload([table.lengths[slot]], manager.device)
         at_once = SCORE_BYTES // (4 * queries.shape[2] * max(1, entry_positions.shape[1])) if batched else 1

@@ -126,8 +126,8 @@ def test_without_a_budget_nothing_is_captured(run_of: Callable) -> None:
 
 
 @pytest.mark.parametrize(("first", "stop"), ((0, 3), (5, 13), (16, 24), (10, 18), (15, 16), (7, 7)))
-def test_queries_are_read_in_order_of_position(first: int, stop: int) -> None:
-    """Wherever the window begins in its buffer of 8 rows."""
-    buffers = torch.arange(3 * 2 * 8 * 5).view(3, 2, 8, 5)
-    want = buffers[:, 1].transpose(0, 1)[torch.arange(first, stop) % 8]
-    assert torch.equal(want, queries_at(buffers, 1, first, stop))
+@pytest.mark.parametrize(("dtype", "width"), ((torch.bfloat16, 8), (torch.float32, 5), (torch.float32, 1)))
+def test_queries_are_read_in_order_of_position(dtype: torch.dtype, width: int, first: int, stop: int) -> None:
+    """Wherever the window begins in its buffer of 8 rows, whatever whole words fit a row."""
+    buffers, at = torch.randn(3, 2, 8, 5, width).to(dtype), torch.arange(first, stop)
+    assert_same_bytes(buffers[:, 1].transpose(0, 1)[at % 8], queries_at(buffers, 1, at))

@@ -41,7 +41,6 @@ BITS = 32  # of a key
 TILE = 8192  # entries of a row that a program takes at once
 ROWS = 32  # rows of a group whose counts a program takes at once
 WARPS = 16
-POLL = False
 FEW = 16  # the share of a tile up to which keys are counted one by one
 _BINS, _DIGITS, _STATE, _FEW = (tl.constexpr(x) for x in (SHARED_BINS, DIGITS, SHARED_STATE, FEW))
 
@@ -192,17 +191,12 @@ def tile_keys(x, i_r, i_t, n, stride_x, TILE: tl.constexpr):
 
 
 @triton.jit
-def meet(word, goal, POLL: tl.constexpr):
+def meet(word, goal):
     """Wait until so many programs have come here; what they wrote before can then be read."""
     tl.debug_barrier()
     seen = tl.atomic_add(word, 1, sem="acq_rel") + 1
-    if POLL:
-        while seen < goal:
-            seen = tl.load(word, volatile=True)
-        tl.atomic_add(word, 0, sem="acquire")
-    else:
-        while seen < goal:
-            seen = tl.atomic_add(word, 0, sem="acquire")
+    while seen < goal:
+        seen = tl.atomic_add(word, 0, sem="acquire")
     tl.debug_barrier()
 
 
@@ -227,7 +221,6 @@ def select_shared_kernel(
     ROWS: tl.constexpr,
     FIRST: tl.constexpr,  # phases; a launch that has them all is a cooperative one
     LAST: tl.constexpr,
-    POLL: tl.constexpr,
 ):
     i_p, programs = tl.program_id(0), tl.num_programs(0)
     all_tiles, R = groups * rows * tiles, groups * rows
@@ -309,7 +302,7 @@ def select_shared_kernel(
                 total = tl.sum(b_both, 0)
                 above, equal = above + (total >> 16), equal + (total & 0xFFFF)
         if phase < LAST:
-            meet(word, (phase + 1) * programs, POLL)
+            meet(word, (phase + 1) * programs)
     if FIRST < LAST:
         tl.debug_barrier()
         if tl.atomic_add(word, 1, sem="acq_rel") == (LAST + 1) * programs - 1:  # nobody waits any more
@@ -335,7 +328,7 @@ def select_shared_triton(
         select_shared_kernel[(programs,)](
             scores, visible, least, lengths, room, scratch, word, out, counts, R // groups, groups, tiles, L, size,
             scores.stride(0), TILE=tile, ROWS=min(ROWS, triton.next_power_of_2(R // groups)), FIRST=first, LAST=last,
-            POLL=POLL, num_warps=WARPS, launch_cooperative_grid=at_once,
+            num_warps=WARPS, launch_cooperative_grid=at_once,
         )  # fmt: skip
     return out, counts
 

@@ -16,7 +16,7 @@ DROPPED = 15  # bits of a float's 23 that do not tell bins apart
 SMALLEST = 2.0**-20  # of 1 + difference: what is smaller shares the last bin
 LOWEST = 107 << 8  # the bits of SMALLEST that are left
 BINS = (128 << 8) - LOWEST + 1  # up to 1 + difference = 2
-BLOCK = 1024  # entries of a program that counts
+BLOCK = 256  # entries of a program that counts
 PLACED = 4096  # entries of a program that looks up places
 WARPS = 8  # of such a program
 COPIES = 4  # of the counts: programs that add to one and the same wait for each other

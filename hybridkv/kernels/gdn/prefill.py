@@ -31,6 +31,7 @@ PIECE = 1 << 15  # tokens at a time: what the kernels hand on takes about 50 KB 
 DIMS = (16, 32, 64, 128)  # of heads, that the kernels take
 TOKENS = 32  # of a program before the delta rule, and of one after it
 WARPS = 4  # of a program before the delta rule
+REGISTERS = 80  # of its threads: six programs share a multiprocessor
 CONV_WIDTH = 4  # of the convolution, that the kernels take
 MIN_SMS = 64  # for scan_hopper.py: more than there can be processes on a card, which is 60 under MPS
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -231,6 +232,7 @@ def prepare(
         x, net.conv, conv_states, net.decay, net.dt_bias, q, k, v, g, beta, out,
         segments.parts, x.stride(0), conv_states.stride(0), K**-0.5,
         HK=Hk, HV=Hv, K=K, V=V, BT=BT, BH=triton.next_power_of_2(Hv), num_warps=WARPS,
+        maxnreg=REGISTERS,
     )  # fmt: skip
     return q, k, v, g, beta
 
