@@ -29,7 +29,7 @@ MIN_WIDTH = 64  # rows of W: fewer are left to the plain kernel
 class Tiles(NamedTuple):
     """How a product is divided over programs. Only speed depends on it."""
 
-    rows: int  # of W: 16 or 32 (then not gated), 64 or 128
+    rows: int  # of W: 32 (then not gated), 64 or 128
     BT: int  # rows of x
     stages: int  # of the ring
     C: int  # tiles of 64 columns in a stage
