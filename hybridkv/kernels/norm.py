@@ -56,8 +56,12 @@ def rms_norm_kernel(
     tl.store(y + i_n * D + o_d, (b_x * b_w).to(y.dtype.element_ty), mask=m_d)
 
 
-def add_rms_norm_triton(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """A program for each row, whose sums have an order that the width alone decides: exact mode's form too."""
+def add_rms_norm_triton(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, exact: bool = False
+) -> tuple[Tensor, Tensor]:
+    """A program for each row, whose sums have an order that the width alone decides. In exact mode products are not
+    fused with sums: short steps and long ones are compiled apart.
+    """
     D = x.shape[-1]
     assert weight.shape == (D,) and (delta is None or (delta.shape == x.shape and delta.dtype == x.dtype))
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -70,7 +74,7 @@ def add_rms_norm_triton(x: Tensor, delta: Tensor | None, weight: Tensor, eps: fl
         rms_norm_kernel[(y.numel() // D,)](
             rows, rows if delta is None else delta.contiguous(), weight, total, y, rows.shape[1], D, eps,
             rows.stride(0), rows.stride(1), ADD=delta is not None, OVERLAP=overlap, BD=BD,
-            num_warps=min(16, max(1, BD // 1024)), launch_pdl=overlap,
+            num_warps=min(16, max(1, BD // 1024)), launch_pdl=overlap, enable_fp_fusion=not exact,
         )  # fmt: skip
     return total, y
 
@@ -102,14 +106,14 @@ gated_rms_norm = gated_rms_norm_ref
 
 def rms_norm_exact(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if use_triton(x):
-        return add_rms_norm_triton(x, None, weight, eps)[1]
+        return add_rms_norm_triton(x, None, weight, eps, exact=True)[1]
     wide = x.float()
     return (wide * torch.rsqrt(tree_sum(wide * wide) / x.shape[-1] + eps) * weight).to(x.dtype)
 
 
 def add_rms_norm_exact(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if use_triton(x):
-        return add_rms_norm_triton(x, delta, weight, eps)
+        return add_rms_norm_triton(x, delta, weight, eps, exact=True)
     total = x if delta is None else x + delta
     return total, rms_norm_exact(total, weight, eps)
 

@@ -141,7 +141,7 @@ def attention_inputs_triton(
     eps: float = 0.0,
     query_buffer: Tensor | None = None,
     query_rows: Tensor | None = None,
-    exact: bool = False,  # tiles of one size, so that a head's sum has one order
+    exact: bool = False,  # tiles of one size, and products that are not fused with sums: a head's bits have one way
 ) -> Tensor:
     T, H, G, D = len(x), heads, kv_heads, head_dim
     step = 2 if gated else 1  # from one query to the next
@@ -164,7 +164,7 @@ def attention_inputs_triton(
             T, H, G, D, cos.shape[-1], eps, x.stride(0), cos.stride(0), sin.stride(0), *entry_index.stride(),
             STEP=step, Q_NORM=q_norm is not None, K_NORM=k_norm is not None, KEEP=query_buffer is not None,
             FP8=format_of(k_pool).quantised, OVERLAP=overlap, BT=rows, BD=columns,
-            num_warps=min(4, max(1, rows * columns // 256)), launch_pdl=overlap,
+            num_warps=min(4, max(1, rows * columns // 256)), launch_pdl=overlap, enable_fp_fusion=not exact,
         )  # fmt: skip
     return q
 

@@ -50,7 +50,7 @@ class ScanShape(NamedTuple):
     registers: int | None = None  # of a thread at most
 
 
-HOPPER_SHAPE = ScanShape(32, 2, 4, 2, 8, 4)
+HOPPER_SHAPE = ScanShape(32, 2, 4, 2, 16, 2, 232)
 
 
 def gdn_exact_torch(x: Tensor, net: DeltaNet, conv_states: Tensor, states: Tensor, requests: Requests) -> Tensor:
@@ -139,6 +139,7 @@ def gdn_exact_triton(
         x, net.conv, conv_states, net.decay, net.dt_bias, qk, v, gates, slots, starts, of_token, T,
         x.stride(0), conv_states.stride(0), K**-0.5, HK=Hk, HV=Hv, K=K, V=V, WIDTH=width, BK=BK, BV=BV,
         BH=triton.next_power_of_2(Hv), BT=ROWS, OVERLAP=overlap, num_warps=4, launch_pdl=early,
+        enable_fp_fusion=False,
     )  # fmt: skip
     strides = x.stride(0), conv_states.stride(0), states.stride(0)
     args = x, qk, v, gates, o, conv_states, states, slots, starts, *strides
@@ -160,7 +161,7 @@ def gdn_exact_triton(
     z = x[:, net.channels : net.channels + Hv * V]
     gdn_exact_norm_kernel[Hv, triton.cdiv(T, ROWS)](
         o, z, net.norm, out, slots, of_token, T, x.stride(0), net.eps, HV=Hv, V=V, BV=BV, BT=ROWS, OVERLAP=overlap,
-        num_warps=4, launch_pdl=early,
+        num_warps=4, launch_pdl=early, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 

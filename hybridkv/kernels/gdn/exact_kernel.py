@@ -1,8 +1,10 @@
 """The Triton kernels of gdn_exact: what comes before the delta rule, the recurrence, and the gated norm behind it.
 
 A token's numbers come from its own rows alone. Sums over channels have one order, which the size of a tile decides, and
-that never changes: one program serves a step of one token and a prompt. Products that are added are written as fma, so
-that no compiler joins them here and not there.
+that never changes: one program serves a step of one token and a prompt. Where a tile has several tokens, the compiler
+may not fuse products with sums (enable_fp_fusion=False at the launch): of a b + c d it fuses one product in one row and
+the other in another. What is to be fused is written as fma. In the recurrence a channel has the same place in every
+program, so its sums are compiled once.
 """
 
 from __future__ import annotations
