@@ -2,6 +2,7 @@
 else.
 """
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -218,23 +219,30 @@ def test_a_bucket_that_does_not_fit_the_memory_runs_without_a_graph(
         assert all(request.error is None for request in requests)
         return [request.generated for request in requests]
 
+    def allocated() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
     engine.runner.mixed = engine.scheduler.mixed = engine.runner.graphs = engine.scheduler.graphs = None
     plain = [answers() for _ in range(2)][1]  # compiles, and leaves memory that steps without graphs need
     decodes = DecodeGraphs(engine.runner.model, engine.manager, engine.runner.cost)
     engine.runner.mixed = engine.scheduler.mixed = graphs
     engine.runner.graphs = engine.scheduler.graphs = decodes
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
+    before = allocated()
     no_more_memory()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        assert answers() == answers() == plain
+        assert answers() == plain
+        kept = allocated()
+        assert answers() == answers() == plain and allocated() <= kept
     torch.cuda.set_per_process_memory_fraction(1.0)
     texts = [str(each.message) for each in said if "without a CUDA graph" in str(each.message)]
     print("\n" + "\n".join(text[:150] for text in texts))
     assert len(texts) == len(set(texts)) == len(graphs.failed) + len(decodes.failed) > 1
     assert graphs.failed and not graphs.captured and any("memory" in text for text in texts)
-    assert torch.cuda.memory_allocated() == before, "what a failed capture took is given back"
+    assert kept - before <= 64 << 10, "more than what is remembered of steps' divisions, 512 bytes each"
     [other] = [engine.add(ids(250), SamplingParams(max_tokens=2, ignore_eos=True))]
     run(engine)
     assert graphs.captured and other.error is None and llm.manager.free_slots == llm.manager.slots

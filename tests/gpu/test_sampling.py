@@ -66,6 +66,18 @@ def test_the_tokens_are_those_of_the_cpu(kind: str, dtype: torch.dtype, penaltie
         assert a.seen is None or b.seen is None or torch.equal(a.seen, b.seen.cpu())
 
 
+def test_zeros_of_both_signs_are_equal() -> None:
+    """As where a hook rules out all but some tokens, whose logits are 0 or -0."""
+    S = len(FILTERS)
+    logits = torch.where(torch.rand(S, V) < 0.5, -0.0, 0.0)
+    logits[:, 200:] = -torch.inf
+    logits[:, 0] = torch.tensor([0.0, -0.0])[torch.arange(S) % 2]
+    want, found = best_tokens(logits), best_tokens(logits.cuda())
+    sample_rows_ref(logits, rows_on("cpu", S, False), want)
+    sample_rows(logits.cuda(), rows_on("cuda", S, False), found)
+    assert found.tolist() == want.tolist()
+
+
 def test_launches_can_be_captured() -> None:
     logits = logits_of("flat", 22, torch.bfloat16).cuda()
     want = best_tokens(logits)
