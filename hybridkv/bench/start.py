@@ -7,12 +7,13 @@
 
 Each way is a process of its own, with its own folder of kernels:
 
-    cold, in turn      nothing is compiled; each kernel is when it is first launched
     cold, together     nothing is compiled; common steps are gone through first, on several threads (precompile.py)
     warm               all kernels are on disk
+    cold, in turn      nothing is compiled; each kernel is when it is first launched
 
 "At" is by the clock, from the start of the process. Below each: where the time went. Seconds of kernels are the sum
-over threads. Weights are random numbers made on the device, so reading files is not in it.
+over threads. Weights are random numbers made on the device, the same in every process, so reading files is not in it;
+where a way gives other tokens than the first one, that is noted.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -47,7 +48,7 @@ COLUMNS = (
     Column("capture_s", "capt. s", 8, ".2f"),
     Column("replay_s", "timed s", 8, ".2f"),
 )
-WAYS = ("cold, in turn", "cold, together", "warm")
+TOGETHER, WARM, IN_TURN = WAYS = ("cold, together", "warm", "cold, in turn")
 CODE = "import sys; from hybridkv.bench.start import child; child(*sys.argv[1:])"
 SECONDS = 240.0  # a process that takes longer is ended
 SLOTS, SHORT, LONG = 32, 40, 4000
@@ -59,18 +60,20 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
     report = Report("start", "s", COLUMNS, shape.device, ceilings, about, deadline=options.deadline)
     report.start()
     given = json.dumps(asdict(replace(options, limit=None, device=shape.device)))
+    told: dict[str, list[int]] = {}
     with tempfile.TemporaryDirectory(prefix="hybridkv-kernels-") as folder:
-        for number, way in enumerate(WAYS):
-            if re.search(options.only or "", way) is None:
-                continue
-            own = f"{folder}/{0 if way == 'cold, in turn' else 1}"
-            if way == "warm" and not os.path.isdir(own):  # made by the way before, or by one that is not shown
-                report.attempt("start", "to have kernels", lambda own=own: measured(given, WAYS[1], own))
+        for way in (way for way in WAYS if re.search(options.only or "", way)):
+            own = f"{folder}/{0 if way == IN_TURN else 1}"
+            if way == WARM and not os.path.isdir(own):  # made by the way before, or by one that is not shown
+                report.attempt("start", "to have kernels", lambda own=own: measured(given, TOGETHER, own))
             stages = report.attempt("start", way, lambda way=way, own=own: measured(given, way, own))
             for stage in stages or ():
                 report.add(way, **stage)
-            if stages and number < 2:
-                report.note(f"{way}: slowest to compile: {stages[-1]['slowest']}")
+                if stage["tokens"] != told.setdefault(stage["case"], stage["tokens"]):
+                    report.note(f"{way}: {stage['case']} gave other tokens than the first way")
+            slowest = max((stage["slowest"] for stage in stages or ()), key=lambda found: found[:1], default=None)
+            if slowest:
+                report.note(f"{way}: slowest to compile: {', '.join(f'{name} {s:.1f} s' for s, name in slowest)}")
     return report
 
 
@@ -121,15 +124,16 @@ class Stages:
         self.begin = self.last = begin
         self.rows: list[dict[str, Any]] = []
 
-    def mark(self, case: str, kernels: Compiles | None = None, captures: Captures | None = None) -> None:
-        """All since the last mark was for this."""
+    def mark(
+        self, case: str, kernels: Compiles | None = None, captures: Captures | None = None, tokens: Sequence[int] = ()
+    ) -> None:
+        """All since the last mark was for this, which gave these tokens."""
         now = time.time()
-        row = {"case": case, "at": now - self.begin, "s": now - self.last, "slowest": ""}
+        row = {"case": case, "at": now - self.begin, "s": now - self.last, "slowest": [], "tokens": list(tokens)}
         if kernels is not None:
             row |= {"compiled": kernels.compiled, "compile_s": kernels.seconds}
             row |= {"found": kernels.found, "found_s": kernels.found_seconds}
-            slowest = sorted(kernels.slowest)[:-4:-1]
-            row["slowest"] = ", ".join(f"{name} {seconds:.1f} s" for seconds, name in slowest)
+            row["slowest"] = sorted(kernels.slowest)[:-4:-1]
         if captures is not None:
             row |= asdict(captures)
         self.rows.append(row)
@@ -152,6 +156,7 @@ def child(given: str, way: str, begin: str) -> None:
     if shape.device == "cuda":
         torch.zeros(1, device="cuda")
     stages.mark("device")
+    torch.manual_seed(0)
     with counted() as kernels:
         model = random_decoder(shape.config, shape.device, shape.dtype, options.weight_dtype == "fp8")
         synchronize(shape)
@@ -165,27 +170,28 @@ def child(given: str, way: str, begin: str) -> None:
         )  # fmt: skip
         synchronize(shape)
     stages.mark("engine", kernels)
-    if way == WAYS[1] and shape.device == "cuda":
+    if way == TOGETHER and shape.device == "cuda":
         with counted() as kernels:
             go_through(engine)
         stages.mark("compile", kernels)
 
-    def until(prompts: list[int], tokens: int) -> None:
+    def until(prompts: list[int], tokens: int) -> list[int]:
         asked = [engine.add([7] * n, SamplingParams(max_tokens=tokens, temperature=0)) for n in prompts]
         while not all(request.finished for request in asked):
             engine.step()
         problems = [request.error for request in asked if request.error is not None]
         if problems:
             raise RuntimeError(problems[0])
+        return [token for request in asked for token in request.generated]
 
     for case, prompts, tokens in (
         ("first short", [SHORT], 1), ("second", [SHORT], 2), ("first long", [long], 1),
         ("full batch", [SHORT] * slots, 2),
     ):  # fmt: skip
         with counted() as kernels, watched_captures() as captures:
-            until(prompts, tokens)
+            told = until(prompts, tokens)
             synchronize(shape)
-        stages.mark(case, kernels, captures)
+        stages.mark(case, kernels, captures, told)
     print(json.dumps(stages.rows))
 
 

@@ -55,7 +55,7 @@ def precompile(engine: Engine, progress: Progress | None = None) -> int:
         try:
             if not go_through(engine, progress):
                 return 0
-        except RuntimeError as problem:  # as a rule no memory is left
+        except Exception as problem:  # as a rule no memory is left; whatever it is, steps compile what they need
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             warnings.warn(f"kernels are compiled when they are first needed: {problem}", stacklevel=2)
