@@ -29,8 +29,7 @@ from hybridkv.kernels.norm import gated_rms_norm_ref, l2_norm_ref
 
 PIECE = 1 << 15  # tokens at a time: what the kernels hand on takes about 50 KB a token at 48 heads of 128
 DIMS = (16, 32, 64, 128)  # of heads, that the kernels take
-TOKENS = 32  # at once, before the delta rule and after it
-SPAN = 32  # tokens of a program before the delta rule
+TOKENS = 32  # of a program before the delta rule, and of one after it
 WARPS = 4  # of a program before the delta rule
 REGISTERS = 80  # of its threads: six programs share a multiprocessor
 CONV_WIDTH = 4  # of the convolution, that the kernels take
@@ -136,61 +135,58 @@ def gdn_inputs_kernel(
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
-    BT: tl.constexpr,  # tokens at once
-    SPAN: tl.constexpr,  # of a program
+    BT: tl.constexpr,
     BH: tl.constexpr,
 ):
     i_c, i_t = tl.program_id(0), tl.program_id(1)
     channels: tl.constexpr = 2 * HK * K + HV * V
-    i_n, half = i_t // (64 // SPAN), i_t % (64 // SPAN) * SPAN
+    i_n, half = i_t // (64 // BT), i_t % (64 // BT) * BT
     p_part = parts + i_n.to(tl.int64) * 4
     slot, begin, end, first = tl.load(p_part), tl.load(p_part + 1), tl.load(p_part + 2), tl.load(p_part + 3)
     if slot < 0:
-        i_h, o_v, o_r = i_c - 2 * HK, tl.arange(0, V), first + half + tl.arange(0, SPAN)
+        i_h, o_v, o_r = i_c - 2 * HK, tl.arange(0, V), first + half + tl.arange(0, BT)
         # all of the part is read before the branch: a number that is read behind it takes as long again
         m_r = ((o_r >= begin) & (o_r < end))[:, None] & (o_v >= 0)[None, :] & (i_h >= 0) & (i_h < HV)
-        b_0 = tl.zeros([SPAN, V], out.dtype.element_ty)
+        b_0 = tl.zeros([BT, V], out.dtype.element_ty)
         tl.store(out + (o_r[:, None] * HV + i_h) * V + o_v[None, :], b_0, mask=m_r)
         return
+    o_i = half + tl.arange(0, BT)  # tokens of the part
+    o_t = i_n.to(tl.int64) * 64 + o_i  # in what is handed on
+    o_j = half + tl.arange(0, BT // 4) * 4
+    o_q = i_n.to(tl.int64) * 64 + o_j
     p_state = conv_states + slot * stride_conv
     x += first * stride_x  # from here on tokens are counted from the part's first: few enough for 32 bits
     begin, end = (begin - first).to(tl.int32), (end - first).to(tl.int32)
-    for _ in range(SPAN // BT):
-        o_i = half + tl.arange(0, BT)  # tokens of the part
-        o_t = i_n.to(tl.int64) * 64 + o_i  # in what is handed on
-        o_j = half + tl.arange(0, BT // 4) * 4
-        o_q = i_n.to(tl.int64) * 64 + o_j
-        if i_c < 2 * HK:  # a query or a key
-            o_k = tl.arange(0, K)
-            o_c = i_c * K + o_k
-            b_0, b_1, b_2, b_3 = conv_four(x, conv, p_state, half, o_j, begin, end, stride_x, o_c, channels)
-            by = tl.where(i_c < HK, scale, 1.0)
-            p_y = tl.where(i_c < HK, q + i_c * K, k + (i_c - HK) * K) + o_q[:, None] * (HK * K) + o_k[None, :]
-            tl.store(p_y, unit(b_0, by).to(q.dtype.element_ty))
-            tl.store(p_y + HK * K, unit(b_1, by).to(q.dtype.element_ty))
-            tl.store(p_y + 2 * HK * K, unit(b_2, by).to(q.dtype.element_ty))
-            tl.store(p_y + 3 * HK * K, unit(b_3, by).to(q.dtype.element_ty))
-        elif i_c < 2 * HK + HV:
-            i_h, o_v = i_c - 2 * HK, tl.arange(0, V)
-            o_c = 2 * HK * K + i_h * V + o_v
-            b_0, b_1, b_2, b_3 = conv_four(x, conv, p_state, half, o_j, begin, end, stride_x, o_c, channels)
-            b_even = tl.join(silu(b_0).to(v.dtype.element_ty), silu(b_2).to(v.dtype.element_ty))
-            b_odd = tl.join(silu(b_1).to(v.dtype.element_ty), silu(b_3).to(v.dtype.element_ty))
-            b_y = tl.join(b_even, b_odd)  # [BT / 4, V, 2, 2]
-            p_v = v + (i_n.to(tl.int64) * HV + i_h) * (V * 64) + o_i[None, :] + o_v[:, None] * 64
-            tl.store(p_v, tl.reshape(tl.permute(b_y, (1, 0, 2, 3)), [V, BT]))
-        else:
-            o_h = tl.arange(0, BH)
-            m_h, m_t = (o_h < HV)[None, :], (o_i < end)[:, None]
-            p_b = x + o_i[:, None] * stride_x + (channels + HV * V + o_h)[None, :]
-            b_b = tl.load(p_b, mask=m_t & m_h, other=0.0).to(tl.float32)
-            b_a = tl.load(p_b + HV, mask=m_t & m_h, other=0.0).to(tl.float32)
-            b_a += tl.load(dt_bias + o_h, mask=o_h < HV, other=0.0)[None, :]
-            b_g = -tl.load(decay + o_h, mask=o_h < HV, other=0.0)[None, :] * softplus(b_a)
-            o_g = o_t[:, None] * HV + o_h[None, :]
-            tl.store(g + o_g, tl.where(m_t, b_g, 0.0), mask=m_h)
-            tl.store(beta + o_g, tl.where(m_t, 1.0 / (1.0 + tl.exp(-b_b)), 0.0), mask=m_h)
-        half += BT
+    if i_c < 2 * HK:  # a query or a key
+        o_k = tl.arange(0, K)
+        o_c = i_c * K + o_k
+        b_0, b_1, b_2, b_3 = conv_four(x, conv, p_state, half, o_j, begin, end, stride_x, o_c, channels)
+        by = tl.where(i_c < HK, scale, 1.0)
+        p_y = tl.where(i_c < HK, q + i_c * K, k + (i_c - HK) * K) + o_q[:, None] * (HK * K) + o_k[None, :]
+        tl.store(p_y, unit(b_0, by).to(q.dtype.element_ty))
+        tl.store(p_y + HK * K, unit(b_1, by).to(q.dtype.element_ty))
+        tl.store(p_y + 2 * HK * K, unit(b_2, by).to(q.dtype.element_ty))
+        tl.store(p_y + 3 * HK * K, unit(b_3, by).to(q.dtype.element_ty))
+    elif i_c < 2 * HK + HV:
+        i_h, o_v = i_c - 2 * HK, tl.arange(0, V)
+        o_c = 2 * HK * K + i_h * V + o_v
+        b_0, b_1, b_2, b_3 = conv_four(x, conv, p_state, half, o_j, begin, end, stride_x, o_c, channels)
+        b_even = tl.join(silu(b_0).to(v.dtype.element_ty), silu(b_2).to(v.dtype.element_ty))
+        b_odd = tl.join(silu(b_1).to(v.dtype.element_ty), silu(b_3).to(v.dtype.element_ty))
+        b_y = tl.join(b_even, b_odd)  # [BT / 4, V, 2, 2]
+        p_v = v + (i_n.to(tl.int64) * HV + i_h) * (V * 64) + o_i[None, :] + o_v[:, None] * 64
+        tl.store(p_v, tl.reshape(tl.permute(b_y, (1, 0, 2, 3)), [V, BT]))
+    else:
+        o_h = tl.arange(0, BH)
+        m_h, m_t = (o_h < HV)[None, :], (o_i < end)[:, None]
+        p_b = x + o_i[:, None] * stride_x + (channels + HV * V + o_h)[None, :]
+        b_b = tl.load(p_b, mask=m_t & m_h, other=0.0).to(tl.float32)
+        b_a = tl.load(p_b + HV, mask=m_t & m_h, other=0.0).to(tl.float32)
+        b_a += tl.load(dt_bias + o_h, mask=o_h < HV, other=0.0)[None, :]
+        b_g = -tl.load(decay + o_h, mask=o_h < HV, other=0.0)[None, :] * softplus(b_a)
+        o_g = o_t[:, None] * HV + o_h[None, :]
+        tl.store(g + o_g, tl.where(m_t, b_g, 0.0), mask=m_h)
+        tl.store(beta + o_g, tl.where(m_t, 1.0 / (1.0 + tl.exp(-b_b)), 0.0), mask=m_h)
 
 
 @triton.jit
@@ -232,10 +228,10 @@ def prepare(
     q, k = (torch.empty(N * CHUNK, Hk, K, dtype=x.dtype, device=x.device) for _ in range(2))
     v = torch.empty(N, Hv, V, CHUNK, dtype=x.dtype, device=x.device)
     g, beta = (torch.empty(N * CHUNK, Hv, dtype=torch.float32, device=x.device) for _ in range(2))
-    gdn_inputs_kernel[2 * Hk + Hv + 1, N * (CHUNK // SPAN)](
+    gdn_inputs_kernel[2 * Hk + Hv + 1, N * (CHUNK // BT)](
         x, net.conv, conv_states, net.decay, net.dt_bias, q, k, v, g, beta, out,
         segments.parts, x.stride(0), conv_states.stride(0), K**-0.5,
-        HK=Hk, HV=Hv, K=K, V=V, BT=BT, SPAN=SPAN, BH=triton.next_power_of_2(Hv), num_warps=WARPS,
+        HK=Hk, HV=Hv, K=K, V=V, BT=BT, BH=triton.next_power_of_2(Hv), num_warps=WARPS,
         maxnreg=REGISTERS,
     )  # fmt: skip
     return q, k, v, g, beta
