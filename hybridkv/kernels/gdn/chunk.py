@@ -28,6 +28,8 @@ from hybridkv.kernels.backend import LARGE_SHARED_MEMORY, shared_memory, tl, tri
 from hybridkv.kernels.gdn.rule import CHUNK
 from hybridkv.kernels.gdn.segments import Segments
 
+SOLVE_REGISTERS = 128  # of a thread, for products of 16 bits: four programs share a multiprocessor
+
 
 @triton.jit
 def product(b_a, b_b, WIDE: tl.constexpr):
@@ -160,8 +162,9 @@ def solve(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, segments: Segments) -> 
     inverse, within = (torch.empty(N, Hv, CHUNK, CHUNK, dtype=k.dtype, device=k.device) for _ in range(2))
     gates = torch.empty(N, Hv, 4, CHUNK, dtype=torch.float32, device=k.device)
     gdn_solve_kernel[Hv, N](
-        q, k, g, beta, inverse, within, gates, segments.parts, HK=Hk, HV=Hv, K=K, WIDE=wide, num_warps=4
-    )
+        q, k, g, beta, inverse, within, gates, segments.parts, HK=Hk, HV=Hv, K=K, WIDE=wide,
+        num_warps=4, maxnreg=None if wide else SOLVE_REGISTERS,
+    )  # fmt: skip
     return inverse, within, gates
 
 
