@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridkv.kernels.activation import silu_mul
-from hybridkv.kernels.backend import COMPILED, HAS_TRITON, capability, has_pdl, tl, triton, use_triton
+from hybridkv.kernels.backend import COMPILED, HAS_TRITON, capability, has_gluon, has_pdl, tl, triton, use_triton
 from hybridkv.kernels.linear.packed_dequantise import (
     dequantise_ref,
     dequantise_triton,
@@ -28,6 +28,8 @@ from hybridkv.kernels.linear.packed_dequantise import (
 from hybridkv.kernels.linear.packed_planes import WORKSPACE
 from hybridkv.kernels.linear.packed_weights import Packed
 
+BESIDE = 16  # rows of W that are interleaved where a kernel takes them in tiles
+HOPPER_ROWS = {8: 4, 4: 4, 5: 4, 6: 2}  # of x, by format: what packed_hopper.py multiplies at once
 FEW_ROWS = {8: 48, 4: 48, 5: 16, 6: 16}  # of x, by format: more are multiplied faster by W written out
 ALIGNED = 256  # rows of W: cuBLAS is fastest with multiples
 
@@ -287,6 +289,42 @@ def linear_packed_triton(
     return y
 
 
+def suits_hopper(x: Tensor, weight: Packed, gated: bool = False) -> bool:
+    """Whether the kernel in packed_hopper.py takes these shapes."""
+    N, K = weight.shape
+    whole = weight.beside == BESIDE and N % (BESIDE * (1 + gated)) == 0 and K % (64 if weight.bits == 8 else 128) == 0
+    return whole and 0 < len(x) <= HOPPER_ROWS[weight.bits] and x.dtype == torch.bfloat16 and has_gluon(x.device)
+
+
+def hopper_tile(bits: int, N: int, gated: bool) -> tuple[int, int, int, int]:
+    """TILES, S (and warps), DEPTH and the register limit: the fastest on an H200 at the widths of a 27B model."""
+    return (2, 4, 2, 128) if gated else (1, 4, 4, 128)
+
+
+def linear_packed_hopper(
+    x: Tensor, weight: Packed, bias: Tensor | None = None, gated: bool = False, out: Tensor | None = None
+) -> Tensor:
+    """Arguments as linear_packed's, where suits_hopper."""
+    from hybridkv.kernels.linear.packed_hopper import linear_packed_hopper_kernel
+
+    (T, K), N = x.shape, weight.shape[0] // (1 + gated)
+    y = torch.empty((T, N), dtype=x.dtype, device=x.device) if out is None else out
+    if x.stride(-1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    tiles, S, depth, registers = hopper_tile(weight.bits, N, gated)
+    if not gated and N % (BESIDE * tiles):
+        tiles = 1
+    steps = K // (64 if weight.bits == 8 else 128)
+    words = x.view(torch.int32)
+    planes = [plane.view(-1).view(torch.int32) for plane in weight.planes]
+    linear_packed_hopper_kernel[(N // BESIDE // (1 if gated else tiles),)](
+        words, *planes, y if bias is None else bias, y, T, N, K, words.stride(0), y.stride(0), BITS=weight.bits,
+        EACH=weight.each, BIAS=bias is not None, GATED=gated, EVEN=steps % S == 0, TILES=tiles, S=S, DEPTH=depth,
+        num_warps=S, maxnreg=registers, launch_pdl=True,
+    )  # fmt: skip
+    return y
+
+
 def linear_written_out(x: Tensor, weight: Packed, bias: Tensor | None, out: Tensor) -> Tensor:
     """Through W in x's dtype, as many rows at a time as WORKSPACE has room for."""
     N, K = weight.shape
@@ -309,6 +347,8 @@ def linear_packed(
     if not use_triton(x):
         y = linear_packed_ref(x, weight, bias, gated)
         return y if out is None else out.copy_(y)
+    if suits_hopper(x, weight, gated):
+        return linear_packed_hopper(x, weight, bias, gated, out)
     if len(x) <= FEW_ROWS[weight.bits]:
         return linear_packed_triton(x, weight, bias, gated, out)
     y = out
