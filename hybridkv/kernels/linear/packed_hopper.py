@@ -1,18 +1,17 @@
 """linear_packed's kernel for Hopper GPUs and the few rows of a decode step, in Gluon.
 
-A program takes 16 rows of W (GATED: 16 gates and their 16 ups; ROWS = 32: two such tiles) and all columns, which its
-warps share. W goes from memory into registers, DEPTH steps ahead of its use, and never through shared memory: planes
-with 16 rows interleaved (packed_weights) are such that a warp's load of a step is contiguous. The first loads are sent
-before the kernel waits for the one before it.
+A program takes TILES tiles of 16 rows of W (GATED: one of gates and one of their ups) and all columns, which its warps
+share. W goes from memory into registers, DEPTH steps ahead of its use, and never through shared memory: planes with 16
+rows interleaved (packed_weights) are such that what a warp loads is contiguous. The first loads are sent before the
+kernel waits for the one before it.
 
-Tensors are [32 S, R]: lanes of all warps, registers, so that what a lane holds is in sight. Tensor cores multiply in PTX,
-16 rows of W by 8 columns at a time (mma.m16n8k16): lane 4 g + t holds rows g and g + 8 of W and of each 32 columns
-those from 8 t on. Codes become BF16 integers, 128 more than they are (the code in the mantissa of 128), which is exact.
+Tensors are [32 S, R]: lanes of all warps, registers, so that what a lane holds is in sight. Tensor cores multiply in
+PTX, 16 rows of W by 8 columns (mma.m16n8k16): lane 4 g + t holds rows g and g + 8 of W, and of each 32 columns those
+from 8 t on. Codes become BF16 integers, 128 more than they are (the code in the mantissa of 128), which is exact.
 
-What a product sums up must have one scale, but half of the 16 columns that are multiplied at once are of one pair of
-groups and half of the next. So the 8 columns of the other side are SPLIT parts, one for each scale, of 8 / SPLIT rows
-of x, and x is zero where the part is another's. Each sum is then scaled in f32. Minima and the 128 are subtracted by
-way of the sums of x, which rows of ones give.
+A sum must have one scale, but a step has two pairs of groups. So the 8 columns of the other side are SPLIT parts, one
+for each scale, of 8 / SPLIT rows of x each, and x is zero where the scale is another part's. Each sum is then scaled in
+f32. Minima and the 128 are subtracted by way of the sums of x, which rows of ones give.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def words_of(v, i):
 @triton.constexpr_function
 def results(tiles):
     """PTX: the sums of two products, in the order (row g or g + 8, column, product)."""
-    return "".join(f"mov.f32 ${4 * r + 2 * c + i}, {t}{2 * r + c};\n" for i, t in enumerate(tiles) for r in (0, 1) for c in (0, 1))
+    return "".join(f"mov.f32 ${2 * c + i}, {tile}{c};\n" for i, tile in enumerate(tiles) for c in range(4))
 
 
 @triton.constexpr_function
@@ -186,9 +185,8 @@ def on(place, i, BITS: gl.constexpr, EACH: gl.constexpr, S: gl.constexpr):
     """i steps on."""
     p_q, p_h, p_s, p_d = place
     WIDE: gl.constexpr = 128 if BITS == 6 else 64  # words of the high plane
-    return (
-        p_q + i * (256 * S), p_h + i * (WIDE * S), p_s + i * ((16 if BITS == 8 else 32) * S), p_d + i * (2048 * S // EACH)
-    )  # fmt: skip
+    SCALES: gl.constexpr = 16 if BITS == 8 else 32
+    return p_q + i * (256 * S), p_h + i * (WIDE * S), p_s + i * (SCALES * S), p_d + i * (2048 * S // EACH)
 
 
 @gluon.jit
@@ -268,9 +266,7 @@ def add_step(b_y, b_w, p_x, m_x, BITS: gl.constexpr, S: gl.constexpr):
     b_x2, b_sum = b_x, b_x  # not used
     if BITS != 8:
         b_x2 = load_x(p_x + 16, m_x, WORDS, S)
-        b_sum = gl.inline_asm_elementwise(
-            SUMS, _OUT + _IN + _IN, [b_x, b_x2], dtype=gl.float32, is_pure=True, pack=8
-        )
+        b_sum = gl.inline_asm_elementwise(SUMS, _OUT + _IN + _IN, [b_x, b_x2], dtype=gl.float32, is_pure=True, pack=8)
     new = ()
     for j in gl.static_range(len(b_w)):
         new = new + (add_tile(b_y[j], b_w[j], b_x, b_x2, b_sum, BITS, S),)

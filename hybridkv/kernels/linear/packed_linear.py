@@ -12,6 +12,7 @@ from hybridkv.kernels.linear.linear import Linear
 from hybridkv.kernels.linear.packed import BESIDE, linear_packed
 from hybridkv.kernels.linear.packed_weights import Packed, join
 
+
 class PackedLinear(Linear):
     """Matrices of the same inputs one below the other, each packed or in the model's dtype. Neighbours of one format
     are one product.
