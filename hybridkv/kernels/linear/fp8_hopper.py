@@ -1,60 +1,125 @@
-"""linear_fp8's kernel for Hopper GPUs and up to eight rows, in Gluon, after the pattern of packed_hopper.py.
+"""linear_fp8's kernel for Hopper GPUs and up to eight rows of x, in Gluon, after the pattern of packed_vector_hopper.py.
 
-A program takes 16 rows of W (GATED: 16 gates and their 16 ups) and all columns, 64 at a time for each of its warps. A
-lane reads 16 bytes of rows g and g + 8, DEPTH steps ahead, the first of them before the kernel before has ended. The
-codes are upcast in registers, so every product is exact.
+Every program takes tiles of 16 rows of W (GATED: 16 gates and their 16 ups) one after the other, and all columns of
+each, 128 at a time for each of its S warps. The copy engine brings W into a ring in shared memory, DEPTH steps ahead.
+Lane 4 g + t holds rows g and g + 8 of W, and of each 64 columns those from 16 t on; of x it holds row g. Codes are
+upcast in registers, so every product is exact.
 """
 
 from __future__ import annotations
 
 from hybridkv.kernels.backend import triton
-from hybridkv.kernels.gluon import cuda, gl, gluon
-from hybridkv.kernels.linear.packed_hopper import biased, framed, lane_of, lanes, mma, results, rows_of, words_of
+from hybridkv.kernels.gluon import cuda, fence_async_shared, gl, gluon, mbarrier, tma
+from hybridkv.kernels.linear.packed_parts_hopper import after, layout, mma
+from hybridkv.kernels.linear.packed_vector_hopper import framed, operands
 
 
 @triton.constexpr_function
 def multiply_e4m3():
-    """PTX: 8 words of codes (row, half of the 16 bytes, word) by x (4 registers a half) -> the sum, in two parts.
+    """PTX: 16 words of codes (row, half of the columns, word) by x (8 registers a half) -> two sums, one a half.
 
     The seven low bits of a code, put at exponent and mantissa of BF16, are 2^120 times too small.
     """
     body = "mov.b32 k, 0x7b807b80;\n"
-    for i in range(8):
-        for q, which in ((0, "0x9180"), (1, "0xb3a2")):
-            body += f"prmt.b32 a, ${8 + i}, 0, {which};\nshl.b32 a, a, 4;\nand.b32 a, a, 0x87f087f0;\n"
-            body += f"mul.bf16x2 l{i // 2 % 2}{i // 4}{i % 2 * 2 + q}, a, k;\n"
-    for i in range(4):
-        body += mma("cd"[i % 2], words_of("l", i), 16 + 2 * i, i < 2)
-    return framed(body + results("cd"))
+    for p in (0, 1):
+        for w in range(4):
+            for r in (0, 1):
+                for q, which in ((0, "0x9180"), (1, "0xb3a2")):
+                    body += f"prmt.b32 a, ${16 + 8 * r + 4 * p + w}, 0, {which};\nshl.b32 a, a, 4;\n"
+                    body += f"and.b32 a, a, 0x87f087f0;\nmul.bf16x2 l{r}{w}{q}, a, k;\n"
+            body += mma(f"c{p}", f"{{l0{w}0, l1{w}0, l0{w}1, l1{w}1}}", 32 + 8 * p + 2 * w, w == 0)
+    return framed(body, False)
 
 
-_SUMS, _WORDS = gl.constexpr(",".join(["=f"] * 8)), gl.constexpr(",r" * 16)
+@triton.constexpr_function
+def tile_layout(S):
+    """[16, 32 S] words."""
+    regs, lanes = [[0, 1], [0, 2], [0, 16], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+    return layout(regs, lanes, [0, 32], [16, 32 * S], S)
 
 
 @gluon.jit
-def load_codes(p_w, K, inside, S: gl.constexpr):
-    o_r = lanes(8, S)[1]
-    return gl.load(p_w + o_r // 4 * (2 * K) + o_r % 4, mask=inside, cache_modifier=".cg")
+def loader(
+    w, ring, full, free, tiles, steps, i_p, P, N,
+    TILES: gl.constexpr, S: gl.constexpr, DEPTH: gl.constexpr,
+):  # fmt: skip
+    slot, phase = 0, 0
+    for tile in range(i_p, tiles, P):
+        for step in range(steps):
+            bar = full.index(slot)
+            mbarrier.wait(free.index(slot), phase ^ 1)
+            mbarrier.expect(bar, TILES * S * 16 * 128)
+            for j in gl.static_range(TILES):
+                at = [tile * 16 + j * N, step * (32 * S)]
+                tma.async_copy_global_to_shared(w, at, bar, ring.index(slot * TILES + j))
+            slot, phase = after(slot, phase, DEPTH)
+    cuda.gdc_launch_dependents()
 
 
 @gluon.jit
-def add_product(b_y, b_w, p_x, m_x, S: gl.constexpr):
-    """b_y: the sums [lanes, 8] of each tile, whose words of a step are b_w."""
-    b_x = gl.load(p_x + lanes(8, S)[1], mask=m_x, other=0)
-    new = ()
-    for j in gl.static_range(len(b_w)):
-        new = new + (
-            b_y[j] + gl.inline_asm_elementwise(
-                multiply_e4m3(), _SUMS + _WORDS, [b_w[j], b_x], dtype=gl.float32, is_pure=True, pack=8
-            ),
-        )  # fmt: skip
-    return new
+def product(b_y, tile, b_x, S: gl.constexpr):
+    """b_y [lanes, 16] and the product with a tile's words of a step."""
+    L: gl.constexpr = gl.BlockedLayout([1, 16], [32, 1], [S, 1], [1, 0])
+    b_w = gl.permute(gl.reshape(tile.load(tile_layout(S)), [2, 8, S, 2, 4, 4]), (2, 1, 4, 0, 3, 5))
+    b_w = gl.convert_layout(gl.reshape(b_w, [32 * S, 16]), L, assert_trivial=True)
+    return b_y + gl.inline_asm_elementwise(
+        multiply_e4m3(), operands(2), [b_w, b_x], dtype=gl.float32, is_pure=True, pack=16
+    )
 
 
-@gluon.jit(do_not_specialize=["T"])
+@gluon.jit
+def rows_of(b_y, scale, bias, o_n, BIAS: gl.constexpr, S: gl.constexpr, L: gl.constexpr):
+    """The sums of all warps [lanes, 16] -> [128]: (g, two rows of x, row g or g + 8, row of x)."""
+    b_y = gl.sum(gl.reshape(b_y, [S, 32, 2, 4, 2]), 4)  # both halves; the other registers are zero
+    b_out = gl.convert_layout(gl.reshape(gl.sum(gl.sum(b_y, 2), 0), [128]), L) * gl.load(scale + o_n)
+    if BIAS:
+        b_out += gl.load(bias + o_n).to(gl.float32)
+    return b_out
+
+
+@gluon.jit
+def worker(
+    x, scale, bias, y, ring, full, free, tiles, steps, i_p, P, T, N, K, stride_x,
+    BIAS: gl.constexpr, GATED: gl.constexpr, EVEN: gl.constexpr, TILES: gl.constexpr, S: gl.constexpr,
+    DEPTH: gl.constexpr,
+):  # fmt: skip
+    L: gl.constexpr = gl.BlockedLayout([1, 16], [32, 1], [S, 1], [1, 0])
+    L1: gl.constexpr = gl.BlockedLayout([1], [32], [S], [0])
+    o_l = gl.arange(0, 32 * S, layout=gl.SliceLayout(1, L))[:, None]
+    o_r = gl.arange(0, 16, layout=gl.SliceLayout(0, L))[None, :]
+    row = gl.minimum(o_l % 32 // 4, T - 1)  # sums of rows past the end are not stored
+    o_k = o_l // 32 * 64 + o_r // 8 * 32 + o_l % 4 * 8 + o_r % 8
+    o = gl.arange(0, 128, layout=L1)
+    o_t = o // 4 % 4 * 2 + o % 2
+    slot, phase = 0, 0
+    cuda.gdc_wait()
+    for tile in range(i_p, tiles, P):
+        b_y = gl.zeros([32 * S, 16], gl.float32, layout=L)
+        b_up = gl.zeros([32 * S, 16], gl.float32, layout=L)
+        for step in range(steps):
+            p_x = x + row.to(gl.int64) * stride_x + step * (64 * S) + o_k
+            if EVEN:
+                b_x = gl.load(p_x)
+            else:
+                b_x = gl.load(p_x, mask=step * (64 * S) + o_k < K // 2, other=0)
+            mbarrier.wait(full.index(slot), phase)
+            b_y = product(b_y, ring.index(slot * TILES), b_x, S)
+            if GATED:
+                b_up = product(b_up, ring.index(slot * TILES + 1), b_x, S)
+            gl.thread_barrier()  # all have read the slot
+            mbarrier.arrive(free.index(slot), count=1)
+            slot, phase = after(slot, phase, DEPTH)
+        o_n = tile * 16 + o // 16 + o // 2 % 2 * 8
+        b_out = rows_of(b_y, scale, bias, o_n, BIAS, S, L1)
+        if GATED:
+            b_out *= rows_of(b_up, scale, bias, o_n + N, BIAS, S, L1) / (1.0 + gl.exp(-b_out))
+        gl.store(y + o_t.to(gl.int64) * N + o_n, b_out.to(y.dtype.element_ty), mask=o_t < T)
+
+
+@gluon.jit(do_not_specialize=["T", "tiles"])
 def linear_fp8_hopper_kernel(
     x,  # [T, K] as words, rows stride_x words apart
-    w,  # [N, K], GATED: [2 N, K], as words
+    w,  # [N, K], GATED: [2 N, K], as words, in boxes [16, 32 S]
     scale,
     bias,
     y,  # [T, N]
@@ -62,57 +127,32 @@ def linear_fp8_hopper_kernel(
     N,
     K,
     stride_x,
+    tiles,
     BIAS: gl.constexpr,
     GATED: gl.constexpr,
     EVEN: gl.constexpr,  # all warps have as many steps
     S: gl.constexpr,  # warps
     DEPTH: gl.constexpr,  # steps that are loaded ahead
 ):
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [S, 1], [1, 0])
     TILES: gl.constexpr = 2 if GATED else 1
-    first = gl.program_id(0)
-    steps = K // 64
-    n = (steps + S - 1) // S  # of each warp
-    s, g, t = lane_of(S, 8)
-    b_y, p_w, ring = (), (), ()
-    for j in gl.static_range(TILES):
-        b_y = b_y + (gl.zeros([32 * S, 8], gl.float32, layout=L),)
-        p_w = p_w + (w + ((first * 16 + j * N).to(gl.int64) + g) * (K // 4) + s * 16 + t * 4,)
-    for k in gl.static_range(DEPTH):
-        b_w = ()
-        for j in gl.static_range(TILES):
-            inside = (k < n) if EVEN else k * S + s < steps
-            b_w = b_w + (load_codes(p_w[j] + k * (16 * S), K, inside, S),)
-        ring = ring + (b_w,)
-    p_x = x + g.to(gl.int64) * stride_x + s * 32 + t * 8
-    m_x = g < T
-    cuda.gdc_wait()
-    for i in range(0, n // DEPTH * DEPTH, DEPTH):
-        later = ()
-        for k in gl.static_range(DEPTH):
-            m_k = m_x if EVEN else m_x & ((i + k) * S + s < steps)
-            b_y = add_product(b_y, ring[k], p_x + k * (32 * S), m_k, S)
-            b_w = ()
-            for j in gl.static_range(TILES):
-                inside = (i + k + DEPTH < n) if EVEN else (i + k + DEPTH) * S + s < steps
-                b_w = b_w + (load_codes(p_w[j] + (k + DEPTH) * (16 * S), K, inside, S),)
-            later = later + (b_w,)
-        ring = later
-        moved = ()
-        for j in gl.static_range(TILES):
-            moved = moved + (p_w[j] + DEPTH * (16 * S),)
-        p_w = moved
-        p_x += DEPTH * 32 * S
-    for k in gl.static_range(DEPTH - 1):
-        if k < n % DEPTH:
-            m_k = m_x if EVEN else m_x & ((n // DEPTH * DEPTH + k) * S + s < steps)
-            b_y = add_product(b_y, ring[k], p_x + k * (32 * S), m_k, S)
-    cuda.gdc_launch_dependents()
-    o = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [S], [0]))
-    o_n = first * 16 + o // 16 + o // 2 % 2 * 8
-    o_t = o // 4 % 4 * 2 + o % 2
-    b_out = biased(rows_of(b_y[0], 8, S) * gl.load(scale + o_n), bias, o_n, BIAS)
-    if GATED:
-        b_up = biased(rows_of(b_y[1], 8, S) * gl.load(scale + o_n + N), bias, o_n + N, BIAS)
-        b_out *= b_up / (1.0 + gl.exp(-b_out))
-    gl.store(y + o_t.to(gl.int64) * N + o_n, b_out.to(y.dtype.element_ty), mask=o_t < T)
+    i_p, P = gl.program_id(0), gl.num_programs(0)
+    steps = (K + 128 * S - 1) // (128 * S)
+    ring = gl.allocate_shared_memory(gl.int32, [DEPTH * TILES, 16, 32 * S], w.layout)
+    full = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(DEPTH):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    gl.warp_specialize(
+        [
+            (worker, (
+                x, scale, bias, y, ring, full, free, tiles, steps, i_p, P, T, N, K, stride_x,
+                BIAS, GATED, EVEN, TILES, S, DEPTH,
+            )),
+            (loader, (w, ring, full, free, tiles, steps, i_p, P, N, TILES, S, DEPTH)),
+        ],
+        [1],
+        [40],
+    )  # fmt: skip

@@ -21,7 +21,6 @@ from torch import Tensor
 from hybridkv.kernels.backend import COMPILED, has_pdl, tl, triton, use_triton
 
 MAX_ROWS = 16
-LINES = 0
 FASTER_ROWS = 8  # of x: up to this many, faster than cuBLAS; where cuBLAS needs two kernels, up to MAX_ROWS
 # Four E4M3 to four BF16. The seven low bits, put at exponent and mantissa, are 2^120 times too small.
 E4M3_TO_BF16 = tl.constexpr("""{
@@ -61,14 +60,6 @@ def upcast(b_w, COMPILED: tl.constexpr):
         return b_w.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
 
 
-@triton.jit
-def prefetch(p):
-    """Bring the lines of 128 bytes at these addresses into the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [p.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
 @triton.jit(do_not_specialize=["T"])
 def linear_vector_kernel(
     x,  # [T, K], rows stride_x apart
@@ -90,7 +81,6 @@ def linear_vector_kernel(
     BT: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    LINES: tl.constexpr,
 ):
     o_t, o_n = tl.arange(0, BT), tl.program_id(0) * BN + tl.arange(0, BN)
     o_k = tl.arange(0, S)[:, None] * BK + tl.arange(0, BK)[None, :]
@@ -101,12 +91,6 @@ def linear_vector_kernel(
     m_t = (o_t < T)[None, None, :]
     b_y, b_up = tl.zeros([S, BN, BT], tl.float32), tl.zeros([S, BN, BT], tl.float32)
     if COMPILED:
-        if LINES > 0:
-            each: tl.constexpr = 128 // (w.dtype.element_ty.primitive_bitwidth // 8)
-            o_line = tl.arange(0, LINES)[None, :] * each
-            prefetch(w + o_row[:, None] * K + o_line)
-            if GATED:
-                prefetch(w + (o_row[:, None] + N) * K + o_line)
         tl.extra.cuda.gdc_wait()
     for i_k in tl.range(0, K, S * BK, num_stages=STAGES):
         m_k = i_k + o_k < K
@@ -164,7 +148,7 @@ def linear_vector_triton(
         linear_vector_kernel[(triton.cdiv(N, BN),)](
             x, weight, y if scale is None else scale, y if bias is None else bias, y, T, N, K, x.stride(0),
             SCALE=scale is not None, BIAS=bias is not None, GATED=gated, COMPILED=COMPILED, WHOLE=K % (S * BK) == 0,
-            STAGES=stages, S=S, BT=8 if T <= 8 else 16, BN=BN, BK=BK, LINES=LINES, num_warps=S, launch_pdl=COMPILED,
+            STAGES=stages, S=S, BT=8 if T <= 8 else 16, BN=BN, BK=BK, num_warps=S, launch_pdl=COMPILED,
         )  # fmt: skip
     return y
 
