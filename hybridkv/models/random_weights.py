@@ -55,9 +55,11 @@ class RandomLoader(Loader):
         return rows.topk(shape[-1]).indices
 
     def stays_packed(self, name: str) -> bool:
+        """Everything does, in a form."""
         return bool(self.form)
 
     def packed_linear(self, inputs: int, parts: Sequence[Part], bias: Tensor | None) -> Linear:
+        """Random blocks; in the model's dtype where rows are not whole ones."""
         found: list[Packed | Tensor] = []
         for name, rows in parts:
             bits = self.bits_of(name)
@@ -68,6 +70,7 @@ class RandomLoader(Loader):
         return PackedLinear(found, bias)
 
     def bits_of(self, name: str) -> int:
+        """The format of a matrix of this name."""
         if self.form != "q4_k_m":
             return BITS[self.form.upper()]
         layer = re.search(r"layers\.(\d+)\..*(v_proj|down_proj)", name)

@@ -1,4 +1,4 @@
-"""linear_fp8's kernel for Hopper GPUs and up to eight rows of x, in Gluon, after the pattern of packed_vector_hopper.py.
+"""linear_fp8's kernel for Hopper GPUs and up to eight rows of x, in Gluon, after the pattern of packed_hopper.py.
 
 Every program takes tiles of 16 rows of W (GATED: 16 gates and their 16 ups) one after the other, and all columns of
 each, 128 at a time for each of its S warps. The copy engine brings W into a ring in shared memory, DEPTH steps ahead.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from hybridkv.kernels.backend import triton
 from hybridkv.kernels.gluon import cuda, fence_async_shared, gl, gluon, mbarrier, tma
-from hybridkv.kernels.linear.packed_parts_hopper import after, layout, mma
+from hybridkv.kernels.linear.packed_parts_hopper import after, layout, mma, release
 from hybridkv.kernels.linear.packed_vector_hopper import framed, operands
 
 
@@ -91,7 +91,7 @@ def worker(
     o_k = o_l // 32 * 64 + o_r // 8 * 32 + o_l % 4 * 8 + o_r % 8
     o = gl.arange(0, 128, layout=L1)
     o_t = o // 4 % 4 * 2 + o % 2
-    slot, phase = 0, 0
+    slot, phase, i = 0, 0, 0
     cuda.gdc_wait()
     for tile in range(i_p, tiles, P):
         b_y = gl.zeros([32 * S, 16], gl.float32, layout=L)
@@ -103,12 +103,12 @@ def worker(
             else:
                 b_x = gl.load(p_x, mask=step * (64 * S) + o_k < K // 2, other=0)
             mbarrier.wait(full.index(slot), phase)
+            release(free, slot, i, DEPTH)
             b_y = product(b_y, ring.index(slot * TILES), b_x, S)
             if GATED:
                 b_up = product(b_up, ring.index(slot * TILES + 1), b_x, S)
-            gl.thread_barrier()  # all have read the slot
-            mbarrier.arrive(free.index(slot), count=1)
             slot, phase = after(slot, phase, DEPTH)
+            i += 1
         o_n = tile * 16 + o // 16 + o // 2 % 2 * 8
         b_out = rows_of(b_y, scale, bias, o_n, BIAS, S, L1)
         if GATED:

@@ -309,11 +309,12 @@ def suits_hopper(x: Tensor, weight: Packed, gated: bool = False) -> bool:
     return whole and 0 < len(x) <= HOPPER_ROWS[weight.bits] and x.dtype == torch.bfloat16 and has_gluon(x.device)
 
 
-def hopper_tile(bits: int, T: int, N: int, gated: bool) -> tuple[int, int, int, int]:
-    """S (workers' warps), DEPTH, programs a multiprocessor, their registers: the fastest on an H200 at a 27B's widths."""
-    if T == 1:
-        return (4, 3, 3, 80) if gated else (4, 4, 3, 80)
-    return (4, 3, 2, 128)
+def hopper_tile(T: int, N: int, K: int, gated: bool) -> tuple[int, int, int, int]:
+    """S (workers' warps), DEPTH, programs a multiprocessor, registers: the fastest on an H200 at a 27B's widths."""
+    if gated:
+        return (4, 3, 3, 80) if T == 1 else (4, 3, 2, 128)
+    few = T == 1 or (N <= 8192 and (T <= 8 or K <= 2 * N))
+    return (4, 5, 3, 80) if few else (4, 5, 2, 128)
 
 
 def boxes(plane: Tensor, width: int, rows: int) -> Any:
@@ -332,14 +333,15 @@ def linear_packed_hopper(
     y = torch.empty((T, N), dtype=x.dtype, device=x.device) if out is None else out
     if x.stride(-1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
-    S, depth, per_sm, registers = hopper_tile(bits, T, N, gated)
+    S, depth, per_sm, registers = hopper_tile(T, N, K, gated)
     codes, scales = boxes(weight.codes, 32, 16 * S), boxes(weight.scales, 16, (2 if bits == 8 else 4) * S)
     high = boxes(weight.high, 32, (8 if bits == 6 else 4) * S) if bits in (5, 6) else codes
     d = scales if bits == 8 else boxes(weight.d, 16, S * BLOCK // each)
     words, tiles = x.view(torch.int32), N // BESIDE
+    blocks = 0 if T == 1 else triton.cdiv(T, 4 if bits == 6 else 8)
     linear_packed_hopper_kernel[(min(tiles, per_sm * sm_count(x.device)),)](
         words, codes, high, scales, d, y if bias is None else bias, y, T, N, K, words.stride(0), y.stride(0), tiles,
-        BITS=bits, EACH=each, BIAS=bias is not None, GATED=gated, BLOCKS=0 if T == 1 else triton.cdiv(T, 4 if bits == 6 else 8),
+        BITS=bits, EACH=each, BIAS=bias is not None, GATED=gated, BLOCKS=blocks,
         EVEN=K % ((128 if bits == 8 else 256) * S) == 0, S=S, DEPTH=depth, num_warps=S, maxnreg=registers,
         launch_pdl=True,
     )  # fmt: skip

@@ -53,6 +53,17 @@ def after(slot, phase, DEPTH: gl.constexpr):
 
 
 @gluon.jit
+def release(free, slot, i, DEPTH: gl.constexpr):
+    """Give back the slot of the step before, when all warps have computed with it; i: steps before this one.
+
+    Not sooner: a warp's loads from shared memory may still be under way when it has passed a barrier, and the copy
+    engine does not wait for them. Instructions that use what was loaded are issued in order, before this.
+    """
+    gl.thread_barrier()
+    mbarrier.arrive(free.index(gl.where(slot == 0, DEPTH - 1, slot - 1)), count=1, pred=i > 0)
+
+
+@gluon.jit
 def loader(
     codes, high, scales, d, q_ring, h_ring, s_ring, d_ring, full, free, tiles, steps, i_p, P, apart, K,
     BITS: gl.constexpr, EACH: gl.constexpr, TILES: gl.constexpr, S: gl.constexpr, DEPTH: gl.constexpr,

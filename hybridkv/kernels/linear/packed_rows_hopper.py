@@ -1,16 +1,16 @@
 """linear_packed's kernel for Hopper GPUs (packed_hopper.py): the work for up to sixteen rows of x.
 
-As packed_vector_hopper.py, but for the roles of lanes. Lane 4 g + t holds rows g and g + 8 of W, and of each group the 8 columns from 8 t on. The 8 columns of the other side
-are rows of x, so each pair of groups (BITS = 8: each group) has sums of its own, for each of BLOCKS blocks of rows. In
-Q6_K half a group has a scale: there columns are four rows for the first half, where the x of the second is zero, and
-the same four for the second half.
+As packed_vector_hopper.py, but for the roles of lanes. Lane 4 g + t holds rows g and g + 8 of W, and of each group the
+8 columns from 8 t on. The 8 columns of the other side are rows of x, so each pair of groups (BITS = 8: each group) has
+sums of its own, for each of BLOCKS blocks of rows. In Q6_K half a group has a scale: there columns are four rows of x
+for the first half, zero in the second, and the same four for the second half.
 """
 
 from __future__ import annotations
 
 from hybridkv.kernels.backend import triton
 from hybridkv.kernels.gluon import cuda, gl, gluon, mbarrier
-from hybridkv.kernels.linear.packed_parts_hopper import after, f16_at, layout, mma, times_byte
+from hybridkv.kernels.linear.packed_parts_hopper import after, f16_at, layout, mma, release, times_byte
 
 
 @triton.constexpr_function
@@ -329,16 +329,17 @@ def multiply_rows(
     for b in gl.static_range(BLOCKS):
         rows = rows + (gl.minimum(b * RT + g % RT, T - 1),)  # sums of rows past the end are not stored
     o = gl.arange(0, 16 * RT, layout=gl.BlockedLayout([1], [32], [S], [0]))
-    slot, phase = 0, 0
+    slot, phase, i = 0, 0, 0
     cuda.gdc_wait()
     for tile in range(i_p, tiles, P):
         b_y, b_up = (), ()
-        for b in gl.static_range(BLOCKS):
+        for _ in gl.static_range(BLOCKS):
             b_y = b_y + (gl.zeros([16 * S, 4, 2, 2], gl.float32, layout=C),)
             b_up = b_up + (gl.zeros([16 * S, 4, 2, 2], gl.float32, layout=C),)
         for step in range(steps):
             m_k = m_x if EVEN else m_x & (step * S + s < K // (2 * WORDS))
             mbarrier.wait(full.index(slot), phase)
+            release(free, slot, i, DEPTH)
             words, high, scale, ds = (), (), (), ()
             for j in gl.static_range(TILES):
                 at = slot * TILES + j
@@ -352,9 +353,8 @@ def multiply_rows(
                     ds = ds + (scale[j],)
                 else:
                     ds = ds + (by_pair(read_d(d_ring.index(at), EACH, S), 4, S),)
-            gl.thread_barrier()  # all have read the slot
-            mbarrier.arrive(free.index(slot), count=1)
             slot, phase = after(slot, phase, DEPTH)
+            i += 1
             for u in gl.static_range(2):
                 o_k = step * (S * WORDS) + u * (WORDS // 2) + o_x
                 b_x = load_x(x, rows, o_k, m_k, stride_x, BLOCKS, BITS == 6 or not EVEN)

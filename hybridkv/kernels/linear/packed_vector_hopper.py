@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from hybridkv.kernels.backend import triton
 from hybridkv.kernels.gluon import cuda, gl, gluon, mbarrier
-from hybridkv.kernels.linear.packed_parts_hopper import after, f16_at, layout, mma, times_byte
+from hybridkv.kernels.linear.packed_parts_hopper import after, f16_at, layout, mma, release, times_byte
 
 
 @triton.constexpr_function
@@ -225,7 +225,7 @@ def multiply_row(
     o_x = s * WORDS + (t // 2 * 2 + o_r // 8) * (16 if BITS == 8 else 32) + t % 2 * 8 + o_r % 8
     m_lo, m_hi = g == t * 2, g == t * 2 + 1
     o = gl.arange(0, 16, layout=L1)
-    slot, phase = 0, 0
+    slot, phase, i = 0, 0, 0
     cuda.gdc_wait()
     for tile in range(i_p, tiles, P):
         b_y = gl.zeros([4 * S, 2, 16, 2], gl.float32, layout=C)
@@ -237,6 +237,7 @@ def multiply_row(
             if BITS != 8:
                 given = given + (gl.load(p_x + 16, mask=m_hi & inside, other=0),)
             mbarrier.wait(full.index(slot), phase)
+            release(free, slot, i, DEPTH)
             words, more, scale = (), (), ()
             for j in gl.static_range(TILES):
                 at = slot * TILES + j
@@ -246,9 +247,8 @@ def multiply_row(
                 else:
                     more = more + ((),)
                 scale = scale + (factors(s_ring.index(at), d_ring.index(at), BITS, EACH, S),)
-            gl.thread_barrier()  # all have read the slot
-            mbarrier.arrive(free.index(slot), count=1)
             slot, phase = after(slot, phase, DEPTH)
+            i += 1
             c, ones = multiply(words[0], given, more[0], BITS, True, S)
             b_y += scale[0][0] * c
             if BITS != 8:

@@ -40,7 +40,7 @@ def run(ptx: str, *inputs: np.ndarray) -> np.ndarray:
 
 
 def sums(codes: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """codes [32 lanes, 2 rows, columns], in the order of the columns of x [32, registers]; -> [32 lanes, (row, column)]:
+    """codes [32 lanes, 2 rows, columns], in the order of the columns of x [32, registers] -> [32 lanes, (row, column)]:
     every product by its definition.
     """
     columns = codes.shape[2]
