@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -34,6 +34,9 @@ from hybridkv.config import CacheConfig
 from hybridkv.errors import HybridKVError
 from hybridkv.kernels.linear.fp8 import encode_weight
 from hybridkv.kernels.linear.linear import Linear
+from hybridkv.kernels.linear.packed_dequantise import dequantise_ref
+from hybridkv.kernels.linear.packed_linear import PackedLinear
+from hybridkv.kernels.linear.packed_planes import BITS
 from hybridkv.models.decoder import GatedMlp
 from hybridkv.models.random_weights import random_decoder
 
@@ -374,6 +377,24 @@ def test_a_base_is_measured_in_its_own_tree(tmp_path: Path, monkeypatch: pytest.
     assert len(left.splitlines()) == 1, "the worktree is gone"
 
 
+@pytest.mark.parametrize("form", ["q8_0", "q6_k", "q5_k", "q4_k", "q4_k_m"])
+def test_random_weights_in_a_format(form: str) -> None:
+    """Projections are packed where their rows are whole blocks, and as large as plain ones."""
+    shape = find_shape("tiny")
+    config = replace(shape.config, hidden=256, intermediate=512)
+    model = cast(Any, random_decoder(config, "cpu", torch.float32, form=form))
+    layers = [(i, layer.feed) for i, layer in enumerate(model.layers)]
+    for i, mlp in layers:
+        down = 6 if form == "q4_k_m" and i % 2 else BITS.get(form.upper(), 4)
+        for part, bits in ((mlp.gate_up, BITS.get(form.upper(), 4)), (mlp.down, down)):
+            assert isinstance(part, PackedLinear) and [p.bits for p in part.parts] == [bits], part
+            size = float(dequantise_ref(part.parts[0]).square().mean().sqrt()) * part.shape[1] ** 0.5
+            assert 0.5 < size < 2
+    assert model.head.parts[0].bits == (6 if form == "q4_k_m" else BITS.get(form.upper(), 4))
+    with pytest.raises(KeyError):
+        random_decoder(config, "cpu", torch.float32, form="q3_k")
+
+
 # ---- the command line
 
 
@@ -388,7 +409,8 @@ def test_a_base_is_measured_in_its_own_tree(tmp_path: Path, monkeypatch: pytest.
         (["decode", "--model-shape", "tiny", "--kv-dtype", "bf16,fp7"], "fp7"),
         (["decode", "--model-shape", "tiny", "--contexts", "2k"], "--contexts takes whole numbers"),
         (["decode", "--model-shape", "tiny", "--layers", "0"], "layers must be a positive number"),
-        (["decode", "--model-shape", "tiny", "--weight-dtype", "int4"], "must be auto or fp8"),
+        (["decode", "--model-shape", "tiny", "--weight-dtype", "int4"], "must be one of auto, fp8, q8_0"),
+        (["capacity", "--model-shape", "tiny", "--device", "cpu", "--weight-dtype", "q4_k"], "`hybridkv plan` counts"),
         (["prefill", "--model-shape", "tiny", "--chunk", "100"], "multiple of 64"),
         (["load", "--model-shape", "tiny", "--prompt-tokens", "10:5"], "--prompt-tokens 10:5: the lower end"),
         (["load", "--model-shape", "tiny", "--prompt-tokens", "0:5"], "must be at least 1"),

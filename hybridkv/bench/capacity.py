@@ -45,6 +45,8 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
     memory = parse_bytes("4MiB" if shape.tiny else options.memory)
     assert memory is not None
     fp8 = options.weight_dtype == "fp8"
+    if options.weight_dtype not in ("auto", "fp8"):
+        raise HybridKVError(f"capacity counts weights in auto or fp8; `hybridkv plan` counts {options.weight_dtype}")
     weights = model_bytes(shape.config, lambda name: name == "lm_head.weight", shape.dtype, "cuda", fp8)
     about = {
         "model": shape.name,

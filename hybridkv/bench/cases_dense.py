@@ -15,12 +15,14 @@ from hybridkv.bench.timing import copies
 from hybridkv.kernels.linear.linear import Linear
 from hybridkv.kernels.linear.packed_dequantise import dequantise_ref
 from hybridkv.kernels.linear.packed_linear import PackedLinear
-from hybridkv.kernels.linear.packed_planes import BITS, BLOCK_BYTES
-from hybridkv.kernels.linear.packed_weights import Packed, pack
+from hybridkv.kernels.linear.packed_planes import BITS
+from hybridkv.kernels.linear.packed_weights import Packed
+from hybridkv.models.random_weights import random_packed
 
 ROUNDING = 1e-2  # bf16 results of f32 sums in another order
 FP8_ROUNDING = 6e-2  # many rows: x is rounded to E4M3 too, each value by 1/16 of itself at the most
-BYTES = {"f32": 4, "bf16": 2, "fp8": 1, "q8_0": 34 / 32, "q4_k": 148 / 256}  # a weight
+# of a weight
+BYTES = {"f32": 4, "bf16": 2, "fp8": 1, "q8_0": 34 / 32, "q6_k": 212 / 256, "q5_k": 180 / 256, "q4_k": 148 / 256}
 
 
 def projections(s: Setup) -> dict[str, tuple[int, int]]:
@@ -43,7 +45,7 @@ MANY = ("qkv", "gate_up", "down", "gdn_inputs")  # that are measured with severa
 
 
 def linear_cases(s: Setup) -> Iterator[Listed]:
-    for kind in ("bf16", "fp8", "q8_0", "q4_k") if s.device == "cuda" else ("f32",):
+    for kind in tuple(BYTES)[1:] if s.device == "cuda" else ("f32",):
         for T in s.some((1, 8, 64), (1,), (1, 3)):
             for name, (rows, inputs) in projections(s).items():
                 if T == 1 or s.shape.tiny or name in MANY:
@@ -81,9 +83,11 @@ def linear_case(s: Setup, kind: str, rows: int, inputs: int, T: int, exact: bool
     def run(y: tuple[Linear, Tensor]) -> Tensor:
         return y[0].gated(y[1]) if gated else y[0](y[1])
 
+    generator = torch.Generator(device=s.device).manual_seed(0)
+
     def matrix(weight: Tensor, exact: bool = exact) -> Linear:
         if kind.upper() in BITS:
-            return PackedLinear([random_packed(s, BITS[kind.upper()], rows, inputs)])
+            return PackedLinear([random_packed(BITS[kind.upper()], rows, inputs, generator)])
         if kind != "fp8":
             return Linear(weight, exact=exact)
         from hybridkv.kernels.linear.fp8 import encode_weight
@@ -117,14 +121,6 @@ def linear_case(s: Setup, kind: str, rows: int, inputs: int, T: int, exact: bool
         after = silu_mul if gated else lambda y: y
         peers = {"cuBLAS bf16": (lambda weight: after(F.linear(x, weight)), weights)}
     return Case(run, held, verify, moved, 2 * T * rows * inputs, peers=peers)
-
-
-def random_packed(s: Setup, bits: int, rows: int, inputs: int) -> Packed:
-    count = inputs // (32 if bits == 8 else 256)
-    blocks = torch.randint(0, 256, (rows, count, BLOCK_BYTES[bits]), dtype=torch.uint8, device=s.device)
-    for at in (0,) if bits == 8 else (0, 2):  # d and dmin
-        blocks[..., at], blocks[..., at + 1] = 0, 0x14  # 2^-10 in f16
-    return pack(blocks.flatten(1), bits)
 
 
 def norm_case(s: Setup, T: int) -> Case:

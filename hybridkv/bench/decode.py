@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hybridkv.bench.options import BUDGET, BenchOptions
 from hybridkv.bench.report import Column, Report, check, rounding
-from hybridkv.bench.shapes import Shape
+from hybridkv.bench.shapes import Shape, random_model
 from hybridkv.bench.standin import fill_pages, fill_state, make_engine, resident
 from hybridkv.bench.timing import GIB, Ceilings, free_memory
 from hybridkv.cache import CacheSchema
@@ -79,7 +79,7 @@ def ours(
 ) -> None:  # fmt: skip
     """The parts that were asked for; what matters most comes first, as time may be short."""
     report.doing("making weights")
-    model = random_decoder(shape.config, shape.device, shape.dtype, options.weight_dtype == "fp8")
+    model = random_model(shape, options.weight_dtype)
     batches = options.batches or ((1, 3) if shape.tiny else (1, 64) if options.quick else (1, 4, 16, 64, 128, 256))
     short, first = min(contexts), kinds[0]
     many, length = (3, 256) if shape.tiny else (16 if options.quick else 64, 16384)
@@ -97,7 +97,7 @@ def ours(
         if wanted("batch"):
             report.attempt("decode by batch", kind, lambda b=bench: b.by_batch(batches, short))
             free_memory(shape.device)
-        if kind == first and wanted("weights") and options.weight_dtype != "fp8":
+        if kind == first and wanted("weights") and options.weight_dtype == "auto":
             report.attempt("decode fp8 weights", kind, lambda k=kind: fp8_weights(shape, report, k, short))
             free_memory(shape.device)
         if kind == first and wanted("state") and shape.config.gdn is not None:

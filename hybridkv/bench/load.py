@@ -31,7 +31,7 @@ from hybridkv.bench.load_workload import Mix, Range, arrivals, sampling
 from hybridkv.bench.options import BenchOptions
 from hybridkv.bench.prefill import read
 from hybridkv.bench.report import Column, Report
-from hybridkv.bench.shapes import Shape
+from hybridkv.bench.shapes import Shape, random_model
 from hybridkv.bench.standin import fill_state, resident
 from hybridkv.bench.start import watched_captures
 from hybridkv.bench.timing import GIB, Ceilings, free_memory
@@ -40,7 +40,6 @@ from hybridkv.engine.engine import Engine
 from hybridkv.errors import HybridKVError
 from hybridkv.kernels.compiling import counted
 from hybridkv.models.decoder import Model
-from hybridkv.models.random_weights import random_decoder
 
 COLUMNS = (
     Column("s", "seconds", 8, ".3f"),
@@ -83,7 +82,7 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
         return re.search(options.only or "", part) is not None
 
     report.doing("making weights")
-    model = random_decoder(shape.config, shape.device, shape.dtype, options.weight_dtype == "fp8")
+    model = random_model(shape, options.weight_dtype)
     decoding = DecodeBench(shape, model, report, CacheConfig(kv_dtype=kind))
     checked = report.attempt("load", f"{kind}, compared with prefill", decoding.agreement)
     del decoding

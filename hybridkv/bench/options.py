@@ -16,6 +16,7 @@ from hybridkv.errors import HybridKVError
 BENCHES = ("kernels", "decode", "prefill", "eviction", "capacity", "load", "start")
 BUDGET = 2048  # kept in each stream where something is evicted and no number is given
 MOST_LOAD = 5.0  # of the capacity: beyond it requests only wait
+WEIGHT_DTYPES = ("auto", "fp8", "q8_0", "q6_k", "q5_k", "q4_k", "q4_k_m")
 V4_BENCHES = ("v4_kernels", "v4_model")  # of DeepSeek-V4, whose cache and layers are its own; not part of "all"
 
 
@@ -41,7 +42,7 @@ class BenchOptions:
     )
     quick: bool = option(False, "", "few cases")
     kv_dtypes: tuple[str, ...] = option((), "NAMES", "of the cache, such as bf16,fp8", "kv-dtype")
-    weight_dtype: str = option("auto", "NAME", "of the model's matrices: auto or fp8")
+    weight_dtype: str = option("auto", "NAME", f"of the model's matrices: {', '.join(WEIGHT_DTYPES)}")
     contexts: tuple[int, ...] = option((), "LIST", "tokens, such as 2048,16384")
     batches: tuple[int, ...] = option((), "LIST", "decode and mixed steps: requests at once")
     budget: int | None = option(
@@ -79,8 +80,8 @@ class BenchOptions:
         wrong = [k for k in self.kv_dtypes if k not in KV_DTYPES]
         if wrong:
             raise HybridKVError(f"kv_dtype {wrong[0]!r} is not supported; choose {', '.join(KV_DTYPES)}")
-        if self.weight_dtype not in ("auto", "fp8"):
-            raise HybridKVError(f"weight_dtype must be auto or fp8, not {self.weight_dtype!r}")
+        if self.weight_dtype not in WEIGHT_DTYPES:
+            raise HybridKVError(f"weight_dtype must be one of {', '.join(WEIGHT_DTYPES)}, not {self.weight_dtype!r}")
         for name in ("contexts", "batches", "chunks", "compiled_layers"):
             if any(n < 1 for n in getattr(self, name)):
                 raise HybridKVError(f"{name} must be positive numbers")

@@ -17,7 +17,7 @@ import torch
 
 from hybridkv.bench.options import BUDGET, BenchOptions
 from hybridkv.bench.report import Column, Report, check, rounding
-from hybridkv.bench.shapes import Shape
+from hybridkv.bench.shapes import Shape, random_model
 from hybridkv.bench.standin import fill_pages, make_engine, resident
 from hybridkv.bench.timing import GIB, Ceilings, Meter, free_memory, sync
 from hybridkv.cache import KVCacheManager
@@ -54,7 +54,7 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
     report = Report("prefill", "s", COLUMNS, shape.device, ceilings, about, deadline=options.deadline)
     report.start()
     report.doing("making weights")
-    model = random_decoder(shape.config, shape.device, shape.dtype, options.weight_dtype == "fp8")
+    model = random_model(shape, options.weight_dtype)
     peers = None
     if not options.skip_peers:
         from hybridkv.bench.peers import PrefillPeers

@@ -9,7 +9,9 @@ import torch
 
 from hybridkv.errors import HybridKVError
 from hybridkv.models.config import ModelConfig
+from hybridkv.models.decoder import Model
 from hybridkv.models.known import KNOWN, known_config
+from hybridkv.models.random_weights import random_decoder
 
 DENSE_SHAPE = "27b"  # what is measured if none is named
 V4_SHAPE = "DeepSeek-V4-Flash"
@@ -45,6 +47,12 @@ class Shape:
 
     def cut(self, layers: int) -> Shape:
         return make_shape(self.name, first_layers(self.raw, layers), self.device, self.dtype)
+
+
+def random_model(shape: Shape, weight_dtype: str) -> Model:
+    """With random weights; weight_dtype as a bench's option has it (WEIGHT_DTYPES)."""
+    form = "" if weight_dtype in ("auto", "fp8") else weight_dtype
+    return random_decoder(shape.config, shape.device, shape.dtype, weight_dtype == "fp8", form=form)
 
 
 def find_shape(name: str | None, layers: int | None = None, device: str = "auto", v4: bool = False) -> Shape:

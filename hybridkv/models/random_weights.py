@@ -1,21 +1,39 @@
-"""A model of any known shape with random weights, made on the device: for tests and benchmarks at real widths."""
+"""A model of any known shape with random weights, made on the device: for tests and benchmarks at real widths.
+
+Its projections can be packed, as those of a GGUF file: in one format, or in q4_k_m, as files of that name have them:
+Q4_K, but the head and, in every other layer, what projects values and what projects back from the MLP, in Q6_K.
+"""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from hybridkv.checkpoint.loader import Loader
+from hybridkv.checkpoint.loader import Loader, Part, count
+from hybridkv.kernels.linear.linear import Linear
+from hybridkv.kernels.linear.packed_linear import PackedLinear
+from hybridkv.kernels.linear.packed_planes import BITS, BLOCK, BLOCK_BYTES, GROUP, each_for
+from hybridkv.kernels.linear.packed_weights import Packed, pack
 from hybridkv.models import FAMILIES
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Model
+
+PACKED_FORMS = (*(name.lower() for name in BITS), "q4_k_m")
+F16_AT = {8: (0,), 4: (0, 2), 5: (0, 2), 6: (208,)}  # bytes of a block where d, or d and dmin, begin
+SIZE = {8: 1 / 74, 4: 1 / 300, 5: 1 / 600, 6: 1 / 1400}  # of d, for weights near one
 
 
 class RandomLoader(Loader):
     """Gives weights of the size that keeps activations near 1, from a seed."""
 
-    def __init__(self, device: str, dtype: torch.dtype, seed: int = 0, fp8: bool = False, exact: bool = False) -> None:
+    def __init__(
+        self, device: str, dtype: torch.dtype, seed: int = 0, fp8: bool = False, exact: bool = False, form: str = ""
+    ) -> None:
         self.device, self.dtype, self.fp8, self.exact = torch.device(device), dtype, fp8, exact
+        self.form = form  # one of PACKED_FORMS; empty: nothing is packed
         self.runs_on = self.device
         self.used: set[str] = set()
         self.generator = torch.Generator(device=device).manual_seed(seed)
@@ -36,12 +54,44 @@ class RandomLoader(Loader):
         rows = torch.rand(*shape[:-1], below, generator=self.generator, device=self.device)
         return rows.topk(shape[-1]).indices
 
+    def stays_packed(self, name: str) -> bool:
+        """Everything does, in a form."""
+        return bool(self.form)
+
+    def packed_linear(self, inputs: int, parts: Sequence[Part], bias: Tensor | None) -> Linear:
+        """Random blocks; in the model's dtype where rows are not whole ones."""
+        found: list[Packed | Tensor] = []
+        for name, rows in parts:
+            bits = self.bits_of(name)
+            if each_for(bits, inputs, 1) is None:
+                found.append(self.joined(inputs, (name, rows)))
+            else:
+                found.append(random_packed(bits, count(rows), inputs, self.generator))
+        return PackedLinear(found, bias)
+
+    def bits_of(self, name: str) -> int:
+        """The format of a matrix of this name."""
+        if self.form != "q4_k_m":
+            return BITS[self.form.upper()]
+        layer = re.search(r"layers\.(\d+)\..*(v_proj|down_proj)", name)
+        return 6 if name.startswith("lm_head") or (layer is not None and int(layer[1]) % 2) else 4
+
     def vector(self, name: str, *shape: int, plus: float = 0.0) -> Tensor:
         return self.raw(name, *shape).float() + (plus or (1.0 if name.endswith("norm.weight") else 0.0))
 
 
+def random_packed(bits: int, rows: int, columns: int, generator: torch.Generator) -> Packed:
+    """A matrix whose weights are near columns ** -0.5, of either sign."""
+    size = (rows, columns // (GROUP if bits == 8 else BLOCK), BLOCK_BYTES[bits])
+    blocks = torch.randint(0, 256, size, dtype=torch.uint8, device=generator.device, generator=generator)
+    for at in F16_AT[bits]:
+        d = torch.randn(size[:2], device=generator.device, generator=generator) * (SIZE[bits] * columns**-0.5)
+        blocks[..., at : at + 2] = d.half().unsqueeze(-1).view(torch.uint8)
+    return pack(blocks.flatten(1), bits)
+
+
 def random_decoder(
-    config: ModelConfig, device: str, dtype: torch.dtype, fp8: bool = False, exact: bool = False
+    config: ModelConfig, device: str, dtype: torch.dtype, fp8: bool = False, exact: bool = False, form: str = ""
 ) -> Model:
-    """`fp8`: projections in E4M3. `exact`: a model for exact mode, with the same weights."""
-    return FAMILIES[config.architecture].load(config, RandomLoader(device, dtype, fp8=fp8, exact=exact))
+    """`fp8`: projections in E4M3. `exact`: a model for exact mode, with the same weights. `form`: of PACKED_FORMS."""
+    return FAMILIES[config.architecture].load(config, RandomLoader(device, dtype, fp8=fp8, exact=exact, form=form))

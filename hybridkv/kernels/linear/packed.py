@@ -10,12 +10,25 @@ More rows: W is written out in BF16, a part of its rows at a time, and cuBLAS mu
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hybridkv.kernels.activation import silu_mul
-from hybridkv.kernels.backend import COMPILED, HAS_TRITON, capability, has_pdl, tl, triton, use_triton
+from hybridkv.kernels.backend import (
+    COMPILED,
+    HAS_TRITON,
+    capability,
+    has_gluon,
+    has_pdl,
+    sm_count,
+    tl,
+    triton,
+    use_triton,
+)
+from hybridkv.kernels.gluon import TensorDescriptor, gl
 from hybridkv.kernels.linear.packed_dequantise import (
     dequantise_ref,
     dequantise_triton,
@@ -25,9 +38,11 @@ from hybridkv.kernels.linear.packed_dequantise import (
     place,
     u8_at,
 )
-from hybridkv.kernels.linear.packed_planes import WORKSPACE
+from hybridkv.kernels.linear.packed_planes import BLOCK, WORKSPACE
 from hybridkv.kernels.linear.packed_weights import Packed
 
+BESIDE = 16  # rows of W that are interleaved where a kernel takes them in tiles
+HOPPER_ROWS = {8: 16, 4: 16, 5: 16, 6: 16}  # of x, by format: what packed_hopper.py multiplies at once
 FEW_ROWS = {8: 48, 4: 48, 5: 16, 6: 16}  # of x, by format: more are multiplied faster by W written out
 ALIGNED = 256  # rows of W: cuBLAS is fastest with multiples
 
@@ -287,6 +302,52 @@ def linear_packed_triton(
     return y
 
 
+def suits_hopper(x: Tensor, weight: Packed, gated: bool = False) -> bool:
+    """Whether the kernel in packed_hopper.py takes these shapes."""
+    N, K = weight.shape
+    whole = weight.beside == BESIDE and N % (BESIDE * (1 + gated)) == 0 and K % (64 if weight.bits == 8 else 128) == 0
+    return whole and 0 < len(x) <= HOPPER_ROWS[weight.bits] and x.dtype == torch.bfloat16 and has_gluon(x.device)
+
+
+def hopper_tile(T: int, N: int, K: int, gated: bool) -> tuple[int, int, int, int]:
+    """S (workers' warps), DEPTH, programs a multiprocessor, registers: the fastest on an H200 at a 27B's widths."""
+    if gated:
+        return (4, 3, 3, 80) if T == 1 else (4, 3, 2, 128)
+    few = T == 1 or (N <= 8192 and (T <= 8 or K <= 2 * N))
+    return (4, 5, 3, 80) if few else (4, 5, 2, 128)
+
+
+def boxes(plane: Tensor, width: int, rows: int) -> Any:
+    """A plane as rows of `width` words, which the copy engine takes `rows` at a time."""
+    layout = gl.NVMMASharedLayout.get_default_for([rows, width], gl.int32)
+    return TensorDescriptor.from_tensor(plane.view(-1).view(torch.int32).view(-1, width), [rows, width], layout)
+
+
+def linear_packed_hopper(
+    x: Tensor, weight: Packed, bias: Tensor | None = None, gated: bool = False, out: Tensor | None = None
+) -> Tensor:
+    """Arguments as linear_packed's, where suits_hopper."""
+    from hybridkv.kernels.linear.packed_hopper import linear_packed_hopper_kernel
+
+    (T, K), N, bits, each = x.shape, weight.shape[0] // (1 + gated), weight.bits, weight.each
+    y = torch.empty((T, N), dtype=x.dtype, device=x.device) if out is None else out
+    if x.stride(-1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    S, depth, per_sm, registers = hopper_tile(T, N, K, gated)
+    codes, scales = boxes(weight.codes, 32, 16 * S), boxes(weight.scales, 16, (2 if bits == 8 else 4) * S)
+    high = boxes(weight.high, 32, (8 if bits == 6 else 4) * S) if bits in (5, 6) else codes
+    d = scales if bits == 8 else boxes(weight.d, 16, S * BLOCK // each)
+    words, tiles = x.view(torch.int32), N // BESIDE
+    blocks = 0 if T == 1 else triton.cdiv(T, 4 if bits == 6 else 8)
+    linear_packed_hopper_kernel[(min(tiles, per_sm * sm_count(x.device)),)](
+        words, codes, high, scales, d, y if bias is None else bias, y, T, N, K, words.stride(0), y.stride(0), tiles,
+        BITS=bits, EACH=each, BIAS=bias is not None, GATED=gated, BLOCKS=blocks,
+        EVEN=K % ((128 if bits == 8 else 256) * S) == 0, S=S, DEPTH=depth, num_warps=S, maxnreg=registers,
+        launch_pdl=True,
+    )  # fmt: skip
+    return y
+
+
 def linear_written_out(x: Tensor, weight: Packed, bias: Tensor | None, out: Tensor) -> Tensor:
     """Through W in x's dtype, as many rows at a time as WORKSPACE has room for."""
     N, K = weight.shape
@@ -309,6 +370,8 @@ def linear_packed(
     if not use_triton(x):
         y = linear_packed_ref(x, weight, bias, gated)
         return y if out is None else out.copy_(y)
+    if suits_hopper(x, weight, gated):
+        return linear_packed_hopper(x, weight, bias, gated, out)
     if len(x) <= FEW_ROWS[weight.bits]:
         return linear_packed_triton(x, weight, bias, gated, out)
     y = out

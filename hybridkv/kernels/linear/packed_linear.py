@@ -9,10 +9,8 @@ from torch import Tensor
 
 from hybridkv.kernels.activation import silu_mul
 from hybridkv.kernels.linear.linear import Linear
-from hybridkv.kernels.linear.packed import linear_packed
+from hybridkv.kernels.linear.packed import BESIDE, linear_packed
 from hybridkv.kernels.linear.packed_weights import Packed, join
-
-ROWS = 16  # of a matrix, interleaved in memory: a kernel's tile
 
 
 class PackedLinear(Linear):
@@ -35,7 +33,7 @@ class PackedLinear(Linear):
                 joined[-1] = torch.cat([last, part])
             else:
                 joined.append(part)
-        self.parts = [part.laid(ROWS) if isinstance(part, Packed) else Linear(part) for part in joined]
+        self.parts = [part.laid(BESIDE) if isinstance(part, Packed) else Linear(part) for part in joined]
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._whole is not None:
