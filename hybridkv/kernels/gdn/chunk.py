@@ -28,7 +28,8 @@ from hybridkv.kernels.backend import LARGE_SHARED_MEMORY, shared_memory, tl, tri
 from hybridkv.kernels.gdn.rule import CHUNK
 from hybridkv.kernels.gdn.segments import Segments
 
-SOLVE_REGISTERS = 128  # of a thread, for products of 16 bits: four programs share a multiprocessor
+# of a thread at the most, for products of 16 bits: with 128, four programs share a multiprocessor, else three
+SOLVE_REGISTERS: int | None = None
 
 
 @triton.jit
