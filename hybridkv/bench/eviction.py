@@ -100,6 +100,7 @@ class Configured:
 
     captures = False
     nbytes = 0
+    embedding = torch.empty(0, dtype=torch.bfloat16)
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config

@@ -2,8 +2,10 @@
 
 A step costs what its products cost, which follows from its number of tokens, and the reading of what its decoding
 requests hold. The first is measured whenever a graph is captured, by replaying it on padding; between two sizes the
-line through them is taken. The second is counted in bytes, at the rate at which the smallest step reads the weights.
-What prompts attend to is counted in products, at half the rate of those with weights.
+line through them is taken. Padding is alike in all rows, and products of it run at a higher clock than those of real
+tokens: what a step takes beyond the reading of weights counts REAL times. The second is counted in bytes, at the rate
+at which the smallest step reads the weights. What prompts attend to is counted in products, at half the rate of those
+with weights.
 
 A request that decodes waits for the prompts read beside it: a step may take WAIT times what it would take without them,
 or LEAST seconds where that is longer: fifty tokens a second are faster than anyone reads, and small models read prompts
@@ -29,6 +31,7 @@ WAIT = 2.4  # times as long as without prompts
 ATTENDING = 2.0  # times what a product with weights takes (H200: 16K keys make a 27B prompt's step a fifth longer)
 LEAST = 0.02  # seconds
 TIMED = 3  # replays of a graph, at the most
+REAL = 1.2  # H200, 27B: steps that should have taken 32 ms took up to 40
 ENOUGH = 0.01  # seconds of replays after which no more are timed: a long step is measured well by one
 
 
@@ -73,7 +76,9 @@ class StepCost:
         slope = (self.seconds[high] - self.seconds[low]) / (high - low)
         each = min(taken / size for size, taken in self.seconds.items())
         attending = ATTENDING * self.key_share * keys * each * tokens
-        return max(self.seconds[low] + slope * (tokens - low), self.seconds[sizes[0]]) + held + attending
+        least = self.seconds[sizes[0]]  # that of reading the weights
+        products = max(self.seconds[low] + slope * (tokens - low) - least, 0.0) * REAL
+        return least + products + held + attending
 
     def tokens_beside(self, decodes: int, held_bytes: float, sizes: Sequence[int], most: int, keys: float = 0) -> int:
         """Tokens of a step in which so many requests decode: as many of `sizes` as they may wait for, `most` at the

@@ -30,7 +30,8 @@ STREAM_SCORE_BYTES = 12  # f32 as the policy gave it, again joined with the othe
 PEAK_SCORES = 6  # f32 of each stream that `peak` holds while it scores some layers: peaks, differences, places, norms
 INDEX_SCORE_BYTES = 4 << 26  # models/v4_attention.py holds this many bytes of index scores at once
 
-GRAPH_BYTES = 512 << 20  # activations of the largest step with prompt chunks that is captured
+GRAPH_BYTES = 1 << 30  # that captured steps with prompt chunks keep, at the most
+BESIDE = 2  # times what a step holds at once: blocks of several sizes lie beside each other (H200: 574 MiB for 299)
 AT_ONCE = 1 << 15  # tokens, and keys, that the ops of a captured step take at once (kernels/gdn and attention: PIECE)
 PART, KEYS = 64, 64  # tokens that the delta rule takes at once; keys of a dequantised tile
 MOST_CHUNKS = 32  # prompts in a captured step
@@ -70,7 +71,7 @@ def mixed_sizes(config: ModelConfig, step_tokens: int, itemsize: int = 2, dequan
     while sizes[-1] < most:
         power = 1 << sizes[-1].bit_length()
         sizes += [power + i * (power // 4) for i in range(4)]
-    fits = (size for size in sizes if graph_bytes(config, size, itemsize, dequantises) <= GRAPH_BYTES)
+    fits = (size for size in sizes if BESIDE * graph_bytes(config, size, itemsize, dequantises) <= GRAPH_BYTES)
     return [size for size in fits if size <= most]
 
 
