@@ -65,7 +65,7 @@ def count_tokens(engine: Engine) -> list[int]:
 def with_graphs(engine: Engine, seconds: dict[int, float] | None = None) -> MixedGraphs:
     """`seconds`: what steps are said to take."""
     cost = StepCost(engine.runner.model.nbytes)
-    cost.seconds = seconds or {1: 20e-3, 64: 30e-3, 512: 100e-3}
+    cost.seconds = seconds or {1: 20e-3, 64: 28e-3, 512: 86e-3}
     graphs = MixedGraphs(engine.runner.model, engine.manager, engine.scheduler.step_tokens, cost)
     engine.runner.mixed = engine.scheduler.mixed = graphs
     engine.scheduler.cost = cost

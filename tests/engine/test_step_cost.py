@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from hybridkv.engine import step_cost
-from hybridkv.engine.step_cost import DEFAULT, LEAST, WAIT, StepCost
+from hybridkv.engine.step_cost import DEFAULT, LEAST, REAL, WAIT, StepCost
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.known import KNOWN, known_config
 
@@ -20,10 +20,11 @@ def measured() -> StepCost:
 
 
 def test_between_two_sizes_a_line_is_taken() -> None:
+    """What a step takes beyond the reading of weights is longer with real tokens than on padding."""
     cost = measured()
-    assert cost.predicted(1) == pytest.approx(1e-3) and cost.predicted(512) == pytest.approx(2.56e-3)
-    assert cost.predicted(768) == pytest.approx(3.84e-3)
-    assert cost.predicted(4096) == pytest.approx(20.48e-3)  # beyond the last one, too
+    assert cost.predicted(1) == pytest.approx(1e-3) and cost.predicted(512) == pytest.approx(1e-3 + REAL * 1.56e-3)
+    assert cost.predicted(768) == pytest.approx(1e-3 + REAL * 2.84e-3)
+    assert cost.predicted(4096) == pytest.approx(1e-3 + REAL * 19.48e-3)  # beyond the last one, too
     assert cost.predicted(1, held_bytes=2e9) == pytest.approx(3e-3)  # at the rate at which weights are read
 
 
@@ -65,6 +66,7 @@ def test_before_anything_is_measured_it_is_a_constant(seconds: dict[int, float])
 def test_what_prompts_attend_to_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of a token's products more at 1000 keys, at half the rate: each token takes twice as long."""
     monkeypatch.setattr(step_cost, "LEAST", 0.0)
+    monkeypatch.setattr(step_cost, "REAL", 1.0)
     cost = measured()
     cost.key_share = 0.5 / 1000
     assert cost.predicted(2048, 0, 1000) == pytest.approx(2 * cost.predicted(2048))  # type: ignore[operator]
