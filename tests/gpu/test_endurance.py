@@ -33,6 +33,7 @@ def test_nothing_grows_in_ten_thousand_requests(oracle: Callable, monkeypatch: p
     assert first.kept["mixed graphs"] > 3 and first.kept["graphs"] == len(graph_sizes(32))
     for part in range(1, PARTS + 1):
         ended = serve(engine, MORE // PARTS, seed=part, at_once=40)
+        del now  # a census takes some 2,000 blocks of memory itself
         now = Census.of(engine)
         print(f"{WARM + part * MORE // PARTS:6} requests: {describe(now)}, {dict(ended)}", flush=True)
         assert ended["evicted"] > 100 and ended["preempted"] > 0 and ended["cancelled"] > 10 and ended["error"]
