@@ -23,6 +23,7 @@ from hybridkv.kernels.backend import (
     capability,
     has_gluon,
     has_pdl,
+    shared_memory,
     sm_count,
     tl,
     triton,
@@ -317,6 +318,12 @@ def hopper_tile(T: int, N: int, K: int, gated: bool) -> tuple[int, int, int, int
     return (4, 5, 3, 80) if few else (4, 5, 2, 128)
 
 
+def step_bytes(bits: int, each: int) -> int:
+    """What a warp takes of a tile in a step: codes, scales, and what the format has of d and of the high plane."""
+    high = {5: 512, 6: 1024}.get(bits, 0)
+    return 2048 + (128 if bits == 8 else 256 + 64 * (BLOCK // each)) + high
+
+
 def boxes(plane: Tensor, width: int, rows: int) -> Any:
     """A plane as rows of `width` words, which the copy engine takes `rows` at a time."""
     layout = gl.NVMMASharedLayout.get_default_for([rows, width], gl.int32)
@@ -337,6 +344,8 @@ def linear_packed_hopper(
     codes, scales = boxes(weight.codes, 32, 16 * S), boxes(weight.scales, 16, (2 if bits == 8 else 4) * S)
     high = boxes(weight.high, 32, (8 if bits == 6 else 4) * S) if bits in (5, 6) else codes
     d = scales if bits == 8 else boxes(weight.d, 16, S * BLOCK // each)
+    ring = (1 + gated) * depth * S * step_bytes(bits, each)
+    per_sm = max(1, min(per_sm, shared_memory(x.device) // (ring + 4096)))  # barriers, sums of the warps
     words, tiles = x.view(torch.int32), N // BESIDE
     blocks = 0 if T == 1 else triton.cdiv(T, 4 if bits == 6 else 8)
     linear_packed_hopper_kernel[(min(tiles, per_sm * sm_count(x.device)),)](
