@@ -43,7 +43,9 @@ from hybridkv.kernels.linear.packed_planes import BLOCK, WORKSPACE
 from hybridkv.kernels.linear.packed_weights import Packed
 
 BESIDE = 16  # rows of W that are interleaved where a kernel takes them in tiles
-HOPPER_ROWS = {8: 16, 4: 16, 5: 16, 6: 16}  # of x, by format: what packed_hopper.py multiplies at once
+# of x, by format: that packed_hopper.py multiplies on an H200. Q8_0 has not been timed there, so it is left to Triton;
+# in Q6_K more rows need more registers than there are
+HOPPER_ROWS = {4: 16, 5: 16, 6: 8, 8: 0}
 FEW_ROWS = {8: 48, 4: 48, 5: 16, 6: 16}  # of x, by format: more are multiplied faster by W written out
 ALIGNED = 256  # rows of W: cuBLAS is fastest with multiples
 
