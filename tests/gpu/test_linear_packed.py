@@ -11,7 +11,14 @@ from packed_blocks import F16_AT, random_blocks
 from torch import Tensor
 
 from hybridkv import LLM
-from hybridkv.kernels.linear.packed import FEW_ROWS, linear_packed, linear_packed_triton, linear_written_out
+from hybridkv.kernels.backend import has_gluon
+from hybridkv.kernels.linear.packed import (
+    FEW_ROWS,
+    linear_packed,
+    linear_packed_hopper,
+    linear_packed_triton,
+    linear_written_out,
+)
 from hybridkv.kernels.linear.packed_dequantise import dequantise_ref, dequantise_triton
 from hybridkv.kernels.linear.packed_linear import PackedLinear
 from hybridkv.kernels.linear.packed_planes import BITS, BLOCK_BYTES
@@ -59,7 +66,7 @@ def test_products_at_real_widths(kind: str, N: int, K: int, gated: bool, heads: 
 def test_every_code_is_widened_to_its_number(kind: str) -> None:
     weight, one = drawn(kind, 64, 1024), torch.eye(1024, dtype=torch.bfloat16, device="cuda")
     for rows in (1, 4, 8, 16):
-        for product in (linear_packed_triton, linear_packed):
+        for product in (linear_packed_triton, *([linear_packed_hopper] if has_gluon(one.device) else [])):
             got = torch.cat([product(part, weight) for part in one.split(rows)])
             assert_close_rms(f"weights, {rows} rows", dequantise_ref(weight).T, got, BOUND)
 

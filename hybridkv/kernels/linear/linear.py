@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridkv.kernels.activation import silu_mul, silu_mul_exact
 from hybridkv.kernels.linear.exact import in_tiles, linear_exact, linear_hopper, linear_ref, suits_hopper
-from hybridkv.kernels.linear.fp8 import linear_fp8, linear_fp8_few
+from hybridkv.kernels.linear.fp8 import linear_fp8
 from hybridkv.kernels.linear.gemv import MAX_ROWS, linear_vector, suits_vector
 from hybridkv.kernels.linear.skinny import linear_rows, suits_rows
 
@@ -52,10 +52,9 @@ class Linear:
             return silu_mul_exact(self(x))
         if self.scale is None and suits_rows(x, self.weight):
             return linear_rows(x, self.weight, self.bias, gated=True)
-        if self.scale is not None and len(x) <= MAX_ROWS:
-            return linear_fp8_few(x, self.weight, self.scale, self.bias, gated=True)
-        if suits_vector(x, self.weight, gated=True):
-            return linear_vector(x, self.weight, bias=self.bias, gated=True)
+        few_fp8 = self.scale is not None and len(x) <= MAX_ROWS
+        if few_fp8 or suits_vector(x, self.weight, gated=True):
+            return linear_vector(x, self.weight, self.scale, self.bias, gated=True)
         return silu_mul(self(x))
 
     def add_to(self, h: Tensor | None, x: Tensor) -> Tensor | None:

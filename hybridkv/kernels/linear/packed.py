@@ -23,6 +23,7 @@ from hybridkv.kernels.backend import (
     capability,
     has_gluon,
     has_pdl,
+    shared_memory,
     sm_count,
     tl,
     triton,
@@ -42,7 +43,9 @@ from hybridkv.kernels.linear.packed_planes import BLOCK, WORKSPACE
 from hybridkv.kernels.linear.packed_weights import Packed
 
 BESIDE = 16  # rows of W that are interleaved where a kernel takes them in tiles
-HOPPER_ROWS = {8: 16, 4: 16, 5: 16, 6: 16}  # of x, by format: what packed_hopper.py multiplies at once
+# of x, by format: that packed_hopper.py multiplies on an H200. Q8_0 has not been timed there, so it is left to Triton;
+# in Q6_K more rows need more registers than there are
+HOPPER_ROWS = {4: 16, 5: 16, 6: 8, 8: 0}
 FEW_ROWS = {8: 48, 4: 48, 5: 16, 6: 16}  # of x, by format: more are multiplied faster by W written out
 ALIGNED = 256  # rows of W: cuBLAS is fastest with multiples
 
@@ -317,6 +320,12 @@ def hopper_tile(T: int, N: int, K: int, gated: bool) -> tuple[int, int, int, int
     return (4, 5, 3, 80) if few else (4, 5, 2, 128)
 
 
+def step_bytes(bits: int, each: int) -> int:
+    """What a warp takes of a tile in a step: codes, scales, and what the format has of d and of the high plane."""
+    high = {5: 512, 6: 1024}.get(bits, 0)
+    return 2048 + (128 if bits == 8 else 256 + 64 * (BLOCK // each)) + high
+
+
 def boxes(plane: Tensor, width: int, rows: int) -> Any:
     """A plane as rows of `width` words, which the copy engine takes `rows` at a time."""
     layout = gl.NVMMASharedLayout.get_default_for([rows, width], gl.int32)
@@ -337,6 +346,8 @@ def linear_packed_hopper(
     codes, scales = boxes(weight.codes, 32, 16 * S), boxes(weight.scales, 16, (2 if bits == 8 else 4) * S)
     high = boxes(weight.high, 32, (8 if bits == 6 else 4) * S) if bits in (5, 6) else codes
     d = scales if bits == 8 else boxes(weight.d, 16, S * BLOCK // each)
+    ring = (1 + gated) * depth * S * step_bytes(bits, each)
+    per_sm = max(1, min(per_sm, shared_memory(x.device) // (ring + 4096)))  # barriers, sums of the warps
     words, tiles = x.view(torch.int32), N // BESIDE
     blocks = 0 if T == 1 else triton.cdiv(T, 4 if bits == 6 else 8)
     linear_packed_hopper_kernel[(min(tiles, per_sm * sm_count(x.device)),)](

@@ -259,14 +259,34 @@ def as_sums(b_c, S: gl.constexpr):
 
 
 @gluon.jit
-def add_tile(
-    b_y, b_x, b_sum, words, high, b_s, b_d, u: gl.constexpr, BITS: gl.constexpr, BLOCKS: gl.constexpr, S: gl.constexpr
+def read_step(
+    q_tile, h_tile, s_tile, d_tile, BITS: gl.constexpr, EACH: gl.constexpr, S: gl.constexpr
 ):  # fmt: skip
-    """b_y: sums of each block, to which the product of half a step's words is added."""
-    PAIRS: gl.constexpr = 1 if BITS == 8 else 2
-    given = (words,) + b_x
+    """A step of a tile: words of codes and of the high plane, both of the first half and of the second; scales and d,
+    of each pair.
+    """
+    words = read_codes(q_tile, S)
+    high = words
     if BITS == 5 or BITS == 6:
-        given = given + (high,)
+        high = read_high(h_tile, BITS, S)
+    PAIRS: gl.constexpr = 2 if BITS == 8 else 4
+    scales = by_pair(s_tile.load(scales_layout(PAIRS, S)), PAIRS, S)
+    d = scales
+    if BITS != 8:
+        d = by_pair(read_d(d_tile, EACH, S), 4, S)
+    return words, high, scales, d
+
+
+@gluon.jit
+def add_tile(
+    b_y, b_x, b_sum, given, u: gl.constexpr, BITS: gl.constexpr, BLOCKS: gl.constexpr, S: gl.constexpr
+):  # fmt: skip
+    """b_y: sums of each block, to which the product of a half, u, of a step's words is added."""
+    PAIRS: gl.constexpr = 1 if BITS == 8 else 2
+    words, high, b_s, b_d = given
+    given = (words[u],) + b_x
+    if BITS == 5 or BITS == 6:
+        given = given + (high[u],)
     asm: gl.constexpr = multiply_bytes(BLOCKS) if BITS == 8 else multiply_nibbles(BITS, 2, BLOCKS)
     b_c = gl.inline_asm_elementwise(
         asm, constraints(PAIRS * BLOCKS, len(given)), given, dtype=kinds(PAIRS * BLOCKS), is_pure=True, pack=8
@@ -316,7 +336,6 @@ def multiply_rows(
 ):  # fmt: skip
     RT: gl.constexpr = 4 if BITS == 6 else 8  # rows of x in a block
     WORDS: gl.constexpr = 64 if BITS == 8 else 128  # of x in a warp's step
-    PAIRS: gl.constexpr = 2 if BITS == 8 else 4
     L: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [S, 1], [1, 0])
     C: gl.constexpr = sums_layout(S)
     # lane 4 g + t, registers (pair of groups or group, two columns)
@@ -340,19 +359,12 @@ def multiply_rows(
             m_k = m_x if EVEN else m_x & (step * S + s < K // (2 * WORDS))
             mbarrier.wait(full.index(slot), phase)
             release(free, slot, i, DEPTH)
-            words, high, scale, ds = (), (), (), ()
-            for j in gl.static_range(TILES):
-                at = slot * TILES + j
-                words = words + (read_codes(q_ring.index(at), S),)
-                if BITS == 5 or BITS == 6:
-                    high = high + (read_high(h_ring.index(at), BITS, S),)
-                else:
-                    high = high + (words[j],)
-                scale = scale + (by_pair(s_ring.index(at).load(scales_layout(PAIRS, S)), PAIRS, S),)
-                if BITS == 8:
-                    ds = ds + (scale[j],)
-                else:
-                    ds = ds + (by_pair(read_d(d_ring.index(at), EACH, S), 4, S),)
+            at = slot * TILES
+            one = read_step(q_ring.index(at), h_ring.index(at), s_ring.index(at), d_ring.index(at), BITS, EACH, S)
+            two = one
+            if GATED:
+                at += 1
+                two = read_step(q_ring.index(at), h_ring.index(at), s_ring.index(at), d_ring.index(at), BITS, EACH, S)
             slot, phase = after(slot, phase, DEPTH)
             i += 1
             for u in gl.static_range(2):
@@ -371,9 +383,9 @@ def multiply_rows(
                     )  # fmt: skip
                     for b in gl.static_range(2 * BLOCKS):
                         b_sum = b_sum + (as_sums(b_1[b], S),)
-                b_y = add_tile(b_y, b_x, b_sum, words[0][u], high[0][u], scale[0], ds[0], u, BITS, BLOCKS, S)
+                b_y = add_tile(b_y, b_x, b_sum, one, u, BITS, BLOCKS, S)
                 if GATED:
-                    b_up = add_tile(b_up, b_x, b_sum, words[1][u], high[1][u], scale[1], ds[1], u, BITS, BLOCKS, S)
+                    b_up = add_tile(b_up, b_x, b_sum, two, u, BITS, BLOCKS, S)
         o_n = tile * 16 + o // RT
         for b in gl.static_range(BLOCKS):
             b_out = total(b_y[b], bias, o_n, RT, BIAS, S)

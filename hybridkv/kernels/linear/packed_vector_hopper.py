@@ -191,10 +191,22 @@ def as_sums(b_c, S: gl.constexpr):
 
 
 @gluon.jit
-def multiply(words, given, more, BITS: gl.constexpr, ONES: gl.constexpr, S: gl.constexpr):
+def read_step(
+    q_tile, h_tile, s_tile, d_tile, BITS: gl.constexpr, EACH: gl.constexpr, S: gl.constexpr
+):  # fmt: skip
+    """A step of a tile: words of codes and of the high plane, and factors."""
+    words = (read_codes(q_tile, S),)
+    if BITS == 5 or BITS == 6:
+        words = words + (read_high(h_tile, BITS, S),)
+    a, less = factors(s_tile, d_tile, BITS, EACH, S)
+    return words, a, less
+
+
+@gluon.jit
+def multiply(words, given, BITS: gl.constexpr, ONES: gl.constexpr, S: gl.constexpr):
     """The sums of a tile and, with ONES, those of x."""
     asm: gl.constexpr = multiply_groups() if BITS == 8 else multiply_pairs(BITS, ONES)
-    args = (words,) + given + more
+    args = words[:1] + given + words[1:]
     b_c = gl.inline_asm_elementwise(asm, operands(len(args)), args, dtype=gl.float32, is_pure=True, pack=16)
     return as_sums(b_c, S)
 
@@ -238,26 +250,23 @@ def multiply_row(
                 given = given + (gl.load(p_x + 16, mask=m_hi & inside, other=0),)
             mbarrier.wait(full.index(slot), phase)
             release(free, slot, i, DEPTH)
-            words, more, scale = (), (), ()
-            for j in gl.static_range(TILES):
-                at = slot * TILES + j
-                words = words + (read_codes(q_ring.index(at), S),)
-                if BITS == 5 or BITS == 6:
-                    more = more + ((read_high(h_ring.index(at), BITS, S),),)
-                else:
-                    more = more + ((),)
-                scale = scale + (factors(s_ring.index(at), d_ring.index(at), BITS, EACH, S),)
+            at = slot * TILES
+            one = read_step(q_ring.index(at), h_ring.index(at), s_ring.index(at), d_ring.index(at), BITS, EACH, S)
+            two = one
+            if GATED:
+                at += 1
+                two = read_step(q_ring.index(at), h_ring.index(at), s_ring.index(at), d_ring.index(at), BITS, EACH, S)
             slot, phase = after(slot, phase, DEPTH)
             i += 1
-            c, ones = multiply(words[0], given, more[0], BITS, True, S)
-            b_y += scale[0][0] * c
+            c, ones = multiply(one[0], given, BITS, True, S)
+            b_y += one[1] * c
             if BITS != 8:
-                b_y -= scale[0][1] * ones
+                b_y -= one[2] * ones
             if GATED:
-                c, _ = multiply(words[1], given, more[1], BITS, False, S)
-                b_up += scale[1][0] * c
+                c, _ = multiply(two[0], given, BITS, False, S)
+                b_up += two[1] * c
                 if BITS != 8:
-                    b_up -= scale[1][1] * ones
+                    b_up -= two[2] * ones
         o_n = tile * 16 + o
         b_out = total(b_y, bias, o_n, BIAS, L1)
         if GATED:
