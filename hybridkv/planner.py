@@ -6,11 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING
 
 from hybridkv.cache.schema import CacheSchema
 from hybridkv.dtypes import dtype_name, itemsize
 from hybridkv.errors import HybridKVError
+from hybridkv.kernels.linear.packed_planes import half_bytes, suits_half
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.registry import family_of
 from hybridkv.models.weight_forms import fp8_bytes, weight_bytes
@@ -67,10 +69,11 @@ def model_bytes(
     device: str,
     fp8: bool = False,
     packed: Mapping[str, int] | None = None,
+    half: bool = False,
 ) -> int:
     """Bytes of all weights in memory. `has` answers whether the checkpoint holds a tensor that not every model has;
     `device` is cpu or cuda; `fp8`: matrices are kept as E4M3 codes (kernels/linear/fp8.py: keeps_codes); `packed` gives
-    the bytes of matrices that stay in a GGUF file's formats.
+    the bytes of matrices that stay in a GGUF file's formats; `half`: matrices are f16 on a CPU (kernels/linear/half.py).
     """
     name, packed = dtype_name(dtype), packed or {}
     total = 0
@@ -79,11 +82,16 @@ def model_bytes(
             total += packed[weight.name]
         elif weight.kind == "matrix" and fp8:
             total += fp8_bytes(weight)
+        elif weight.kind == "matrix" and half and suits_half(*weight.shape):
+            total += half_bytes(*weight.shape)
         else:
             total += weight_bytes(weight, name, device != "cpu")
     tied = config.tied or not has("lm_head.weight")
-    # on a CPU a tied head is a second, packed copy (kernels/linear.py)
-    return total + (config.vocab * config.hidden * itemsize(name) if tied and device == "cpu" else 0)
+    if not tied or device != "cpu":
+        return total
+    # on a CPU a tied head is a second, packed copy (kernels/linear/)
+    head = config.vocab, config.hidden
+    return total + (half_bytes(*head) if half and suits_half(*head) else prod(head) * itemsize(name))
 
 
 def planned_tensors(config: ModelConfig, raw: Mapping[str, object]) -> Callable[[str], bool]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -80,6 +81,11 @@ class Checkpoint:
     def generation(self) -> dict[str, Any]:
         """generation_config.json of a folder, read once: end tokens, sampling settings. Empty where there is none."""
         return read_json_if_any(self.path / "generation_config.json") if self.kind == "safetensors" else {}
+
+    @property
+    def narrow(self) -> bool:
+        """Whether most values are stored in 16 bits or fewer."""
+        return self.nbytes < 3 * sum(prod(recipe.shape) for recipe in self._recipes.values())
 
     def names(self) -> list[str]:
         return list(self._recipes)

@@ -20,6 +20,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from hybridkv.kernels.linear.half import HalfLinear
 from hybridkv.kernels.linear.linear import Linear
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Model
@@ -61,6 +62,9 @@ def _weights(part: object, name: str) -> Iterator[tuple[str, Tensor]]:
     elif dataclasses.is_dataclass(part) and not isinstance(part, type):
         for field in dataclasses.fields(part):
             yield from _weights(getattr(part, field.name), f"{name}.{field.name}")
+    elif isinstance(part, HalfLinear):
+        yield f"{name}.columns", part.columns()
+        yield from _weights(part.bias, f"{name}.bias")
     elif isinstance(part, Linear):
         for key, item in sorted(vars(part).items()):
             yield from _weights(item, f"{name}.{key}")

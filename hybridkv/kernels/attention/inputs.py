@@ -44,13 +44,16 @@ def attention_inputs_ref(
     eps: float = 0.0,
     query_buffer: Tensor | None = None,
     query_rows: Tensor | None = None,
+    turn: Tensor | None = None,
 ) -> Tensor:
     H, G = heads, kv_heads
     step = 2 if gated else 1  # from one query to the next
-    rows = x.unflatten(1, (step * H + 2 * G, head_dim))
+    rows = x.view(len(x), step * H + 2 * G, head_dim)
     v = rows[:, step * H + G :]
     if not gated and q_norm is None and k_norm is None:
-        q, k = rope(rows[:, : H + G], cos, sin).split([H, G], 1)
+        both = rows[:, : H + G]
+        both = rope(both, cos, sin) if turn is None else torch.bmm(both, turn)
+        q, k = both.split_with_sizes([H, G], 1)
     else:
         q, k = rows[:, : step * H : step], rows[:, step * H : step * H + G]
         q, k = (t if w is None else rms_norm(t, w, eps) for t, w in ((q, q_norm), (k, k_norm)))
@@ -182,23 +185,10 @@ def attention_inputs(
     eps: float = 0.0,
     query_buffer: Tensor | None = None,  # [..., H, D]: where the last queries are kept
     query_rows: Tensor | None = None,  # [T] int64 rows of it, seen as [rows, H, D], all different; -1: not kept
+    turn: Tensor | None = None,  # rope_matrices of cos and sin: x is f32 on a CPU and all channels turn
 ) -> Tensor:
     """Queries [T, H, D] of a projection's output after norm and rope. Its keys and values go to their pages."""
-    form = attention_inputs_triton if use_triton(x) else attention_inputs_ref
-    return form(
-        x,
-        cos,
-        sin,
-        k_pool,
-        v_pool,
-        entry_index,
-        heads,
-        kv_heads,
-        head_dim,
-        gated,
-        q_norm,
-        k_norm,
-        eps,
-        query_buffer,
-        query_rows,
-    )
+    what = x, cos, sin, k_pool, v_pool, entry_index, heads, kv_heads, head_dim, gated, q_norm, k_norm, eps
+    if use_triton(x):
+        return attention_inputs_triton(*what, query_buffer, query_rows)
+    return attention_inputs_ref(*what, query_buffer, query_rows, turn)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.kernels.backend import tl
-from hybridkv.kernels.formats.kv_format import Pages, format_of, page_tensors
+from hybridkv.kernels.formats.kv_format import Pages, format_of, page_tensors, stored_values
 
 KEY_TILE = 2048  # keys read at once
 LOG2_E = 1.4426950408889634
@@ -26,17 +26,30 @@ def read_pages(pool: Pages, table: Tensor, start: int, stop: int) -> Tensor:
     Quantised entries come as f32, others as they are stored. Table entries past a stream's pages are -1: the caller
     masks what is read there.
     """
-    return format_of(pool).decode(*(_read_entries(x, table, start, stop) for x in page_tensors(pool)))
+    pages = _page_ids(pool, table, start, stop)
+    return format_of(pool).decode(*(_read_entries(x, pages, start, stop) for x in page_tensors(pool)))
 
 
-def _read_entries(stored: Tensor, table: Tensor, start: int, stop: int) -> Tensor:
-    """The same for one of the pool's tensors [N, P, ...] -> [..., stop - start, ...]."""
-    P = stored.shape[1]
-    first = start // P
-    pages = table[..., first : -(-stop // P)].clamp(min=0)
-    entries = stored.index_select(0, pages.reshape(-1)).view(*pages.shape[:-1], -1, *stored.shape[2:])
-    inside = slice(start - first * P, stop - first * P)
-    return entries[(..., inside, *[slice(None)] * (stored.ndim - 2))]
+def read_both(k_pool: Pages, v_pool: Pages, table: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """read_pages of keys and of values."""
+    pages = _page_ids(k_pool, table, start, stop)
+    k, v = (
+        format_of(pool).decode(*[_read_entries(x, pages, start, stop) for x in page_tensors(pool)])
+        for pool in (k_pool, v_pool)
+    )
+    return k, v
+
+
+def _page_ids(pool: Pages, table: Tensor, start: int, stop: int) -> Tensor:
+    """[..., pages] that hold the entries; where a stream has none, some page."""
+    P = stored_values(pool).shape[1]
+    return table[..., start // P : -(-stop // P)].clamp(min=0)
+
+
+def _read_entries(stored: Tensor, pages: Tensor, start: int, stop: int) -> Tensor:
+    """Entries out of one of the pool's tensors [N, P, ...] -> [..., stop - start, ...]."""
+    entries = stored.index_select(0, pages.flatten()).view(*pages.shape[:-1], -1, *stored.shape[2:])
+    return entries.narrow(pages.ndim - 1, start % stored.shape[1], stop - start)
 
 
 def causal_mask(M: int, L: int, diagonal: int, folds: int, like: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""The planes of packed weights (packed_weights.py) in numbers: which formats have them, and their bytes. No torch."""
+"""The planes of packed weights (packed_weights.py) in numbers: which formats have them, and their bytes; and the bytes
+of a matrix in f16 on a CPU (half.py). No torch.
+"""
 
 from __future__ import annotations
 
@@ -22,3 +24,13 @@ def plane_bytes(bits: int, K: int, each: int) -> tuple[int, int, int, int]:
     if bits == 8:
         return K, 0, 4 * -(-K // PAIR), 0
     return K // 2, K // 8 * (bits - 4), 4 * (K // PAIR), 4 * (K // each)
+
+
+def half_bytes(N: int, K: int) -> int:
+    """Bytes of a matrix [N, K] of f16 in FBGEMM's layout: blocks of 512 columns, padded, by 16 rows."""
+    return 2 * (-(-K // 512) * 512) * (-(-N // 16) * 16)
+
+
+def suits_half(N: int, K: int) -> bool:
+    """Whether that layout is smaller than f32, and matrices one below the other take the sum of their bytes."""
+    return N > 0 and N % 16 == 0 and half_bytes(N, K) < 4 * N * K
