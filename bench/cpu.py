@@ -5,7 +5,8 @@ Same weights (dequantised by our reader), same prompt, one process, taken in tur
 call: prefill is a call for 1 token, decode is the difference to a call for 1 + n tokens; medians of all rounds. The
 forms of the weights:
 
-    f16         what LLM() takes here: f16 weights, f32 activations (kernels/linear/half.py)
+    int4        what LLM() takes with AVX-512: 4-bit codes for few rows, f16 for more (kernels/linear/int4.py)
+    f16         what LLM() takes without: f16 weights, f32 activations (kernels/linear/half.py)
     bfloat16    dtype="bfloat16", and float32 likewise: weights and activations, for transformers too
     Q4_1        llama.cpp (package xllamacpp, optional): the file's own blocks, which are smaller
 
@@ -43,7 +44,7 @@ from hybridkv.text.tokenizer import Tokenizer
 
 Generate = Callable[[list[int], int], list[int]]  # (prompt, new tokens) -> new tokens
 Name = tuple[str, str]  # form of the weights, program
-DTYPES = ("bfloat16", "float32")
+PACKED, DTYPES = ("int4", "f16"), ("bfloat16", "float32")
 OLD_CPU = {  # what libraries read when they are loaded; the Makefile's, and FBGEMM's
     "OPENBLAS_CORETYPE": "Haswell",
     "ATEN_CPU_CAPABILITY": "avx2",
@@ -54,10 +55,10 @@ console = Console(stderr=True)
 
 
 def ours(form: str) -> Generate:
-    if form == "f16":
-        llm = LLM(device="cpu", weight_dtype="f16", dtype="float32")
-    else:
+    if form in DTYPES:
         llm = LLM(device="cpu", dtype=form, weight_dtype="plain")
+    else:
+        llm = LLM(device="cpu", dtype="float32", weight_dtype=form)
 
     def run(prompt: list[int], tokens: int) -> list[int]:
         [out] = llm.generate([prompt], SamplingParams(max_tokens=tokens, ignore_eos=True))
@@ -151,7 +152,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="tokens decoded after the first")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--forms", nargs="+", default=["f16", *DTYPES], choices=["f16", *DTYPES])
+    parser.add_argument("--forms", nargs="+", default=[*PACKED, *DTYPES], choices=[*PACKED, *DTYPES])
     parser.add_argument("--old", action="store_true", help="as a CPU without AVX-512 would")
     args = parser.parse_args()
     if args.old and os.environ.get("ATEN_CPU_CAPABILITY") != "avx2":
@@ -165,7 +166,7 @@ def main() -> None:
         )
 
     runs: dict[Name, Generate] = {(form, "hybridkv"): ours(form) for form in args.forms}
-    runs |= {(dtype, "transformers"): theirs(dtype) for dtype in DTYPES if {dtype, "f16"} & set(args.forms)}
+    runs |= {(dtype, "transformers"): theirs(dtype) for dtype in DTYPES if dtype == "float32" or dtype in args.forms}
     answers = {name: run(prompt, 1 + args.tokens) for name, run in runs.items()}
     peer = {form: (form if form in DTYPES else "float32", "transformers") for form in args.forms}
     agree = {form: equal_prefix(answers[form, "hybridkv"], answers[peer[form]]) for form in args.forms}

@@ -74,12 +74,12 @@ def resolve_half(
     """
     if weight_dtype == "auto":
         return dtype == "auto" and narrow and not exact and keeps_half(device, found)
-    if weight_dtype != "f16":
+    if weight_dtype not in ("f16", "int4"):
         return False
     if exact or device.type != "cpu" or found != torch.float32:
         raise HybridKVError(
-            f"weight_dtype='f16' is a CPU's, with dtype='float32' and exact=False; here it is {device.type} with "
-            f"dtype={str(found).removeprefix('torch.')!r} and exact={exact}: use weight_dtype='auto'"
+            f"weight_dtype={weight_dtype!r} is for device='cpu', dtype='float32' and exact=False; here they are "
+            f"{device.type!r}, {str(found).removeprefix('torch.')!r} and {exact}: use weight_dtype='auto'"
         )
     if not keeps_half(device, found):
         raise HybridKVError(f"torch {torch.__version__} has no f16 products on this CPU; use weight_dtype='plain'")

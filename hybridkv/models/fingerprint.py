@@ -5,8 +5,9 @@ scale follows from them) and, for every weight, its place in the model, shape, d
 fixed places. Another checkpoint of the same shape has another fingerprint, and so has another rope.
 
 It names the weights as they are in memory. The same checkpoint has the same fingerprint on every device only where it
-is loaded in the same dtype and form: weights in FP8, or packed as in a GGUF file, count as another model, and values
-that are derived on the device (the decay of DeltaNet) may differ in their last bits between a CPU and a GPU.
+is loaded in the same dtype and form: weights in FP8, in f16, or packed as in a GGUF file, count as another model (4-bit
+codes beside f16 do not), and values that are derived on the device (the decay of DeltaNet) may differ in their last
+bits between a CPU and a GPU.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def _tile(
     visible = None
     if shortest < stop:
         visible = torch.arange(start, stop, device=q.device) < ends[:, :, None, None]  # [B, G, 1, tile]
-    k, v = read_both(k_pool, v_pool, table, start, stop)
+    k, v = read_both(k_pool, v_pool, table, start, stop, visible is None)
     return tile_attention(q, k, v, scale, visible=visible)
 
 

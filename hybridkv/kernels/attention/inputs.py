@@ -48,7 +48,7 @@ def attention_inputs_ref(
 ) -> Tensor:
     H, G = heads, kv_heads
     step = 2 if gated else 1  # from one query to the next
-    rows = x.view(len(x), step * H + 2 * G, head_dim)
+    rows = x.view(x.shape[0], step * H + 2 * G, head_dim)
     v = rows[:, step * H + G :]
     if not gated and q_norm is None and k_norm is None:
         both = rows[:, : H + G]

@@ -48,9 +48,9 @@ def has_half() -> bool:
         with warnings.catch_warnings():  # of the first call
             warnings.filterwarnings("ignore", "fbgemm_.* is deprecated")
             found = linear_half(x, pack_half(weight))
+        return bool(torch.allclose(found, linear_half_ref(x, weight), rtol=1e-5, atol=1e-5))
     except (AttributeError, RuntimeError, TypeError):
         return False
-    return bool(torch.allclose(found, linear_half_ref(x, weight), rtol=1e-5, atol=1e-5))
 
 
 def keeps_half(device: torch.device, dtype: torch.dtype) -> bool:
@@ -63,7 +63,7 @@ def fits_half(weight: Tensor) -> bool:
     if weight.dtype != torch.float32 or not suits_half(*weight.shape):
         return False
     low, high = torch.aminmax(weight)
-    return -F16_MAX <= float(low) and float(high) <= F16_MAX
+    return max(-float(low), float(high)) <= F16_MAX
 
 
 class HalfLinear(Linear):
