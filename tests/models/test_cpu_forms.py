@@ -60,7 +60,10 @@ def test_who_gets_which_form(kind: str, tmp_path: Path, monkeypatch: pytest.Monk
 def test_logits_are_those_of_the_f32_model(kind: str, tmp_path: Path) -> None:
     path, tokens = written(kind, tmp_path), tiny.token_ids(24)
     want = LLM(path, dtype="float32", **SETTINGS).logits(tokens)
-    for form, bound in (("f16", 2e-3), ("int4", 3e-2)):  # weights rounded to 2^-11; inputs and results of products to 2^-9
+    for form, bound in (
+        ("f16", 2e-3),
+        ("int4", 3e-2),
+    ):  # weights rounded to 2^-11; inputs and results of products to 2^-9
         llm = LLM(path, dtype="float32", weight_dtype=form, **SETTINGS)
         for prefill in (None, 10):
             assert logit_gap(want, llm.logits(tokens, prefill=prefill)) < bound, (form, prefill)
@@ -88,7 +91,9 @@ def test_a_fingerprint_is_of_values_and_not_of_addresses(kind: str, tmp_path: Pa
         for form in ("plain", "f16", "int4")
     }
     assert all(len(each) == 1 for each in found.values())
-    assert found["f16"] == found["int4"] != found["plain"]  # a cache may move to a CPU that multiplies by codes, and back
+    assert (
+        found["f16"] == found["int4"] != found["plain"]
+    )  # a cache may move to a CPU that multiplies by codes, and back
 
 
 def test_what_cannot_be_is_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

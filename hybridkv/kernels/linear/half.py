@@ -1,17 +1,16 @@
 """HalfLinear: a layer like `Linear` on a CPU, with W in f16 and x, the sums and y in f32 (FBGEMM's product, in torch).
 
-A product of few rows is bound by reading W: half the bytes of f32, and a call that costs 2 us where oneDNN's costs 14.
-With many rows it is about as fast as f32. Rounding a weight to f16 (2^-11) is little beside what a file of 4 to 8 bits
-has lost already, and nothing for bf16 weights above 6e-5 (docs/facts.md).
+A product of few rows is bound by reading W, here half the bytes of f32. With many rows it takes about as long as f32.
+Rounding a weight to f16 (2^-11) is little beside what a file of 4 to 8 bits has lost already, and nothing for bf16
+weights above 6e-5 (docs/facts.md).
 
-torch marks the two functions as deprecated. Where they are missing, or compute something else, `has_half` is False and
-weights stay in f32.
+Where torch has no such product, or computes something else, `has_half` is False and weights stay in f32.
 """
 
 from __future__ import annotations
 
-import warnings
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,16 +27,14 @@ def linear_half_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     return torch.nn.functional.linear(x, weight.half().float(), bias)
 
 
-def pack_half(weight: Tensor) -> Tensor:
-    """[N, K] f32 -> a handle of the matrix in FBGEMM's layout, for linear_half."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "fbgemm_.* is deprecated")
-        return torch.fbgemm_pack_gemm_matrix_fp16(weight)  # type: ignore[attr-defined]
+def pack_half(weight: Tensor, bias: Tensor | None = None) -> Any:
+    """[N, K] and [N] f32 -> an object that holds both, the matrix in FBGEMM's layout, for linear_half."""
+    return torch.ops.quantized.linear_prepack_fp16(weight, bias)
 
 
-def linear_half(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, K] f32, a matrix [N, K] of pack_half -> [T, N] f32."""
-    return torch.fbgemm_linear_fp16_weight_fp32_activation(x, packed, bias)  # type: ignore[attr-defined]
+def linear_half(x: Tensor, packed: Any) -> Tensor:
+    """x [T, K] f32, what pack_half made -> [T, N] f32."""
+    return torch.ops.quantized.linear_dynamic_fp16(x, packed)
 
 
 @cache
@@ -45,9 +42,7 @@ def has_half() -> bool:
     """Whether torch on this machine has the product, seen on a small one."""
     weight, x = torch.arange(-24.0, 24.0).view(3, 16) / 7, torch.arange(-16.0, 16.0).view(2, 16) / 3
     try:
-        with warnings.catch_warnings():  # of the first call
-            warnings.filterwarnings("ignore", "fbgemm_.* is deprecated")
-            found = linear_half(x, pack_half(weight))
+        found = linear_half(x, pack_half(weight))
         return bool(torch.allclose(found, linear_half_ref(x, weight), rtol=1e-5, atol=1e-5))
     except (AttributeError, RuntimeError, TypeError):
         return False
@@ -75,15 +70,16 @@ class HalfLinear(Linear):
         self.exact = False
         self.packed = True
         self.nbytes = half_bytes(*self.shape) + (0 if bias is None else bias.nbytes)
-        self.handle = pack_half(weight.contiguous())
+        self.handle = pack_half(weight.contiguous(), bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return linear_half(x, self.handle, self.bias)
+        return linear_half(x, self.handle)
 
     def columns(self) -> Tensor:
         """A few columns of W [N] as they are kept, f16: what the matrix is known by."""
         K = self.shape[1]
-        return linear_half(torch.eye(K)[:: -(-K // 4)], self.handle).half()
+        found = linear_half(torch.eye(K)[:: -(-K // 4)], self.handle)
+        return (found if self.bias is None else found - self.bias).half()
 
     def gated(self, x: Tensor) -> Tensor:
         return silu_mul(self(x))
