@@ -51,18 +51,20 @@ def attention_inputs_ref(
     rows = x.view(x.shape[0], step * H + 2 * G, head_dim)
     v = rows[:, step * H + G :]
     if not gated and q_norm is None and k_norm is None:
-        both = rows[:, : H + G]
-        both = rope(both, cos, sin) if turn is None else torch.bmm(both, turn)
-        q, k = both.split_with_sizes([H, G], 1)
+        q, k = _rotated(rows[:, : H + G], cos, sin, turn).split_with_sizes([H, G], 1)
     else:
         q, k = rows[:, : step * H : step], rows[:, step * H : step * H + G]
         q, k = (t if w is None else rms_norm(t, w, eps) for t, w in ((q, q_norm), (k, k_norm)))
-        q, k = (rope(t, cos, sin) for t in (q, k))
+        q, k = (_rotated(t, cos, sin, turn) for t in (q, k))
     append(k_pool, v_pool, k, v, entry_index)
     if query_buffer is not None and query_rows is not None:
         kept = query_rows >= 0
         query_buffer.view(-1, H, head_dim)[query_rows[kept]] = q[kept].to(query_buffer.dtype)
     return q
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, turn: Tensor | None) -> Tensor:
+    return rope(x, cos, sin) if turn is None else torch.bmm(x, turn)
 
 
 @triton.jit
