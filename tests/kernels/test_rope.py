@@ -106,6 +106,4 @@ def test_a_product_with_matrices_is_the_same_rotation(T: int, R: int) -> None:
     x, angles = torch.randn(T, 3, 2 * R), rope_angles(torch.arange(T) * 37 + 5, frequencies(R))
     turn = rope_matrices(*angles)
     assert turn.shape == (T, 2 * R, 2 * R)
-    assert_close_rms(
-        "rotation", rope(x.double(), *angles).double(), torch.bmm(x, turn), 1e-6
-    )  # f32
+    assert_close_rms("rotation", rope(x.double(), *angles).double(), torch.bmm(x, turn), 1e-6)  # f32
