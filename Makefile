@@ -48,7 +48,7 @@ test: $(VENV)/.stamp-dev
 
 # Libraries pick their products by what the CPU can do. Here they do without AVX-512; test_old_cpu.py checks that they did.
 # The state machines and the interrupts compute nothing whose bits could differ, and take long.
-OLD_CPU := OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
+OLD_CPU := OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 FBGEMM_ENABLE_INSTRUCTIONS=AVX2
 NUMBERS := tests/test_old_cpu.py tests/test_exact.py tests/kernels tests/models tests/eviction tests/cache tests/engine
 
 test-interrupts: $(VENV)/.stamp-dev

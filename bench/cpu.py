@@ -1,11 +1,18 @@
 """The embedded model on a CPU: prefill and decode speed of hybridkv, of transformers' generate, and of llama.cpp if it
 is there.
 
-Same weights (dequantised by our reader), same dtype, same prompt, one process, taken in turns. A time is the wall
-clock of a whole `generate` call: prefill is a call for 1 token, decode is the difference to a call for 1 + n tokens.
-Before anything is timed, the greedy tokens of both are compared (in bfloat16 they may part at a near-tie; the number
-of equal ones is printed). llama.cpp (package xllamacpp, optional) runs the file's own Q4_1 blocks, which is a
-different and smaller format, and reports its own timings.
+Same weights (dequantised by our reader), same prompt, one process, taken in turns. A time is the wall clock of a whole
+call: prefill is a call for 1 token, decode is the difference to a call for 1 + n tokens; medians of all rounds. The
+forms of the weights:
+
+    int4        what LLM() takes with AVX-512: 4-bit codes for few rows, f16 for more (kernels/linear/int4.py)
+    f16         what LLM() takes without: f16 weights, f32 activations (kernels/linear/half.py)
+    bfloat16    dtype="bfloat16", and float32 likewise: weights and activations, for transformers too
+    Q4_1        llama.cpp (package xllamacpp, optional): the file's own blocks, which are smaller
+
+Before anything is timed, greedy tokens are compared with those of transformers in the same dtype (in bfloat16 they may
+part at a near-tie; the number of equal ones is printed). `--old` runs it all once more as a CPU without AVX-512 would
+(llama.cpp aside: it has no such switch).
 
 Prints a table, and one JSON line last.
 """
@@ -19,6 +26,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib.resources import files
@@ -28,19 +36,29 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from hybridkv import LLM, CacheConfig, SamplingParams
+from hybridkv import LLM, SamplingParams
 from hybridkv.embedded import embedded_model
 from hybridkv.kernels.linear.linear import fast_bf16
 from hybridkv.models import open_checkpoint
 from hybridkv.text.tokenizer import Tokenizer
 
 Generate = Callable[[list[int], int], list[int]]  # (prompt, new tokens) -> new tokens
+Name = tuple[str, str]  # form of the weights, program
+PACKED, DTYPES = ("int4", "f16"), ("bfloat16", "float32")
+OLD_CPU = {  # what libraries read when they are loaded; the Makefile's, and FBGEMM's
+    "OPENBLAS_CORETYPE": "Haswell",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2",
+}
 console = Console(stderr=True)
 
 
-def ours(dtype: str) -> Generate:
-    kv = {"float32": "f32", "bfloat16": "bf16"}[dtype]
-    llm = LLM(device="cpu", dtype=dtype, cache=CacheConfig(kv_dtype=kv))
+def ours(form: str) -> Generate:
+    if form in DTYPES:
+        llm = LLM(device="cpu", dtype=form, weight_dtype="plain")
+    else:
+        llm = LLM(device="cpu", dtype="float32", weight_dtype=form)
 
     def run(prompt: list[int], tokens: int) -> list[int]:
         [out] = llm.generate([prompt], SamplingParams(max_tokens=tokens, ignore_eos=True))
@@ -71,7 +89,7 @@ def theirs(dtype: str) -> Generate:
     return run
 
 
-def llama_cpp(prompt: list[int], tokens: int, repeats: int, threads: int) -> dict[str, float]:
+def llama_cpp(threads: int) -> Generate:
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -79,26 +97,22 @@ def llama_cpp(prompt: list[int], tokens: int, repeats: int, threads: int) -> dic
     params.n_ctx, params.n_parallel, params.warmup = 2048, 1, True
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     server = xllamacpp.Server(params)
-    body = {"prompt": prompt, "n_predict": tokens, "ignore_eos": True, "cache_prompt": False, "temperature": 0}
-    runs = [_timings(server.handle_completions(body)) for _ in range(repeats + 1)][1:]
-    return {
-        "prefill_tok_s": statistics.median(r["prompt_per_second"] for r in runs),
-        "decode_tok_s": statistics.median(r["predicted_per_second"] for r in runs),
-    }
+
+    def run(prompt: list[int], tokens: int) -> list[int]:
+        body = {"prompt": prompt, "n_predict": tokens, "ignore_eos": True, "cache_prompt": False, "temperature": 0}
+        answer = server.handle_completions(body)
+        assert isinstance(answer, dict) and "timings" in answer, f"llama.cpp answered {str(answer)[:200]}"
+        assert answer["timings"]["predicted_n"] == tokens
+        return []
+
+    return run
 
 
-def _timings(answer: object) -> dict[str, float]:
-    assert isinstance(answer, dict) and "timings" in answer, f"llama.cpp answered {str(answer)[:200]}"
-    return answer["timings"]
-
-
-def measure(
-    runs: dict[str, Generate], prompt: list[int], tokens: int, repeats: int, label: str
-) -> dict[str, dict[str, float]]:
+def measure(runs: dict[Name, Generate], prompt: list[int], tokens: int, repeats: int) -> dict[Name, dict[str, float]]:
     """Medians of whole calls, the programs taking turns so that a busy moment hits all of them."""
-    short: dict[str, list[float]] = {name: [] for name in runs}
-    long: dict[str, list[float]] = {name: [] for name in runs}
-    for i in track(range(repeats + 1), description=label, console=console):
+    short: dict[Name, list[float]] = {name: [] for name in runs}
+    long: dict[Name, list[float]] = {name: [] for name in runs}
+    for i in track(range(repeats + 1), description="rounds", console=console):
         for name, run in runs.items():
             for times, count in ((short[name], 1), (long[name], 1 + tokens)):
                 begin = time.perf_counter()
@@ -108,7 +122,12 @@ def measure(
     rows = {}
     for name in runs:
         prefill, both = statistics.median(short[name]), statistics.median(long[name])
-        rows[name] = {"prefill_tok_s": len(prompt) / prefill, "decode_tok_s": tokens / (both - prefill)}
+        rows[name] = {
+            "prefill_tok_s": len(prompt) / prefill,
+            "decode_tok_s": tokens / (both - prefill),
+            "best_prefill_tok_s": len(prompt) / min(short[name]),
+            "best_decode_tok_s": tokens / (min(long[name]) - min(short[name])),
+        }
     return rows
 
 
@@ -133,8 +152,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="tokens decoded after the first")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
+    parser.add_argument("--forms", nargs="+", default=[*PACKED, *DTYPES], choices=[*PACKED, *DTYPES])
+    parser.add_argument("--old", action="store_true", help="as a CPU without AVX-512 would")
     args = parser.parse_args()
+    wanted = {"GOMP_SPINCOUNT": "10000"} | (OLD_CPU if args.old else {})  # the first as `import hybridkv` sets it
+    if wanted.items() - os.environ.items():
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})  # libraries read them once
     torch.set_num_threads(args.threads)
     prompt = document(args.prompt)
     load = os.getloadavg()[0]
@@ -143,29 +166,28 @@ def main() -> None:
             f"[yellow]the machine is busy (load {load:.1f}): threads that spin against others distort every figure"
         )
 
-    results: dict[str, dict[str, dict[str, float]]] = {}
-    agree: dict[str, int] = {}
-    for dtype in args.dtypes:
-        runs = {"hybridkv": ours(dtype), "transformers": theirs(dtype)}
-        answers = [run(prompt, 1 + args.tokens) for run in runs.values()]
-        agree[dtype] = equal_prefix(*answers)
-        if dtype == "float32" and agree[dtype] == 0:
-            raise SystemExit("float32: not even the first greedy token agrees with transformers; nothing is timed")
-        results[dtype] = measure(runs, prompt, args.tokens, args.repeats, dtype)
+    runs: dict[Name, Generate] = {(form, "hybridkv"): ours(form) for form in args.forms}
+    runs |= {(dtype, "transformers"): theirs(dtype) for dtype in DTYPES if dtype == "float32" or dtype in args.forms}
+    answers = {name: run(prompt, 1 + args.tokens) for name, run in runs.items()}
+    peer = {form: (form if form in DTYPES else "float32", "transformers") for form in args.forms}
+    agree = {form: equal_prefix(answers[form, "hybridkv"], answers[peer[form]]) for form in args.forms}
+    if agree.get("float32") == 0:
+        raise SystemExit("float32: not even the first greedy token agrees with transformers; nothing is timed")
     if importlib.util.find_spec("xllamacpp"):
-        results["Q4_1"] = {"llama.cpp": llama_cpp(prompt, args.tokens, args.repeats, args.threads)}
+        runs["Q4_1", "llama.cpp"] = llama_cpp(args.threads)
+    results = measure(runs, prompt, args.tokens, args.repeats)
 
     table = Table(
         title_justify="left", title=f"SmolLM2-135M, {args.prompt} + {args.tokens} tokens, {args.threads} threads"
     )
-    for column in ("weights", "engine", "prefill tok/s", "decode tok/s", "prefill ratio", "decode ratio"):
+    for column in ("weights", "engine", "prefill tok/s", "decode tok/s", "prefill ratio", "decode ratio", "best round"):
         table.add_column(column, justify="left" if column in ("weights", "engine") else "right")
-    for dtype, rows in results.items():
-        base = rows.get("transformers")
-        for name, row in rows.items():
-            ratios = [f"{row[k] / base[k]:.2f}x" if base else "" for k in ("prefill_tok_s", "decode_tok_s")]
-            table.add_row(dtype, name, f"{row['prefill_tok_s']:.0f}", f"{row['decode_tok_s']:.1f}", *ratios)
-    Console(width=100).print(table)
+    for (form, name), row in results.items():
+        base = results.get(peer[form]) if form in peer else None
+        ratios = [f"{row[k] / base[k]:.2f}x" if base else "" for k in ("prefill_tok_s", "decode_tok_s")]
+        best = f"{row['best_prefill_tok_s']:.0f} / {row['best_decode_tok_s']:.1f}"
+        table.add_row(form, name, f"{row['prefill_tok_s']:.0f}", f"{row['decode_tok_s']:.1f}", *ratios, best)
+    Console(width=110).print(table)
     print(f"greedy tokens equal before the first difference, of {1 + args.tokens}: {agree}")
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     for package in ("transformers", "xllamacpp"):
@@ -177,13 +199,14 @@ def main() -> None:
                 "bench": "cpu",
                 "date": datetime.date.today().isoformat(),
                 "machine": f"{platform.machine()}, {os.cpu_count()} cores, bf16 in hardware: {fast_bf16()}",
+                "vectors": torch.backends.cpu.get_cpu_capability(),
                 "load_before": round(load, 2),
                 "versions": versions,
                 "prompt": args.prompt,
                 "tokens": args.tokens,
                 "threads": args.threads,
                 "equal_tokens": agree,
-                "results": results,
+                "results": {f"{name} {form}": row for (form, name), row in results.items()},
             }
         )
     )

@@ -7,8 +7,8 @@ The file is written to a temporary folder (16 GB for the 27B) and removed. Compa
 bytes, which must be the plan's exactly, and on a GPU what torch's allocator gave out for both, which rounds every
 tensor up to 512 bytes. A few tokens are generated: random weights say nothing, but numbers must stay finite.
 
-On a CPU weights are not kept packed: there the comparison is with the plan for a CPU. Prints a table, and one JSON line
-last; the exit code is 1 where a number differs.
+On a CPU weights are f16, or 4-bit codes beside that: there the comparison is with the plan for a CPU. Prints a table,
+and one JSON line last; the exit code is 1 where a number differs.
 """
 
 from __future__ import annotations
@@ -153,7 +153,8 @@ def planned_weights(path: Path, options: argparse.Namespace, source: Source, llm
     if llm.packed:
         return form_weights(source, options.form)
     dtype = str(llm.dtype).removeprefix("torch.")
-    return find_weights(find_source(str(path)), llm.device.type == "cuda", dtype, "plain", False)
+    form = "int4" if llm.int4 else "f16" if llm.half else "plain"  # a CPU's, by what it can do
+    return find_weights(find_source(str(path)), llm.device.type == "cuda", dtype, form, False)
 
 
 def show(found: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import torch
 from hybridkv.config import MODEL_DTYPES, WEIGHT_DTYPES, CacheConfig, shown
 from hybridkv.errors import HybridKVError
 from hybridkv.kernels.formats.kv_format import KV_FORMATS
+from hybridkv.kernels.linear.half import keeps_half
 from hybridkv.kernels.linear.linear import fast_bf16
 
 
@@ -63,6 +64,26 @@ def resolve_fp8(weight_dtype: str) -> bool:
     if weight_dtype not in WEIGHT_DTYPES:
         raise HybridKVError(f"weight_dtype {shown(weight_dtype)} is not supported; choose {' or '.join(WEIGHT_DTYPES)}")
     return weight_dtype == "fp8"
+
+
+def resolve_half(
+    weight_dtype: str, dtype: str, device: torch.device, found: torch.dtype, exact: bool, narrow: bool
+) -> bool:
+    """Whether matrices are to be f16 on a CPU, multiplied with f32. `found`: what `dtype` came to. auto: where nobody
+    named a dtype, nor exact mode, and the files do not store most weights in f32 (`narrow`).
+    """
+    if weight_dtype == "auto":
+        return dtype == "auto" and narrow and not exact and keeps_half(device, found)
+    if weight_dtype not in ("f16", "int4"):
+        return False
+    if exact or device.type != "cpu" or found != torch.float32:
+        raise HybridKVError(
+            f"weight_dtype={weight_dtype!r} is for device='cpu', dtype='float32' and exact=False; here they are "
+            f"{device.type!r}, {str(found).removeprefix('torch.')!r} and {exact}: use weight_dtype='auto'"
+        )
+    if not keeps_half(device, found):
+        raise HybridKVError(f"torch {torch.__version__} has no f16 products on this CPU; use weight_dtype='plain'")
+    return True
 
 
 def free_memory(device: torch.device) -> int:

@@ -19,7 +19,15 @@ from hybridkv.checkpoint.checkpoint import Checkpoint
 from hybridkv.checkpoint.generation_config import sampling_defaults
 from hybridkv.checkpoint.source import locate_model
 from hybridkv.config import GPU_STEP_TOKENS, CacheConfig, EngineConfig, EvictionConfig, SamplingParams
-from hybridkv.devices import check_fp8_cache, free_memory, on_device, resolve_device, resolve_dtype, resolve_fp8
+from hybridkv.devices import (
+    check_fp8_cache,
+    free_memory,
+    on_device,
+    resolve_device,
+    resolve_dtype,
+    resolve_fp8,
+    resolve_half,
+)
 from hybridkv.document import Document, compress, load_document
 from hybridkv.document import Progress as DocumentProgress
 from hybridkv.embedded import Progress
@@ -30,6 +38,7 @@ from hybridkv.engine.workspace import workspace
 from hybridkv.errors import HybridKVError, RequestError, UnsupportedModel
 from hybridkv.eviction import Evictor, most_held, query_buffers_for
 from hybridkv.kernels.linear.fp8 import keeps_codes
+from hybridkv.kernels.linear.int4 import int4_pays
 from hybridkv.kernels.linear.packed import keeps_packed
 from hybridkv.models import cache_schema, check_exact, load_model, open_checkpoint, with_query_buffer
 from hybridkv.models.config import ModelConfig
@@ -61,8 +70,10 @@ class LLM:
         max_context: tokens of the longest request, prompt and answer; None: what the model allows and the memory holds.
         memory: bytes for weights and cache together, or "12GiB"; None: nine tenths of what is free.
         step_tokens: tokens that one step computes at the most; None: 512, on a GPU 4096.
-        weight_dtype: "fp8": matrices as E4M3 codes, a scale for each row; "plain": as dtype; "auto": plain, but on a
-            GPU those of a GGUF file stay packed.
+        weight_dtype: "fp8": matrices as E4M3 codes, a scale for each row; "f16": on a CPU, multiplied with float32;
+            "int4": f16 and, for few rows, the 4-bit codes of a GGUF file; "plain": as dtype; "auto": plain, but on a
+            GPU those of a GGUF file stay packed, and on a CPU they are f16 (with AVX-512 int4) where `dtype` is left to
+            "auto" and comes to float32 and the files have 16 bits a weight or fewer.
         fetch_progress: called with (bytes done, all bytes) while the embedded model is fetched.
         load_progress: called with (tensors done, all tensors) while weights are read.
         compile_progress: called with (kernels done, kernels so far) while kernels are compiled, by any thread: on a
@@ -107,11 +118,16 @@ class LLM:
             check_exact(self.config, exact, self.cache_config.state_dtype)
             check_fp8_cache(self.cache_config, self.device)
             self.packed = weight_dtype == "auto" and not exact and keeps_packed(self.device, self.dtype)
+            narrow = checkpoint.narrow and self.config.v4 is None
+            self.half = resolve_half(weight_dtype, dtype, self.device, self.dtype, exact, narrow)
+            takes4 = weight_dtype == "int4" or (weight_dtype == "auto" and int4_pays())
+            self.int4 = checkpoint.codes4_names() if self.half and takes4 else frozenset()
             self.plan = self._plan(checkpoint, limits, exact)
             with on_device(self.device):  # matrices are packed and quantised by kernels
                 self.model = load_model(
-                    self.config, checkpoint, self.device, self.dtype, load_progress, exact, self.fp8, self.packed
-                )
+                    self.config, checkpoint, self.device, self.dtype, load_progress, exact, self.fp8, self.packed,
+                    self.half, self.int4,
+                )  # fmt: skip
         plan = self.plan
         self.manager = KVCacheManager(
             plan.schema, plan.pages, plan.slots, plan.max_tokens, self.device, exact, plan.query_buffers
@@ -123,7 +139,8 @@ class LLM:
         self.engine.sampling_defaults = self.sampling_defaults
         precompile(self.engine, compile_progress)
         self.owner = EngineOwner(self.engine)
-        form = "fp8" if self.fp8 else "packed" if self.packed else str(self.dtype).removeprefix("torch.")
+        plain = "int4" if self.int4 else "f16" if self.half else str(self.dtype).removeprefix("torch.")
+        form = "fp8" if self.fp8 else "packed" if self.packed else plain
         self.engine.about = {"model": self.path.name, "weights": form}
         template = self.tokenizer.chat_template if self.tokenizer else None
         self.chat_template = (
@@ -137,14 +154,15 @@ class LLM:
         schema = cache_schema(self.config, self.cache_config, self.dtype)
         has, device = checkpoint.__contains__, self.device.type
         fp8 = self.fp8 and not exact and keeps_codes(self.device, self.dtype)
-        plain = packed = model_bytes(self.config, has, self.dtype, device, fp8)
+        plain = packed = model_bytes(self.config, has, self.dtype, device, fp8, half=self.half, int4=self.int4)
         if not exact and keeps_packed(self.device, self.dtype):
             packed = model_bytes(self.config, has, self.dtype, device, packed=checkpoint.packed_bytes())
         weights = packed if self.packed else plain
         memory = limits.memory_bytes or int(free_memory(self.device) * HEADROOM)
         if weights >= memory:
             given = "the limit" if limits.memory_bytes else "free memory"
-            form = "fp8" if fp8 else str(self.dtype).removeprefix("torch.")
+            form = "fp8" if fp8 else "f16" if self.half else str(self.dtype).removeprefix("torch.")
+            form += " and 4 bits" if self.int4 else ""
             form = "packed" if weights < plain else f"in {form}"
             less = "dtype='bfloat16', " if self.dtype == torch.float32 else ""
             less = "weight_dtype='auto', " if packed < weights else less

@@ -4,13 +4,15 @@ memory is taken, and without torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING
 
 from hybridkv.cache.schema import CacheSchema
 from hybridkv.dtypes import dtype_name, itemsize
 from hybridkv.errors import HybridKVError
+from hybridkv.kernels.linear.packed_planes import half_bytes, int4_bytes, suits_half
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.registry import family_of
 from hybridkv.models.weight_forms import fp8_bytes, weight_bytes
@@ -78,10 +80,13 @@ def model_bytes(
     device: str,
     fp8: bool = False,
     packed: Mapping[str, int] | None = None,
+    half: bool = False,
+    int4: Container[str] = (),
 ) -> int:
     """Bytes of all weights in memory. `has` answers whether the checkpoint holds a tensor that not every model has;
     `device` is cpu or cuda; `fp8`: matrices are kept as E4M3 codes (kernels/linear/fp8.py: keeps_codes); `packed` gives
-    the bytes of matrices that stay in a GGUF file's formats.
+    the bytes of matrices that stay in a GGUF file's formats; `half`: on a CPU matrices are f16 where that suits
+    (kernels/linear/half.py), those named in `int4` have 4-bit codes beside that.
     """
     name, packed = dtype_name(dtype), packed or {}
     total = 0
@@ -90,11 +95,17 @@ def model_bytes(
             total += packed[weight.name]
         elif weight.kind == "matrix" and fp8:
             total += fp8_bytes(weight)
+        elif weight.kind == "matrix" and half and suits_half(sum(rows for _, rows in weight.joined), weight.shape[1]):
+            total += half_bytes(*weight.shape)
+            total += int4_bytes(*weight.shape) if all(part in int4 for part, _ in weight.joined) else 0
         else:
             total += weight_bytes(weight, name, device != "cpu")
     tied = config.tied or not has("lm_head.weight")
-    # on a CPU a tied head is a second, packed copy (kernels/linear.py)
-    return total + (config.vocab * config.hidden * itemsize(name) if tied and device == "cpu" else 0)
+    if not tied or device != "cpu":
+        return total
+    # on a CPU a tied head is a second, packed copy (kernels/linear/)
+    head = config.vocab, config.hidden
+    return total + (half_bytes(*head) if half and suits_half(*head) else prod(head) * itemsize(name))
 
 
 def planned_tensors(config: ModelConfig, raw: Mapping[str, object]) -> Callable[[str], bool]:

@@ -22,6 +22,10 @@ def test_onednn_uses_no_avx512() -> None:
     assert not torch.ops.mkldnn._is_mkldnn_bf16_supported()  # oneDNN has bf16 products from AVX-512 on
 
 
+def test_fbgemm_is_told_so_too() -> None:
+    assert os.environ.get("FBGEMM_ENABLE_INSTRUCTIONS") == "AVX2"  # it tells nobody what it uses
+
+
 def test_numpy_multiplies_with_openblas_for_haswell() -> None:
     libraries = sorted((Path(np.__file__).parents[1] / "numpy.libs").glob("libscipy_openblas*"))
     if not libraries:

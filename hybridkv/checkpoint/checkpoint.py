@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from hybridkv.checkpoint.gguf_file import KEPT, GgufFile
 from hybridkv.checkpoint.gguf_map import map_gguf, orders
-from hybridkv.checkpoint.gguf_planes import Form, packed_bytes, packed_form
+from hybridkv.checkpoint.gguf_planes import Form, codes4_form, packed_bytes, packed_form
 from hybridkv.checkpoint.layouts import Layouts
 from hybridkv.checkpoint.recipe import Recipe
 from hybridkv.checkpoint.safetensors_file import SafetensorsFile
@@ -27,7 +28,8 @@ from hybridkv.checkpoint.safetensors_store import SafetensorsStore
 from hybridkv.dtypes import torch_dtype
 from hybridkv.errors import ModelFileError, UnsupportedModel
 from hybridkv.files import read_json, read_json_if_any
-from hybridkv.kernels.linear.packed_weights import Packed, pack
+from hybridkv.kernels.linear.int4 import Codes4
+from hybridkv.kernels.linear.packed_weights import Packed, pack, unpack_codes4
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 INDEX_LIMIT = 64 << 20  # bytes
@@ -80,6 +82,11 @@ class Checkpoint:
     def generation(self) -> dict[str, Any]:
         """generation_config.json of a folder, read once: end tokens, sampling settings. Empty where there is none."""
         return read_json_if_any(self.path / "generation_config.json") if self.kind == "safetensors" else {}
+
+    @property
+    def narrow(self) -> bool:
+        """Whether most values are stored in 16 bits or fewer."""
+        return self.nbytes < 3 * sum(prod(recipe.shape) for recipe in self._recipes.values())
 
     def names(self) -> list[str]:
         return list(self._recipes)
@@ -136,6 +143,23 @@ class Checkpoint:
         packed = pack(parts[0] if len(parts) == 1 else torch.cat(parts), form[0], heads)
         self._check_finite(name, packed.factors())
         return packed if rows is None else packed.rows(rows.to(device))
+
+    def codes4_names(self) -> frozenset[str]:
+        """The matrices whose 4-bit codes a CPU can multiply."""
+        if not isinstance(self._store, _GgufStore):
+            return frozenset()
+        return frozenset(name for name, recipe in self._recipes.items() if codes4_form(recipe, self._store.kind))
+
+    def read_codes4(self, name: str) -> Codes4:
+        """One of codes4_names."""
+        recipe = self._recipe(name)
+        assert isinstance(self._store, _GgufStore)
+        form = codes4_form(recipe, self._store.kind)
+        assert form is not None
+        parts = [self._store.blocks(part) for part in recipe.parts]
+        rows, _ = orders(recipe, [len(part) for part in parts])
+        codes = unpack_codes4(parts[0] if len(parts) == 1 else torch.cat(parts), form)
+        return codes if rows is None else codes.rows(rows)
 
     def _recipe(self, name: str) -> Recipe:
         if name not in self._recipes:

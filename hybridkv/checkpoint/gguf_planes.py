@@ -1,4 +1,6 @@
-"""Which matrices of a GGUF file can stay packed, and the bytes of their planes (kernels/linear/packed_planes.py)."""
+"""Which matrices of a GGUF file can stay packed, and the bytes of their planes (kernels/linear/packed_planes.py); and
+which have 4-bit codes for a CPU.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from hybridkv.checkpoint.gguf_map import moved_heads
 from hybridkv.checkpoint.recipe import Recipe
-from hybridkv.kernels.linear.packed_planes import BITS, each_for, plane_bytes
+from hybridkv.kernels.linear.packed_planes import BITS, CODES4, GROUP, each_for, plane_bytes
 
 Form = tuple[int, int]  # bits, columns for one d
 
@@ -28,3 +30,10 @@ def packed_bytes(recipes: Mapping[str, Recipe], kind: Callable[[str], str]) -> d
             rows, columns = recipe.shape
             found[name] = rows * sum(plane_bytes(form[0], columns, form[1]))
     return found
+
+
+def codes4_form(recipe: Recipe, kind: Callable[[str], str]) -> str | None:
+    """The format of a matrix whose 4-bit codes a CPU can multiply; None: it has none, or columns change places."""
+    kinds = {kind(part) for part in recipe.parts}
+    found = kinds.pop() if len(kinds) == 1 and moved_heads(recipe) == 1 else None
+    return found if found in CODES4 and recipe.shape[1] % GROUP == 0 else None

@@ -1,12 +1,13 @@
 """Loader: takes tensors out of a checkpoint one by one, checks their shape, and puts them where the model runs.
 
 Projections that read the same input are joined along their rows in one buffer, filled part by part, so the peak stays
-near the size of the weights. On a GPU those of a GGUF file may stay in its formats (kernels/linear/packed_linear.py).
+near the size of the weights. On a GPU those of a GGUF file may stay in its formats (kernels/linear/packed_linear.py),
+on a CPU they may be f16 and 4-bit codes (kernels/linear/half.py, int4.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from hybridkv.checkpoint.in_memory import InMemory
 from hybridkv.errors import HybridKVError, ModelFileError
 from hybridkv.kernels.backend import HAS_TRITON
 from hybridkv.kernels.linear.fp8 import encode_weight, keeps_codes, round_weight_
+from hybridkv.kernels.linear.half import HalfLinear, fits_half
+from hybridkv.kernels.linear.int4 import Codes4, Int4Linear, join_codes
 from hybridkv.kernels.linear.linear import Linear
 from hybridkv.kernels.linear.packed_linear import PackedLinear
 from hybridkv.kernels.linear.packed_weights import Packed
@@ -33,6 +36,8 @@ class Loader:
     exact = False  # the layers compute in exact mode
     fp8 = False
     packed = False
+    half = False
+    int4: Container[str] = ()
 
     def __init__(
         self,
@@ -43,12 +48,15 @@ class Loader:
         exact: bool = False,
         fp8: bool = False,  # projections in E4M3; embedding, norms, convolutions, routers and experts stay
         packed: bool = False,  # projections as a GGUF file has them, where they have a packed form
+        half: bool = False,  # projections and the head in f16 on a CPU, where that suits them (kernels/linear/half.py)
+        int4: Container[str] = (),  # and, for few rows, these as 4-bit codes beside that
     ) -> None:
         if exact and device.type == "cuda" and not HAS_TRITON:
             raise HybridKVError(
                 "exact mode on a GPU runs on Triton, which is not installed; use exact=False or install it"
             )
-        self.exact, self.fp8, self.packed = exact, fp8, packed
+        self.exact, self.fp8, self.packed, self.half = exact, fp8, packed, half
+        self.int4 = int4
         self.checkpoint, self.device, self.dtype, self.progress = checkpoint, device, dtype, progress
         self.runs_on = device  # a loader that only counts has its tensors elsewhere
         self.used: set[str] = set()
@@ -104,7 +112,15 @@ class Loader:
         named = [(f"{name}.weight", rows) for name, rows in parts]
         if any(self.stays_packed(name) for name, _ in named):
             return self.packed_linear(inputs, named, bias)
-        return self.make_linear(self.joined(inputs, *named), bias)
+        weight = self.joined(inputs, *named)
+        if self.half and fits_half(weight) and all(name in self.int4 for name, _ in named):
+            return Int4Linear(weight, join_codes([self.codes4(*part) for part in named]), bias)
+        return self.make_linear(weight, bias)
+
+    def codes4(self, name: str, rows: int | Tensor) -> Codes4:
+        assert isinstance(self.checkpoint, Checkpoint)
+        codes = self.checkpoint.read_codes4(name)
+        return codes if isinstance(rows, int) else codes.rows(rows)
 
     def stays_packed(self, name: str) -> bool:
         return self.packed and name in self.checkpoint and self.checkpoint.packed_form(name) is not None
@@ -123,6 +139,8 @@ class Loader:
 
     def make_linear(self, weight: Tensor, bias: Tensor | None = None, shared: bool = False) -> Linear:
         """`shared`: the weight has another use (an embedding) and stays as it is."""
+        if self.half and fits_half(weight):
+            return HalfLinear(weight, bias)
         if not self.fp8 or shared:
             return Linear(weight, bias, self.exact)
         if self.exact or not keeps_codes(self.device, self.dtype):

@@ -74,8 +74,8 @@ def demo(
     model = replace(model, budget=BUDGET) if model.budget is None else model
     cache = model.cache()
     llm = model.open(cache=whole(cache))
-    dtype = str(llm.dtype).removeprefix("torch.")
-    console.print(f"[bold]{llm.path.stem}[/bold] on {llm.device.type}, {dtype} weights: {human(llm.model.nbytes)}")
+    form = llm.engine.about["weights"]
+    console.print(f"[bold]{llm.path.stem}[/bold] on {llm.device.type}, {form} weights: {human(llm.model.nbytes)}")
     text = files("hybridkv").joinpath("data", DOCUMENT).read_text(encoding="utf-8")
     console.print(f"It reads {TITLE}: {len(text.split())} words.\n")
     params = SamplingParams(max_tokens=64, temperature=0.0, stop=("\n",))

@@ -58,8 +58,8 @@ class OpenOptions:
         Option(
             "--weight-dtype",
             metavar="NAME",
-            help="of the matrices: plain (as --dtype), fp8 (E4M3, a scale a row), or auto: plain, on a GPU packed as "
-            "in a GGUF file",
+            help="of the matrices: plain (as --dtype), fp8 (E4M3, a scale a row), f16 or int4 (on a CPU), or auto: "
+            "plain, on a GPU packed as in a GGUF file, on a CPU f16 or int4 beside --dtype auto where that is float32",
             rich_help_panel=MODEL,
         ),
     ] = "auto"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ class Source:
     config: ModelConfig
     has: Callable[[str], bool]  # whether it has a tensor that not every model has
     packed: dict[str, int] = field(default_factory=dict)  # bytes of the matrices of a GGUF file that can stay packed
+    codes4: frozenset[str] = frozenset()  # matrices of a GGUF file whose 4-bit codes a CPU can multiply
     is_gguf: bool = False
+    narrow: bool = False  # a GGUF file most of whose values have 16 bits or fewer
     ffn_layer_bytes: int | None = None  # the largest FFN layer of a GGUF file, as stored
 
 
@@ -63,16 +66,21 @@ def _from_config(name: str, raw: dict[str, Any]) -> Source:
 def _from_gguf(path: Path) -> Source:
     from hybridkv.checkpoint.gguf_file import GgufFile
     from hybridkv.checkpoint.gguf_map import map_gguf
-    from hybridkv.checkpoint.gguf_planes import packed_bytes
+    from hybridkv.checkpoint.gguf_planes import codes4_form, packed_bytes
     from hybridkv.models.registry import LAYOUTS
 
     with GgufFile(path) as file:
         found = map_gguf(file, LAYOUTS.gguf)
-        packed = packed_bytes(found.recipes, lambda name: file.tensors[name].type.name)
+        kinds = {name: tensor.type.name for name, tensor in file.tensors.items()}
+        packed = packed_bytes(found.recipes, kinds.__getitem__)
+        codes4 = frozenset(name for name, recipe in found.recipes.items() if codes4_form(recipe, kinds.__getitem__))
         layers: dict[str, int] = {}
         for name, tensor in file.tensors.items():
             if match := re.fullmatch(r"blk\.(\d+)\.ffn_(?!norm).*", name):
                 layers[match[1]] = layers.get(match[1], 0) + tensor.nbytes
     names = frozenset(found.recipes)
     config = ModelConfig.from_dict(found.config)
-    return Source(path.stem, config, names.__contains__, packed, True, max(layers.values(), default=None))
+    stored = file.tensors.values()
+    narrow = sum(tensor.nbytes for tensor in stored) < 3 * sum(prod(tensor.shape) for tensor in stored)
+    ffn_layer = max(layers.values(), default=None)
+    return Source(path.stem, config, names.__contains__, packed, codes4, True, narrow, ffn_layer)

@@ -108,12 +108,17 @@ def find_weights(
         packed = model_bytes(config, has, name, device, packed=source.packed)
         if packed < plain:
             return _held(packed, "packed", plain, name, card)
+    half = weight_dtype in ("f16", "int4") or (weight_dtype == dtype == "auto" and source.narrow)
+    form = f"fp8 as {name}" if weight_dtype == "fp8" else name
+    if half and not gpu and not exact and name == "float32" and config.v4 is None:
+        codes = source.codes4 if weight_dtype != "f16" else frozenset()  # auto: as with AVX-512
+        there = model_bytes(config, has, name, device, half=True, int4=codes)
+        plain, form = there, form if there == plain else "int4" if codes else "f16"
     on_gpu = None
     if may_pack and not gpu:
         unpacked_there = model_bytes(config, has, "bfloat16", "cuda")
         packed_there = model_bytes(config, has, "bfloat16", "cuda", packed=source.packed)
         on_gpu = packed_there if packed_there < unpacked_there else None
-    form = f"fp8 as {name}" if weight_dtype == "fp8" else name
     return Weights(plain, form, name, packed_on_gpu=on_gpu)
 
 

@@ -10,11 +10,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+FEW_TOKENS = 4  # up to here a CPU rotates by a product: one operation in place of ten, for 64 times the arithmetic
+
 
 def rope_angles(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin [T, 1, R] in f32 for positions [T] and frequencies [R]."""
     angle = positions.float()[:, None] * inv_freq[None, :]
     return angle.cos().unsqueeze(1), angle.sin().unsqueeze(1)
+
+
+def rope_matrices(cos: Tensor, sin: Tensor) -> Tensor:
+    """[T, 2 R, 2 R] f32 by which the rows of x [T, heads, 2 R] are multiplied: half-split pairs, channels in place."""
+    R = cos.shape[-1]
+    turn = cos.new_zeros(len(cos), 2 * R, 2 * R)
+    turn.diagonal(0, 1, 2).copy_(torch.cat((cos, cos), -1)[:, 0])
+    turn.diagonal(R, 1, 2).copy_(sin[:, 0])
+    turn.diagonal(-R, 1, 2).copy_(sin[:, 0].neg())
+    return turn
 
 
 def rope_ref(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:

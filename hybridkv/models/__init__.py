@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,6 +77,8 @@ def load_model(
     exact: bool = False,
     fp8: bool = False,
     packed: bool = False,  # keep what a GGUF file has packed
+    half: bool = False,  # matrices in f16 on a CPU
+    int4: Container[str] = (),  # and these in 4 bits beside that
 ) -> Model:
     """Read all weights, in `dtype` onto `device`, and put the model together."""
     from hybridkv.checkpoint.loader import Loader
@@ -84,7 +87,7 @@ def load_model(
     check_fp8(config, fp8)
     family = family_of(config)
     family.check_weights(config, checkpoint.__contains__)
-    loader = Loader(checkpoint, device, dtype, progress, exact, fp8, packed)
+    loader = Loader(checkpoint, device, dtype, progress, exact, fp8, packed, half, int4)
     model = family.load(config, loader)
     loader.finish()
     return model

@@ -9,6 +9,7 @@ The requests of a step that decode one token run together in one launch, its pro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import ClassVar
 
@@ -24,6 +25,7 @@ from hybridkv.kernels.attention.inputs import attention_inputs
 from hybridkv.kernels.attention.prefill import attention_prefill
 from hybridkv.kernels.attention.prefill_plan import DevicePlan
 from hybridkv.kernels.linear.linear import Linear
+from hybridkv.kernels.rope import FEW_TOKENS, rope_matrices
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Angles
 
@@ -58,6 +60,7 @@ class Attention:
         return attention_inputs(
             x, *angles, handle.pages("k"), handle.pages("v"), handle.places, c.heads, c.kv_heads, c.head_dim,
             self.gated, self.q_norm, self.k_norm, c.eps, handle.query_buffer, handle.query_rows, self.exact,
+            None if self.exact else handle.step.once("turn", partial(turn_of, angles, x, c.head_dim)),
         )  # fmt: skip
 
     def attend(self, handle: LayerHandle, q: Tensor, last: bool, gate: Tensor | None) -> Tensor:
@@ -71,6 +74,12 @@ class Attention:
         c = self.config
         both = x[:, : 2 * c.heads * c.head_dim].view(len(x), c.heads, 2 * c.head_dim)
         return both[..., c.head_dim :]
+
+
+def turn_of(angles: Angles, x: Tensor, head_dim: int, step: ForwardStep) -> Tensor | None:
+    """Rotations of a step's tokens as matrices, where they take fewer operations: a few tokens on a CPU."""
+    suits = x.device.type == "cpu" and x.dtype == torch.float32 and len(x) <= FEW_TOKENS
+    return rope_matrices(*angles) if suits and 2 * angles[0].shape[-1] == head_dim else None
 
 
 @dataclass(frozen=True)
@@ -127,17 +136,19 @@ def attend_decodes(
     handle: LayerHandle, q: Tensor, scale: float, gate: Tensor | None, lse: LseRows | None, out: Tensor | None = None
 ) -> Tensor:
     """[num_decodes, H, D] of the requests with one token, the first of the step."""
-    n = handle.step.num_decodes
-    lengths = handle.lengths
+    n, lengths = handle.step.num_decodes, handle.lengths
+    pages, ends, slots = (handle.pages("k"), handle.pages("v"), handle.table), handle.device_lengths, handle.slots
+    if n == handle.step.rows:
+        return attention_decode(
+            q, *pages, lengths, scale, ends, rows=slots, lse=lse, gate=gate, keys=handle.max_entries, out=out
+        )
     return attention_decode(
         q[:n],
-        handle.pages("k"),
-        handle.pages("v"),
-        handle.table,
+        *pages,
         None if lengths is None else lengths[:n],
         scale,
-        handle.device_lengths[:n],
-        rows=handle.slots[:n],
+        ends[:n],
+        rows=slots[:n],
         lse=None if lse is None else (lse[0], lse[1][:n]),
         gate=None if gate is None else gate[:n],
         keys=handle.max_entries,

@@ -121,7 +121,7 @@ class DecoderLayer:
         delta = self.mixer(x, angles, handle, rows, h if rows is None else None)
         h = h if rows is None else h[rows]
         h, x = self.feed_norm.add(h, delta)
-        return h, self.feed(x, h) if len(h) else delta
+        return h, self.feed(x, h) if h.shape[0] else delta
 
 
 @dataclass(frozen=True)

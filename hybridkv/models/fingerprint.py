@@ -5,8 +5,9 @@ scale follows from them) and, for every weight, its place in the model, shape, d
 fixed places. Another checkpoint of the same shape has another fingerprint, and so has another rope.
 
 It names the weights as they are in memory. The same checkpoint has the same fingerprint on every device only where it
-is loaded in the same dtype and form: weights in FP8, or packed as in a GGUF file, count as another model, and values
-that are derived on the device (the decay of DeltaNet) may differ in their last bits between a CPU and a GPU.
+is loaded in the same dtype and form: weights in FP8, in f16, or packed as in a GGUF file, count as another model (4-bit
+codes beside f16 do not), and values that are derived on the device (the decay of DeltaNet) may differ in their last
+bits between a CPU and a GPU.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from hybridkv.kernels.linear.half import HalfLinear
 from hybridkv.kernels.linear.linear import Linear
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Model
@@ -61,6 +63,9 @@ def _weights(part: object, name: str) -> Iterator[tuple[str, Tensor]]:
     elif dataclasses.is_dataclass(part) and not isinstance(part, type):
         for field in dataclasses.fields(part):
             yield from _weights(getattr(part, field.name), f"{name}.{field.name}")
+    elif isinstance(part, HalfLinear):
+        yield f"{name}.columns", part.columns()
+        yield from _weights(part.bias, f"{name}.bias")
     elif isinstance(part, Linear):
         for key, item in sorted(vars(part).items()):
             yield from _weights(item, f"{name}.{key}")

@@ -30,6 +30,7 @@ class Weight:
     shape: tuple[int, ...]
     kind: str
     column_heads: int = 1  # equal parts in which a GGUF file's columns change places when it is read; 1: they stay
+    joined: tuple[tuple[str, int], ...] = ()  # of a matrix: names and rows of all that are one matrix in memory with it
 
 
 def linear(has: Has, inputs: int, *parts: tuple[str, int], column_heads: int = 1) -> Iterator[Weight]:
@@ -37,8 +38,9 @@ def linear(has: Has, inputs: int, *parts: tuple[str, int], column_heads: int = 1
     if has(f"{parts[0][0]}.bias"):
         for name, rows in parts:
             yield Weight(f"{name}.bias", (rows,), "plain")
-    for name, rows in parts:
-        yield Weight(f"{name}.weight", (rows, inputs), "matrix", column_heads)
+    joined = tuple((f"{name}.weight", rows) for name, rows in parts)
+    for name, rows in joined:
+        yield Weight(name, (rows, inputs), "matrix", column_heads, joined)
 
 
 def vector(name: str, *shape: int) -> Weight:

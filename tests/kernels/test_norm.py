@@ -28,7 +28,7 @@ def by_formula(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", (F32, BF16))
-@pytest.mark.parametrize("shape", ((1, 1), (5, 96), (3, 2, 100), (2, 4096)))
+@pytest.mark.parametrize("shape", ((1, 1), (1, 576), (1, 1, 33), (5, 96), (3, 2, 100), (2, 4096)))
 @pytest.mark.parametrize("size", (1e-4, 1.0, 1e4))
 def test_rms_norm_is_the_formula(shape: tuple[int, ...], dtype: torch.dtype, size: float) -> None:
     x, weight = (size * torch.randn(shape)).to(dtype), torch.randn(shape[-1])

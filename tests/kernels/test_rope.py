@@ -7,7 +7,7 @@ import torch
 from numerics import assert_close_rms, assert_same_bytes, rel_rms
 from torch import Tensor
 
-from hybridkv.kernels.rope import rope, rope_angles
+from hybridkv.kernels.rope import rope, rope_angles, rope_matrices
 
 # angles are products position * frequency in f32: an error of 2^-24 of the angle, which grows with the position
 BOUND = 2e-5
@@ -99,3 +99,11 @@ def test_the_bound_would_see_a_position_off_by_one() -> None:
     x, freq = torch.randn(6, 3, 64), frequencies(32)
     wrong = by_formula(x, list(range(1, 7)), freq, False)
     assert rel_rms(wrong, rope(x, *rope_angles(torch.arange(6), freq))) > 1e3 * BOUND
+
+
+@pytest.mark.parametrize(("T", "R"), ((0, 4), (1, 1), (1, 32), (4, 50)))
+def test_a_product_with_matrices_is_the_same_rotation(T: int, R: int) -> None:
+    x, angles = torch.randn(T, 3, 2 * R), rope_angles(torch.arange(T) * 37 + 5, frequencies(R))
+    turn = rope_matrices(*angles)
+    assert turn.shape == (T, 2 * R, 2 * R)
+    assert_close_rms("rotation", rope(x.double(), *angles).double(), torch.bmm(x, turn), 1e-6)  # f32

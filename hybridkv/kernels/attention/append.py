@@ -21,13 +21,13 @@ BLOCK_TOKENS = 8  # tokens in a program's tile at most
 
 
 def append_ref(k_pool: Pages, v_pool: Pages, k: Tensor, v: Tensor, entry_index: Tensor) -> None:
-    stored = entry_index >= 0
-    every = bool(stored.all())
-    index = entry_index if every else entry_index[stored]
+    every = entry_index.numel() == 0 or int(entry_index.min()) >= 0
+    stored = None if every else entry_index >= 0
+    index = entry_index.reshape(-1) if stored is None else entry_index[stored]
     for pool, rows in ((k_pool, k.transpose(0, 1)), (v_pool, v.transpose(0, 1))):  # [G, T, D]
-        new = rows if every else rows[stored]
+        new = rows.flatten(0, 1) if stored is None else rows[stored]
         for tensor, encoded in zip(page_tensors(pool), format_of(pool).encode(new), strict=True):
-            tensor.view(-1, *tensor.shape[2:])[index] = encoded
+            tensor.view(-1, *tensor.shape[2:]).index_copy_(0, index, encoded)
 
 
 @triton.jit

@@ -26,7 +26,7 @@ from hybridkv.kernels.attention.tile import (
     TRITON_DTYPE,
     LseOut,
     TileSum,
-    read_pages,
+    read_both,
     store_lse,
     tile_attention,
 )
@@ -59,22 +59,24 @@ def attention_decode_torch(
     if lengths is None:
         assert device_lengths is not None, "attention_decode needs the lengths on the host or on the device"
         lengths = device_lengths.cpu().numpy()
-    ends = torch.from_numpy(lengths).to(q.device) if device_lengths is None else device_lengths
-    if rows is not None:
-        if bool((rows < 0).any()):  # padding
-            lengths = np.where(rows.cpu().numpy()[:, None] < 0, 0, lengths)
-            ends = torch.from_numpy(lengths).to(q.device)
-        P = stored_values(k_pool).shape[1]
-        table = table[rows, :, : -(-int(lengths.max(initial=1)) // P)]
-    B, G = table.shape[:2]
+    B, G = lengths.shape
     if not B:
         return torch.empty_like(q) if given is None else given
+    ends = torch.from_numpy(lengths).to(q.device) if device_lengths is None else device_lengths
+    slots = None if rows is None else rows.tolist()
+    if slots is not None and min(slots) < 0:  # padding
+        lengths = np.where(np.array(slots)[:, None] < 0, 0, lengths)
+        ends = torch.from_numpy(lengths).to(q.device)
+    held = lengths.ravel().tolist()  # of a few numbers: numpy's reductions take longer
+    most = max(held)
+    if slots is not None:
+        n = max(-(-most // stored_values(k_pool).shape[1]), 1)
+        table = table[slots[0]].narrow(1, 0, n).unsqueeze(0) if B == 1 else table[rows, :, :n]
     heads = q.view(B, G, -1, q.shape[-1])  # [B, G, H/G, D]
-    longest = lengths.max(axis=1)
-    if int(longest.max(initial=0)) <= key_tile:
-        stop = max(int(longest.max(initial=0)), 1)
-        out, sums = _tile(heads, k_pool, v_pool, table, lengths, ends, 0, stop, scale)
+    if most <= key_tile:
+        out, sums = _tile(heads, k_pool, v_pool, table, min(held), ends, 0, max(most, 1), scale)
     else:
+        longest = lengths.max(axis=1)
         out = torch.empty_like(heads)
         sums = torch.empty(heads.shape[:3], dtype=torch.float32, device=q.device)
         # requests with the same number of tiles run together
@@ -85,10 +87,12 @@ def attention_decode_torch(
             total = TileSum()
             for start in range(0, count * key_tile, key_tile):
                 stop = min(start + key_tile, max(int(longest[same].max()), 1))
-                total.add(*_tile(heads[at], k_pool, v_pool, table[at], lengths[same], ends[at], start, stop, scale))
+                least = int(lengths[same].min())
+                total.add(*_tile(heads[at], k_pool, v_pool, table[at], least, ends[at], start, stop, scale))
             assert total.lse is not None
             out[at], sums[at] = total.result(q.dtype), total.lse.float()
-    store_lse(sums.float().reshape(q.shape[:2]), lse)
+    if lse is not None:
+        store_lse(sums.float().reshape(q.shape[:2]), lse)
     out = out.reshape(q.shape)
     out = out if gate is None else sigmoid_mul_ref(out, gate).view_as(q)
     return out if given is None else given.copy_(out)
@@ -99,16 +103,16 @@ def _tile(
     k_pool: Pages,
     v_pool: Pages,
     table: Tensor,
-    lengths: np.ndarray,
+    shortest: int,
     ends: Tensor,
     start: int,
     stop: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     visible = None
-    if int(lengths.min()) < stop:
+    if shortest < stop:
         visible = torch.arange(start, stop, device=q.device) < ends[:, :, None, None]  # [B, G, 1, tile]
-    k, v = read_pages(k_pool, table, start, stop), read_pages(v_pool, table, start, stop)
+    k, v = read_both(k_pool, v_pool, table, start, stop, visible is None)
     return tile_attention(q, k, v, scale, visible=visible)
 
 

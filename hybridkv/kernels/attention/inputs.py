@@ -45,18 +45,25 @@ def attention_inputs_ref(
     query_buffer: Tensor | None = None,
     query_rows: Tensor | None = None,
     exact: bool = False,
+    turn: Tensor | None = None,
 ) -> Tensor:
     H, G = heads, kv_heads
-    norm, rotate = (rms_norm_exact, rope_exact) if exact else (rms_norm, rope)
+    norm = rms_norm_exact if exact else rms_norm
+
+    def rotate(heads: Tensor) -> Tensor:
+        if exact:
+            return rope_exact(heads, cos, sin)
+        return rope(heads, cos, sin) if turn is None else torch.bmm(heads, turn)
+
     step = 2 if gated else 1  # from one query to the next
-    rows = x.unflatten(1, (step * H + 2 * G, head_dim))
+    rows = x.view(x.shape[0], step * H + 2 * G, head_dim)
     v = rows[:, step * H + G :]
     if not gated and q_norm is None and k_norm is None:
-        q, k = rotate(rows[:, : H + G], cos, sin).split([H, G], 1)
+        q, k = rotate(rows[:, : H + G]).split_with_sizes([H, G], 1)
     else:
         q, k = rows[:, : step * H : step], rows[:, step * H : step * H + G]
         q, k = (t if w is None else norm(t, w, eps) for t, w in ((q, q_norm), (k, k_norm)))
-        q, k = (rotate(t, cos, sin) for t in (q, k))
+        q, k = (rotate(t) for t in (q, k))
     append(k_pool, v_pool, k, v, entry_index)
     if query_buffer is not None and query_rows is not None:
         kept = query_rows >= 0
@@ -186,24 +193,10 @@ def attention_inputs(
     query_buffer: Tensor | None = None,  # [..., H, D]: where the last queries are kept
     query_rows: Tensor | None = None,  # [T] int64 rows of it, seen as [rows, H, D], all different; -1: not kept
     exact: bool = False,  # a token's bits depend on nothing but its own row
+    turn: Tensor | None = None,  # rope_matrices of cos and sin: x is f32 on a CPU and all channels turn
 ) -> Tensor:
     """Queries [T, H, D] of a projection's output after norm and rope. Its keys and values go to their pages."""
-    form = attention_inputs_triton if use_triton(x) else attention_inputs_ref
-    return form(
-        x,
-        cos,
-        sin,
-        k_pool,
-        v_pool,
-        entry_index,
-        heads,
-        kv_heads,
-        head_dim,
-        gated,
-        q_norm,
-        k_norm,
-        eps,
-        query_buffer,
-        query_rows,
-        exact,
-    )
+    what = x, cos, sin, k_pool, v_pool, entry_index, heads, kv_heads, head_dim, gated, q_norm, k_norm, eps
+    if use_triton(x):
+        return attention_inputs_triton(*what, query_buffer, query_rows, exact)
+    return attention_inputs_ref(*what, query_buffer, query_rows, exact, turn)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.kernels.backend import tl
-from hybridkv.kernels.formats.kv_format import Pages, format_of, page_tensors
+from hybridkv.kernels.formats.kv_format import Pages, format_of, page_tensors, stored_values
 
 KEY_TILE = 2048  # keys read at once
 LOG2_E = 1.4426950408889634
@@ -26,17 +26,31 @@ def read_pages(pool: Pages, table: Tensor, start: int, stop: int) -> Tensor:
     Quantised entries come as f32, others as they are stored. Table entries past a stream's pages are -1: the caller
     masks what is read there.
     """
-    return format_of(pool).decode(*(_read_entries(x, table, start, stop) for x in page_tensors(pool)))
+    return _read(pool, _page_ids(pool, table, start, stop), table.shape[:-1], start, stop)
 
 
-def _read_entries(stored: Tensor, table: Tensor, start: int, stop: int) -> Tensor:
-    """The same for one of the pool's tensors [N, P, ...] -> [..., stop - start, ...]."""
-    P = stored.shape[1]
-    first = start // P
-    pages = table[..., first : -(-stop // P)].clamp(min=0)
-    entries = stored.index_select(0, pages.reshape(-1)).view(*pages.shape[:-1], -1, *stored.shape[2:])
-    inside = slice(start - first * P, stop - first * P)
-    return entries[(..., inside, *[slice(None)] * (stored.ndim - 2))]
+def read_both(
+    k_pool: Pages, v_pool: Pages, table: Tensor, start: int, stop: int, all_held: bool
+) -> tuple[Tensor, Tensor]:
+    """read_pages of keys and of values. `all_held`: every stream has all of these entries."""
+    pages = _page_ids(k_pool, table, start, stop, all_held)
+    k, v = (_read(pool, pages, table.shape[:-1], start, stop) for pool in (k_pool, v_pool))
+    return k, v
+
+
+def _page_ids(pool: Pages, table: Tensor, start: int, stop: int, all_held: bool = False) -> Tensor:
+    """The pages that hold the entries, in one row; where a stream has none, some page."""
+    P = stored_values(pool).shape[1]
+    pages = table[..., start // P : -(-stop // P)].flatten()
+    return pages if all_held else pages.clamp(min=0)
+
+
+def _read(pool: Pages, pages: Tensor, streams: torch.Size, start: int, stop: int) -> Tensor:
+    def entries(stored: Tensor) -> Tensor:  # of one of the pool's tensors [N, P, ...] -> [..., stop - start, ...]
+        found = stored.index_select(0, pages).view(*streams, -1, *stored.shape[2:])
+        return found.narrow(len(streams), start % stored.shape[1], stop - start)
+
+    return entries(pool) if isinstance(pool, Tensor) else format_of(pool).decode(*map(entries, page_tensors(pool)))
 
 
 def causal_mask(M: int, L: int, diagonal: int, folds: int, like: Tensor) -> Tensor:
@@ -103,8 +117,10 @@ def tile_attention(
     folds: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Output [B, H, M, D] in q's dtype and log-sum-exp [B, H, M] f32; arguments as in tile_attention_ref."""
-    dtype = torch.promote_types(q.dtype, k.dtype)
     form = tile_attention_cpu if q.device.type == "cpu" else tile_attention_ref
+    if q.dtype == k.dtype == v.dtype:
+        return form(q, k, v, scale, diagonal, visible, folds)
+    dtype = torch.promote_types(q.dtype, k.dtype)
     out, lse = form(q.to(dtype), k.to(dtype), v.to(dtype), scale, diagonal, visible, folds)
     return out.to(q.dtype), lse
 

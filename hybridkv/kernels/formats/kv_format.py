@@ -62,7 +62,12 @@ class KVFormat:
 
 
 def _plain(name: str, codec: Codec) -> KVFormat:
-    return KVFormat(name, codec.dtype, codec, codec.dtype, lambda x: (x.to(codec.dtype),), lambda values: values)
+    dtype = codec.dtype
+
+    def encode(x: Tensor) -> tuple[Tensor, ...]:
+        return (x if x.dtype == dtype else x.to(dtype),)
+
+    return KVFormat(name, dtype, codec, dtype, encode, lambda values: values)
 
 
 KV_FORMATS = {

@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridkv.kernels.linear.int4 import Codes4
 from hybridkv.kernels.linear.packed_planes import BLOCK, BLOCK_BYTES, GROUP, each_for, plane_bytes
 
 AT_ONCE = 1 << 24  # weights taken apart at once: temporaries take a few times their bytes
@@ -159,3 +160,21 @@ def _six_bits(split: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     low = torch.stack([nibbles & 15, nibbles >> 4], -3).flatten(-3, -2)  # [n, blocks, 2, 4, 32]
     above = torch.stack([high >> 2 * i & 3 for i in range(4)], -2)
     return (low | above << 4).flatten(-3, -2), sc, F.pad(d, (0, 2))
+
+
+def unpack_codes4(blocks: Tensor, form: str) -> Codes4:
+    """u8 [N, bytes of a row] as the file has them. Q4_K as above; Q4_0 and Q4_1 for 32 weights: f16 d, with Q4_1 f16 m,
+    and 16 bytes whose low nibbles are the first half. w = d (code - 8), with Q4_1 d code + m.
+    """
+    n = len(blocks)
+    if form == "Q4_K":
+        codes, pairs, d = _four_or_five_bits(blocks.view(n, -1, BLOCK_BYTES[4]), 4)
+        both = pairs.float() * d.contiguous().view(torch.float16).float().unsqueeze(-2)  # [n, blocks, 8, 2]
+        return Codes4(codes.reshape(n, -1), both[..., 0].reshape(n, -1), -both[..., 1].reshape(n, -1))
+    head = 4 if form == "Q4_1" else 2
+    split = blocks.view(n, -1, head + GROUP // 2)
+    factors = split[..., :head].contiguous().view(torch.float16).float()  # [n, groups, 1 or 2]
+    nibbles = split[..., head:]
+    codes = torch.cat([nibbles & 15, nibbles >> 4], -1).reshape(n, -1)
+    scale = factors[..., 0].contiguous()
+    return Codes4(codes, scale, factors[..., 1].contiguous() if head == 4 else -8 * scale)

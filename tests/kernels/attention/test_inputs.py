@@ -13,6 +13,7 @@ from hybridkv.kernels.attention.append import append_ref
 from hybridkv.kernels.attention.inputs import attention_inputs, attention_inputs_ref, attention_inputs_triton
 from hybridkv.kernels.formats.fp8 import Fp8Pages
 from hybridkv.kernels.formats.kv_format import Pages
+from hybridkv.kernels.rope import rope_matrices
 
 pytest.importorskip("triton")
 EPS, P, N = 1e-6, 4, 12
@@ -109,6 +110,16 @@ def test_kernel_equals_the_reference(
     taken = made["entry_index"].flatten()  # all other places are as they were
     rest = [i for i in range(N * P) if i not in set(taken.tolist())]
     assert_same_bytes(made["k_pool"].view(N * P, -1)[rest], got["k_pool"].view(N * P, -1)[rest])
+
+
+@pytest.mark.parametrize(("gated", "norm", "T"), ((False, False, 1), (False, True, 4), (True, True, 2)))
+def test_rotation_by_matrices_changes_nothing(gated: bool, norm: bool, T: int) -> None:
+    made = case(T, (4, 2, 32, 16), gated, F32, "f32", norm)
+    want, q_want = run(attention_inputs_ref, made, "cpu")
+    got, q = run(attention_inputs, made | dict(turn=rope_matrices(made["cos"], made["sin"])), "cpu")
+    assert_close_rms("queries", q_want, q, BOUND[F32])
+    assert_close_rms("keys", keys(want)[0], keys(got)[0], BOUND[F32])
+    assert_same_bytes(want["v_pool"], got["v_pool"])
 
 
 @pytest.mark.parametrize("dtype", (F32, BF16))
