@@ -38,7 +38,7 @@ class ReasoningSplitter:
 
     def __init__(self, marks: tuple[str, str] | None, opened: bool = False) -> None:
         self._marks = marks or ("", "")
-        self._opened = opened
+        self.marked, self.opened = marks is not None, opened
         self._step = self._start if marks else self._answer
         self._held = ""  # not given out yet: white space and perhaps the beginning of a mark
         self._texts: tuple[list[str], list[str]] = ([], [])  # answer, reasoning
@@ -78,7 +78,7 @@ class ReasoningSplitter:
         if text.startswith(mark):
             self._held, self._step = text[len(mark) :], self._open
         elif self._last or not mark.startswith(text):
-            self._step = self._open if self._opened else self._answer
+            self._step = self._open if self.opened else self._answer
         return None
 
     def _open(self) -> ChatPiece | None:
