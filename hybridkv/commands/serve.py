@@ -113,7 +113,7 @@ def serve(
     ] = 30.0,
     model: ModelOptions,
 ) -> None:
-    """Serve a model over HTTP: OpenAI's chat completions and completions, tokenizer, metrics.
+    """Serve a model over HTTP, for clients of OpenAI (chat completions, completions) and Anthropic (messages).
 
     Ctrl-C or SIGTERM lets running answers come to their end; a second one ends at once.
     """

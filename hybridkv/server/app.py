@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
@@ -11,6 +12,8 @@ from starlette.types import ASGIApp
 
 from hybridkv import __version__
 from hybridkv.server.answering import answer
+from hybridkv.server.anthropic_answer import MessageFormat
+from hybridkv.server.anthropic_request import MessageCall, read_count, read_message_request
 from hybridkv.server.fields import Fields, parse_object
 from hybridkv.server.guard import Guard
 from hybridkv.server.openai_chat import ChatCall, ChatFormat, read_chat
@@ -33,8 +36,18 @@ def make_app(service: Service) -> ASGIApp:
         _record(request, call.model)
         return await answer(request, service, call.job, CompletionFormat(call, service), call.options.stream)
 
+    async def messages(request: Request) -> Any:
+        call: MessageCall = await service.work(_read, read_message_request, await request.body(), service)
+        _record(request, call.model)
+        return await answer(request, service, call.job, MessageFormat(call), call.stream)
+
+    async def count_tokens(request: Request) -> Response:
+        return JSONResponse(await service.work(_read, read_count, await request.body(), service))
+
     async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [_model(service, name) for name in service.names]})
+        names = service.names
+        found = {"object": "list", "data": [_model(service, name) for name in names], "has_more": False}
+        return JSONResponse(found | {"first_id": names[0], "last_id": names[-1]})
 
     async def model(request: Request) -> Response:
         return JSONResponse(_model(service, service.model_name(request.path_params["id"])))
@@ -70,6 +83,8 @@ def make_app(service: Service) -> ASGIApp:
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/messages", messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
         Route("/v1/responses", responses, methods=["POST"]),
         Route("/v1/models", models),
         Route("/v1/models/{id:path}", model),
@@ -97,10 +112,15 @@ def _record(request: Request, model: str) -> None:
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
+    """OpenAI's keys and Anthropic's side by side."""
+    made = datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z")
     return {
         "id": name,
         "object": "model",
+        "type": "model",
+        "display_name": name,
         "created": service.created,
+        "created_at": made,
         "owned_by": "hybridkv",
         "max_model_len": service.context,
     }

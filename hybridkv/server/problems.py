@@ -49,14 +49,15 @@ class ApiError(Exception):
 
     def anthropic(self, request_id: str | None = None) -> dict[str, Any]:
         """Anthropic's error object."""
-        kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        status = 503 if self.anthropic_status == 529 else self.status
+        kind = _ANTHROPIC_TYPES.get(status, "api_error" if self.status >= 500 else "invalid_request_error")
         found: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": self.message}}
         return found if request_id is None else found | {"request_id": request_id}
 
     @property
     def anthropic_status(self) -> int:
-        """Anthropic has 529 where others have 503."""
-        return 529 if self.status == 503 else self.status
+        """Anthropic has 529 where a server is too busy or about to end."""
+        return 529 if self.status == 503 or self.code == "queue_full" else self.status
 
 
 def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
