@@ -84,6 +84,15 @@ def serve(
             rich_help_panel=SERVER,
         ),
     ] = None,
+    tool_format: Annotated[
+        str | None,
+        Option(
+            "--tool-format",
+            metavar="NAME",
+            help="how the model writes calls: hermes, qwen_xml, llama, dsml or plain; as its chat template says",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
     log_json: Annotated[bool, Option("--log-json", help="log lines as JSON", rich_help_panel=SERVER)] = False,
     metrics_prefix: Annotated[
         str,
@@ -134,6 +143,7 @@ def serve(
             shutdown_seconds=shutdown_timeout,
             metrics_prefix=metrics_prefix,
             log_json=log_json,
+            tool_format=tool_format,
         )
     except HybridKVError as problem:
         raise BadParameter(str(problem).replace("an API key", "--api-key").replace("host ", "--host ", 1)) from None

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hybridkv.server.anthropic_request import MessageCall
-from hybridkv.server.events import Event, Finish, Said
+from hybridkv.server.events import CallArguments, CallEnd, CallStart, Event, Finish, Said, whole_calls
 from hybridkv.server.generation import Generation
 from hybridkv.server.openai_common import kept_object, new_id
 from hybridkv.server.problems import ApiError
@@ -50,6 +50,14 @@ class MessageFormat:
         for event in events:
             if isinstance(event, Said):
                 yield from self._said(event)
+            elif isinstance(event, CallStart):
+                yield from self._close()
+                block = {"type": "tool_use", "id": f"toolu_{event.id}", "name": event.name, "input": {}}
+                yield from self._begin("tool_use", block)
+            elif isinstance(event, CallArguments) and event.text != "{}":
+                yield self._delta({"type": "input_json_delta", "partial_json": event.text})
+            elif isinstance(event, CallEnd):
+                yield from self._close()
             elif isinstance(event, Finish):
                 self._end = event
                 if self._index < 0 and not generation.job.read_only:  # never without content
@@ -102,6 +110,7 @@ class MessageFormat:
 
     def _blocks(self, events: list[Event]) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
+        calls = dict(whole_calls(events))
         for event in events:
             if isinstance(event, Said):
                 kind = "thinking" if event.reasoning else "text"
@@ -109,6 +118,9 @@ class MessageFormat:
                     found.append({"type": kind, kind: ""} | ({"signature": signature()} if event.reasoning else {}))
                 if self._call.show_thinking or not event.reasoning:
                     found[-1][kind] += event.text
+            elif isinstance(event, CallStart) and event in calls:
+                block = {"type": "tool_use", "id": f"toolu_{event.id}", "name": event.name}
+                found.append(block | {"input": _object(calls[event])})
         return found
 
     def _message(self, content: list[Any], reason: str | None, stop: str | None) -> dict[str, Any]:
@@ -127,6 +139,15 @@ class MessageFormat:
             "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
             "hybridkv": kept_object(usage, generation.job),
         }
+
+
+def _object(text: str) -> dict[str, Any]:
+    """Arguments as an object, which this dialect needs; what is none is passed on under a name of its own."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {"arguments": text}
 
 
 def _stopped(end: Finish) -> tuple[str, str | None]:

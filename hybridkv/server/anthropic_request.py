@@ -13,6 +13,7 @@ from hybridkv.server.problems import bad
 from hybridkv.server.prompting import Chat, Message, Rendered, render_chat
 from hybridkv.server.record import log
 from hybridkv.server.service import Service
+from hybridkv.server.tools import read_anthropic_tools
 
 BILLING = "x-anthropic-billing-header"  # a line that changes with every request, in front of everything
 MEDIA = ("image", "document", "audio", "video")
@@ -47,9 +48,8 @@ def read_message_request(asked: Fields, service: Service) -> MessageCall:
         llm,
         max_tokens=max(1, most),
         stop=common.stops(asked, "stop_sequences"),
-        logits_hook=rendered.hook,
     )
-    job = Job([rendered.prompt], params, common.eviction(asked, llm), read_only=most == 0)
+    job = Job([rendered.prompt], rendered.params(params), common.eviction(asked, llm), read_only=most == 0)
     thinking = asked.object("thinking")
     show = thinking is None or thinking.text("display", 64) != "omitted"
     return MessageCall(model, job, asked.flag("stream"), show)
@@ -63,8 +63,6 @@ def read_count(asked: Fields, service: Service) -> dict[str, int]:
 
 def read_prompt(asked: Fields, service: Service) -> Rendered:
     """The prompt of a request."""
-    if asked.items("tools", settings.MAX_TOOLS):
-        raise asked.wrong("tools", "calls of functions are not available yet")
     config = asked.object("output_config")
     variables: dict[str, Any] = {}
     if config is not None:
@@ -80,7 +78,8 @@ def read_prompt(asked: Fields, service: Service) -> Rendered:
     ending = "open" if last["role"] == "assistant" and last["content"] else "answer"
     if last["role"] == "assistant" and ending == "answer":
         messages.pop()
-    return render_chat(service.llm, Chat(messages, thinking, variables, ending, budget))
+    tools = read_anthropic_tools(asked, service.settings.tool_format)
+    return render_chat(service.llm, Chat(messages, thinking, variables, ending, budget, tools))
 
 
 def _thinking(asked: Fields) -> tuple[bool | None, int | None]:

@@ -244,7 +244,9 @@ class Generation:
             if self.times.last_token is not None:
                 self.times.gaps.append(now - self.times.last_token)
             self.times.last_token = now
-        events = divider.push(news.text, news.ids)
+        # half a character at the end of a cut answer is none
+        text = news.text if news.finished is None else news.text.rstrip("\ufffd")
+        events = divider.push(text, news.ids)
         if any(getattr(event, "reasoning", False) for event in events):
             self.usage.reasoning_tokens += len(news.ids)
         self.usage.completion_tokens += len(news.ids)
@@ -271,7 +273,7 @@ class Generation:
         reason = request.finish_reason or "stop"
         if reason == "length" and request.answer_tokens < (request.params.max_tokens or 1 << 62):
             reason = "context"
-        if divider.made_calls and ended:
+        if divider.made_calls:
             reason = "calls"
         return [*events, Finish(news.choice, reason, request.text.stopped)]
 

@@ -10,7 +10,7 @@ from typing import Any
 from hybridkv.request import TokenLogprobs
 from hybridkv.server import asked as common
 from hybridkv.server import settings
-from hybridkv.server.events import Event, Finish, Said, Tokens
+from hybridkv.server.events import CallArguments, CallStart, Event, Finish, Said, Tokens, whole_calls
 from hybridkv.server.fields import Fields
 from hybridkv.server.generation import Generation, Job
 from hybridkv.server.openai_common import (
@@ -29,6 +29,7 @@ from hybridkv.server.openai_common import (
 )
 from hybridkv.server.prompting import Chat, Message, Rendered, render_chat
 from hybridkv.server.service import Service
+from hybridkv.server.tools import read_openai_tools
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
@@ -53,8 +54,6 @@ def read_chat(asked: Fields, service: Service) -> ChatCall:
     refuse(asked, ("audio", "functions", "function_call"), "it is not served; there is text, and tools")
     if asked.items("modalities", 8) not in (None, ["text"]):
         raise asked.wrong("modalities", "this is a text model")
-    if asked.items("tools", settings.MAX_TOOLS):
-        raise asked.wrong("tools", "calls of functions are not available yet")
     logprobs, top = asked.flag("logprobs"), asked.whole("top_logprobs", 0, settings.MAX_LOGPROBS)
     if top is not None and not logprobs:
         raise asked.wrong("top_logprobs", "it needs logprobs: true")
@@ -69,17 +68,21 @@ def read_chat(asked: Fields, service: Service) -> ChatCall:
         n=answers(asked),
         stop=common.stops(asked, "stop"),
         logprobs=(top or 0) if logprobs else None,
-        logits_hook=rendered.hook,
     )
-    job = Job([rendered.prompt], params, common.eviction(asked, llm))
+    job = Job([rendered.prompt], rendered.params(params), common.eviction(asked, llm))
     show = asked.flag("include_reasoning", True)
     return ChatCall(model, job, options, show, logprobs, asked.flag("return_token_ids"))
 
 
 def read_chat_prompt(asked: Fields, service: Service) -> Rendered:
     """The prompt of a chat request."""
-    variables = _variables(asked)
-    chat = Chat(read_messages(asked), thinking=_thinking(asked), variables=variables, ending=_ending(asked))
+    chat = Chat(
+        read_messages(asked),
+        thinking=_thinking(asked),
+        variables=_variables(asked),
+        ending=_ending(asked),
+        tools=read_openai_tools(asked, service.settings.tool_format),
+    )
     return render_chat(service.llm, chat)
 
 
@@ -193,13 +196,17 @@ class ChatFormat(OpenAIFormat):
                     yield self._chunk(generation, choice, {}, finish_reason=reason, stop_reason=end.stop)
 
     def _deltas(self, events: list[Event]) -> Iterator[dict[str, Any]]:
-        for said in events:
-            if not isinstance(said, Said):
-                continue
-            if not said.reasoning:
-                yield {"content": said.text}
-            elif self._call.show_reasoning:
-                yield {"reasoning_content": said.text, "reasoning": said.text}
+        for found in events:
+            if isinstance(found, CallStart):
+                function = {"name": found.name, "arguments": ""}
+                call = {"index": found.index, "id": f"call_{found.id}", "type": "function", "function": function}
+                yield {"tool_calls": [call]}
+            elif isinstance(found, CallArguments):
+                yield {"tool_calls": [{"index": found.index, "function": {"arguments": found.text}}]}
+            elif isinstance(found, Said) and not found.reasoning:
+                yield {"content": found.text}
+            elif isinstance(found, Said) and self._call.show_reasoning:
+                yield {"reasoning_content": found.text, "reasoning": found.text}
 
     def _chunk(self, generation: Generation, choice: int, delta: dict[str, Any], **more: Any) -> bytes:
         shown = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None, **more}
@@ -243,6 +250,12 @@ class ChatFormat(OpenAIFormat):
         thoughts = "".join(event.text for event in said if event.reasoning)
         if thoughts and self._call.show_reasoning:
             message |= {"reasoning_content": thoughts, "reasoning": thoughts}
+        if calls := whole_calls(events):
+            message["content"] = content or None
+            message["tool_calls"] = [
+                {"id": f"call_{start.id}", "type": "function", "function": {"name": start.name, "arguments": text}}
+                for start, text in calls
+            ]
         end = next(event for event in events if isinstance(event, Finish))
         found = {"index": index, "message": message, "logprobs": None}
         tokens = [event for event in events if isinstance(event, Tokens)]

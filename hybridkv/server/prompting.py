@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from hybridkv.config import SamplingParams
 from hybridkv.errors import RequestError
 from hybridkv.llm import LLM
-from hybridkv.server.events import Divider, Prompt
+from hybridkv.server.events import MAX_CALLS, CallDivider, Divider, Prompt
 from hybridkv.server.problems import bad
+from hybridkv.server.tools import NO_TOOLS, Tools, opening_token, shown_calls
+from hybridkv.text.call_formats import format_of
+from hybridkv.text.calls import CallParser
 from hybridkv.text.chat import RESERVED, ChatTemplate
 from hybridkv.text.prompt import encode_pieces, render_pieces
 from hybridkv.text.reasoning import ReasoningSplitter, marks_in, reasoning_of
@@ -32,6 +36,7 @@ class Chat:
         variables: others that the template may read; those that it does not are left out.
         ending: as in text/prompt.py.
         thinking_budget: tokens after which thoughts are ended.
+        tools: functions that the model may call.
     """
 
     messages: list[Message]
@@ -39,14 +44,25 @@ class Chat:
     variables: dict[str, Any] = field(default_factory=dict)
     ending: str = "answer"
     thinking_budget: int | None = None
+    tools: Tools = NO_TOOLS
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as a prompt, and the hook that ends thoughts at their budget, if there is one."""
+    """A conversation as a prompt, the hook that ends thoughts at their budget, if there is one, and what the answer
+    must not have: a token, or a text.
+    """
 
     prompt: Prompt
     hook: Callable[[list[int], Any], Any] | None = None
+    banned_token: int | None = None
+    banned_text: str | None = None
+
+    def params(self, given: SamplingParams) -> SamplingParams:
+        """Sampling parameters with all of that."""
+        bias = given.logit_bias if self.banned_token is None else {**given.logit_bias, self.banned_token: -100.0}
+        words = given.bad_words if self.banned_text is None else (*given.bad_words, self.banned_text)
+        return replace(given, logits_hook=self.hook, logit_bias=bias, bad_words=words)
 
 
 def render_chat(llm: LLM, chat: Chat) -> Rendered:
@@ -59,11 +75,17 @@ def render_chat(llm: LLM, chat: Chat) -> Rendered:
     read = template.variables
     variables = {name: value for name, value in chat.variables.items() if name in read}
     switch = any(name in read for name in (*SWITCHES, MODE)) and not variables.keys() & {*SWITCHES, MODE}
-    messages = settle_system_turns(template, chat.messages)
+    messages, tools = chat.messages, chat.tools
+    form = None
+    if tools.listed or any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
+        form = tools.form or format_of(template)
+        messages = shown_calls(form, messages, tools.listed)
+    messages = settle_system_turns(template, messages)
     pieces = render_pieces(
         template,
         tokenizer,
         messages,
+        tools=None if form is None or form.own_prompt else tools.listed or None,
         thinking=chat.thinking if switch else None,
         ending=chat.ending,
         **variables,
@@ -71,7 +93,22 @@ def render_chat(llm: LLM, chat: Chat) -> Rendered:
     text = "".join(text for text, _ in pieces)
     make = partial(reasoning_of, template, text)
     hook = thinking_hook(tokenizer, template, make(), chat.thinking_budget)
-    return Rendered(Prompt(encode_pieces(tokenizer, pieces), lambda choice: Divider(choice, make())), hook)
+    ids = encode_pieces(tokenizer, pieces)
+    if form is None or not tools.listed:
+        return Rendered(Prompt(ids, lambda choice: Divider(choice, make())), hook)
+    token = opening_token(tokenizer, form)
+    marks = marks_in(template.source)
+    most = 0 if not tools.callable else 1 if tools.single else MAX_CALLS
+
+    def divider(choice: int) -> Divider:
+        mark = "" if marks is None else marks[1]
+        parser = CallParser(form, make(), tools.schemas, token is not None, mark)
+        return CallDivider(choice, parser, tokenizer, token, most)
+
+    if tools.callable:
+        return Rendered(Prompt(ids, divider), hook)
+    # where letters open a call, another spelling of the tag may get past the ban: what it opens is left out
+    return Rendered(Prompt(ids, divider), hook, token, None if token is not None else form.open or None)
 
 
 # ---- system messages

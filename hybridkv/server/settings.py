@@ -6,6 +6,7 @@ import ipaddress
 from dataclasses import dataclass
 
 from hybridkv.errors import HybridKVError
+from hybridkv.text.call_formats import FORMATS
 
 # Of one request. Each is tested at its limit and one above.
 MAX_ANSWERS = 8  # n
@@ -16,6 +17,7 @@ MAX_BIASES = 1024
 MAX_MESSAGES = 1 << 16
 MAX_PARTS = 1 << 12
 MAX_TOOLS = 512
+MAX_TOOL_BYTES = 256 << 10  # of all schemas of a request
 MAX_NAME = 256  # characters of a model's name
 BODY_BYTES_PER_TOKEN = 16  # of the context
 LEAST_BODY = 2 << 20
@@ -45,6 +47,7 @@ class ServerSettings:
         connections: open at once.
         metrics_prefix: of the names at /metrics.
         log_json: log lines as JSON.
+        tool_format: how the model writes calls, by a name of text/call_formats.py; None: as its template says.
     """
 
     host: str = "127.0.0.1"
@@ -63,6 +66,7 @@ class ServerSettings:
     connections: int = 1024
     metrics_prefix: str = "hybridkv_"
     log_json: bool = False
+    tool_format: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -74,6 +78,8 @@ class ServerSettings:
                 f"host {self.host} can be reached by other machines, and nobody needs a key; give an API key, or "
                 "serve at 127.0.0.1"
             )
+        if self.tool_format is not None and self.tool_format not in FORMATS:
+            raise HybridKVError(f"tool_format must be one of {', '.join(FORMATS)}, not {self.tool_format!r}")
         if self.queue < 0 or self.connections < 1:
             raise HybridKVError("queue must be 0 or more, and connections 1 or more")
 

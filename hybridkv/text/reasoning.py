@@ -54,6 +54,18 @@ class ReasoningSplitter:
         """The answer given out so far."""
         return "".join(self._texts[False])
 
+    @property
+    def answering(self) -> bool:
+        """Whether the thoughts are over, or there are none."""
+        return self._step in (self._answer, self._closed) or (self._step == self._start and not self.opened)
+
+    def end_thoughts(self) -> list[ChatPiece]:
+        """What follows is no thought, though no mark said so; returns what was held back."""
+        self._last = True
+        pieces = self.push("")
+        self._last, self._step = False, self._answer
+        return pieces
+
     def push(self, text: str) -> list[ChatPiece]:
         """More text; returns what is certain now, at most a piece of each kind."""
         self._held += text
@@ -95,7 +107,7 @@ class ReasoningSplitter:
             self._step = self._closed
             text = text.rstrip()
         else:
-            text = text[: len(text) - (0 if self._last else _begun(text, mark))].rstrip()
+            text = text[: len(text) - (0 if self._last else begun(text, mark))].rstrip()
             rest = "" if self._last else self._held[len(text) :]
         self._held = rest
         return self._give(text, reasoning=True)
@@ -118,7 +130,7 @@ class ReasoningSplitter:
         return ChatPiece(text, reasoning)
 
 
-def _begun(text: str, mark: str) -> int:
+def begun(text: str, mark: str) -> int:
     """How many characters of the text's end may be the beginning of the mark."""
     return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
 

@@ -7,6 +7,8 @@ import anthropic
 import pytest
 
 from hybridkv import LLM, SamplingParams
+from hybridkv.server.anthropic_request import read_message_request
+from hybridkv.server.fields import Fields
 from server.running import HI, Running, serving
 from server.test_life import failing_at, forward, slowly
 
@@ -80,20 +82,9 @@ def test_fields_that_ask_for_nothing_are_accepted(smol: Running) -> None:
 
 def prompt_text(running: Running, **asked: Any) -> str:
     """The prompt that a request gives, as text."""
-    seen: list[list[int]] = []
-    add = running.llm.engine.add
-
-    def watching(tokens: list[int], *given: Any, **more: Any) -> Any:
-        seen.append(tokens)
-        return add(tokens, *given, **more)
-
-    running.llm.engine.add = watching  # type: ignore[method-assign]
-    try:
-        ask(running, **{"max_tokens": 1, **asked})
-    finally:
-        del running.llm.engine.add
+    tokens = read_message_request(Fields(body(**asked)), running.service).job.prompts[0].tokens
     assert running.llm.tokenizer is not None
-    return running.llm.tokenizer.decode(seen[0], skip_special=False)
+    return running.llm.tokenizer.decode(tokens, skip_special=False)
 
 
 def test_system_prompts(smol: Running) -> None:
