@@ -133,7 +133,11 @@ class Generation:
 
         last.add = add_last
         self._owner.post(self._tickets)
-        await self._accepted
+        try:
+            async with asyncio.timeout(self._queue_seconds or None):
+                await asyncio.shield(self._accepted)
+        except TimeoutError:
+            raise self._too_late() from None
         if self._failure is not None:
             raise self._failure
         self.usage.prompt_tokens = sum(len(prompt.tokens) for prompt in self.job.prompts)
@@ -229,11 +233,14 @@ class Generation:
     def _check_time(self, now: float) -> None:
         past = now - self.times.posted
         if self._queue_seconds and past >= self._queue_seconds and self.waiting:
-            self.fail(unavailable(f"the request has waited {self._queue_seconds:g} s for its turn; ask again later", 5))
+            self.fail(self._too_late())
         elif self._request_seconds and past >= self._request_seconds:
             self.fail(ApiError(408, f"the answer took longer than the {self._request_seconds:g} s that a request has"))
         if self._failure is not None:
             raise self._failure
+
+    def _too_late(self) -> ApiError:
+        return unavailable(f"the request has waited {self._queue_seconds:g} s for its turn; ask again later", 5)
 
     def _events(self, news: _News) -> list[Event]:
         divider, now = self._dividers[news.choice], time.monotonic()

@@ -44,7 +44,8 @@ class Service:
     def open(self, llm: LLM) -> None:
         """From here on this model is served."""
         if not any(not _is_pattern(name) for name in self._names):
-            self._names.insert(0, llm.path.stem)
+            # a folder's name may have a dot in it, Qwen3.5-4B
+            self._names.insert(0, llm.path.stem if llm.path.suffix == ".gguf" else llm.path.name)
         self.metrics.watch(llm, self.names[0])
         self._llm = llm
 

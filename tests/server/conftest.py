@@ -19,11 +19,12 @@ def smol_llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="session")
 def tiny_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """Qwen3.5's kind, 97 tokens of ASCII, a template with thoughts and tools; greedy it never ends."""
+    """Qwen3.5's kind, 97 tokens of ASCII, a template with thoughts and tools; exact, so that answers do not depend on
+    what else runs."""
     folder = tmp_path_factory.mktemp("served")
     tiny.save("qwen3_5", folder)
     write_tokenizer(folder, THINKING_TEMPLATE)
-    with LLM(folder, device="cpu", dtype="float32", max_requests=4, max_context=512) as llm:
+    with LLM(folder, device="cpu", dtype="float32", max_requests=4, max_context=512, exact=True) as llm:
         yield llm
 
 

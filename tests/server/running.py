@@ -77,7 +77,7 @@ class Running:
         """Until nothing runs; then every page and slot is back."""
         until(lambda: not self.service.generations)
         until(lambda: self.llm.owner.run(lambda engine: engine.idle))
-        assert_nothing_held(self.llm.engine)
+        self.llm.owner.run(assert_nothing_held)  # on the engine's thread, between steps
 
 
 def until(true: Callable[[], bool]) -> None:

@@ -12,7 +12,7 @@ from hybridkv import LLM
 from hybridkv.errors import HybridKVError
 from hybridkv.server import guard
 from hybridkv.server.settings import ServerSettings
-from server.running import HI, Running, serving
+from server.running import HI, Running, serving, until
 
 BODY = {"messages": HI, "max_tokens": 1}
 CHAT = "/v1/chat/completions"
@@ -118,7 +118,9 @@ def test_ids_are_kept_or_made(tiny_one: Running, lines: Any) -> None:
     for sent, kept in (("abc-1.2_X", True), ("a" * 128, True), ("a" * 129, False), ("a b", False), ("é", False)):
         _, headers, _ = tiny_one.ask("POST", CHAT, BODY, {"x-request-id": sent.encode().decode("latin-1")})
         assert (headers["x-request-id"] == sent) == kept and headers["request-id"] == headers["x-request-id"]
-        assert sum(headers["request-id"] in line for line in lines.messages) == 1
+        name = headers["request-id"]
+        until(lambda name=name: any(name in line for line in lines.messages))  # it is written after the answer
+        assert sum(name in line for line in lines.messages) == 1
 
 
 def test_a_line_says_what_was_used_and_not_what_was_said(tiny_one: Running, lines: Any) -> None:
@@ -127,6 +129,7 @@ def test_a_line_says_what_was_used_and_not_what_was_said(tiny_one: Running, line
     tiny_one.chat(messages=messages, max_tokens=3, user=secret)
     tiny_one.post(CHAT, {"messages": messages, "temperature": secret, "n": -1})
     tiny_one.post(f"/{secret}", {})
+    until(lambda: sum("code=" in line for line in lines.messages) == 3)
     assert secret not in "".join(lines.messages)
     [line] = [line for line in lines.messages if "code=200" in line]
     assert 'route="POST /v1/chat/completions"' in line and "output=3" in line and "model=tiny" in line

@@ -10,7 +10,7 @@ from hybridkv import LLM, SamplingParams
 from hybridkv.server.anthropic_request import read_message_request
 from hybridkv.server.fields import Fields
 from server.running import HI, Running, serving
-from server.test_life import failing_at, forward, slowly
+from server.test_life import failing_at, forward, slowly, streamed_late
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 
@@ -242,7 +242,8 @@ def test_other_errors_have_that_shape_too(tiny_llm: LLM) -> None:
 def test_a_fault_in_a_stream_is_an_error_event(tiny_one: Running) -> None:
     client = anthropic.Anthropic(base_url=tiny_one.address, api_key="any", max_retries=0)
     with forward(tiny_one.llm, failing_at(3)) as calls:
-        stream = client.messages.create(model="tiny", max_tokens=50, messages=HI, stream=True)  # type: ignore[call-overload]
+        more = {"temperature": 0, "ignore_eos": True}
+        stream = client.messages.create(model="tiny", max_tokens=50, messages=HI, stream=True, extra_body=more)  # type: ignore[call-overload]
         with pytest.raises(anthropic.APIStatusError):
             for _ in stream:
                 pass
@@ -251,12 +252,13 @@ def test_a_fault_in_a_stream_is_an_error_event(tiny_one: Running) -> None:
 
 
 def test_pings_come_while_a_request_waits(tiny_llm: LLM) -> None:
-    with serving(tiny_llm, names=("tiny",), keep_alive=0.1) as running, forward(tiny_llm, slowly(0.25)):
+    with serving(tiny_llm, names=("tiny",), keep_alive=0.1) as running:
+        found = streamed_late(running, PATH, body(model="tiny", max_tokens=1), b"event: ping\n")
+        assert found.index(b"event: ping") < found.index(b"event: message_start") < found.index(b"event: message_stop")
         client = anthropic.Anthropic(base_url=running.address, api_key="any", max_retries=0)
-        names = [name for name, _ in events_of(running, model="tiny", max_tokens=1)]
-        assert names[:3] == ["ping", "ping", "message_start"]
-        found = client.messages.create(model="tiny", max_tokens=1, messages=HI, stream=True)  # type: ignore[call-overload]
-        assert [event.type for event in found][-1] == "message_stop"
+        with forward(tiny_llm, slowly(0.3)):
+            stream = client.messages.create(model="tiny", max_tokens=1, messages=HI, stream=True)  # type: ignore[call-overload]
+            assert [event.type for event in stream][-1] == "message_stop"
 
 
 def test_models_in_its_own_form(client: anthropic.Anthropic) -> None:

@@ -20,7 +20,7 @@ from hybridkv.server.record import log
 from server.running import HI, SECONDS, post_bytes, read_all, until
 
 ROOT = Path(__file__).parents[2]
-LONG = {"messages": HI, "max_tokens": 400, "ignore_eos": True, "temperature": 0, "stream": True}
+LONG = {"messages": HI, "max_tokens": 1900, "ignore_eos": True, "temperature": 0, "stream": True}
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,7 @@ def test_sigterm_lets_answers_come_to_their_end(tiny_llm: LLM) -> None:
 
 
 def test_a_second_signal_ends_at_once(tiny_llm: LLM) -> None:
-    with started("-m", tiny_llm.path, "--context", 512, HYBRIDKV_API_KEY="k") as (process, lines):
+    with started("-m", tiny_llm.path, "--context", 2048, HYBRIDKV_API_KEY="k") as (process, lines):
         assert "Bearer $HYBRIDKV_API_KEY" in lines[1]
         with socket.create_connection(("127.0.0.1", port_of(lines)), timeout=SECONDS) as connection:
             connection.sendall(post_bytes("/v1/chat/completions", LONG, x_api_key="k"))

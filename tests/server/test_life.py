@@ -1,5 +1,6 @@
 """A server's life: loading, faults, clients that leave or stall, limits of time and number, draining."""
 
+import gc
 import json
 import socket
 import struct
@@ -13,6 +14,8 @@ import openai
 import pytest
 
 from hybridkv import LLM
+from hybridkv.engine.owner import Ticket
+from hybridkv.server.generation import Generation
 from hybridkv.server.protocol import GuardedProtocol
 from server.running import HI, Running, post_bytes, read_all, serving, until
 
@@ -59,7 +62,8 @@ def test_a_fault_in_a_stream_is_an_error_event(tiny_one: Running) -> None:
     with forward(tiny_one.llm, failing_at(3)) as calls:
         got = []
         with pytest.raises(openai.APIError, match="failed while it answered"):
-            for chunk in client.chat.completions.create(model="tiny", stream=True, messages=HI, max_tokens=400):
+            more = {"temperature": 0, "ignore_eos": True}
+            for chunk in client.chat.completions.create(model="tiny", stream=True, messages=HI, extra_body=more):
                 got.append(chunk)
     assert len(calls) == 4 and got, "the fault did not come in the middle"
     assert tiny_one.chat()["choices"] == before
@@ -119,6 +123,7 @@ def test_a_client_that_reads_nothing_is_dropped(tiny_llm: LLM) -> None:
         connection.connect((running.host, running.port))
         body = {"prompt": [[5] * 400] * 8, "max_tokens": 1, "echo": True, "logprobs": 20, "stream": True}
         connection.sendall(post_bytes(TEXT, body))  # some MB come back
+        until(lambda: bool(running.service.generations))
         running.idle()
         until(lambda: not running.server._http.server_state.connections)  # type: ignore[union-attr]
         connection.close()
@@ -155,11 +160,21 @@ def test_many_idle_connections_do_not_matter(tiny_one: Running) -> None:
 # ---- limits
 
 
+def streamed_late(running: Running, path: str, body: Any, sign: bytes) -> bytes:
+    """A stream whose first step is held up until two signs of life have come."""
+    go, found = threading.Event(), b""
+    with forward(running.llm, lambda number: go.wait(60) and None), running.connect() as connection:
+        connection.sendall(post_bytes(path, {**body, "stream": True}))
+        while found.count(sign) < 2:
+            found += connection.recv(1 << 16)
+        go.set()
+        return found + read_all(connection)
+
+
 def test_signs_of_life_come_while_a_request_waits(tiny_llm: LLM) -> None:
-    with serving(tiny_llm, keep_alive=0.1) as running, forward(tiny_llm, lambda n: time.sleep(0.5 * (n == 0))):
-        events = running.stream(CHAT, {**LONG, "max_tokens": 2})
-    assert events[:2] == [": keep-alive"] * 2 and events[-1] == "[DONE]"
-    assert json.loads(next(e for e in events if e[0] == "{"))["choices"][0]["delta"]["role"] == "assistant"
+    with serving(tiny_llm, keep_alive=0.1) as running:
+        found = streamed_late(running, CHAT, {**LONG, "max_tokens": 2}, b": keep-alive\n\n")
+    assert found.index(b": keep-alive") < found.index(b'"role":"assistant"') and b"data: [DONE]" in found
 
 
 def test_a_full_queue_is_a_429(tiny_llm: LLM) -> None:
@@ -175,26 +190,48 @@ def test_a_full_queue_is_a_429(tiny_llm: LLM) -> None:
         start = time.monotonic()
         assert running.ask("GET", "/health")[0] == running.ask("GET", "/metrics")[0] == 200
         assert time.monotonic() - start < 20  # not "until the engine has time"
-        for generation in list(running.service.generations):
-            running.server._loop.call_soon_threadsafe(generation.cancel)  # type: ignore[union-attr]
+        end_all(running)
         for thread in threads:
             thread.join()
         running.idle()
 
 
 def test_waiting_and_answering_have_limits_of_time(tiny_llm: LLM) -> None:
-    with serving(tiny_llm, queue_seconds=0.3) as running, forward(tiny_llm, slowly(0.02)):
-        threads = [threading.Thread(target=running.post, args=(CHAT, LONG | {"max_tokens": 60})) for _ in range(4)]
+    with serving(tiny_llm, queue_seconds=0.5) as running, forward(tiny_llm, slowly(0.02)):
+        threads = [threading.Thread(target=running.post, args=(CHAT, LONG)) for _ in range(4)]
         for thread in threads:
             thread.start()
         until(lambda: len(tiny_llm.engine.scheduler.running) == 4)
-        assert running.post(CHAT, LONG)[0] == 503
+        status, found = running.post(CHAT, LONG)
+        assert status == 503 and "waited" in found["error"]["message"]
+        end_all(running)
         for thread in threads:
             thread.join()
         running.idle()
     with serving(tiny_llm, request_seconds=0.3) as running, forward(tiny_llm, slowly(0.02)):
         assert running.post(CHAT, LONG)[0] == 408
         running.idle()
+
+
+def test_an_engine_that_stands_still_keeps_nobody_waiting_for_ever(tiny_llm: LLM) -> None:
+    go = threading.Event()
+    with (
+        serving(tiny_llm, queue_seconds=0.3) as running,
+        forward(tiny_llm, lambda number: go.wait(60) and None) as calls,
+    ):
+        first = threading.Thread(target=running.post, args=(CHAT, LONG | {"max_tokens": 1}))
+        first.start()
+        until(lambda: len(calls) == 1)
+        assert running.post(CHAT, LONG)[0] == 503
+        go.set()
+        first.join()
+        running.idle()
+
+
+def end_all(running: Running) -> None:
+    """End what runs, as a client that leaves does."""
+    for generation in list(running.service.generations):
+        running.server._loop.call_soon_threadsafe(generation.cancel)  # type: ignore[union-attr]
 
 
 # ---- loading and ending
@@ -219,9 +256,10 @@ def test_health_tells_loading_serving_draining_and_dead(tiny_llm: LLM) -> None:
         assert (status, found["status"], found["error"]["message"]) == (503, "dead", "the device has failed")
         assert running.post(CHAT, LONG)[0] == 503
         running.service.fatal = None
-        with forward(tiny_llm, slowly(0.01)):
+        told = threading.Event()
+        with forward(tiny_llm, lambda number: told.wait(60) and None if number == 3 else None):
             held = running.connect()
-            held.sendall(post_bytes(CHAT, LONG | {"stream": True, "max_tokens": 60}))
+            held.sendall(post_bytes(CHAT, LONG | {"stream": True, "max_tokens": 9}))
             until(lambda: bool(running.service.generations))
             running.server.stop()
             until(lambda: running.service.draining)
@@ -230,6 +268,7 @@ def test_health_tells_loading_serving_draining_and_dead(tiny_llm: LLM) -> None:
             status, headers, found = running.ask("POST", CHAT, LONG)
             assert status == 503 and "retry-after" in headers
             assert running.ask("GET", "/live")[0] == 200
+            told.set()
             assert b"data: [DONE]" in read_all(held), "the answer was cut"
             held.close()
 
@@ -282,6 +321,14 @@ def test_many_clients_at_once_get_exactly_what_they_ask_for(tiny_one: Running) -
     for thread in threads:
         thread.join()
     assert wrong == []
+    tiny_one.idle()
+    until(lambda: not _referred_to())  # the last answers' tasks come to their end after their clients have them
+
+
+def _referred_to() -> list[Any]:
+    """Requests that have ended, and that something still holds."""
+    gc.collect()
+    return [thing for thing in gc.get_objects() if type(thing) in (Generation, Ticket)]
 
 
 def test_metrics_count_exactly(tiny_llm: LLM) -> None:

@@ -1,12 +1,15 @@
 """OpenAI's dialect: what its client, and plain requests, get from the embedded model and from a tiny one."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from hybridkv import SamplingParams
+from hybridkv import LLM, SamplingParams
+from hybridkv.server.service import Service
+from hybridkv.server.settings import ServerSettings
 from server.running import HI, Running
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -342,6 +345,15 @@ def test_models_are_listed_and_found_by_name(client: openai.OpenAI, smol: Runnin
         with pytest.raises(openai.NotFoundError) as problem:
             call()
         assert problem.value.code == "model_not_found" and "smol" in str(problem.value)
+
+
+@pytest.mark.parametrize(("path", "name"), [("x/Qwen3.5-4B", "Qwen3.5-4B"), ("x/a.Q4_1.gguf", "a.Q4_1")])
+def test_a_model_is_called_as_its_file(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch, path: str, name: str) -> None:
+    monkeypatch.setattr(tiny_llm, "path", Path(path))
+    service = Service(ServerSettings(names=("claude-*",)))
+    service.open(tiny_llm)
+    assert service.names == [name] and service.model_name("claude-x") == "claude-x"
+    service.close()
 
 
 def test_text_to_tokens_and_back(smol: Running) -> None:
