@@ -226,7 +226,7 @@ def test_an_unknown_function_and_bad_json_are_passed_on() -> None:
 
 
 def test_a_bare_object_counts_only_if_it_names_a_function() -> None:
-    for text in ('{"name": "what", "parameters": {}}', '{"name": "f", "parameters": {}', '{"a": 1}', '{oops} x'):
+    for text in ('{"name": "what", "parameters": {}}', '{"name": "f", "parameters": {}', '{"a": 1}', "{oops} x"):
         pieces = every_cut(LLAMA, text)
         assert calls_of(pieces) == [] and said(pieces) == text
     later = f"See: {written(LLAMA, 'f')}"
@@ -299,7 +299,7 @@ def test_values_get_the_type_of_their_schema(text: str, schema: Any, value: Any)
 
 
 PARTS = ["<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=city>", "</parameter>", "\n", "{"]
-PARTS += ["}", "\"", "\\", "\"name\": \"f\"", "\"arguments\": ", "[", "]", ",", "<think>", "</think>", "```", "a", " "]
+PARTS += ["}", '"', "\\", '"name": "f"', '"arguments": ', "[", "]", ",", "<think>", "</think>", "```", "a", " "]
 PARTS += ["<", "é"]
 PARTS += [DSML.open, DSML.close, '<｜DSML｜invoke name="f">', "</｜DSML｜invoke>", "; "]
 
