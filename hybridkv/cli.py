@@ -1,4 +1,4 @@
-"""The command line: `hybridkv generate | chat | compress | plan | inspect | demo | eval | bench`. Commands are
+"""The command line: `hybridkv generate | chat | serve | compress | plan | inspect | demo | eval | bench`. Commands are
 in `hybridkv/commands/`; here is what they have in common: help, version, and one line for every error a user can cause.
 
 Exit codes: 0 done, 1 some of several prompts failed, 2 a wrong argument or a model that cannot be used, 130 stopped by
@@ -25,6 +25,7 @@ from hybridkv.commands.generate import generate
 from hybridkv.commands.inspect import inspect
 from hybridkv.commands.options import OUTPUT, flowing, in_flags
 from hybridkv.commands.plan import plan
+from hybridkv.commands.serve import serve
 from hybridkv.errors import HybridKVError
 
 app = typer.Typer(
@@ -32,7 +33,7 @@ app = typer.Typer(
 )
 COMPLETE = "_HYBRIDKV_COMPLETE"  # set by the shell's completion script
 UsageError = typer.BadParameter.__bases__[0]  # click's, wherever this version of typer keeps click
-for command in (generate, chat, compress, plan, inspect, demo, evaluate, bench):
+for command in (generate, chat, serve, compress, plan, inspect, demo, evaluate, bench):
     name = "eval" if command is evaluate else None  # else the function's own
     app.command(name, help=flowing(command.__doc__ or ""))(command)
 

@@ -6,7 +6,6 @@ in it, stay plain text.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import re
 import secrets
@@ -36,12 +35,15 @@ def render_pieces(
     /,
     tools: list[dict[str, Any]] | None = None,
     thinking: bool | None = None,
+    ending: str = "answer",
     **variables: Any,
 ) -> list[tuple[str, bool]]:
     """The prompt in pieces (text, whether control tokens in it are real).
 
     messages: objects with a role and content (text, a list of text parts, or None), tool_calls, reasoning_content.
     tools: what the model may call, as JSON schemas. thinking: on, off, or as the template has it.
+    ending: "answer": ready for an answer; "turn": after the last turn, with nothing that begins an answer; "open": the
+    last message is not ended, so that the model goes on with it.
     variables: others that the template reads.
 
     Almost always one piece. Where a text in any of these spells a control token, it is rendered with a random name that
@@ -51,14 +53,41 @@ def render_pieces(
     check_messages(messages)
     values = _variables(template, tools, thinking, variables)
     messages = with_object_arguments(with_text_content(template, messages))
+    end = ""
+    if ending == "open":
+        messages, end = _with_open_end(messages)
     try:
-        return _render(template, tokenizer, messages, values)
+        pieces = _render(template, tokenizer, messages, values, ending == "answer")
     except RequestError:
         texts = with_text_arguments(messages)
-        if texts != messages:
-            with contextlib.suppress(RequestError):  # then the first problem is the one to tell
-                return _render(template, tokenizer, texts, values)
-        raise
+        if texts == messages:
+            raise
+        try:
+            pieces = _render(template, tokenizer, texts, values, ending == "answer")
+        except RequestError:
+            pieces = None
+        if pieces is None:  # then the first problem is the one to tell
+            raise
+    return _cut_at(pieces, end) if end else pieces
+
+
+def _with_open_end(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """The messages with a name that nobody can guess after the last one's text, and that name."""
+    last, name = messages[-1], f"{secrets.randbelow(10**NAME_DIGITS):0{NAME_DIGITS}}"
+    content = last.get("content")
+    if last["role"] != "assistant" or last.get("tool_calls") or not isinstance(content, str):
+        raise RequestError("only a last message that is the assistant's, with text and no calls, can be continued")
+    return [*messages[:-1], last | {"content": content + name}], name
+
+
+def _cut_at(pieces: list[tuple[str, bool]], name: str) -> list[tuple[str, bool]]:
+    """What stands before the name, or RequestError where the template does not write it once."""
+    at = [i for i, (text, _) in enumerate(pieces) if name in text]
+    if len(at) != 1 or pieces[at[0]][0].count(name) != 1:
+        raise RequestError("the model's chat template does not write the last message as it is; it cannot be continued")
+    text, real = pieces[at[0]]
+    before = text[: text.index(name)]
+    return [*pieces[: at[0]], *([(before, real)] if before else [])] or [("", True)]
 
 
 def _variables(
@@ -85,7 +114,11 @@ def _variables(
 
 
 def _render(
-    template: ChatTemplate, tokenizer: Tokenizer, messages: list[dict[str, Any]], values: dict[str, Any]
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    messages: list[dict[str, Any]],
+    values: dict[str, Any],
+    add_generation_prompt: bool,
 ) -> list[tuple[str, bool]]:
     begin, end = (f"{secrets.randbelow(10**NAME_DIGITS):0{NAME_DIGITS}}" for _ in range(2))
     named: list[str] = []  # what the names stand for
@@ -95,7 +128,8 @@ def _render(
         return f"{begin}{len(named) - 1:08}{end}"
 
     shown = {key: _guarded(value, tokenizer, name) for key, value in values.items()}
-    text = template.render(_guarded(messages, tokenizer, name), **shown)
+    guarded = _guarded(messages, tokenizer, name)
+    text = template.render(guarded, add_generation_prompt=add_generation_prompt, **shown)
     if not named:
         return [(text, True)]
     pieces = []

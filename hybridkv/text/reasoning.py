@@ -38,7 +38,7 @@ class ReasoningSplitter:
 
     def __init__(self, marks: tuple[str, str] | None, opened: bool = False) -> None:
         self._marks = marks or ("", "")
-        self._opened = opened
+        self.marked, self.opened = marks is not None, opened
         self._step = self._start if marks else self._answer
         self._held = ""  # not given out yet: white space and perhaps the beginning of a mark
         self._texts: tuple[list[str], list[str]] = ([], [])  # answer, reasoning
@@ -53,6 +53,18 @@ class ReasoningSplitter:
     def answer(self) -> str:
         """The answer given out so far."""
         return "".join(self._texts[False])
+
+    @property
+    def answering(self) -> bool:
+        """Whether the thoughts are over, or there are none."""
+        return self._step in (self._answer, self._closed) or (self._step == self._start and not self.opened)
+
+    def end_thoughts(self) -> list[ChatPiece]:
+        """What follows is no thought, though no mark said so; returns what was held back."""
+        self._last = True
+        pieces = self.push("")
+        self._last, self._step = False, self._answer
+        return pieces
 
     def push(self, text: str) -> list[ChatPiece]:
         """More text; returns what is certain now, at most a piece of each kind."""
@@ -78,7 +90,7 @@ class ReasoningSplitter:
         if text.startswith(mark):
             self._held, self._step = text[len(mark) :], self._open
         elif self._last or not mark.startswith(text):
-            self._step = self._open if self._opened else self._answer
+            self._step = self._open if self.opened else self._answer
         return None
 
     def _open(self) -> ChatPiece | None:
@@ -95,7 +107,7 @@ class ReasoningSplitter:
             self._step = self._closed
             text = text.rstrip()
         else:
-            text = text[: len(text) - (0 if self._last else _begun(text, mark))].rstrip()
+            text = text[: len(text) - (0 if self._last else begun(text, mark))].rstrip()
             rest = "" if self._last else self._held[len(text) :]
         self._held = rest
         return self._give(text, reasoning=True)
@@ -118,7 +130,7 @@ class ReasoningSplitter:
         return ChatPiece(text, reasoning)
 
 
-def _begun(text: str, mark: str) -> int:
+def begun(text: str, mark: str) -> int:
     """How many characters of the text's end may be the beginning of the mark."""
     return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
 

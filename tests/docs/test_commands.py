@@ -22,6 +22,7 @@ REASONS = (
     "needs a terminal",
     "builds the environment",
     "takes minutes",
+    "needs a running server",  # tests/server/test_documents.py runs these
     "a piece of the package",
 )
 PAGES = blocks.pages()

@@ -141,3 +141,18 @@ def test_messages_nested_without_end_are_refused(tokenizer: Tokenizer, template:
     deep.append(deep)
     with pytest.raises(RequestError, match="nested"):
         render_pieces(template, tokenizer, [{"role": "user", "content": "a", "name": deep}])
+
+
+def test_a_last_message_can_be_left_open(tokenizer: Tokenizer) -> None:
+    source = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}[end]{% endfor %}"
+    source += "{% if add_generation_prompt %}[assistant]{% endif %}"
+    template = ChatTemplate(source, bos=None, eos=None)
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Bonjour, "}]
+    assert render_pieces(template, tokenizer, turns, ending="open") == [("[user]Hi[end][assistant]Bonjour, ", True)]
+    assert render_pieces(template, tokenizer, turns, ending="turn") == [("[user]Hi[end][assistant]Bonjour,[end]", True)]
+    for wrong in (turns[:1], [*turns[:1], {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]):
+        with pytest.raises(RequestError, match="can be continued"):
+            render_pieces(template, tokenizer, wrong, ending="open")
+    shouting = ChatTemplate("{{ messages[-1].content[:3] }}", bos=None, eos=None)
+    with pytest.raises(RequestError, match="cannot be continued"):
+        render_pieces(shouting, tokenizer, turns, ending="open")

@@ -1,0 +1,191 @@
+"""`hybridkv serve`: a model behind HTTP, for clients of OpenAI and Anthropic."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+from typer import BadParameter, Exit, Option
+
+from hybridkv.commands import completion
+from hybridkv.commands.options import ModelOptions, with_options
+from hybridkv.config import EngineConfig
+from hybridkv.errors import HybridKVError
+
+if TYPE_CHECKING:
+    from hybridkv.llm import LLM
+    from hybridkv.server.run import Server
+
+SERVER, LIMITS = "Server", "Limits"
+KEY_VARIABLE = "HYBRIDKV_API_KEY"
+
+
+@with_options
+def serve(
+    *,
+    host: Annotated[
+        str,
+        Option(
+            "--host",
+            metavar="ADDRESS",
+            help="where to listen; others than this machine need a key",
+            rich_help_panel=SERVER,
+        ),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, Option("--port", metavar="N", help="where to listen; 0: any that is free", rich_help_panel=SERVER)
+    ] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        Option(
+            "--api-key",
+            metavar="KEY",
+            help=f"a key that clients must send; repeatable; {KEY_VARIABLE} or --api-key-file hide it from other users",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        str | None,
+        Option(
+            "--api-key-file",
+            metavar="FILE",
+            help="keys, one a line",
+            rich_help_panel=SERVER,
+            autocompletion=completion.any_file,
+        ),
+    ] = None,
+    alias: Annotated[
+        list[str] | None,
+        Option(
+            "--alias",
+            "--served-model-name",
+            metavar="TEXT",
+            help="what clients call the model; repeatable; * stands for anything; the name of its file",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        Option(
+            "--allowed-host",
+            metavar="TEXT",
+            help="a name by which clients may call this server, besides localhost; repeatable",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
+    allowed_origin: Annotated[
+        list[str] | None,
+        Option(
+            "--allowed-origin",
+            metavar="URL",
+            help="a web page's origin that may ask, such as http://localhost:3000; repeatable",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
+    tool_format: Annotated[
+        str | None,
+        Option(
+            "--tool-format",
+            metavar="NAME",
+            help="how the model writes calls: hermes, qwen_xml, llama, dsml or plain; as its chat template says",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
+    log_json: Annotated[bool, Option("--log-json", help="log lines as JSON", rich_help_panel=SERVER)] = False,
+    metrics_prefix: Annotated[
+        str,
+        Option("--metrics-prefix", metavar="TEXT", help="of names at /metrics, such as vllm:", rich_help_panel=SERVER),
+    ] = "hybridkv_",
+    queue: Annotated[
+        int, Option("--queue", metavar="N", help="answers that may wait for their turn", rich_help_panel=LIMITS)
+    ] = 128,
+    queue_timeout: Annotated[
+        float,
+        Option("--queue-timeout", metavar="SECONDS", help="that they may wait; 0: for ever", rich_help_panel=LIMITS),
+    ] = 60.0,
+    request_timeout: Annotated[
+        float,
+        Option(
+            "--request-timeout", metavar="SECONDS", help="that a request may take; 0: for ever", rich_help_panel=LIMITS
+        ),
+    ] = 600.0,
+    shutdown_timeout: Annotated[
+        float,
+        Option(
+            "--shutdown-timeout",
+            metavar="SECONDS",
+            help="that running requests get when the server is told to end",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 30.0,
+    model: ModelOptions,
+) -> None:
+    """Serve a model over HTTP, for clients of OpenAI (chat completions, completions) and Anthropic (messages).
+
+    Ctrl-C or SIGTERM lets running answers come to their end; a second one ends at once.
+    """
+    from hybridkv.server.settings import ServerSettings
+
+    keys = _keys(api_key or [], api_key_file)
+    try:
+        settings = ServerSettings(
+            host=host,
+            port=port,
+            api_keys=keys,
+            names=tuple(alias or ()),
+            allowed_hosts=tuple(allowed_host or ()),
+            allowed_origins=tuple(allowed_origin or ()),
+            queue=queue,
+            queue_seconds=queue_timeout,
+            request_seconds=request_timeout,
+            shutdown_seconds=shutdown_timeout,
+            metrics_prefix=metrics_prefix,
+            log_json=log_json,
+            tool_format=tool_format,
+        )
+    except HybridKVError as problem:
+        raise BadParameter(str(problem).replace("an API key", "--api-key").replace("host ", "--host ", 1)) from None
+    cache = model.cache()
+    try:
+        from hybridkv.server.record import log_to_stderr
+        from hybridkv.server.run import Server
+    except ModuleNotFoundError as problem:
+        if (problem.name or "").split(".")[0] == "hybridkv":
+            raise
+        raise HybridKVError(f"serving needs {problem.name}: pip install 'hybridkv[server]'") from None
+    server = Server(settings)
+    log_to_stderr()
+
+    def load() -> LLM:
+        return model.open(EngineConfig.max_requests, cache)
+
+    server.run(load, _say_ready)
+    server.service.llm.close()
+    if server.stopped_by == signal.SIGINT:
+        raise Exit(130)
+
+
+def _say_ready(server: Server) -> None:
+    """The address, and a command that asks."""
+    name, address = server.service.names[0], server.address
+    key = f" -H 'authorization: Bearer ${KEY_VARIABLE}'" if server.settings.api_keys else ""
+    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Say hello."}}]}}'
+    print(f"serving {name} at {address} (context of {server.service.context} tokens)")
+    print(f"curl {address}/v1/chat/completions -H 'content-type: application/json'{key} -d '{body}'")
+    sys.stdout.flush()
+
+
+def _keys(given: list[str], path: str | None) -> tuple[str, ...]:
+    found = list(given)
+    if key := os.environ.get(KEY_VARIABLE):
+        found.append(key)
+    if path is not None:
+        from hybridkv.commands.prompts import read_text
+
+        listed = [line.strip() for line in read_text(path, "--api-key-file").splitlines() if line.strip()]
+        if not listed:
+            raise BadParameter(f"--api-key-file: {path!r} has no key")
+        found += listed
+    return tuple(found)

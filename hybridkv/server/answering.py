@@ -1,0 +1,128 @@
+"""A generation turned into an HTTP answer, whole or as a stream, in whatever dialect. Who leaves is noticed at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from hybridkv.server.events import Event, Finish
+from hybridkv.server.generation import Generation, Job
+from hybridkv.server.problems import ApiError
+from hybridkv.server.record import Record
+from hybridkv.server.service import Service
+
+STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class ClientGone(ApiError):
+    """The client has closed its connection, or reads nothing; there is nobody to tell."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the client has left")
+
+
+class Format(Protocol):
+    """A dialect: a pure function of events, but for what it has to remember of a stream."""
+
+    keep_alive: bytes
+
+    def chunks(self, events: list[Event], generation: Generation) -> Iterable[bytes]:
+        """A step's events as server-sent events."""
+        ...
+
+    def end(self, generation: Generation) -> Iterable[bytes]:
+        """What follows the last event."""
+        ...
+
+    def error(self, problem: ApiError) -> bytes:
+        """A failure in the middle of a stream."""
+        ...
+
+    def whole(self, events: list[Event], generation: Generation) -> dict[str, Any]:
+        """All of the answer at once."""
+        ...
+
+
+async def answer(request: Request, service: Service, job: Job, form: Format, stream: bool) -> Any:
+    """Run a job and answer with it; whatever is wrong with it is told before the first byte."""
+    record: Record = request.scope["state"]["record"]
+    generation = await service.begin(job)
+    if stream:
+        return EventStream(service, generation, form, record)
+    events: list[Event] = []
+    with _watched(service, generation, request.receive, record):
+        while not generation.over:
+            events += await generation.next(3600.0) or ()
+        _count(service, generation, events, record)
+    return JSONResponse(form.whole(events, generation))
+
+
+class EventStream:
+    """A stream of server-sent events. Its headers go out with the first one, or with the first sign of life, so that a
+    failure before that has a status of its own.
+    """
+
+    def __init__(self, service: Service, generation: Generation, form: Format, record: Record) -> None:
+        self._service, self._generation, self._form, self._record = service, generation, form, record
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generation, form, started, ends = self._generation, self._form, False, []
+
+        async def write(data: bytes, more: bool = True) -> None:
+            nonlocal started
+            if not started:
+                started = True
+                await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        with _watched(self._service, generation, receive, self._record):
+            try:
+                while not generation.over:
+                    events = await generation.next(self._service.settings.keep_alive)
+                    if events is None:
+                        await write(form.keep_alive)
+                        continue
+                    ends += [event for event in events if isinstance(event, Finish)]
+                    if data := b"".join(form.chunks(events, generation)):
+                        await write(data)
+                _count(self._service, generation, ends, self._record)
+                await write(b"".join(form.end(generation)), more=False)
+            except ApiError as problem:
+                if not started or isinstance(problem, ClientGone):
+                    raise
+                self._record.problem = problem
+                await write(form.error(problem), more=False)
+
+
+def _count(service: Service, generation: Generation, events: Iterable[Event], record: Record) -> None:
+    reasons = [event.reason for event in events if isinstance(event, Finish)]
+    service.metrics.finished(generation, reasons)
+    record.finish = reasons
+
+
+@contextmanager
+def _watched(service: Service, generation: Generation, receive: Receive, record: Record) -> Iterator[None]:
+    """Inside, a client that leaves ends its generation. Afterwards nothing of it is left."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        generation.fail(ClientGone())
+
+    watching = asyncio.get_running_loop().create_task(watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+        record.usage, record.cause = generation.usage, generation.problem
+        service.end(generation)

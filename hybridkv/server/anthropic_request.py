@@ -1,0 +1,207 @@
+"""Anthropic's Messages: a request read. Blocks become the messages that templates know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hybridkv.server import asked as common
+from hybridkv.server import settings
+from hybridkv.server.fields import Fields
+from hybridkv.server.generation import Job
+from hybridkv.server.problems import bad
+from hybridkv.server.prompting import Chat, Message, Rendered, render_chat
+from hybridkv.server.record import log
+from hybridkv.server.service import Service
+from hybridkv.server.tools import read_anthropic_tools
+
+BILLING = "x-anthropic-billing-header"  # a line that changes with every request, in front of everything
+MEDIA = ("image", "document", "audio", "video")
+DROPPED = frozenset(  # blocks of Anthropic's own tools: nothing here could read them
+    {"tool_reference", "search_result", "server_tool_use", "web_search_tool_result", "web_fetch_tool_result"}
+    | {"code_execution_tool_result", "bash_code_execution_tool_result", "text_editor_code_execution_tool_result"}
+    | {"mcp_tool_use", "mcp_tool_result", "container_upload", "tool_search_tool_result"}
+)
+EFFORTS = ("low", "medium", "high", "xhigh", "max")
+THINKING = ("enabled", "adaptive", "between_tools", "disabled")
+
+
+@dataclass(frozen=True)
+class MessageCall:
+    """A request, checked and ready to run."""
+
+    model: str
+    job: Job
+    stream: bool
+    show_thinking: bool
+
+
+def read_message_request(asked: Fields, service: Service) -> MessageCall:
+    """Check all of a request and render its prompt. It runs on a worker thread."""
+    model, llm = service.model_name(asked.needed_text("model", settings.MAX_NAME)), service.llm
+    most = asked.whole("max_tokens", 0, common.MAX_TOKENS)
+    if most is None:
+        raise asked.wrong("max_tokens", "it is missing")
+    rendered = read_prompt(asked, service)
+    params = common.sampling(
+        asked,
+        llm,
+        max_tokens=max(1, most),
+        stop=common.stops(asked, "stop_sequences"),
+    )
+    job = Job([rendered.prompt], rendered.params(params), common.eviction(asked, llm), read_only=most == 0)
+    thinking = asked.object("thinking")
+    show = thinking is None or thinking.text("display", 64) != "omitted"
+    return MessageCall(model, job, asked.flag("stream"), show)
+
+
+def read_count(asked: Fields, service: Service) -> dict[str, int]:
+    """How many tokens the same request would be asked with."""
+    service.model_name(asked.needed_text("model", settings.MAX_NAME))
+    return {"input_tokens": len(read_prompt(asked, service).prompt.tokens)}
+
+
+def read_prompt(asked: Fields, service: Service) -> Rendered:
+    """The prompt of a request."""
+    config = asked.object("output_config")
+    variables: dict[str, Any] = {}
+    if config is not None:
+        if config.object("format") is not None:
+            raise config.wrong("format", "only text is served; JSON and grammars are not available yet")
+        effort = config.choice("effort", EFFORTS)
+        variables = {} if effort is None else {"reasoning_effort": effort}
+    thinking, budget = _thinking(asked)
+    messages = _system(asked) + read_messages(asked)
+    last = messages[-1]
+    if last["role"] == "assistant" and last.get("tool_calls"):
+        raise bad("messages: the last one calls tools; their results must follow", "messages")
+    ending = "open" if last["role"] == "assistant" and last["content"] else "answer"
+    if last["role"] == "assistant" and ending == "answer":
+        messages.pop()
+    tools = read_anthropic_tools(asked, service.settings.tool_format)
+    return render_chat(service.llm, Chat(messages, thinking, variables, ending, budget, tools))
+
+
+def _thinking(asked: Fields) -> tuple[bool | None, int | None]:
+    given = asked.object("thinking")
+    if given is None:
+        return None, None
+    kind = given.choice("type", THINKING)
+    if kind is None:
+        raise given.wrong("type", "it is missing")
+    budget = given.whole("budget_tokens", 1, common.MAX_TOKENS)
+    if kind == "enabled" and budget is None:
+        raise given.wrong("budget_tokens", "it is missing")
+    return {"enabled": True, "disabled": False}.get(kind), budget if kind == "enabled" else None
+
+
+def _system(asked: Fields) -> list[Message]:
+    given = asked.raw("system")
+    if given is None:
+        return []
+    texts = [given] if isinstance(given, str) else []
+    if not isinstance(given, str):
+        for block in asked.objects("system", settings.MAX_PARTS):
+            if block.raw("type") != "text":
+                raise block.wrong("type", "a system prompt has text blocks alone")
+            texts.append(block.needed_text("text"))
+    shown = [text for text in texts if not text.startswith(BILLING)]
+    return [{"role": "system", "content": "\n".join(shown)}] if shown else []
+
+
+# ---- messages
+
+
+def read_messages(asked: Fields) -> list[Message]:
+    """The messages in the form of templates; several of one role in a row are one turn."""
+    if "messages" not in asked:
+        raise asked.wrong("messages", "it is missing")
+    found: list[Message] = []
+    calls: set[str] = set()
+    for message in asked.objects("messages", settings.MAX_MESSAGES):
+        for turn in _read_message(message, calls):
+            if found and found[-1]["role"] == turn["role"] in ("user", "assistant"):
+                found[-1] = _joined(found[-1], turn)
+            else:
+                found.append(turn)
+    if not found:
+        raise asked.wrong("messages", "there must be at least one")
+    return found
+
+
+def _joined(first: Message, second: Message) -> Message:
+    between = "\n" if first["role"] == "user" and first["content"] and second["content"] else ""
+    found = first | {"content": f"{first['content']}{between}{second['content']}"}
+    for name in ("reasoning_content", "tool_calls"):
+        if name in first or name in second:
+            empty: Any = "" if name == "reasoning_content" else []
+            found[name] = first.get(name, empty) + second.get(name, empty)
+    return found
+
+
+def _read_message(message: Fields, calls: set[str]) -> list[Message]:
+    """A message as turns: results of tools come before text. `calls`: ids of all calls so far."""
+    role = message.choice("role", ("user", "assistant", "system"))
+    if role is None:
+        raise message.wrong("role", "it is missing")
+    content = message.raw("content")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list):
+        raise message.wrong("content", "it must be text or a list of blocks")
+    texts: list[str] = []
+    thoughts: list[str] = []
+    made: list[dict[str, Any]] = []
+    results: list[Message] = []
+    for block in message.objects("content", settings.MAX_PARTS):
+        kind = block.needed_text("type", 64)
+        if kind == "text":
+            texts.append(block.needed_text("text"))
+        elif kind == "thinking" and role == "assistant":
+            thoughts.append(block.needed_text("thinking"))
+        elif kind == "redacted_thinking" and role == "assistant":
+            continue
+        elif kind == "tool_use" and role == "assistant":
+            made.append(_read_call(block, calls))
+        elif kind == "tool_result" and role == "user":
+            results.append(_read_result(block, calls))
+        elif kind in MEDIA:
+            raise block.wrong("type", f"{kind} blocks are not served: this is a text model")
+        elif kind in DROPPED:
+            log.info("a %s block was left out: nothing here can read it", kind)
+        else:
+            raise block.wrong("type", f"such a block is not known in a message of the {role}")
+    turn: Message = {"role": role, "content": ("" if role == "assistant" else "\n").join(texts)}
+    if thoughts:
+        turn["reasoning_content"] = "".join(thoughts)
+    if made:
+        turn["tool_calls"] = made
+    empty = not texts and not thoughts and not made
+    return results if empty and results else [*results, turn]
+
+
+def _read_call(block: Fields, calls: set[str]) -> dict[str, Any]:
+    name, id_, given = block.needed_text("name", 256), block.needed_text("id", 256), block.object("input")
+    calls.add(id_)
+    return {"id": id_, "type": "function", "function": {"name": name, "arguments": {} if given is None else given.data}}
+
+
+def _read_result(block: Fields, calls: set[str]) -> Message:
+    id_ = block.needed_text("tool_use_id", 256)
+    if id_ not in calls:
+        raise block.wrong("tool_use_id", "no call before it has this id")
+    content = block.raw("content")
+    if isinstance(content, list):
+        texts = []
+        for part in block.objects("content", settings.MAX_PARTS):
+            kind = part.raw("type")
+            if kind in DROPPED:
+                continue
+            if kind != "text":
+                raise part.wrong("type", "a result has text blocks alone: this is a text model")
+            texts.append(part.needed_text("text"))
+        content = "\n".join(texts)
+    elif not isinstance(content, str | None):
+        raise block.wrong("content", "it must be text or a list of text blocks")
+    shown = content or ""
+    return {"role": "tool", "tool_call_id": id_, "content": f"Error: {shown}" if block.flag("is_error") else shown}

@@ -1,0 +1,318 @@
+"""Answers to one HTTP request on their way: tickets of the engine's thread on one side, events on the other.
+
+    engine's thread   step ... listener: new text, tokens, ends -> call_soon_threadsafe
+    event loop        next(seconds) -> events, or None after so many seconds of silence
+
+Nothing here blocks the event loop, and whatever ends a request (an error, a limit of time, a client that left) gives
+back what it holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from hybridkv.config import SamplingParams
+from hybridkv.engine.engine import INHERIT, Engine
+from hybridkv.engine.owner import EngineOwner, Ticket
+from hybridkv.errors import HybridKVError
+from hybridkv.request import Request, TokenLogprobs
+from hybridkv.server.events import Divider, Event, Finish, Prompt, Tokens
+from hybridkv.server.problems import MODEL_FAILED, ApiError, bad, unavailable
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a dialect asks the engine for. Answer j to prompt i is choice i * n + j."""
+
+    prompts: list[Prompt]
+    params: SamplingParams
+    eviction: Any = INHERIT
+    read_only: bool = False  # the prompt is read, and no token is asked for
+
+    @property
+    def choices(self) -> int:
+        """How many answers are asked for."""
+        return len(self.prompts) * self.params.n
+
+
+@dataclass
+class Usage:
+    """What the answers took, so far or in all."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
+    kept_tokens: float = 0.0  # of the answer that keeps most, a stream on average
+    kv_bytes: int = 0
+    full_bytes: int = 0
+    policy: str | None = None
+    preemptions: int = 0
+    wait_s: float | None = None
+    prefill_s: float | None = None
+    decode_s: float | None = None
+
+
+@dataclass(frozen=True)
+class _News:
+    """What a step gave one answer, copied on the engine's thread."""
+
+    choice: int
+    text: str
+    ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finished: Request | None = None
+
+
+@dataclass
+class _Given:
+    """How much of an answer has been copied."""
+
+    characters: int = 0
+    tokens: int = 0
+    finished: bool = False
+
+
+@dataclass
+class Times:
+    """On the loop's clock, for metrics."""
+
+    posted: float = field(default_factory=time.monotonic)
+    first_token: float | None = None
+    last_token: float | None = None
+    gaps: list[float] = field(default_factory=list)  # between steps that gave tokens
+
+
+class Generation:
+    """One job in the engine. `begin`, then `next` until `over`; `cancel` at the end, whatever happened."""
+
+    def __init__(self, owner: EngineOwner, job: Job, queue_seconds: float = 0.0, request_seconds: float = 0.0) -> None:
+        self.job, self.usage, self.times = job, Usage(), Times()
+        self.over = False
+        self.moved = 0.0  # when the engine last made a step with it
+        self._owner = owner
+        self._queue_seconds, self._request_seconds = queue_seconds, request_seconds
+        self._loop = asyncio.get_running_loop()
+        self._news: asyncio.Queue[list[_News] | None] = asyncio.Queue()  # None: all have ended
+        self._accepted: asyncio.Future[None] = self._loop.create_future()
+        self._given = [_Given() for _ in range(job.choices)]
+        self._dividers = [job.prompts[i // job.params.n].divider(i) for i in range(job.choices)]
+        self._tickets: list[Ticket] = []
+        self._left = len(job.prompts)
+        self._failure: ApiError | None = None
+        self.problem: BaseException | None = None  # what ended it, for the log
+
+    # ---- beginning and end
+
+    async def begin(self) -> None:
+        """Hand the job to the engine; returns when that has taken all of it, or raises ApiError."""
+
+        def add(number: int, engine: Engine) -> Request:  # on the engine's thread
+            prompt = self.job.prompts[number]
+            return engine.add(prompt.tokens, self.job.params, eviction=self.job.eviction)
+
+        def tell(number: int, piece: str | None) -> None:  # on the engine's thread
+            ticket, self.moved = self._tickets[number], time.monotonic()
+            news = self._copy(number, ticket)
+            if news or piece is None:
+                self._loop.call_soon_threadsafe(self._arrived, news, piece is None, ticket.problem)
+
+        for number in range(len(self.job.prompts)):
+            self._tickets.append(Ticket(partial(add, number), partial(tell, number)))
+        # the last ticket's turn: all before it were taken
+        last, first_add = self._tickets[-1], self._tickets[-1].add
+
+        def add_last(engine: Engine) -> Request:
+            request = first_add(engine)
+            self._loop.call_soon_threadsafe(self._taken)
+            return request
+
+        last.add = add_last
+        self._owner.post(self._tickets)
+        try:
+            async with asyncio.timeout(self._queue_seconds or None):
+                await asyncio.shield(self._accepted)
+        except TimeoutError:
+            raise self._too_late() from None
+        if self._failure is not None:
+            raise self._failure
+        self.usage.prompt_tokens = sum(len(prompt.tokens) for prompt in self.job.prompts)
+
+    def cancel(self) -> None:
+        """End what has not ended, without waiting for that."""
+        self.over = True
+        self._owner.cancel(self._tickets, wait=False)
+
+    def fail(self, problem: ApiError) -> None:
+        """End it with an error, as at the end of a server's time."""
+        if not self.over and self._failure is None:
+            self._failure = problem
+            self._owner.cancel(self._tickets, wait=False)
+            self._news.put_nowait([])
+
+    @property
+    def waiting(self) -> bool:
+        """Whether no prompt of it is being read yet."""
+        return not any(ticket.request is not None and ticket.request.started_at for ticket in self._tickets)
+
+    @property
+    def prompt_requests(self) -> list[Request]:
+        """One for each prompt, once the engine has made a step."""
+        return [ticket.request for ticket in self._tickets if ticket.request is not None]
+
+    # ---- on the engine's thread
+
+    def _copy(self, number: int, ticket: Ticket) -> list[_News]:
+        found, n = [], self.job.params.n
+        for j, request in enumerate(ticket.requests):
+            choice = number * n + j
+            given = self._given[choice]
+            if given.finished:
+                continue
+            text = request.text.text[given.characters :]
+            ids = tuple(request.tokens[request.prompt_tokens + given.tokens :])
+            logprobs = tuple(request.logprobs[given.tokens :])
+            given.characters += len(text)
+            given.tokens += len(ids)
+            given.finished = request.finished
+            if text or ids or given.finished:
+                found.append(_News(choice, text, ids, logprobs, request if given.finished else None))
+        return found
+
+    # ---- on the event loop
+
+    def _taken(self) -> None:
+        if not self._accepted.done():
+            self._accepted.set_result(None)
+
+    def _arrived(self, news: list[_News], ended: bool, problem: BaseException | None) -> None:
+        if problem is not None and self._failure is None:
+            self.problem, self._failure = problem, _told(problem, begun=self._accepted.done())
+        self._left -= ended
+        if news:
+            self._news.put_nowait(news)
+        if not self._left:
+            self._taken()
+            self._news.put_nowait(None)
+
+    async def next(self, seconds: float) -> list[Event] | None:
+        """Events of the next step; None: nothing came for so long. After the last ones `over` is True."""
+        until = time.monotonic() + seconds
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            now = time.monotonic()
+            self._check_time(now)
+            limits = [until, *self._deadlines()]
+            try:
+                async with asyncio.timeout(max(0.0, min(limits) - now)):
+                    news = await self._news.get()
+            except TimeoutError:
+                if time.monotonic() >= until:
+                    return None
+                continue
+            if self._failure is not None:
+                raise self._failure
+            if news is None:
+                self.over = True
+                return []
+            return [event for item in news for event in self._events(item)]
+
+    def _deadlines(self) -> list[float]:
+        found = []
+        if self._request_seconds:
+            found.append(self.times.posted + self._request_seconds)
+        if self._queue_seconds and self.waiting:
+            found.append(self.times.posted + self._queue_seconds)
+        return found
+
+    def _check_time(self, now: float) -> None:
+        past = now - self.times.posted
+        if self._queue_seconds and past >= self._queue_seconds and self.waiting:
+            self.fail(self._too_late())
+        elif self._request_seconds and past >= self._request_seconds:
+            self.fail(ApiError(408, f"the answer took longer than the {self._request_seconds:g} s that a request has"))
+        if self._failure is not None:
+            raise self._failure
+
+    def _too_late(self) -> ApiError:
+        return unavailable(f"the request has waited {self._queue_seconds:g} s for its turn; ask again later", 5)
+
+    def _events(self, news: _News) -> list[Event]:
+        divider, now = self._dividers[news.choice], time.monotonic()
+        if self.job.read_only:
+            return self._finished(news, divider) if news.finished is not None else []
+        if news.ids:
+            self.times.first_token = self.times.first_token or now
+            if self.times.last_token is not None:
+                self.times.gaps.append(now - self.times.last_token)
+            self.times.last_token = now
+        # half a character at the end of a cut answer is none
+        text = news.text if news.finished is None else news.text.rstrip("\ufffd")
+        events = divider.push(text, news.ids)
+        if any(getattr(event, "reasoning", False) for event in events):
+            self.usage.reasoning_tokens += len(news.ids)
+        self.usage.completion_tokens += len(news.ids)
+        if news.finished is not None:
+            events += self._finished(news, divider)
+        tokens = _shown_tokens(news)
+        if tokens.ids:  # before the end, after the text
+            at = len(events) - (news.finished is not None)
+            events.insert(at, tokens)
+        return events
+
+    def _finished(self, news: _News, divider: Divider) -> list[Event]:
+        request = news.finished
+        assert request is not None
+        if request.finish_reason == "error":
+            self.problem = self.problem or HybridKVError(request.error or "no reason was given")
+            self._failure = self._failure or ApiError(500, MODEL_FAILED)
+            raise self._failure
+        self._count(request)
+        if self.job.read_only:
+            return [Finish(news.choice, "length")]
+        ended = request.finish_reason == "stop"
+        events = divider.finish(ended)
+        reason = request.finish_reason or "stop"
+        if reason == "length" and request.answer_tokens < (request.params.max_tokens or 1 << 62):
+            reason = "context"
+        if divider.made_calls:
+            reason = "calls"
+        return [*events, Finish(news.choice, reason, request.text.stopped)]
+
+    def _count(self, request: Request) -> None:
+        usage, stats = self.usage, request.stats
+        if request in self.prompt_requests:  # siblings read nothing
+            usage.cached_tokens += request.cached_tokens
+        usage.kept_tokens = max(usage.kept_tokens, stats.get("kept_tokens", 0.0))
+        usage.kv_bytes += int(stats.get("kv_bytes_kept", 0))
+        usage.full_bytes += int(stats.get("kv_bytes_full", 0))
+        usage.preemptions += request.preemptions
+        usage.policy = request.policy or usage.policy
+        for name in ("wait_s", "prefill_s", "decode_s"):
+            if name in stats and getattr(usage, name) is None:
+                setattr(usage, name, stats[name])
+
+
+def _shown_tokens(news: _News) -> Tokens:
+    """Without the token that ended the answer: it has no text."""
+    ids, logprobs, request = news.ids, news.logprobs, news.finished
+    ends = request is not None and request.finish_reason == "stop" and request.text.stopped is None
+    if ends and ids and request is not None and ids[-1] in request.ends_at:
+        ids, logprobs = ids[:-1], logprobs[:-1]
+    return Tokens(news.choice, ids, logprobs)
+
+
+def _told(problem: BaseException, begun: bool) -> ApiError:
+    """What a client is told of the exception that ended its request."""
+    if isinstance(problem, ApiError):
+        return problem
+    if isinstance(problem, HybridKVError) and "was closed" in str(problem):
+        return unavailable("the server is shutting down")
+    if isinstance(problem, HybridKVError) and not begun:
+        return bad(str(problem))
+    return ApiError(500, MODEL_FAILED)

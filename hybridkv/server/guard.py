@@ -1,0 +1,221 @@
+"""What every request passes before its route: its id, Host, Origin, key, and its body within limits of size and time.
+Whatever fails afterwards, too, is told in the shape of the dialect that was spoken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hybridkv.errors import HybridKVError
+from hybridkv.server.answering import ClientGone
+from hybridkv.server.problems import ApiError, bad, unavailable
+from hybridkv.server.record import Record, RequestLog, log, request_id
+from hybridkv.server.service import RETRY_SECONDS, Service
+from hybridkv.server.settings import LOOPBACK
+
+OPEN_PATHS = frozenset({"/", "/health", "/live", "/ready"})  # without a key
+PROBED = frozenset({"/health", "/live", "/ready", "/metrics"})  # asked every few seconds: logged only if they fail
+FLUSH_BYTES, FLUSH_SECONDS = 64 << 20, 2.0  # of a body that is refused, read so that its client sees the answer
+INTERNAL = "the server failed; its log has the reason under this request's id"
+
+
+class Guard:
+    """Wraps the routes."""
+
+    def __init__(self, routes: ASGIApp, service: Service, known: frozenset[str]) -> None:
+        self._routes, self._service, self._known = routes, service, known
+        self._log = RequestLog(service.settings.log_json)
+        self._keys = [_digest(key) for key in service.settings.api_keys]
+        self._hosts = {*LOOPBACK, service.settings.host.lower(), *map(str.lower, service.settings.allowed_hosts)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        path = scope["path"]
+        route = next((known for known in (path, path.rpartition("/")[0] + "/{id}") if known in self._known), "other")
+        record = Record(request_id(headers.get("x-request-id")), f"{scope['method']} {route}"[:80])
+        trace = headers.get("traceparent", "")
+        record.trace = trace if trace.isascii() and trace.isprintable() and 0 < len(trace) <= 64 else None
+        scope["state"] = {**scope.get("state", {}), "record": record}
+        scope["app"] = self  # so that Starlette's router raises what it would answer in plain text
+        started = False
+
+        async def guarded_send(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started, record.status = True, message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), *_own_headers(record)]}
+            try:
+                async with asyncio.timeout(self._service.settings.write_seconds):
+                    await send(message)
+            except TimeoutError:  # nobody reads: nothing more can be said
+                scope.get("extensions", {}).get("hybridkv.abort", lambda: None)()
+                raise ClientGone from None
+
+        try:
+            self._check(scope, headers)
+            body = await self._body(headers, receive) if scope["method"] == "POST" else b""
+            await self._routes(scope, _replay(body, receive), guarded_send)
+        except ClientGone:
+            record.status = 499
+        except BaseException as found:
+            problem = _as_problem(found, record)
+            record.problem = problem
+            if isinstance(found, asyncio.CancelledError):
+                raise
+            if not started:
+                with suppress(ClientGone):
+                    await self._tell(problem, path, record, guarded_send)
+        finally:
+            self._service.metrics.http.labels(route, str(record.status)).inc()
+            if record.cause is not None and not isinstance(record.cause, HybridKVError | ApiError):
+                log.error("%s failed", record.id, exc_info=record.cause)
+            if path not in PROBED or record.status >= 500:
+                self._log.write(record)
+
+    # ---- who may ask
+
+    def _check(self, scope: Scope, headers: Mapping[str, str]) -> None:
+        """Host, Origin and key, then what kind of body comes; or ApiError."""
+        host, settings = headers.get("host", ""), self._service.settings
+        if (settings.is_loopback or settings.allowed_hosts) and _name(host) not in self._hosts:
+            raise ApiError(403, "this server does not answer to that Host; allow it with --allowed-host")
+        origin = headers.get("origin")
+        own = (f"http://{host}", f"https://{host}", *settings.allowed_origins)
+        if origin is not None and origin not in own:
+            raise ApiError(403, "pages of that Origin may not ask; allow it with --allowed-origin")
+        if self._keys and scope["path"] not in OPEN_PATHS and not self._has_key(headers):
+            raise ApiError(401, "Incorrect API key provided", code="invalid_api_key")
+        if "transfer-encoding" in headers and "content-length" in headers:  # whose end would it be
+            raise ApiError(400, "a request has a length or is chunked, not both", headers={"connection": "close"})
+        if scope["method"] != "POST":
+            return
+        if self._service.draining:
+            raise unavailable("the server is shutting down", RETRY_SECONDS)
+        kind, _, charset = headers.get("content-type", "").lower().partition(";")
+        if kind.strip() != "application/json" or charset.strip(" ;\"'").rpartition("charset=")[2] not in ("", "utf-8"):
+            raise ApiError(415, "the body must be JSON in UTF-8, with content-type: application/json")
+        if headers.get("content-encoding", "identity") != "identity":
+            raise ApiError(415, "compressed bodies are not read; leave out content-encoding")
+
+    def _has_key(self, headers: Mapping[str, str]) -> bool:
+        """Whether a right key came in either form. Digests have one length, and all are compared, in constant time."""
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = [_digest(headers.get("x-api-key", ""))]
+        if scheme.lower() == "bearer":
+            given.append(_digest(bearer.strip()))
+        found = False
+        for mine in self._keys:
+            for theirs in given:
+                found |= hmac.compare_digest(mine, theirs)
+        return found
+
+    # ---- bodies
+
+    async def _body(self, headers: Mapping[str, str], receive: Receive) -> bytes:
+        limit = self._service.body_limit
+        length = headers.get("content-length", "0")
+        if length.isdigit() and int(length[:20]) > limit:
+            await _flush(receive)
+            raise _too_large(limit)
+        found, more = bytearray(), True
+        try:
+            async with asyncio.timeout(self._service.settings.body_seconds):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    found += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if len(found) > limit:
+                        found.clear()
+                        await _flush(receive)
+                        raise _too_large(limit)
+        except TimeoutError:
+            raise ApiError(408, "the body did not come in time", headers={"connection": "close"}) from None
+        return bytes(found)
+
+    # ---- what went wrong
+
+    async def _tell(self, problem: ApiError, path: str, record: Record, send: Send) -> None:
+        anthropic = path == "/v1/messages" or path.startswith("/v1/messages/")
+        body = problem.anthropic(record.id) if anthropic else problem.openai()
+        status = problem.anthropic_status if anthropic else problem.status
+        data = json.dumps(body).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
+        headers += [(name.encode(), value.encode()) for name, value in problem.headers.items()]
+        if status in (400, 422):
+            headers.append((b"x-should-retry", b"false"))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": data})
+
+
+def _as_problem(found: BaseException, record: Record) -> ApiError:
+    if isinstance(found, ApiError):
+        return found
+    if isinstance(found, HTTPException):  # of the router
+        words = {404: "there is nothing at this path", 405: "this path does not take that method"}
+        return ApiError(found.status_code, words.get(found.status_code, "refused"), headers=dict(found.headers or {}))
+    if isinstance(found, HybridKVError):
+        return bad(str(found))
+    record.cause = record.cause or found
+    return ApiError(500, INTERNAL)
+
+
+def _own_headers(record: Record) -> list[tuple[bytes, bytes]]:
+    name = record.id.encode()
+    return [(b"x-request-id", name), (b"request-id", name), (b"x-content-type-options", b"nosniff")]
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A body that was read, once more; then what comes after it."""
+    given = False
+
+    async def again() -> Message:
+        nonlocal given
+        if not given:
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+        return await receive()
+
+    return again
+
+
+async def _flush(receive: Receive) -> None:
+    """Read a body that is refused, for a while: a client that is still sending would not see the answer."""
+    read, until = 0, time.monotonic() + FLUSH_SECONDS
+    with suppress(TimeoutError):
+        async with asyncio.timeout(FLUSH_SECONDS):
+            while read < FLUSH_BYTES and time.monotonic() < until:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                read += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body has more than {limit} bytes", headers={"connection": "close"})
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _name(host: str) -> str:
+    """A Host header without its port."""
+    host = host.lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.rpartition(":")[0] if host.count(":") == 1 else host

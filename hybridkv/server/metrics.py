@@ -1,0 +1,149 @@
+"""Counters and histograms for Prometheus. Names end as vLLM's do, so that its dashboards fit. No label holds a user's
+text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+if TYPE_CHECKING:
+    from hybridkv.llm import LLM
+    from hybridkv.server.generation import Generation
+
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000, 500000, 1000000)
+Values = dict[tuple[str, ...], float]
+REASONS = {"context": "length", "calls": "stop"}  # ours -> vLLM's words
+
+
+class Metrics:
+    """What one server counts."""
+
+    def __init__(self, prefix: str) -> None:
+        self.registry = CollectorRegistry(auto_describe=True)
+        self._prefix, self._model = prefix, ""
+        model = ["model_name"]
+
+        def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(prefix + name, about, model, registry=self.registry, buckets=buckets)
+
+        def counter(name: str, about: str, *labels: str) -> Counter:
+            return Counter(prefix + name, about, [*model, *labels], registry=self.registry)
+
+        self.e2e = histogram("e2e_request_latency_seconds", "from a request's arrival to its end", SECONDS)
+        self.first = histogram("time_to_first_token_seconds", "from a request's arrival to its first token", SECONDS)
+        self.gap = histogram("inter_token_latency_seconds", "between two steps that gave a request tokens", SECONDS)
+        self.queue = histogram("request_queue_time_seconds", "before a prompt is read", SECONDS)
+        self.prefill = histogram("request_prefill_time_seconds", "while a prompt is read", SECONDS)
+        self.decode = histogram("request_decode_time_seconds", "while an answer is written", SECONDS)
+        self.prompt = histogram("request_prompt_tokens", "tokens of a request's prompts", TOKENS)
+        self.answer = histogram("request_generation_tokens", "tokens of a request's answers", TOKENS)
+        self.asked = histogram("request_max_num_generation_tokens", "tokens that were asked for at most", TOKENS)
+        self.prompt_total = counter("prompt_tokens", "tokens of prompts")
+        self.answer_total = counter("generation_tokens", "tokens of answers")
+        self.success = counter("request_success", "answers that came to their end", "finished_reason")
+        self.queries = counter("prefix_cache_queries", "tokens of prompts that were looked for in the cache")
+        self.hits = counter("prefix_cache_hits", "tokens of prompts that were found there")
+        self.preemptions = counter("num_preemptions", "requests that had to give up their cache for a while")
+        self.evicted = counter("evicted_tokens", "tokens that streams gave up, on average over streams", "policy")
+        self.cancelled_total = counter("cancelled", "requests whose client left", "stage")
+        self.http = Counter(
+            prefix + "http_requests", "answers by route and status", ["route", "code"], registry=self.registry
+        )
+        self.lag = Histogram(
+            prefix + "event_loop_lag_seconds", "how late the event loop wakes", registry=self.registry, buckets=SECONDS
+        )
+
+    def watch(self, llm: LLM, model: str) -> None:
+        """Show what this model's cache holds."""
+        self._model = model
+        about = {"block_size": str(llm.cache_config.page_size), "num_gpu_blocks": str(sum(_totals(llm).values()))}
+        about |= {"cache_dtype": llm.cache_config.kv_dtype, "model_name": model}
+        info = Gauge(self._prefix + "cache_config_info", "how the cache is laid out", [*about], registry=self.registry)
+        info.labels(**about).set(1)
+        self.registry.register(_CacheCollector(llm, self._prefix, model))  # type: ignore[arg-type]
+        for metric in (self.prompt_total, self.answer_total, self.queries, self.hits, self.preemptions):
+            metric.labels(model)  # 0, not missing, before the first request
+
+    def finished(self, generation: Generation, reasons: list[str]) -> None:
+        """A request that came to its end."""
+        model, usage, times = self._model, generation.usage, generation.times
+        now = time.monotonic()
+        self.e2e.labels(model).observe(now - times.posted)
+        if times.first_token is not None:
+            self.first.labels(model).observe(times.first_token - times.posted)
+        for gap in times.gaps:
+            self.gap.labels(model).observe(gap)
+        for histogram, seconds in (
+            (self.queue, usage.wait_s),
+            (self.prefill, usage.prefill_s),
+            (self.decode, usage.decode_s),
+        ):
+            if seconds is not None:
+                histogram.labels(model).observe(seconds)
+        self.prompt.labels(model).observe(usage.prompt_tokens)
+        self.answer.labels(model).observe(usage.completion_tokens)
+        if generation.job.params.max_tokens is not None:
+            self.asked.labels(model).observe(generation.job.params.max_tokens)
+        self.prompt_total.labels(model).inc(usage.prompt_tokens)
+        self.answer_total.labels(model).inc(usage.completion_tokens)
+        self.queries.labels(model).inc(usage.prompt_tokens)
+        self.hits.labels(model).inc(usage.cached_tokens)
+        self.preemptions.labels(model).inc(usage.preemptions)
+        for reason in reasons:
+            self.success.labels(model, REASONS.get(reason, reason)).inc()
+        if usage.policy is not None:
+            tokens = usage.prompt_tokens + usage.completion_tokens
+            self.evicted.labels(model, usage.policy.partition(":")[0]).inc(max(0.0, tokens - usage.kept_tokens))
+
+    def cancelled(self, generation: Generation) -> None:
+        """One whose client left, or that failed."""
+        stage = "waiting" if generation.waiting else "prefill" if generation.times.first_token is None else "decode"
+        self.cancelled_total.labels(self._model, stage).inc()
+
+    def text(self) -> bytes:
+        """All of it in Prometheus' text form."""
+        return generate_latest(self.registry)
+
+
+def _totals(llm: LLM) -> dict[str, int]:
+    return {name: table.allocator.total for name, table in llm.manager.tables.items()}
+
+
+class _CacheCollector:
+    """What requests hold at this moment: single numbers that the engine's thread writes, read without waiting."""
+
+    def __init__(self, llm: LLM, prefix: str, model: str) -> None:
+        self._llm, self._prefix, self._model = llm, prefix, model
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())  # so that registering does not collect
+
+    def collect(self) -> Iterator[Metric]:
+        llm, model = self._llm, self._model
+
+        def gauge(name: str, about: str, values: Values, *labels: str) -> Metric:
+            found = GaugeMetricFamily(self._prefix + name, about, labels=["model_name", *labels])
+            for key, value in values.items():
+                found.add_metric([model, *key], value)
+            return found
+
+        scheduler = llm.engine.scheduler
+        yield gauge("num_requests_running", "requests that have a slot", {(): len(scheduler.running)})
+        yield gauge("num_requests_waiting", "requests that wait for one", {(): len(scheduler.waiting)})
+        total, free = _totals(llm), llm.manager.free_pages()
+        used = {name: total[name] - free[name] for name in total}
+        shares = [used[name] / total[name] for name in total if total[name]]
+        yield gauge("kv_cache_usage_perc", "pages in use, 0 to 1, of the fullest pool", {(): max(shares, default=0.0)})
+        pages: Values = {(name, "used"): float(used[name]) for name in total}
+        pages |= {(name, "free"): float(free[name]) for name in total}
+        yield gauge("cache_pages", "pages by stream and state", pages, "kind", "state")
+        size = {name: table.schema.page_bytes for name, table in llm.manager.tables.items()}
+        kept: Values = {(name, "kept"): float(used[name] * size[name]) for name in total}
+        kept |= {(name, "capacity"): float(total[name] * size[name]) for name in total}
+        yield gauge("cache_bytes", "bytes by stream", kept, "kind", "what")

@@ -1,0 +1,89 @@
+"""uvicorn's HTTP/1.1 with what it lacks: a limit of time for headers, a limit of connections, errors as JSON, and a way
+to drop a client that does not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import h11
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from hybridkv.server.problems import ApiError
+from hybridkv.server.settings import HEADER_SECONDS
+
+
+class GuardedProtocol(H11Protocol):
+    """One connection. `most`: connections open at once."""
+
+    most = 1024
+    header_seconds = HEADER_SECONDS
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self.app = self._with_abort(self.app)  # type: ignore[assignment,arg-type]
+        self._timer: asyncio.TimerHandle | None = None
+
+    def _with_abort(self, app: ASGIApp) -> ASGIApp:
+        async def run(scope: Scope, receive: Receive, send: Send) -> None:
+            scope.setdefault("extensions", {})["hybridkv.abort"] = self.transport.abort
+            await app(scope, receive, send)
+
+        return run
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.most:
+            self._refuse(503, "too many connections are open")
+            return
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._between_requests:
+            self._start_timer()
+        super().data_received(data)
+        if not self._between_requests:
+            self._stop_timer()
+
+    @property
+    def _between_requests(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _start_timer(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(self.header_seconds, self._late)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _late(self) -> None:
+        self._timer = None
+        if self._between_requests and not self.transport.is_closing():
+            self._refuse(408, "the headers did not come in time")
+
+    def send_400_response(self, msg: str) -> None:
+        """Bytes that are no HTTP request, or headers that are too large."""
+        self._refuse(400, "this is not a valid HTTP/1.1 request, or its headers are too large")
+
+    def _refuse(self, status: int, message: str) -> None:
+        body = json.dumps(ApiError(status, message).openai()).encode()
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        try:
+            for part in (
+                h11.Response(status_code=status, headers=headers),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(part) or b"")
+        except h11.LocalProtocolError:  # an answer has begun already
+            pass
+        self.transport.close()

@@ -1,0 +1,175 @@
+"""What the routes share: the model, who may come in, what runs, and how the server is."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+from hybridkv.config import EvictionConfig
+from hybridkv.engine.engine import INHERIT
+from hybridkv.errors import HybridKVError
+from hybridkv.llm import LLM
+from hybridkv.server import settings as limits
+from hybridkv.server.generation import Generation, Job
+from hybridkv.server.metrics import Metrics
+from hybridkv.server.problems import ApiError, bad, busy, too_long, unavailable
+from hybridkv.server.settings import ServerSettings
+
+T = TypeVar("T")
+TEXT_THREADS = 4  # that tokenise and render
+DEAD_SECONDS = {"cuda": 30.0, "cpu": 600.0}  # without a step while there is work; a large model is slow on a CPU
+RETRY_SECONDS = 2
+
+
+class Service:
+    """One model behind HTTP."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        self.metrics = Metrics(settings.metrics_prefix)
+        self.created = int(time.time())
+        self.generations: set[Generation] = set()
+        self.draining = False
+        self.fatal: str | None = None  # why nothing can be answered any more
+        self._llm: LLM | None = None
+        self._names: list[str] = list(settings.names)
+        self._pool = ThreadPoolExecutor(TEXT_THREADS, "hybridkv-text")
+        self._stepped = time.monotonic()  # when the engine was last seen to move
+        self._answers = 0  # asked for and not ended
+
+    def open(self, llm: LLM) -> None:
+        """From here on this model is served."""
+        if not any(not _is_pattern(name) for name in self._names):
+            # a folder's name may have a dot in it, Qwen3.5-4B
+            self._names.insert(0, llm.path.stem if llm.path.suffix == ".gguf" else llm.path.name)
+        self.metrics.watch(llm, self.names[0])
+        self._llm = llm
+
+    # ---- state
+
+    @property
+    def llm(self) -> LLM:
+        """The model, or 503 while it is read."""
+        if self._llm is None:
+            raise unavailable("the model is being loaded; ask again in some seconds", RETRY_SECONDS)
+        return self._llm
+
+    @property
+    def status(self) -> str:
+        """ok, loading, draining or dead. It waits for nothing."""
+        if self._llm is None:
+            return "loading"
+        if self.fatal is not None or self.stuck:
+            return "dead"
+        return "draining" if self.draining else "ok"
+
+    @property
+    def stuck(self) -> bool:
+        """Whether there is work and the engine has not moved for long."""
+        moved = [self._stepped, *(generation.moved for generation in self.generations)]
+        most = DEAD_SECONDS.get(self.llm.device.type, 600.0)
+        return bool(self.generations) and time.monotonic() - max(moved) > most
+
+    @property
+    def names(self) -> list[str]:
+        """Names that are listed: those that are no patterns."""
+        return [name for name in self._names if not _is_pattern(name)]
+
+    def model_name(self, asked: str | None) -> str:
+        """The name that was asked for, if it is served; else 404."""
+        self.llm  # noqa: B018  503 while it is loading
+        if asked is None:
+            return self.names[0]
+        if any(asked == name or (_is_pattern(name) and fnmatchcase(asked, name)) for name in self._names):
+            return asked
+        served = ", ".join(self._names)
+        raise ApiError(404, f"no such model is served here; there is {served}", param="model", code="model_not_found")
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest request, prompt and answer."""
+        return min(self.llm.plan.max_tokens, self.llm.engine.tokens_alone)
+
+    @property
+    def body_limit(self) -> int:
+        """Bytes of the largest body."""
+        tokens = 0 if self._llm is None else self.llm.plan.max_tokens
+        return max(limits.LEAST_BODY, limits.BODY_BYTES_PER_TOKEN * tokens)
+
+    # ---- work
+
+    async def work(self, do: Callable[..., T], *given: Any) -> T:
+        """Run something that takes time on a worker thread; what the caller can mend is a 400."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, do, *given)
+        except HybridKVError as problem:
+            raise bad(str(problem)) from None
+
+    async def begin(self, job: Job) -> Generation:
+        """Hand a job to the engine, once all is checked that can be checked."""
+        if self.draining:
+            raise unavailable("the server is shutting down", RETRY_SECONDS)
+        if self.status == "dead":
+            raise unavailable(self.fatal or "the engine does not answer")
+        self._check_lengths(job)
+        room = self.llm.plan.slots + self.settings.queue
+        if self._answers + job.choices > room:
+            raise busy(f"{self._answers} answers are running or waiting, at most {room} are taken", RETRY_SECONDS)
+        settings = self.settings
+        generation = Generation(self.llm.owner, job, settings.queue_seconds, settings.request_seconds)
+        self._stepped = time.monotonic()
+        self._answers += job.choices
+        self.generations.add(generation)
+        try:
+            await generation.begin()
+        except BaseException:
+            self.end(generation)
+            raise
+        return generation
+
+    def end(self, generation: Generation) -> None:
+        """Whatever became of it: nothing of it is left, here or, soon, in the engine."""
+        if generation not in self.generations:
+            return
+        self.generations.discard(generation)
+        self._answers -= generation.job.choices
+        if not generation.over:
+            self.metrics.cancelled(generation)
+        generation.cancel()
+        problem = generation.problem
+        if problem is not None and "CUDA error" in str(problem):  # it does not go away
+            self.fatal = "the device has failed; the server has to be started again"
+
+    def _check_lengths(self, job: Job) -> None:
+        engine, asked = self.llm.engine, job.eviction
+        config = engine.resolve_eviction(INHERIT) if asked is INHERIT else asked
+        bounded = isinstance(config, EvictionConfig) and config.bounded
+        limit = engine.manager.max_tokens if bounded else engine.tokens_alone
+        for prompt in job.prompts:
+            if len(prompt.tokens) >= limit:
+                raise too_long(len(prompt.tokens), limit - 1)
+
+    async def drain(self) -> None:
+        """Take nothing new; wait until all has ended, or the time for that is over, and end what is left."""
+        self.draining = True
+        until = time.monotonic() + self.settings.shutdown_seconds
+        while self.generations and time.monotonic() < until:
+            await asyncio.sleep(0.05)
+        for generation in list(self.generations):
+            generation.fail(unavailable("the server is shutting down; the answer was cut"))
+        for _ in range(100):  # they tell their clients
+            if not self.generations:
+                return
+            await asyncio.sleep(0.02)
+
+    def close(self) -> None:
+        """End the threads. The model is its owner's to close."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _is_pattern(name: str) -> bool:
+    return any(c in name for c in "*?[")

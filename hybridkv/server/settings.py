@@ -1,0 +1,94 @@
+"""How a server is opened, with every default and limit in one place."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from hybridkv.errors import HybridKVError
+from hybridkv.text.call_formats import FORMATS
+
+# Of one request. Each is tested at its limit and one above.
+MAX_ANSWERS = 8  # n
+MAX_PROMPTS = 16
+MAX_STOPS, MAX_STOP_LENGTH = 16, 1024
+MAX_LOGPROBS = 20
+MAX_BIASES = 1024
+MAX_MESSAGES = 1 << 16
+MAX_PARTS = 1 << 12
+MAX_TOOLS = 512
+MAX_TOOL_BYTES = 256 << 10  # of all schemas of a request
+MAX_NAME = 256  # characters of a model's name
+BODY_BYTES_PER_TOKEN = 16  # of the context
+LEAST_BODY = 2 << 20
+MAX_HEADERS = 64 << 10  # bytes of all headers together
+HEADER_SECONDS = 10.0  # for a request's headers, from its connection or its first byte on
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Who may ask, and how much at once.
+
+    Args:
+        host: the address to listen at.
+        port: 0 takes one that is free.
+        api_keys: without one only this machine may ask.
+        names: what the model is called; empty: the name of its file. Those with * or ? are patterns.
+        allowed_hosts: names besides the loopback ones by which clients may call this server.
+        allowed_origins: web pages that may ask, such as http://localhost:3000.
+        queue: requests that may wait beside those that run.
+        queue_seconds: that a request may wait; 0: for ever.
+        request_seconds: that it may take in all; 0: for ever.
+        shutdown_seconds: that running requests get when the server is told to end.
+        write_seconds: that a client may take to accept what is sent to it.
+        body_seconds: that it may take to send its body.
+        keep_alive: seconds of silence in a stream after which a sign of life is sent.
+        connections: open at once.
+        metrics_prefix: of the names at /metrics.
+        log_json: log lines as JSON.
+        tool_format: how the model writes calls, by a name of text/call_formats.py; None: as its template says.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    queue: int = 128
+    queue_seconds: float = 60.0
+    request_seconds: float = 600.0
+    shutdown_seconds: float = 30.0
+    write_seconds: float = 60.0
+    body_seconds: float = 30.0
+    keep_alive: float = 5.0
+    connections: int = 1024
+    metrics_prefix: str = "hybridkv_"
+    log_json: bool = False
+    tool_format: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise HybridKVError(f"port must be from 0 (any that is free) to 65535, not {self.port}")
+        if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
+            raise HybridKVError("an API key must be printable ASCII without spaces, and not empty")
+        if not self.api_keys and not self.is_loopback:
+            raise HybridKVError(
+                f"host {self.host} can be reached by other machines, and nobody needs a key; give an API key, or "
+                "serve at 127.0.0.1"
+            )
+        if self.tool_format is not None and self.tool_format not in FORMATS:
+            raise HybridKVError(f"tool_format must be one of {', '.join(FORMATS)}, not {self.tool_format!r}")
+        if self.queue < 0 or self.connections < 1:
+            raise HybridKVError("queue must be 0 or more, and connections 1 or more")
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches it."""
+        if self.host in LOOPBACK:
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:  # a name: who knows where it leads
+            return False
