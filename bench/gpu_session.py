@@ -5,7 +5,7 @@
 Where a machine is lent for less, two calls do the same, on two machines if need be:
 
     python bench/gpu_session.py 580 --only 'tests|memcheck|kernels|v4'
-    python bench/gpu_session.py 360 --only 'decode|peers|prefill|eviction|capacity|load'
+    python bench/gpu_session.py 360 --only 'decode|peers|prefill|eviction|capacity|load|start'
 
 Each has a limit of its own, is asked to stop when it is reached (what it has measured by then counts), and writes a
 log. The JSON lines of all benchmarks are added to results.jsonl. Needs no typer. The folder may be used again: what is
@@ -68,6 +68,7 @@ def steps() -> list[Step]:
     bench("eviction", 25)
     bench("capacity", 25)
     bench("load", 120, "--model-shape", "0.8b", "--load", "0.4,0.8", "--seconds", "10", "--skip-peers")
+    bench("start", 75, "--model-shape", "0.8b")
     bench("prefill_long", 45, "--contexts", "65536", "--skip-peers", name="prefill")
     return found
 
