@@ -71,7 +71,8 @@ class LLM:
         memory: bytes for weights and cache together, or "12GiB"; None: nine tenths of what is free.
         step_tokens: tokens that one step computes at the most; None: 512, on a GPU 4096.
         weight_dtype: "fp8": matrices as E4M3 codes, a scale for each row; "f16": on a CPU, multiplied with float32;
-            "int4": f16 and, for few rows, the 4-bit codes of a GGUF file; "plain": as dtype; "auto": plain, but on a
+            "int4": f16 and, for up to 4 rows, the 4-bit codes of a GGUF file, whose products are rounded to bfloat16: a
+            request beside others may answer otherwise than alone; "plain": as dtype; "auto": plain, but on a
             GPU those of a GGUF file stay packed, and on a CPU they are f16 (with AVX-512 int4) where `dtype` is left to
             "auto" and comes to float32 and the files have 16 bits a weight or fewer.
         fetch_progress: called with (bytes done, all bytes) while the embedded model is fetched.
@@ -122,6 +123,11 @@ class LLM:
             self.half = resolve_half(weight_dtype, dtype, self.device, self.dtype, exact, narrow)
             takes4 = weight_dtype == "int4" or (weight_dtype == "auto" and int4_pays())
             self.int4 = checkpoint.codes4_names() if self.half and takes4 else frozenset()
+            if weight_dtype == "int4" and not self.int4:
+                raise HybridKVError(
+                    "weight_dtype='int4' takes the 4-bit codes of a GGUF file (Q4_0, Q4_1 or Q4_K), and "
+                    f"{self.path.name} has none; use 'f16', 'plain' or another file"
+                )
             self.plan = self._plan(checkpoint, limits, exact)
             with on_device(self.device):  # matrices are packed and quantised by kernels
                 self.model = load_model(
@@ -164,7 +170,7 @@ class LLM:
             form = "fp8" if fp8 else "f16" if self.half else str(self.dtype).removeprefix("torch.")
             form += " and 4 bits" if self.int4 else ""
             form = "packed" if weights < plain else f"in {form}"
-            less = "dtype='bfloat16', " if self.dtype == torch.float32 else ""
+            less = "dtype='bfloat16', " if self.dtype == torch.float32 and not self.half else ""
             less = "weight_dtype='auto', " if packed < weights else less
             raise HybridKVError(
                 f"the weights take {human(weights)} {form}, {given} is {human(memory)}; use {less}a smaller model or "

@@ -32,7 +32,7 @@ from typing import Any
 
 from hybridkv.bench.options import BenchOptions, from_json
 from hybridkv.bench.report import Column, Report
-from hybridkv.bench.shapes import Shape, find_shape
+from hybridkv.bench.shapes import Shape, find_shape, random_model
 from hybridkv.bench.timing import Ceilings
 from hybridkv.errors import HybridKVError
 from hybridkv.kernels.compiling import Compiles, counted
@@ -148,7 +148,6 @@ def child(given: str, way: str, begin: str) -> None:
     from hybridkv.bench.standin import make_engine
     from hybridkv.config import CacheConfig, SamplingParams
     from hybridkv.engine.precompile import go_through
-    from hybridkv.models.random_weights import random_decoder
 
     stages.mark("import")
     options = from_json(given)
@@ -158,7 +157,7 @@ def child(given: str, way: str, begin: str) -> None:
     stages.mark("device")
     torch.manual_seed(0)
     with counted() as kernels:
-        model = random_decoder(shape.config, shape.device, shape.dtype, options.weight_dtype == "fp8")
+        model = random_model(shape, options.weight_dtype)
         synchronize(shape)
     stages.mark("weights", kernels)
     kind = (options.kv_dtypes or (("bf16",) if shape.device == "cuda" else ("f32",)))[0]

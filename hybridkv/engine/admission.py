@@ -370,7 +370,7 @@ class Admission:
         if request in self.running:
             if keeps and self.manager.can_continue(request.key):
                 self.held.append(request)
-            else:  # or it was stopped while a part of its prompt was in flight
+            else:  # or it was stopped while a step of it was in flight
                 self.manager.release_request(request.key)
             request.status = Status.FINISHED
             self.running.remove(request)

@@ -289,7 +289,9 @@ class Engine:
             self._finish(request)
 
     def stop(self, request: Request) -> None:
-        """End a running answer where it is; a cache to be held stays held."""
+        """End a running answer where it is; a cache to be held stays held. If a step that was launched ahead has run
+        past what is known of it, and its state cannot go back, the cache is given up; a next turn reads it again.
+        """
         if self._defers(partial(self.stop, request)):
             return
         with self._change():

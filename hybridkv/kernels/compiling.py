@@ -90,6 +90,9 @@ class _Zeros(TorchDispatchMode):
         return made
 
 
+_ONE_AT_A_TIME = threading.Lock()
+
+
 class _Pool(ThreadPoolExecutor):
     """Says how many of the things that it was given are done."""
 
@@ -121,12 +124,15 @@ def together(progress: Callable[[int, int], None] | None = None, workers: int | 
     from triton.runtime._async_compile import AsyncCompileMode, active_mode
     from triton.runtime.jit import JITFunction
 
-    run = JITFunction.run
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **more: Any) -> None:
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **more: Any) -> Any:
+        if active_mode.get() is None:  # another thread's launch: an engine that is open already goes on
+            return run(self, *args, grid=grid, warmup=warmup, **more)
         run(self, *args, grid=grid, warmup=True, **more)
+        return None
 
     with ExitStack() as stack:
+        stack.enter_context(_ONE_AT_A_TIME)  # each puts back what it found
+        run = JITFunction.run
         pool = stack.enter_context(_Pool(workers or min(WORKERS, os.cpu_count() or 1), progress))
         stack.callback(active_mode.set, None)  # also where waiting for the threads is interrupted
         stack.enter_context(AsyncCompileMode(pool, ignore_errors=True))

@@ -94,3 +94,56 @@ print(JITFunction.run is run, active_mode.get())
 
 def test_an_interrupt_leaves_triton_as_it_was(tmp_path: Path) -> None:
     assert compile_alone(INTERRUPTED, tmp_path).strip() == "True None"
+
+
+BESIDE = (
+    SETUP
+    + """
+seen = []
+
+
+def recorder(self, *args, grid, warmup, **more):
+    seen.append((threading.current_thread().name, warmup))
+
+
+def launch():
+    best_tokens.piece_kernel[3, 2](torch.zeros(2, 64))
+
+
+JITFunction.run = recorder
+inside, leave = threading.Event(), threading.Event()
+
+
+def held():
+    with together():
+        inside.set()
+        leave.wait(60)
+
+
+def after():
+    with together():
+        launch()
+
+
+with together():
+    launch()
+    other = threading.Thread(target=launch, name="other")
+    other.start()
+    other.join(60)
+print(seen)
+two = [threading.Thread(target=held), threading.Thread(target=after)]
+two[0].start()
+inside.wait(60)
+two[1].start()
+leave.set()
+for each in two:
+    each.join(60)
+print(JITFunction.run is recorder, seen[-1][1])
+"""
+)
+
+
+def test_kernels_of_other_threads_run_and_two_at_once_leave_triton_as_it_was(tmp_path: Path) -> None:
+    """An engine that is open already goes on answering while another model is opened."""
+    seen, after = compile_alone(BESIDE, tmp_path).splitlines()
+    assert seen == "[('MainThread', True), ('other', False)]" and after == "True True"

@@ -53,8 +53,10 @@ def test_who_gets_which_form(kind: str, tmp_path: Path, monkeypatch: pytest.Monk
     path.unlink()
     stored: Any = LLM(written(kind, tmp_path, None), **SETTINGS).model
     assert type(stored.layers[0].feed.gate_up) is Linear
-    asked: Any = LLM(path, weight_dtype="int4", **SETTINGS).model
-    assert type(asked.layers[0].feed.gate_up) is HalfLinear  # no codes in that file
+    asked: Any = LLM(path, weight_dtype="f16", **SETTINGS).model
+    assert type(asked.layers[0].feed.gate_up) is HalfLinear
+    with pytest.raises(HybridKVError, match="takes the 4-bit codes of a GGUF file .* and m.gguf has none"):
+        LLM(path, weight_dtype="int4", **SETTINGS)
 
 
 def test_logits_are_those_of_the_f32_model(kind: str, tmp_path: Path) -> None:
@@ -101,6 +103,10 @@ def test_what_cannot_be_is_refused(kind: str, tmp_path: Path, monkeypatch: pytes
     for form, more in (("f16", dict(dtype="bfloat16")), ("int4", dict(exact=True))):
         with pytest.raises(HybridKVError, match=f"weight_dtype='{form}' is for device='cpu', dtype='float32'"):
             LLM(path, weight_dtype=form, **SETTINGS, **more)
+    folder = tmp_path / "plain"
+    tiny.save("llama", folder)
+    with pytest.raises(HybridKVError, match="takes the 4-bit codes of a GGUF file"):
+        LLM(folder, weight_dtype="int4", **SETTINGS)
     monkeypatch.setattr("hybridkv.devices.keeps_half", lambda device, dtype: False)
     with pytest.raises(HybridKVError, match="has no f16 products on this CPU; use weight_dtype='plain'"):
         LLM(path, weight_dtype="f16", **SETTINGS)

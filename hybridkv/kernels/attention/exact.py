@@ -13,7 +13,7 @@ Hopper    bf16 queries over bf16 pages of whole tiles take the prompt kernel (pr
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -24,7 +24,7 @@ from torch import Tensor
 from hybridkv.kernels.attention.exact_kernel import attention_exact_kernel, join_splits_kernel
 from hybridkv.kernels.attention.launch import dot_dtype, kernel_pages, kernel_streams
 from hybridkv.kernels.attention.prefill import Piece, _aligned, _launch, is_tiled, suits_hopper
-from hybridkv.kernels.attention.prefill_plan import ROWS, DevicePlan, query_blocks
+from hybridkv.kernels.attention.prefill_plan import ROWS, DevicePlan, query_blocks, token_blocks
 from hybridkv.kernels.attention.tile import LOG2_E, TRITON_DTYPE, TileShape, read_pages
 from hybridkv.kernels.backend import LARGE_SHARED_MEMORY, shared_memory, sm_count, triton, use_triton
 from hybridkv.kernels.formats.kv_format import Pages, stored_values
@@ -98,6 +98,12 @@ def owners(starts: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(found, dtype=torch.int32).view(-1, 2).to(device)
 
 
+@cache
+def token_owners(count: int, device: torch.device) -> Tensor:
+    """owners of so many requests with one query each. It lives on, as captured graphs hold it."""
+    return owners.__wrapped__(tuple(range(count + 1)), device)
+
+
 def apart(programs: int, splits: int, outputs: int, processors: int) -> bool:
     """Whether splits get programs of their own: where too few blocks would fill the card. Changes no result."""
     return splits > 1 and programs < 2 * processors and splits * outputs * 4 <= WORKSPACE
@@ -126,8 +132,11 @@ def attention_exact_triton(
     shape = shape or exact_shape(D, dot, shared_memory(q.device) >= LARGE_SHARED_MEMORY)
     block = ROWS if hopper else shape.rows
     assert split % (64 if hopper else shape.keys) == 0 and q.stride(2) == 1 and out.is_contiguous()
+    tokens = not isinstance(starts, DevicePlan) and len(starts) == T + 1  # every request has one query
     if isinstance(starts, DevicePlan):
         blocks, by_split = starts.blocks(block, H // G), False
+    elif tokens:
+        blocks = token_blocks(T, block, H // G, q.device)
     else:
         blocks = query_blocks(tuple(starts), block, H // G, q.device)
     splits = max(1, -(-keys // split))
@@ -152,8 +161,9 @@ def attention_exact_triton(
         )  # fmt: skip
     if by_split:
         assert not isinstance(starts, DevicePlan)
+        whose = token_owners(T, q.device) if tokens else owners(tuple(starts), q.device)
         join_splits_kernel[(T * H,)](
-            state, *sums, owners(tuple(starts), q.device), rows, ends, out, T * H, H, ends.stride(0), ends.stride(1),
+            state, *sums, whose, rows, ends, out, T * H, H, ends.stride(0), ends.stride(1),
             GROUP=H // G, D=D, BD=triton.next_power_of_2(D), SPLIT=split, AHEAD=8, num_warps=2,
         )  # fmt: skip
     return out

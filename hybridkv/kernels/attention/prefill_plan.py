@@ -8,7 +8,7 @@ once, and `key_splits` says over how many programs the keys of a block are split
 
 from __future__ import annotations
 
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -34,6 +34,12 @@ def query_blocks(starts: tuple[int, ...], rows: int, group: int, device: torch.d
         for row in range(0, (end - begin) * group, rows)
     ]
     return torch.tensor(blocks[::-1], dtype=torch.int32).view(-1, 4).to(device)
+
+
+@cache
+def token_blocks(count: int, rows: int, group: int, device: torch.device) -> Tensor:
+    """query_blocks of so many requests with one query each. It lives on, as captured graphs hold it."""
+    return query_blocks.__wrapped__(tuple(range(count + 1)), rows, group, device)
 
 
 class Part(NamedTuple):

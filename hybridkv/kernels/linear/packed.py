@@ -308,7 +308,7 @@ def linear_packed_triton(
 def suits_hopper(x: Tensor, weight: Packed, gated: bool = False) -> bool:
     """Whether the kernel in packed_hopper.py takes these shapes."""
     N, K = weight.shape
-    whole = weight.beside == BESIDE and N % (BESIDE * (1 + gated)) == 0 and K % (64 if weight.bits == 8 else 128) == 0
+    whole = weight.beside == BESIDE and N % (BESIDE * (1 + gated)) == 0 and K % (128 if weight.bits == 8 else 256) == 0
     return whole and 0 < len(x) <= HOPPER_ROWS[weight.bits] and x.dtype == torch.bfloat16 and has_gluon(x.device)
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from triton_cases import BF16, BOUND, F32, FP8, Streams, dense, queries, streams
 from triton_interpreter import DEVICE
 
-from hybridkv.kernels.attention.exact import apart, attention_exact_torch, attention_exact_triton, owners
-from hybridkv.kernels.attention.prefill_plan import DevicePlan
+from hybridkv.kernels.attention.exact import apart, attention_exact_torch, attention_exact_triton, owners, token_owners
+from hybridkv.kernels.attention.prefill_plan import DevicePlan, query_blocks, token_blocks
 from hybridkv.kernels.attention.tile import TileShape
 
 pytest.importorskip("triton")
@@ -107,3 +107,17 @@ def test_who_owns_a_query_and_when_splits_are_apart() -> None:
     assert owners((0, 1, 1, 4), torch.device("cpu")).tolist() == [[0, 1], [2, 3], [2, 2], [2, 1]]
     assert apart(4, 16, 6144, 132) and not apart(4, 1, 6144, 132) and not apart(264, 16, 6144, 132)
     assert not apart(4, 128, 2_000_000, 132), "what is gathered would not fit the workspace"
+
+
+def test_tables_of_single_tokens_live_on() -> None:
+    """A captured step has their addresses: they are not among those that make room for others."""
+    token_blocks.cache_clear()
+    held, q = streams([[40, 70], [33, 9]], 16, 32, F32, DEVICE), queries(2, 6, 32, F32, DEVICE)
+    first = triton_form(q, held, [0, 1, 2], True)
+    blocks, whose = token_blocks(2, SMALL.rows, 3, q.device), token_owners(2, q.device)
+    assert token_blocks.cache_info().hits == 1, "attention did not take this table"
+    for n in range(2, 60):
+        query_blocks((0, n), SMALL.rows, 3, q.device)
+        owners((0, n), q.device)
+    assert token_blocks(2, SMALL.rows, 3, q.device) is blocks and token_owners(2, q.device) is whose
+    assert_same_bytes(first, triton_form(q, held, [0, 1, 2], True))
