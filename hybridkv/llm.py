@@ -119,6 +119,10 @@ class LLM:
             check_exact(self.config, exact, self.cache_config.state_dtype)
             check_fp8_cache(self.cache_config, self.device)
             self.packed = weight_dtype == "auto" and not exact and keeps_packed(self.device, self.dtype)
+            if self.config.v4 is not None and weight_dtype in ("f16", "int4"):
+                raise HybridKVError(
+                    f"weight_dtype='{weight_dtype}' is not there for DeepSeek-V4; use 'plain' or 'auto'"
+                )
             narrow = checkpoint.narrow and self.config.v4 is None
             self.half = resolve_half(weight_dtype, dtype, self.device, self.dtype, exact, narrow)
             takes4 = weight_dtype == "int4" or (weight_dtype == "auto" and int4_pays())

@@ -2,8 +2,8 @@
 
 A step costs what its products cost, which follows from its number of tokens, and the reading of what its decoding
 requests hold. The first is measured whenever a graph is captured, by replaying it on padding; between two sizes the
-line through them is taken. Padding is alike in all rows, and products of it run at a higher clock than those of real
-tokens: what a step takes beyond the reading of weights counts REAL times. The second is counted in bytes, at the rate
+line through them is taken. Real tokens were seen to take longer than padding, whose rows are all alike: what a step
+takes beyond the reading of weights counts REAL times. The second is counted in bytes, at the rate
 at which the smallest step reads the weights. What prompts attend to is counted in products, at half the rate of those
 with weights.
 

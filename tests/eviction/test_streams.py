@@ -8,7 +8,7 @@ import tiny
 import torch
 from numerics import assert_same_bytes, logit_gap
 
-from eviction.harness import MaskedRun, Run
+from eviction.harness import NEVER, MaskedRun, Run
 from hybridkv.errors import OutOfPages
 
 KINDS = ("llama", "qwen3_5")
@@ -148,3 +148,19 @@ def test_a_failure_while_moving_loses_no_page(run_of: Callable, monkeypatch: pyt
 
 def _no_memory(*args: object) -> None:
     raise MemoryError
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_entry_more_in_one_stream_shows(kind: str, run_of: Callable) -> None:
+    """The bound of these comparisons is far below what one wrong entry of one head changes."""
+    rng, run = np.random.default_rng(4), run_of(kind)
+    ids, tail = tiny.token_ids(90), tiny.token_ids(6, seed=3)
+    run.feed(ids)
+    run.keep(random_keep(run, rng, low=10))
+    got = run.feed(tail, 1)
+    wrong = {layer: dropped.copy() for layer, dropped in run.drops["r"].items()}
+    first = wrong[run.layers[0]][0]
+    first[np.flatnonzero(first != NEVER)[0]] = NEVER
+    masked = MaskedRun(run.model, run.config, wrong)
+    masked.feed(ids)
+    assert logit_gap(masked.feed(tail, 1), got) > 4 * ROUNDING

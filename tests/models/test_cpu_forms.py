@@ -113,3 +113,10 @@ def test_what_cannot_be_is_refused(kind: str, tmp_path: Path, monkeypatch: pytes
     left: Any = LLM(path, **SETTINGS).model
     assert type(left.layers[0].feed.gate_up) is Linear
     assert torch.isfinite(left.embedding).all()
+
+
+@pytest.mark.parametrize("form", ("f16", "int4"))
+def test_a_model_without_these_forms_refuses_them(form: str, tmp_path: Path) -> None:
+    tiny.save("deepseek_v4", tmp_path)
+    with pytest.raises(HybridKVError, match=f"weight_dtype='{form}' is not there for DeepSeek-V4; use 'plain'"):
+        LLM(tmp_path, weight_dtype=form, **SETTINGS)
