@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import tiny
 import tiny_gguf
+import tiny_v4
 import torch
 from numerics import logit_gap
 
@@ -117,6 +118,6 @@ def test_what_cannot_be_is_refused(kind: str, tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("form", ("f16", "int4"))
 def test_a_model_without_these_forms_refuses_them(form: str, tmp_path: Path) -> None:
-    tiny.save("deepseek_v4", tmp_path)
+    folder = tiny_v4.Oracle("mini", tmp_path).folder
     with pytest.raises(HybridKVError, match=f"weight_dtype='{form}' is not there for DeepSeek-V4; use 'plain'"):
-        LLM(tmp_path, weight_dtype=form, **SETTINGS)
+        LLM(folder, weight_dtype=form, **SETTINGS)
