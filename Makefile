@@ -7,11 +7,12 @@ BIN    := $(VENV)/bin
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-old-cpu test-interrupts test-install docs lint bench clean
+.PHONY: help demo test test-long test-old-cpu test-interrupts test-install docs lint bench clean
 
 help:
 	@echo "make demo    build the environment if needed, then run the demo with the embedded model"
 	@echo "make test    run the tests (JOBS=$(JOBS) processes, one thread each)"
+	@echo "make test-long   run the tests that have a longer form, in that form"
 	@echo "make test-interrupts   interrupt an engine at thousands of lines"
 	@echo "make test-old-cpu   run the tests of numbers as a CPU without AVX-512 would"
 	@echo "make test-install   install the built wheel with all it needs into a fresh environment, and try it"
@@ -44,7 +45,11 @@ demo: $(VENV)/.stamp-run
 # The model is fetched before the workers start, so that they never fetch it at the same time.
 test: $(VENV)/.stamp-dev
 	@$(BIN)/python -m hybridkv.embedded
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=20 --durations-min=1 $(ARGS)
+
+# All configurations of compiled kernels, all pairs of parameters, more random examples: tests/support/long_form.py.
+test-long: $(VENV)/.stamp-dev
+	HYBRIDKV_LONG=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m long $(ARGS)
 
 # Libraries pick their products by what the CPU can do. Here they do without AVX-512; test_old_cpu.py checks that they did.
 # The state machines and the interrupts compute nothing whose bits could differ, and take long.
@@ -52,7 +57,7 @@ OLD_CPU := OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA
 NUMBERS := tests/test_old_cpu.py tests/test_exact.py tests/kernels tests/models tests/eviction tests/cache tests/engine
 
 test-interrupts: $(VENV)/.stamp-dev
-	HYBRIDKV_INTERRUPTS=16 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/engine/test_interrupts.py -k any_line $(ARGS)
+	HYBRIDKV_INTERRUPTS=32 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/engine/test_interrupts.py -k any_line $(ARGS)
 
 test-old-cpu: $(VENV)/.stamp-dev
 	@$(BIN)/python -m hybridkv.embedded

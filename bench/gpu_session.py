@@ -69,6 +69,8 @@ def steps() -> list[Step]:
     bench("capacity", 25)
     bench("load", 120, "--model-shape", "0.8b", "--load", "0.4,0.8", "--seconds", "10", "--skip-peers")
     bench("start", 75, "--model-shape", "0.8b")
+    bench("reuse", 60)
+    bench("sessions", 45, "--contexts", "16384")
     bench("prefill_long", 45, "--contexts", "65536", "--skip-peers", name="prefill")
     return found
 

@@ -92,6 +92,7 @@ def load(path: Path, options: argparse.Namespace, source: Source) -> dict[str, A
         max_requests=options.requests,
         max_context=options.context,
         memory=usable,
+        reuse=None,  # what is planned here is a cache without checkpoints
     )
     seconds = time.perf_counter() - begin
     gpu = llm.device.type == "cuda"

@@ -17,14 +17,16 @@ __all__ = [
     "Document",
     "EvictionConfig",
     "HybridKVError",
+    "ReuseConfig",
     "SamplingParams",
     "Stream",
+    "StructuredOutputs",
 ]
 
 if TYPE_CHECKING:
     from hybridkv.answers import Completion, Stream
     from hybridkv.async_llm import AsyncLLM
-    from hybridkv.config import CacheConfig, EvictionConfig, SamplingParams
+    from hybridkv.config import CacheConfig, EvictionConfig, ReuseConfig, SamplingParams, StructuredOutputs
     from hybridkv.conversation import Conversation
     from hybridkv.document import Document
     from hybridkv.errors import HybridKVError
@@ -38,9 +40,11 @@ _HOMES = {
     "Conversation": "conversation",
     "Document": "document",
     "EvictionConfig": "config",
+    "ReuseConfig": "config",
     "HybridKVError": "errors",
     "SamplingParams": "config",
     "Stream": "answers",
+    "StructuredOutputs": "config",
 }
 
 # OpenMP's threads that wait for each other sleep soon instead of spinning: on a busy machine an answer is several times

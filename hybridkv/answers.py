@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from types import TracebackType
+from typing import Any
 
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.owner import EngineOwner, Ticket, TicketsAsTheyEnd
@@ -34,6 +35,10 @@ class Completion:
         prompt_logprobs: of each token of the prompt, where asked for; None for the first, which nothing comes before.
         others: answers 2 to n, where n were asked for; `samples` has all of them.
         policy: by which the cache was cut last, with `auto` replaced by what it stood for; None: nothing was cut.
+        reuse: what of the prompt others had read: cached (tokens that were not computed), matched (tokens whose pages
+            are shared), read (tokens that were computed), written (tokens more that others need not read), reason (why
+            not more, one word), why (the same, a sentence) and, where it is known, diverged_at (the first token that is
+            not kept); text_memory: how many tokens of a chat were taken as an earlier answer had them, where any were.
     """
 
     text: str
@@ -47,6 +52,7 @@ class Completion:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     others: tuple[Completion, ...] = ()
     policy: str | None = None
+    reuse: dict[str, Any] = field(default_factory=dict)
 
     @property
     def samples(self) -> tuple[Completion, ...]:
@@ -67,6 +73,7 @@ class Completion:
             prompt_logprobs=request.prompt_logprobs if request.params.prompt_logprobs is not None else None,
             others=tuple(map(Completion.of, request.siblings)),
             policy=request.policy,
+            reuse=request.reuse | ({"text_memory": request.text_memory} if request.text_memory else {}),
         )
 
     def divided(self, splitter: Callable[[], ReasoningSplitter]) -> Completion:
@@ -169,8 +176,13 @@ class Stream(Iterator[str]):
 class ChatStream(Iterator[ChatPiece]):
     """An answer to a chat piece by piece, thoughts apart from the answer. Like Stream in all else."""
 
-    def __init__(self, stream: Stream, splitter: Callable[[], ReasoningSplitter]) -> None:
-        self._stream, self._splitter = stream, splitter
+    def __init__(
+        self,
+        stream: Stream,
+        splitter: Callable[[], ReasoningSplitter],
+        ended: Callable[[Completion], None] | None = None,  # told of the whole answer
+    ) -> None:
+        self._stream, self._splitter, self._ended = stream, splitter, ended
         self._divide = splitter()
         self._ready: deque[ChatPiece] = deque()
         self._over = False
@@ -212,6 +224,8 @@ class ChatStream(Iterator[ChatPiece]):
             return None
         text = self._stream._next()
         self._over = text is None
+        if self._over and self._ended is not None and (whole := self._stream.completion) is not None:
+            self._ended(whole)
         self._ready.extend(self._divide.finish() if text is None else self._divide.push(text))
         if self._ready:
             return self._ready.popleft()

@@ -14,6 +14,7 @@ from typing import Any, Self, TypeVar
 from hybridkv.answers import Completion
 from hybridkv.config import SamplingParams
 from hybridkv.engine.engine import INHERIT, Engine
+from hybridkv.engine.loop_mail import loop_mail
 from hybridkv.engine.owner import Ticket
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.llm import LLM, ChatRequest, Eviction, Messages, Prompt, Tools, one_answer
@@ -46,6 +47,7 @@ class AsyncLLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         eviction: Eviction | Sequence[Eviction] = INHERIT,
+        cache: bool | str = True,
         request_id: str | None = None,
     ) -> list[Completion]:
         """Answers in the order of the prompts; the arguments are those of `LLM.generate`.
@@ -54,7 +56,7 @@ class AsyncLLM:
             request_id: a name of your own, by which `abort` finds them; aborted answers have finish_reason "abort".
         """
         with self._naming(request_id) as named:
-            adds = await asyncio.to_thread(self.llm.requests, prompts, params, eviction)
+            adds = await asyncio.to_thread(self.llm.requests, prompts, params, eviction, cache)
             return await self._run(adds, named)
 
     def stream(
@@ -63,13 +65,14 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         eviction: Eviction = INHERIT,
+        cache: bool | str = True,
         request_id: str | None = None,
     ) -> AsyncStream:
         """The answer's text piece by piece: `async for piece in llm.stream(...)`. The first one begins it.
 
         The arguments are those of `LLM.stream`, and `request_id` as in `generate`.
         """
-        return AsyncStream(self, partial(self.llm.single_request, prompt, params, eviction), request_id)
+        return AsyncStream(self, partial(self.llm.single_request, prompt, params, eviction, cache), request_id)
 
     async def chat(
         self,
@@ -79,15 +82,17 @@ class AsyncLLM:
         tools: Tools = None,
         thinking: bool | None = None,
         eviction: Eviction = INHERIT,
+        cache: bool | str = True,
         request_id: str | None = None,
         **template_variables: Any,
     ) -> Completion:
         """The answer to a conversation; the arguments are those of `LLM.chat`, and `request_id` as in `generate`."""
         with self._naming(request_id) as named:
             asked = await asyncio.to_thread(
-                self.llm.chat_request, messages, params, tools, thinking, eviction, template_variables
+                self.llm.chat_request, messages, params, tools, thinking, eviction, template_variables, cache
             )
             [found] = await self._run([asked.add], named)
+            await asyncio.to_thread(asked.ended, found)
         return found.divided(asked.splitter)
 
     def chat_stream(
@@ -98,6 +103,7 @@ class AsyncLLM:
         tools: Tools = None,
         thinking: bool | None = None,
         eviction: Eviction = INHERIT,
+        cache: bool | str = True,
         request_id: str | None = None,
         **template_variables: Any,
     ) -> AsyncChatStream:
@@ -106,7 +112,7 @@ class AsyncLLM:
         The arguments are those of `LLM.chat`, and `request_id` as in `generate`.
         """
         one_answer(params)
-        settings = (messages, params, tools, thinking, eviction, template_variables)
+        settings = (messages, params, tools, thinking, eviction, template_variables, cache)
         return AsyncChatStream(self, partial(self.llm.chat_request, *settings), request_id)
 
     async def abort(self, request_id: str) -> bool:
@@ -134,8 +140,7 @@ class AsyncLLM:
 
     async def _run(self, adds: Sequence[Callable[[Engine], Request]], named: _Named) -> list[Completion]:
         """Run requests to their end. They are stopped if the task is cancelled, and all if one is refused."""
-        loop = asyncio.get_running_loop()
-        ended = asyncio.Event()
+        mail, ended = loop_mail(), asyncio.Event()
         left = len(adds)
 
         def count() -> None:
@@ -146,9 +151,9 @@ class AsyncLLM:
 
         def tell(piece: str | None) -> None:  # on the engine's thread
             if piece is None:
-                loop.call_soon_threadsafe(count)
+                mail.send(count)
 
-        tickets = named.tickets = [Ticket(add, tell) for add in adds]
+        tickets = named.tickets = [Ticket(add, tell, every_step=False) for add in adds]
         if not named.aborted and tickets:
             try:
                 self.llm.owner.post(tickets)
@@ -235,13 +240,13 @@ class _AsyncPieces(AsyncIterator[Piece]):
         if self._named.aborted or self._over:
             self._end()
             return
-        loop, texts = asyncio.get_running_loop(), self._texts
+        mail, texts = loop_mail(), self._texts
 
         def tell(text: str | None) -> None:  # on the engine's thread; it does not know the stream
             if text != "":
-                loop.call_soon_threadsafe(texts.put_nowait, text)
+                mail.send(texts.put_nowait, text)
 
-        self._ticket = Ticket(add, tell)
+        self._ticket = Ticket(add, tell, every_step=False)
         self._named.tickets = [self._ticket]
         self._llm.llm.owner.post([self._ticket])
 
@@ -323,14 +328,17 @@ class AsyncChatStream(_AsyncPieces[ChatPiece]):
         super().__init__(llm, request_id)
         self._request = make
         self._divide: Callable[[], ReasoningSplitter] | None = None
+        self._ended: Callable[[Completion], None] | None = None
         self._splitter = ReasoningSplitter(None)
 
     async def _make(self) -> Callable[[Engine], Request]:
         asked = await asyncio.to_thread(self._request)
-        self._divide, self._splitter = asked.splitter, asked.splitter()
+        self._divide, self._splitter, self._ended = asked.splitter, asked.splitter(), asked.ended
         return asked.add
 
     def _push(self, text: str | None) -> Iterable[ChatPiece]:
+        if text is None and self._ended is not None and (whole := super().completion) is not None:
+            self._ended(whole)
         return self._splitter.finish() if text is None else self._splitter.push(text)
 
     @property

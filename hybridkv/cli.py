@@ -1,5 +1,6 @@
-"""The command line: `hybridkv generate | chat | serve | compress | plan | inspect | demo | eval | bench`. Commands are
-in `hybridkv/commands/`; here is what they have in common: help, version, and one line for every error a user can cause.
+"""The command line: `hybridkv generate | chat | serve | compress | cache | plan | inspect | demo | eval | bench`.
+Commands are in `hybridkv/commands/`; here is what they have in common: help, version, and one line for every error a
+user can cause.
 
 Exit codes: 0 done, 1 some of several prompts failed, 2 a wrong argument or a model that cannot be used, 130 stopped by
 Ctrl-C, 141 a pipe was closed.
@@ -17,6 +18,7 @@ import typer
 
 from hybridkv import __version__
 from hybridkv.commands.bench import bench
+from hybridkv.commands.cache import cache
 from hybridkv.commands.chat import chat
 from hybridkv.commands.compress import compress
 from hybridkv.commands.demo import demo
@@ -33,7 +35,7 @@ app = typer.Typer(
 )
 COMPLETE = "_HYBRIDKV_COMPLETE"  # set by the shell's completion script
 UsageError = typer.BadParameter.__bases__[0]  # click's, wherever this version of typer keeps click
-for command in (generate, chat, serve, compress, plan, inspect, demo, evaluate, bench):
+for command in (generate, chat, serve, compress, cache, plan, inspect, demo, evaluate, bench):
     name = "eval" if command is evaluate else None  # else the function's own
     app.command(name, help=flowing(command.__doc__ or ""))(command)
 

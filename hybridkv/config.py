@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from json import loads as parse_json
 from typing import Any
 
 from hybridkv.errors import HybridKVError, RequestError
@@ -184,12 +185,15 @@ class EngineConfig:
         max_context: longest request in tokens; None: the model's own limit, or what the memory holds.
         memory: bytes for weights and cache together, or "12GiB"; None: what fits.
         step_tokens: tokens one step computes: all decoding requests, then prompt chunks (at least 64 tokens).
+        host_cache: bytes on the host for caches that wait for a next turn, or "16GiB"; 0: none; None: as the device has
+            it.
     """
 
     max_requests: int = 8
     max_context: int | None = None
     memory: int | str | None = None
     step_tokens: int = 512
+    host_cache: int | str | None = None
 
     def __post_init__(self) -> None:
         if not is_whole(self.max_requests) or not 1 <= self.max_requests <= 4096:
@@ -202,11 +206,69 @@ class EngineConfig:
                 f"step_tokens must be a multiple of {CHUNK_QUANTUM}, at most {1 << 20}, not {shown(steps)}"
             )
         parse_bytes(self.memory)
+        parse_bytes(self.host_cache or None, "host_cache")
 
     @property
     def memory_bytes(self) -> int | None:
         """`memory` as a number."""
         return parse_bytes(self.memory)
+
+    @property
+    def host_bytes(self) -> int | None:
+        """`host_cache` as a number."""
+        return 0 if self.host_cache == 0 else parse_bytes(self.host_cache, "host_cache")
+
+
+REUSE_POLICIES = ("value", "lru")
+
+
+@dataclass(frozen=True)
+class ReuseConfig:
+    """What requests leave behind for others that begin alike. Nothing of it changes an answer; pages are given up when
+    they are needed.
+
+    Args:
+        checkpoints: bytes for copies of recurrent state, or "2GiB"; 0: none; "auto": up to 16 of them, on a CPU up to
+            64 and 1 GiB, within a twentieth of the memory. Models without such state need none.
+        every: tokens between checkpoints inside long texts; None: as their bytes suggest; 0: none there.
+        policy: which checkpoint goes when there is no room: "value" (the one that saves least reading for its bytes,
+            aged by use) or "lru" (the one used longest ago).
+    """
+
+    checkpoints: int | str = "auto"
+    every: int | None = None
+    policy: str = "value"
+
+    MOST_ROWS = 16
+    MOST_ROWS_CPU = 64
+    MOST_BYTES_CPU = 1 << 30
+    SHARE = 20  # of the memory, one part in so many
+
+    def __post_init__(self) -> None:
+        if self.every is not None and (not is_whole(self.every) or not 0 <= self.every <= 1 << 24):
+            raise HybridKVError(f"every must be a number of tokens, 0 for none, or None, not {shown(self.every)}")
+        if self.checkpoints not in ("auto", 0):
+            parse_bytes(self.checkpoints, "checkpoints")
+        if self.policy not in REUSE_POLICIES:
+            raise HybridKVError(f"policy must be {' or '.join(REUSE_POLICIES)}, not {shown(self.policy)}")
+
+    def rows(self, state_bytes: int, memory: int | None, cpu: bool) -> int:
+        """Checkpoints that there is room for, each of `state_bytes`. `memory`: that is given in all; None: any. `cpu`:
+        whether the model runs on one.
+        """
+        if not state_bytes or self.checkpoints == 0:
+            return 0
+        if self.checkpoints != "auto":
+            found = (parse_bytes(self.checkpoints, "checkpoints") or 0) // state_bytes
+            if not found:
+                raise HybridKVError(
+                    f"a checkpoint takes {state_bytes} bytes, {shown(self.checkpoints)} were given for all of them; "
+                    "give more, or checkpoints=0"
+                )
+            return min(found, 1 << 16)
+        most, limit = (self.MOST_ROWS_CPU, self.MOST_BYTES_CPU) if cpu else (self.MOST_ROWS, None)
+        sizes = [n for n in (None if memory is None else memory // self.SHARE, limit) if n is not None]
+        return min([most, *(n // state_bytes for n in sizes)])
 
 
 def check_turns(keep_turns: object, turn_budget: object) -> None:
@@ -241,8 +303,8 @@ def meant(name: str, names: Sequence[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def parse_bytes(size: int | str | None) -> int | None:
-    """12884901888, "12GiB", "12 GB", "800MiB" -> bytes. None stays None."""
+def parse_bytes(size: int | str | None, name: str = "memory") -> int | None:
+    """12884901888, "12GiB", "12 GB", "800MiB" -> bytes. None stays None. `name`: what it is, for the error."""
     if size is None:
         return None
     units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -254,8 +316,51 @@ def parse_bytes(size: int | str | None) -> int | None:
     if match is not None and match[2].lower() in units:
         found = int(float(match[1]) * units[match[2].lower()])
     if not 1 <= found < 1 << 63:  # type: ignore[operator]
-        raise HybridKVError(f"memory must be a size in bytes such as 12GiB or 800MiB, not {shown(size)}")
+        raise HybridKVError(f"{name} must be a size in bytes such as 12GiB or 800MiB, not {shown(size)}")
     return found  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """What an answer must look like; exactly one of these. It needs the extra `structured`.
+
+    Args:
+        json: a JSON schema, as an object or as text.
+        json_object: True: any JSON object.
+        regex: a regular expression for all of the answer.
+        choice: texts, one of which is the answer.
+        grammar: a grammar in llguidance's form of Lark.
+    """
+
+    json: Mapping[str, Any] | str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [f.name for f in fields(self) if getattr(self, f.name) not in (None, False)]
+        if len(given) != 1:
+            names = ", ".join(f.name for f in fields(self))
+            raise RequestError(f"structured_outputs takes exactly one of {names}; {len(given)} were given")
+        if isinstance(self.json, str):
+            try:
+                object.__setattr__(self, "json", parse_json(self.json))
+            except (ValueError, RecursionError) as problem:
+                raise RequestError(f"structured_outputs: the JSON schema is no valid JSON: {problem}") from None
+        kinds = {"regex": str, "grammar": str, "json": Mapping, "choice": (list, tuple), "json_object": bool}
+        if not isinstance(self.given, kinds[self.kind]):
+            raise RequestError(f"structured_outputs: {self.kind} cannot be {shown(self.given)}")
+
+    @property
+    def kind(self) -> str:
+        """The name of the one that was given."""
+        return next(f.name for f in fields(self) if getattr(self, f.name) not in (None, False))
+
+    @property
+    def given(self) -> Any:
+        """Its value."""
+        return getattr(self, self.kind)
 
 
 # What each of these is where neither the caller nor the model says: greedy, and every filter off.
@@ -292,6 +397,8 @@ class SamplingParams:
         prompt_logprobs: the same of the prompt's tokens; a prompt is then always read anew.
         ignore_eos: go on where the model would end.
         n: answers to the prompt, which is read once; answer i has the seed `seed + i`.
+        structured_outputs: what the answer must look like: StructuredOutputs, or its fields as an object, such as
+            {"json": schema}. Logprobs are those of the model itself all the same.
     """
 
     max_tokens: int | None = None
@@ -313,6 +420,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     ignore_eos: bool = False
     n: int = 1
+    structured_outputs: Any = field(default=None, hash=False)
 
     MAX_STOPS = 16
     MAX_STOP_LENGTH = 1024
@@ -327,6 +435,7 @@ class SamplingParams:
         object.__setattr__(self, "bad_words", words)
         object.__setattr__(self, "stop_token_ids", self._listed("stop_token_ids", self.stop_token_ids))
         self._check_bias()
+        self._check_structure()
         for name, kind, low, high in (
             ("max_tokens", int, 1, 2**31),
             ("temperature", float, 0.0, 1e4),
@@ -384,6 +493,16 @@ class SamplingParams:
             self._check("a token id of logit_bias", token, int, 0, 2**31)
             self._check(f"logit_bias of token {token}", value, float, -100.0, 100.0)
         object.__setattr__(self, "logit_bias", dict(bias))
+
+    def _check_structure(self) -> None:
+        asked = self.structured_outputs
+        if isinstance(asked, Mapping):
+            known = [f.name for f in fields(StructuredOutputs)]
+            if unknown := [name for name in asked if name not in known]:
+                raise RequestError(f"structured_outputs has no {shown(unknown[0])}; there are {', '.join(known)}")
+            object.__setattr__(self, "structured_outputs", StructuredOutputs(**asked))
+        elif asked is not None and not isinstance(asked, StructuredOutputs) and not hasattr(asked, "start"):
+            raise RequestError(f"structured_outputs must be StructuredOutputs or an object, not {shown(asked)}")
 
     @classmethod
     def _texts(cls, name: str, value: object) -> tuple:

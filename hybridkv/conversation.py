@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,13 +23,16 @@ from typing import Any
 from hybridkv.answers import ChatStream, Completion, Stream
 from hybridkv.cache.session import RECORD_BYTES, Session
 from hybridkv.cache.snapshot_file import NotWellFormed, check_place
+from hybridkv.cache.store import Store, check_name
 from hybridkv.config import EvictionConfig, SamplingParams, check_turns, shown
 from hybridkv.document import Document, cut_held, needs_replay, replay_parts
 from hybridkv.engine.engine import INHERIT, Engine
+from hybridkv.engine.storing import load_request, save_request
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.llm import LLM, Eviction, Messages, Tools, one_answer
 from hybridkv.request import Request
 from hybridkv.saved import AS_SAVED, SETTINGS, SavedConversation
+from hybridkv.text.constraint import thoughts_of
 from hybridkv.text.framed import BETWEEN, Pieces, text_of
 from hybridkv.text.prompt import encode_pieces, render_pieces
 from hybridkv.text.reasoning import ChatPiece, assistant_message, reasoning_of
@@ -83,6 +86,7 @@ class Conversation:
         self.last: Completion | None = None
         self._request: Request | None = None  # the last turn's, whose cache is held
         self._prompt = ""  # the text that the last turn's prompt was made from
+        self._converted: tuple[str, ...] = ()  # what was converted when it was brought back from a store
         self._begins: list[int] | None = None  # where each turn begins in the request's tokens, if that was asked for
         self._turn = threading.Lock()  # held while a turn is answered
         self._answering: int | None = None  # the thread that reads the answer
@@ -135,10 +139,16 @@ class Conversation:
             asked = None if prefix is not None else self.llm.engine.resolve_eviction(self.eviction, replays=True)
             eviction = None if prefix is not None or needs_replay(asked) else self.eviction
             one_answer(params)
+            if params is not None:
+                thoughts = thoughts_of(template, self.llm.chat_parts()[0], reasoning_of(template, prompt))
+                params = self.llm.engine.compiled(params, thoughts)
             begins = self._turn_begins(tokens, said)
+            marks = self.llm.chat_memory.marks.marks(tokens)
 
             def add(engine: Engine) -> Request:
-                return engine.add(tokens, params, hold=True, after=before, eviction=eviction, prefix=prefix)
+                return engine.add(
+                    tokens, params, hold=True, after=before, eviction=eviction, prefix=prefix, marks=marks
+                )
 
             stream = ChatStream(Stream(self.llm.owner, add, hold=True), partial(reasoning_of, template, prompt))
         except BaseException:
@@ -174,7 +184,7 @@ class Conversation:
         manager, tokenizer = self.llm.manager, self.llm.chat_parts()[0]
 
         def held(engine: Engine) -> tuple[float, int]:
-            there = request in engine.scheduler.held
+            there = engine.scheduler.bring_back(request)
             return (manager.kept_tokens(request.key), manager.position(request.key)) if there else (0, 0)
 
         kept, position = self.llm.owner.run(held)
@@ -215,7 +225,7 @@ class Conversation:
         short, caches of the conversations that were silent longest make room.
         """
         owner, path = llm.owner, _path(path)
-        template = llm.chat_parts()[1]
+        llm.chat_parts()
         room = llm.manager.memory_bytes() + RECORD_BYTES
         session = Session.load(
             path, lambda model, about: owner.run(lambda engine: engine.check_session_model(model, about)), room
@@ -223,16 +233,11 @@ class Conversation:
         if "document" in session.conversation:
             raise HybridKVError(f"{path.name} holds a document, not a conversation; use LLM.load_document")
         try:
-            saved = SavedConversation.of(session.conversation, eviction)
+            talk = cls._of(llm, session.conversation, params, eviction)
         except NotWellFormed as problem:
             raise HybridKVError(f"session {path.name} is not well-formed: {problem}") from None
-        talk = cls(llm, params=params, eviction=saved.eviction)
-        talk.messages, talk._prompt, talk._begins = saved.messages, saved.prompt, saved.begins
-        for name, value in saved.settings.items():
-            setattr(talk, name, value)
         if session.tokens:
-            last = Completion.of(talk._take(lambda engine: engine.restore_held(session)))
-            talk.last = last.divided(partial(reasoning_of, template, talk._prompt))
+            talk._resume(talk._take(lambda engine: engine.restore_held(session)))
         return talk
 
     def save(self, path: str | Path) -> None:
@@ -245,11 +250,71 @@ class Conversation:
         path = _path(path)
         check_place(path, "session")  # before anything is copied
         with self._between_turns():
-            settings = {name: value for name, value in self._settings().items() if value is not INHERIT}
-            words = SavedConversation(self.messages, self._prompt, self.eviction, settings, self._begins).as_json()
-            request = self._request
+            words, request = self._words(), self._request
             session = self.llm.owner.run(lambda engine: engine.session(request, words))
         session.save(path)  # other threads' requests go on meanwhile
+
+    def _words(self) -> dict[str, Any]:
+        """All of it but request and cache, in plain JSON values."""
+        settings = {name: value for name, value in self._settings().items() if value is not INHERIT}
+        return SavedConversation(self.messages, self._prompt, self.eviction, settings, self._begins).as_json()
+
+    def save_in(self, store: Store, name: str) -> int:
+        """Save it as `name` in a `store` (see `LLM.save`); returns the bytes that were new there.
+
+        An answer that another thread reads is waited for, and a turn that comes meanwhile waits for the end of this.
+        """
+        check_name(name)
+        with self._between_turns():
+            key, converted = self.llm.cache_key(), self._converted
+            return save_request(self.llm.owner, store, name, self._request, self._words(), key, converted)
+
+    @classmethod
+    def load_from(
+        cls,
+        llm: LLM,
+        store: Store,
+        name: str,
+        params: SamplingParams | None = None,
+        *,
+        eviction: Eviction = AS_SAVED,
+        convert: bool = False,
+    ) -> Conversation:
+        """A conversation that `save_in` saved as `name` in a `store`, for the model `llm`; see `LLM.load` for `params`
+        and `convert`. `eviction`: as in `load`.
+        """
+        llm.chat_parts()
+        request, manifest, converted = load_request(llm.owner, store, name, llm.cache_key(), convert)
+        try:
+            if "document" in manifest.conversation:
+                raise HybridKVError(f"{name!r} holds a document, not a conversation")
+            talk = cls._of(llm, manifest.conversation, params, eviction)
+        except BaseException as problem:
+            if request is not None:
+                llm.owner.run(lambda engine: engine.abort(request))
+            if isinstance(problem, NotWellFormed):
+                raise HybridKVError(f"saved cache {name!r} is not well-formed: {problem}") from None
+            raise
+        talk._converted = converted
+        talk._resume(request)
+        return talk
+
+    @classmethod
+    def _of(cls, llm: LLM, words: Mapping[str, Any], params: SamplingParams | None, eviction: Eviction) -> Conversation:
+        """A conversation out of the words that were saved of it, without its request; or NotWellFormed."""
+        saved = SavedConversation.of(words, eviction)
+        talk = cls(llm, params=params, eviction=saved.eviction)
+        talk.messages, talk._prompt, talk._begins = saved.messages, saved.prompt, saved.begins
+        for name, value in saved.settings.items():
+            setattr(talk, name, value)
+        return talk
+
+    def _resume(self, request: Request | None) -> None:
+        """Go on from a request that was brought back."""
+        if request is not None:
+            self._request = request
+            splitter = partial(reasoning_of, self.llm.chat_parts()[1], self._prompt)
+            self.last = Completion.of(request).divided(splitter)
 
     def fork(self) -> Conversation:
         """A second conversation with the same past, which goes on by itself. They share the memory of what was said.
@@ -262,6 +327,7 @@ class Conversation:
         with self._between_turns():
             fork = type(self)(self.llm, params=self.params, eviction=self.eviction, document=self.document)
             fork.messages, fork._prompt = copy.deepcopy(self.messages), self._prompt
+            fork._converted = self._converted
             fork._begins = None if self._begins is None else list(self._begins)
             for name, value in self._settings().items():
                 setattr(fork, name, value if value is INHERIT else copy.deepcopy(value))

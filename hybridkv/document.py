@@ -505,9 +505,13 @@ def _read(
         return engine.add(tokens, READ, hold=True, eviction=eviction, prefix=prefix)
 
     with Stream(llm.owner, add) as stream:
-        for _ in stream.steps():
-            if progress is not None:
-                progress(*stream.progress)
+        try:
+            for _ in stream.steps():
+                if progress is not None:
+                    progress(*stream.progress)
+        except BaseException:  # it may have ended by then, and hold its cache
+            llm.owner.discard(stream.request)
+            raise
     return stream.request
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -13,12 +17,26 @@ import torch
 from torch import Tensor
 
 from hybridkv.answers import AnswersAsTheyEnd, ChatStream, Completion, Stream
-from hybridkv.cache import KVCacheManager
+from hybridkv.cache import CacheSchema, KVCacheManager
+from hybridkv.cache.convert import Key
+from hybridkv.cache.reuse import Reuse, check_column
+from hybridkv.cache.store import Store
+from hybridkv.cache.tiers import HostTier
+from hybridkv.cache.worth import policy_of
 from hybridkv.cards import HEADROOM
 from hybridkv.checkpoint.checkpoint import Checkpoint
 from hybridkv.checkpoint.generation_config import sampling_defaults
+from hybridkv.checkpoint.identity import WeightsIdentity
 from hybridkv.checkpoint.source import locate_model
-from hybridkv.config import GPU_STEP_TOKENS, CacheConfig, EngineConfig, EvictionConfig, SamplingParams
+from hybridkv.config import (
+    GPU_STEP_TOKENS,
+    CacheConfig,
+    EngineConfig,
+    EvictionConfig,
+    ReuseConfig,
+    SamplingParams,
+    parse_bytes,
+)
 from hybridkv.devices import (
     check_fp8_cache,
     free_memory,
@@ -37,16 +55,19 @@ from hybridkv.engine.precompile import precompile
 from hybridkv.engine.workspace import workspace
 from hybridkv.errors import HybridKVError, RequestError, UnsupportedModel
 from hybridkv.eviction import Evictor, most_held, query_buffers_for
+from hybridkv.kernels.formats.kv_format import pool_format
 from hybridkv.kernels.linear.fp8 import keeps_codes
 from hybridkv.kernels.linear.int4 import int4_pays
 from hybridkv.kernels.linear.packed import keeps_packed
 from hybridkv.models import cache_schema, check_exact, load_model, open_checkpoint, with_query_buffer
 from hybridkv.models.config import ModelConfig
-from hybridkv.models.fingerprint import fingerprint_of
+from hybridkv.models.fingerprint import config_digest, fingerprint_of
 from hybridkv.overrides import overridden
 from hybridkv.planner import CachePlan, human, model_bytes, plan_cache
 from hybridkv.request import Request
 from hybridkv.text.chat import ChatTemplate
+from hybridkv.text.constraint import Thoughts, thoughts_of
+from hybridkv.text.memory import ChatMemory
 from hybridkv.text.prompt import encode_pieces, render_pieces
 from hybridkv.text.reasoning import ReasoningSplitter, reasoning_of
 from hybridkv.text.tokenizer import Tokenizer
@@ -55,6 +76,7 @@ Prompt = str | Sequence[int]
 Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
 Eviction = EvictionConfig | int | None | object  # object: INHERIT, what the LLM was opened with
+REUSE = ReuseConfig()  # where nothing is said of it
 
 
 class LLM:
@@ -75,10 +97,16 @@ class LLM:
             request beside others may answer otherwise than alone; "plain": as dtype; "auto": plain, but on a
             GPU those of a GGUF file stay packed, and on a CPU they are f16 (with AVX-512 int4) where `dtype` is left to
             "auto" and comes to float32 and the files have 16 bits a weight or fewer.
+        host_cache: bytes on the host, or "16GiB", for caches that wait for a next turn: state of those without a slot,
+            and on a GPU the pages of those that made room for others; None: a quarter of what is free, at most 32 GiB,
+            on a CPU 1 GiB.
+        disk_cache: a folder for `save` and `load`; it is made when something is saved.
+        disk_size: bytes that all that is saved there may have, or "100GiB"; None: what the disk holds.
         fetch_progress: called with (bytes done, all bytes) while the embedded model is fetched.
         load_progress: called with (tensors done, all tensors) while weights are read.
         compile_progress: called with (kernels done, kernels so far) while kernels are compiled, by any thread: on a
             GPU, where such an engine is opened for the first time.
+        reuse: what requests leave behind for others that begin alike; None: nothing.
 
     `sampling_defaults` has what the model's own generation_config says of sampling, `plan` the sizes of the cache.
     """
@@ -95,17 +123,29 @@ class LLM:
         memory: int | str | None = EngineConfig.memory,
         step_tokens: int | None = None,
         weight_dtype: str = "auto",
+        host_cache: int | str | None = EngineConfig.host_cache,
+        disk_cache: str | Path | None = None,
+        disk_size: int | str | None = None,
         fetch_progress: Progress | None = None,
         load_progress: Progress | None = None,
         compile_progress: Progress | None = None,
+        reuse: ReuseConfig | None = REUSE,
     ) -> None:
         if step_tokens is None and resolve_device(device).type == "cuda":
             step_tokens = GPU_STEP_TOKENS
         limits = EngineConfig(
-            max_requests, max_context, memory, EngineConfig.step_tokens if step_tokens is None else step_tokens
+            max_requests,
+            max_context,
+            memory,
+            EngineConfig.step_tokens if step_tokens is None else step_tokens,
+            host_cache,
         )
+        self.store = None if disk_cache is None else Store(disk_cache, parse_bytes(disk_size, "disk_size"))
         if not isinstance(cache, CacheConfig | None) or not isinstance(model, str | Path | None):
             raise HybridKVError("model must be a path or a name, and cache a CacheConfig")
+        if not isinstance(reuse, ReuseConfig | None):
+            raise HybridKVError(f"reuse must be a ReuseConfig or None, not {type(reuse).__name__}")
+        self.reuse_config = reuse
         self.fp8 = resolve_fp8(weight_dtype)
         self.cache_config = overridden(cache or CacheConfig())
         self.device = resolve_device(device)
@@ -133,15 +173,20 @@ class LLM:
                     f"{self.path.name} has none; use 'f16', 'plain' or another file"
                 )
             self.plan = self._plan(checkpoint, limits, exact)
+            self.weights = WeightsIdentity(checkpoint.files)
             with on_device(self.device):  # matrices are packed and quantised by kernels
                 self.model = load_model(
                     self.config, checkpoint, self.device, self.dtype, load_progress, exact, self.fp8, self.packed,
                     self.half, self.int4,
                 )  # fmt: skip
-        plan = self.plan
+        plan, rows = self.plan, None if self.reuse_config is None else self.plan.checkpoints
+        host = None if limits.host_bytes is None else HostTier(limits.host_bytes, self.device)
         self.manager = KVCacheManager(
-            plan.schema, plan.pages, plan.slots, plan.max_tokens, self.device, exact, plan.query_buffers
-        )
+            plan.schema, plan.pages, plan.slots, plan.max_tokens, self.device, exact, plan.query_buffers,
+            checkpoints=rows, host=host,
+        )  # fmt: skip
+        if self.reuse_config is not None:
+            Reuse(self.manager, self.reuse_config.every, policy_of(self.reuse_config.policy, plan.schema))
         self.manager.model_fingerprint = fingerprint_of(self.model)
         eos = self.tokenizer.eos_ids if self.tokenizer and self.tokenizer.eos_ids else frozenset(self.config.eos_ids)
         evictor = Evictor.make(self.cache_config, self.manager, scale=self.config.attention_scale)
@@ -152,6 +197,7 @@ class LLM:
         plain = "int4" if self.int4 else "f16" if self.half else str(self.dtype).removeprefix("torch.")
         form = "fp8" if self.fp8 else "packed" if self.packed else plain
         self.engine.about = {"model": self.path.name, "weights": form}
+        self.weight_form = form
         template = self.tokenizer.chat_template if self.tokenizer else None
         self.chat_template = (
             ChatTemplate(template, bos=self.tokenizer.bos_text, eos=self.tokenizer.eos_text)
@@ -189,16 +235,39 @@ class LLM:
         query_buffers = query_buffers_for(self.cache_config, limits.step_tokens, limits.max_requests)
         captures = self.device.type == "cuda"
         beside = workspace(self.config, schema, self.cache_config, limits, context, self.dtype, captures)
-        return plan_cache(
-            schema,
-            limits.max_requests,
-            context,
-            memory - weights,
-            shrink_context=limits.max_context is None,
-            held=held,
-            query_buffers=query_buffers,
-            workspace=beside.nbytes,
-        )
+        rows, least = self._checkpoints(schema, memory)
+        while True:
+            try:
+                return plan_cache(
+                    schema,
+                    limits.max_requests,
+                    context,
+                    memory - weights,
+                    shrink_context=limits.max_context is None,
+                    held=held,
+                    query_buffers=query_buffers,
+                    workspace=beside.nbytes,
+                    checkpoints=rows,
+                )
+            except HybridKVError:
+                if rows <= least:
+                    raise
+                rows = max(least, rows // 2)  # what is kept for others is no reason to refuse
+
+    def _checkpoints(self, schema: CacheSchema, memory: int) -> tuple[int, int]:
+        """Rows for checkpoints, and how many of these there must be. Where columns are impossible nothing is reused."""
+        if self.reuse_config is None:
+            return 0, 0
+        try:
+            check_column(schema)
+        except HybridKVError as problem:
+            if self.reuse_config != REUSE:
+                raise
+            print(f"hybridkv: nothing is reused: {problem}", file=sys.stderr)
+            self.reuse_config = None
+            return 0, 0
+        rows = self.reuse_config.rows(schema.slot_bytes, memory, self.device.type == "cpu")
+        return rows, 0 if self.reuse_config.checkpoints == "auto" else rows
 
     # ---- answers
 
@@ -208,6 +277,8 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         eviction: Eviction | Sequence[Eviction] = INHERIT,
+        cache: bool | str = True,
+        schema: Mapping[str, Any] | None = None,
     ) -> list[Completion]:
         """Answers in the order of the prompts, computed together.
 
@@ -216,8 +287,14 @@ class LLM:
             params: how to choose tokens and when to end, for all of them or one for each.
             eviction: what a request keeps: an EvictionConfig, a number (its budget), or None (everything); for all of
                 them or one for each. Without it: what the LLM was opened with.
+            schema: a JSON schema that all answers fit, in place of `structured_outputs` of the parameters.
+            cache: whether prompts begin with what others have read, and others with what they read: True, False,
+                "read" (only the first) or "write" (only the second).
         """
-        tickets = [Ticket(add) for add in self.requests(prompts, params, eviction)]
+        if schema is not None:
+            listed = list(params) if isinstance(params, Sequence) else [params] * len(_as_list(prompts))
+            params = [replace(each or SamplingParams(), structured_outputs={"json": schema}) for each in listed]
+        tickets = [Ticket(add) for add in self.requests(prompts, params, eviction, cache)]
         try:
             self.owner.submit(tickets)
             for ticket in tickets:
@@ -232,18 +309,20 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         eviction: Eviction | Sequence[Eviction] = INHERIT,
+        cache: bool | str = True,
     ) -> AnswersAsTheyEnd:
         """Like `generate`, but each answer as soon as it is whole, with the number of its prompt, from 0.
 
         Leaving the loop early stops the requests that are left.
         """
-        return AnswersAsTheyEnd(self.owner, self.requests(prompts, params, eviction))
+        return AnswersAsTheyEnd(self.owner, self.requests(prompts, params, eviction, cache))
 
     def requests(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         eviction: Eviction | Sequence[Eviction],
+        cache: bool | str = True,
     ) -> list[Callable[[Engine], Request]]:
         """What `generate` hands to the engine's thread: a function for each prompt that begins its request."""
         listed = _as_list(prompts)
@@ -253,31 +332,45 @@ class LLM:
         evictions = list(eviction) if isinstance(eviction, list | tuple) else [eviction] * len(listed)
         if len(evictions) != len(listed):
             raise RequestError(f"{len(listed)} prompts were given with {len(evictions)} settings of eviction")
-        return [self._adding(self.encode(p), s, e) for p, s, e in zip(listed, each, evictions, strict=True)]
+        asked = zip(listed, each, evictions, strict=True)
+        return [self._adding(self.encode(p), s, e, cache=cache) for p, s, e in asked]
 
-    @staticmethod
     def _adding(
-        tokens: list[int], params: SamplingParams | None, eviction: Eviction, **how: Any
+        self,
+        tokens: list[int],
+        params: SamplingParams | None,
+        eviction: Eviction,
+        thoughts: Thoughts | None = None,
+        **how: Any,
     ) -> Callable[[Engine], Request]:
-        """What the engine's thread does to begin a request."""
-        return lambda engine: engine.add(tokens, params, eviction=eviction, **how)
+        """What the engine's thread does to begin a request; a grammar is compiled on this one."""
+        ready = self.engine.compiled(params, thoughts) if isinstance(params, SamplingParams) else params
+        return lambda engine: engine.add(tokens, ready, eviction=eviction, **how)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, eviction: Eviction = INHERIT) -> Stream:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        eviction: Eviction = INHERIT,
+        cache: bool | str = True,
+    ) -> Stream:
         """The answer's text piece by piece. Leaving the loop early stops it.
 
         Args:
             prompt: a text, or a list of token ids.
             params: as in `generate`.
             eviction: as in `generate`.
+            cache: as in `generate`.
         """
-        return Stream(self.owner, self.single_request(prompt, params, eviction))
+        return Stream(self.owner, self.single_request(prompt, params, eviction, cache))
 
     def single_request(
-        self, prompt: Prompt, params: SamplingParams | None, eviction: Eviction
+        self, prompt: Prompt, params: SamplingParams | None, eviction: Eviction, cache: bool | str = True
     ) -> Callable[[Engine], Request]:
         """What `stream` hands to the engine's thread: a function that begins its request."""
         one_answer(params)
-        return self._adding(self.encode(prompt), params, eviction)
+        return self._adding(self.encode(prompt), params, eviction, cache=cache)
 
     def chat(
         self,
@@ -287,6 +380,7 @@ class LLM:
         tools: Tools = None,
         thinking: bool | None = None,
         eviction: Eviction = INHERIT,
+        cache: bool | str = True,
         **template_variables: Any,
     ) -> Completion:
         """The answer to a conversation, in the model's own chat format.
@@ -299,18 +393,21 @@ class LLM:
                 text.
             thinking: on or off, if the template has such a switch; None: as the template has it.
             eviction: as in `generate`.
+            cache: as in `generate`.
             template_variables: whatever else the template reads, such as reasoning_effort="low".
 
         The thoughts of a model that thinks are in `reasoning`, apart from `text`, where the template marks them.
         """
-        asked = self.chat_request(messages, params, tools, thinking, eviction, template_variables)
+        asked = self.chat_request(messages, params, tools, thinking, eviction, template_variables, cache)
         ticket = Ticket(asked.add)
         try:
             self.owner.submit([ticket])
             ticket.wait()
         finally:
             self.owner.cancel([ticket])
-        return Completion.of(ticket.result()).divided(asked.splitter)
+        found = Completion.of(ticket.result())
+        asked.ended(found)
+        return found.divided(asked.splitter)
 
     def chat_stream(
         self,
@@ -320,12 +417,13 @@ class LLM:
         tools: Tools = None,
         thinking: bool | None = None,
         eviction: Eviction = INHERIT,
+        cache: bool | str = True,
         **template_variables: Any,
     ) -> ChatStream:
         """Like `chat`, piece by piece: ChatPiece(text, reasoning), `reasoning` True while the model thinks."""
         one_answer(params)
-        asked = self.chat_request(messages, params, tools, thinking, eviction, template_variables)
-        return ChatStream(Stream(self.owner, asked.add), asked.splitter)
+        asked = self.chat_request(messages, params, tools, thinking, eviction, template_variables, cache)
+        return ChatStream(Stream(self.owner, asked.add), asked.splitter, asked.ended)
 
     def chat_request(
         self,
@@ -335,13 +433,31 @@ class LLM:
         thinking: bool | None,
         eviction: Eviction,
         template_variables: Mapping[str, Any],
+        cache: bool | str = True,
     ) -> ChatRequest:
         """What `chat` hands to the engine's thread, and how the answer is divided."""
         tokenizer, template = self.chat_parts()
         pieces = self._chat_pieces(messages, tools, thinking, template_variables)
         text = "".join(text for text, _ in pieces)
-        adding = self._adding(encode_pieces(tokenizer, pieces), params, eviction)
-        return ChatRequest(adding, partial(reasoning_of, template, text))
+        splitter = partial(reasoning_of, template, text)
+        thoughts = thoughts_of(template, tokenizer, splitter())
+        memory = self.chat_memory
+        spelled = memory.spell(pieces, cache=cache)
+        marks = memory.marks.marks(spelled.ids)
+        adding = self._adding(spelled.ids, params, eviction, thoughts, cache=cache, marks=marks)
+
+        def add(engine: Engine) -> Request:
+            request = adding(engine)
+            request.text_memory = spelled.remembered
+            return request
+
+        def ended(found: Completion) -> None:
+            for sample in found.samples:
+                if sample.finish_reason in ("stop", "length"):
+                    ended = sample.finish_reason == "stop"
+                    memory.remember(spelled, sample.text, sample.token_ids, ended, cache)
+
+        return ChatRequest(add, splitter, ended)
 
     # ---- documents
 
@@ -379,6 +495,64 @@ class LLM:
         """
         return load_document(self, path)
 
+    # ---- on disk
+
+    def save(self, conversation: Any, name: str) -> int:
+        """Save a `conversation`, with its cache, as `name` in the folder `disk_cache`; returns the bytes written.
+
+        What was saved under the name before is replaced in one go. Only what is new is written: a conversation that
+        has grown, and others that begin alike, share what they have in common.
+        """
+        return conversation.save_in(self.open_store(), name)
+
+    def load(self, name: str, params: SamplingParams | None = None, *, convert: bool = False) -> Any:
+        """The conversation that was saved under a name, in any process: it goes on as if it had never been away.
+
+        Args:
+            name: as it was given to `save`; or the path of a file that `Conversation.save` wrote.
+            params: how answers are chosen; they are the caller's, not the store's.
+            convert: take a cache of another KV or state dtype, too: entries are encoded again and state is rounded, so
+                answers may differ. Not in exact mode.
+
+        One of other weights, another architecture or dtype is refused, with what differs, and so is one that is
+        damaged; nothing is taken then. Another page size, context or number of requests makes no difference.
+        """
+        kind = import_module("hybridkv.conversation").Conversation  # it stands above this module
+        if isinstance(name, Path) or (isinstance(name, str) and os.sep in name):
+            return kind.load(self, name, params)
+        return kind.load_from(self, self.open_store(), name, params, convert=convert)
+
+    def open_store(self) -> Store:
+        """The folder of saved caches, or RequestError."""
+        if self.store is None:
+            raise RequestError("there is no folder to save in; open the model with disk_cache='DIR'")
+        return self.store
+
+    def cache_key(self, adapter: str = "", salt: str = "") -> Key:
+        """What a saved cache depends on beside its tokens, part by part, a request's `adapter` and `salt` included."""
+        exact, schema = self.manager.exact, self.plan.schema
+        layers = schema.compressed
+        full = [pool_format(table.pool.tensors) for table in self.manager.tables.values()]
+        kv = layers[0].entries.name if layers else next((form.name for form in full if form is not None), "none")
+        key = {
+            "architecture": self.config.architecture,
+            "config": config_digest(self.config),
+            "weights": self.weights.digest(),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "weight_form": self.weight_form,
+            "kv_dtype": kv,
+            "state_dtype": "+".join(sorted({t.dtype for s in schema.states if not s.lent for t in s.tensors})),
+            "index_dtype": next((layer.index.name for layer in layers if layer.index is not None), ""),
+            "mode": "exact" if exact else "fast",
+            "adapter": adapter,
+            "salt": salt,
+        }
+        if exact:  # bits depend on these
+            gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
+            versions = {"torch": torch.__version__, "triton": _triton_version()}
+            key |= {"device": f"{self.device.type} {gpu}".strip(), **versions}
+        return key
+
     def logits(self, token_ids: Sequence[int], prefill: int | None = None, chunk: int | None = None) -> Tensor:
         """[T, vocab] f32: what the model expects after each token of a text, computed by the path that answers take.
 
@@ -392,6 +566,7 @@ class LLM:
     def close(self) -> None:
         """End what runs, and the engine's thread. Memory goes back when nothing refers to the LLM any more."""
         self.owner.close()
+        self.engine.grammars.close()
         if self.chat_template is not None:
             self.chat_template.close()
 
@@ -433,6 +608,14 @@ class LLM:
         tokenizer, template = self.chat_parts()
         return render_pieces(template, tokenizer, messages, tools=tools, thinking=thinking, **variables)
 
+    @cached_property
+    def chat_memory(self) -> ChatMemory:
+        """Marks of the model's chat template, and answers as they were sampled. Nothing is remembered where nothing is
+        reused, nor in exact mode: there the past must not choose among token sequences of one text.
+        """
+        tokenizer, template = self.chat_parts()
+        return ChatMemory(template, tokenizer, on=self.reuse_config is not None and not self.manager.exact)
+
     def chat_parts(self) -> tuple[Tokenizer, ChatTemplate]:
         """What a chat needs beside the model, or RequestError where the model's files lack it."""
         if self.tokenizer is None or self.chat_template is None:
@@ -442,10 +625,11 @@ class LLM:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A chat on its way: what begins its request, and what makes the splitter of its answer."""
+    """A chat on its way: what begins its request, what makes the splitter of its answer, and what remembers it."""
 
     add: Callable[[Engine], Request]
     splitter: Callable[[], ReasoningSplitter]
+    ended: Callable[[Completion], None]  # told of the answer, before it is divided
 
 
 def one_answer(params: SamplingParams | None) -> None:
@@ -453,6 +637,13 @@ def one_answer(params: SamplingParams | None) -> None:
     n = getattr(params, "n", 1)
     if n != 1:
         raise RequestError(f"a stream is one answer, {n} were asked for with n={n}; use generate or chat")
+
+
+def _triton_version() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return "none"
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

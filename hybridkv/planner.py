@@ -31,6 +31,12 @@ class CachePlan:
     max_tokens: int  # longest request
     query_buffers: int = 0  # requests whose last queries are kept at the same time
     workspace: int = 0  # bytes that steps take for a while beside it (engine/workspace.py)
+    checkpoints: int = 0  # copies of a request's state that are kept for others
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Of the states that are kept for others."""
+        return self.checkpoints * self.schema.slot_bytes
 
     @property
     def pool_bytes(self) -> dict[str, int]:
@@ -50,7 +56,8 @@ class CachePlan:
     @property
     def nbytes(self) -> int:
         """Of the whole cache, `workspace` aside."""
-        return self.schema.bytes(self.pages, self.slots, self.max_tokens, self.query_buffers)
+        every = self.schema.bytes(self.pages, self.slots, self.max_tokens, self.query_buffers)
+        return every + self.checkpoint_bytes
 
 
 def matrix_elements(config: ModelConfig) -> float:
@@ -150,6 +157,7 @@ def plan_cache(
     held: int | None = None,  # tokens that a request holds at the most, where eviction bounds it; None: all of them
     query_buffers: int | None = None,  # requests whose last queries are kept at the same time; None: all
     workspace: int = 0,  # bytes of the room that steps take for a while
+    checkpoints: int = 0,  # copies of a request's state that are kept for others
 ) -> CachePlan:
     """Pools for `requests` requests of `context` tokens, or as many pages as there is room for, but at least one such
     request.
@@ -159,6 +167,7 @@ def plan_cache(
         min(requests if query_buffers is None else query_buffers, requests) if schema.query_buffer_bytes else 0
     )
     whole = CachePlan(schema, schema.pool_pages(requests, held), requests, context, query_buffers, workspace)
+    whole = replace(whole, checkpoints=checkpoints)
     if room is None:
         return whole
     room -= workspace
@@ -179,6 +188,7 @@ def plan_cache(
             f"the state of {requests} requests": requests * schema.slot_bytes,
             f"the page tables of {requests} requests": least.table_bytes,
             f"the last queries of {query_buffers} requests": query_buffers * schema.query_buffer_bytes,
+            f"{checkpoints} checkpoints of state": least.checkpoint_bytes,
         }
         beside = f" beside {human(workspace)} for logits, sampling and eviction" if workspace else ""
         named = ", ".join(f"{human(size)} for {what}" for what, size in parts.items() if size)

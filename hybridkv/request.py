@@ -54,10 +54,13 @@ class Request:
     status: Status = Status.WAITING
     finish_reason: str | None = None  # stop | length | abort | error
     error: str | None = None
+    end_token: bool = False  # its last token ended it, and is no part of the answer
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # None for the first token
     ends_at: frozenset[int] = frozenset()  # tokens that end the answer
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not appear in the answer
+    banned: tuple[int, ...] = ()  # tokens that must not
+    following: Any = None  # its answer's place in what it must look like (text/constraint.py); None: it is free
     eviction: EvictionConfig | None = None  # what it keeps; None: everything
     evictions: dict[int, EvictionRecord] = field(default_factory=dict)  # position -> entries kept there
     evicting: object | None = None  # an eviction of it that is under way (eviction/under_way.py): it cannot run
@@ -69,7 +72,15 @@ class Request:
     sampler: Any = None  # what engine/sampler.py keeps for it; it can be dropped at any time, and is then made again
     unseen: int = 0  # tokens that are on the device and the host does not know yet
     preemptions: int = 0
-    cached_tokens: int = 0  # prompt tokens taken over from a held cache
+    reads: bool = True  # it may begin with what others have read
+    writes: bool = True  # others may begin with what it reads
+    salt: bytes = b""  # only requests of the same salt see what it has read, and it sees only theirs
+    marks: tuple[tuple[int, str], ...] = ()  # positions at which a checkpoint is wished (cache/checkpoints.py: Mark)
+    awaits: tuple[Request, int] | None = None  # who reads what it begins with too, and up to where
+    reuse: dict[str, Any] = field(default_factory=dict)  # what of its prompt was there already, and why not more
+    text_memory: int = 0  # prompt tokens that were taken as an earlier answer had them (text/memory.py)
+    cached_tokens: int = 0  # prompt tokens that were not computed
+    given_up: bool = False  # the held cache that it was to go on in was given up, and is read again
     stats: dict[str, float] = field(default_factory=dict)
     added_at: float = field(default_factory=time.perf_counter)
     started_at: float | None = None
@@ -94,7 +105,7 @@ class Request:
     @property
     def needs_last_token(self) -> bool:
         """Whether the host must know the last token before the next one is sampled."""
-        return self.params.logits_hook is not None or bool(self.bad_words)
+        return self.params.logits_hook is not None or bool(self.bad_words) or self.following is not None
 
     @property
     def must_see(self) -> bool:

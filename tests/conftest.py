@@ -84,6 +84,24 @@ def fixed_surroundings(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
 
 
+@pytest.fixture(scope="module")
+def weights_measured_once() -> Iterator[None]:
+    """How much each stream copies is measured once for a model and a schema, not by every engine over them."""
+    from hybridkv.engine import engine
+
+    plain, found = engine.copying_weights, {}
+
+    def remembered(model: Any, manager: Any, tokens: list[int]) -> torch.Tensor:
+        key = id(model), manager.schema, manager.exact, manager.device, tuple(tokens)
+        if key not in found:
+            found[key] = model, plain(model, manager, tokens)  # the model lives on: no other gets its id
+        return found[key][1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "copying_weights", remembered)
+        yield
+
+
 @pytest.fixture(scope="session")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tiny.Oracle]:
     """`oracle(kind)`: a tiny model, its folder, token ids and the logits transformers gives for them."""

@@ -46,7 +46,7 @@ OPS = {
     "gdn_exact",
     "window_scores", "peak_scores", "value_norms", "key_differences", "standings", "pool_peaks", "mix_peaks",
     "select_entries", "select_shared", "compact", "to_front",
-    "linear", "linear_exact", "add_rms_norm", "silu_mul", "best_tokens", "sample_rows", "sample",
+    "linear", "linear_exact", "add_rms_norm", "silu_mul", "best_tokens", "sample_rows", "sample", "mask_rows",
 }  # fmt: skip
 Run = Callable[..., tuple[int, list[str], str]]
 BENCH = Path(__file__).parents[1] / "bench"
@@ -203,7 +203,7 @@ def test_both_command_lines_take_the_same_options(run: Run, capsys: pytest.Captu
         bench_main(["--help"])
     by_argparse = capsys.readouterr().out
     flags = {flag_of(f) for f in OPTIONS.values()} | {"--base", "--json"}
-    assert len(flags) == 31
+    assert len(flags) == 32
     for said in (by_argparse, "\n".join(by_typer)):
         assert flags | {"--help"} == set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", said)) - {"--model-shape tiny"}
 

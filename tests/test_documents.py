@@ -16,6 +16,7 @@ from hybridkv import LLM, CacheConfig, Conversation, EvictionConfig, SamplingPar
 from hybridkv.cache.session import Session
 from hybridkv.document import Document
 from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.request import Request
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 SYSTEM = "Be brief."
@@ -190,6 +191,11 @@ def test_more_questions_than_slots_wait_their_turn(model: Callable[..., LLM]) ->
 # ---- caches that are given up, saved and loaded
 
 
+def give_up(llm: LLM, request: Request) -> None:
+    """As where its pages are needed."""
+    llm.owner.run(lambda engine: engine.scheduler.give_up(request))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("policy", ("replay", "keydiff"))
 def test_a_cache_that_was_given_up_is_read_again_and_drops_the_same_entries(
@@ -198,7 +204,7 @@ def test_a_cache_that_was_given_up_is_read_again_and_drops_the_same_entries(
     llm = model(kind)
     with llm.compress(TEXT, ratio=4, policy=policy) as document:
         want, kept, old = answers(document), entries(llm, document), document.held()
-        llm.generate([[5, 6, 7]] * 4, GREEDY)  # as many as there are slots
+        give_up(llm, old)
         assert old not in llm.engine.scheduler.held
         assert answers(document) == want
         assert document.held() is not old
@@ -213,7 +219,7 @@ def test_a_question_whose_document_is_given_up_while_it_waits_still_sees_the_cut
     with llm.compress(TEXT, ratio=4) as document:
         [want] = document.generate(QUESTIONS[0], GREEDY)
         [(add, _)] = document.requests([QUESTIONS[0]], GREEDY, None, {})
-        llm.generate([[5, 6, 7]] * 4, GREEDY)  # the document's cache goes between asking and running
+        give_up(llm, document.held())  # between asking and running
         with llm.engine.owned():
             request = add(llm.engine)
             while not llm.engine.idle:
@@ -234,7 +240,7 @@ def test_a_saved_document_answers_the_same_in_another_model(
             assert answers(loaded) == answers(document)
             assert loaded.text == document.text == TEXT.strip() and loaded.stats == document.stats
             assert loaded.generate("x", GREEDY)[0].stats["cached_tokens"] == document.stats["tokens"]
-            there.generate([[5, 6, 7]] * 4, GREEDY)  # its cache is given up: it is read again, and cut the same way
+            give_up(there, loaded.held())  # it is read again, and cut the same way
             assert answers(loaded) == answers(document)
             loaded.save(tmp_path / "again.kv")
         with here.load_document(tmp_path / "again.kv") as again:
@@ -253,7 +259,7 @@ def test_a_document_runs_where_the_whole_text_would_not_fit(model: Callable[...,
     assert small.engine.tokens_alone < need < small.manager.max_tokens, "the pools must be too small for the whole"
     with small.load_document(tmp_path / "doc.kv") as loaded:
         assert loaded.generate("Why?", GREEDY)[0].finish_reason in ("stop", "length")
-        small.generate([[5, 6, 7]] * 2, GREEDY)
+        give_up(small, loaded.held())
         with pytest.raises(RequestError, match="given up to make room .* cannot be computed again"):
             loaded.generate("Why?", GREEDY)
     assert_nothing_held(small.engine)

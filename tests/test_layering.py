@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "hybridkv"
 ORDER = (
     "errors", "files", "config", "dtypes", "cards", "overrides", "text", "eviction_record", "request", "kernels",
     "devices", "cache", "eviction", "embedded", "checkpoint", "models", "planner", "engine", "answers", "document",
-    "llm", "saved", "conversation", "async_llm", "", "evaluation", "report", "bench", "server", "commands", "cli",
+    "llm", "saved", "conversation", "async_llm", "", "evaluation", "report", "server", "bench", "commands", "cli",
     "__main__",
 )  # fmt: skip
 # these stand beside the cache, not on top of it

@@ -16,7 +16,7 @@ from hybridkv.cache import CacheSchema, KVCacheManager, StateSchema, StreamSchem
 from hybridkv.checkpoint.gguf_file import GgufFile
 from hybridkv.cli import main
 from hybridkv.commands.plan_estimate import Estimate
-from hybridkv.config import CacheConfig, EngineConfig
+from hybridkv.config import CacheConfig, EngineConfig, ReuseConfig
 from hybridkv.engine.workspace import workspace
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction import query_buffers_for
@@ -124,12 +124,14 @@ def test_a_tiny_plan_is_what_gets_allocated(
     config = ModelConfig.from_dict(raw)
     cache = with_query_buffer(config, CacheConfig(kv_dtype, 64))
     schema = cache_schema(config, cache, torch.float32)
-    plan = plan_cache(schema, requests, context, None, query_buffers=query_buffers_for(cache, 512, requests))
+    rows, buffers = ReuseConfig().rows(schema.slot_bytes, None, cpu=True), query_buffers_for(cache, 512, requests)
+    plan = plan_cache(schema, requests, context, None, query_buffers=buffers, checkpoints=rows)
+    assert rows == (0 if kind == "llama" else ReuseConfig.MOST_ROWS_CPU)
     assert llm.manager.memory_bytes() == plan.nbytes == llm.plan.nbytes
     assert plan.query_buffers == 1 and plan.schema.query_buffer_bytes > 0  # for requests that bring a budget
     held = sum(t.nbytes for table in llm.manager.tables.values() for t in table.pool.tensors.values())
     assert held == sum(plan.pool_bytes.values())
-    assert llm.manager.memory_bytes() - held == plan.state_bytes + plan.table_bytes
+    assert llm.manager.memory_bytes() - held == plan.state_bytes + plan.table_bytes + plan.checkpoint_bytes
 
 
 @pytest.mark.parametrize("kind", sorted(tiny.KINDS))

@@ -149,7 +149,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_tiny_model_takes_what_was_planned(folder: Path, dtype: str) -> None:
     raw = json.loads((folder / "config.json").read_text())
     kind = getattr(torch, dtype)
-    llm = LLM(folder, device="cpu", dtype=dtype, max_requests=2, max_context=300)
+    llm = LLM(folder, device="cpu", dtype=dtype, max_requests=2, max_context=300, reuse=None)
     found = plan_cache(cache_schema(ModelConfig.from_dict(raw), CacheConfig(), kind), 2, 300, None)
     assert llm.manager.memory_bytes() == found.nbytes
     tables = sum(t.nbytes for t in (llm.model.window_freq, llm.model.compress_freq))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import hybridkv.bench
-from hybridkv.bench.options import BENCHES, OPTIONS, V4_BENCHES, BenchOptions, flag_of, is_list, kind_of, read_list
+from hybridkv.bench.options import NAMES, OPTIONS, BenchOptions, flag_of, is_list, kind_of, read_list
 from hybridkv.bench.suite import run_benches
 from hybridkv.errors import HybridKVError
 
@@ -19,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
         description=hybridkv.bench.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("name", choices=(*BENCHES, *V4_BENCHES, "all"))
+    made.add_argument("name", choices=(*NAMES, "all"))
     for f in OPTIONS.values():
         form: dict[str, Any] = {"type": kind_of(f), "metavar": f.metadata["metavar"]}
         if kind_of(f) is bool:

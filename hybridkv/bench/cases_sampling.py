@@ -30,6 +30,7 @@ def sampling_cases(s: Setup) -> Iterator[Listed]:
     vocab = s.shape.config.vocab
     for B in s.some((1, 64, 256), (1,), (2,)):
         yield Listed("best_tokens", f"B={B} of {vocab}", partial(best_case, s, B))
+        yield Listed("mask_rows", f"B={B} of {vocab}", partial(mask_case, s, B))
         for name in FILTERS:
             yield Listed("sample_rows", f"B={B} of {vocab}, {name}", partial(rows_case, s, B, name))
         yield Listed("sample", f"B={B} of {vocab}, top-k 50, top-p 0.9", partial(sample_case, s, B))
@@ -44,6 +45,27 @@ def best_case(s: Setup, B: int) -> Case:
         best_tokens, inputs, lambda: check("best_tokens", best_tokens(inputs[0]), best_tokens_ref(inputs[0]), 0),
         4 * B * vocab, torch=best_tokens_ref,
     )  # fmt: skip
+
+
+def mask_case(s: Setup, B: int) -> Case:
+    """Rows of which a grammar leaves one token in sixteen. The floor is writing the others."""
+    from hybridkv.kernels.sampling.mask import mask_rows, mask_rows_ref
+
+    vocab, rows = s.shape.config.vocab, torch.arange(B, device=s.device)
+    words = torch.randint(-(1 << 31), 1 << 31, (4, B, (vocab + 31) // 32), device=s.device).to(torch.int32)
+    masks = words[0] & words[1] & words[2] & words[3]
+    inputs = [s.randn(B, vocab, dtype=torch.float32) for _ in range(copies(4 * B * vocab, s.device))]
+
+    def run(logits: Tensor) -> None:
+        mask_rows(logits, masks, rows)
+
+    def verify() -> float:
+        got, want = inputs[0].clone(), inputs[0].clone()
+        run(got)
+        mask_rows_ref(want, masks, rows)
+        return check("mask_rows", got, want, 0)
+
+    return Case(run, inputs, verify, B * vocab * 4 * 15 // 16)
 
 
 def rows_case(s: Setup, B: int, name: str) -> Case:

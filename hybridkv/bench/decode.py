@@ -85,7 +85,9 @@ def ours(
     many, length = (3, 256) if shape.tiny else (16 if options.quick else 64, 16384)
     for kind in kinds if wanted("context") or wanted("batch") else kinds[:1]:
         bench = DecodeBench(shape, model, report, CacheConfig(kv_dtype=kind))
-        error = report.attempt("decode", f"{kind}, compared with prefill", bench.agreement)
+        error = report.attempt(
+            "decode", f"{kind}, compared with prefill", lambda b=bench: b.agreement(options.weight_dtype)
+        )
         if error is None:
             continue  # what is wrong is not timed
         report.note(f"{kind} KV: decode steps of {CHECKED} tokens against their prefill: {error:.0e} of the logits")
@@ -119,18 +121,23 @@ def ours(
 def fp8_weights(shape: Shape, report: Report, kind: str, context: int) -> None:
     """One request with the projections in E4M3, beside the model that is there.
 
-    A prompt's activations are rounded to E4M3 too, a step's are not, so one cannot be compared with the other. Steps of
-    the first layers are compared with those of the dequantised weights.
+    Steps are compared as `fp8_agreement` says.
+    """
+    fp8_agreement(shape, kind)
+    model = random_decoder(shape.config, shape.device, shape.dtype, True)
+    bench = DecodeBench(shape, model, report, CacheConfig(kv_dtype=kind))
+    bench.measure(bench.engine(1, context + ANSWER), "decode fp8 weights", 1, context)
+
+
+def fp8_agreement(shape: Shape, kind: str) -> float:
+    """A prompt's activations are rounded to E4M3 too, a step's are not, so one cannot be compared with the other. Steps
+    of the first layers are compared with those of the dequantised weights.
     """
     few = shape.cut(min(CHECKED_LAYERS, shape.config.layers))
     model = random_decoder(few.config, few.device, few.dtype, True)
     got = steps_alone(few, model, kind)
     dequantise_weights(model)
-    check("a decode step with FP8 weights", got, steps_alone(few, model, kind), rounding(few.config.layers))
-    del model
-    model = random_decoder(shape.config, shape.device, shape.dtype, True)
-    bench = DecodeBench(shape, model, report, CacheConfig(kv_dtype=kind))
-    bench.measure(bench.engine(1, context + ANSWER), "decode fp8 weights", 1, context)
+    return check("a decode step with FP8 weights", got, steps_alone(few, model, kind), rounding(few.config.layers))
 
 
 def steps_alone(shape: Shape, model: Model, kind: str) -> Tensor:
@@ -190,7 +197,9 @@ class DecodeBench:
         fill_pages(engine.manager)
         return engine
 
-    def agreement(self) -> float:
+    def agreement(self, weight_dtype: str = "auto") -> float:
+        if weight_dtype == "fp8":
+            return fp8_agreement(self.shape, self.cache.kv_dtype)
         engine = make_engine(self.model, self.cache, self.shape.device, self.shape.dtype, 1, CHECKED)
         tokens = torch.randint(0, self.shape.config.vocab, (CHECKED,), generator=torch.Generator().manual_seed(0))
         want = engine.score(tokens.tolist())[-8:]

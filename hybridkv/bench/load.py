@@ -1,6 +1,7 @@
 """An engine under load, in process: many requests at once, requests as they arrive, and steps that mix both phases.
 
     offline   all requests at once: seconds, tokens a second, what kinds of steps ran; greedy, and sampled
+    clients   the same by as many clients of AsyncLLM in this process, beside the engine alone
     mixed     a step of decoding requests and a chunk of a prompt, beside the sum of both alone
     online    requests arrive by chance at shares of the capacity that offline has shown: time to first token, time
               between tokens, and how many requests keep limits
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from hybridkv.bench.decode import ANSWER, DecodeBench, StepWork, timed_steps
+from hybridkv.bench.load_clients import client_rows
 from hybridkv.bench.load_engine import context_of, load_engine, mean_context, pool_tokens
 from hybridkv.bench.load_floor import counted_floor
 from hybridkv.bench.load_mixed import mixed_rows
@@ -60,6 +62,7 @@ COLUMNS = (
     Column("good", "good", 5, "%"),
 )
 SHARES = (0.2, 0.4, 0.6, 0.8, 0.9)
+LONGEST = (0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)  # steps that requests waited for: these are shown
 DRAIN = 2.0  # times as long as requests arrive, that the last may take to end
 
 
@@ -84,11 +87,13 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
     report.doing("making weights")
     model = random_model(shape, options.weight_dtype)
     decoding = DecodeBench(shape, model, report, CacheConfig(kv_dtype=kind))
-    checked = report.attempt("load", f"{kind}, compared with prefill", decoding.agreement)
+    checked = report.attempt(
+        "load", f"{kind}, compared with prefill", lambda d=decoding: d.agreement(options.weight_dtype)
+    )
     del decoding
     if checked is not None:  # what is wrong is not timed
         report.note(f"{kind} KV: decode steps against their prefill: {checked:.0e} of the logits")
-        if any(map(wanted, ("offline", "sampled", "online"))):
+        if any(map(wanted, ("offline", "sampled", "clients", "online"))):
             bench = report.attempt("load", "pools", lambda: LoadBench(shape, model, report, options, cache, mix, count))
             if bench is not None:
                 bench.rows(wanted)
@@ -152,6 +157,8 @@ class LoadBench:
             if capacity is not None and sampled is not None and not sampled.stopped:
                 share = len(self.asked) / sampled.seconds / capacity
                 self.report.note(f"sampled: {share:.1%} of the greedy run's tokens a second")
+        if wanted("clients"):
+            self.report.attempt("clients", self.case, self.clients)
         if wanted("online"):
             self.online(capacity)
 
@@ -207,6 +214,11 @@ class LoadBench:
         for kind, found in served.steps.table().items():
             report.add(op, f"{len(asked)} requests, {kind} steps", **found)
         return served
+
+    def clients(self) -> float:
+        self.warm(False)
+        params = sampling([a.answer for a in self.asked], False, self.options.seed)
+        return client_rows(self.report, self.engine, self.asked, params, self.case, 1 if self.options.quick else 2)
 
     def alone_tok_s(self) -> float:
         """Tokens a second of one prompt of the mean length with nothing beside it."""
@@ -294,6 +306,12 @@ class LoadBench:
             f"{found['wait_p99_ms']:.0f} ms ({found['wait_times']:.2f} x own prefill); good "
             f"{found['good_tok_s']:.0f} tok/s"
         )
+        longest = sorted(served.waits, key=lambda wait: -wait.seconds)
+        if len(longest) >= 100:
+            shown = [f"{share:.1%} {longest[int(len(longest) * share)]}" for share in LONGEST]
+            report.note(
+                f"online {name}: of {len(longest)} steps that were waited for, the longest are: {'; '.join(shown)}"
+            )
 
 
 def decode_ms(engine: Engine, batch: int, context: int) -> tuple[float, float]:

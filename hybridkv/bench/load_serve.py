@@ -31,6 +31,8 @@ class StepSeen:
     decoding: int
     reading: int
     prompt_tokens: int
+    keys: float = 0.0  # that a token of a prompt attends to, on average
+    predicted: float | None = None  # seconds, as the scheduler would have it
 
     @property
     def kind(self) -> str:
@@ -61,7 +63,15 @@ class Watch:
         if found is not None:
             counts = found.batch.counts
             decoding = sum(n == 1 for n in counts)
-            self.last = StepSeen(decoding, len(counts) - decoding, sum(counts) - decoding)
+            parts = [(n, first) for n, first in zip(counts, found.batch.positions) if n > 1]
+            keys = sum(n * (first + n / 2) for n, first in parts) / max(sum(n for n, _ in parts), 1)
+            self.last = StepSeen(
+                decoding,
+                len(counts) - decoding,
+                sum(counts) - decoding,
+                keys,
+                self.engine.scheduler.predicted(found.batch),
+            )
         return found
 
     def _timed(self) -> InFlightStep | None:
@@ -126,6 +136,25 @@ class StepTimes:
         }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Wait:
+    """A step for whose end requests waited."""
+
+    seconds: float  # by the clock, with those of steps before it that nobody waited for
+    seen: StepSeen
+    graphs: int  # captured meanwhile
+
+    def __str__(self) -> str:
+        graphs = f", {self.graphs} graphs captured" if self.graphs else ""
+        prompts = (
+            f" + {self.seen.prompt_tokens} tokens of {self.seen.reading} prompts at {self.seen.keys:.0f}"
+            if self.seen.reading
+            else ""
+        )
+        due = "" if self.seen.predicted is None else f" for {self.seen.predicted * 1e3:.1f}"
+        return f"{self.seconds * 1e3:.1f} ms{due}: {self.seen.decoding} decoding{prompts}{graphs}"
+
+
 @dataclass
 class Served:
     """A whole run."""
@@ -136,6 +165,7 @@ class Served:
     prompt_s: float  # until the last first token
     steps: StepTimes
     stopped: bool = False  # before the end, as time was up
+    waits: list[Wait] = field(default_factory=list)  # of steps in which somebody decoded
 
     @property
     def answer_tokens(self) -> int:
@@ -169,10 +199,10 @@ def serve(
     """
     due = at if at is not None else [0.0] * len(asked)
     samples = [Sample(len(a.prompt), a.answer, t) for a, t in zip(asked, due, strict=True)]
-    times, requests, index = StepTimes(), [], {}
-    stopped, shown = False, 0.0
+    times, requests, index, waits = StepTimes(), [], {}, []
+    stopped, shown, graphs, last = False, 0.0, _graphs(engine), 0.0
     with watched(engine) as watch:
-        begin = time.perf_counter()
+        begin = last = time.perf_counter()
         try:
             while len(requests) < len(asked) or not engine.idle:
                 now = time.perf_counter() - begin
@@ -186,6 +216,9 @@ def serve(
                 if engine.idle:
                     time.sleep(max(0.0, min(due[len(requests)] - now, SHOWN_EVERY)))
                     continue
+                if len(requests) < len(asked) and due[len(requests)] - now < (spare := engine.slack()):
+                    time.sleep(max(0.0, min(due[len(requests)] - now, spare)))
+                    continue
                 began = time.perf_counter()
                 updates = engine.step()
                 now = time.perf_counter()
@@ -193,6 +226,10 @@ def serve(
                 if watch.last is not None:
                     times.add(watch.last.kind, now - began, waited)
                     if at is not None:
+                        if waited and watch.last.decoding:
+                            waits.append(Wait(now - max(last, began), watch.last, _graphs(engine) - graphs))
+                        if waited:
+                            last, graphs = now, _graphs(engine)
                         for update in updates:
                             if update.token is not None:
                                 index[update.request].times.append(now - begin)
@@ -209,7 +246,13 @@ def serve(
     lasts = [r.last_token_at - begin for r in requests if r.last_token_at is not None]
     for request, sample in zip(requests, samples, strict=False):
         sample.started = None if request.started_at is None else request.started_at - begin
-    return Served(samples, requests, max(lasts, default=0.0), max(firsts, default=0.0), times, stopped)
+    return Served(samples, requests, max(lasts, default=0.0), max(firsts, default=0.0), times, stopped, waits)
+
+
+def _graphs(engine: Engine) -> int:
+    """Steps that have been captured so far."""
+    mixed, decode = engine.scheduler.mixed, engine.scheduler.graphs
+    return len(mixed.captured if mixed is not None else ()) + len(decode.captured if decode is not None else ())
 
 
 def warm_up(engine: Engine, asked: Sequence[Asked], sampled: bool, say: Callable[[str], None]) -> float:

@@ -13,11 +13,13 @@ from hybridkv.bench.load_workload import SPREADS, Range
 from hybridkv.config import KV_DTYPES
 from hybridkv.errors import HybridKVError
 
-BENCHES = ("kernels", "decode", "prefill", "eviction", "capacity", "load", "start")
+BENCHES = ("kernels", "decode", "prefill", "eviction", "capacity", "load", "start", "reuse", "sessions")
 BUDGET = 2048  # kept in each stream where something is evicted and no number is given
 MOST_LOAD = 5.0  # of the capacity: beyond it requests only wait
 WEIGHT_DTYPES = ("auto", "fp8", "q8_0", "q6_k", "q5_k", "q4_k", "q4_k_m")
 V4_BENCHES = ("v4_kernels", "v4_model")  # of DeepSeek-V4, whose cache and layers are its own; not part of "all"
+SERVER_BENCHES = ("serve", "soak")  # of a running server with a tiny model on a CPU; not part of "all"
+NAMES = (*BENCHES, *V4_BENCHES, *SERVER_BENCHES)
 
 
 def option(default: Any, metavar: str, help: str, flag: str | None = None) -> Any:
@@ -38,7 +40,7 @@ class BenchOptions:
         None,
         "PATTERN",
         "kernels: ops and cases; decode: budget, context, batch, weights, state, peers; "
-        "load: offline, sampled, mixed, online, peers; start: cold, warm",
+        "load: offline, sampled, clients, mixed, online, peers; start: cold, warm",
     )
     quick: bool = option(False, "", "few cases")
     kv_dtypes: tuple[str, ...] = option((), "NAMES", "of the cache, such as bf16,fp8", "kv-dtype")
@@ -57,7 +59,8 @@ class BenchOptions:
     compiled_layers: tuple[int, ...] = option((4,), "LIST", "decode: layers that transformers runs compiled")
     warm: int = option(0, "N", "kernels: compile first, in N processes")
     trace: str | None = option(None, "DIR", "decode, prefill: write a profiler trace there, print the largest costs")
-    requests: int | None = option(None, "N", "load: asked at once, 256 by default")
+    requests: int | None = option(None, "N", "load: asked at once, 256 by default; serve: of each client, 500")
+    clients: int | None = option(None, "N", "serve: at once, 64 by default; soak: 12")
     prompt_tokens: str | None = option(None, "LOW:HIGH", "load: lengths of prompts, 100:1024 by default")
     answer_tokens: str | None = option(None, "LOW:HIGH", "load: lengths of answers, 100:1024 by default")
     spread: str = option("uniform", "NAME", "load: lengths of prompts: uniform, or log: each factor of two has as many")
@@ -67,7 +70,9 @@ class BenchOptions:
         (), "SHARES", "load: arrivals, as shares of the measured capacity, such as 0.4,0.8"
     )
     rate: tuple[float, ...] = option((), "LIST", "load: arrivals a second, in place of shares")
-    seconds: float | None = option(None, "SECONDS", "load: how long requests arrive at each rate, 30 by default")
+    seconds: float | None = option(
+        None, "SECONDS", "load: how long requests arrive at each rate, 30 by default; soak: in all, 600"
+    )
     ttft_limit: float | None = option(None, "MS", "load: within which a first token is good; default: relative")
     tbt_limit: float | None = option(None, "MS", "load: within which next tokens are good; default: relative")
     limit: float | None = option(None, "SECONDS", "begin no new row of a bench after this time")
@@ -85,7 +90,7 @@ class BenchOptions:
         for name in ("contexts", "batches", "chunks", "compiled_layers"):
             if any(n < 1 for n in getattr(self, name)):
                 raise HybridKVError(f"{name} must be positive numbers")
-        for name in ("budget", "peer_layers", "requests", "slots", "seconds", "ttft_limit", "tbt_limit"):
+        for name in ("budget", "peer_layers", "requests", "clients", "slots", "seconds", "ttft_limit", "tbt_limit"):
             value = getattr(self, name)
             if value is not None and not value > 0:  # NaN is refused too
                 raise HybridKVError(f"{flag_of(OPTIONS[name])} must be a positive number, not {value}")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache import KVCacheManager
+from hybridkv.cache.reuse import Reuse
 from hybridkv.config import CacheConfig, SamplingParams
 from hybridkv.engine.engine import Engine
 from hybridkv.errors import HybridKVError
@@ -27,13 +28,17 @@ BLOCK = 256  # pages of random numbers, repeated all over a pool
 def make_engine(
     model: Model, cache: CacheConfig, device: str, dtype: torch.dtype, slots: int, context: int,
     held: int | None = None, step_tokens: int = 2048, spare: int = 0, exact: bool = False,
+    checkpoints: int | None = None,
 ) -> Engine:  # fmt: skip
     """An engine for `slots` requests, each of which holds `held` tokens (all of them without a budget). It has pages
-    for `spare` tokens more, which one prompt needs before its entries are evicted.
+    for `spare` tokens more, which one prompt needs before its entries are evicted. `checkpoints`: what is read is kept
+    for others, with so many of these.
     """
     schema = cache_schema(model.config, cache, dtype)
     pages = {s.name: slots * s.pages(held or context) + s.pages(spare) for s in schema.streams}
-    manager = KVCacheManager(schema, pages, slots, context, device, exact)
+    manager = KVCacheManager(schema, pages, slots, context, device, exact, checkpoints=checkpoints)
+    if checkpoints is not None:
+        Reuse(manager)
     evictor = Evictor.make(cache, manager, scale=model.config.attention_scale)
     return Engine(model, manager, step_tokens=step_tokens, evictor=evictor)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from hybridkv.bench.compare import print_comparison, repository, run_base, side_by_side
-from hybridkv.bench.options import BENCHES, V4_BENCHES, BenchOptions, from_json
+from hybridkv.bench.options import BENCHES, NAMES, SERVER_BENCHES, V4_BENCHES, BenchOptions, from_json
 from hybridkv.bench.report import Report, finish
 from hybridkv.bench.shapes import find_shape
 from hybridkv.bench.timing import Ceilings, free_memory
@@ -48,8 +49,10 @@ def run_benches(name: str, options: BenchOptions, base: str | None = None, path:
 
 def run_bench(name: str, options: BenchOptions) -> Result:
     """Prints the table; what is returned belongs in a JSON line."""
-    if name not in (*BENCHES, *V4_BENCHES):
-        raise HybridKVError(f"there is no benchmark {name!r}; choose {', '.join((*BENCHES, *V4_BENCHES))} or all")
+    if name not in NAMES:
+        raise HybridKVError(f"there is no benchmark {name!r}; choose {', '.join(NAMES)} or all")
+    if name in SERVER_BENCHES:
+        options = replace(options, model_shape="tiny", device="cpu")
     shape = find_shape(options.model_shape, options.layers, options.device, name in V4_BENCHES)
     torch.manual_seed(0)
     report = import_module(f"hybridkv.bench.{name}").run(shape, options, Ceilings.measure(shape.device))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import index
 
 import numpy as np
@@ -20,6 +20,8 @@ class PageAllocator:
             raise ValueError(f"a pool has from 0 to 2**31 - 1 pages, not {total}")
         self.total, self.name = total, name
         self.refs = np.zeros(total, np.int32)
+        self.spare = np.zeros(total, np.int32)  # of the owners those that give a page up when it is needed (reuse.py)
+        self.reclaim: Callable[[int], None] | None = None  # asked for so many pages where too few are free
         self._stack = np.arange(total - 1, -1, -1, dtype=np.int32)  # the top is the end: low ids go out first
         self._top = total
 
@@ -33,8 +35,15 @@ class PageAllocator:
         """Pages that somebody holds; a shared page counts once."""
         return self.total - self._top
 
+    @property
+    def reclaimable(self) -> int:
+        """Pages that all their owners would give up."""
+        return int(np.count_nonzero((self.refs == self.spare) & (self.spare > 0))) if self.reclaim is not None else 0
+
     def require(self, n: int) -> None:
-        """OutOfPages unless `n` pages are free."""
+        """OutOfPages unless `n` pages are free, or can be had from owners that give theirs up."""
+        if n > self._top and self.reclaim is not None:
+            self.reclaim(n)
         if n > self._top:
             raise OutOfPages(n, self._top, self.total, self.name)
 
@@ -66,9 +75,36 @@ class PageAllocator:
         self._top += len(freed)
         return len(freed)
 
-    def rebuild(self, named: np.ndarray) -> None:
-        """Count owners and free pages anew, from the page ids that all tables name: the way back after an interrupt."""
+    def share_distinct(self, ids: PageIds, spare: bool = False) -> None:
+        """`share` of pages that differ from one another and are held, which is quicker. `spare`: the new owner gives
+        them up when they are needed.
+        """
+        self.refs[ids] += 1
+        if spare:
+            self.spare[ids] += 1
+
+    def release_distinct(self, ids: PageIds, spare: bool = False) -> int:
+        """`release` of such pages. Returns how many are free now."""
+        left = self.refs[ids] - 1
+        if spare:
+            self.spare[ids] -= 1
+        if (left < 0).any() or (spare and (self.spare[ids] < 0).any()):
+            raise ValueError(f"pages {ids[left < 0][:8].tolist()} are released more often than they are held")
+        self.refs[ids] = left
+        freed = ids[left == 0][::-1]
+        self._stack[self._top : self._top + len(freed)] = freed
+        self._top += len(freed)
+        return len(freed)
+
+    def rebuild(self, named: np.ndarray, spare: np.ndarray | None = None) -> None:
+        """Count owners and free pages anew, from the page ids that all tables name and those of owners that give theirs
+        up: the way back after an interrupt.
+        """
         self.refs = np.bincount(named, minlength=self.total).astype(np.int32)
+        self.spare = np.zeros(self.total, np.int32)
+        if spare is not None:
+            self.spare += np.bincount(spare, minlength=self.total).astype(np.int32)
+            self.refs += self.spare
         free = np.flatnonzero(self.refs == 0)[::-1].astype(np.int32)
         self._stack[: len(free)] = free
         self._top = len(free)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,6 +13,11 @@ from hybridkv.cache.query_buffers import QueryBuffers
 from hybridkv.cache.schema import CacheSchema, ceil_div
 from hybridkv.cache.state import StatePool
 from hybridkv.errors import RequestError
+
+if TYPE_CHECKING:
+    from hybridkv.cache.frozen import Frozen
+    from hybridkv.cache.reuse import Reuse
+    from hybridkv.cache.tiers import HostBlocks, HostTier
 
 
 @dataclass(frozen=True)
@@ -40,14 +46,29 @@ class Facts:
     compactions: dict[int, Compaction]  # of slots that were compacted
     _has_running_state: bool
     slot_of: dict[Hashable, int]
+    frozen: dict[Hashable, Frozen]  # caches without a slot
+    host: HostTier
+    reuse: Reuse | None
     _free_slots: list[int]
 
     def position(self, request: Hashable) -> int:
-        """Tokens that the request has seen."""
+        """Tokens that the request has seen, frozen or not."""
+        if request in self.frozen:
+            return self.frozen[request].position
         return int(self.positions[self._slot(request)])
 
+    def _frozen_pages(self, name: str) -> np.ndarray:
+        """Pages of one pool that frozen caches own, each as often as one does."""
+        return np.concatenate([np.zeros(0, np.int32), *(each.page_ids(name) for each in self.frozen.values())])
+
+    def _frozen_blocks(self) -> list[HostBlocks]:
+        """What frozen caches own on the host."""
+        return [blocks for each in self.frozen.values() for blocks in each.blocks]
+
     def lengths(self, request: Hashable) -> dict[str, np.ndarray]:
-        """Entries that each stream of the request holds."""
+        """Entries that each stream of the request holds, frozen or not."""
+        if request in self.frozen:
+            return {name: lengths.copy() for name, lengths in self.frozen[request].lengths.items()}
         return {name: t.lengths[self._slot(request)].copy() for name, t in self.tables.items()}
 
     def longest(self, request: Hashable) -> int:
@@ -103,17 +124,27 @@ class Facts:
         return found
 
     def returnable_pages(self, *requests: Hashable) -> dict[str, int]:
-        """Pages that would be free if these requests were released: those that no other request shares."""
-        slots, found = [self._slot(request) for request in requests], {}
+        """Pages that could be had if these requests, frozen or not, were released: those that no other shares."""
+        slots, found = [self._slot(request) for request in requests if request not in self.frozen], {}
+        frozen = [self.frozen[request] for request in requests if request in self.frozen]
         for name, table in self.tables.items():
             rows = table.pages[slots]
-            pages, owners = np.unique(rows[rows >= 0], return_counts=True)
-            found[name] = int((table.allocator.refs[pages] == owners).sum())
+            named = [rows[rows >= 0], *(each.page_ids(name) for each in frozen)]
+            pages, owners = np.unique(np.concatenate(named), return_counts=True)
+            found[name] = int((table.allocator.refs[pages] - table.allocator.spare[pages] == owners).sum())
         return found
 
     def free_pages(self) -> dict[str, int]:
         """Pages that nobody holds, by stream name."""
         return {name: t.allocator.free for name, t in self.tables.items()}
+
+    def pages_to_be_had(self) -> dict[str, int]:
+        """Pages that nobody holds, or that are kept only as long as nobody needs them."""
+        return {name: t.allocator.free + t.allocator.reclaimable for name, t in self.tables.items()}
+
+    def spare_pages(self, name: str) -> np.ndarray:
+        """Pages of a pool that are kept for requests to come, as often as they are named."""
+        return np.zeros(0, np.int64) if self.reuse is None else self.reuse.pages(name)
 
     def tokens_alone(self) -> int:
         """Tokens of the longest request that the empty pools hold, if nothing is evicted."""
@@ -130,14 +161,19 @@ class Facts:
     def check_counts(self) -> None:
         """The cheap part of check_integrity: no page is lost, and none has an owner that no table names."""
         for table in self.tables.values():
-            owners, allocator = int(table.allocator.refs.sum()), table.allocator
-            if owners != int(table.held.sum()) or int((allocator.refs > 0).sum()) != allocator.held:
+            allocator = table.allocator
+            owners = int(allocator.refs.sum() - allocator.spare.sum())
+            named = int(table.held.sum()) + sum(len(owned()) for owned in table.other_owners)
+            if owners != named or int((allocator.refs > 0).sum()) != allocator.held:
                 raise AssertionError(f"pool '{table.schema.name}': pages held and pages named in tables differ")
 
     def check_integrity(self) -> None:
-        """Every page is free or owned exactly as often as tables name it; free slots are empty."""
-        for table in self.tables.values():
-            table.check(self._free_slots)
+        """Every page is free or owned exactly as often as tables, frozen caches and columns name it; free slots are
+        empty.
+        """
+        for name, table in self.tables.items():
+            table.check(self._free_slots, self.spare_pages(name))
+        self.host.check(self._frozen_blocks())
         if sorted([*self._free_slots, *self.slot_of.values()]) != list(range(self.slots)):
             raise AssertionError(f"slots are lost or owned twice: {self._free_slots} free, {self.slot_of} owned")
         self.query_buffers.check(self._free_slots)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from hybridkv.cache.bookkeeping import bookkeeping
 from hybridkv.cache.compacting import Compacting
 from hybridkv.cache.compressed_handle import CompressedHandle
 from hybridkv.cache.facts import Compaction
+from hybridkv.cache.frozen import Frozen, drop_frozen
 from hybridkv.cache.handle import LayerHandle
 from hybridkv.cache.page_table import PageTable
 from hybridkv.cache.query_buffers import QueryBuffers
@@ -37,9 +38,13 @@ from hybridkv.cache.schema import CacheSchema, ceil_div
 from hybridkv.cache.specification import SpecificationNames
 from hybridkv.cache.state import StatePool
 from hybridkv.cache.step import ForwardStep, build_step
-from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.cache.tiers import HostTier, default_limit
+from hybridkv.errors import HybridKVError, OutOfPages, RequestError
 from hybridkv.kernels.eviction.to_front import to_front
 from hybridkv.kernels.step_index import HostIndex, StepShape
+
+if TYPE_CHECKING:
+    from hybridkv.cache.reuse import Reuse
 
 Plan = Sequence[tuple[Hashable, int]]  # (request, new tokens)
 
@@ -58,6 +63,8 @@ class KVCacheManager(SpecificationNames):
         query_buffers: int | None = None,  # requests whose last queries are kept at the same time; None: all
         *,
         rings: int | None = None,  # the name of query_buffers before 0.2
+        host: HostTier | None = None,  # where frozen caches' state goes, and their pages; None: as the device has it
+        checkpoints: int | None = None,  # rows of state for them; None: no request begins with what others have read
     ) -> None:
         query_buffers = rings if query_buffers is None else query_buffers
         self.exact = exact
@@ -66,12 +73,21 @@ class KVCacheManager(SpecificationNames):
         self.tables = {s.name: PageTable(s, pages[s.name], slots, max_tokens, self.device) for s in schema.streams}
         usable = slots if schema.query_window is not None else 0
         self.query_buffers = QueryBuffers(slots, usable if query_buffers is None else min(query_buffers, usable))
-        self.state = StatePool(schema.states, slots, self.device, self.query_buffers.count)
+        self.state = StatePool(schema.states, slots, self.device, self.query_buffers.count, checkpoints or 0)
+        self.checkpoints = checkpoints
+        self.reuse: Reuse | None = None  # who keeps what requests have read for others (reuse.py)
+        self.fresh = np.zeros(slots, np.int64)  # tokens up to which a slot's entries lie on pages that others own
+        for table in self.tables.values():
+            table.fresh = self.fresh
         self.positions = np.zeros(slots, np.int64)
         self.reached = np.zeros(slots, np.int64)  # the furthest position that state has seen
         self.compactions: dict[int, Compaction] = {}  # of slots that were compacted
         self.compacting: dict[int, Compacting] = {}  # slots whose compaction the device carries out
         self.slot_of: dict[Hashable, int] = {}
+        self.host = HostTier(default_limit(self.device), self.device) if host is None else host
+        self.frozen: dict[Hashable, Frozen] = {}  # caches without a slot (frozen.py)
+        for name, table in self.tables.items():
+            table.other_owners.append(partial(self._frozen_pages, name))
         self.interrupted = False  # whether a bookkeeping method did not come to its end
         self._free_slots = list(range(slots - 1, -1, -1))
         # state that a step advances: unlike pages, it cannot take the same token twice
@@ -93,6 +109,35 @@ class KVCacheManager(SpecificationNames):
         return slot
 
     @bookkeeping
+    def attach_request(
+        self, request: Hashable, pages: Mapping[str, np.ndarray], tokens: int, position: int, row: int = -1
+    ) -> int:
+        """A slot that goes on from `position` of a text whose first `tokens` tokens others have read.
+
+        Args:
+            request: who is to have it.
+            pages: [streams, n] page ids of each pool that hold these tokens' entries, and no others'.
+            tokens: up to these nothing is stored again, and no page is taken: state alone sees them.
+            position: where it stands, at most `tokens`.
+            row: of the state pool, whose state is that of the position; -1: fresh state, or there is none.
+        """
+        if not 0 <= position <= tokens or (row < 0 and position and self._has_running_state):
+            raise ValueError(f"no state for position {position} of {tokens} tokens")
+        slot = self._take_slot(request, fresh=row < 0)
+        try:
+            for name, table in self.tables.items():
+                table.begin_with(slot, pages[name], table.schema.entries(position))
+            if row >= 0:
+                self.state.copy(row, slot)
+            if self.query_buffers.count == self.slots:
+                self.query_buffers.take(slot, position)
+            self.positions[slot], self.reached[slot], self.fresh[slot] = position, position, tokens
+        except BaseException:
+            self._release(request)
+            raise
+        return slot
+
+    @bookkeeping
     def fork_request(self, source: Hashable, request: Hashable) -> int:
         """A second request with the same past: pages shared, state copied. Neither sees what the other then writes."""
         origin = self._slot(source)
@@ -106,9 +151,12 @@ class KVCacheManager(SpecificationNames):
             for table in self.tables.values():
                 table.share(origin, slot)
             self.positions[slot], self.reached[slot] = self.positions[origin], self.reached[origin]
+            self.fresh[slot] = min(self.fresh[origin], self.positions[origin])  # later pages are the origin's alone
             if origin in self.compactions:
                 self.compactions[slot] = self.compactions[origin]
             self.state.copy(origin, slot, (int(self.query_buffers.of[origin]), int(self.query_buffers.of[slot])))
+            if self.reuse is not None:
+                self.reuse.fork(source, request)
         except BaseException:
             self._release(request)
             raise
@@ -116,8 +164,11 @@ class KVCacheManager(SpecificationNames):
 
     @bookkeeping
     def release_request(self, request: Hashable) -> None:
-        """Everything the request held goes back."""
-        self._release(request)
+        """Everything the request held goes back, frozen or not."""
+        if request in self.frozen:
+            drop_frozen(self, request)
+        else:
+            self._release(request)
 
     @bookkeeping
     def take_query_buffer(self, request: Hashable) -> bool:
@@ -156,11 +207,18 @@ class KVCacheManager(SpecificationNames):
                 f"cannot truncate to {position}: entries were evicted at position {self.compactions[slot].position}; "
                 "release the request and compute it again"
             )
+        self.positions[slot] = position
+        self._drop_after(slot)
+        if self.reuse is not None:
+            self.reuse.part(request)
+
+    def _drop_after(self, slot: int) -> None:
+        """Give back the slot's pages behind its position: what comes next is written, not shared."""
         for table in self.tables.values():
-            entries = table.schema.entries(position)
+            entries = table.schema.entries(int(self.positions[slot]))
             table.drop(slot, ceil_div(entries, table.schema.entries_per_page))
             table.lengths[slot] = entries
-        self.positions[slot] = position
+        self.fresh[slot] = min(self.fresh[slot], self.positions[slot])
 
     @bookkeeping
     def compact_request(self, request: Hashable, keep: Mapping[int, Sequence[np.ndarray]]) -> int:
@@ -179,8 +237,16 @@ class KVCacheManager(SpecificationNames):
         tables = [(self.tables[name], kept, np.array([len(e) for e in kept])) for name, kept in lists.items()]
         if all((counts == t.lengths[slot]).all() for t, _, counts in tables):
             return 0
+        self._own_what_follows(request)
         for table, _, counts in tables:
-            table.allocator.require(int(table.compaction_pages(slot, counts).sum()))
+            need = int(table.compaction_pages(slot, counts).sum())
+            try:
+                table.allocator.require(need)
+            except OutOfPages:
+                if self.reuse is None:
+                    raise
+                self.reuse.let_go(request)  # then it is alone with its pages, unless another request runs on them
+                table.allocator.require(int(table.compaction_pages(slot, counts).sum()))
         earlier = self.compactions[slot].kept if slot in self.compactions else {}
         where = {name: self.entry_positions(request, name) for name in earlier}
         for name, kept in lists.items():  # entries that were never moved are numbered by their positions
@@ -188,6 +254,8 @@ class KVCacheManager(SpecificationNames):
         for table, kept, _ in tables:
             table.compact(slot, kept)
         self.compactions[slot] = Compaction(int(self.positions[slot]), where)
+        if self.reuse is not None:
+            self.reuse.part(request)
         return sum(before.values()) - sum(self.held_pages(request).values())
 
     @bookkeeping
@@ -207,6 +275,7 @@ class KVCacheManager(SpecificationNames):
         """
         slot, table = self._slot(request), self.tables[name]
         self._settle(slot)
+        self._own_what_follows(request)
         if not table.owns_pages(slot):
             raise ValueError(f"request {request!r} shares pages, which cannot be compacted in place")
         report = torch.empty(table.schema.streams + len(flags) + most, dtype=torch.int32, device=self.device)
@@ -215,6 +284,18 @@ class KVCacheManager(SpecificationNames):
         found = Compacting(name, int(self.positions[slot]), lengths, past, len(flags), report)
         self.compacting[slot] = found
         return found
+
+    @bookkeeping
+    def own_what_follows(self, request: Hashable) -> None:
+        """The tokens that come next are stored, also where others have read them: its text may go on otherwise."""
+        self._own_what_follows(request)
+
+    def _own_what_follows(self, request: Hashable) -> None:
+        slot = self._slot(request)
+        if self.fresh[slot] > self.positions[slot]:
+            self._drop_after(slot)
+            if self.reuse is not None:
+                self.reuse.part(request)
 
     @bookkeeping
     def settle(self, request: Hashable) -> int:
@@ -321,8 +402,11 @@ class KVCacheManager(SpecificationNames):
         graph = step.decodes is not None or (self.device.type == "cuda" and step.num_decodes == len(step.slots))
         if window is not None and (graph or (self.query_buffers.of[step.slots] >= 0).any()):
             query_rows = step.query_rows(window, self.query_buffers.of)
-        compressed = bool(self.schema.compressed)
-        return build_step(step, plans, query_rows, compressed, self.device, self.exact, reach is not None, shape)
+        compressed, fresh = bool(self.schema.compressed), None
+        if self.checkpoints is not None and any(plan.entry_index is None for plan in plans):
+            fresh = self.fresh[step.slots]
+        captured = reach is not None
+        return build_step(step, plans, query_rows, compressed, self.device, self.exact, captured, shape, fresh)
 
     def begin(self, step: ForwardStep) -> None:
         """The step runs: state will have seen its tokens, committed or not."""
@@ -380,16 +464,22 @@ class KVCacheManager(SpecificationNames):
 
     def rebuild(self) -> None:
         """Make all free lists and counts anew from who holds what: the way back after an interrupt. May be repeated."""
+        for request in self.frozen.keys() & self.slot_of.keys():  # what is frozen is whole, the slot may not be
+            del self.slot_of[request]
         owned = set(self.slot_of.values())
         free = [slot for slot in range(self.slots - 1, -1, -1) if slot not in owned]
-        for table in self.tables.values():
-            table.rebuild(free)
+        if self.reuse is not None:
+            self.reuse.rebuild()
+        for name, table in self.tables.items():
+            table.rebuild(free, self.spare_pages(name))
         self.positions[free] = 0
         self.reached[free] = 0
+        self.fresh[free] = 0
         for slot in free:
             self.compactions.pop(slot, None)
             self.compacting.pop(slot, None)
         self.query_buffers.rebuild(free)
+        self.host.rebuild(self._frozen_blocks())
         self._free_slots = free
         self.interrupted = False
 
@@ -413,6 +503,9 @@ class KVCacheManager(SpecificationNames):
             table.lengths[slot] = 0
         self.positions[slot] = 0
         self.reached[slot] = 0
+        self.fresh[slot] = 0
+        if self.reuse is not None:
+            self.reuse.leave(request)
         self.compactions.pop(slot, None)
         self.compacting.pop(slot, None)  # what moves on the device comes before all that is launched from here on
         self.query_buffers.drop(slot)

@@ -14,7 +14,7 @@ kernels read a copy on the device (`device_table`). `sent` is what that copy say
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -44,10 +44,12 @@ class PageTable:
         self.pages = np.full((slots, schema.streams, schema.pages_per_stream(max_tokens)), -1, np.int32)
         self.held = np.zeros((slots, schema.streams), np.int64)  # pages
         self.lengths = np.zeros((slots, schema.streams), np.int64)  # entries
+        self.fresh = np.zeros(slots, np.int64)  # tokens before which nothing is stored: shared pages have it already
         self.device_table = torch.full(self.pages.shape, -1, dtype=torch.int32, device=device)
         self.sent = self.pages.copy()
         self.changed: set[int] = set()
         self.columns: dict[int, tuple[int, int]] = {}  # columns [first, last) that changed, for slots that only grew
+        self.other_owners: list[Callable[[], np.ndarray]] = []  # page ids that others than slots own, as often
 
     def grow(self, slots: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[B, streams] pages to add, and whether the open page must be copied first."""
@@ -55,7 +57,8 @@ class PageTable:
         P = self.schema.entries_per_page
         lengths = self.lengths[slots]
         add = np.maximum(ceil_div(lengths + new, P) - self.held[slots], 0)
-        return add, self.shared(slots, (lengths % P > 0) & (new > 0))
+        writes = (new > 0) & (positions >= self.fresh[slots])[:, None]
+        return add, self.shared(slots, (lengths % P > 0) & writes)
 
     def open_pages(self, slots: np.ndarray, among: np.ndarray) -> np.ndarray:
         """Pages that will be written next, of the streams that are `among` [B, streams]."""
@@ -102,6 +105,42 @@ class PageTable:
         rows = np.where(np.arange(self.pages.shape[2]) < used[:, None], self.pages[origin], -1)
         self.allocator.share(rows[rows >= 0])
         self.pages[slot], self.held[slot], self.lengths[slot] = rows, used, self.lengths[origin]
+        self._all_changed(slot)
+
+    def detach(self, slot: int) -> np.ndarray:
+        """Take the pages in use out of a slot, [streams, N] with -1 where there is none, for an owner that needs no
+        slot; no count changes. Pages reserved for a step that has not run go back.
+        """
+        used = ceil_div(self.lengths[slot], self.schema.entries_per_page)
+        most = int(used.max(initial=0))
+        mine = self.pages[slot]
+        taken = np.arange(mine.shape[1]) < used[:, None]
+        reserved = mine[~taken & (mine >= 0)]
+        rows = np.where(taken, mine, -1)[:, :most]
+        mine[:] = -1
+        self.held[slot] = self.lengths[slot] = 0
+        self._all_changed(slot)
+        self.allocator.release(reserved)
+        return rows
+
+    def attach(self, slot: int, rows: np.ndarray, lengths: np.ndarray) -> None:
+        """Put pages [streams, N] into an empty slot, which is their owner from here on; no count changes."""
+        self.pages[slot, :, : rows.shape[1]] = rows
+        self.held[slot] = (rows >= 0).sum(1)
+        self.lengths[slot] = lengths
+        self._all_changed(slot)
+
+    def named(self) -> np.ndarray:
+        """Page ids as often as somebody owns them: slots, and whoever needs none."""
+        return np.concatenate([self.pages[self.pages >= 0], *(owned() for owned in self.other_owners)])
+
+    def begin_with(self, slot: int, pages: np.ndarray, entries: int) -> None:
+        """The slot's streams hold `entries` entries each, on pages [streams, n] that others own too. The rest of these
+        pages is what the entries after them would be written to, and has them already.
+        """
+        self.allocator.share_distinct(pages.ravel())
+        self.pages[slot, :, : pages.shape[1]] = pages
+        self.held[slot], self.lengths[slot] = pages.shape[1], entries
         self._all_changed(slot)
 
     def flat(self, pages: np.ndarray, entries: np.ndarray) -> np.ndarray:
@@ -236,8 +275,9 @@ class PageTable:
         self._all_changed(slot)
         self.allocator.release(dropped)
 
-    def rebuild(self, free_slots: list[int]) -> None:
-        """Make all counts anew from `pages`, with nothing in the free slots: the way back after an interrupt.
+    def rebuild(self, free_slots: list[int], spare: np.ndarray | None = None) -> None:
+        """Make all counts anew from `pages`, with nothing in the free slots: the way back after an interrupt. `spare`:
+        pages that others own too, as often as they do.
 
         A slot that was interrupted in the middle of a change is consistent again, but its entries may be lost.
         """
@@ -245,17 +285,22 @@ class PageTable:
         self.lengths[free_slots] = 0
         self.held = (self.pages >= 0).sum(2)
         self.lengths = np.minimum(self.lengths, self.held * self.schema.entries_per_page)
-        self.allocator.rebuild(self.pages[self.pages >= 0])
+        self.allocator.rebuild(self.named(), spare)
         self.sent[:] = UNKNOWN
         self.changed = set(range(len(self.pages)))
         self.columns.clear()
 
-    def check(self, free_slots: list[int]) -> None:
-        """Every page is free or owned exactly as often as the table names it; free slots are empty."""
+    def check(self, free_slots: list[int], spare: np.ndarray) -> None:
+        """Every page is free or owned exactly as often as the table, frozen caches and columns name it; free slots are
+        empty.
+        """
         self.allocator.check()
-        named, what = self.pages[self.pages >= 0], f"pool '{self.schema.name}'"
-        if not np.array_equal(np.bincount(named, minlength=self.allocator.total), self.allocator.refs):
+        named, what = self.named(), f"pool '{self.schema.name}'"
+        outside = np.bincount(spare, minlength=self.allocator.total)
+        if not np.array_equal(np.bincount(named, minlength=self.allocator.total) + outside, self.allocator.refs):
             raise AssertionError(f"{what}: page tables and reference counts disagree")
+        if not np.array_equal(outside, self.allocator.spare):
+            raise AssertionError(f"{what}: columns and their reference counts disagree")
         if not np.array_equal((self.pages >= 0).sum(2), self.held):
             raise AssertionError(f"{what}: held page counts disagree with the table")
         if (self.held * self.schema.entries_per_page < self.lengths).any():
@@ -279,23 +324,28 @@ class PageTable:
         if ratio > 1:
             index = self._places_of_entries(step, before)
         elif step.num_decodes == len(step.slots):
-            index = self._places_of_tokens(step.slots, before)
+            index = self._places_of_tokens(step, before)
         return StreamPlan(self.schema.name, self.device_table, self.schema.entries_per_page, after, index, max_entries)
 
-    def _places_of_tokens(self, slots: np.ndarray, before: np.ndarray) -> np.ndarray:
-        """[streams, B] flat place of the one new entry of each request, where every token is one; -1: padding."""
-        P = self.schema.entries_per_page
+    def _places_of_tokens(self, step: HostIndex, before: np.ndarray) -> np.ndarray:
+        """[streams, B] flat place of the one new entry of each request, where every token is one; -1: padding, or
+        stored already.
+        """
+        P, slots = self.schema.entries_per_page, step.slots
         page = self.pages[slots[:, None], np.arange(self.schema.streams), before // P].astype(np.int64)
-        return np.where(slots[:, None] >= 0, page * P + before % P, -1).T
+        stored = (slots >= 0) & (step.num_computed >= self.fresh[slots])
+        return np.where(stored[:, None], page * P + before % P, -1).T
 
     def _places_of_entries(self, step: HostIndex, before: np.ndarray) -> np.ndarray:
-        """[streams, T] flat place of the entry that each token completes, -1 where it completes none.
+        """[streams, T] flat place of the entry that each token completes, -1 where it completes none, or one that is
+        stored already.
 
         before [B, streams]: entries that the requests held before the step.
         """
         P, ratio = self.schema.entries_per_page, self.schema.tokens_per_entry
         seen = step.positions + 1  # tokens, this one included
-        token = np.flatnonzero((step.slots[step.token_to_req] >= 0) & (seen % ratio == 0))
+        slots = step.slots[step.token_to_req]
+        token = np.flatnonzero((slots >= 0) & (seen % ratio == 0) & (seen > self.fresh[slots]))
         request = step.token_to_req[token]
         earlier = seen[token] // ratio - step.num_computed[request] // ratio - 1  # entries of this step before it
         entry = before[request] + earlier[:, None]  # [tokens, streams]
@@ -333,3 +383,11 @@ class PageTable:
         for slot in stale:
             self.changed.discard(slot)
             self.columns.pop(slot, None)
+
+
+def places_of(schema: StreamSchema, pages: np.ndarray, begin: np.ndarray, count: np.ndarray) -> torch.Tensor:
+    """Flat pool numbers of `count` [streams] entries of each stream from `begin` on, by its pages [streams, N]."""
+    P, total = schema.entries_per_page, int(count.sum())
+    stream = np.repeat(np.arange(len(count)), count)
+    entry = np.arange(total) - np.repeat(np.cumsum(count) - count, count) + np.repeat(begin, count)
+    return torch.from_numpy(pages[stream, entry // P].astype(np.int64) * P + entry % P)

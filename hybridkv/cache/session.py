@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybridkv.cache.facts import Compaction
 from hybridkv.cache.manager import KVCacheManager
 from hybridkv.cache.schema import TensorSpec
 from hybridkv.cache.snapshot import Snapshot, check_restorable, snapshot_of, stores_the_same, vector, without_session
@@ -60,20 +61,11 @@ class Session:
 
     def save(self, path: str | Path) -> None:
         """Write a file: whole, or not at all. It needs no engine, so any thread may do it."""
-        request = {
-            "prompt_tokens": self.prompt_tokens,
-            "finish_reason": self.finish_reason,
-            "text": self.text,
-            "stopped": self.stopped,
-            "policy": self.policy,
-        }
+        request = request_words(self)
         meta = {"format": FORMAT, "version": SESSION_VERSION, "model": self.model}
         meta |= {"session": _json(request), "conversation": _json(self.conversation), "about": _json(self.about)}
         tensors: dict[str, Tensor] = {"session/tokens": torch.tensor(self.tokens, dtype=torch.int32)}
-        for at, record in self.evictions.items():
-            lengths, form, data = record.packed()
-            tensors[f"evicted_lengths/{at}"] = torch.from_numpy(lengths.astype(np.int64))
-            tensors[f"evicted/{at}/{form}"] = torch.from_numpy(data if form == "mask" else _signed(data))
+        tensors |= record_tensors(self.evictions)
         if self.snapshot is not None:
             cache, of_cache = self.snapshot.contents()
             tensors, meta = cache | tensors, of_cache | meta
@@ -103,6 +95,22 @@ class Session:
             return _session(tensors, meta)
         except NotWellFormed as problem:
             raise HybridKVError(f"session {path.name} is not well-formed: {problem}") from None
+
+
+def request_words(session: Session) -> dict[str, Any]:
+    """What is saved of a request beside its tokens, in plain JSON values."""
+    names = ("prompt_tokens", "finish_reason", "text", "stopped", "policy")
+    return {name: getattr(session, name) for name in names}
+
+
+def record_tensors(evictions: Mapping[int, EvictionRecord]) -> dict[str, Tensor]:
+    """Records of evictions as tensors of a file."""
+    tensors: dict[str, Tensor] = {}
+    for at, record in evictions.items():
+        lengths, form, data = record.packed()
+        tensors[f"evicted_lengths/{at}"] = torch.from_numpy(lengths.astype(np.int64))
+        tensors[f"evicted/{at}/{form}"] = torch.from_numpy(data if form == "mask" else _signed(data))
+    return tensors
 
 
 def check_model(manager: KVCacheManager, about: dict[str, str], model: str, its: dict[str, str]) -> None:
@@ -150,12 +158,11 @@ def check_session(manager: KVCacheManager, session: Session, about: dict[str, st
         raise RequestError(
             f"the session's cache is at position {snapshot.position}, and its request has {len(session.tokens)} tokens"
         )
-    _check_evictions(manager, session, snapshot)
+    check_records(manager, session, snapshot.position, snapshot.compaction)
 
 
-def _check_evictions(manager: KVCacheManager, session: Session, snapshot: Snapshot) -> None:
+def check_records(manager: KVCacheManager, session: Session, position: int, past: Compaction | None) -> None:
     """Whether the records, one after the other, lead to as many entries of each stream as the cache holds."""
-    past = snapshot.compaction
     name = next(iter(past.kept if past is not None else manager.tables), None)
     at, counts = 0, None  # the last eviction before the cache's position, and what it left
     if session.evictions and name is not None:
@@ -165,7 +172,7 @@ def _check_evictions(manager: KVCacheManager, session: Session, snapshot: Snapsh
             if record.lengths.shape != held.shape or (record.lengths != held + here - before).any():
                 raise RequestError(f"the session's record of the eviction at {here} does not fit what was held then")
             held, before = record.counts(), here
-            if here <= snapshot.position:
+            if here <= position:
                 at, counts = here, held
     kept = [len(each) for each in past.kept[name]] if past is not None and name is not None else None
     if kept != (counts.ravel().tolist() if counts is not None else None) or (past.position if past else 0) != at:
@@ -196,6 +203,28 @@ def _session(tensors: dict[str, Tensor], meta: dict[str, str]) -> Session:
     if "session/tokens" not in tensors:
         raise NotWellFormed("it has no tokens")
     tokens = vector(tensors["session/tokens"], "tokens").tolist()
+    cache, snapshot = without_session(tensors), None
+    if "fingerprint" in meta:
+        snapshot = snapshot_of(cache, meta)
+    elif cache:
+        raise NotWellFormed("it holds entries, and does not say of what cache")
+    elif "model" not in meta:
+        raise NotWellFormed("its metadata has no 'model'")
+    evictions = eviction_records(tensors, len(tokens))
+    if evictions and snapshot is None:
+        raise NotWellFormed("it has records of evictions, and no cache")
+    plain = session_of_words(request, tokens, evictions, conversation, _about(meta))
+    return replace(plain, model=meta["model"], snapshot=snapshot)
+
+
+def session_of_words(
+    request: Mapping[str, Any],
+    tokens: list[int],
+    evictions: dict[int, EvictionRecord],
+    conversation: dict[str, Any],
+    about: dict[str, str],
+) -> Session:
+    """The session that `request_words` are of, without cache and model, or NotWellFormed."""
     prompt, end = request.get("prompt_tokens"), request.get("finish_reason")
     if type(prompt) is not int or not min(1, len(tokens)) <= prompt <= len(tokens):
         raise NotWellFormed(f"{_shown(prompt)} of its {len(tokens)} tokens are said to be the prompt")
@@ -204,21 +233,10 @@ def _session(tensors: dict[str, Tensor], meta: dict[str, str]) -> Session:
         raise NotWellFormed("how its answer ended is not known")
     if not isinstance(policy, str | None):
         raise NotWellFormed("the policy of its evictions is not a name")
-    cache, snapshot = without_session(tensors), None
-    if "fingerprint" in meta:
-        snapshot = snapshot_of(cache, meta)
-    elif cache:
-        raise NotWellFormed("it holds entries, and does not say of what cache")
-    elif "model" not in meta:
-        raise NotWellFormed("its metadata has no 'model'")
-    evictions = _evictions(tensors, len(tokens))
-    if evictions and snapshot is None:
-        raise NotWellFormed("it has records of evictions, and no cache")
-    about = _about(meta)
-    return Session(meta["model"], about, tokens, prompt, end, text, stopped, evictions, snapshot, conversation, policy)
+    return Session("", about, tokens, prompt, end, text, stopped, evictions, None, conversation, policy)
 
 
-def _evictions(tensors: dict[str, Tensor], tokens: int) -> dict[int, EvictionRecord]:
+def eviction_records(tensors: dict[str, Tensor], tokens: int) -> dict[int, EvictionRecord]:
     """Records by position, in order."""
     data: dict[int, tuple[str, Tensor]] = {}
     lengths: dict[int, Tensor] = {}

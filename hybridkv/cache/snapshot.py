@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache.facts import Compaction
+from hybridkv.cache.frozen import Frozen, begin_frozen, fill_frozen, finish_frozen, thaw_request
+from hybridkv.cache.holding import holding
 from hybridkv.cache.manager import KVCacheManager
-from hybridkv.cache.page_table import PageTable
 from hybridkv.cache.schema import CacheSchema, StateSchema, StreamSchema
 from hybridkv.cache.snapshot_file import FORMAT, SESSION_VERSION, VERSION, NotWellFormed, read_file, write_file
 from hybridkv.errors import HybridKVError, RequestError
@@ -95,61 +96,51 @@ def without_session(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def snapshot_request(manager: KVCacheManager, request: Hashable) -> Snapshot:
-    """Everything the request holds, copied to the host. The request goes on unchanged."""
-    slot = manager.slot_of.get(request)
-    if slot is None:
-        raise RequestError(f"request {request!r} is not resident; it was released or never admitted")
-    manager.settle(request)
-    manager.check_committed(slot)
-    manager.check_shareable(int(manager.positions[slot]))
-    entries, lengths = {}, {}
-    for name, table in manager.tables.items():
-        lengths[name] = table.lengths[slot].copy()
-        at = _places(table, table.pages[slot], lengths[name]).to(manager.device)
-        for key, pool in table.pool.tensors.items():
-            flat = pool.view(pool.shape[0], -1, *pool.shape[3:])
-            entries[name, key] = flat[:, at].cpu()
-    window_start = max(0, int(manager.positions[slot]) - (manager.schema.query_window or 0))
-    query_buffer = manager.query_buffers.whole(slot, window_start)
-    states = {key: t.cpu() for key, t in manager.state.snapshot(slot, query_buffer).items()}
+    """Everything the request holds, frozen or not, copied to the host. The request goes on unchanged."""
+    held = holding(manager, request)
+    manager.check_shareable(held.position)
+    entries = {}
+    for name in manager.tables:
+        begin = np.zeros_like(held.lengths[name])
+        entries |= {(name, key): t for key, t in held.read(name, begin, held.lengths[name]).items()}
     return Snapshot(
         fingerprint(manager.schema),
         manager.model_fingerprint(),
-        int(manager.positions[slot]),
-        lengths,
+        held.position,
+        held.lengths,
         entries,
-        states,
-        manager.compactions.get(slot),
+        held.states(),
+        held.compaction,
     )
 
 
 def restore_request(manager: KVCacheManager, snapshot: Snapshot, request: Hashable) -> int:
-    """Bring a snapshot back as a request; returns its slot. Without pages for all of it nothing changes."""
+    """Bring a snapshot back as a request; returns its slot. Without pages, slot and query buffer for all of it nothing
+    changes.
+    """
     check_restorable(manager, snapshot)
-    need = {name: _pages(table, snapshot.lengths[name]) for name, table in manager.tables.items()}
-    for name, table in manager.tables.items():
-        table.allocator.require(int(need[name].sum()))
-    slot = manager.admit_request(request)
+    if not manager.free_slots and request not in manager.slot_of:
+        raise HybridKVError(f"all {manager.slots} request slots are taken; raise max_requests or wait")
+    restore_frozen(manager, snapshot, request)
     try:
-        manager.query_buffers.drop(slot)
-        if lent_keys(manager) & snapshot.states.keys():
-            manager.query_buffers.require(slot, 0)
-        for name, table in manager.tables.items():
-            table.take(slot, need[name], np.zeros(len(need[name]), bool))
-            at = _places(table, table.pages[slot], snapshot.lengths[name]).to(manager.device)
-            for key, pool in table.pool.tensors.items():
-                flat = pool.view(pool.shape[0], -1, *pool.shape[3:])
-                flat[:, at] = snapshot.entries[name, key].to(manager.device)
-            table.lengths[slot] = snapshot.lengths[name]
-        manager.state.restore(slot, snapshot.states, int(manager.query_buffers.of[slot]))
-        manager.positions[slot] = snapshot.position
-        manager.reached[slot] = snapshot.position + manager.schema.rewind  # what lies before it cannot come back
-        if snapshot.compaction is not None:
-            manager.compactions[slot] = snapshot.compaction
+        return thaw_request(manager, request)
     except BaseException:
         manager.release_request(request)
         raise
-    return slot
+
+
+def restore_frozen(manager: KVCacheManager, snapshot: Snapshot, request: Hashable) -> Frozen:
+    """Bring a snapshot back as a frozen cache, which needs no slot. Without room for all of it nothing changes."""
+    check_restorable(manager, snapshot)
+    begin_frozen(manager, request, snapshot.position, snapshot.lengths, snapshot.compaction)
+    try:
+        for name, table in manager.tables.items():
+            entries = {key: snapshot.entries[name, key] for key in table.pool.tensors}
+            fill_frozen(manager, request, name, np.zeros_like(snapshot.lengths[name]), snapshot.lengths[name], entries)
+        return finish_frozen(manager, request, snapshot.states)
+    except BaseException:
+        manager.release_request(request)
+        raise
 
 
 def stores_the_same(manager: KVCacheManager, snapshot: Snapshot) -> bool:
@@ -177,16 +168,6 @@ def fingerprint(schema: CacheSchema, lent: bool = False) -> str:
     streams = [[s.name, s.layers, s.heads, s.shared, s.tokens_per_entry, named(s)] for s in schema.streams]
     states = [[s.name, s.layers, named(s)] for s in schema.states if lent or not s.lent]
     return hashlib.sha256(json.dumps([streams, states, formats, pages]).encode()).hexdigest()
-
-
-def _pages(table: PageTable, lengths: np.ndarray) -> np.ndarray:
-    return -(-lengths // table.schema.entries_per_page)
-
-
-def _places(table: PageTable, rows: np.ndarray, lengths: np.ndarray) -> Tensor:
-    """Flat pool numbers of all entries, stream after stream."""
-    parts = [table.flat(row, np.arange(n)) for row, n in zip(rows, lengths, strict=True)]
-    return torch.from_numpy(np.concatenate(parts))
 
 
 def check_restorable(manager: KVCacheManager, snapshot: Snapshot) -> None:

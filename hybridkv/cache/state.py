@@ -1,6 +1,7 @@
 """StatePool: what a request holds whatever its length (recurrent state, convolution tails, query buffers).
 
-One row a slot, and of what is lent one row a query buffer (`query_buffers.py`).
+One row a slot, and of what is lent one row a query buffer (`query_buffers.py`). Behind the slots' rows are those of
+checkpoints (`checkpoints.py`), if there are any.
 """
 
 from __future__ import annotations
@@ -17,19 +18,26 @@ class StatePool:
     """One tensor [layers, slots or query buffers, *shape] for each state spec."""
 
     def __init__(
-        self, schemas: tuple[StateSchema, ...], slots: int, device: torch.device, query_buffers: int = 0
+        self,
+        schemas: tuple[StateSchema, ...],
+        slots: int,
+        device: torch.device,
+        query_buffers: int = 0,
+        checkpoints: int = 0,
     ) -> None:
         self.schemas, self.slots = schemas, slots
         self.tensors = {
-            (s.name, t.name): torch.full(
-                (len(s.layers), query_buffers if s.lent else slots, *t.shape),
-                t.init,
+            (s.name, t.name): torch.empty(
+                (len(s.layers), query_buffers if s.lent else slots + checkpoints, *t.shape),
                 dtype=t.torch_dtype,
                 device=device,
             )
             for s in schemas
             for t in s.tensors
         }
+        for s in schemas:
+            for t in s.tensors:  # memory of checkpoints is not touched before there are any
+                self.tensors[s.name, t.name][:, : query_buffers if s.lent else slots] = t.init
 
     @property
     def nbytes(self) -> int:

@@ -36,6 +36,7 @@ class StreamView:
     max_entries: int  # of the longest stream of the step
     index: StepIndex | None = None  # of the step, and
     entries_per_page: int = 0  # if the device is to find it
+    fresh: Tensor | None = None  # [B] int64: tokens before these are stored already; None: none is
 
     @cached_property
     def entry_index(self) -> Tensor:
@@ -43,7 +44,7 @@ class StreamView:
         if self.places is not None:
             return self.places
         assert self.index is not None
-        return find_places(self.table, self.index, self.device_lengths, self.entries_per_page)
+        return find_places(self.table, self.index, self.device_lengths, self.entries_per_page, self.fresh)
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,7 @@ def build_step(
     exact: bool = False,
     any_length: bool = False,  # made to be captured: lengths are on the device alone
     shape: StepShape | None = None,
+    fresh: np.ndarray | None = None,  # [B]: where requests may begin with shared pages, as in StreamView
 ) -> ForwardStep:
     """Send all that the layers read; it is on its way to the device when this returns."""
     arrays = [*host.arrays]
@@ -146,6 +148,8 @@ def build_step(
         arrays += host.chunks.arrays
     if query_rows is not None:
         arrays.append(query_rows)
+    if fresh is not None:
+        arrays.append(fresh)
     for plan in plans:
         arrays.append(plan.lengths)
         if plan.entry_index is not None:
@@ -157,13 +161,14 @@ def build_step(
     index = _next_index(parts)
     chunk_index = _next_index(parts) if with_chunk_index else None
     rows = next(parts) if query_rows is not None else None
+    shared = next(parts) if fresh is not None else None
     views = {}
     for plan in plans:
         device_lengths = next(parts)
         places = next(parts) if plan.entry_index is not None else None
         lengths = None if any_length else plan.lengths
         views[plan.name] = StreamView(
-            plan.table, lengths, device_lengths, places, plan.max_entries, index, plan.entries_per_page
+            plan.table, lengths, device_lengths, places, plan.max_entries, index, plan.entries_per_page, shared
         )
     return ForwardStep(host, index, views, packed, chunk_index, rows, exact, shape=shape, any_length=any_length)
 
@@ -172,14 +177,15 @@ def _next_index(parts: Iterator[Tensor]) -> StepIndex:
     return StepIndex(*(next(parts) for _ in range(5)))
 
 
-def find_places(table: Tensor, index: StepIndex, lengths: Tensor, page: int) -> Tensor:
-    """[streams, T] flat place of each new entry where every token is one; -1: padding.
+def find_places(table: Tensor, index: StepIndex, lengths: Tensor, page: int, fresh: Tensor | None = None) -> Tensor:
+    """[streams, T] flat place of each new entry where every token is one; -1: padding, or stored already.
 
-    lengths [B, streams]: entries of the streams, the new ones included.
+    lengths [B, streams]: entries of the streams, the new ones included. fresh [B]: as in StreamView.
     """
     request, slots = index.token_to_req, index.token_slots
     to_end = index.query_start_loc[1:][request] - torch.arange(len(request), device=request.device)
     entry = (lengths.t()[:, request] - to_end).clamp(min=0)  # [streams, T]; a prompt of padding has none
     streams = torch.arange(len(entry), device=request.device)[:, None]
     places = table[slots, streams, entry // page].to(torch.int64) * page + entry % page
-    return torch.where(slots >= 0, places, -1)
+    stored = slots >= 0 if fresh is None else (slots >= 0) & (index.positions >= fresh[request])
+    return torch.where(stored, places, -1)

@@ -73,6 +73,7 @@ class Checkpoint:
         metadata: dict[str, Any],
     ) -> None:
         self.path, self.kind, self.config = path, kind, config
+        self.files = [path]  # that hold weights
         self.set_aside = set_aside  # why -> how many tensors were recognised and are not loaded
         self.metadata = metadata  # GGUF keys, for the tokenizer; empty for safetensors
         self._recipes, self._store = recipes, store
@@ -281,7 +282,9 @@ def _open_folder(folder: Path, layouts: Layouts) -> Checkpoint:
         tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings")) is True
         rename = hugging_face_name if layout is None else layout.rename
         recipes, set_aside = _canonical(folder, store, tied, rename)
-        return Checkpoint(folder, "safetensors", config, recipes, store, set_aside, {})
+        found = Checkpoint(folder, "safetensors", config, recipes, store, set_aside, {})
+        found.files = paths
+        return found
     except BaseException:
         for file in files:
             file.close()

@@ -9,11 +9,12 @@ from typing import Annotated
 
 from typer import Argument, BadParameter, Option
 
-from hybridkv.bench.options import BENCHES, V4_BENCHES, BenchOptions
+from hybridkv.bench.options import NAMES as BENCHES
+from hybridkv.bench.options import BenchOptions
 from hybridkv.commands.options import with_options
 from hybridkv.errors import HybridKVError
 
-NAMES = f"{', '.join((*BENCHES, *V4_BENCHES))} or all"
+NAMES = f"{', '.join(BENCHES)} or all"
 
 
 @with_options
@@ -34,7 +35,7 @@ def bench(
     """
     from hybridkv.bench.suite import run_benches
 
-    if name not in (*BENCHES, *V4_BENCHES, "all"):
+    if name not in (*BENCHES, "all"):
         raise BadParameter(f"there is no benchmark {name!r}; choose {NAMES}")
     failures = run_benches(name, options, base, json_file)
     if failures:

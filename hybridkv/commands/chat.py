@@ -21,6 +21,7 @@ from hybridkv.commands.options import (
     PROMPT,
     ChatOptions,
     ModelOptions,
+    ReuseOptions,
     SamplingOptions,
     in_flags,
     refuse_beside_document,
@@ -70,6 +71,7 @@ def chat(
     document: Annotated[str | None, DOCUMENT] = None,
     chat: ChatOptions,
     model: ModelOptions,
+    reuse: ReuseOptions,
     keep_turns: Annotated[
         int | None,
         Option(
@@ -110,7 +112,7 @@ def chat(
         budget = cache.turn_budget if turn_budget is None else turn_budget
         cache = replace(cache, keep_turns=keep_turns, turn_budget=budget)
     reads_again = str(cache.policy).partition(":")[0] == "replay"
-    llm = model.open(2 if document is not None or reads_again else 1, cache)  # one more for a fork of the cache
+    llm = model.open(2 if document is not None or reads_again else 1, cache, reuse)  # one more for a fork of the cache
     if llm.chat_template is None:
         raise HybridKVError(f"{llm.path.name} has no chat template; use {command_name()} generate --raw")
     interactive = sys.stdin.isatty() and sys.stdout.isatty()

@@ -35,7 +35,8 @@ COMMANDS = {
 TYPING = (
     'A line that ends in \\ goes on in the next one, and between """ and """ all is one message, as is what is pasted.'
 )
-SETTINGS = [f.name for f in fields(SamplingParams) if f.name not in ("logits_hook", "n", "logprobs", "prompt_logprobs")]
+NOT_TYPED = ("logits_hook", "n", "logprobs", "prompt_logprobs", "structured_outputs")
+SETTINGS = [f.name for f in fields(SamplingParams) if f.name not in NOT_TYPED]
 
 
 class Chat:

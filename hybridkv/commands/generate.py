@@ -22,6 +22,7 @@ from hybridkv.commands.options import (
     PROMPT,
     ChatOptions,
     ModelOptions,
+    ReuseOptions,
     SamplingOptions,
     refuse_beside_document,
     with_options,
@@ -66,6 +67,7 @@ def generate(
     ] = False,
     chat: ChatOptions,
     model: ModelOptions,
+    reuse: ReuseOptions,
     sampling: SamplingOptions,
     n: Annotated[int, Option("--n", "-n", metavar="N", help="answers to each prompt", rich_help_panel=OUTPUT)] = 1,
     logprobs: Annotated[
@@ -131,7 +133,7 @@ def generate(
                 line.params(params)
                 line.evicts(cache.eviction, None)
     _check_output(output, prompt_file, prompts_file)
-    llm = model.open(len(lines) * n + (document is not None), cache)
+    llm = model.open(len(lines) * n + (document is not None), cache, reuse)
     about = None if document is None else llm.load_document(document)
     asking = Asking(llm, chat, raw, variables, tools, about)
     with _written_to(output):

@@ -25,7 +25,7 @@ from typer import BadParameter, Option
 
 from hybridkv.bench.options import flag_of, is_list, read_list
 from hybridkv.commands import completion
-from hybridkv.config import CacheConfig, EngineConfig, SamplingParams, shown
+from hybridkv.config import CacheConfig, EngineConfig, ReuseConfig, SamplingParams, shown
 from hybridkv.errors import HybridKVError
 from hybridkv.overrides import overridden
 
@@ -132,9 +132,21 @@ class OpenOptions:
             CacheConfig(**{f.name: getattr(self, f.name) for f in fields(CacheConfig) if hasattr(self, f.name)})
         )
 
-    def open(self, requests: int = 1, cache: CacheConfig | None = None) -> LLM:
-        """Load the model, with a progress display on a terminal. `requests`: how many will run."""
+    def open(
+        self,
+        requests: int = 1,
+        cache: CacheConfig | None = None,
+        reuse: ReuseOptions | None = None,
+        shares: bool = True,
+        **more: Any,
+    ) -> LLM:
+        """Load the model, with a progress display on a terminal.
+
+        `requests`: how many will run; `shares`: whether prompts begin with what others have read; `more`: for the LLM.
+        """
         cache = self.cache() if cache is None else cache
+        kept: dict[str, Any] = {} if reuse is None else {"reuse": reuse.config()}
+        kept |= {} if shares else {"reuse": None}
         from hybridkv.commands.display import compiling, progress
         from hybridkv.llm import LLM
 
@@ -154,6 +166,8 @@ class OpenOptions:
                 fetch_progress=bars.show("fetching SmolLM2-135M-Instruct"),
                 load_progress=bars.show("loading weights"),
                 compile_progress=bars.show(compiling()),
+                **kept,
+                **more,
             )
 
     def _refuse_a_shape(self) -> None:
@@ -294,6 +308,50 @@ class ModelOptions(OpenOptions):
         return found
 
 
+@dataclass(frozen=True)
+class ReuseOptions:
+    """What prompts leave behind for others that begin alike."""
+
+    reuse: Annotated[
+        bool,
+        Option(
+            "--reuse/--no-reuse",
+            help="keep what was read for prompts that begin alike, as long as nothing else needs the memory",
+            rich_help_panel=MEMORY,
+        ),
+    ] = True
+    checkpoints: Annotated[
+        str,
+        Option(
+            "--checkpoints",
+            metavar="SIZE",
+            help="for copies of recurrent state that prompts are taken up at, such as 2GiB; 0: none",
+            rich_help_panel=MEMORY,
+        ),
+    ] = str(ReuseConfig.checkpoints)
+    checkpoint_every: Annotated[
+        int | None,
+        Option(
+            "--checkpoint-every",
+            metavar="TOKENS",
+            help="between checkpoints inside long texts; 0: none there; as their bytes suggest",
+            rich_help_panel=MEMORY,
+        ),
+    ] = ReuseConfig.every
+
+    def config(self) -> ReuseConfig | None:
+        """What an LLM is opened with."""
+        if not self.reuse:
+            if self.checkpoints != ReuseConfig.checkpoints or self.checkpoint_every is not None:
+                raise BadParameter("--checkpoints and --checkpoint-every say what is kept, which --no-reuse rules out")
+            return None
+        try:
+            return ReuseConfig(0 if self.checkpoints == "0" else self.checkpoints, self.checkpoint_every)
+        except HybridKVError as problem:
+            flag = "--checkpoint-every" if str(problem).startswith("every") else "--checkpoints"
+            raise BadParameter(f"{flag}: {problem}") from None
+
+
 # who publishes the models whose shapes are known, by the beginning of their names
 _OWNERS = {"Qwen": "Qwen", "DeepSeek": "deepseek-ai", "SmolLM": "HuggingFaceTB", "Llama": "meta-llama"}
 _ONLY_WITH_BUDGET = {
@@ -352,7 +410,7 @@ class ChatOptions:
             if key in ("tools", "thinking", "system", "eviction"):
                 flag = {"thinking": "think", "eviction": "budget"}.get(key, key)
                 raise BadParameter(f"--template-arg {key}: use --{flag} instead")
-            if key in ("self", "llm", "messages", "params"):
+            if key in ("self", "llm", "messages", "params", "cache"):
                 raise BadParameter(f"--template-arg cannot set {key}: a template's variable is not called that")
             try:
                 found[key] = json.loads(value)

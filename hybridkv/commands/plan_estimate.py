@@ -10,7 +10,8 @@ from functools import cached_property
 
 from hybridkv.cache.schema import CacheSchema
 from hybridkv.config import GPU_STEP_TOKENS, CacheConfig, EngineConfig
-from hybridkv.engine.workspace import workspace
+from hybridkv.dtypes import itemsize
+from hybridkv.engine.workspace import captured_bytes, workspace
 from hybridkv.eviction.sizes import STREAMS, query_buffers_for
 from hybridkv.models import cache_schema, with_query_buffer
 from hybridkv.models.config import ModelConfig
@@ -64,6 +65,11 @@ class Estimate:
     def step(self) -> int:
         """Tokens that a step reads at the most."""
         return GPU_STEP_TOKENS if self.gpu else EngineConfig.step_tokens
+
+    @property
+    def captured(self) -> int:
+        """Bytes that captured steps with prompts keep of what is left in reserve, at the most."""
+        return captured_bytes(self.config, self.schema, self.step, itemsize(self.dtype)) if self.gpu else 0
 
     def kv_bytes(self, tokens: int, most: int | None) -> int:
         """Bytes of the pages of one request of `tokens` tokens whose attention streams hold `most` of them."""

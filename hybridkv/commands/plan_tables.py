@@ -151,13 +151,15 @@ def verdict(report: Report) -> str:
 
 def footnote(report: Report) -> str:
     """What the reserve is, or what comes on top of a limit."""
+    captured = report.judged.estimate.captured
+    kept = f"; captured steps keep up to {human(captured)} of it" if captured else ""
     if report.card is not None:
         return (
             f"Reserve: of {human(report.card.nbytes)}, 1 GiB for driver and CUDA context and a tenth of the rest for "
-            "what steps compute with, as LLM leaves."
+            f"what steps compute with, as LLM leaves{kept}."
         )
     written = f" ({human(2 * WORKSPACE)} of it to write packed weights out)" if report.weights.form == "packed" else ""
-    return f"On top comes what a step computes with{written}: leave about 1 GiB."
+    return f"On top comes what a step computes with{written}{kept}: leave about {'2 GiB' if captured else '1 GiB'}."
 
 
 def buys_table(report: Report) -> Table:
@@ -203,6 +205,7 @@ def as_dict(report: Report) -> dict[str, Any]:
         if card is None
         else {"name": card.name, "bytes": card.nbytes, "usable_bytes": card.usable, "nominal": card.nominal},
         "reserve_bytes": 0 if card is None else card.nbytes - card.usable,
+        "captured_bytes": report.judged.estimate.captured,
         "dtype": report.weights.form,
         "weights_form": report.weights.label,
         "weights_bytes": report.weights.nbytes,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
 from typer import BadParameter, Exit, Option
 
 from hybridkv.commands import completion
-from hybridkv.commands.options import ModelOptions, with_options
+from hybridkv.commands.options import ModelOptions, ReuseOptions, with_options
 from hybridkv.config import EngineConfig
 from hybridkv.errors import HybridKVError
 
@@ -93,6 +94,17 @@ def serve(
             rich_help_panel=SERVER,
         ),
     ] = None,
+    temperature: Annotated[
+        float | None,
+        Option(
+            "--temperature",
+            metavar="X",
+            min=0.0,
+            max=1e4,
+            help="of requests that name none, as agents' do; 0 takes the likeliest token; the model's own, or 1",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
     log_json: Annotated[bool, Option("--log-json", help="log lines as JSON", rich_help_panel=SERVER)] = False,
     metrics_prefix: Annotated[
         str,
@@ -120,7 +132,31 @@ def serve(
             rich_help_panel=LIMITS,
         ),
     ] = 30.0,
+    host_cache: Annotated[
+        str | None,
+        Option(
+            "--host-cache",
+            metavar="SIZE",
+            help="memory on the host for caches that wait for a next turn; a quarter of what is free, 1GiB on a CPU",
+            rich_help_panel=LIMITS,
+        ),
+    ] = None,
+    disk_cache: Annotated[
+        str | None,
+        Option(
+            "--disk-cache",
+            metavar="DIR",
+            help="where named conversations are saved when the server ends, and found by the next one",
+            rich_help_panel=SERVER,
+            autocompletion=completion.any_file,
+        ),
+    ] = None,
+    disk_size: Annotated[
+        str | None,
+        Option("--disk-size", metavar="SIZE", help="that all of these may take there", rich_help_panel=LIMITS),
+    ] = None,
     model: ModelOptions,
+    reuse: ReuseOptions,
 ) -> None:
     """Serve a model over HTTP, for clients of OpenAI (chat completions, completions) and Anthropic (messages).
 
@@ -148,6 +184,7 @@ def serve(
     except HybridKVError as problem:
         raise BadParameter(str(problem).replace("an API key", "--api-key").replace("host ", "--host ", 1)) from None
     cache = model.cache()
+    reuse.config()  # refused before anything is loaded
     try:
         from hybridkv.server.record import log_to_stderr
         from hybridkv.server.run import Server
@@ -159,7 +196,11 @@ def serve(
     log_to_stderr()
 
     def load() -> LLM:
-        return model.open(EngineConfig.max_requests, cache)
+        kept = {"host_cache": host_cache, "disk_cache": disk_cache, "disk_size": disk_size}
+        llm = model.open(EngineConfig.max_requests, cache, reuse, **kept)
+        if temperature is not None:
+            llm.sampling_defaults["temperature"] = temperature
+        return llm
 
     server.run(load, _say_ready)
     server.service.llm.close()
@@ -172,9 +213,10 @@ def _say_ready(server: Server) -> None:
     name, address = server.service.names[0], server.address
     key = f" -H 'authorization: Bearer ${KEY_VARIABLE}'" if server.settings.api_keys else ""
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Say hello."}}]}}'
-    print(f"serving {name} at {address} (context of {server.service.context} tokens)")
-    print(f"curl {address}/v1/chat/completions -H 'content-type: application/json'{key} -d '{body}'")
-    sys.stdout.flush()
+    with suppress(OSError):  # whoever started it does not read: it serves all the same
+        print(f"serving {name} at {address} (context of {server.service.context} tokens)")
+        print(f"curl {address}/v1/chat/completions -H 'content-type: application/json'{key} -d '{body}'")
+        sys.stdout.flush()
 
 
 def _keys(given: list[str], path: str | None) -> tuple[str, ...]:

@@ -1,6 +1,4 @@
-"use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
-const $ = (id) => document.getElementById(id);
 const T = data.tokens.length, L = data.layers.length, G = data.heads, S = L * G;
 const masks = data.masks.flat().map(unpack); // [S][T] of 0 and 1
 let stream = -1; // the row looked at; -1: all of them
@@ -13,21 +11,6 @@ function unpack(text) {
   for (let i = 0; i < T; i++) out[i] = (bytes.charCodeAt(i >> 3) >> (7 - (i & 7))) & 1;
   return out;
 }
-function element(tag, text, className) {
-  const made = document.createElement(tag);
-  if (text !== undefined) made.textContent = text;
-  if (className) made.className = className;
-  return made;
-}
-function size(n) {
-  for (const unit of ["B", "KiB", "MiB", "GiB"]) {
-    if (n < 1024 || unit === "GiB") return unit === "B" ? `${n}\u00a0B` : `${n.toFixed(1)}\u00a0${unit}`;
-    n /= 1024;
-  }
-}
-const number = (n) => n.toLocaleString("en").replaceAll(",", "\u202f");
-const count = (n, what) => `${number(n)}\u00a0${what}${n === 1 ? "" : "s"}`;
-const sum = (list) => list.reduce((a, b) => a + b, 0);
 const range = (list) => {
   const low = Math.min(...list), high = Math.max(...list);
   return low === high ? number(low) : `${number(low)} to ${number(high)}`;
@@ -112,17 +95,6 @@ $("text").append(...spans);
 function rows() { // the streams looked at
   if (stream >= 0) return [stream];
   return [...Array(S).keys()].filter((s) => layer < 0 || Math.floor(s / G) === layer);
-}
-const SHARES = [0.05, 0.25, 0.5, 0.75, 0.95];
-function stretch(counts, most) { // counts with 0, 25, 50, 75 and 100 % of the colour, so that all of it is used
-  const sorted = counts.slice().sort(), knots = SHARES.map((share) => sorted[Math.floor(share * (T - 1))]);
-  if (knots[0] < knots[4]) return knots;
-  return SHARES.map((_, k) => (most * k) / 4); // nearly all are alike
-}
-function strength(n, knots) { // between two knots in proportion
-  if (n <= knots[0]) return 0;
-  const k = knots.findLastIndex((knot) => knot <= n);
-  return k === 4 ? 100 : Math.round(25 * (k + (n - knots[k]) / (knots[k + 1] - knots[k])));
 }
 function shade() {
   const chosen = rows(), n = chosen.length, counts = new Uint32Array(T);

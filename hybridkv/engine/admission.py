@@ -7,8 +7,15 @@ while all are taken, it waits where it is. When pages run out, caches held for a
 running request is preempted: its pages are released and it waits at the front to be computed again. The oldest request
 is never preempted, so work always ends.
 
+A held cache needs no slot. Where one is short, the cache that was unused longest is frozen (cache/frozen.py), and it is
+thawed when its turn comes. Where pages are short, its pages go to the host, if there is room for them, or it is given
+up: then the next turn reads it again.
+
 A request whose eviction is under way on the device (`Request.evicting`) is waited for where its pages are needed, and
 before it is forked, preempted or held.
+
+A request begins with what others have read (cache/reuse.py). One that would begin with what another is reading right
+now waits for that, so that a text is read once however many prompts begin with it.
 """
 
 from __future__ import annotations
@@ -16,9 +23,15 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from hybridkv.cache import KVCacheManager
+from hybridkv.cache.reuse import Asked, Hit
 from hybridkv.config import EvictionConfig
+from hybridkv.engine.resting import RestingCaches
+from hybridkv.engine.reuse_report import report
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction import Evictor, max_held_tokens
 from hybridkv.eviction.sizes import bounded_stride
@@ -35,12 +48,23 @@ class DoesNotFit(Exception):
         self.request = request
 
 
-class Admission:
+PROMISED = 1024  # tokens: a request waits for another one that is about to read so many of its own
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a request may begin with, and what is there of it."""
+
+    asked: Asked
+    hit: Hit
+
+
+class Admission(RestingCaches):
     def __init__(self, manager: KVCacheManager, step_tokens: int, evictor: Evictor | None = None) -> None:
-        self.manager, self.step_tokens, self.evictor = manager, step_tokens, evictor
+        super().__init__(manager)
+        self.step_tokens, self.evictor = step_tokens, evictor
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.held: list[Request] = []  # finished, cache kept; longest unused first
         self.failed: list[Request] = []  # whose eviction did, found when it was waited for; they are to end
         self._sorting: list[Request] = []  # all requests, while they are sorted anew
 
@@ -84,8 +108,8 @@ class Admission:
             return min(tokens, bound)
         prefix = self.prefix_of(request)
         if prefix is not None:
-            slot, position = self.manager.slot_of[prefix.key], self.manager.position(prefix.key)
-            lengths = [table.lengths[slot].mean() for table in self.manager.tables.values()]
+            position = self.manager.position(prefix.key)
+            lengths = [each.mean() for each in self.manager.lengths(prefix.key).values()]
             return min(tokens, math.ceil(max(lengths, default=0)) + page_size + tokens - position)
         # one that is computed again drops the same entries at the same positions
         held, peak, before = 0, 0, 0
@@ -100,14 +124,13 @@ class Admission:
     def give_query_buffer(self, request: Request) -> bool:
         """Whether the request can run: it has a query buffer, or needs none.
 
-        Caches held for a next turn are dropped for theirs, longest unused first.
+        Caches held for a next turn are frozen for theirs, longest unused first.
         """
         if self.evictor is None or not self.evictor.needs_queries(request, self.manager):
             return True
         while not self.manager.take_query_buffer(request.key):
-            if not self.held:
+            if not self.free_query_buffer():
                 return False
-            self.release_held(self.held[0])
         return True
 
     # ---- evictions under way
@@ -175,10 +198,12 @@ class Admission:
 
     def _make_free(self, need: dict[str, int]) -> bool:
         """Whether a slot and so many pages are free, at the cost of caches that are only held."""
-        while not self.manager.free_slots or any(n > self.manager.free_pages()[name] for name, n in need.items()):
-            if not self.held:
+        if not self.free_slot():
+            return False
+        while any(n > self.manager.pages_to_be_had()[name] for name, n in need.items()):
+            if not self.holding_pages:
                 return False
-            self.release_held(self.held[0])
+            self.spare(self.holding_pages[0])
         return True
 
     def _fork(self, request: Request, sibling: Request) -> bool:
@@ -192,43 +217,143 @@ class Admission:
 
     def _admit(self, preempted: set[Request]) -> None:
         """Move waiting requests in, in order, while a slot and the pages for all their known tokens, and one more, are
-        free.
+        free. Those that wait for what another one is reading are passed by the others.
         """
         to_come: dict[str, int] | None = None  # pages that the running ones still need; None: count them
-        while self.waiting and self.waiting[0] not in preempted:
-            request = self.waiting[0]
+        while self.waiting:
             if not self.manager.free_slots and not self.held:
                 return
+            request = next((r for r in self.waiting if not self._awaits(r)), None)
+            if request is None or request in preempted:
+                return
+            found = self._look_up(request)
+            if found is not None and self._is_promised(request, found):
+                continue
+            if not self._make_slots(request):
+                return
             to_come = self._pages_to_come() if to_come is None else to_come
-            given_up = self._to_give_up(request, to_come)
+            given_up = self._to_give_up(request, to_come, found)
+            if (
+                given_up is None
+                and found is not None
+                and found.hit.path
+                and not self.running
+                and not self.holding_pages
+            ):
+                found = Found(found.asked, replace(found.hit, path=[], checkpoint=None, cached=0, matched=0))
+                given_up = self._to_give_up(request, to_come, found)  # its own pages and shared ones are too many
             if given_up is None:
                 prefix = self.prefix_of(request)
-                others = [held for held in self.held if held not in (request.continues, prefix)]
+                others = [held for held in self.holding_pages if held not in (request.continues, prefix)]
                 if prefix is not None and not self.running and not others:
                     raise DoesNotFit(request)
                 if self.running or not others:
                     return
                 # it goes on in pages that a held fork shares, and would need none of its own without that fork
-                self.release_held(others[0])
+                self.spare(others[0])
                 to_come = None
                 continue
             for held in given_up:
-                self.release_held(held)
+                self.spare(held)
             if self.take_over(request) or self.share_prefix(request) or given_up:
                 to_come = None  # what others share has changed
             if request.key not in self.manager.slot_of:
-                self.manager.admit_request(request.key)
+                self._begin(request, found)
             request.status = Status.RUNNING
             self.running.append(request)
-            self.waiting.popleft()
+            self.waiting.remove(request)
             if to_come is not None:
                 own = self.manager.pages_needed(request.key, self._to_come(request))
                 to_come = {name: pages + own[name] for name, pages in to_come.items()}
 
-    def _to_give_up(self, request: Request, to_come: dict[str, int]) -> list[Request] | None:
+    def _make_slots(self, request: Request) -> bool:
+        """Whether there is a slot for a request that is to enter, and the held cache that it goes on in, or begins
+        with, has one.
+        """
+        own = request.continues if request.continues in self.held else None
+        if own is None:
+            own = self.prefix_of(request)
+            if own is not None and not self.bring_back(own, self._pages_to_come()):
+                return not self.running and self.free_slot()  # without it, if that is never to change
+            return self.free_slot((own,))
+        if request.params.prompt_logprobs is not None:  # it reads its prompt anew
+            return self.free_slot()
+        return self.bring_back(own, self._pages_to_come())
+
+    def _look_up(self, request: Request) -> Found | None:
+        """What of a request's text others have read; None: nothing is kept, or it begins with a cache of its own."""
+        reuse = self.manager.reuse
+        if reuse is None or self.prefix_of(request) is not None:
+            return None
+        if request.continues in self.held and request.params.prompt_logprobs is None:
+            return None
+        asked = self.asked(request)
+        return Found(asked, reuse.lookup(asked))
+
+    def _awaits(self, request: Request) -> bool:
+        """Whether the request waits for one that is still reading what it begins with too."""
+        if request.awaits is None:
+            return False
+        reader, position = request.awaits
+        reads = reader in self.running and reader.finish_reason is None
+        if reads and self.manager.position(reader.key) < position:
+            return True
+        request.awaits = None
+        return False
+
+    def _is_promised(self, request: Request, found: Found) -> bool:
+        """Whether a running request is about to read much of what this one begins with. It is asked for a checkpoint
+        where the two part, and waited for.
+        """
+        reuse, hit = self.manager.reuse, found.hit
+        if reuse is None or not found.asked.reads or min(found.asked.most, found.asked.reach) - hit.cached < PROMISED:
+            return False
+        for reader in self.running:
+            if reader.salt != request.salt or reader.finish_reason is not None:
+                continue
+            position = self.manager.position(reader.key)
+            shared = reuse.promised(reader.key, hit.keys, min(found.asked.most, found.asked.reach))
+            if shared > position and shared - hit.cached >= PROMISED:
+                reuse.ask(reader.key, shared, "branch")
+                request.awaits = reader, shared
+                return True
+        return False
+
+    def asked(self, request: Request) -> Asked:
+        """What a request may begin with. Its last token is computed in any case, and so are the last queries before an
+        eviction, by which it chooses what stays.
+        """
+        length = len(request.tokens)
+        most, reach, limit = length - 1, length, "full"
+        cut = None if self.evictor is None else self.evictor.first_cut(request)
+        if cut is not None:
+            reach = min(reach, cut)
+        if request.eviction is not None:
+            end = min(request.prompt_tokens, length if cut is None else cut)
+            most = max(0, min(most, end - max(1, request.eviction.window)))
+            limit = "bounded" if cut is not None and cut < request.prompt_tokens else "window"
+        reads = request.reads and request.params.prompt_logprobs is None
+        tokens = np.array(request.tokens, np.int32)
+        return Asked(request.salt, tokens, most, reach, limit, request.marks, reads, request.writes)  # type: ignore[arg-type]
+
+    def _begin(self, request: Request, found: Found | None) -> None:
+        """A slot for the request, with what others have read."""
+        reuse = self.manager.reuse
+        if reuse is None or found is None:
+            self.manager.admit_request(request.key)
+            request.reuse = report(None, len(request.tokens), 0)
+            return
+        reuse.attach(request.key, found.hit, found.asked)
+        request.cached_tokens = min(found.hit.cached, request.prompt_tokens)
+        stops = [mark.position for mark in reuse.readings[request.key].stops]
+        request.reuse = report(found.hit, request.prompt_tokens, reuse.q, found.hit.matched in stops)
+
+    def _to_give_up(
+        self, request: Request, to_come: dict[str, int], found: Found | None = None
+    ) -> list[Request] | None:
         """Held caches to give up so that the request can enter, as few as will do; None: it must wait.
 
-        `to_come`: of `_pages_to_come`.
+        `to_come`: of `_pages_to_come`; `found`: what it begins with.
         """
         own = request.continues if request.continues in self.held else None  # the cache that it goes on in
         if request.params.prompt_logprobs is not None:  # it reads its prompt anew
@@ -241,23 +366,41 @@ class Admission:
             need = {name: n + tables[name].schema.streams for name, n in need.items()}  # copies of open pages
         elif own is None:
             need = self.manager.pages_needed(None, self.held_tokens(request, len(request.tokens) + 1))
+            if found is not None and found.hit.path:
+                need = self._pages_beside(request, found.hit, need)
         else:
             position = self.manager.position(own.key)
             new = max(1, len(request.tokens) + 1 - position)
             need = self.manager.pages_needed(own.key, self._until_eviction(request, position, new))
             slots += 1
-        others = [held for held in self.held if held not in (own, prefix)]
+        others = [held for held in self.holding_pages if held not in (own, prefix)]
         return self._fewest(others, need, slots, to_come)
+
+    def _pages_beside(self, request: Request, hit: Hit, need: dict[str, int]) -> dict[str, int]:
+        """Pages that a request takes beside those it shares, of those that can be had."""
+        reuse = self.manager.reuse
+        assert reuse is not None
+        shared, kept = reuse.pages_of(hit), reuse.would_keep(hit)
+        if request.eviction is not None or request.evictions:  # what survives moves to pages of its own
+            shared = dict.fromkeys(shared, 0)
+        return {name: max(0, n - shared[name]) + kept[name] for name, n in need.items()}
 
     def room_to_hold(
         self, need: dict[str, int], query_buffer: bool, keep: Request | None = None
     ) -> list[Request] | None:
         """Held caches to give up so that one more can be held, as few as will do; None: there is no room.
 
-        `need`: its pages; `query_buffer`: whether it has a buffer, too; `keep` is not given up.
+        `need`: its pages; `query_buffer`: whether it has a buffer, too; `keep` is not given up, and keeps its slot.
         """
-        others = [held for held in self.held if held is not keep]
+        self.free_slot((keep,))
+        if query_buffer:
+            self.free_query_buffer(keep)
+        others = [held for held in self.holding_pages if held is not keep]
         return self._fewest(others, need, self.manager.free_slots, self._pages_to_come(), int(query_buffer))
+
+    def pages_to_hold(self, need: dict[str, int]) -> list[Request] | None:
+        """The same for a cache that is frozen from the start: it needs pages alone."""
+        return self._fewest(self.holding_pages, need, 1, self._pages_to_come())
 
     def _fewest(
         self, others: list[Request], need: dict[str, int], slots: int, to_come: dict[str, int], buffers: int = 0
@@ -266,12 +409,19 @@ class Admission:
         manager = self.manager
         need = {name: pages + to_come[name] for name, pages in need.items()}
         free = manager.free_pages()
+        if any(need[name] > free[name] for name in need):
+            free = manager.pages_to_be_had()
         buffers -= manager.query_buffers.free
         for n in range(len(others) + 1):
             given_up = others[:n]
             back = manager.returnable_pages(*(held.key for held in given_up))  # forks share pages
-            lent = sum(manager.query_buffers.of[manager.slot_of[held.key]] >= 0 for held in given_up)
-            if slots + n > 0 and buffers <= lent and all(need[name] <= free[name] + back[name] for name in need):
+            resident = [manager.slot_of[held.key] for held in given_up if held.key in manager.slot_of]
+            lent = sum(manager.query_buffers.of[slot] >= 0 for slot in resident)
+            if (
+                slots + len(resident) > 0
+                and buffers <= lent
+                and all(need[name] <= free[name] + back[name] for name in need)
+            ):
                 return given_up
         return None
 
@@ -287,6 +437,7 @@ class Admission:
         """Whether the request goes on in the held cache that it continues, as far as their tokens agree."""
         held = request.continues
         if held is None or held not in self.held:
+            request.given_up = held is not None and held.finish_reason != "error"
             request.continues = None
             return False
         if request.params.prompt_logprobs is not None:  # every token's logits are wanted
@@ -295,17 +446,22 @@ class Admission:
             return False
         position = self.manager.position(held.key)
         same = _common_prefix(held.tokens[:position], request.tokens[:-1])
-        rewinds = same == position or (same > 0 and self.manager.can_rewind(held.key, same) and not held.evictions)
-        if not rewinds or not self._has_queries(held, same, request.eviction):
+        resident = held.key in self.manager.slot_of  # else it is frozen, and only whole
+        rewinds = resident and same > 0 and self.manager.can_rewind(held.key, same) and not held.evictions
+        if not (same == position or rewinds) or not self._has_queries(held, same, request.eviction):
             self.release_held(held)
             request.continues = None
             return False
         held.hold = False  # if this is interrupted half way, the cache is given back
-        self.manager.truncate_request(held.key, same)
+        if resident:
+            self.manager.truncate_request(held.key, same)
         request.cached_tokens, request.evictions, request.policy = same, dict(held.evictions), held.policy
         request.key = held.key  # from here on the cache is the request's
         self.held.remove(held)
         request.continues = None
+        if self.manager.reuse is not None and resident:
+            self.manager.reuse.adopt(request.key, self.asked(request))
+            request.reuse = report(None, request.prompt_tokens, 0) | {"cached": same, "reason": "full"}
         return True
 
     def prefix_of(self, request: Request) -> Request | None:
@@ -330,13 +486,15 @@ class Admission:
         if eviction is None:
             return True
         first = max(0, position - eviction.window)
+        if held.key in self.manager.frozen:
+            return 0 <= self.manager.frozen[held.key].since <= first
         return self.manager.query_buffers.whole(self.manager.slot_of[held.key], first) >= 0
 
     def make_room(self) -> Request | None:
         """Free the pages of a request that can best spare them, and return it; None: only the oldest is left."""
-        if self.held:
-            gone = self.held[0]
-            self.release_held(gone)
+        if self.holding_pages:
+            gone = self.holding_pages[0]
+            self.spare(gone)
             return gone
         if len(self.running) < 2:
             return None
@@ -369,19 +527,15 @@ class Admission:
             self.waiting.remove(request)
         if request in self.running:
             if keeps and self.manager.can_continue(request.key):
+                self.manager.own_what_follows(request.key)
                 self.held.append(request)
             else:  # or it was stopped while a step of it was in flight
                 self.manager.release_request(request.key)
             request.status = Status.FINISHED
             self.running.remove(request)
         request.status = Status.FINISHED
-        request.sampler = request.evicting = None
+        request.sampler = request.evicting = request.following = None
         self.failed = [each for each in self.failed if each is not request]
-
-    def release_held(self, request: Request) -> None:
-        if request in self.held:
-            self.manager.release_request(request.key)
-            self.held.remove(request)
 
     def rebuild(self) -> None:
         """Sort all requests anew by what they are, after an interrupt in the middle of moving one. May be repeated."""
@@ -391,7 +545,7 @@ class Admission:
             if request.source is not None and request.source.finish_reason is not None and not request.finish_reason:
                 request.error, request.finish_reason = request.source.error, request.source.finish_reason
         self._sorting = known  # until the queues are whole again
-        resident = self.manager.slot_of
+        resident, frozen = self.manager.slot_of, self.manager.frozen
         ended = [r for r in known if r.finish_reason is not None]
         live = [r for r in known if r.finish_reason is None and r.source is None]  # others wait for a prompt
         for request in ended:
@@ -399,13 +553,16 @@ class Admission:
         for request in live:
             request.status = Status.RUNNING if request.key in resident else Status.WAITING
         never_began = {r.continues for r in ended}  # what a turn would have gone on with has no other owner
-        keeping = [r for r in ended if r.keeps_cache and r not in never_began and r.key in resident]
-        keeping = [r for r in keeping if self.manager.can_continue(r.key)]
-        owner = {r.key: r for r in sorted([*keeping, *live], key=lambda r: r.order) if r.key in resident}
+        keeping = [r for r in ended if r.keeps_cache and r not in never_began]
+        keeping = [r for r in keeping if r.key in frozen or (r.key in resident and self.manager.can_continue(r.key))]
+        rest = [r for r in live if r.key in resident]
+        owner = {r.key: r for r in sorted([*keeping, *rest], key=lambda r: r.order)}
         self.held = [r for r in keeping if owner.get(r.key) is r]
         self.running = [r for r in live if owner.get(r.key) is r]
         self.waiting = deque(sorted((r for r in live if r.key not in resident), key=lambda r: r.order))
-        for key in [key for key in resident if isinstance(key, RequestKey) and key not in owner]:
+        for key in [
+            key for key in (*resident, *frozen) if isinstance(key, RequestKey) and key not in {*owner, *self.lent}
+        ]:
             self.manager.release_request(key)
         for request in ended:
             request.continues = request.evicting = None

@@ -25,8 +25,9 @@ from typing import Any
 from torch import Tensor
 
 from hybridkv.cache import KVCacheManager
+from hybridkv.cache.checkpoints import KINDS, MOST_CLIENT_MARKS
 from hybridkv.cache.session import Session, check_model
-from hybridkv.config import EvictionConfig, SamplingParams, is_whole
+from hybridkv.config import EvictionConfig, SamplingParams, StructuredOutputs, is_whole, shown
 from hybridkv.devices import on_device
 from hybridkv.engine import held
 from hybridkv.engine.admission import DoesNotFit
@@ -42,10 +43,13 @@ from hybridkv.errors import HybridKVError, OutOfPages, RequestError
 from hybridkv.eviction import Evictor, find_policy
 from hybridkv.models.decoder import Model
 from hybridkv.request import Request, RequestKey
+from hybridkv.text.constraint import Constraint, Thoughts
+from hybridkv.text.grammar import Grammars, grammar_text
 from hybridkv.text.stream import TextStream
 from hybridkv.text.tokenizer import Tokenizer
 
 INHERIT = object()  # "what the engine was opened with"
+CACHE_USES = {True: (True, True), False: (False, False), "read": (True, False), "write": (False, True)}
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ class Engine:
             weights = partial(_weights_of, weakref.ref(self))  # no cycle: what an engine holds goes with its last user
             self.evictor = replace(evictor, step_tokens=step_tokens, weights=weights)
         self.vocab = model.config.vocab
+        self.grammars = Grammars(tokenizer, self.vocab)  # any thread may use it
         self.sampling_defaults: dict[str, float] = {}  # the model's own, for what a request leaves open
         self.tokens_alone = manager.tokens_alone()
         self.runner = Runner(model, manager, step_tokens)
@@ -134,6 +139,9 @@ class Engine:
         after: Request | None = None,
         eviction: EvictionConfig | int | None | object = INHERIT,
         prefix: Request | None = None,
+        cache: bool | str = True,
+        salt: bytes = b"",
+        marks: Sequence[tuple[int, str]] = (),
     ) -> Request:
         """Queue a prompt, or RequestError. The request grows with every `step` that it is part of.
 
@@ -147,12 +155,17 @@ class Engine:
             prefix: a held request with whose cache this one begins, and whose prompt begins this one's. Unlike `after`
                 it stays held, and any number of requests may begin with it. What it evicted stays evicted, also if
                 its cache has to be computed again.
+            cache: whether it begins with what others have read, and they with what it reads: True, False, "read" (only
+                the first) or "write" (only the second).
+            salt: requests of different salts see nothing of each other.
+            marks: (position, kind) at which a checkpoint of its state is wished (cache/checkpoints.py: Mark).
         """
         self._check_owner()
         params = params or SamplingParams()
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling parameters must be SamplingParams, not {type(params).__name__}")
         self._check_params(params)
+        params = self.compiled(params)
         if params.n > 1 and hold:
             raise RequestError(f"the cache of {params.n} answers cannot be held for a next turn; ask for n=1")
         request = self.new_request(self.check_tokens(tokens), params, hold, self.resolve_eviction(eviction))
@@ -163,6 +176,10 @@ class Engine:
         for token in (token for word in request.bad_words for token in word if token >= self.vocab):
             raise RequestError(f"a bad word has token id {token}, which is outside the vocabulary of {self.vocab}")
         request.continues = after
+        if cache not in CACHE_USES:
+            raise RequestError(f"cache must be True, False, 'read' or 'write', not {shown(cache)}")
+        request.reads, request.writes = CACHE_USES[cache]
+        request.salt, request.marks = salt, checked_marks(marks, len(request.tokens))
         for i in range(1, params.n):
             request.siblings.append(self._sibling(request, i))
         self.scheduler.add(request)
@@ -174,6 +191,7 @@ class Engine:
         seed = None if params.seed is None else params.seed + i
         sibling = self.new_request(list(request.tokens), replace(params, seed=seed), eviction=request.eviction)
         sibling.bad_words, sibling.source, sibling.prefix = request.bad_words, request, request.prefix
+        sibling.reads, sibling.writes, sibling.salt = request.reads, request.writes, request.salt
         return sibling
 
     @staticmethod
@@ -195,6 +213,8 @@ class Engine:
         seed = secrets.randbits(63) if params.seed is None else params.seed
         number = next(self._numbers)
         text = TextStream(self.tokenizer, params.stop)
+        ends_at = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
+        asked = params.structured_outputs if isinstance(params.structured_outputs, Constraint) else Constraint()
         return Request(
             RequestKey(number),
             number,
@@ -205,9 +225,25 @@ class Engine:
             seed,
             hold,
             prompt_logprobs=[] if params.prompt_logprobs is None else [None],
-            ends_at=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids),
+            ends_at=ends_at,
+            banned=asked.banned,
+            following=asked.start(frozenset(i for i in ends_at if i < self.vocab)) if asked.follows else None,
             eviction=eviction,
         )
+
+    def compiled(self, params: SamplingParams, thoughts: Thoughts | None = None) -> SamplingParams:
+        """With what the answer must look like compiled, or RequestError. Any thread may call it, best before `add`:
+        what takes time keeps no step waiting then.
+
+        `thoughts`: of the answer, if it has any; they stay free.
+        """
+        asked = params.structured_outputs
+        if not isinstance(asked, StructuredOutputs):
+            return params
+        what = f"structured_outputs.{asked.kind}"
+        text = grammar_text(asked.kind, asked.given, what, thoughts is not None)
+        constraint = Constraint(self.grammars.compile(text, what), thoughts, timer=self.grammars.timer)
+        return replace(params, structured_outputs=constraint)
 
     def _check_params(self, params: SamplingParams) -> None:
         """What can be asked of this model, or RequestError."""
@@ -302,6 +338,12 @@ class Engine:
 
     # ---- held requests, saved and doubled (held.py)
 
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Around what others do to held requests (storing.py), on the engine's thread and device."""
+        with self._change(), on_device(self.manager.device):
+            yield
+
     def session(self, request: Request | None, conversation: Mapping[str, Any] | None = None) -> Session:
         """A finished request with its held cache, copied to the host; None: nothing was said yet.
 
@@ -373,13 +415,14 @@ class Engine:
 
     def check_tokens(self, tokens: Sequence[int]) -> list[int]:
         """Plain ints, whatever kind of whole numbers they came as."""
+        plain = type(tokens) is list and set(map(type, tokens)) <= {int}  # as tokenizers give them, many at a time
         try:
-            found = [_whole(token) for token in tokens]
+            found = list(tokens) if plain else [_whole(token) for token in tokens]
         except TypeError:
             raise RequestError("a prompt must be text or whole numbers, the token ids") from None
         if not found:
             raise RequestError("the prompt has no tokens; give at least one")
-        for token in found:
+        for token in (min(found), max(found)):
             if not 0 <= token < self.vocab:
                 raise RequestError(f"token id {token} is outside the vocabulary of {self.vocab}")
         return found
@@ -394,6 +437,12 @@ class Engine:
     def step(self) -> list[Update]:
         """Give out the results of one forward pass over all that can run."""
         return self._run_step(self.launches_ahead)
+
+    def slack(self) -> float:
+        """Seconds that may pass before `step` is called, and the device does not wait for it. Requests that are added
+        until then run in the next step.
+        """
+        return self.pipeline.slack() if self.launches_ahead else 0.0
 
     def drain(self) -> list[Update]:
         """Give out the results of the step in flight, if there is one, and launch none: then requests can be forked or
@@ -460,6 +509,10 @@ class Engine:
             return self._end_failed()
         live, evicting = step.live, self.scheduler.evicting
         self.manager.commit([(request.key, n) for request, n in live])
+        reuse = self.manager.reuse
+        if reuse is not None:
+            for request, _ in live:
+                reuse.stage(request.key, request.tokens)
         failed = self._evict([request for request, _ in live])
         self._fork(step, failed)
         if not failed:
@@ -471,6 +524,8 @@ class Engine:
             self.scheduler.settle(request)
         failed += [request for request in self.scheduler.failed if request not in failed]
         updates = [*self._extend(step, failed), *(Update(request, None, "") for request in failed)]
+        if reuse is not None:
+            reuse.publish([request.key for request, _ in live if request.finish_reason == "error"])
         self.pipeline.advance()
         self._finish_done(updates)
         return updates
@@ -487,6 +542,12 @@ class Engine:
                 evict_after_step(self, request, wait=False)
                 if request.evictions or request.evicting is not None:
                     request.limit = self._limit(request)
+            except OutOfPages as problem:  # others run on its pages, so that what survives has no place beside them
+                if len(self.scheduler.running) < 2:
+                    request.finish_reason, request.error = "error", f"eviction failed: {problem}"
+                    failed.append(request)
+                else:
+                    self.scheduler.preempt(request)
             except (Exception, SystemExit) as problem:  # a policy of the user's, NaN scores, or no memory for them
                 request.finish_reason = "error"
                 request.error = f"eviction failed: {problem}"
@@ -519,6 +580,8 @@ class Engine:
                 request.error = problem
                 request.finish_reason = "error"
                 request.source = None
+                if self.manager.reuse is not None:
+                    self.manager.reuse.discard(request.key)
                 updates.append(Update(request, None, ""))
                 continue
             if request.first_token_at is None:
@@ -527,10 +590,22 @@ class Engine:
             request.tokens.append(token)
             request.source = None
             may_stop = request.answer_tokens > request.params.min_tokens
-            ends = may_stop and token in request.ends_at
-            text = "" if ends else request.text.push(token, may_stop)
-            if ends or request.text.stopped is not None:
-                request.finish_reason = "stop"
+            try:
+                seen = None if request.following is None else request.following.see(token)
+            except (Exception, SystemExit) as problem:  # what a grammar raises is its own request's
+                request.error, request.finish_reason = f"structured output failed: {problem}", "error"
+                updates.append(Update(request, token, ""))
+                continue
+            bound = request.following is not None and request.following.bound  # then it says what ends the answer
+            ends = seen == "end" if bound else may_stop and token in request.ends_at
+            try:
+                text = "" if ends else request.text.push(token, may_stop)
+            except Exception as problem:  # of a tokenizer: its own request ends, and the others go on
+                request.error, request.finish_reason = f"the tokens have no text: {problem}", "error"
+                updates.append(Update(request, None, ""))
+                continue
+            if ends or seen == "done" or request.text.stopped is not None:
+                request.finish_reason, request.end_token = "stop", ends
             elif len(request.tokens) >= request.limit:
                 request.finish_reason = "length"
             updates.append(Update(request, token, text))
@@ -581,7 +656,7 @@ class Engine:
     def _finish_done(self, updates: list[Update]) -> None:
         for i, update in enumerate(list(updates)):
             if update.request.finish_reason is not None:
-                updates[i] = Update(update.request, update.token, update.text + update.request.text.finish())
+                updates[i] = Update(update.request, update.token, update.text + _last_text(update.request))
                 updates += [Update(sibling, None, "") for sibling in update.request.forming]
                 self._finish(update.request)
         if self.idle:
@@ -594,6 +669,9 @@ class Engine:
             sibling.error, sibling.finish_reason = request.error, request.finish_reason
             self._finish(sibling)
         request.stats = stats_of(request, self.manager)
+        if self.manager.reuse is not None and request.reuse:
+            kept = min(self.manager.reuse.written(request.key), request.prompt_tokens)
+            request.reuse["written"] = max(0, kept - request.reuse["cached"])
         self.scheduler.finish(request)
         self.pipeline.forget_finished()
 
@@ -664,6 +742,25 @@ def _weights_of(engine: weakref.ref[Engine]) -> Tensor:
     if found is None:
         raise HybridKVError("the engine whose streams were to be weighed is gone")
     return found.stream_weights
+
+
+def _last_text(request: Request) -> str:
+    """What was held back of a finished answer's text."""
+    try:
+        return request.text.finish()
+    except Exception as problem:
+        request.error, request.finish_reason = request.error or f"the tokens have no text: {problem}", "error"
+        return ""
+
+
+def checked_marks(marks: Sequence[tuple[int, str]], tokens: int) -> tuple[tuple[int, str], ...]:
+    """Marks of a prompt, or RequestError."""
+    for at, kind in marks:
+        if not is_whole(at) or not 0 <= at <= tokens or kind not in KINDS:
+            raise RequestError(f"a mark must be (position within {tokens} tokens, one of {KINDS}), not {(at, kind)}")
+    if sum(kind == "client" for _, kind in marks) > MOST_CLIENT_MARKS:
+        raise RequestError(f"a prompt has at most {MOST_CLIENT_MARKS} marks of its client's own")
+    return tuple(marks)
 
 
 def _whole(token: object) -> int:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache import ForwardStep, KVCacheManager
-from hybridkv.engine.step_cost import TIMED, StepCost
+from hybridkv.engine.capturing import recording
+from hybridkv.engine.step_cost import TIMED, StepCost, unlike_tokens
 from hybridkv.engine.workspace import graph_sizes
 from hybridkv.kernels.attention.decode_tuning import same_shape_up_to
 from hybridkv.kernels.backend import HAS_TRITON
@@ -78,6 +79,7 @@ class DecodeGraphs:
                     self.captured[key] = self._capture(*key)
             except RuntimeError as problem:  # as a rule no memory is left
                 self.failed.add(key)
+                self.pool = torch.cuda.graph_pool_handle()
                 torch.cuda.empty_cache()
                 which = f"{rows} rows with up to {key[1]} entries a stream"
                 warnings.warn(f"decode steps of {which} run without a CUDA graph: {problem}", stacklevel=2)
@@ -90,7 +92,7 @@ class DecodeGraphs:
     def _capture(self, rows: int, reach: int) -> Captured:
         """Run the step on padding alone, which changes nothing: once to compile and to warm up, once to record."""
         step = self.manager.padding_step(rows, reach)
-        tokens = torch.zeros(rows, dtype=torch.int64, device=self.manager.device)
+        tokens = unlike_tokens(rows, self.model.config.vocab, self.manager.device)
         handles = self.manager.acquire(step)
 
         def forward() -> Tensor:
@@ -99,10 +101,10 @@ class DecodeGraphs:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            forward()
+            room = 2 * forward().nbytes  # the logits are most of it
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        with recording(graph, self.pool, room, self.manager.device):
             logits = forward()
         if self.cost is not None:
             self.cost.measure(rows, graph.replay, TIMED)

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from hybridkv.cache import KVCacheManager
+from hybridkv.cache.frozen import fork_frozen
 from hybridkv.cache.schema import ceil_div
 from hybridkv.cache.session import ENDS, Session, about_cache, check_session
-from hybridkv.cache.snapshot import lent_keys, restore_request, snapshot_request
+from hybridkv.cache.snapshot import restore_frozen, snapshot_request
 from hybridkv.config import EvictionConfig, SamplingParams
 from hybridkv.engine.stats import stats_of
 from hybridkv.errors import HybridKVError, OutOfPages, RequestError
@@ -35,14 +37,18 @@ def about(engine: Engine) -> dict[str, str]:
     return words | about_cache(engine.manager)
 
 
-def session_of(engine: Engine, request: Request | None, conversation: Mapping[str, Any]) -> Session:
-    """A copy on the host of a finished request, with its cache if that is held; the request stays as it is."""
+def session_of(engine: Engine, request: Request | None, conversation: Mapping[str, Any], cache: bool = True) -> Session:
+    """A copy on the host of a finished request, with its cache if that is held; the request stays as it is.
+
+    `cache`: else it is left out, and its records of evictions stay.
+    """
     manager = engine.manager
     plain = Session(manager.model_fingerprint(), about(engine), conversation=dict(conversation))
     if request is None:
         return plain
     check_ended(request, "saved")
-    snapshot = snapshot_request(manager, request.key) if has_cache(engine, request) else None
+    snapshot = snapshot_request(manager, request.key) if cache and has_cache(engine, request) else None
+    evicted = snapshot is not None or (not cache and request in engine.scheduler.held)
     return Session(
         plain.model,
         plain.about,
@@ -51,10 +57,10 @@ def session_of(engine: Engine, request: Request | None, conversation: Mapping[st
         str(request.finish_reason),
         request.text.text,
         request.text.stopped,
-        dict(request.evictions) if snapshot is not None else {},
+        dict(request.evictions) if evicted else {},
         snapshot,
         dict(conversation),
-        request.policy if snapshot is not None else None,
+        request.policy if evicted else None,
     )
 
 
@@ -65,7 +71,7 @@ def restore_held(engine: Engine, session: Session) -> Request:
     tokens = engine.check_tokens(session.tokens)
     if session.evictions and engine.evictor is None:
         raise RequestError("the session's cache was evicted, and this model was opened without a budget")
-    request = _ended(engine, tokens, session.prompt_tokens, session.finish_reason, SamplingParams())
+    request = ended_request(engine, tokens, session.prompt_tokens, session.finish_reason, SamplingParams())
     request.text = TextStream.ended(session.text, session.stopped)
     if snapshot is None:
         return request
@@ -73,36 +79,48 @@ def restore_held(engine: Engine, session: Session) -> Request:
     need = {}
     for name, table in manager.tables.items():
         need[name] = int(np.sum([ceil_div(int(n), table.schema.entries_per_page) for n in snapshot.lengths[name]]))
-    with_queries = bool(lent_keys(manager) & snapshot.states.keys())
-    given_up = scheduler.room_to_hold(need, with_queries)
-    if given_up is None:
-        raise RequestError(_no_room(engine, need))
-    for held in given_up:
-        scheduler.release_held(held)
-    restore_request(manager, snapshot, request.key)
+    make_room(engine, need, sum(t.nbytes for t in snapshot.states.values()))
+    restore_frozen(manager, snapshot, request.key)
     scheduler.held.append(request)  # last: an interrupt before this finds a cache without an owner, and releases it
     return request
 
 
+def make_room(engine: Engine, need: dict[str, int], state_bytes: int) -> None:
+    """Room for one more frozen cache, at the cost of those that were unused longest, or RequestError."""
+    given_up = engine.scheduler.pages_to_hold(need)
+    if given_up is None or not engine.scheduler.host_room(state_bytes):
+        raise RequestError(_no_room(engine, need))
+    for request in given_up:
+        engine.scheduler.spare(request)
+
+
 def fork_held(engine: Engine, request: Request) -> Request:
-    """A second finished request with the same past, on the same pages. Without room for it, it has no cache."""
+    """A second finished request with the same past, on the same pages. Where the first has no cache, it has none."""
     manager, scheduler = engine.manager, engine.scheduler
     check_ended(request, "forked")
-    fork = _ended(engine, list(request.tokens), request.prompt_tokens, str(request.finish_reason), request.params)
+    fork = ended_request(
+        engine, list(request.tokens), request.prompt_tokens, str(request.finish_reason), request.params
+    )
     fork.text = TextStream.ended(request.text.text, request.text.stopped)
     fork.stats = dict(request.stats)
     if not has_cache(engine, request):
         return fork
-    with_queries = manager.query_buffers.of[manager.slot_of[request.key]] >= 0
-    given_up = scheduler.room_to_hold(dict.fromkeys(manager.tables, 0), bool(with_queries), keep=request)
-    if given_up is None:
-        return fork
-    for held in given_up:
-        scheduler.release_held(held)
+    if request.key not in manager.frozen and not _has_room_for_fork(manager, request):
+        scheduler.freeze(request)  # two frozen caches need neither slots nor query buffers
+        if request not in scheduler.held:
+            return fork
     fork.evictions, fork.policy = dict(request.evictions), request.policy
-    manager.fork_request(request.key, fork.key)
+    if request.key in manager.frozen:
+        fork_frozen(manager, request.key, fork.key)
+    else:
+        manager.fork_request(request.key, fork.key)
     scheduler.held.append(fork)
     return fork
+
+
+def _has_room_for_fork(manager: KVCacheManager, request: Request) -> bool:
+    with_queries = manager.query_buffers.of[manager.slot_of[request.key]] >= 0
+    return manager.free_slots > 0 and (not with_queries or manager.query_buffers.free > 0)
 
 
 def evict_held(
@@ -118,6 +136,8 @@ def evict_held(
         raise RequestError("this cache keeps no queries to evict by; open the model with query_buffers=1 or more")
     if request not in engine.scheduler.held:
         raise RequestError("the request's cache is not held any more: there is nothing to evict")
+    if not engine.scheduler.bring_back(request):
+        raise RequestError("every slot or page is taken by requests that are running; evict when they have ended")
     engine.evictor.check(eviction, engine.manager)
     with _or_given_up(engine, request):
         return engine.evictor.evict_held(request, engine.manager, eviction, scores, ranges, seen)
@@ -145,14 +165,14 @@ def evict_turns(engine: Engine, request: Request, turns: Sequence[tuple[int, int
     manager, scheduler = engine.manager, engine.scheduler
     if engine.evictor is None:
         raise RequestError("this cache never evicts; open the model with CacheConfig(keep_turns=...)")
-    while request in scheduler.held:
+    while scheduler.bring_back(request):
         try:
             with _or_given_up(engine, request):
                 evict_turns_of(engine.evictor, request, manager, turns, budget)
         except OutOfPages:
-            others = [held for held in scheduler.held if held is not request]
+            others = [held for held in scheduler.holding_pages if held is not request]
             if others:
-                scheduler.release_held(others[0])
+                scheduler.spare(others[0])
                 continue
         request.stats = stats_of(request, manager)
         break
@@ -175,7 +195,8 @@ def check_ended(request: Request, what: str) -> None:
         raise RequestError(f"a request that failed cannot be {what}: {request.error}")
 
 
-def _ended(engine: Engine, tokens: list[int], prompt: int, reason: str, params: SamplingParams) -> Request:
+def ended_request(engine: Engine, tokens: list[int], prompt: int, reason: str, params: SamplingParams) -> Request:
+    """A request that has ended already, with no cache yet."""
     request = engine.new_request(tokens, params, hold=True)
     request.prompt_tokens, request.finish_reason, request.status = prompt, reason, Status.FINISHED
     return request
@@ -189,5 +210,5 @@ def _no_room(engine: Engine, need: dict[str, int]) -> str:
             return f"the session's cache takes {pages} pages of '{name}', the pool has {totals[name]}; give more memory"
     return (
         f"there is no room for the session's cache beside the {running} requests that are running; load it when they "
-        "have ended, or give more memory or a higher max_requests"
+        "have ended, or give more memory"
     )

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache import ForwardStep, KVCacheManager
-from hybridkv.engine.step_cost import TIMED, StepCost
-from hybridkv.engine.workspace import MOST_CHUNKS, chunk_rows, mixed_sizes
+from hybridkv.engine.capturing import recording
+from hybridkv.engine.step_cost import TIMED, StepCost, unlike_tokens
+from hybridkv.engine.workspace import BESIDE, MOST_CHUNKS, chunk_rows, graph_bytes, mixed_sizes
 from hybridkv.kernels.attention.dequantise import KEYS
 from hybridkv.kernels.attention.prefill_plan import PIECE, fits_graph
 from hybridkv.kernels.formats.kv_format import pool_format
@@ -61,8 +62,8 @@ class MixedGraphs:
         self.dequantises = not tiled or any(fmt is None or fmt.dot_dtype != torch.bfloat16 for fmt in formats)
         self.dequantises |= any(fmt is not None and fmt.quantised for fmt in formats)
         self.dequantises &= not manager.exact  # which reads all pages as they are
-        item = model.embedding.element_size()  # type: ignore[attr-defined]
-        self.sizes = mixed_sizes(model.config, step_tokens, item, self.dequantises)
+        self.itemsize: int = model.embedding.element_size()  # type: ignore[attr-defined]
+        self.sizes = mixed_sizes(model.config, step_tokens, self.itemsize, self.dequantises)
         self.asked: dict[StepShape, int] = {}
         self.captured: dict[StepShape, CapturedMixed] = {}
         self.failed: set[StepShape] = set()
@@ -108,6 +109,7 @@ class MixedGraphs:
                     self.captured[step.shape] = self._capture(step.shape)
             except RuntimeError as problem:  # as a rule no memory is left
                 self.failed.add(step.shape)
+                self.pool = torch.cuda.graph_pool_handle()
                 torch.cuda.empty_cache()
                 warnings.warn(f"steps of {step.shape.tokens} tokens run without a CUDA graph: {problem}", stacklevel=2)
         return self.captured.get(step.shape)
@@ -116,7 +118,7 @@ class MixedGraphs:
     def _capture(self, shape: StepShape) -> CapturedMixed:
         """Run the step on padding alone, which changes nothing: to compile and to warm up, to record, to be timed."""
         step, device = self.manager.padding_of_shape(shape), self.manager.device
-        tokens = torch.zeros(shape.tokens, dtype=torch.int64, device=device)
+        tokens = unlike_tokens(shape.tokens, self.model.config.vocab, device)
         rows = torch.zeros(shape.decodes + shape.chunks, dtype=torch.int64, device=device)
 
         def forward() -> Tensor:
@@ -129,7 +131,8 @@ class MixedGraphs:
             forward()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        room = BESIDE * graph_bytes(self.model.config, shape.tokens, self.itemsize, self.dequantises)
+        with recording(graph, self.pool, room, device):
             hidden = forward()
         self.cost.measure(shape.tokens, graph.replay, TIMED)
         return CapturedMixed(graph, tokens, rows, step.packed, hidden)

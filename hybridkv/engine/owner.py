@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from hybridkv.engine.engine import Engine, Update
+from hybridkv.engine.loop_mail import gathered
 from hybridkv.errors import RequestError
 from hybridkv.request import Request
 
@@ -35,7 +37,8 @@ class Ticket:
     """One caller's request, and its siblings if it asked for several answers.
 
     `listener`, where there is one, is called on the owner's thread: with the text of every step that ran while the
-    request was there, which may be "", and at the end with None. It must not wait for anything.
+    request was there, which may be "", and at the end with None. It must not wait for anything. Without `every_step` it
+    is called for steps that gave the request a token: with hundreds of requests that is much less.
     """
 
     def __init__(
@@ -43,8 +46,9 @@ class Ticket:
         add: Callable[[Engine], Request],  # runs on the owner's thread
         listener: Callable[[str | None], None] | None = None,
         hold: bool = False,  # a cancelled answer ends where it is, and its cache is held for a next turn
+        every_step: bool = True,
     ) -> None:
-        self.add, self.listener, self.hold = add, listener, hold
+        self.add, self.listener, self.hold, self.every_step = add, listener, hold, every_step
         self.request: Request | None = None  # None: not added yet
         self.problem: BaseException | None = None  # the exception that ended it
         self.read = 0  # prompt tokens read so far
@@ -125,6 +129,18 @@ class EngineOwner:
         """`work(engine)` on the owner's thread, between two steps; `drained`: with no step in flight on a device."""
         return self._call(lambda serving: serving.run(work, drained))
 
+    def observe(self, look: Callable[[Engine], object]) -> Callable[[], None]:
+        """Call `look(engine)` on the owner's thread after every step and every change between steps, as a picture of
+        what is held needs it; returns what ends that. It must be quick, and wait for nothing.
+        """
+        state = self._state
+        state.observers = (*state.observers, look)
+
+        def end() -> None:
+            state.observers = tuple(other for other in state.observers if other is not look)
+
+        return end
+
     def close(self) -> None:
         """End all requests and the thread. What is asked for later is refused."""
         self._state.closed = True
@@ -136,6 +152,11 @@ class EngineOwner:
     def closed(self) -> bool:
         """Whether nothing can be asked any more, and nothing is held."""
         return self._state.closed
+
+    @property
+    def stepped(self) -> float:
+        """When a step last came to its end, of time.monotonic(). It waits for nothing."""
+        return self._state.stepped
 
     @property
     def _on_its_thread(self) -> bool:
@@ -236,6 +257,8 @@ class _State:
         self.finished = False  # it has
         self.thread: threading.Thread | None = None
         self.serving: _Serving | None = None  # while there is work
+        self.observers: tuple[Callable[[Engine], object], ...] = ()
+        self.stepped = 0.0  # of time.monotonic(): when a step last came to its end
 
 
 def _end_thread(inbox: SimpleQueue[_Work | None], state: _State) -> None:
@@ -299,6 +322,7 @@ class _Serving:
         work.carry_out(self)
         while True:
             self.take_calls()
+            self._show()
             if self.state.closed:
                 self.cancel(list(self.tickets), RequestError("this model was closed while the answer was written"))
                 return
@@ -307,6 +331,21 @@ class _Serving:
             self.step()
 
     def take_calls(self) -> None:
+        """All that callers ask for by the time when the next step must be launched."""
+        while True:
+            self._take_waiting()
+            spare = self.engine.slack() if self.tickets and not self.state.closed else 0.0
+            if spare <= 0:
+                return
+            try:
+                work = self.inbox.get(timeout=spare)
+            except Empty:
+                return
+            if work is not None:
+                work.carry_out(self)
+
+    @gathered()
+    def _take_waiting(self) -> None:
         while True:
             try:
                 work = self.inbox.get_nowait()
@@ -314,6 +353,11 @@ class _Serving:
                 return
             if work is not None:
                 work.carry_out(self)
+
+    def _show(self) -> None:
+        for look in self.state.observers:
+            with contextlib.suppress(Exception):  # a picture that fails costs no answer
+                look(self.engine)
 
     # ---- what callers ask for
 
@@ -362,13 +406,18 @@ class _Serving:
         except BaseException as problem:
             self._failed(problem)
             return
+        finally:
+            self.state.stepped = time.monotonic()
         self._give(updates)
 
+    @gathered()
     def _give(self, updates: Sequence[Update]) -> None:
         texts = {update.request: update.text for update in updates}
         for ticket in list(self.tickets):
             request = ticket.request
-            if ticket.listener is not None and request is not None:
+            assert request is not None
+            due = ticket.every_step or request in texts or request.siblings
+            if ticket.listener is not None and due:
                 slot = self.engine.manager.slot_of.get(request.key)
                 if request.answer_tokens:
                     ticket.read = request.prompt_tokens
@@ -379,7 +428,7 @@ class _Serving:
                 except Exception:  # its caller is gone, as an event loop that was closed
                     self.cancel([ticket])
                     continue
-            if all(request.finished for request in ticket.requests):
+            if request.finished and all(request.finished for request in ticket.requests):
                 self._end(ticket)
         if self.tickets and self.engine.idle:  # they are in no queue any more: an interrupt lost them
             lost = RequestError("the request is no longer in the engine: it was lost by an interrupt; ask again")

@@ -12,7 +12,7 @@ A step that was launched has advanced state, so its requests are in doubt until 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,9 +22,13 @@ from hybridkv.cache.step import upload
 from hybridkv.engine.prompt_logprobs import prompt_parts, score_prompts
 from hybridkv.engine.runner import Runner, StepInputs
 from hybridkv.engine.sampler import PromptScores, SampledTokens, sample
+from hybridkv.engine.sampling_graphs import SamplingGraphs
 from hybridkv.engine.scheduler import Batch, Scheduler
 from hybridkv.engine.workspace import prompt_rows_at_once
 from hybridkv.request import Request
+
+SURE = 0.75  # of what a step is to take on the device: it takes that long at least
+SMOOTH = 0.2  # of the last launch in the mean
 
 
 @dataclass
@@ -51,6 +55,10 @@ class Pipeline:
         self.in_flight: InFlightStep | None = None  # whose results are given out next
         self.ahead: InFlightStep | None = None  # launched behind it
         self.prepared: Batch | None = None  # the step after it, if all goes on as it is
+        self.on_launch: Callable[[int], None] | None = None  # told how many tokens each step runs
+        self.began_at = 0.0  # when the device has begun the step in flight, about
+        self.launch_s = 0.0  # what the host takes to launch a step, smoothed
+        self.draw = None if runner.graphs is None else SamplingGraphs(runner.graphs)
 
     def next_step(self) -> InFlightStep | None:
         """The step whose results are due: the one in flight, or a new one; None: there is nothing to do."""
@@ -93,6 +101,19 @@ class Pipeline:
     def advance(self) -> None:
         """The results of the step in flight have been given out."""
         self.in_flight, self.ahead = self.ahead, None
+        self.began_at = time.perf_counter()
+
+    def slack(self) -> float:
+        """Seconds that the caller may wait before the next step is launched, and the device has none to wait for. A
+        request that comes until then is in that step, and not in the one after it.
+        """
+        step = self.in_flight
+        if step is None or step.in_vain or self.ahead is not None:
+            return 0.0
+        taken = self.scheduler.predicted(step.batch)
+        if taken is None:
+            return 0.0
+        return max(0.0, self.began_at + SURE * taken - 2 * self.launch_s - time.perf_counter())
 
     def forget_finished(self) -> None:
         """Drop what was made for requests that have ended."""
@@ -115,10 +136,17 @@ class Pipeline:
 
     def _launch(self, step: InFlightStep) -> None:
         """Run a step. From then on its requests have a token more that only the device knows."""
+        begin = time.perf_counter()
         self._run(step)
+        now = time.perf_counter()
+        self.launch_s += (now - begin - self.launch_s) * SMOOTH
+        if step is not self.ahead:
+            self.began_at = now
         assert step.sampled is not None
         for request in step.sampled.requests:
             request.unseen += 1
+        if self.on_launch is not None:
+            self.on_launch(sum(step.batch.counts))
 
     def _run(self, step: InFlightStep) -> None:
         batch = step.batch
@@ -140,9 +168,9 @@ class Pipeline:
         first = [batch.requests[i] for i in batch.sampled]
         chosen = [(each, row) for row, request in enumerate(first) for each in (request, *request.forming)]
         if len(chosen) == len(first):
-            return sample(logits, first, prompts=prompts)
+            return sample(logits, first, prompts=prompts, draw=self.draw)
         at_once = self.scheduler.manager.slots  # what memory was set aside for
-        return sample(logits, [r for r, _ in chosen], [row for _, row in chosen], prompts, at_once)
+        return sample(logits, [r for r, _ in chosen], [row for _, row in chosen], prompts, at_once, self.draw)
 
     def _inputs(self, batch: Batch, rows: list[int] | None = None) -> StepInputs:
         """`rows`: whose logits are wanted; None: the last one of each request that gets a token."""

@@ -29,6 +29,7 @@ from hybridkv.devices import on_device
 from hybridkv.engine.sampler import sample
 from hybridkv.engine.workspace import chunk_rows
 from hybridkv.kernels.compiling import counted, kernel_folder, together
+from hybridkv.kernels.sampling.mask import mask_rows
 from hybridkv.kernels.step_index import StepShape
 from hybridkv.request import RequestKey
 
@@ -130,6 +131,8 @@ def _sample(engine: Engine) -> None:
         logits = torch.zeros(count, engine.vocab, dtype=embedding.dtype, device=device)
         for params in (SamplingParams(), SamplingParams(temperature=0.7, top_p=0.9, seed=0)):
             sample(logits, [engine.new_request([0], params) for _ in range(count)])
+        masks = torch.zeros(1, (engine.vocab + 31) // 32, dtype=torch.int32, device=device)
+        mask_rows(logits, masks, torch.zeros(1, dtype=torch.int64, device=device))
 
 
 def _kinds(layers: Sequence[object]) -> list[int]:

@@ -58,7 +58,7 @@ def replay(engine: Engine, request: Request, part: ReplayPart, scores: list[Tens
     if STREAMS not in manager.tables:
         raise RequestError("the model has no full-attention layer: there is nothing to score")
     check_ended(request, "read again")
-    if request not in engine.scheduler.held:
+    if not engine.scheduler.bring_back(request):
         raise RequestError(
             "the cache of what is read again was given up to make room for other requests; do it when they have ended, "
             "or give more memory or a higher max_requests"
@@ -103,7 +103,7 @@ def _make_room(engine: Engine, request: Request, tokens: int) -> None:
             f"{sum(need.values())} pages; do it when they have ended, or give more memory or a higher max_requests"
         )
     for held in given_up:
-        scheduler.release_held(held)
+        scheduler.spare(held)
 
 
 def _read(engine: Engine, fork: RequestKey, tokens: list[int], first: int, looking: _Looking) -> None:

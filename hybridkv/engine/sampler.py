@@ -2,9 +2,10 @@
 
 The order is that of vLLM, but for min-p, which comes last here:
 
+    grammar             tokens that a constraint does not allow: -inf. Nothing below gives them back
     forbidden tokens    the last token of a bad word, and, before min_tokens, those that end the answer: -inf
     logit bias          added
-    logits hook         the caller's function, on the host's thread
+    logits hook         the caller's function, on the host's thread; what the grammar does not allow is -inf after it
     penalties           repetition (prompt and answer), then frequency and presence (answer alone)
     greedy              the largest is taken, the first among equals; nothing below applies
     temperature, top-k, top-p, min-p
@@ -18,7 +19,7 @@ Logprobs are of the logits before all of this.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.config import SamplingParams
+from hybridkv.engine.masking import Masks, mask_logits
 from hybridkv.engine.workspace import block_rows
 from hybridkv.kernels.best_tokens import best_tokens
 from hybridkv.kernels.sampling.log_sum import log_sum_exp
@@ -87,7 +89,7 @@ class SampledTokens:
     requests: Sequence[Request]  # S
     found: Tensor  # [2, S] int64, on the host: tokens, and what is wrong with a row (PROBLEMS)
     logprobs: list[tuple[int, Tensor]] = field(default_factory=list)  # row, and its [1 + 2 n] f64 of `token_scores`
-    failed: dict[int, str] = field(default_factory=dict)  # rows whose hook has failed, and how
+    failed: dict[int, str] = field(default_factory=dict)  # rows whose hook or grammar has failed, and how
     prompts: list[PromptScores] = field(default_factory=list)
     ready: torch.cuda.Event | None = None  # recorded after the copies to the host; None: they are there already
 
@@ -96,7 +98,7 @@ class SampledTokens:
         if self.ready is not None:
             self.ready.synchronize()
         tokens, flags = self.found.tolist()
-        problems = [PROBLEMS.get(flag) or self.failed.get(i) for i, flag in enumerate(flags)]
+        problems = [self.failed.get(i) or PROBLEMS.get(flag) for i, flag in enumerate(flags)]
         for i, row in self.logprobs:
             request = self.requests[i]
             if problems[i] or request.finished or request.finish_reason is not None:
@@ -115,28 +117,22 @@ def sample(
     rows: Sequence[int] | None = None,  # the row of each request; several may share one. None: one each, in order
     prompts: Sequence[PromptScores] = (),  # to be brought to the host together with the tokens
     at_once: int | None = None,  # requests that are sampled at once at the most; None: all
+    draw: Callable[[Tensor, Sequence[SampleRow], Tensor], None] | None = None,  # SamplingGraphs, or sample_rows
 ) -> SampledTokens:
     """The next token of each request."""
+    shared = rows is not None
+    rows = range(len(requests)) if rows is None else rows
+    scores = _Scores(logits, requests, rows, at_once)  # before anything is masked
+    masks = mask_logits(logits, requests, rows)
     found = best_tokens(logits)  # all that plain greedy requests need
-    if rows is None:
-        rows = range(len(requests))
-    else:
+    if shared:
         found = found.index_select(1, _upload(rows, torch.int64, logits.device))
-    sampled = SampledTokens(found[0], requests, found, prompts=list(prompts))
+    sampled = SampledTokens(found[0], requests, found, failed=masks.failed, prompts=list(prompts))
     drawn = [i for i, request in enumerate(requests) if request.params.temperature or _adjusts(request)]
     at_once = at_once or max(1, len(requests))
     for begin in range(0, len(drawn), at_once):
-        _sample_some(logits, rows, drawn[begin : begin + at_once], found, sampled)
-    asked = [i for i, request in enumerate(requests) if request.params.logprobs is not None]
-    if asked:
-        count = max(requests[i].params.logprobs or 0 for i in asked)
-        index = _upload([[rows[i] for i in asked], asked], torch.int64, logits.device)
-        size = min(block_rows(logits.shape[1]), at_once)
-        scores = [
-            token_scores(logits.index_select(0, row), sampled.tokens[i], count)
-            for row, i in zip(*(part.split(size) for part in index), strict=True)
-        ]
-        sampled.logprobs = list(zip(asked, host(torch.cat(scores)), strict=True))
+        _sample_some(logits, rows, drawn[begin : begin + at_once], found, sampled, masks, draw or sample_rows)
+    sampled.logprobs = scores.of(logits, sampled.tokens)
     sampled.found = host(found)
     if logits.is_cuda:
         sampled.ready = torch.cuda.Event()
@@ -144,7 +140,10 @@ def sample(
     return sampled
 
 
-def _sample_some(logits: Tensor, rows: Sequence[int], some: list[int], found: Tensor, sampled: SampledTokens) -> None:
+def _sample_some(
+    logits: Tensor, rows: Sequence[int], some: list[int], found: Tensor, sampled: SampledTokens, masks: Masks,
+    draw: Callable[[Tensor, Sequence[SampleRow], Tensor], None],
+) -> None:  # fmt: skip
     """Write the tokens of some requests that are not plainly greedy to found [2, S]."""
     together, vocab, device = [], logits.shape[1], logits.device
     for i in some:
@@ -158,11 +157,12 @@ def _sample_some(logits: Tensor, rows: Sequence[int], some: list[int], found: Te
             continue
         try:  # alone: its copy of the logits goes before the next one's is made
             asked.own = _hooked(logits, asked, request)
+            masks.apply(rows[i], asked.own)
             sample_rows(logits, [asked], found)
         except HookFailed as problem:
             sampled.failed[i] = str(problem)
         asked.own = None
-    sample_rows(logits, together, found)
+    draw(logits, together, found)
     for i in some:
         request = sampled.requests[i]
         request.sampler.counted += 1  # the host learns the token later
@@ -173,7 +173,8 @@ def _sample_some(logits: Tensor, rows: Sequence[int], some: list[int], found: Te
 def _adjusts(request: Request) -> bool:
     """Whether a greedy request may choose another token than that of the largest logit."""
     params = request.params
-    return _penalises(params) or bool(params.logit_bias) or params.min_tokens > 0 or request.needs_last_token
+    adjusted = _penalises(params) or bool(params.logit_bias) or bool(request.bad_words) or bool(request.banned)
+    return adjusted or params.min_tokens > 0 or params.logits_hook is not None
 
 
 class HookFailed(Exception):
@@ -201,9 +202,9 @@ def _row_of(request: Request, vocab: int, device: torch.device) -> SampleRow:
 
 def _forbidden(request: Request, vocab: int) -> list[int]:
     """Tokens that must not come next: those that end the answer too early, and ends of bad words."""
-    found = []
+    found = [token for token in request.banned if token < vocab]
     if request.params.min_tokens and request.answer_tokens + request.unseen < request.params.min_tokens:
-        found = [token for token in request.ends_at if token < vocab]
+        found += [token for token in request.ends_at if token < vocab]
     for *before, last in request.bad_words:
         known = len(request.tokens) - len(before)
         if known >= request.prompt_tokens and request.tokens[known:] == before:
@@ -242,14 +243,45 @@ def _penalises(params: SamplingParams) -> bool:
     return params.repetition_penalty not in (1, None) or params.presence_penalty != 0 or params.frequency_penalty != 0
 
 
-def token_scores(logits: Tensor, tokens: Tensor, count: int) -> Tensor:
-    """[t, 1 + 2 n] f64 for logits [t, vocab] and tokens [t]: the token's log probability, those of the `count` best
+class _Scores:
+    """Logprobs of the requests that ask for them: what a row says of its tokens first, its own one when it is known."""
+
+    def __init__(self, logits: Tensor, requests: Sequence[Request], rows: Sequence[int], at_once: int | None) -> None:
+        self._asked = [i for i, request in enumerate(requests) if request.params.logprobs is not None]
+        if self._asked:
+            count = max(requests[i].params.logprobs or 0 for i in self._asked)
+            self._index = _upload([[rows[i] for i in self._asked], self._asked], torch.int64, logits.device)
+            parts = self._index[0].split(min(block_rows(logits.shape[1]), at_once or max(1, len(requests))))
+            self._rows = torch.cat([row_scores(logits.index_select(0, part), count) for part in parts])
+
+    def of(self, logits: Tensor, tokens: Tensor) -> list[tuple[int, Tensor]]:
+        """(request, its [1 + 2 n] f64), on the host. A token that was chosen has the logit that it had."""
+        if not self._asked:
+            return []
+        own = logits[self._index[0], tokens[self._index[1]]].float().double().unsqueeze(1)
+        return list(zip(self._asked, host(_scored(own, self._rows)), strict=True))
+
+
+def row_scores(logits: Tensor, count: int) -> Tensor:
+    """[t, 1 + 2 n] f64 for logits [t, vocab]: what is taken from a logit, the log probabilities of the `count` best
     tokens, and their ids.
     """
     total = log_sum_exp(logits).unsqueeze(1)
     top = logits.topk(min(count, logits.shape[1]))
-    own = logits.gather(1, tokens.unsqueeze(1))
-    return torch.cat([x.double() for x in (own.float() - total, top.values.float() - total, top.indices)], 1)
+    return torch.cat([x.double() for x in (total, top.values.float() - total, top.indices)], 1)
+
+
+def _scored(own: Tensor, rows: Tensor) -> Tensor:
+    """`row_scores` with the log probability of a token, whose logit is `own` [t, 1] f64, in the first place."""
+    return torch.cat((own.sub(rows[:, :1]).float().double(), rows[:, 1:]), 1)
+
+
+def token_scores(logits: Tensor, tokens: Tensor, count: int) -> Tensor:
+    """[t, 1 + 2 n] f64 for logits [t, vocab] and tokens [t]: the token's log probability, those of the `count` best
+    tokens, and their ids.
+    """
+    own = logits.gather(1, tokens.unsqueeze(1)).float().double()
+    return _scored(own, row_scores(logits, count))
 
 
 def _token_logprobs(row: Tensor, count: int) -> TokenLogprobs:

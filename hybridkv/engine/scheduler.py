@@ -1,7 +1,7 @@
 """Scheduler: which requests run in the next step, and how many tokens of each. Who is resident is admission.py's.
 
 Every running request that has one pending token decodes. The rest of the step's token budget goes to prompt chunks:
-a quarter to the oldest, the rest to the shortest, so that a long prompt neither stalls others nor starves.
+an eighth to the oldest, the rest to the shortest, so that a long prompt neither stalls others nor starves.
 
 A request whose eviction is under way on the device is left out of steps while others can run. It is waited for where
 nothing else is left to do.
@@ -29,7 +29,7 @@ Plan = list[tuple[Request, int]]  # (request, new tokens)
 # A step is launched ahead without requests that must be seen first only if no more than one in so many are such: these
 # then have a token in every second step.
 FEW = 8
-FINE_QUANTUM = 16  # in place of CHUNK_QUANTUM where steps are graphs, whose products do not give the same bits anyway
+OLDEST = 8  # the oldest prompt has one in so many of a step's prompt tokens, and what shorter ones leave
 
 
 @dataclass(frozen=True)
@@ -119,11 +119,25 @@ class Scheduler(Admission):
                 if self._settle_some():
                     continue
                 gone = self.make_room()
+                if gone is None and self._give_up_columns():
+                    continue
                 if gone is None:
                     raise
                 preempted.add(gone)
                 continue
             return Batch.of(plan, step)
+
+    def _give_up_columns(self) -> bool:
+        """Whether pages can be had since running requests keep nothing for others: one that was read beside columns of
+        the same tokens has pages of its own, and they were kept for its sake.
+        """
+        manager = self.manager
+        if manager.reuse is None:
+            return False
+        before = manager.free_pages()
+        for request in self.running:
+            manager.reuse.let_go(request.key)
+        return any(pages > before[name] for name, pages in manager.free_pages().items())
 
     def schedule_ahead(self) -> Batch | None:
         """The step after the one in flight, whose tokens are not known yet: of all that goes on whatever they are.
@@ -211,26 +225,41 @@ class Scheduler(Admission):
         sizes = [] if self.mixed is None else self.mixed.sizes
         shortest = min(prompts, key=lambda item: item[1])[0]
         keys = (
-            self.manager.longest(prompts[0][0].key) + 3 * self.manager.longest(shortest.key)
-        ) / 4  # as `_chunks` has it
+            self.manager.longest(prompts[0][0].key) + (OLDEST - 1) * self.manager.longest(shortest.key)
+        ) / OLDEST  # as `_chunks` has it
         return self.cost.tokens_beside(len(decoding), held, sizes, self.step_tokens, keys) - len(decoding)
+
+    def predicted(self, batch: Batch) -> float | None:
+        """Seconds that a step takes on the device; None: not known."""
+        if len(self.cost.seconds) < 2:
+            return None
+        parts = [(n, first) for n, first in zip(batch.counts, batch.positions) if n > 1]
+        read = sum(n for n, _ in parts)
+        keys = sum(n * (first + n / 2) for n, first in parts) / read if read else 0.0
+        live = self.manager.slot_of
+        decoding = [r.key for r, n in zip(batch.requests, batch.counts) if n == 1 and r.key in live]
+        tokens = batch.step.shape.tokens if batch.step.shape is not None else sum(batch.counts)
+        return self.cost.predicted(tokens, self.manager.step_bytes(decoding), keys)
 
     def _chunks(self, prompts: Plan, budget: int, most_prompts: int) -> Plan:
         """What is read of one prompt or more, [(request, pending tokens)], oldest first; of `most_prompts` at the most.
 
-        A quarter of the budget is the oldest one's. The rest is for the shortest, and what they leave for the oldest.
+        A part of the budget is the oldest one's (OLDEST), the rest the shortest's; what these leave is the oldest's.
         """
         found: dict[Request, int] = {}
 
         def take(request: Request, tokens: int, most: int) -> int:
             position = self.manager.position(request.key)
-            chunk = self._chunk(position, self._until_eviction(request, position, tokens), most)
+            tokens = self._until_eviction(request, position, tokens)
+            if self.manager.reuse is not None:
+                tokens = self.manager.reuse.until_stop(request.key, position, tokens)
+            chunk = self._chunk(position, tokens, most)
             if chunk and self.give_query_buffer(request):
                 found[request] = chunk
             return found.get(request, 0)
 
         (oldest, tokens), *others = prompts
-        own = take(oldest, tokens, max(budget // 4, CHUNK_QUANTUM) if others else budget)
+        own = take(oldest, tokens, max(budget // OLDEST, self.quantum) if others else budget)
         left = budget - own
         for request, n in sorted(others, key=lambda item: item[1]):
             left -= take(request, n, left) if len(found) < most_prompts else 0
@@ -239,8 +268,10 @@ class Scheduler(Admission):
 
     @property
     def quantum(self) -> int:
-        """Chunks end at multiples of it. A graph with decoding requests in it has no room for whole CHUNK_QUANTUMs."""
-        return FINE_QUANTUM if self.mixed is not None and self.mixed.sizes and not self.manager.exact else CHUNK_QUANTUM
+        """Chunks end at multiples of it: of 1 where steps are graphs, which are filled to the last token. The products
+        of these do not give the same bits however a prompt is cut.
+        """
+        return 1 if self.mixed is not None and self.mixed.sizes and not self.manager.exact else CHUNK_QUANTUM
 
     def _chunk(self, position: int, pending: int, budget: int) -> int:
         """As much of a prompt as the budget allows."""

@@ -86,9 +86,9 @@ def _make_room(engine: Engine) -> bool:
     False: there is none, or a step of it is still in flight on a device.
     """
     scheduler, pipeline = engine.scheduler, engine.pipeline
-    if not scheduler.held and (pipeline.in_flight is not None or not scheduler.running):
+    if not scheduler.holding_pages and (pipeline.in_flight is not None or not scheduler.running):
         return False
-    if not scheduler.held:
+    if not scheduler.holding_pages:
         pipeline.prepared = None  # the step that was to come next may be of this request
         scheduler.preempt(max(scheduler.running, key=lambda request: request.order))
         return True
@@ -102,8 +102,8 @@ def score_after(engine: Engine, request: Request, tokens: Sequence[int]) -> Tens
     """
     tokens = engine.check_tokens(tokens)
     manager = engine.manager
-    if request not in engine.scheduler.held:
-        raise RequestError("the request's cache is not held any more; read its tokens again")
+    if not engine.scheduler.bring_back(request):
+        raise RequestError("the request's cache is not held any more, or every slot is taken; read its tokens again")
     position = manager.position(request.key)
     if position + len(tokens) > manager.max_tokens:
         raise RequestError(f"{position} + {len(tokens)} tokens do not fit a context of {manager.max_tokens}")

@@ -2,13 +2,13 @@
 
 A step costs what its products cost, which follows from its number of tokens, and the reading of what its decoding
 requests hold. The first is measured whenever a graph is captured, by replaying it on padding; between two sizes the
-line through them is taken. Real tokens were seen to take longer than padding, whose rows are all alike: what a step
-takes beyond the reading of weights counts REAL times. The second is counted in bytes, at the rate
-at which the smallest step reads the weights. What prompts attend to is counted in products, at half the rate of those
-with weights.
+line through them is taken. The tokens of that padding differ from each other, as a card multiplies rows that are alike
+faster; recurrent layers and attention do next to nothing for it, so what a step takes beyond the reading of weights
+counts REAL times. The second is counted in bytes, at the rate at which the smallest step reads the weights. What
+prompts attend to is counted in products, at half the rate of those with weights.
 
 A request that decodes waits for the prompts read beside it: a step may take WAIT times what it would take without them,
-or LEAST seconds where that is longer: fifty tokens a second are faster than anyone reads, and small models read prompts
+or LEAST seconds where that is longer: forty tokens a second are faster than anyone reads, and small models read prompts
 at half their speed in steps that are shorter.
 Before anything has been measured, and on a CPU, a step has DEFAULT tokens: there the division of prompts, and with it
 the last bits of results, must not depend on a clock.
@@ -29,10 +29,15 @@ from hybridkv.planner import matrix_elements
 DEFAULT = 512  # tokens of a step in which requests decode
 WAIT = 2.4  # times as long as without prompts
 ATTENDING = 2.0  # times what a product with weights takes (H200: 16K keys make a 27B prompt's step a fifth longer)
-LEAST = 0.02  # seconds
+LEAST = 0.025  # seconds
 TIMED = 3  # replays of a graph, at the most
-REAL = 1.2  # H200, 27B: steps that should have taken 32 ms took up to 40
+REAL = 1.2  # H200, 27B: 256 to 384 tokens beside 3 to 9 decoding requests then take 0.97 to 1.1 of the prediction
 ENOUGH = 0.01  # seconds of replays after which no more are timed: a long step is measured well by one
+
+
+def unlike_tokens(count: int, vocab: int, device: torch.device) -> torch.Tensor:
+    """[count] tokens for padding that is timed: no two of them are the same, if there are so many."""
+    return torch.arange(count, dtype=torch.int64, device=device) * 7919 % vocab  # a prime, so that they spread
 
 
 class StepCost:

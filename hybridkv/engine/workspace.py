@@ -6,8 +6,9 @@
     index      scores of a prompt chunk's tokens over the index keys of DeepSeek-V4
 
 Activations of a step come on top: they depend on the kernels that run. Those of captured steps with prompts stay
-allocated, GRAPH_BYTES at the most, in memory that all of their graphs share. The cache in which is measured which
-streams copy (copying.py) is there between steps, when there are none.
+allocated, `captured_bytes`, GRAPH_BYTES at the most, in memory that all of their graphs share. Both lie in what a plan
+leaves in reserve. The cache in which is measured which streams copy (copying.py) is there between steps, when there are
+none.
 """
 
 from __future__ import annotations
@@ -99,6 +100,15 @@ def graph_bytes(config: ModelConfig, tokens: int, itemsize: int = 2, dequantises
     return most + tiles
 
 
+def captured_bytes(config: ModelConfig, schema: CacheSchema, step_tokens: int, itemsize: int) -> int:
+    """Bytes that captured steps with prompts keep, at the most."""
+    plain = all(
+        s.entries_per_page % KEYS == 0 and all(t.dtype == "bfloat16" for t in s.tensors) for s in schema.streams
+    )
+    sizes = mixed_sizes(config, step_tokens, itemsize, not plain)
+    return max((BESIDE * graph_bytes(config, size, itemsize, not plain) for size in sizes), default=0)
+
+
 def sampling_bytes(rows: int, vocab: int) -> int:
     """The most memory that sampling takes besides the logits: temporaries, and what is kept for every row."""
     state = 8 * vocab + 4 * ((vocab + 31) // 32)  # how often each token came, biases, and a bit for those seen
@@ -138,7 +148,7 @@ def workspace(
     limits: EngineConfig,
     context: int,  # tokens of the longest request
     dtype: str | torch.dtype,  # of the weights, and so of logits
-    captures: bool,  # whether decode steps are captured as graphs
+    captures: bool,  # whether steps are captured as graphs
 ) -> Workspace:
     rows = limits.max_requests
     sizes = graph_sizes(rows) if captures else []

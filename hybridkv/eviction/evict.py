@@ -140,6 +140,19 @@ class Evictor:
         at_step = eviction.bounded and position % self.step_tokens == 0
         return (again or at_step) and held > eviction.budget
 
+    def first_cut(self, request: Request) -> int | None:
+        """The first position at which the request is, or may be, evicted, as far as its prompt goes; None: at none."""
+        if request.evictions:
+            return next(iter(request.evictions))
+        eviction, prompt = request.eviction, request.prompt_tokens
+        if eviction is None:
+            return None
+        if not eviction.bounded:
+            return prompt if prompt > eviction.budget + eviction.window else None
+        stride = bounded_stride(self.step_tokens)
+        first = (self._on_the_way(eviction).budget // stride + 1) * stride
+        return min(first, prompt)
+
     def _due_on_the_way(self, eviction: EvictionConfig, position: int, held: float) -> bool:
         return position % bounded_stride(self.step_tokens) == 0 and held > self._on_the_way(eviction).budget
 

@@ -48,6 +48,11 @@ def model_fingerprint(model: Model) -> str:
     return digest.hexdigest()
 
 
+def config_digest(config: ModelConfig) -> str:
+    """64 characters: the numbers of a config that cached values depend on."""
+    return hashlib.sha256(json.dumps(_numbers(config)).encode()).hexdigest()
+
+
 def _numbers(config: ModelConfig) -> dict[str, object]:
     found = {key: value for key, value in dataclasses.asdict(config).items() if key not in UNUSED}
     return json.loads(json.dumps(found, sort_keys=True, default=sorted))  # sets are sorted

@@ -5,13 +5,14 @@ how the model answered with them and with all of them. Plain data.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from hybridkv.cache.schema import ceil_div
 from hybridkv.eviction.evict import STREAMS
+from hybridkv.eviction_record import EvictionRecord
 from hybridkv.llm import LLM
 from hybridkv.request import Request
 from hybridkv.text.tokenizer import Tokenizer
@@ -101,13 +102,18 @@ def positions_after_prompt(request: Request, streams: int) -> list[np.ndarray]:
     """Of each stream the prompt positions that were left when the prompt was read, by what the request remembers of its
     evictions.
     """
+    return positions_held(request.evictions, streams, request.prompt_tokens)
+
+
+def positions_held(evictions: Mapping[int, EvictionRecord], streams: int, tokens: int) -> list[np.ndarray]:
+    """Of each stream the positions that are left once so many tokens were read."""
     found, seen = [np.arange(0)] * streams, 0
-    for position in sorted(at for at in request.evictions if at <= request.prompt_tokens):
-        stays = [entries for layer in request.evictions[position] for entries in layer]
+    for position in sorted(at for at in evictions if at <= tokens):
+        stays = [entries for layer in evictions[position] for entries in layer]
         new = np.arange(seen, position)
         found = [np.concatenate([held, new])[entries] for held, entries in zip(found, stays, strict=True)]
         seen = position
-    new = np.arange(seen, request.prompt_tokens)
+    new = np.arange(seen, tokens)
     return [np.concatenate([held, new]) for held in found]
 
 

@@ -29,9 +29,11 @@ def write_page(kept: Kept, path: Path) -> None:
 
 def page(kept: Kept) -> str:
     """The page as HTML."""
-    style, script, body = (
-        files("hybridkv").joinpath("data", f"kept.{kind}").read_text(encoding="utf-8") for kind in ("css", "js", "html")
+    style, shading, own, body = (
+        files("hybridkv").joinpath("data", name).read_text(encoding="utf-8")
+        for name in ("kept.css", "shading.js", "kept.js", "kept.html")
     )
+    script = shading + own
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
     data = json.dumps(as_dict(kept)).translate(_INERT)

@@ -13,15 +13,10 @@ from starlette.types import Receive, Scope, Send
 
 from hybridkv.server.events import Event, Finish
 from hybridkv.server.generation import Generation, Job
-from hybridkv.server.problems import ApiError
+from hybridkv.server.problems import MODEL_FAILED, ApiError
+from hybridkv.server.protocol import STREAM_HEADERS
 from hybridkv.server.record import Record
 from hybridkv.server.service import Service
-
-STREAM_HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-)
 
 
 class ClientGone(ApiError):
@@ -34,7 +29,9 @@ class ClientGone(ApiError):
 class Format(Protocol):
     """A dialect: a pure function of events, but for what it has to remember of a stream."""
 
-    keep_alive: bytes
+    def alive(self) -> bytes:
+        """A sign of life in a silent stream."""
+        ...
 
     def chunks(self, events: list[Event], generation: Generation) -> Iterable[bytes]:
         """A step's events as server-sent events."""
@@ -56,7 +53,8 @@ class Format(Protocol):
 async def answer(request: Request, service: Service, job: Job, form: Format, stream: bool) -> Any:
     """Run a job and answer with it; whatever is wrong with it is told before the first byte."""
     record: Record = request.scope["state"]["record"]
-    generation = await service.begin(job)
+    patience = service.settings.keep_alive if stream else None
+    generation = await service.begin(job, patience, (request.scope["state"].get("salt", b""), record.id))
     if stream:
         return EventStream(service, generation, form, record)
     events: list[Event] = []
@@ -87,10 +85,12 @@ class EventStream:
 
         with _watched(self._service, generation, receive, self._record):
             try:
+                if not generation.accepted:  # it has been silent for so long already
+                    await write(form.alive())
                 while not generation.over:
                     events = await generation.next(self._service.settings.keep_alive)
                     if events is None:
-                        await write(form.keep_alive)
+                        await write(form.alive())
                         continue
                     ends += [event for event in events if isinstance(event, Finish)]
                     if data := b"".join(form.chunks(events, generation)):
@@ -102,6 +102,11 @@ class EventStream:
                     raise
                 self._record.problem = problem
                 await write(form.error(problem), more=False)
+            except Exception as problem:  # ours; a stream that is only cut looks whole to clients
+                self._record.cause = problem
+                if not started:
+                    raise
+                await write(form.error(ApiError(500, MODEL_FAILED)), more=False)
 
 
 def _count(service: Service, generation: Generation, events: Iterable[Event], record: Record) -> None:
@@ -124,5 +129,5 @@ def _watched(service: Service, generation: Generation, receive: Receive, record:
         yield
     finally:
         watching.cancel()
-        record.usage, record.cause = generation.usage, generation.problem
+        record.usage, record.cause = generation.usage, record.cause or generation.problem
         service.end(generation)

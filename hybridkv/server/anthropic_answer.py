@@ -31,8 +31,6 @@ def signature() -> str:
 class MessageFormat:
     """Events of one generation in Anthropic's form."""
 
-    keep_alive = named("ping")
-
     def __init__(self, call: MessageCall) -> None:
         self._call, self._id = call, new_id("msg_")
         self._started = False
@@ -40,6 +38,10 @@ class MessageFormat:
         self._end: Finish | None = None
 
     # streamed
+
+    def alive(self) -> bytes:
+        """A sign of life."""
+        return named("ping")
 
     def chunks(self, events: list[Event], generation: Generation) -> Iterator[bytes]:
         """The events of a step."""
@@ -128,13 +130,13 @@ class MessageFormat:
         return about | {"content": content, "stop_reason": reason, "stop_sequence": stop}
 
     def _usage(self, generation: Generation, output: int | None = None) -> dict[str, Any]:
-        """The three counts of input add up to the prompt's tokens. What is computed now is not yet kept for others."""
-        usage = generation.usage
+        """The three counts of input add up to the prompt's tokens. What is kept for others is known at the end."""
+        usage, kept = generation.usage, generation.usage.written_tokens
         return {
-            "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-            "cache_creation_input_tokens": 0,
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens - kept,
+            "cache_creation_input_tokens": kept,
             "cache_read_input_tokens": usage.cached_tokens,
-            "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
+            "cache_creation": {"ephemeral_5m_input_tokens": kept, "ephemeral_1h_input_tokens": 0},
             "output_tokens": usage.completion_tokens if output is None else output,
             "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
             "hybridkv": kept_object(usage, generation.job),

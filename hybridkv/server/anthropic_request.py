@@ -10,9 +10,11 @@ from hybridkv.server import settings
 from hybridkv.server.fields import Fields
 from hybridkv.server.generation import Job
 from hybridkv.server.problems import bad
-from hybridkv.server.prompting import Chat, Message, Rendered, render_chat
+from hybridkv.server.prompting import Chat, Message, Rendered, render_chat, with_joined_turns
 from hybridkv.server.record import log
+from hybridkv.server.reusing import MARKED, is_marked, sharing_of
 from hybridkv.server.service import Service
+from hybridkv.server.structure import read_format
 from hybridkv.server.tools import read_anthropic_tools
 
 BILLING = "x-anthropic-billing-header"  # a line that changes with every request, in front of everything
@@ -49,7 +51,7 @@ def read_message_request(asked: Fields, service: Service) -> MessageCall:
         max_tokens=max(1, most),
         stop=common.stops(asked, "stop_sequences"),
     )
-    job = Job([rendered.prompt], rendered.params(params), common.eviction(asked, llm), read_only=most == 0)
+    job = Job([rendered.prompt], rendered.params(params), common.eviction(asked, llm), most == 0)
     thinking = asked.object("thinking")
     show = thinking is None or thinking.text("display", 64) != "omitted"
     return MessageCall(model, job, asked.flag("stream"), show)
@@ -65,9 +67,9 @@ def read_prompt(asked: Fields, service: Service) -> Rendered:
     """The prompt of a request."""
     config = asked.object("output_config")
     variables: dict[str, Any] = {}
+    structure = None
     if config is not None:
-        if config.object("format") is not None:
-            raise config.wrong("format", "only text is served; JSON and grammars are not available yet")
+        structure = read_format(config.object("format"))
         effort = config.choice("effort", EFFORTS)
         variables = {} if effort is None else {"reasoning_effort": effort}
     thinking, budget = _thinking(asked)
@@ -79,7 +81,9 @@ def read_prompt(asked: Fields, service: Service) -> Rendered:
     if last["role"] == "assistant" and ending == "answer":
         messages.pop()
     tools = read_anthropic_tools(asked, service.settings.tool_format)
-    return render_chat(service.llm, Chat(messages, thinking, variables, ending, budget, tools))
+    marked = any(is_marked(tool) for tool in asked.objects("tools", settings.MAX_TOOLS))
+    chat = Chat(messages, thinking, variables, ending, budget, tools, structure, sharing_of(asked), marked)
+    return render_chat(service.llm, chat)
 
 
 def _thinking(asked: Fields) -> tuple[bool | None, int | None]:
@@ -99,14 +103,33 @@ def _system(asked: Fields) -> list[Message]:
     given = asked.raw("system")
     if given is None:
         return []
-    texts = [given] if isinstance(given, str) else []
-    if not isinstance(given, str):
-        for block in asked.objects("system", settings.MAX_PARTS):
-            if block.raw("type") != "text":
-                raise block.wrong("type", "a system prompt has text blocks alone")
-            texts.append(block.needed_text("text"))
-    shown = [text for text in texts if not text.startswith(BILLING)]
-    return [{"role": "system", "content": "\n".join(shown)}] if shown else []
+    if isinstance(given, str):
+        return [] if given.startswith(BILLING) else [{"role": "system", "content": given}]
+    texts = _Texts("\n")
+    for block in asked.objects("system", settings.MAX_PARTS):
+        if block.raw("type") != "text":
+            raise block.wrong("type", "a system prompt has text blocks alone")
+        text = block.needed_text("text")
+        if not text.startswith(BILLING):
+            texts.add(text, is_marked(block))
+    return [{"role": "system", **texts.content}] if texts.listed else []
+
+
+class _Texts:
+    """Texts of blocks, joined, and where in them the client wants checkpoints."""
+
+    def __init__(self, between: str) -> None:
+        self._between, self.listed, self._marks = between, list[str](), list[int]()
+
+    def add(self, text: str, marked: bool) -> None:
+        self.listed.append(text)
+        if marked:
+            self._marks.append(len(self._between.join(self.listed)))
+
+    @property
+    def content(self) -> Message:
+        found: Message = {"content": self._between.join(self.listed)}
+        return found | {MARKED: self._marks} if self._marks else found
 
 
 # ---- messages
@@ -119,24 +142,10 @@ def read_messages(asked: Fields) -> list[Message]:
     found: list[Message] = []
     calls: set[str] = set()
     for message in asked.objects("messages", settings.MAX_MESSAGES):
-        for turn in _read_message(message, calls):
-            if found and found[-1]["role"] == turn["role"] in ("user", "assistant"):
-                found[-1] = _joined(found[-1], turn)
-            else:
-                found.append(turn)
+        found += _read_message(message, calls)
     if not found:
         raise asked.wrong("messages", "there must be at least one")
-    return found
-
-
-def _joined(first: Message, second: Message) -> Message:
-    between = "\n" if first["role"] == "user" and first["content"] and second["content"] else ""
-    found = first | {"content": f"{first['content']}{between}{second['content']}"}
-    for name in ("reasoning_content", "tool_calls"):
-        if name in first or name in second:
-            empty: Any = "" if name == "reasoning_content" else []
-            found[name] = first.get(name, empty) + second.get(name, empty)
-    return found
+    return with_joined_turns(found, ("user", "assistant"))
 
 
 def _read_message(message: Fields, calls: set[str]) -> list[Message]:
@@ -149,14 +158,14 @@ def _read_message(message: Fields, calls: set[str]) -> list[Message]:
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
         raise message.wrong("content", "it must be text or a list of blocks")
-    texts: list[str] = []
+    texts = _Texts("" if role == "assistant" else "\n")
     thoughts: list[str] = []
     made: list[dict[str, Any]] = []
     results: list[Message] = []
     for block in message.objects("content", settings.MAX_PARTS):
         kind = block.needed_text("type", 64)
         if kind == "text":
-            texts.append(block.needed_text("text"))
+            texts.add(block.needed_text("text"), is_marked(block))
         elif kind == "thinking" and role == "assistant":
             thoughts.append(block.needed_text("thinking"))
         elif kind == "redacted_thinking" and role == "assistant":
@@ -171,12 +180,12 @@ def _read_message(message: Fields, calls: set[str]) -> list[Message]:
             log.info("a %s block was left out: nothing here can read it", kind)
         else:
             raise block.wrong("type", f"such a block is not known in a message of the {role}")
-    turn: Message = {"role": role, "content": ("" if role == "assistant" else "\n").join(texts)}
+    turn: Message = {"role": role, **texts.content}
     if thoughts:
         turn["reasoning_content"] = "".join(thoughts)
     if made:
         turn["tool_calls"] = made
-    empty = not texts and not thoughts and not made
+    empty = not texts.listed and not thoughts and not made
     return results if empty and results else [*results, turn]
 
 
@@ -203,5 +212,6 @@ def _read_result(block: Fields, calls: set[str]) -> Message:
         content = "\n".join(texts)
     elif not isinstance(content, str | None):
         raise block.wrong("content", "it must be text or a list of text blocks")
-    shown = content or ""
-    return {"role": "tool", "tool_call_id": id_, "content": f"Error: {shown}" if block.flag("is_error") else shown}
+    shown = f"Error: {content or ''}" if block.flag("is_error") else content or ""
+    marks = {MARKED: [len(shown)]} if shown and is_marked(block) else {}
+    return {"role": "tool", "tool_call_id": id_, "content": shown, **marks}

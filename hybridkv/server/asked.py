@@ -15,6 +15,7 @@ from hybridkv.server.problems import bad
 
 MAX_TOKENS = 2**31 - 1
 EVICTION_FIELDS = tuple(f.name for f in fields_of(EvictionConfig))
+OTHER_FIELDS = ("cache",)  # of `hybridkv`
 
 
 def sampling(asked: Fields, llm: LLM, **more: Any) -> SamplingParams:
@@ -78,10 +79,11 @@ def stops(asked: Fields, name: str) -> tuple[str, ...]:
 def eviction(asked: Fields, llm: LLM) -> Any:
     """What the request keeps: `hybridkv: {budget, policy, ...}`, or what the server was opened with."""
     given = asked.object("hybridkv")
-    if given is None:
+    if given is None or not given.data.keys() - OTHER_FIELDS:
         return INHERIT
-    if unknown := [name for name in given.data if name not in EVICTION_FIELDS]:
-        raise given.wrong(unknown[0][:40], f"there is no such setting; there are {', '.join(EVICTION_FIELDS)}")
+    known = (*EVICTION_FIELDS, *OTHER_FIELDS)
+    if unknown := [name for name in given.data if name not in known]:
+        raise given.wrong(unknown[0][:40], f"there is no such setting; there are {', '.join(known)}")
     if "budget" in given.data and given.raw("budget") is None:
         return None  # all is kept, whatever the server's own budget is
     values: dict[str, Any] = {

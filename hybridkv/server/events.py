@@ -10,9 +10,10 @@ import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from hybridkv.request import TokenLogprobs
+from hybridkv.request import Request, TokenLogprobs
 from hybridkv.text.call_bodies import CallPiece
 from hybridkv.text.calls import CallParser
+from hybridkv.text.memory import MadeCalls
 from hybridkv.text.reasoning import ReasoningSplitter
 from hybridkv.text.stream import TextStream
 from hybridkv.text.tokenizer import Tokenizer
@@ -108,6 +109,10 @@ class Divider:
         """Whether a whole call was made, and none was cut."""
         return False
 
+    def written(self, text: str) -> MadeCalls | None:
+        """The calls of an answer that has ended with this text."""
+        return None
+
 
 class CallDivider(Divider):
     """Divides an answer that may call functions.
@@ -128,6 +133,9 @@ class CallDivider(Divider):
         self._text, self._length = TextStream(tokenizer), 0  # the answer once more, to count its characters
         self._width = 0 if token is None else len(tokenizer.token_text(token))
         self._calls, self._cut = 0, False
+        self._starts: list[CallStart] = []
+        self._arguments: list[str] = []
+        self._mixed = False  # text came after a call
 
     def push(self, text: str, ids: Sequence[int]) -> list[Event]:
         """More text, and the tokens of the step that it came with."""
@@ -146,6 +154,7 @@ class CallDivider(Divider):
         found: list[Event] = []
         for kind, text in pieces:
             if kind in ("text", "reasoning"):
+                self._mixed |= self._calls > 0 and bool(text.strip())
                 found.append(Said(self._choice, text, kind == "reasoning"))
                 continue
             self._calls += kind == "start"
@@ -154,8 +163,11 @@ class CallDivider(Divider):
             if at >= self._most:
                 continue
             if kind == "start":
-                found.append(CallStart(self._choice, at, _call_id(), text))
+                self._starts.append(CallStart(self._choice, at, _call_id(), text))
+                self._arguments.append("")
+                found.append(self._starts[-1])
             elif kind == "arguments":
+                self._arguments[-1] += text
                 found.append(CallArguments(self._choice, at, text))
             else:
                 found.append(CallEnd(self._choice, at, kind == "end"))
@@ -166,9 +178,36 @@ class CallDivider(Divider):
         """Whether a whole call was made, and none was cut."""
         return min(self._parser.made, self._most) > 0 and not self._cut
 
+    def written(self, text: str) -> MadeCalls | None:
+        """The calls of an answer that has ended with this text, as they were written; None: there are none, or not all
+        of them were given out, in a row at the end.
+        """
+        begins = self._parser.begins
+        if begins is None or not self.made_calls or self._mixed or self._calls > self._most:
+            return None
+        if text[self._parser.ends :].strip():
+            return None
+        while begins and text[begins - 1].isspace():
+            begins -= 1
+        calls = tuple((start.name, arguments) for start, arguments in zip(self._starts, self._arguments))
+        return MadeCalls(tuple(start.id for start in self._starts), calls, text[begins:])
+
 
 def _call_id() -> str:
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(24))
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """With whom a request shares what it reads: requests of the same salt; and whether it does (`LLM.generate`)."""
+
+    salt: bytes = b""
+    cache: bool | str = True
+    conversation: str = ""  # that it is a turn of, by the client's name for it; "": of none
+    to_disk: bool = True  # whether the conversation may be saved
+
+
+COMMON = Sharing()  # by all without a key
 
 
 @dataclass(frozen=True)
@@ -177,3 +216,9 @@ class Prompt:
 
     tokens: list[int]
     divider: Callable[[int], Divider] = field(default=lambda choice: Divider(choice, ReasoningSplitter(None)))
+    call_format: str = ""  # how calls in it are written; "": there are none
+    sharing: Sharing = COMMON
+    marks: Sequence[tuple[int, str]] = ()  # where checkpoints are wished
+    remembered: int = 0  # tokens that were taken as an earlier answer had them
+    replayed: int = 0  # answers whose calls stand in it as they were written
+    ended: Callable[[Request, Divider], None] | None = None  # told of each answer

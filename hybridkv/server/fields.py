@@ -61,6 +61,8 @@ class Fields:
 
     def __init__(self, data: dict[str, Any], path: str = "") -> None:
         self.data, self.path = data, path
+        self.salt = b""  # of the key that a whole body came with
+        self.session = ""  # that its header names
 
     def __contains__(self, name: str) -> bool:
         return self.data.get(name) is not None

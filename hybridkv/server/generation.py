@@ -1,6 +1,6 @@
 """Answers to one HTTP request on their way: tickets of the engine's thread on one side, events on the other.
 
-    engine's thread   step ... listener: new text, tokens, ends -> call_soon_threadsafe
+    engine's thread   step ... listener: new text, tokens, ends -> loop_mail
     event loop        next(seconds) -> events, or None after so many seconds of silence
 
 Nothing here blocks the event loop, and whatever ends a request (an error, a limit of time, a client that left) gives
@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from hybridkv.config import SamplingParams
 from hybridkv.engine.engine import INHERIT, Engine
+from hybridkv.engine.loop_mail import loop_mail
 from hybridkv.engine.owner import EngineOwner, Ticket
 from hybridkv.errors import HybridKVError
 from hybridkv.request import Request, TokenLogprobs
-from hybridkv.server.events import Divider, Event, Finish, Prompt, Tokens
+from hybridkv.server.events import CallEnd, Divider, Event, Finish, Prompt, Tokens
 from hybridkv.server.problems import MODEL_FAILED, ApiError, bad, unavailable
+from hybridkv.server.sessions import Sessions
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class Usage:
     kv_bytes: int = 0
     full_bytes: int = 0
     policy: str | None = None
+    reuse: dict[str, Any] = field(default_factory=dict)  # of the first prompt: what of it was there, and why not more
+    written_tokens: int = 0  # of prompts: others that begin alike need not read them
     preemptions: int = 0
     wait_s: float | None = None
     prefill_s: float | None = None
@@ -90,57 +95,80 @@ class Times:
 class Generation:
     """One job in the engine. `begin`, then `next` until `over`; `cancel` at the end, whatever happened."""
 
-    def __init__(self, owner: EngineOwner, job: Job, queue_seconds: float = 0.0, request_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        owner: EngineOwner,
+        job: Job,
+        queue_seconds: float = 0.0,
+        request_seconds: float = 0.0,
+        added: Callable[[Request], None] = lambda request: None,  # told of each, on the engine's thread
+        sessions: Sessions | None = None,
+    ) -> None:
+        self._added, self._sessions = added, sessions
         self.job, self.usage, self.times = job, Usage(), Times()
         self.over = False
-        self.moved = 0.0  # when the engine last made a step with it
         self._owner = owner
         self._queue_seconds, self._request_seconds = queue_seconds, request_seconds
-        self._loop = asyncio.get_running_loop()
+        self._mail = loop_mail()
         self._news: asyncio.Queue[list[_News] | None] = asyncio.Queue()  # None: all have ended
-        self._accepted: asyncio.Future[None] = self._loop.create_future()
+        self._accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._given = [_Given() for _ in range(job.choices)]
         self._dividers = [job.prompts[i // job.params.n].divider(i) for i in range(job.choices)]
         self._tickets: list[Ticket] = []
         self._left = len(job.prompts)
         self._failure: ApiError | None = None
         self.problem: BaseException | None = None  # what ended it, for the log
+        self.calls = {True: 0, False: 0}  # of functions: those that are whole, and those that a limit cut
 
     # ---- beginning and end
 
-    async def begin(self) -> None:
-        """Hand the job to the engine; returns when that has taken all of it, or raises ApiError."""
+    async def begin(self, patience: float | None = None) -> None:
+        """Hand the job to the engine; returns when that has taken all of it, or after `patience` seconds, since it
+        takes nothing in the middle of a step. Raises ApiError.
+        """
 
         def add(number: int, engine: Engine) -> Request:  # on the engine's thread
             prompt = self.job.prompts[number]
-            return engine.add(prompt.tokens, self.job.params, eviction=self.job.eviction)
+            how: dict[str, Any] = {"cache": prompt.sharing.cache, "salt": prompt.sharing.salt, "marks": prompt.marks}
+            if self._sessions is not None and prompt.sharing.conversation:
+                job = self.job
+                request = self._sessions.add(engine, prompt.tokens, job.params, job.eviction, prompt.sharing, how)
+            else:
+                request = engine.add(prompt.tokens, self.job.params, eviction=self.job.eviction, **how)
+            self._added(request)
+            return request
 
         def tell(number: int, piece: str | None) -> None:  # on the engine's thread
-            ticket, self.moved = self._tickets[number], time.monotonic()
+            ticket = self._tickets[number]
             news = self._copy(number, ticket)
             if news or piece is None:
-                self._loop.call_soon_threadsafe(self._arrived, news, piece is None, ticket.problem)
+                self._mail.send(self._arrived, news, piece is None, ticket.problem)
 
         for number in range(len(self.job.prompts)):
-            self._tickets.append(Ticket(partial(add, number), partial(tell, number)))
+            self._tickets.append(Ticket(partial(add, number), partial(tell, number), every_step=False))
         # the last ticket's turn: all before it were taken
         last, first_add = self._tickets[-1], self._tickets[-1].add
 
         def add_last(engine: Engine) -> Request:
             request = first_add(engine)
-            self._loop.call_soon_threadsafe(self._taken)
+            self._mail.send(self._taken)
             return request
 
         last.add = add_last
         self._owner.post(self._tickets)
+        self.usage.prompt_tokens = sum(len(prompt.tokens) for prompt in self.job.prompts)
         try:
-            async with asyncio.timeout(self._queue_seconds or None):
+            async with asyncio.timeout(min((s for s in (self._queue_seconds, patience) if s), default=None)):
                 await asyncio.shield(self._accepted)
         except TimeoutError:
-            raise self._too_late() from None
+            self._check_time(time.monotonic())
         if self._failure is not None:
             raise self._failure
-        self.usage.prompt_tokens = sum(len(prompt.tokens) for prompt in self.job.prompts)
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the engine has taken all of it."""
+        return self._accepted.done()
 
     def cancel(self) -> None:
         """End what has not ended, without waiting for that."""
@@ -163,6 +191,11 @@ class Generation:
     def prompt_requests(self) -> list[Request]:
         """One for each prompt, once the engine has made a step."""
         return [ticket.request for ticket in self._tickets if ticket.request is not None]
+
+    @property
+    def requests(self) -> list[Request]:
+        """One for each answer, once the engine has taken them."""
+        return [request for ticket in self._tickets for request in ticket.requests]
 
     # ---- on the engine's thread
 
@@ -244,6 +277,7 @@ class Generation:
 
     def _events(self, news: _News) -> list[Event]:
         divider, now = self._dividers[news.choice], time.monotonic()
+        self._count_cached()
         if self.job.read_only:
             return self._finished(news, divider) if news.finished is not None else []
         if news.ids:
@@ -259,6 +293,9 @@ class Generation:
         self.usage.completion_tokens += len(news.ids)
         if news.finished is not None:
             events += self._finished(news, divider)
+        for event in events:
+            if isinstance(event, CallEnd):
+                self.calls[event.whole] += 1
         tokens = _shown_tokens(news)
         if tokens.ids:  # before the end, after the text
             at = len(events) - (news.finished is not None)
@@ -277,6 +314,9 @@ class Generation:
             return [Finish(news.choice, "length")]
         ended = request.finish_reason == "stop"
         events = divider.finish(ended)
+        prompt = self.job.prompts[news.choice // self.job.params.n]
+        if prompt.ended is not None:
+            prompt.ended(request, divider)
         reason = request.finish_reason or "stop"
         if reason == "length" and request.answer_tokens < (request.params.max_tokens or 1 << 62):
             reason = "context"
@@ -284,10 +324,20 @@ class Generation:
             reason = "calls"
         return [*events, Finish(news.choice, reason, request.text.stopped)]
 
+    def _count_cached(self) -> None:
+        """Known when prompts are admitted; clients are told with the first event. Siblings read nothing."""
+        requests = self.prompt_requests
+        self.usage.cached_tokens = sum(request.cached_tokens for request in requests)
+        if requests and requests[0].reuse:
+            prompt = self.job.prompts[0]
+            used = {"text_memory": prompt.remembered} if prompt.remembered else {}
+            used |= {"replayed_calls": prompt.replayed} if prompt.replayed else {}
+            self.usage.reuse = requests[0].reuse | used
+
     def _count(self, request: Request) -> None:
         usage, stats = self.usage, request.stats
         if request in self.prompt_requests:  # siblings read nothing
-            usage.cached_tokens += request.cached_tokens
+            usage.written_tokens += request.reuse.get("written", 0)
         usage.kept_tokens = max(usage.kept_tokens, stats.get("kept_tokens", 0.0))
         usage.kv_bytes += int(stats.get("kv_bytes_kept", 0))
         usage.full_bytes += int(stats.get("kv_bytes_full", 0))
@@ -301,8 +351,7 @@ class Generation:
 def _shown_tokens(news: _News) -> Tokens:
     """Without the token that ended the answer: it has no text."""
     ids, logprobs, request = news.ids, news.logprobs, news.finished
-    ends = request is not None and request.finish_reason == "stop" and request.text.stopped is None
-    if ends and ids and request is not None and ids[-1] in request.ends_at:
+    if request is not None and request.end_token and ids:
         ids, logprobs = ids[:-1], logprobs[:-1]
     return Tokens(news.choice, ids, logprobs)
 

@@ -17,12 +17,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybridkv.errors import HybridKVError
 from hybridkv.server.answering import ClientGone
+from hybridkv.server.origins import check_head, cross_origin_headers, is_preflight, settle_target
 from hybridkv.server.problems import ApiError, bad, unavailable
 from hybridkv.server.record import Record, RequestLog, log, request_id
 from hybridkv.server.service import RETRY_SECONDS, Service
 from hybridkv.server.settings import LOOPBACK
 
-OPEN_PATHS = frozenset({"/", "/health", "/live", "/ready"})  # without a key
+SALTED = b"hybridkv: who may begin with what another one has read"
+OPEN_PATHS = frozenset({"/", "/page.css", "/page.js", "/health", "/live", "/ready"})  # without a key
 PROBED = frozenset({"/health", "/live", "/ready", "/metrics"})  # asked every few seconds: logged only if they fail
 FLUSH_BYTES, FLUSH_SECONDS = 64 << 20, 2.0  # of a body that is refused, read so that its client sees the answer
 INTERNAL = "the server failed; its log has the reason under this request's id"
@@ -35,13 +37,16 @@ class Guard:
         self._routes, self._service, self._known = routes, service, known
         self._log = RequestLog(service.settings.log_json)
         self._keys = [_digest(key) for key in service.settings.api_keys]
+        # requests of different keys share nothing that they have read
+        self._salts = {key: hmac.digest(SALTED, key, "sha256") for key in self._keys}
         self._hosts = {*LOOPBACK, service.settings.host.lower(), *map(str.lower, service.settings.allowed_hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        settle_target(scope)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        path = scope["path"]
+        path, allowed = scope["path"], self._service.settings.allowed_origins
         route = next((known for known in (path, path.rpartition("/")[0] + "/{id}") if known in self._known), "other")
         record = Record(request_id(headers.get("x-request-id")), f"{scope['method']} {route}"[:80])
         trace = headers.get("traceparent", "")
@@ -54,7 +59,8 @@ class Guard:
             nonlocal started
             if message["type"] == "http.response.start":
                 started, record.status = True, message["status"]
-                message = {**message, "headers": [*message.get("headers", ()), *_own_headers(record)]}
+                own = [*_own_headers(record), *cross_origin_headers(headers, allowed, is_preflight(scope, headers))]
+                message = {**message, "headers": [*message.get("headers", ()), *own]}
             try:
                 async with asyncio.timeout(self._service.settings.write_seconds):
                     await send(message)
@@ -64,12 +70,18 @@ class Guard:
 
         try:
             self._check(scope, headers)
+            if is_preflight(scope, headers):
+                await guarded_send({"type": "http.response.start", "status": 204})
+                await guarded_send({"type": "http.response.body"})
+                return
             body = await self._body(headers, receive) if scope["method"] == "POST" else b""
             await self._routes(scope, _replay(body, receive), guarded_send)
         except ClientGone:
             record.status = 499
         except BaseException as found:
             problem = _as_problem(found, record)
+            # where it was raised is of no use any more, and holds the body
+            problem.__traceback__ = problem.__context__ = None
             record.problem = problem
             if isinstance(found, asyncio.CancelledError):
                 raise
@@ -87,6 +99,7 @@ class Guard:
 
     def _check(self, scope: Scope, headers: Mapping[str, str]) -> None:
         """Host, Origin and key, then what kind of body comes; or ApiError."""
+        check_head(scope)
         host, settings = headers.get("host", ""), self._service.settings
         if (settings.is_loopback or settings.allowed_hosts) and _name(host) not in self._hosts:
             raise ApiError(403, "this server does not answer to that Host; allow it with --allowed-host")
@@ -94,8 +107,13 @@ class Guard:
         own = (f"http://{host}", f"https://{host}", *settings.allowed_origins)
         if origin is not None and origin not in own:
             raise ApiError(403, "pages of that Origin may not ask; allow it with --allowed-origin")
-        if self._keys and scope["path"] not in OPEN_PATHS and not self._has_key(headers):
-            raise ApiError(401, "Incorrect API key provided", code="invalid_api_key")
+        if is_preflight(scope, headers):  # a browser sends no key with it
+            return
+        if self._keys and scope["path"] not in OPEN_PATHS:
+            key = self._key(headers)
+            if key is None:
+                raise ApiError(401, "Incorrect API key provided", code="invalid_api_key")
+            scope["state"]["salt"] = self._salts[key]
         if "transfer-encoding" in headers and "content-length" in headers:  # whose end would it be
             raise ApiError(400, "a request has a length or is chunked, not both", headers={"connection": "close"})
         if scope["method"] != "POST":
@@ -108,16 +126,17 @@ class Guard:
         if headers.get("content-encoding", "identity") != "identity":
             raise ApiError(415, "compressed bodies are not read; leave out content-encoding")
 
-    def _has_key(self, headers: Mapping[str, str]) -> bool:
-        """Whether a right key came in either form. Digests have one length, and all are compared, in constant time."""
+    def _key(self, headers: Mapping[str, str]) -> bytes | None:
+        """The digest of a right key that came in either form. All are compared, of one length, in constant time."""
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         given = [_digest(headers.get("x-api-key", ""))]
         if scheme.lower() == "bearer":
             given.append(_digest(bearer.strip()))
-        found = False
+        found = None
         for mine in self._keys:
             for theirs in given:
-                found |= hmac.compare_digest(mine, theirs)
+                if hmac.compare_digest(mine, theirs):
+                    found = mine
         return found
 
     # ---- bodies

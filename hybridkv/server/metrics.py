@@ -5,11 +5,14 @@ text.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import Counter as Counts
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+
+from hybridkv.cache.checkpoints import KINDS
 
 if TYPE_CHECKING:
     from hybridkv.llm import LLM
@@ -27,13 +30,19 @@ class Metrics:
     def __init__(self, prefix: str) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
         self._prefix, self._model = prefix, ""
+        self._plain: list[Counter | Histogram] = []  # those whose one label is the model
         model = ["model_name"]
 
         def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(prefix + name, about, model, registry=self.registry, buckets=buckets)
+            found = Histogram(prefix + name, about, model, registry=self.registry, buckets=buckets)
+            self._plain.append(found)
+            return found
 
         def counter(name: str, about: str, *labels: str) -> Counter:
-            return Counter(prefix + name, about, [*model, *labels], registry=self.registry)
+            found = Counter(prefix + name, about, [*model, *labels], registry=self.registry)
+            if not labels:
+                self._plain.append(found)
+            return found
 
         self.e2e = histogram("e2e_request_latency_seconds", "from a request's arrival to its end", SECONDS)
         self.first = histogram("time_to_first_token_seconds", "from a request's arrival to its first token", SECONDS)
@@ -44,6 +53,7 @@ class Metrics:
         self.prompt = histogram("request_prompt_tokens", "tokens of a request's prompts", TOKENS)
         self.answer = histogram("request_generation_tokens", "tokens of a request's answers", TOKENS)
         self.asked = histogram("request_max_num_generation_tokens", "tokens that were asked for at most", TOKENS)
+        self.iteration = histogram("iteration_tokens_total", "tokens that a step of the engine runs", TOKENS)
         self.prompt_total = counter("prompt_tokens", "tokens of prompts")
         self.answer_total = counter("generation_tokens", "tokens of answers")
         self.success = counter("request_success", "answers that came to their end", "finished_reason")
@@ -51,6 +61,11 @@ class Metrics:
         self.hits = counter("prefix_cache_hits", "tokens of prompts that were found there")
         self.preemptions = counter("num_preemptions", "requests that had to give up their cache for a while")
         self.evicted = counter("evicted_tokens", "tokens that streams gave up, on average over streams", "policy")
+        self.cached_total = counter("prompt_tokens_cached", "tokens of prompts that were not read again")
+        self.calls = counter(
+            "tool_calls", "calls of functions in answers: whole, or cut by a limit", "format", "outcome"
+        )
+        self.replayed = counter("replayed_calls", "answers with calls that stood in a prompt as they were written")
         self.cancelled_total = counter("cancelled", "requests whose client left", "stage")
         self.http = Counter(
             prefix + "http_requests", "answers by route and status", ["route", "code"], registry=self.registry
@@ -67,7 +82,8 @@ class Metrics:
         info = Gauge(self._prefix + "cache_config_info", "how the cache is laid out", [*about], registry=self.registry)
         info.labels(**about).set(1)
         self.registry.register(_CacheCollector(llm, self._prefix, model))  # type: ignore[arg-type]
-        for metric in (self.prompt_total, self.answer_total, self.queries, self.hits, self.preemptions):
+        llm.engine.pipeline.on_launch = self.iteration.labels(model).observe
+        for metric in self._plain:
             metric.labels(model)  # 0, not missing, before the first request
 
     def finished(self, generation: Generation, reasons: list[str]) -> None:
@@ -94,7 +110,13 @@ class Metrics:
         self.answer_total.labels(model).inc(usage.completion_tokens)
         self.queries.labels(model).inc(usage.prompt_tokens)
         self.hits.labels(model).inc(usage.cached_tokens)
+        self.cached_total.labels(model).inc(usage.cached_tokens)
+        self.replayed.labels(model).inc(sum(prompt.replayed for prompt in generation.job.prompts))
         self.preemptions.labels(model).inc(usage.preemptions)
+        for whole, count in generation.calls.items():
+            if count:
+                form = generation.job.prompts[0].call_format
+                self.calls.labels(model, form, "whole" if whole else "cut").inc(count)
         for reason in reasons:
             self.success.labels(model, REASONS.get(reason, reason)).inc()
         if usage.policy is not None:
@@ -105,6 +127,7 @@ class Metrics:
         """One whose client left, or that failed."""
         stage = "waiting" if generation.waiting else "prefill" if generation.times.first_token is None else "decode"
         self.cancelled_total.labels(self._model, stage).inc()
+        self.preemptions.labels(self._model).inc(sum(request.preemptions for request in generation.requests))
 
     def text(self) -> bytes:
         """All of it in Prometheus' text form."""
@@ -113,6 +136,9 @@ class Metrics:
 
 def _totals(llm: LLM) -> dict[str, int]:
     return {name: table.allocator.total for name, table in llm.manager.tables.items()}
+
+
+WAYS = ("frozen", "thawed", "exported", "imported", "given_up")  # of RestingCaches.counts
 
 
 class _CacheCollector:
@@ -136,14 +162,43 @@ class _CacheCollector:
         scheduler = llm.engine.scheduler
         yield gauge("num_requests_running", "requests that have a slot", {(): len(scheduler.running)})
         yield gauge("num_requests_waiting", "requests that wait for one", {(): len(scheduler.waiting)})
-        total, free = _totals(llm), llm.manager.free_pages()
-        used = {name: total[name] - free[name] for name in total}
+        total, free, there = _totals(llm), llm.manager.free_pages(), llm.manager.pages_to_be_had()
+        used = {name: max(0, total[name] - there[name]) for name in total}
         shares = [used[name] / total[name] for name in total if total[name]]
         yield gauge("kv_cache_usage_perc", "pages in use, 0 to 1, of the fullest pool", {(): max(shares, default=0.0)})
         pages: Values = {(name, "used"): float(used[name]) for name in total}
+        pages |= {(name, "later"): float(max(0, there[name] - free[name])) for name in total}
         pages |= {(name, "free"): float(free[name]) for name in total}
         yield gauge("cache_pages", "pages by stream and state", pages, "kind", "state")
         size = {name: table.schema.page_bytes for name, table in llm.manager.tables.items()}
         kept: Values = {(name, "kept"): float(used[name] * size[name]) for name in total}
         kept |= {(name, "capacity"): float(total[name] * size[name]) for name in total}
+        positions = llm.manager.positions[list(llm.manager.slot_of.values())].tolist()
+        for name, table in llm.manager.tables.items():  # what the requests would hold if nothing were evicted
+            kept[name, "full"] = float(sum(table.schema.pages(position) for position in positions) * size[name])
         yield gauge("cache_bytes", "bytes by stream", kept, "kind", "what")
+        yield from self._reused(gauge)
+        host = llm.manager.host
+        room: Values = {("used",): float(host.used), ("capacity",): float(host.limit)}
+        yield gauge("host_cache_bytes", "host memory for caches that wait for a next turn", room, "what")
+        about = "caches that waited for a next turn, by what became of them"
+        resting = CounterMetricFamily(self._prefix + "resting_caches", about, labels=["model_name", "what"])
+        for what in WAYS:
+            resting.add_metric([model, what], scheduler.counts[what])
+        yield resting
+        grammar = SummaryMetricFamily(
+            self._prefix + "grammar_seconds", "what grammars take", labels=["model_name", "phase"]
+        )
+        for phase, (times, seconds) in llm.engine.grammars.timer.phases.items():
+            grammar.add_metric([model, phase], int(times), seconds)
+        yield grammar
+
+    def _reused(self, gauge: Callable[..., Metric]) -> Iterator[Metric]:
+        """What is kept for prompts to come."""
+        reuse = self._llm.manager.reuse
+        kinds = Counts(c.kind for c in list(reuse.checkpoints.all.values())) if reuse is not None else Counts()
+        counted: Values = {(kind,): float(kinds[kind]) for kind in KINDS}
+        yield gauge("checkpoints", "states that prompts can be taken up from, by where they stand", counted, "kind")
+        hits = CounterMetricFamily(self._prefix + "checkpoint_hits", "prompts taken up from one", labels=["model_name"])
+        hits.add_metric([self._model], 0 if reuse is None else reuse.counts["checkpoint_hits"])
+        yield hits

@@ -21,14 +21,15 @@ from hybridkv.server.openai_common import (
     TokenNames,
     answers,
     new_id,
-    no_structure,
     refuse,
     sse,
     stream_options,
     usage_object,
 )
 from hybridkv.server.prompting import Chat, Message, Rendered, render_chat
+from hybridkv.server.reusing import sharing_of
 from hybridkv.server.service import Service
+from hybridkv.server.structure import read_structure
 from hybridkv.server.tools import read_openai_tools
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -50,7 +51,6 @@ def read_chat(asked: Fields, service: Service) -> ChatCall:
     """Check all of a request and render its prompt. It runs on a worker thread."""
     model, llm = service.model_name(asked.text("model", settings.MAX_NAME)), service.llm
     options = stream_options(asked)
-    no_structure(asked)
     refuse(asked, ("audio", "functions", "function_call"), "it is not served; there is text, and tools")
     if asked.items("modalities", 8) not in (None, ["text"]):
         raise asked.wrong("modalities", "this is a text model")
@@ -79,9 +79,11 @@ def read_chat_prompt(asked: Fields, service: Service) -> Rendered:
     chat = Chat(
         read_messages(asked),
         thinking=_thinking(asked),
-        variables=_variables(asked),
+        variables=template_variables(asked, asked.choice("reasoning_effort", EFFORTS)),
         ending=_ending(asked),
         tools=read_openai_tools(asked, service.settings.tool_format),
+        structure=read_structure(asked),
+        sharing=sharing_of(asked),
     )
     return render_chat(service.llm, chat)
 
@@ -90,10 +92,10 @@ def _thinking(asked: Fields) -> bool | None:
     return False if asked.choice("reasoning_effort", EFFORTS) == "none" else None
 
 
-def _variables(asked: Fields) -> dict[str, Any]:
+def template_variables(asked: Fields, effort: str | None) -> dict[str, Any]:
+    """`chat_template_kwargs`, and how hard to think; "none" is a switch, not a variable."""
     given = asked.object("chat_template_kwargs")
     found = {} if given is None else dict(given.data)
-    effort = asked.raw("reasoning_effort")
     return {"reasoning_effort": effort, **found} if effort not in (None, "none") else found
 
 

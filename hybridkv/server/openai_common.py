@@ -13,7 +13,7 @@ from hybridkv.request import TokenLogprobs
 from hybridkv.server import settings
 from hybridkv.server.fields import Fields
 from hybridkv.server.generation import Job, Usage
-from hybridkv.server.problems import ApiError, bad
+from hybridkv.server.problems import ApiError
 from hybridkv.text.stream import TextStream
 from hybridkv.text.tokenizer import Tokenizer
 
@@ -67,7 +67,9 @@ def sse(data: dict[str, Any]) -> bytes:
 class OpenAIFormat:
     """What streams of both dialects share."""
 
-    keep_alive = b": keep-alive\n\n"
+    def alive(self) -> bytes:
+        """A sign of life: a comment, which clients skip."""
+        return b": keep-alive\n\n"
 
     def error(self, problem: ApiError) -> bytes:
         """A failure in the middle of a stream; nothing follows it."""
@@ -97,6 +99,8 @@ def kept_object(usage: Usage, job: Job) -> dict[str, Any]:
         found["budget"] = job.eviction.budget
     if usage.policy is not None:
         found["policy"] = usage.policy
+    if usage.reuse:
+        found["reuse"] = usage.reuse
     return found
 
 
@@ -137,12 +141,3 @@ class Offsets:
         at = self._at
         self._at += len(self._stream.push(token))
         return at
-
-
-def no_structure(asked: Fields) -> None:
-    """Grammars are not there."""
-    form = asked.object("response_format")
-    if form is not None and form.choice("type", ("text", "json_object", "json_schema")) not in (None, "text"):
-        raise bad("response_format: only text is served; JSON and grammars are not available yet", "response_format")
-    names = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "grammar")
-    refuse(asked, names, "grammars are not available yet")

@@ -23,13 +23,14 @@ from hybridkv.server.openai_common import (
     TokenNames,
     answers,
     new_id,
-    no_structure,
     refuse,
     sse,
     stream_options,
     usage_object,
 )
+from hybridkv.server.reusing import sharing_of
 from hybridkv.server.service import Service
+from hybridkv.server.structure import compiled, read_structure
 
 DEFAULT_TOKENS = 16  # of an answer, as OpenAI has it
 
@@ -51,7 +52,7 @@ def read_completion(asked: Fields, service: Service) -> CompletionCall:
     """Check all of a request and tokenise its prompts. It runs on a worker thread."""
     model, llm = service.model_name(asked.text("model", settings.MAX_NAME)), service.llm
     options, n = stream_options(asked), answers(asked)
-    no_structure(asked)
+    structure = read_structure(asked)
     refuse(asked, ("suffix",), "text cannot be put between a beginning and an end here")
     best = asked.whole("best_of", 1, settings.MAX_ANSWERS)
     if best is not None and best > n:
@@ -70,11 +71,17 @@ def read_completion(asked: Fields, service: Service) -> CompletionCall:
         stop=common.stops(asked, "stop"),
         logprobs=logprobs,
         prompt_logprobs=logprobs if echo else None,
+        structured_outputs=compiled(llm.engine.grammars, structure),
         **({"min_tokens": 0} if most == 0 else {}),
     )
     tokens = [_encoded(prompt, llm) for prompt in prompts]
     texts = [_text(prompt, llm) for prompt in prompts] if echo else []
-    job = Job([Prompt(ids) for ids in tokens], params, common.eviction(asked, llm), read_only=most == 0)
+    job = Job(
+        [Prompt(ids, sharing=sharing_of(asked)) for ids in tokens],
+        params,
+        common.eviction(asked, llm),
+        read_only=most == 0,
+    )
     return CompletionCall(model, job, options, texts, echo, logprobs, asked.flag("return_token_ids"))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -11,16 +12,22 @@ from weakref import WeakKeyDictionary
 from hybridkv.config import SamplingParams
 from hybridkv.errors import RequestError
 from hybridkv.llm import LLM
-from hybridkv.server.events import MAX_CALLS, CallDivider, Divider, Prompt
+from hybridkv.request import Request
+from hybridkv.server.events import COMMON, MAX_CALLS, CallDivider, Divider, Prompt, Sharing
 from hybridkv.server.problems import bad
-from hybridkv.server.tools import NO_TOOLS, Tools, opening_token, shown_calls
-from hybridkv.text.call_formats import format_of
+from hybridkv.server.reusing import MARKED, joined_marks, marked_tokens, named_marks
+from hybridkv.server.structure import Structure, constraint_of
+from hybridkv.server.tools import NO_TOOLS, Tools, shown_calls
+from hybridkv.text.call_formats import CallFormat, format_of, opening_token
 from hybridkv.text.calls import CallParser
 from hybridkv.text.chat import RESERVED, ChatTemplate
-from hybridkv.text.prompt import encode_pieces, render_pieces
-from hybridkv.text.reasoning import ReasoningSplitter, marks_in, reasoning_of
+from hybridkv.text.constraint import Constraint, thoughts_of
+from hybridkv.text.framed import Pieces, text_of
+from hybridkv.text.marks import MOST_CLIENT_MARKS
+from hybridkv.text.memory import Replays
+from hybridkv.text.prompt import render_pieces
+from hybridkv.text.reasoning import marks_in, reasoning_of
 from hybridkv.text.thinking import MODE, SWITCHES
-from hybridkv.text.tokenizer import Tokenizer
 
 Message = dict[str, Any]
 REMINDER = "<system-reminder>\n{}\n</system-reminder>"
@@ -37,6 +44,9 @@ class Chat:
         ending: as in text/prompt.py.
         thinking_budget: tokens after which thoughts are ended.
         tools: functions that the model may call.
+        structure: what the answer must look like.
+        sharing: with whom it shares what it reads.
+        marked_tools: whether the client wants a checkpoint behind the tools.
     """
 
     messages: list[Message]
@@ -45,24 +55,26 @@ class Chat:
     ending: str = "answer"
     thinking_budget: int | None = None
     tools: Tools = NO_TOOLS
+    structure: Structure | None = None
+    sharing: Sharing = COMMON
+    marked_tools: bool = False
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as a prompt, the hook that ends thoughts at their budget, if there is one, and what the answer
-    must not have: a token, or a text.
+    """A conversation as a prompt; what its answer must look like, compiled when it is asked for; and a text that it
+    must not have.
     """
 
     prompt: Prompt
-    hook: Callable[[list[int], Any], Any] | None = None
-    banned_token: int | None = None
+    constraint: Callable[[], Constraint | None]
     banned_text: str | None = None
+    text: str = ""  # of the prompt; control tokens that a message spells cannot be told from real ones in it
 
     def params(self, given: SamplingParams) -> SamplingParams:
-        """Sampling parameters with all of that."""
-        bias = given.logit_bias if self.banned_token is None else {**given.logit_bias, self.banned_token: -100.0}
+        """Sampling parameters with all of that, or RequestError where it cannot be compiled."""
         words = given.bad_words if self.banned_text is None else (*given.bad_words, self.banned_text)
-        return replace(given, logits_hook=self.hook, logit_bias=bias, bad_words=words)
+        return replace(given, structured_outputs=self.constraint(), bad_words=words)
 
 
 def render_chat(llm: LLM, chat: Chat) -> Rendered:
@@ -79,23 +91,32 @@ def render_chat(llm: LLM, chat: Chat) -> Rendered:
     form = None
     if tools.listed or any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
         form = tools.form or format_of(template)
-        messages = shown_calls(form, messages, tools.listed)
-    messages = settle_system_turns(template, messages)
-    pieces = render_pieces(
-        template,
-        tokenizer,
-        messages,
-        tools=None if form is None or form.own_prompt else tools.listed or None,
-        thinking=chat.thinking if switch else None,
-        ending=chat.ending,
-        **variables,
-    )
-    text = "".join(text for text, _ in pieces)
+
+    def render(messages: list[Message], marked: bool = False) -> tuple[Pieces, list[str]]:
+        """The prompt, with names at the client's marks if it is `marked`, and these names."""
+        shown = messages if form is None else shown_calls(form, messages, tools.listed)
+        shown, names = settle_system_turns(template, shown), []
+        if marked:
+            shown, names = named_marks(shown)
+        pieces = render_pieces(
+            template,
+            tokenizer,
+            [{name: value for name, value in message.items() if name != MARKED} for message in shown],
+            tools=None if form is None or form.own_prompt else tools.listed or None,
+            thinking=chat.thinking if switch else None,
+            ending=chat.ending,
+            **variables,
+        )
+        return pieces, names
+
+    known = _Known(llm, chat, form, render)
+    pieces = known.pieces
+    text = text_of(pieces)
     make = partial(reasoning_of, template, text)
-    hook = thinking_hook(tokenizer, template, make(), chat.thinking_budget)
-    ids = encode_pieces(tokenizer, pieces)
+    thoughts = thoughts_of(template, tokenizer, make(), chat.thinking_budget)
+    constraint = partial(constraint_of, llm.engine.grammars, chat.structure, tools, form, thoughts)
     if form is None or not tools.listed:
-        return Rendered(Prompt(ids, lambda choice: Divider(choice, make())), hook)
+        return Rendered(known.prompt(lambda choice: Divider(choice, make())), constraint, text=text)
     token = opening_token(tokenizer, form)
     marks = marks_in(template.source)
     most = 0 if not tools.callable else 1 if tools.single else MAX_CALLS
@@ -105,10 +126,99 @@ def render_chat(llm: LLM, chat: Chat) -> Rendered:
         parser = CallParser(form, make(), tools.schemas, token is not None, mark)
         return CallDivider(choice, parser, tokenizer, token, most)
 
-    if tools.callable:
-        return Rendered(Prompt(ids, divider), hook)
     # where letters open a call, another spelling of the tag may get past the ban: what it opens is left out
-    return Rendered(Prompt(ids, divider), hook, token, None if token is not None else form.open or None)
+    banned = None if tools.callable or token is not None else form.open or None
+    return Rendered(known.prompt(divider, form.name), constraint, banned, text)
+
+
+class _Known:
+    """A conversation, rendered, with what is known of it: calls as they were written, tokens as they were sampled, and
+    where checkpoints are wished.
+
+    Args:
+        llm: the model.
+        chat: the conversation.
+        form: how calls are written; None: there are none.
+        render: messages, and whether with names at the client's marks, to pieces and these names.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        chat: Chat,
+        form: CallFormat | None,
+        render: Callable[[list[Message], bool], tuple[Pieces, list[str]]],
+    ) -> None:
+        self._memory, self._sharing, self._replayed = llm.chat_memory, chat.sharing, 0
+        tokenizer, messages, salt = llm.chat_parts()[0], chat.messages, chat.sharing.salt
+        put_back: Callable[[Pieces], Pieces | None] = lambda found: found  # noqa: E731
+        pieces: Pieces | None = None
+        if form is not None and self._sharing.cache in (True, "read"):
+            replays = Replays(tokenizer, form, self._memory.calls, salt)
+            named = replays.named(messages)
+            if len(replays):
+                with suppress(RequestError):  # a template may refuse what the text stands for
+                    pieces = replays.put_back(render(named, False)[0])
+                if pieces is not None:
+                    messages, put_back, self._replayed = named, replays.put_back, len(replays)
+        self.pieces = render(messages, False)[0] if pieces is None else pieces
+        self._spelled = self._memory.spell(self.pieces, salt, self._sharing.cache)
+        ids, client = self._spelled.ids, list[int]()
+        if any(message.get(MARKED) for message in messages):
+            with suppress(RequestError):
+                marked, names = render(messages, True)
+                client = marked_tokens(tokenizer, ids, self.pieces, put_back(marked) or [], names)
+        begins = [at for at, role in self._memory.marks.messages(ids) if role == "user" and at]
+        if chat.marked_tools and begins:
+            client = sorted({*client[: MOST_CLIENT_MARKS - 1], begins[0]})
+        self._marks = self._memory.marks.marks(ids, client)
+
+    def prompt(self, divider: Callable[[int], Divider], call_format: str = "") -> Prompt:
+        """What is handed to the engine."""
+        return Prompt(
+            self._spelled.ids,
+            divider,
+            call_format,
+            self._sharing,
+            self._marks,
+            self._spelled.remembered,
+            self._replayed,
+            self._ended,
+        )
+
+    def _ended(self, request: Request, divider: Divider) -> None:
+        """Remember an answer."""
+        ids, text = request.generated, request.text.text
+        ended = request.finish_reason == "stop" and request.text.stopped is None
+        self._memory.remember(self._spelled, text, ids, ended, self._sharing.cache)
+        made = divider.written(text)
+        if made is not None and self._sharing.cache in (True, "write"):
+            self._memory.calls.remember(made, self._sharing.salt)
+
+
+# ---- turns
+
+
+def with_joined_turns(messages: list[Message], roles: Sequence[str]) -> list[Message]:
+    """The messages, those in a row that one of these roles has as one turn."""
+    found: list[Message] = []
+    for message in messages:
+        if found and found[-1]["role"] == message["role"] in roles:
+            found[-1] = _joined(found[-1], message)
+        else:
+            found.append(message)
+    return found
+
+
+def _joined(first: Message, second: Message) -> Message:
+    between = "\n" if first["role"] == "user" and first["content"] and second["content"] else ""
+    found = first | {"content": f"{first['content']}{between}{second['content']}"}
+    found |= joined_marks(first, second, len(between))
+    for name in ("reasoning_content", "tool_calls"):
+        if name in first or name in second:
+            empty: Any = "" if name == "reasoning_content" else []
+            found[name] = first.get(name, empty) + second.get(name, empty)
+    return found
 
 
 # ---- system messages
@@ -122,7 +232,9 @@ def settle_system_turns(template: ChatTemplate, messages: list[Message]) -> list
     lead = 0
     while lead < len(messages) and messages[lead]["role"] == "system":
         lead += 1
-    head = [{"role": "system", "content": "\n".join(m["content"] or "" for m in messages[:lead])}] if lead else []
+    head = messages[:lead]
+    if lead > 1:
+        head = [{"role": "system", "content": "\n".join(m["content"] or "" for m in messages[:lead])}]
     rest = messages[lead:]
     if any(m["role"] == "system" for m in rest) and not _shows_later_system(template):
         rest = _as_reminders(rest)
@@ -164,34 +276,3 @@ def _as_reminders(messages: list[Message]) -> list[Message]:
         else:
             joined.append(message)
     return joined
-
-
-# ---- the budget of thoughts
-
-
-def thinking_hook(
-    tokenizer: Tokenizer, template: ChatTemplate, splitter: ReasoningSplitter, budget: int | None
-) -> Callable[[list[int], Any], Any] | None:
-    """What ends thoughts after `budget` tokens by writing their end mark; None: nothing to end."""
-    marks = marks_in(template.source)
-    if budget is None or marks is None or not splitter.marked:
-        return None
-    begin = tokenizer.encode(marks[0], bos=False, after=-1)
-    end = tokenizer.encode(marks[1], bos=False, after=-1)
-
-    def force(generated: list[int], logits: Any) -> Any:
-        place = len(generated) - budget
-        if not 0 <= place < len(end):
-            return None
-        thinking = splitter.opened or generated[: len(begin)] == begin
-        if not thinking or _holds(generated[:budget], end):
-            return None
-        logits.fill_(float("-inf"))
-        logits[end[place]] = 0.0
-        return None
-
-    return force
-
-
-def _holds(ids: list[int], part: list[int]) -> bool:
-    return any(ids[i : i + len(part)] == part for i in range(len(ids) - len(part) + 1))

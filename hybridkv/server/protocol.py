@@ -15,6 +15,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from hybridkv.server.problems import ApiError
 from hybridkv.server.settings import HEADER_SECONDS
 
+STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
 
 class GuardedProtocol(H11Protocol):
     """One connection. `most`: connections open at once."""
@@ -29,7 +35,8 @@ class GuardedProtocol(H11Protocol):
 
     def _with_abort(self, app: ASGIApp) -> ASGIApp:
         async def run(scope: Scope, receive: Receive, send: Send) -> None:
-            scope.setdefault("extensions", {})["hybridkv.abort"] = self.transport.abort
+            more = {"hybridkv.abort": self.transport.abort, "hybridkv.transport": self.transport}
+            scope.setdefault("extensions", {}).update(more)
             await app(scope, receive, send)
 
         return run

@@ -6,16 +6,17 @@ import json
 import logging
 import re
 import secrets
-import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from hybridkv.server.generation import Usage
+from hybridkv.server.log_writer import LineWriter
 from hybridkv.server.problems import ApiError
 
 log = logging.getLogger("hybridkv.server")
 _GOOD_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+STDERR = 2  # its file descriptor
 _PLAIN = re.compile(r"[A-Za-z0-9._:/*+-]*")
 
 
@@ -92,9 +93,7 @@ class RequestLog:
 
 
 def log_to_stderr() -> None:
-    """The lines go to standard error, and nowhere else."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    log.handlers[:] = [handler]
+    """The lines go to standard error, and nowhere else; whoever reads that slowly, or not at all, is not waited for."""
+    log.handlers[:] = logging.getLogger("asyncio").handlers[:] = [LineWriter(STDERR)]
     log.setLevel(logging.INFO)
     log.propagate = False

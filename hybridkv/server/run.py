@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 
@@ -17,6 +16,7 @@ from hybridkv.errors import HybridKVError
 from hybridkv.llm import LLM
 from hybridkv.server.app import make_app
 from hybridkv.server.protocol import GuardedProtocol
+from hybridkv.server.record import log
 from hybridkv.server.service import Service
 from hybridkv.server.settings import MAX_HEADERS, ServerSettings
 
@@ -96,8 +96,8 @@ class Server:
         self._signals += 1
         self.stopped_by = number
         if self._signals > 1 or self.service.status == "loading":
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for handler in log.handlers:
+                handler.flush()
             os._exit(128 + number if number == signal.SIGINT or self._signals > 1 else 0)
         assert self._stopping is not None
         self._stopping.set()

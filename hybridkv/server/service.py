@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, TypeVar
 
 from hybridkv.config import EvictionConfig
@@ -14,15 +15,19 @@ from hybridkv.engine.engine import INHERIT
 from hybridkv.errors import HybridKVError
 from hybridkv.llm import LLM
 from hybridkv.server import settings as limits
+from hybridkv.server.feed import CacheFeed
 from hybridkv.server.generation import Generation, Job
 from hybridkv.server.metrics import Metrics
+from hybridkv.server.picture import Recorder
 from hybridkv.server.problems import ApiError, bad, busy, too_long, unavailable
+from hybridkv.server.sessions import Sessions
 from hybridkv.server.settings import ServerSettings
 
 T = TypeVar("T")
 TEXT_THREADS = 4  # that tokenise and render
 DEAD_SECONDS = {"cuda": 30.0, "cpu": 600.0}  # without a step while there is work; a large model is slow on a CPU
 RETRY_SECONDS = 2
+SAVE_SECONDS = 5.0  # for named conversations, at the least, where a server is told to end
 
 
 class Service:
@@ -36,6 +41,9 @@ class Service:
         self.draining = False
         self.fatal: str | None = None  # why nothing can be answered any more
         self._llm: LLM | None = None
+        self._feed: CacheFeed | None = None
+        self._unobserve: Callable[[], None] = lambda: None
+        self._sessions: Sessions | None = None
         self._names: list[str] = list(settings.names)
         self._pool = ThreadPoolExecutor(TEXT_THREADS, "hybridkv-text")
         self._stepped = time.monotonic()  # when the engine was last seen to move
@@ -47,9 +55,19 @@ class Service:
             # a folder's name may have a dot in it, Qwen3.5-4B
             self._names.insert(0, llm.path.stem if llm.path.suffix == ".gguf" else llm.path.name)
         self.metrics.watch(llm, self.names[0])
+        recorder = Recorder(llm.manager)
+        self._feed, self._unobserve = CacheFeed(self, recorder), llm.owner.observe(recorder.observe)
+        self._sessions = Sessions(llm)
         self._llm = llm
 
     # ---- state
+
+    @property
+    def sessions(self) -> Sessions:
+        """Conversations that clients have named, or 503 while the model is read."""
+        self.llm  # noqa: B018
+        assert self._sessions is not None
+        return self._sessions
 
     @property
     def llm(self) -> LLM:
@@ -57,6 +75,13 @@ class Service:
         if self._llm is None:
             raise unavailable("the model is being loaded; ask again in some seconds", RETRY_SECONDS)
         return self._llm
+
+    @property
+    def feed(self) -> CacheFeed:
+        """What is known of the cache, or 503 while the model is read."""
+        self.llm  # noqa: B018
+        assert self._feed is not None
+        return self._feed
 
     @property
     def status(self) -> str:
@@ -70,9 +95,9 @@ class Service:
     @property
     def stuck(self) -> bool:
         """Whether there is work and the engine has not moved for long."""
-        moved = [self._stepped, *(generation.moved for generation in self.generations)]
+        moved = max(self._stepped, self.llm.owner.stepped)
         most = DEAD_SECONDS.get(self.llm.device.type, 600.0)
-        return bool(self.generations) and time.monotonic() - max(moved) > most
+        return bool(self.generations) and time.monotonic() - moved > most
 
     @property
     def names(self) -> list[str]:
@@ -109,8 +134,10 @@ class Service:
         except HybridKVError as problem:
             raise bad(str(problem)) from None
 
-    async def begin(self, job: Job) -> Generation:
-        """Hand a job to the engine, once all is checked that can be checked."""
+    async def begin(self, job: Job, patience: float | None = None, whose: tuple[bytes, str] = (b"", "")) -> Generation:
+        """Hand a job to the engine, once all is checked that can be checked. `patience`: as in Generation.begin;
+        `whose`: the salt of the key that asks, and the id of its HTTP request.
+        """
         if self.draining:
             raise unavailable("the server is shutting down", RETRY_SECONDS)
         if self.status == "dead":
@@ -120,12 +147,17 @@ class Service:
         if self._answers + job.choices > room:
             raise busy(f"{self._answers} answers are running or waiting, at most {room} are taken", RETRY_SECONDS)
         settings = self.settings
-        generation = Generation(self.llm.owner, job, settings.queue_seconds, settings.request_seconds)
+        for prompt in job.prompts:
+            if prompt.sharing.conversation:
+                await self.work(self.sessions.restore, prompt.sharing)
+        own = partial(self.feed.recorder.own, whose=whose)
+        queued, longest = settings.queue_seconds, settings.request_seconds
+        generation = Generation(self.llm.owner, job, queued, longest, own, self.sessions)
         self._stepped = time.monotonic()
         self._answers += job.choices
         self.generations.add(generation)
         try:
-            await generation.begin()
+            await generation.begin(patience)
         except BaseException:
             self.end(generation)
             raise
@@ -163,11 +195,15 @@ class Service:
             generation.fail(unavailable("the server is shutting down; the answer was cut"))
         for _ in range(100):  # they tell their clients
             if not self.generations:
-                return
+                break
             await asyncio.sleep(0.02)
+        if self._llm is not None and self.fatal is None:
+            await asyncio.to_thread(self.sessions.save_recent, max(until, time.monotonic() + SAVE_SECONDS))
+            await asyncio.to_thread(self.sessions.close)
 
     def close(self) -> None:
         """End the threads. The model is its owner's to close."""
+        self._unobserve()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 

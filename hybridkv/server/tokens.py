@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, with the field names of vLLM and of llama-server."""
+"""`/tokenize`, `/detokenize` and `/apply-template`, with the field names of vLLM and of llama-server."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 from hybridkv.server.fields import Fields
 from hybridkv.server.openai_chat import read_chat_prompt
+from hybridkv.server.openai_common import TokenNames
 from hybridkv.server.problems import bad
 from hybridkv.server.service import Service
 from hybridkv.text.tokenizer import Tokenizer
@@ -18,9 +19,10 @@ def read_tokenize(asked: Fields, service: Service) -> dict[str, Any]:
     tokenizer = _tokenizer(service)
     if "content" in asked:
         text, special = asked.needed_text("content"), asked.flag("add_special")
-        ids = tokenizer.encode(text, bos=None if special else False)
+        real = asked.flag("parse_special", True)  # whether control tokens that the text spells are such
+        ids = tokenizer.encode(text, bos=None if special else False, special=real)
         if asked.flag("with_pieces"):
-            return {"tokens": [{"id": i, "piece": tokenizer.token_text(i)} for i in ids]}
+            return {"tokens": [{"id": i, "piece": _piece(tokenizer, i)} for i in ids]}
         return {"tokens": ids, "count": len(ids), "max_model_len": service.context}
     service.model_name(asked.text("model", 256))
     if "messages" in asked:
@@ -45,6 +47,17 @@ def read_detokenize(asked: Fields, service: Service) -> dict[str, Any]:
         raise asked.wrong("tokens", f"it must be a list of token ids from 0 to {vocab - 1}")
     text = tokenizer.decode(ids, skip_special=False)
     return {"prompt": text, "content": text}
+
+
+def read_template(asked: Fields, service: Service) -> dict[str, str]:
+    """The prompt of a chat as text (llama-server)."""
+    return {"prompt": read_chat_prompt(asked, service).text}
+
+
+def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
+    """A token's text, or its bytes where these are no whole characters."""
+    text = tokenizer.token_text(token)
+    return TokenNames(tokenizer).bytes(token) if "\ufffd" in text else text
 
 
 def _tokenizer(service: Service) -> Tokenizer:

@@ -10,9 +10,7 @@ from hybridkv.server import settings
 from hybridkv.server.fields import Fields
 from hybridkv.server.record import log
 from hybridkv.text.call_formats import FORMATS, CallFormat
-from hybridkv.text.tokenizer import Tokenizer
 
-NEEDS_GRAMMAR = "a call cannot be forced yet: that needs grammars; use auto or none"
 INTRODUCTION = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -37,12 +35,23 @@ class Tools:
         callable: False: they are shown, and not called.
         single: at most one call an answer.
         form: how the model writes calls; None: as its template says.
+        required: a call has to come, at once.
+        only: of this function.
+        strict: functions whose arguments fit their schemas, whether a call has to come or not.
     """
 
     listed: list[dict[str, Any]] = field(default_factory=list)
     callable: bool = True
     single: bool = False
     form: CallFormat | None = None
+    required: bool = False
+    only: str | None = None
+    strict: frozenset[str] = frozenset()
+
+    @property
+    def forced(self) -> bool:
+        """Whether the answer is a call and nothing else."""
+        return self.required or self.only is not None
 
     @property
     def schemas(self) -> dict[str, Any]:
@@ -55,63 +64,93 @@ NO_TOOLS = Tools()
 
 def read_openai_tools(asked: Fields, form: str | None) -> Tools:
     """`tools`, `tool_choice` and `parallel_tool_calls`."""
-    listed = []
+    listed, strict = [], set()
     for tool in asked.objects("tools", settings.MAX_TOOLS):
         if tool.choice("type", ("function",)) is None:
             raise tool.wrong("type", "it is missing; there are functions alone")
         function = tool.object("function")
         if function is None:
             raise tool.wrong("function", "it is missing")
-        listed.append(_tool(function, "parameters"))
-    choice = asked.raw("tool_choice")
-    if isinstance(choice, dict) or choice == "required":
-        raise asked.wrong("tool_choice", NEEDS_GRAMMAR)
-    asked.choice("tool_choice", ("none", "auto", "required"))
-    parallel = asked.flag("parallel_tool_calls", True)
-    return _tools(asked, listed, choice != "none", not parallel, form)
+        listed.append(_tool(function, "parameters", strict))
+    return _openai_choice(asked, listed, strict, form)
+
+
+def _openai_choice(asked: Fields, listed: list[dict[str, Any]], strict: set[str], form: str | None) -> Tools:
+    """`tool_choice` in the form of Chat or of Responses, and `parallel_tool_calls`."""
+    kind, only = asked.raw("tool_choice"), None
+    if isinstance(kind, dict):
+        named = Fields(kind, asked.where("tool_choice"))
+        if named.choice("type", ("function",)) is None:
+            raise named.wrong("type", "it is missing; a function can be named")
+        kind, only = "required", (named.object("function") or named).needed_text("name", 64)
+    else:
+        asked.choice("tool_choice", ("none", "auto", "required"))
+    return _chosen(asked, listed, kind, only, not asked.flag("parallel_tool_calls", True), form, strict)
 
 
 def read_anthropic_tools(asked: Fields, form: str | None) -> Tools:
     """`tools` and `tool_choice`; tools that Anthropic's own servers run are left out."""
-    listed = []
+    listed, strict = [], set()
     for tool in asked.objects("tools", settings.MAX_TOOLS):
         if tool.text("type", 64) in (None, "custom"):
-            listed.append(_tool(tool, "input_schema"))
+            listed.append(_tool(tool, "input_schema", strict))
         else:
             log.info("a tool that only its own server runs was left out")
     given = asked.object("tool_choice")
     kind = None if given is None else given.choice("type", ("auto", "any", "tool", "none"))
     if kind not in (None, "none", "auto") and not listed:
         raise asked.wrong("tool_choice", "there are no tools to choose from")
-    if kind in ("any", "tool"):
-        raise asked.wrong("tool_choice", NEEDS_GRAMMAR)
+    only = given.needed_text("name", 64) if given is not None and kind == "tool" else None
     single = given is not None and given.flag("disable_parallel_tool_use")
-    return _tools(asked, listed, kind != "none", single, form)
+    word = "required" if kind in ("any", "tool") else kind
+    return _chosen(asked, listed, word, only, single, form, strict)
 
 
-def _tool(function: Fields, schema: str) -> dict[str, Any]:
+def read_responses_tools(asked: Fields, form: str | None) -> Tools:
+    """`tools`, `tool_choice` and `parallel_tool_calls`; agents list tools that their own servers run beside functions,
+    which are left out.
+    """
+    listed, strict = [], set()
+    for tool in asked.objects("tools", settings.MAX_TOOLS):
+        if tool.needed_text("type", 64) == "function":
+            listed.append(_tool(tool, "parameters", strict))
+        else:
+            log.info("a tool that is no function was left out")
+    return _openai_choice(asked, listed, strict, form)
+
+
+def _tool(function: Fields, schema: str, strict: set[str]) -> dict[str, Any]:
     name = function.needed_text("name", 64)
     found: dict[str, Any] = {"name": name}
     if (about := function.text("description")) is not None:
         found["description"] = about
     parameters = function.object(schema)
     found["parameters"] = {"type": "object", "properties": {}} if parameters is None else parameters.data
+    if function.flag("strict"):
+        strict.add(name)
     return {"type": "function", "function": found}
 
 
-def _tools(asked: Fields, listed: list[dict[str, Any]], callable_: bool, single: bool, form: str | None) -> Tools:
+def _chosen(
+    asked: Fields,
+    listed: list[dict[str, Any]],
+    choice: str | None,
+    only: str | None,
+    single: bool,
+    form: str | None,
+    strict: set[str],
+) -> Tools:
+    """`choice`: none, auto, required, or None for auto; `only`: the function that has to be called."""
     size = len(json.dumps(listed)) if listed else 0
     if size > settings.MAX_TOOL_BYTES:
         raise asked.wrong("tools", f"they have {size} bytes, at most {settings.MAX_TOOL_BYTES} are taken")
-    return Tools(listed, callable_, single, None if form is None else FORMATS[form])
-
-
-def opening_token(tokenizer: Tokenizer, form: CallFormat) -> int | None:
-    """The token that opens a call, where the tag is one."""
-    if not form.open:
-        return None
-    ids = tokenizer.encode(form.open, bos=False)
-    return ids[0] if len(ids) == 1 and tokenizer.token_text(ids[0]) == form.open else None
+    if choice == "required" and not listed:
+        raise asked.wrong("tool_choice", "there are no tools to choose from")
+    if only is not None and only not in [tool["function"]["name"] for tool in listed]:
+        raise asked.wrong("tool_choice", "it names a function that is not among the tools")
+    known = None if form is None else FORMATS[form]
+    single = single or only is not None
+    return Tools(listed, choice != "none", single, known, choice == "required", only, frozenset(strict))
 
 
 # ---- calls in prompts

@@ -18,7 +18,7 @@ DEPTH = 32  # of references and alternatives
 
 def convert(text: str, schema: Any, root: Any = None) -> Any:
     """The value of a parameter. `root`: the schema of all parameters, in which references point."""
-    types = _types(schema, schema if root is None else root, DEPTH)
+    types = schema_types(schema, schema if root is None else root, DEPTH)
     bare = text.strip()
     if "null" in types and bare in ("null", "None"):
         return None
@@ -48,18 +48,18 @@ def _parsed(text: str) -> Any:
         return None
 
 
-def _types(schema: Any, root: Any, depth: int) -> set[str]:
+def schema_types(schema: Any, root: Any, depth: int) -> set[str]:
     """The JSON types that a schema allows; empty: it does not say."""
     if not isinstance(schema, Mapping) or depth <= 0:
         return set()
     found: set[str] = set()
     reference = schema.get("$ref")
     if isinstance(reference, str):
-        found |= _types(_pointed(reference, root), root, depth - 1)
+        found |= schema_types(_pointed(reference, root), root, depth - 1)
     named = schema.get("type")
     found |= {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)}
     for part in (part for name in ("anyOf", "oneOf", "allOf") for part in _list(schema, name)):
-        found |= _types(part, root, depth - 1)
+        found |= schema_types(part, root, depth - 1)
     if not found:
         values = [*_list(schema, "enum"), *([schema["const"]] if "const" in schema else [])]
         found |= {_NAMES.get(type(value), "null") for value in values}

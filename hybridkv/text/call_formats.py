@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hybridkv.text.chat import ChatTemplate
+from hybridkv.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -67,3 +68,11 @@ def format_of(template: ChatTemplate) -> CallFormat:
     if "python_tag" in source or ("ipython" in source and '"parameters"' in source):
         return LLAMA
     return PLAIN
+
+
+def opening_token(tokenizer: Tokenizer, form: CallFormat) -> int | None:
+    """The token that opens a call, where the tag is one."""
+    if not form.open:
+        return None
+    ids = tokenizer.encode(form.open, bos=False)
+    return ids[0] if len(ids) == 1 and tokenizer.token_text(ids[0]) == form.open else None

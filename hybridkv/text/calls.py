@@ -47,6 +47,9 @@ class CallParser:
         self._ticks, self._fenced = 0, False
         self._bare = not form.open  # a bare object may still come
         self.made = 0  # whole calls
+        self._opened = 0  # where in the answer the body begins that is being read
+        self.begins: int | None = None  # where the first call does, its tag included
+        self.ends = 0  # where the last one ended
 
     def push(self, text: str, places: tuple[int, ...] = ()) -> list[CallPiece]:
         """More text; `places`: where in the answer, in characters, opening tokens begin."""
@@ -59,7 +62,8 @@ class CallParser:
         found = self._run(last=complete or self._body is None)
         if self._body is not None:
             found += self._count(self._body.finish(complete, self._held))
-            self._body, self._held = None, ""
+            self._at += len(self._held)
+            self._body, self._held, self.ends = None, "", self._at
         found += self._divided(self._held)
         self._held = ""
         found += self._pieces(self._splitter.finish())
@@ -79,7 +83,7 @@ class CallParser:
                 found += self._count(pieces)
                 if not self._body.over:
                     return found
-                self._body = None
+                self._body, self.ends = None, self._at
                 continue
             if self._bare:
                 if self._begin_bare(last):
@@ -104,6 +108,7 @@ class CallParser:
             if not self._splitter.answering:
                 found += self._divided(text)
         elif self._opens():
+            self._opened = self._at
             self._take(len(tag))
             found += self._pieces(self._splitter.end_thoughts())
             self._body, self._space = body_of(self._form, self._tools), ""
@@ -121,6 +126,7 @@ class CallParser:
         text = self._held.lstrip("; \n\t\r" if self._called else None)
         if not self._splitter.marked and text.startswith("{"):
             self._take(len(self._held) - len(text))
+            self._opened = self._at
             self._body = bare_object(self._tools)
             return False
         return not text and not last
@@ -157,6 +163,8 @@ class CallParser:
         found = []
         for piece in pieces:
             self.made += piece.kind == "end"
+            if piece.kind == "start" and self.begins is None:
+                self.begins = self._opened
             if piece.kind in ("start", "end"):
                 self._called, self._said, self._space = True, False, ""
                 self._bare = not self._form.open

@@ -53,7 +53,7 @@ class ChatTemplate:
         self._tokens = {k: v for k, v in {"bos_token": bos, "eos_token": eos}.items() if v is not None}
         self._seconds = seconds
         self._lock = threading.Lock()
-        self._worker: _Worker | None = None
+        self._worker: Worker | None = None
         self._variables: frozenset[str] | None = None  # known when the template is compiled
         self._takes_parts: bool | None = None
 
@@ -104,11 +104,11 @@ class ChatTemplate:
         except RequestError:
             return None
 
-    def _use(self, work: Callable[[_Worker], str]) -> str:
+    def _use(self, work: Callable[[Worker], str]) -> str:
         with self._lock:
             try:
                 return work(self._running())
-            except _Failed as e:
+            except WorkerFailed as e:
                 if self._worker is not None and not self._worker.alive():
                     self._worker = None
                 raise _in_words(e.kind, e.message, self._seconds) from None
@@ -120,10 +120,10 @@ class ChatTemplate:
                 self._worker.end()
             self._worker = None
 
-    def _running(self) -> _Worker:
+    def _running(self) -> Worker:
         if self._worker is None or self._worker.owner != os.getpid() or not self._worker.alive():
             self._worker = None
-            worker = _Worker()
+            worker = Worker()
             settings = {"source": self.source, "seconds": self._seconds, "memory": MAX_MEMORY, "output": MAX_OUTPUT}
             try:
                 self._variables = frozenset(worker.ask(json.dumps(settings).encode(), self._seconds).split())
@@ -134,7 +134,9 @@ class ChatTemplate:
         return self._worker
 
 
-class _Failed(Exception):
+class WorkerFailed(Exception):
+    """What went wrong in a worker: "time", "died", or a word of its own."""
+
     def __init__(self, kind: str, message: str = "") -> None:
         self.kind, self.message = kind, message
 
@@ -158,32 +160,33 @@ def _in_words(kind: str, message: str, seconds: float) -> HybridKVError:
     return RequestError(f"the model's chat template {limits.get(kind, 'failed on these messages: ' + message)}")
 
 
-class _Worker:
-    """One running `template_worker.py`."""
+class Worker:
+    """One running `template_worker.py`, or another script of this folder that answers in the same frames."""
 
-    def __init__(self) -> None:
+    def __init__(self, script: str = "template_worker.py") -> None:
         self.owner = os.getpid()
-        script = Path(__file__).with_name("template_worker.py")
-        command = [sys.executable, "-P", "-X", "utf8", str(script)]
+        command = [sys.executable, "-P", "-X", "utf8", str(Path(__file__).with_name(script))]
         try:
             with _START:
                 pipe = subprocess.PIPE
                 self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
         except OSError as e:
-            raise _Failed("start", str(e)) from None
+            raise WorkerFailed("start", str(e)) from None
         self.end = weakref.finalize(self, _end, self._process, self.owner)
         self._number = 0  # of the question that is being answered
         try:
             self._ask(None, START_SECONDS)
-        except _Failed:
-            raise _Failed(
+        except WorkerFailed:
+            raise WorkerFailed(
                 "start", f"'{' '.join(command)}' ended or gave no sign of life; is jinja2 installed for it?"
             ) from None
 
     def alive(self) -> bool:
+        """Whether it can be asked."""
         return self.end.alive and self._process.poll() is None
 
     def ask(self, data: bytes, seconds: float) -> str:
+        """Its answer to a frame; it is killed if that takes longer."""
         self._number = (self._number + 1) % 2**32
         return self._ask(struct.pack("<II", len(data), self._number) + data, seconds)
 
@@ -206,9 +209,9 @@ class _Worker:
             timer.cancel()
         if answer is None:
             self.end()
-            raise _Failed("time" if late.is_set() else "died")
+            raise WorkerFailed("time" if late.is_set() else "died")
         if "error" in answer:
-            raise _Failed(answer["error"], answer["message"])
+            raise WorkerFailed(answer["error"], answer["message"])
         return answer["text"]
 
     def _exchange(self, frame: bytes | None) -> dict[str, str] | None:

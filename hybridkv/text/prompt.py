@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hybridkv.errors import RequestError
@@ -167,12 +167,19 @@ def _guarded(value: Any, tokenizer: Tokenizer, name: Callable[[str], str]) -> An
         ) from None
 
 
-def encode_pieces(tokenizer: Tokenizer, pieces: list[tuple[str, bool]]) -> list[int]:
-    """Token ids of a prompt in pieces, with the token that begins a text where the template did not write it."""
-    first, real = pieces[0]
-    wrote_bos = real and bool(tokenizer.bos_text) and first.startswith(str(tokenizer.bos_text))  # templates often do
-    ids = [] if wrote_bos or not tokenizer.add_bos or tokenizer.bos_id is None else [tokenizer.bos_id]
-    ids += tokenizer.encode(first, bos=False, special=real)
-    for text, real in pieces[1:]:
+def encode_pieces(tokenizer: Tokenizer, pieces: list[tuple[str, bool]], after: Sequence[int] = ()) -> list[int]:
+    """Token ids of a prompt in pieces, with the token that begins a text where the template did not write it. `after`:
+    ids that the pieces follow, which are then the first of the prompt.
+    """
+    ids = list(after)
+    if not ids:
+        first, real = pieces[0]
+        wrote_bos = (
+            real and bool(tokenizer.bos_text) and first.startswith(str(tokenizer.bos_text))
+        )  # templates often do
+        ids = [] if wrote_bos or not tokenizer.add_bos or tokenizer.bos_id is None else [tokenizer.bos_id]
+        ids += tokenizer.encode(first, bos=False, special=real)
+        pieces = pieces[1:]
+    for text, real in pieces:
         ids += tokenizer.encode(text, bos=False, special=real, after=ids[-1] if ids else None)
     return ids

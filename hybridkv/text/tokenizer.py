@@ -108,8 +108,8 @@ class Tokenizer:
         with guarded("the text cannot be tokenized", RequestError):
             backend = self._backend if special else self._plain
             ids = backend.encode(text, add_special_tokens=False).ids if begins else self._middle(backend, text, special)
-        if not special and not self._control.isdisjoint(ids):
-            forged = self.token_text(next(i for i in ids if i in self._control))
+        if not special and not self.control.isdisjoint(ids):
+            forged = self.token_text(next(i for i in ids if i in self.control))
             raise RequestError(
                 f"the text spells the control token {forged!r} in a way this tokenizer cannot keep apart"
             )
@@ -132,7 +132,7 @@ class Tokenizer:
 
     def spells_control(self, text: str) -> bool:
         """Whether the text spells a control token, which plain `encode` would take for the real thing."""
-        return not self._control.isdisjoint(self.encode(text, bos=False))
+        return not self.control.isdisjoint(self.encode(text, bos=False))
 
     def control_spans(self, text: str) -> list[tuple[int, int]]:
         """The parts of the text (begin, end) that spell a control token, and its end if it may begin one that
@@ -150,7 +150,7 @@ class Tokenizer:
 
     @cached_property
     def _control_texts(self) -> list[str]:
-        return sorted({self._added[i] for i in self._control if self._added[i]})
+        return sorted({self._added[i] for i in self.control if self._added[i]})
 
     @cached_property
     def _longest_control(self) -> int:
@@ -161,7 +161,7 @@ class Tokenizer:
         return re.compile("|".join(map(re.escape, sorted(self._control_texts, key=len, reverse=True))))
 
     @cached_property
-    def _control(self) -> frozenset[int]:
+    def control(self) -> frozenset[int]:
         """Special tokens that no plain text may give; a model may have its unknown token for what it cannot spell."""
         unknown = getattr(self._backend.model, "unk_token", None)
         return self._special - {self._backend.token_to_id(unknown) if unknown else None}
@@ -176,6 +176,15 @@ class Tokenizer:
         raw = b"".join(self.piece(i, skip_special) for i in ids)
         text = raw.decode("utf-8", "replace")
         return text[1:] if self.strips_space and text.startswith(" ") else text
+
+    @property
+    def added(self) -> dict[int, str]:
+        """Tokens beside the vocabulary, control tokens among them, with their texts."""
+        return self._added
+
+    def as_json(self) -> str:
+        """As a tokenizer.json has it."""
+        return self._backend.to_str()
 
     @property
     def joins_bytes(self) -> bool:

@@ -10,7 +10,7 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from cache.machine import CacheMachine
-from hybridkv.cache import KVCacheManager, OutOfPages, PageAllocator, PagedPool, StatePool
+from hybridkv.cache import KVCacheManager, OutOfPages, PageAllocator, PagedPool, StatePool, frozen
 from hybridkv.cache.page_table import PageTable
 from hybridkv.kernels.eviction.compact import compact_ref
 
@@ -209,7 +209,7 @@ def a_fork_forgets_what_was_evicted() -> Patch:
 
 
 def a_restore_forgets_the_state() -> Patch:
-    return StatePool, "restore", lambda self, slot, snapshot, ring: None
+    return frozen, "_restore_state", lambda manager, slot, cache: None
 
 
 FAULTS = (
@@ -246,14 +246,22 @@ class Compacting(CacheMachine):
     restore = truncate = preempt = misuse = None  # type: ignore[assignment]
 
 
+class Truncating(CacheMachine):
+    """Without the rules after which nothing can be taken back."""
+
+    restore = compact = preempt = misuse = None  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
 def test_a_planted_fault_is_found(fault: Callable[[], Patch], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*fault())
     if fault is pages_are_taken_before_all_pools_are_asked:
         monkeypatch.setattr(PageAllocator, "require", lambda self, n: None)
+    machine = Compacting if fault in OF_COMPACTION else CacheMachine
+    machine = Truncating if fault is truncation_rounds_down else machine
     with pytest.raises(NOTICED):
         run_state_machine_as_test(
-            Compacting if fault in OF_COMPACTION else CacheMachine,
+            machine,
             settings=settings(
                 max_examples=200,
                 stateful_step_count=50,

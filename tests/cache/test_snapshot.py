@@ -146,7 +146,7 @@ def test_restoring_is_all_or_nothing(run_of: Callable, monkeypatch: pytest.Monke
     assert facts(run.manager) == before
 
     run = run_of("llama")
-    monkeypatch.setattr(run.manager.state, "restore", _no_memory)
+    monkeypatch.setattr(run.manager.host, "put", _no_memory)
     with pytest.raises(MemoryError):
         restore_request(run.manager, snapshot, "back")
     run.manager.check_integrity()

@@ -11,6 +11,7 @@ import pytest
 import tiny
 import tiny_gguf
 from browser import Browser, Page
+from long_form import LONG
 
 from hybridkv.cards import CARDS
 from hybridkv.cli import main
@@ -81,13 +82,14 @@ def random_settings(rng: random.Random) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_its_numbers_are_those_of_the_command(
     browser: Browser, written: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """For many settings at random: every model, card, form, KV dtype and budget comes up."""
+    """For settings at random; in the long form so many that every model, card, form, KV dtype and budget comes up."""
     page, rng = browser.open(written), random.Random(13)
     check(page, capsys)
-    for _ in range(60):
+    for _ in range(60 if LONG else 15):
         settings = random_settings(rng)
         page.evaluate(
             "(to) => { location.hash = to; dispatchEvent(new HashChangeEvent('hashchange')); }", urlencode(settings)

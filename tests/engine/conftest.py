@@ -9,9 +9,11 @@ import torch
 
 from engine.ascii_tokenizer import write_tokenizer
 from hybridkv.cache import KVCacheManager
+from hybridkv.cache.reuse import Reuse
 from hybridkv.config import CacheConfig
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.mixed_graphs import CapturedMixed, MixedGraphs
+from hybridkv.eviction import Evictor
 from hybridkv.kernels.step_index import StepShape
 from hybridkv.models import cache_schema
 from hybridkv.text.tokenizer import Tokenizer
@@ -30,11 +32,20 @@ def engine_of(oracle: Callable, open_llm: Callable) -> Callable[..., Engine]:
         eos: frozenset[int] = frozenset(),
         tokenizer: Tokenizer | None = None,
         exact: bool = False,
+        rows: int | None = None,  # of state for checkpoints; None: nothing is reused
+        kv: str = "f32",
+        eviction: CacheConfig | None = None,
     ) -> Engine:
         llm = open_llm(oracle(kind).folder, **({"exact": True} if exact else {}))
-        schema = cache_schema(llm.config, CacheConfig("f32", 16), torch.float32)
-        manager = KVCacheManager(schema, schema.pool_pages(1, pool), slots, context, exact=exact)
-        return Engine(llm.model, manager, tokenizer, step_tokens, eos)
+        config = CacheConfig(kv, 16) if eviction is None else eviction
+        schema = cache_schema(llm.config, config, torch.float32)
+        manager = KVCacheManager(
+            schema, schema.pool_pages(1, pool), slots, context, exact=exact, checkpoints=rows,
+        )  # fmt: skip
+        if rows is not None:
+            Reuse(manager)
+        evictor = None if eviction is None else Evictor.make(config, manager, scale=llm.config.attention_scale)
+        return Engine(llm.model, manager, tokenizer, step_tokens, eos, evictor)
 
     return build
 

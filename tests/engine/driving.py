@@ -39,14 +39,14 @@ def alone(engine: Engine, tokens: Sequence[int], params: SamplingParams) -> Requ
 
 
 def assert_nothing_held(engine: Engine) -> None:
-    """Every page and slot is back."""
+    """Every slot is back, and every page is free or kept only as long as nobody needs it."""
     manager = engine.manager
     manager.check_integrity()
     assert engine.idle and not engine.scheduler.held
     assert manager.free_slots == manager.slots and not manager.slot_of
-    assert {n: t.allocator.free for n, t in manager.tables.items()} == {
-        n: t.allocator.total for n, t in manager.tables.items()
-    }
+    assert manager.pages_to_be_had() == {n: t.allocator.total for n, t in manager.tables.items()}
+    if manager.reuse is not None:
+        manager.reuse.check()
 
 
 def count_tokens(engine: Engine) -> list[int]:

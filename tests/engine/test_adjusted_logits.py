@@ -6,6 +6,7 @@ loop says, alone and beside others, with steps launched ahead as on a GPU, and a
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -60,7 +61,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def logits_after(kind: str, engine_of: Callable) -> Callable[[list[int]], Tensor]:
     engine: Engine = engine_of(kind)
-    return lambda tokens: engine.score(tokens)[-1]
+    found = cache(lambda tokens: engine.score(list(tokens))[-1])
+    return lambda tokens: found(tuple(tokens))
 
 
 ASKS: tuple[dict, ...] = (

@@ -9,6 +9,7 @@ from hybridkv.cache import ForwardStep
 from hybridkv.cache.snapshot import snapshot_request
 from hybridkv.config import SamplingParams
 from hybridkv.engine.engine import Engine
+from hybridkv.engine.pipeline import SURE
 from hybridkv.engine.sampler import SampledTokens
 from hybridkv.errors import RequestError
 from hybridkv.request import Request
@@ -323,3 +324,22 @@ def test_a_request_that_cannot_go_on_ends_alone(engine_of: Callable) -> None:
     assert broken.finish_reason == "error" and "was not committed" in (broken.error or "")
     assert other.generated == alone(engine_of("qwen3_5"), prompt(12, seed=1), greedy(8)).generated
     assert_nothing_held(engine)
+
+
+def test_a_caller_may_wait_while_a_long_step_runs(engine_of: Callable) -> None:
+    """And not where nothing is in flight, nor where no step was ever timed."""
+    engine = engine_of(KINDS[0])
+    engine.launches_ahead = True
+    assert engine.slack() == 0
+    request = engine.add(prompt(20), greedy(6))
+    engine.step()
+    engine.step()
+    assert engine.slack() == 0  # what a step takes is not known
+    engine.scheduler.cost.seconds, engine.scheduler.cost.weight_bytes = {1: 100.0, 64: 200.0}, 10**15
+    assert 0 < engine.slack() <= SURE * 100
+    engine.scheduler.cost.seconds = {1: 1e-6, 64: 1e-6}
+    assert engine.slack() == 0
+    engine.scheduler.cost.seconds = {1: 100.0, 64: 200.0}
+    while not engine.idle:
+        engine.step()
+    assert request.answer_tokens == 6 and engine.slack() == 0

@@ -23,6 +23,7 @@ from crowd import (
     wishes,
     with_seed,
 )
+from long_form import LONG
 
 from engine.driving import with_graphs
 from hybridkv import LLM, SamplingParams
@@ -30,6 +31,10 @@ from hybridkv.engine import sampler
 from hybridkv.kernels.step_index import StepShape
 from hybridkv.models.decoder import Decoder
 from hybridkv.request import TokenLogprobs
+
+pytestmark = pytest.mark.usefixtures("weights_measured_once")
+# the long form has all; the others have the same kinds of layers
+MOST = tuple(kind for kind in FAMILIES if LONG or kind not in ("qwen3", "qwen3_5_moe"))
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +54,16 @@ def check_crowd(llm: LLM, kind: str, graphs: bool) -> int:
     return ties
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", MOST)
 def test_the_same_tokens_but_for_near_ties(kind: str, family: Callable, replays: list[StepShape]) -> None:
     ties = check_crowd(family(kind), kind, graphs=kind != "deepseek_v4")  # whose prompts are not captured
     assert ties <= 3, "so many near-ties are none"
     assert bool(replays) == (kind != "deepseek_v4")
 
 
-@pytest.mark.parametrize("kind", FAMILIES[:-1])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", MOST[:-1])
 def test_exact_mode_gives_the_same_bits(kind: str, family: Callable) -> None:
     """With eviction: what is kept is the same, too."""
     pairs, _ = lone_and_crowd(*engines(family(kind, exact=True, **EVICTING), pool=176), wishes(tiny.token_ids))

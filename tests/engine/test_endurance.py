@@ -7,6 +7,7 @@ import pytest
 import torch
 from crowd import engine_over
 from endurance import EVICTION, Census, serve
+from long_form import LONG
 
 from engine.driving import KINDS
 from hybridkv import LLM, CacheConfig
@@ -15,7 +16,7 @@ from hybridkv.engine.engine import Engine
 from hybridkv.engine.scheduler import Scheduler
 from hybridkv.request import Request
 
-WARM, MORE = 60, 240
+WARM, MORE = (60, 240) if LONG else (40, 120)
 
 
 @pytest.fixture
@@ -39,6 +40,7 @@ def growth(engine: Engine, warm: int = WARM, more: int = MORE) -> tuple[list[str
     return Census.of(engine).growth(before, more), ended
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_grows(kind: str, engine: Callable) -> None:
     grown, ended = growth(engine(kind))

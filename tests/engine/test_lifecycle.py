@@ -1,6 +1,7 @@
 """How requests end: stop conditions, refusals, aborts, errors; and that the engine goes on afterwards."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -259,13 +260,14 @@ def fail_on_third(function: Callable) -> Callable:
 def test_a_failure_after_the_forward_ends_its_batch_and_the_engine_serves_on(
     what: str, engine_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What one request's text does wrong is its own, and is not raised."""
     engine = engine_of("qwen3_5", slots=1)
     if what == "sampler":
         monkeypatch.setattr(pipeline, "sample", fail_on_third(pipeline.sample))
     else:
         monkeypatch.setattr(TextStream, "push", fail_on_third(TextStream.push))
     broken, waiting = engine.add(prompt(9), ASK), engine.add(prompt(8, 1), ASK)
-    with pytest.raises(RuntimeError, match="injected"):
+    with pytest.raises(RuntimeError, match="injected") if what == "sampler" else nullcontext():
         run(engine)
     assert broken.finish_reason == "error" and "injected" in (broken.error or "")
     run(engine)

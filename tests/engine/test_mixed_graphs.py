@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from long_form import more
 
 from engine.driving import KINDS, alone, assert_nothing_held, prompt, run, with_graphs
 from hybridkv.config import SamplingParams
@@ -52,7 +53,8 @@ def test_a_crowd_answers_as_each_alone(kind: str, ahead: bool, engine_of: Callab
     assert_nothing_held(engine)
 
 
-@pytest.mark.parametrize("kind", ("llama", "qwen3_5", "qwen3_5_moe", "qwen3_next"))
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ("llama", "qwen3_5", "qwen3_next", *more("qwen3_5_moe")))  # whose layers it shares
 def test_exact_mode_has_the_same_bits_in_graphs(
     kind: str, engine_of: Callable, replays: list[StepShape], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from long_form import LONG
 from safetensors import safe_open
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from hybridkv import CacheConfig, SamplingParams
 from hybridkv.cache import KVCacheManager, Snapshot
 from hybridkv.cache.session import Session
 from hybridkv.cache.snapshot_file import with_checksum
+from hybridkv.cache.tiers import HostTier
 from hybridkv.engine.engine import Engine
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.eviction import Ada, Evictor, SnapKV
@@ -44,6 +46,9 @@ CACHES = {
     "while decoding": EVICTING | dict(decode_every=3),
     "ada": EVICTING | dict(policy=Ada(SnapKV())),
 }
+
+
+pytestmark = pytest.mark.usefixtures("weights_measured_once")
 
 
 def engine_with(kind: str, pool: int = 256, slots: int = 3, context: int = 256, **cache: Any) -> Engine:
@@ -195,25 +200,40 @@ def test_a_fork_and_its_origin_go_on_as_each_would_alone(kind: str, cache: str) 
     assert_nothing_held(engine)
 
 
-def test_a_fork_without_room_has_no_cache_and_is_still_right() -> None:
+def test_a_fork_needs_no_slot() -> None:
     engine = engine_with("qwen3_5", slots=2)
     first = ask(engine, None, 20)
     running = engine.add(prompt(9, 1), SamplingParams(max_tokens=30))
     engine.step()
+    free = engine.manager.free_pages()
     fork = engine.fork_held(first)
-    assert fork.finished and fork not in engine.scheduler.held and first in engine.scheduler.held
+    assert engine.manager.free_slots == 1 and engine.scheduler.held == [first, fork], "both are frozen"
+    assert engine.manager.free_pages()["attention"] >= free["attention"], "a fork copies no page"
     run(engine)
     assert running.finish_reason == "length"
     turn = ask(engine, fork, 5)
-    assert turn.cached_tokens == 0
+    assert turn.cached_tokens == 28
+    assert turn.tokens == ask(engine_with("qwen3_5"), ask(engine_with("qwen3_5"), None, 20), 5).tokens
+    assert ask(engine, first, 5).tokens == turn.tokens
+
+
+def test_a_fork_of_a_cache_that_the_host_has_no_room_for_is_still_right() -> None:
+    engine = engine_with("qwen3_5", slots=1)
+    engine.manager.host = HostTier(0, engine.manager.device)
+    first = ask(engine, None, 20)
+    fork = engine.fork_held(first)
+    assert engine.scheduler.held == [] and engine.scheduler.counts["given_up"] == 1
+    turn = ask(engine, fork, 5)
+    assert turn.cached_tokens == 0 and turn.stats["cache_given_up"] == 1
     assert turn.tokens == ask(engine_with("qwen3_5"), ask(engine_with("qwen3_5"), None, 20), 5).tokens
 
 
-def test_a_fork_makes_room_by_giving_up_the_oldest_other_cache() -> None:
+def test_a_fork_takes_the_slot_of_no_other_cache() -> None:
     engine = engine_with("llama", slots=2)
     old, first = ask(engine, None, 20), ask(engine, None, 21)
     fork = engine.fork_held(first)
-    assert engine.scheduler.held == [first, fork] and old.finished
+    assert engine.scheduler.held == [old, first, fork]
+    assert [ask(engine, held, 5).cached_tokens for held in (old, first, fork)] == [28, 29, 29]
 
 
 def test_forks_that_share_every_page_give_way_to_a_request_that_needs_them() -> None:
@@ -330,6 +350,7 @@ def interrupted_at(line: int, function: Callable[[], Any]) -> bool:
         sys.settrace(None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("call", ("session", "restore_held", "fork_held"))
 def test_an_interrupt_at_any_line_leaves_nothing_behind(call: str, tmp_path: Path) -> None:
     source = engine_with("qwen3_5", **EVICTING)
@@ -351,7 +372,7 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind(call: str, tmp_path: Pat
         for request in [*engine.scheduler.held, old]:
             engine.abort(request)
         assert_nothing_held(engine)
-        line += rng.randint(1, 12)
+        line += rng.randint(1, 12 if LONG else 24)
     assert seen > 15
 
 

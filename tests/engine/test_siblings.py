@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from hybridkv.eviction import Evictor
 from hybridkv.models import cache_schema
 from hybridkv.request import Request
 
+pytestmark = pytest.mark.usefixtures("weights_measured_once")
 PLAIN = ("llama", "qwen3_5")
 EVICTIONS: dict[str, EvictionConfig | None] = {
     "all kept": None,
@@ -69,13 +70,19 @@ def alone(make: Callable[[], Engine], tokens: list[int], n: int, seed: int = 5, 
     return found
 
 
+@cache
+def answers_alone(kind: str, what: str) -> list[list[int]]:
+    """To a prompt of 90 tokens, of four seeds."""
+    return alone(lambda: engine_for(kind, eviction=EVICTIONS[what]), prompt(90), 4)
+
+
 @pytest.mark.parametrize("ahead", (False, True))
 @pytest.mark.parametrize("what", EVICTIONS)
 @pytest.mark.parametrize("kind", PLAIN)
 def test_answer_i_is_that_of_a_single_request_with_seed_plus_i(kind: str, what: str, ahead: bool) -> None:
     tokens, n = prompt(90), 4
     make = partial(engine_for, kind, eviction=EVICTIONS[what])
-    want = alone(make, tokens, n)
+    want = answers_alone(kind, what)
     assert len({tuple(w) for w in want}) == n, "the seeds change nothing"
     engine = engine_for(kind, eviction=EVICTIONS[what], ahead=ahead)
     beside = engine.add(prompt(20, seed=3), params(seed=50))
@@ -134,7 +141,7 @@ def test_a_sibling_that_finds_no_room_is_computed_again_and_is_the_same(
     kind: str, what: str, pool: int, slots: int
 ) -> None:
     tokens, n = prompt(90), 4
-    want = alone(lambda: engine_for(kind, eviction=EVICTIONS[what]), tokens, n)
+    want = answers_alone(kind, what)
     engine = engine_for(kind, pool, slots, EVICTIONS[what], ahead=True, query_buffers=1)
     request, beside = engine.add(tokens, params(n)), engine.add(prompt(9, seed=1), params(seed=70))
     run(engine)
@@ -157,13 +164,16 @@ def test_deepseek_v4_shares_where_its_pages_are_full_and_computes_again_elsewher
 
 
 def test_held_caches_make_room_for_siblings() -> None:
+    """They rest without a slot."""
     engine = engine_for("llama", slots=3)
     held = [engine.add(prompt(9, seed=i), params(seed=i), hold=True) for i in range(2)]
     run(engine)
     request = engine.add(prompt(30), params(3))
     run(engine)
-    assert [r.cached_tokens for r in request.siblings] == [30, 30] and not engine.scheduler.held
+    assert [r.cached_tokens for r in request.siblings] == [30, 30] and engine.scheduler.held == held
     assert all(r.finished for r in held)
+    for r in held:
+        engine.scheduler.give_up(r)
     assert_nothing_held(engine)
 
 

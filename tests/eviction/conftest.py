@@ -15,6 +15,11 @@ from hybridkv.eviction import Evictor
 from hybridkv.models import cache_schema
 
 
+@pytest.fixture(scope="module", autouse=True)
+def measured_once(weights_measured_once: None) -> None:
+    """In every file of this folder."""
+
+
 @pytest.fixture(scope="session")
 def run_of(oracle: Callable, open_llm: Callable) -> Callable[..., Run]:
     """`run_of("llama", budget=64, window=16)`: an admitted request `"r"` in a cache of pages of 16 entries."""

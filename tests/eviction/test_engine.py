@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from long_form import more as and_more
 from numerics import assert_same_bytes, logit_gap
 from torch import Tensor
 
@@ -137,12 +138,16 @@ def test_a_bounded_prompt_runs_in_a_pool_of_budget_and_chunk(policy: str, more: 
     assert_nothing_held(engine)
 
 
-def test_32768_tokens_at_budget_2048_and_steps_of_1024(evicting: Callable) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("scale", (16, *and_more(64)))
+def test_a_prompt_of_512_windows_is_read_in_budget_and_one_step(scale: int, evicting: Callable) -> None:
+    """In the long form 32,768 tokens at a budget of 2,048 and steps of 1,024."""
+    budget, step, length = 32 * scale, 16 * scale, 512 * scale
     engine = evicting(
-        "llama", budget=2048, bounded=True, window=64, recent=64, page_size=64, pool=2048 + 1024,
-        context=33000, step_tokens=1024, policy="auto:spread=even",
+        "llama", budget=budget, bounded=True, window=scale, recent=scale, page_size=scale, pool=budget + step,
+        context=length + 4, step_tokens=step, policy="auto:spread=even",
     )  # fmt: skip
-    request = engine.add(tiny.token_ids(32768), SamplingParams(max_tokens=2, ignore_eos=True))
+    request = engine.add(tiny.token_ids(length), SamplingParams(max_tokens=2, ignore_eos=True))
     streams, peak = engine.manager.tables["attention"].schema.streams, 0
     forward = engine.runner.forward
 
@@ -156,19 +161,21 @@ def test_32768_tokens_at_budget_2048_and_steps_of_1024(evicting: Callable) -> No
         engine.step()
         if request.key in engine.manager.slot_of:
             held = engine.manager.lengths(request.key)["attention"].max()
-            assert held <= (2048 + 1 if request.generated else 2048 + 1024 - 256 - 64)
-    assert peak * 64 == (2048 + 1024) * streams, (
+            assert held <= (budget + 1 if request.generated else budget + step - step // 4 - scale)
+    assert peak * scale == (budget + step) * streams, (
         "the peak is budget + one step, to the page, what is read ahead included"
     )
     # from the first multiple of a quarter step past budget + 3/4 step - window on, and at the end
-    assert len(request.evictions) == (32768 - 2816) // 256 + 1 and len(request.generated) == 2
+    assert (
+        len(request.evictions) == (length - budget - step * 3 // 4) // (step // 4) + 1 and len(request.generated) == 2
+    )
 
 
 @pytest.mark.parametrize("policy", ("auto", "snapkv"))
 @pytest.mark.parametrize("every", (1, 4, 16))
 def test_a_long_answer_holds_a_constant_cache(every: int, policy: str, evicting: Callable) -> None:
     engine = evicting("qwen3_5", budget=40, decode_every=every, policy=policy)
-    request = engine.add(tiny.token_ids(60), SamplingParams(max_tokens=150, ignore_eos=True))
+    request = engine.add(tiny.token_ids(60), SamplingParams(max_tokens=110, ignore_eos=True))
     longest, last = 0, 0
     while not engine.idle:
         engine.step()
@@ -176,7 +183,7 @@ def test_a_long_answer_holds_a_constant_cache(every: int, policy: str, evicting:
             lengths = engine.manager.lengths(request.key)["attention"]
             last = float(lengths.mean()) if policy == "auto" else int(lengths.max())
             longest = max(longest, last if engine.manager.position(request.key) > 64 + every else 0)
-    assert longest <= 40 + every and len(request.generated) == 150
+    assert longest <= 40 + every and len(request.generated) == 110
     assert len(request.evictions) > 80 // every
     assert_nothing_held(engine)
 

@@ -140,7 +140,9 @@ def test_pages_past_two_to_the_31_elements(kind: str) -> None:
 def test_the_public_functions_pick_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
     monkeypatch.setattr(
-        decode_file, "attention_decode_triton", lambda *a: ran.append("decode") or attention_decode_triton(*a)
+        decode_file,
+        "attention_decode_triton",
+        lambda *a, **more: ran.append("decode") or attention_decode_triton(*a, **more),
     )
     monkeypatch.setattr(
         prefill_file,

@@ -69,6 +69,7 @@ def test_a_mistake_is_no_near_tie(family: Callable, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(sampler, "sample_rows", early)
     lonely, small = engines(family("llama"))
+    lonely.pipeline.draw = small.pipeline.draw = None  # sample_rows, and no graph of it
     pairs, _ = lone_and_crowd(lonely, small, wishes(tiny.token_ids))
     with pytest.raises(AssertionError, match="its logits give"):
         for mine, its in pairs:

@@ -1,6 +1,7 @@
 """Sampling on the GPU: the tokens of the definition on the CPU, one by one; in a CUDA graph; and in bounded memory."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.engine import workspace
+from hybridkv.engine.sampling_graphs import SamplingGraphs
 from hybridkv.kernels.best_tokens import best_tokens
 from hybridkv.kernels.sampling import sample as file
 from hybridkv.kernels.sampling.launch import launch_rows
@@ -93,6 +95,37 @@ def test_launches_can_be_captured() -> None:
         found.copy_(fresh)
         graph.replay()
         assert found.tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("penalties", (False, True))
+def test_sampling_after_a_captured_step_is_captured_too(penalties: bool) -> None:
+    """Rows come and go, some are plainly greedy, logits change in place: the tokens of single launches, every time."""
+    whole = logits_of("peaked", 16, torch.float32).cuda()
+    decode = SimpleNamespace(captured={0: SimpleNamespace(logits=whole)})
+    draw = SamplingGraphs(decode)  # type: ignore[arg-type]
+    ask = {"top_p": 0.5}  # many rows are drawn again
+    mine, plain = (rows_on("cuda", 16, penalties, ask) for _ in range(2))
+    for row in (*mine, *plain):
+        row.forbidden = ()
+    for turn, count in enumerate((16, 16, 13, 9, 16, 2, 1, 16)):
+        whole.copy_(whole.roll(turn, 1))
+        chosen = [i for i in range(count) if i % 3 != turn % 3]
+        found = best_tokens(whole[:count])
+        want = found.clone()
+        for row in (*mine, *plain):
+            row.position += 1
+        draw(whole[:count], [mine[i] for i in chosen], found)
+        sample_rows(whole[:count], [plain[i] for i in chosen], want)
+        assert found.tolist() == want.tolist(), (turn, count)
+        assert any(a != b for a, b in zip(found[0].tolist(), best_tokens(whole[:count])[0].tolist())) or count < 9
+    assert draw.captured and not draw.failed
+    if penalties:
+        for a, b in zip(mine, plain, strict=True):
+            assert a.seen is not None and b.seen is not None and torch.equal(a.seen, b.seen)
+    elsewhere = whole.clone()  # not where the graph's logits lie: single launches
+    before, found = len(draw.captured), best_tokens(elsewhere)
+    draw(elsewhere, mine, found)
+    assert len(draw.captured) == before
 
 
 @pytest.mark.parametrize("ask", ({}, {"top_p": 0.95}, {"top_k": 50, "top_p": 0.95, "min_p": 0.05}), ids=str)

@@ -12,6 +12,7 @@ pytest.importorskip("triton", minversion="3.6")
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have on a Hopper GPU
 COMPILE = """
 import torch
+from long_form import more
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -83,7 +84,7 @@ def zeros(*shape, dtype=torch.float32):
 angles = {T: (zeros(T, 32), zeros(T, 32)) for T in (len(decode.token_to_req), len(prompt.token_to_req))}
 table = zeros(B, 4, dtype=torch.int32)
 running = [zeros(B, 1, D) for _ in range(3)]
-for name in ("bf16", "fp8", "fp8_entry"):  # f32 a GPU runs
+for name in ("fp8", *more("bf16", "fp8_entry")):  # f32 a GPU runs
     fmt = entry_format(name, D, 64)
     ring, longer, pages = (zeros(*shape, fmt.width, dtype=fmt.dtype) for shape in ((B, 128), (1, 4096), (4, 32)))
     for index in (decode, prompt):
@@ -102,7 +103,7 @@ for name in ("bf16", "fp8", "fp8_entry"):  # f32 a GPU runs
     p, z, bias = zeros(B, D), zeros(B, D), zeros(128, D)
     flush_hca.flush_hca_triton(pages, fmt, whole, p, z, *running, bias, *norm, *angles[B], decode, 128)
 running_pool.save_running_triton(*running, p, z, bias, decode, 128)
-for name in ("f32", "bf16", "fp8", "mxfp4", "nvfp4"):
+for name in ("f32", "mxfp4", *more("bf16", "fp8", "nvfp4")):
     fmt = index_format(name, C)
     pages, rows = zeros(4, 32, fmt.width, dtype=fmt.dtype), [zeros(B, 8, 2 * C) for _ in range(2)]
     p, z, bias = zeros(B, 2 * C), zeros(B, 2 * C), zeros(4, 2 * C)
@@ -127,7 +128,7 @@ for T in (1, 4096):
         weights, chosen = v4_router.route_triton(zeros(T, 4), tokens, v4_router.Router(2, 1.5, True, bias, experts))
     grouped.run_experts_triton(x, weights, chosen, gate_up, down, 10.0)
 net = DeltaNet(16, 48, 128, 128, zeros(10240, 4), zeros(48), zeros(48), zeros(128), 1e-6)
-for dtype in (torch.float32, torch.bfloat16):
+for dtype in (torch.float32, *more(torch.bfloat16)):
     conv_states, states = zeros(9, 3, 10240, dtype=torch.bfloat16), zeros(9, 48, 128, 128, dtype=dtype)
     for hopper in (False, True):
         gdn_step.suits_hopper = lambda *given: hopper
@@ -148,8 +149,11 @@ KERNELS = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 def test_every_launch_compiles_and_fits() -> None:
-    """In a process without the interpreter, which would take the place of the compiler."""
+    """Every kernel in one format; the long form has them all. In a process without the interpreter, which would take
+    the place of the compiler.
+    """
     printed = compile_alone(COMPILE)
     built = [line.split() for line in printed.splitlines()]
     assert {name for name, _ in built} >= KERNELS, KERNELS - {name for name, _ in built}

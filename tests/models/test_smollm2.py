@@ -92,14 +92,21 @@ def test_perplexity_of_a_passage_agrees_with_transformers(llm: LLM, reference: L
     assert abs(ours / theirs - 1) < 0.01, f"ours {ours:.4f}, transformers {theirs:.4f}"
 
 
-@pytest.mark.skipif(not has_half(), reason="this build of torch has no f16 products on a CPU")
-@pytest.mark.parametrize("form", ("f16", "int4"))
-def test_smaller_weights_cost_no_perplexity(form: str, llm: LLM) -> None:
-    """A prompt is multiplied by f16, single tokens by the form: half of the passage each."""
-    small = LLM(device="cpu", dtype="float32", weight_dtype=form, max_requests=1, max_context=1024)
+@pytest.fixture(scope="module")
+def half_read(llm: LLM) -> tuple[list[int], float]:
+    """The start of the passage, and its perplexity in float32, half of it read one token at a time."""
     assert llm.tokenizer is not None
     ids = llm.tokenizer.encode(PASSAGE)[:240]
-    plain, found = (perplexity(each.logits(ids, prefill=120), ids) for each in (llm, small))
+    return ids, perplexity(llm.logits(ids, prefill=120), ids)
+
+
+@pytest.mark.skipif(not has_half(), reason="this build of torch has no f16 products on a CPU")
+@pytest.mark.parametrize("form", ("f16", "int4"))
+def test_smaller_weights_cost_no_perplexity(form: str, half_read: tuple[list[int], float]) -> None:
+    """A prompt is multiplied by f16, single tokens by the form: half of the passage each."""
+    small = LLM(device="cpu", dtype="float32", weight_dtype=form, max_requests=1, max_context=1024)
+    ids, plain = half_read
+    found = perplexity(small.logits(ids, prefill=120), ids)
     # half a percent; seen were 0.01 % (f16) and 0.01 % (int4) over 1,024 tokens, and the file itself lost far more
     assert abs(found / plain - 1) < 5e-3, f"perplexity {found:.3f} in {form}, {plain:.3f} in float32"
     small.close()

@@ -8,7 +8,7 @@ from thinking_template import THINKING_TEMPLATE
 
 from engine.ascii_tokenizer import write_tokenizer
 from hybridkv import LLM
-from server.running import Running, serving
+from server.running import QUIET, Running, serving
 
 
 @pytest.fixture(scope="session")
@@ -31,13 +31,13 @@ def tiny_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 @pytest.fixture(scope="session")
 def smol_server(smol_llm: LLM) -> Iterator[Running]:
-    with serving(smol_llm, names=("smol", "claude-*")) as running:
+    with serving(smol_llm, names=("smol", "claude-*"), keep_alive=QUIET) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def tiny_server(tiny_llm: LLM) -> Iterator[Running]:
-    with serving(tiny_llm, names=("tiny",)) as running:
+    with serving(tiny_llm, names=("tiny",), keep_alive=QUIET) as running:
         yield running
 
 

@@ -15,6 +15,7 @@ from hybridkv.server.run import Server
 from hybridkv.server.settings import ServerSettings
 
 SECONDS = 60.0  # that anything here may take
+QUIET = 600.0  # seconds before a sign of life, where events are compared: however slow the machine is, none comes
 HI = [{"role": "user", "content": "Say hello."}]
 
 
@@ -132,3 +133,33 @@ def serving(llm: LLM | Callable[[], LLM], wait: bool = True, **settings: Any) ->
         server.stop()
         thread.join(SECONDS)
         assert not thread.is_alive() and not problems, problems
+
+
+@contextmanager
+def forward(llm: LLM, before: Callable[[int], None]) -> Iterator[list[int]]:
+    """`before(number)` is called before each forward pass; its number is listed."""
+    runner, calls = llm.engine.runner, []
+    original = runner.forward
+
+    def called(inputs: Any) -> Any:
+        calls.append(len(calls))
+        before(calls[-1])
+        return original(inputs)
+
+    runner.forward = called  # type: ignore[method-assign]
+    try:
+        yield calls
+    finally:
+        runner.forward = original  # type: ignore[method-assign]
+
+
+def slowly(seconds: float) -> Callable[[int], None]:
+    return lambda number: time.sleep(seconds)
+
+
+def failing_at(*steps: int) -> Callable[[int], None]:
+    def fail(number: int) -> None:
+        if number in steps:
+            raise RuntimeError("injected at /secret/path 0xdeadbeef")
+
+    return fail

@@ -208,7 +208,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"system": [IMAGE]}, "system[0].type"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named_in_anthropics_shape(tiny_one: Running, wrong: dict[str, Any], path: str) -> None:

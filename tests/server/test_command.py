@@ -1,6 +1,8 @@
 """`hybridkv serve` as a process: what it prints, how it ends."""
 
 import http.client
+import json
+import logging
 import os
 import re
 import signal
@@ -11,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +30,7 @@ LONG = {"messages": HI, "max_tokens": 1900, "ignore_eos": True, "temperature": 0
 def own_log(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the command does to the log is undone."""
     monkeypatch.setattr(log, "handlers", [])
+    monkeypatch.setattr(logging.getLogger("asyncio"), "handlers", [])
     monkeypatch.setattr(log, "propagate", log.propagate)
 
 
@@ -68,8 +72,10 @@ def port_of(lines: list[str]) -> int:
 
 
 def test_sigterm_lets_answers_come_to_their_end(tiny_llm: LLM) -> None:
-    with started("-m", tiny_llm.path, "--context", 512, "--alias", "tiny", "--dtype", "float32") as (process, lines):
+    settings = ("--context", 512, "--alias", "tiny", "--dtype", "float32", "--temperature", 0)
+    with started("-m", tiny_llm.path, *settings) as (process, lines):
         port = port_of(lines)
+        assert _get(port, "/props")[1]["default_generation_settings"]["params"]["temperature"] == 0
         done = subprocess.run(["bash", "-c", lines[1]], capture_output=True, text=True, timeout=SECONDS)
         assert '"object":"chat.completion"' in done.stdout, (lines, done)
         held = [socket.create_connection(("127.0.0.1", port), timeout=SECONDS) for _ in range(4)]
@@ -83,7 +89,7 @@ def test_sigterm_lets_answers_come_to_their_end(tiny_llm: LLM) -> None:
             connection.close()
         assert process.wait(SECONDS) == 0
         assert process.stderr is not None
-        assert len(re.findall(r"code=200", process.stderr.read())) == 5
+        assert len(re.findall(r"code=200", process.stderr.read())) == 6
 
 
 def test_a_second_signal_ends_at_once(tiny_llm: LLM) -> None:
@@ -93,18 +99,19 @@ def test_a_second_signal_ends_at_once(tiny_llm: LLM) -> None:
             connection.sendall(post_bytes("/v1/chat/completions", LONG, x_api_key="k"))
             assert connection.recv(1) == b"H"
             process.send_signal(signal.SIGINT)
-            until(lambda: _health(port_of(lines)) == 503)
+            until(lambda: _get(port_of(lines), "/health")[0] == 503)
             process.send_signal(signal.SIGINT)
             assert process.wait(SECONDS) == 130
             assert b"[DONE]" not in read_all(connection)
 
 
-def _health(port: int) -> int:
+def _get(port: int, path: str) -> tuple[int, Any]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
-    connection.request("GET", "/health")
-    status = connection.getresponse().status
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    found = answer.status, json.loads(answer.read())
     connection.close()
-    return status
+    return found
 
 
 @pytest.mark.parametrize(

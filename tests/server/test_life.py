@@ -6,8 +6,6 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import openai
@@ -17,40 +15,10 @@ from hybridkv import LLM
 from hybridkv.engine.owner import Ticket
 from hybridkv.server.generation import Generation
 from hybridkv.server.protocol import GuardedProtocol
-from server.running import HI, Running, post_bytes, read_all, serving, until
+from server.running import HI, Running, failing_at, forward, post_bytes, read_all, serving, slowly, until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 LONG = {"messages": HI, "max_tokens": 400, "ignore_eos": True, "temperature": 0}
-
-
-@contextmanager
-def forward(llm: LLM, before: Callable[[int], None]) -> Iterator[list[int]]:
-    """`before(number)` is called before each forward pass; its number is listed."""
-    runner, calls = llm.engine.runner, []
-    original = runner.forward
-
-    def called(inputs: Any) -> Any:
-        calls.append(len(calls))
-        before(calls[-1])
-        return original(inputs)
-
-    runner.forward = called  # type: ignore[method-assign]
-    try:
-        yield calls
-    finally:
-        runner.forward = original  # type: ignore[method-assign]
-
-
-def slowly(seconds: float) -> Callable[[int], None]:
-    return lambda number: time.sleep(seconds)
-
-
-def failing_at(*steps: int) -> Callable[[int], None]:
-    def fail(number: int) -> None:
-        if number in steps:
-            raise RuntimeError("injected at /secret/path 0xdeadbeef")
-
-    return fail
 
 
 # ---- faults
@@ -329,31 +297,3 @@ def _referred_to() -> list[Any]:
     """Requests that have ended, and that something still holds."""
     gc.collect()
     return [thing for thing in gc.get_objects() if type(thing) in (Generation, Ticket)]
-
-
-def test_metrics_count_exactly(tiny_llm: LLM) -> None:
-    with serving(tiny_llm, names=("tiny",), metrics_prefix="vllm:") as running:
-        prompt = len(tiny_llm.encode_chat(HI))
-        for i in range(10):
-            running.chat(max_tokens=1 + i % 3, ignore_eos=True)
-        running.chat(messages=[{"role": "user", "content": "y" * 300}], hybridkv={"budget": 96}, max_tokens=1)
-        running.post(CHAT, {})
-        _, _, text = running.ask("GET", "/metrics")
-    values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if line[0] != "#"}
-    label = '{model_name="tiny"}'
-    long = values[f"vllm:prompt_tokens_total{label}"] - 10 * prompt
-    assert long > 300 and values[f"vllm:generation_tokens_total{label}"] == 20
-    assert values['vllm:request_success_total{finished_reason="length",model_name="tiny"}'] == 11
-    assert values[f"vllm:num_requests_running{label}"] == values[f"vllm:num_requests_waiting{label}"] == 0
-    assert values[f"vllm:kv_cache_usage_perc{label}"] == 0
-    assert values['vllm:http_requests_total{code="400",route="/v1/chat/completions"}'] == 1
-    assert sum(value for name, value in values.items() if name.startswith("vllm:evicted_tokens_total")) > 100
-    for name in ("e2e_request_latency_seconds", "time_to_first_token_seconds", "request_queue_time_seconds",
-                 "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens",
-                 "request_generation_tokens", "request_max_num_generation_tokens"):  # fmt: skip
-        assert values[f"vllm:{name}_count{label}"] == 11, name
-    assert values[f"vllm:inter_token_latency_seconds_count{label}"] == 9
-    for name in ("prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total"):
-        assert f"vllm:{name}{label}" in values
-    assert any(name.startswith("vllm:cache_config_info{") for name in values)
-    assert any(name.startswith("vllm:event_loop_lag_seconds") for name in values)

@@ -240,7 +240,7 @@ def test_a_budget_of_its_own_is_kept_and_reported(tiny_one: Running) -> None:
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"stream_options": {}}, "stream_options"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json"}}, "response_format.type"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"n": 9}, "n"),
@@ -356,25 +356,7 @@ def test_a_model_is_called_as_its_file(tiny_llm: LLM, monkeypatch: pytest.Monkey
     service.close()
 
 
-def test_text_to_tokens_and_back(smol: Running) -> None:
-    text = "Hello there <|im_end|>"
-    _, found = smol.post("/tokenize", {"prompt": text, "return_token_strs": True})
-    assert found["tokens"] == smol.llm.encode(text) and found["count"] == len(found["tokens"])
-    assert "".join(found["token_strs"]) == text and found["max_model_len"] == 2048
-    _, back = smol.post("/detokenize", {"tokens": found["tokens"]})
-    assert back["prompt"] == back["content"] == text
-    _, llama = smol.post("/tokenize", {"content": "Hi", "with_pieces": True})
-    assert [t["piece"] for t in llama["tokens"]] == ["Hi"]
-    for path, wrong in (("/tokenize", {}), ("/detokenize", {"tokens": [-1]}), ("/detokenize", {})):
-        assert smol.post(path, wrong)[0] == 400
-
-
-def test_what_is_not_there_yet_says_so(smol: Running) -> None:
-    status, found = smol.post("/v1/responses", {"model": "smol", "input": "x"})
-    assert status == 404 and "Responses" in found["error"]["message"]
+def test_what_is_not_there_says_so(smol: Running) -> None:
     status, headers, found = smol.ask("GET", "/v1/chat/completions")
     assert (status, headers["allow"]) == (405, "POST") and found["error"]["code"] is None
     assert smol.ask("GET", "/nowhere")[0] == 404
-    status, _, found = smol.ask("GET", "/version")
-    assert status == 200 and list(found) == ["version"]
-    assert smol.ask("HEAD", "/")[0] == 200

@@ -16,9 +16,9 @@ from engine.ascii_tokenizer import write_tokenizer
 from hybridkv import LLM
 from hybridkv.engine.sampler import SampledTokens
 from hybridkv.server.tools import _one_call_a_turn
-from server.running import HI, Running, serving
+from server.running import HI, QUIET, Running, serving
 from server.test_anthropic import ask as ask_anthropic
-from server.test_anthropic import body, events_of, prompt_text
+from server.test_anthropic import body, events_of, prompt_count, prompt_text
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 SCHEMA = {
@@ -89,7 +89,7 @@ def test_the_embedded_model_calls_a_function_for_anthropics_client(smol: Running
     [block] = found.content
     assert block.type == "tool_use" and block.id.startswith("toolu_") and found.stop_reason == "tool_use"
     assert block.input == {"city": "Paris", "days": 1}
-    assert client.messages.count_tokens(**given).input_tokens == found.usage.input_tokens
+    assert client.messages.count_tokens(**given).input_tokens == prompt_count(found.usage.model_dump())
 
 
 def test_no_calls_where_none_are_wanted(smol: Running) -> None:
@@ -133,15 +133,16 @@ def test_tools_of_other_servers_are_left_out(smol: Running) -> None:
 @pytest.mark.parametrize(
     ("path", "wrong", "param"),
     [
-        (CHAT, {"tool_choice": "required"}, "tool_choice"),
-        (CHAT, {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}}, "tool_choice"),
+        (CHAT, {"tools": [], "tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"tool_choice": {"type": "function", "function": {"name": "get_news"}}}, "tool_choice"),
+        (CHAT, {"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name"),
         (CHAT, {"tool_choice": "perhaps"}, "tool_choice"),
         (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function"),
         (CHAT, {"tools": [{"type": "retrieval"}]}, "tools[0].type"),
         (CHAT, {"tools": [TOOL] * 513}, "tools"),
         (CHAT, {"tools": [{"type": "function", "function": FUNCTION | {"description": "x" * (256 << 10)}}]}, "tools"),
-        (MESSAGES, {"tools": [ANTHROPIC_TOOL], "tool_choice": {"type": "any"}}, "tool_choice"),
-        (MESSAGES, {"tool_choice": {"type": "any"}}, "tool_choice"),
+        (MESSAGES, {"tools": [ANTHROPIC_TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        (MESSAGES, {"tools": [], "tool_choice": {"type": "any"}}, "tool_choice"),
         (MESSAGES, {"tools": [{"name": 5}]}, "tools[0].name"),
     ],
 )
@@ -175,7 +176,7 @@ def token_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     backend.add_tokens([AddedToken("<tool_call>", special=False, normalized=False)])
     backend.save(str(folder / "tokenizer.json"))
     llm = LLM(folder, device="cpu", dtype="float32", max_requests=2, max_context=512)
-    with llm, serving(llm, names=("tags",)) as running:
+    with llm, serving(llm, names=("tags",), keep_alive=QUIET) as running:
         yield running
 
 

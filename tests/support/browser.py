@@ -1,11 +1,13 @@
-"""A real browser for the tests: the system's Chromium, without a window, on a page that is a file on this machine.
+"""A real browser for the tests: the system's Chromium, without a window, on a page that is a file on this machine or
+comes from a server on it.
 
     def test_it(browser: Browser, tmp_path: Path) -> None:
         page = browser.open(tmp_path / "page.html", width=390)
         page.click("#more")
         assert page.text("#answer") == "42" and not page.errors
 
-Nothing outside this machine is reached: the page is offline, and what it asks for is on record in `page.requests`.
+Nothing outside this machine is reached: no name leads anywhere, a file's page is offline, and what a page asks for is
+on record in `page.requests`.
 Where there is no Chromium such a test is skipped; with HYBRIDKV_BROWSER=required it fails.
 """
 
@@ -34,7 +36,7 @@ FLAGS = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
-    "--host-resolver-rules=MAP * ~NOTFOUND",  # no name leads anywhere
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",  # no name leads anywhere
 )
 
 # Elements of which a part is beyond the window's left or right edge. Those inside a box that scrolls or hides by itself
@@ -161,16 +163,20 @@ class Browser:
 
     def open(self, path: Path, *, width: int = 1200, height: int = 900, dark: bool = False, fragment: str = "") -> Page:
         """Open a file in a window of that size. `fragment`: what stands behind # in its address."""
+        address = path.resolve().as_uri() + (f"#{fragment}" if fragment else "")
+        return self.visit(address, width=width, height=height, dark=dark, offline=True)
+
+    def visit(self, address: str, *, width: int = 1200, height: int = 900, dark: bool = False, **more: Any) -> Page:
+        """Open what a server on this machine has at an address. `more`: of Playwright's `new_context`."""
         context = self.chromium.new_context(
-            viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light", offline=True
+            viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light", **more
         )
         context.set_default_timeout(300_000)  # a busy machine is slow; pytest ends what hangs
-        page = Page(context.new_page())
-        address = path.resolve().as_uri()
+        page, own = Page(context.new_page()), address.partition("#")[0]
         page.sheet.on("console", lambda said: page.errors.append(said.text) if said.type == "error" else None)
         page.sheet.on("pageerror", lambda problem: page.errors.append(str(problem)))
-        page.sheet.on("request", lambda asked: None if asked.url == address else page.requests.append(asked.url))
-        page.sheet.goto(address + (f"#{fragment}" if fragment else ""))
+        page.sheet.on("request", lambda asked: None if asked.url == own else page.requests.append(asked.url))
+        page.sheet.goto(address)
         return page
 
     def close_pages(self) -> None:

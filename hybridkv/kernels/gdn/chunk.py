@@ -29,7 +29,7 @@ from hybridkv.kernels.gdn.rule import CHUNK
 from hybridkv.kernels.gdn.segments import Segments
 
 # of a thread at the most, for products of 16 bits: with 128, four programs share a multiprocessor, else three
-SOLVE_REGISTERS: int | None = None
+SOLVE_REGISTERS: int | None = 128
 
 
 @triton.jit

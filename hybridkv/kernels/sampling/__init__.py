@@ -7,4 +7,5 @@ Letters: S rows that are sampled   V tokens of the vocabulary   P pieces of a ro
     sample     the definition, and the function that picks
     launch     the launches of the kernels; kernels: those over pieces of rows; finish: the one that ends each row
     log_sum    log-sum-exp of rows, for log probabilities
+    mask       tokens that a grammar does not allow, -inf in chosen rows
 """

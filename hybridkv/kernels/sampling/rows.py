@@ -72,6 +72,7 @@ class SampleRow:
     forbidden: Sequence[int] = ()  # tokens that must not come
     own: Tensor | None = None  # [vocab] f32 in place of the row's logits: forbidden tokens and biases are in it already
     words: np.ndarray = field(init=False)
+    _plain: tuple[int, int] = (-1, 0)  # a vocabulary, and `plain_flags` for it
 
     def __post_init__(self) -> None:
         floats = (self.rate, self.top_p, self.farthest, self.repetition, self.frequency, self.presence)
@@ -93,6 +94,12 @@ class SampleRow:
     def adjusts(self) -> bool:
         """Whether the best token may be another than that of the largest logit."""
         return self.seen is not None or self.bias is not None or bool(self.forbidden) or self.own is not None
+
+    def plain_flags(self, vocab: int) -> int:
+        """`flags` of a row whose logits are not adjusted: the same for every token, and found once."""
+        if self._plain[0] != vocab:
+            self._plain = vocab, self.flags(vocab)
+        return self._plain[1]
 
     def flags(self, vocab: int) -> int:
         top_k, top_p = 0 < self.top_k < vocab, self.top_p < 1
@@ -116,34 +123,37 @@ class SampleRow:
 def table_of(rows: Sequence[SampleRow], vocab: int, device: torch.device) -> tuple[Tensor, int]:
     """[S, words] int64 on the device, and behind it bits of forbidden tokens, in one copy; the flags of all rows."""
     size, width = len(WORDS), (seen_words(vocab) + 1) // 2  # int64 words of the bits
-    masks = [row for row in rows if row.forbidden and row.own is None]
-    sent = torch.empty(len(rows) * size + len(masks) * width, dtype=torch.int64, pin_memory=device.type == "cuda")
+    masks = [(i, row) for i, row in enumerate(rows) if row.forbidden and row.own is None]
+    count, pinned = len(rows) * size + len(masks) * width, device.type == "cuda"
+    sent = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=pinned)
     found = sent.numpy()
     table = found[: len(rows) * size].reshape(len(rows), size)
-    flags = [row.flags(vocab) for row in rows]
+    together = fill_table(table, rows, vocab)
+    for number, (i, row) in enumerate(masks):
+        begin = len(rows) * size + number * width
+        bits = found[begin : begin + width]
+        bits[:] = 0
+        ids = np.array(row.forbidden)
+        np.bitwise_or.at(bits.view(np.uint32), ids >> 5, np.uint32(1) << (ids & 31).astype(np.uint32))
+        table[i, PLACE["FORBIDDEN"]] = begin
+    return sent.to(device, non_blocking=True), together
+
+
+def fill_table(table: np.ndarray, rows: Sequence[SampleRow], vocab: int) -> int:
+    """Write the words of rows to table [S, words], but where bits of forbidden tokens lie. Returns all rows' flags."""
+    if not rows:
+        return 0
+    np.concatenate([row.words for row in rows], out=table.reshape(-1))
+    table[:, PLACE["ROW"]] = [row.row for row in rows]
+    table[:, PLACE["OUT"]] = [row.out for row in rows]
+    table[:, PLACE["POSITION"]] = [row.position for row in rows]
+    flags = [row.flags(vocab) if row.adjusts else row.plain_flags(vocab) for row in rows]
+    table[:, PLACE["FLAGS"]] = flags
     for i, row in enumerate(rows):
-        table[i] = row.words
-    for name, column in (
-        ("ROW", [row.row for row in rows]),
-        ("OUT", [row.out for row in rows]),
-        ("POSITION", [row.position for row in rows]),
-        ("FLAGS", flags),
-        ("SEEN", [0 if row.seen is None else row.seen.data_ptr() for row in rows]),
-        ("BIAS", [0 if row.bias is None else row.bias.data_ptr() for row in rows]),
-        ("OWN", [0 if row.own is None else row.own.data_ptr() for row in rows]),
-    ):
-        table[:, PLACE[name]] = column
-    number = 0
-    for i, row in enumerate(rows):
-        if row.forbidden and row.own is None:
-            begin = len(rows) * size + number * width
-            bits = found[begin : begin + width]
-            bits[:] = 0
-            ids = np.array(row.forbidden)
-            np.bitwise_or.at(bits.view(np.uint32), ids >> 5, np.uint32(1) << (ids & 31).astype(np.uint32))
-            table[i, PLACE["FORBIDDEN"]] = begin
-            number += 1
+        if row.adjusts:
+            for name, tensor in (("SEEN", row.seen), ("BIAS", row.bias), ("OWN", row.own)):
+                table[i, PLACE[name]] = 0 if tensor is None else tensor.data_ptr()
     together = 0
     for each in set(flags):
         together |= each
-    return sent.to(device, non_blocking=True), together
+    return together

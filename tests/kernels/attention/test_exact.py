@@ -5,6 +5,7 @@ the work. Splits and tiles are small here, so that short streams already have ma
 import numpy as np
 import pytest
 import torch
+from long_form import LONG, few
 from numerics import assert_close_rms, assert_same_bytes
 from torch import Tensor
 from triton_cases import BF16, BOUND, F32, FP8, Streams, dense, queries, streams
@@ -36,9 +37,11 @@ def cut(held: Streams, b: int, to_end: int) -> Streams:
     return Streams(held.k_pool, held.v_pool, held.table[b : b + 1], held.lengths[b : b + 1] - to_end)
 
 
-@pytest.mark.parametrize(("query", "pages"), KINDS)
-@pytest.mark.parametrize("by_split", (False, True))
-def test_it_is_softmax_attention(query: str, pages: str, by_split: bool) -> None:
+@pytest.mark.long
+@few("kind, by_split", KINDS, (False, True, True, False))
+def test_it_is_softmax_attention(kind: tuple[str, str], by_split: bool) -> None:
+    """Every kind in one division of the work: the test below says that the other has the same bits."""
+    query, pages = kind
     held, q = streams(LENGTHS, 16, 40, pages, DEVICE), queries(47, 6, 40, query, DEVICE)
     got, want = triton_form(q, held, STARTS, by_split), dense(q, held, STARTS, 0.2)
     assert got.dtype == q.dtype
@@ -46,19 +49,22 @@ def test_it_is_softmax_attention(query: str, pages: str, by_split: bool) -> None
     assert_close_rms("torch form", want, torch_form(q, held, STARTS, by_split), 2 * BOUND[query, pages])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", (triton_form, torch_form))
 @pytest.mark.parametrize("pages", (F32, BF16, FP8))
 def test_a_row_has_the_same_bits_in_any_company_and_division(pages: str, form: object) -> None:
+    """Each cut in one division, in turn; in the long form in all three."""
     held = streams(LENGTHS, 16, 32, pages, DEVICE)
     q = queries(47, 6, 32, F32 if pages == F32 else BF16, DEVICE)
     assert callable(form)
     whole = form(q, held, STARTS, False)
     assert_same_bytes(form(q, held, STARTS, True), whole)
+    divisions, number = ((False, 128), (True, 128), (True, 500)), 0
     for b in range(len(LENGTHS)):
         begin, end = STARTS[b], STARTS[b + 1]
-        for first, last in {(begin, end), (begin, begin + 1), (end - 1, end), ((begin + end) // 2, end)}:
-            one = cut(held, b, end - last)
-            for by_split, keys in ((False, 128), (True, 128), (True, 500)):
+        for first, last in sorted({(begin, end), (begin, begin + 1), (end - 1, end), ((begin + end) // 2, end)}):
+            one, number = cut(held, b, end - last), number + 1
+            for by_split, keys in divisions if LONG else (divisions[number % 3],):
                 assert_same_bytes(form(q[first:last], one, [0, last - first], by_split, keys), whole[first:last])
 
 

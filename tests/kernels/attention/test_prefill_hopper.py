@@ -1,6 +1,7 @@
 """The Hopper kernel of attention_prefill compiles where there is no GPU. tests/gpu tests what it computes."""
 
 import pytest
+from long_form import more
 from own_process import compile_alone
 
 pytest.importorskip("triton", minversion="3.6")
@@ -46,23 +47,25 @@ def test_it_compiles_over_pages_and_over_dequantised_keys() -> None:
 
 EXACT = """
 import torch
+from long_form import more
 from no_device import SHARED_MEMORY, built
 from hybridkv.kernels.attention import exact as file
 
 file.suits_hopper = lambda q, pool: True
 table, rows = torch.zeros(5, 4, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
 ends = torch.zeros(2, 4, dtype=torch.int64)
-for D in (64, 128, 256):
+for D, by_split in ((64, False), (256, True), *more((64, True), (128, False), (128, True), (256, False))):
     q, pool = torch.zeros(50, 24, D, dtype=torch.bfloat16), torch.zeros(4, 64, D, dtype=torch.bfloat16)
-    for by_split in (False, True):
-        file.attention_exact_triton(q, pool, pool, table, ends, [0, 20, 50], 1.0, rows, 5000, q, by_split=by_split)
+    file.attention_exact_triton(q, pool, pool, table, ends, [0, 20, 50], 1.0, rows, 5000, q, by_split=by_split)
 for name, kernel in built:
     assert kernel.metadata.shared <= SHARED_MEMORY
     print(name, kernel.asm["ptx"].count("wgmma.mma_async"))
 """
 
 
+@pytest.mark.long
 def test_it_compiles_for_exact_mode() -> None:
-    """Splits joined by a program, and left for another kernel to join."""
+    """Splits joined by a program, and left for another kernel to join; the long form has every width with both."""
     names = [line.split()[0] for line in compile_alone(EXACT).splitlines()]
-    assert names == ["prefill_hopper_kernel", "prefill_hopper_kernel", "join_splits_kernel"] * 3
+    whole, apart = ["prefill_hopper_kernel"], ["prefill_hopper_kernel", "join_splits_kernel"]
+    assert names == [*whole, *apart, *more(*apart, *whole, *apart, *whole)]

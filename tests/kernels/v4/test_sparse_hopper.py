@@ -1,6 +1,7 @@
 """sparse_hopper.py compiles where there is no GPU. What it computes is tested on one: tests/gpu."""
 
 import pytest
+from long_form import more
 from own_process import compile_alone
 
 pytest.importorskip("triton", minversion="3.6")
@@ -8,6 +9,7 @@ pytest.importorskip("triton", minversion="3.6")
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have on a Hopper GPU
 COMPILE = """
 import triton
+from long_form import more
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -21,8 +23,7 @@ NAMES = kernel.arg_names
 CASES = (
     ("bf16", True, True, False, 64),
     ("fp8", True, False, True, 16),
-    ("fp8_entry", False, False, False, 64),
-    ("fp8", True, True, False, 64),
+    *more(("fp8_entry", False, False, False, 64), ("fp8", True, True, False, 64)),
 )
 for kind, entries, chosen, split, heads in CASES:
     fmt = entry_format(kind, 512, 64)
@@ -47,11 +48,12 @@ for kind, entries, chosen, split, heads in CASES:
 """
 
 
+@pytest.mark.long
 def test_it_compiles_in_every_format() -> None:
     """In a process without the interpreter, which would take the place of the compiler."""
     printed = compile_alone(COMPILE)
     lines = [line.split() for line in printed.splitlines()]
-    assert [kind for kind, *_ in lines] == ["bf16", "fp8", "fp8_entry", "fp8"]
+    assert [kind for kind, *_ in lines] == ["bf16", "fp8", *more("fp8_entry", "fp8")]
     for number, (_, shared, products, registers, waits) in enumerate(lines):
         assert 0 < int(shared) <= SHARED_MEMORY
         # steps of 16: channels of S = q K^T; keys of O += P K, for each 128 channels

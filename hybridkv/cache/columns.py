@@ -1,0 +1,268 @@
+"""Columns: a trie of prompts that were read, one node for every q tokens, with the page ids of all streams for them.
+
+    q = 64      root ── tokens 0..63 ── tokens 64..127 ── tokens 128..191        one node: a column
+                                    └── tokens 64..127 ── ...                    another prompt with the same beginning
+
+A column is found by its tokens, which are compared whole, below the column before it. So nothing is ever split or
+merged, and a lookup takes as long as the prompt is, whatever else is cached. Each salt has a root of its own.
+
+Here are names and numbers alone: no tensor, no page is counted. Who owns pages is the manager's business, what a
+column's end is worth `checkpoints.py`'s. Order comes from a counter, never from a clock, so that two machines that are
+asked the same drop the same.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+import numpy as np
+
+KEY_DTYPE = np.dtype(np.int32)  # of tokens, where they are compared
+
+
+class Column:
+    """q tokens of a prompt, below those before them. `end`: tokens up to and including its own."""
+
+    __slots__ = (
+        "checkpoint", "children", "covers", "end", "gone", "key", "live", "lost", "pages", "parent", "queued", "stamp",
+    )  # fmt: skip
+
+    def __init__(self, parent: Column | None, key: bytes, pages: np.ndarray | None, end: int, stamp: int) -> None:
+        self.parent, self.key, self.pages, self.end, self.stamp = parent, key, pages, end, stamp
+        self.children: dict[bytes, Column] = {}
+        self.checkpoint: object | None = None  # a state at its end (checkpoints.py)
+        self.covers = 0  # checkpoints at its end or below it
+        self.live = 0  # requests that hold a place at it or below it
+        self.lost = False  # a checkpoint was here and was dropped
+        self.gone = False  # it is no longer part of the trie
+        self.queued = False  # it stands in the queue of those that can be dropped
+
+    @property
+    def droppable(self) -> bool:
+        """Whether nobody would miss it: nothing is below it, no request lives there and no state is at its end."""
+        return not (self.children or self.live or self.covers or self.gone) and self.parent is not None
+
+    def path(self) -> list[Column]:
+        """From the first column down to this one."""
+        found, column = [], self
+        while column.parent is not None:
+            found.append(column)
+            column = column.parent
+        return found[::-1]
+
+
+class Columns:
+    """The trie. q: tokens of a column; `width`: page ids that each has."""
+
+    def __init__(self, q: int, width: int) -> None:
+        self.q, self.width = q, width
+        self.roots: dict[bytes, Column] = {}
+        self.count = 0
+        self.uncovered = 0  # columns at or below which no checkpoint is: they go first
+        self.clock = 0
+        self._queue: list[tuple[int, int, Column]] = []  # (stamp, number, column) that could be dropped, oldest first
+        self._numbers = 0
+
+    def tick(self) -> int:
+        """A stamp later than all before."""
+        self.clock += 1
+        return self.clock
+
+    @staticmethod
+    def keys(tokens: np.ndarray) -> bytes:
+        """What columns are compared by: `match` and `extend` cut it into keys."""
+        return np.ascontiguousarray(tokens, KEY_DTYPE).tobytes()
+
+    # ---- lookup
+
+    def match(self, salt: bytes, keys: bytes, tokens: int) -> list[Column]:
+        """The columns, from the first on, that are those of a prompt's first `tokens` tokens."""
+        column, found = self.roots.get(salt), []
+        size = self.q * KEY_DTYPE.itemsize
+        for at in range(0, tokens // self.q * size, size):
+            column = column.children.get(keys[at : at + size]) if column is not None else None
+            if column is None:
+                break
+            found.append(column)
+        return found
+
+    def agrees(self, column: Column, keys: bytes) -> int:
+        """How many more tokens of a prompt that left the trie at `column` agree with one of the columns below it."""
+        size, item = self.q * KEY_DTYPE.itemsize, KEY_DTYPE.itemsize
+        rest = np.frombuffer(keys[column.end * item : column.end * item + size], KEY_DTYPE)
+        most = 0
+        for key in column.children:
+            other = np.frombuffer(key, KEY_DTYPE)[: len(rest)]
+            differs = np.flatnonzero(other != rest)
+            most = max(most, int(differs[0]) if len(differs) else len(rest))
+        return most
+
+    # ---- growth
+
+    def root(self, salt: bytes) -> Column:
+        """Where the prompts of a salt begin."""
+        if salt not in self.roots:
+            self.roots[salt] = Column(None, salt, None, 0, 0)
+        return self.roots[salt]
+
+    def insert(self, parent: Column, key: bytes, pages: np.ndarray) -> tuple[Column, bool]:
+        """The column of these tokens below `parent`, and whether it is new. One that is there stays as it is."""
+        found = parent.children.get(key)
+        if found is not None:
+            return found, False
+        column = Column(parent, key, pages, parent.end + self.q, self.tick())
+        parent.children[key] = column
+        self.count += 1
+        self.uncovered += 1
+        self._offer(column)
+        return column, True
+
+    def touch(self, path: list[Column]) -> None:
+        """These columns were used now."""
+        stamp = self.tick()
+        for column in path:
+            column.stamp = stamp
+
+    # ---- who needs what
+
+    def occupy(self, column: Column, before: Column | None = None) -> None:
+        """A request lives at `column`; `before`: where it lived until now, above it or nowhere."""
+        while column is not before and column.parent is not None:
+            column.live += 1
+            column = column.parent
+
+    def leave(self, column: Column) -> None:
+        """The request that lived there is gone."""
+        while column.parent is not None:
+            column.live -= 1
+            self._offer(column)
+            column = column.parent
+
+    def cover(self, column: Column, checkpoint: object) -> None:
+        """A state is at the column's end from here on."""
+        assert column.checkpoint is None
+        column.checkpoint, column.lost = checkpoint, False
+        at: Column | None = column
+        while at is not None and at.parent is not None:
+            at.covers += 1
+            self.uncovered -= at.covers == 1
+            at = at.parent
+
+    def uncover(self, column: Column) -> None:
+        """The state at its end is gone."""
+        assert column.checkpoint is not None
+        column.checkpoint, column.lost = None, True
+        at: Column | None = column
+        while at is not None and at.parent is not None:
+            at.covers -= 1
+            self.uncovered += at.covers == 0
+            self._offer(at)
+            at = at.parent
+
+    # ---- dropping
+
+    def drop_oldest(self) -> Column | None:
+        """Take out the column that was used longest ago, of those that nobody would miss; None: there is none."""
+        while self._queue:
+            stamp, _, column = heapq.heappop(self._queue)
+            column.queued = False
+            if not column.droppable:
+                continue  # it is offered again when that changes
+            if column.stamp != stamp:
+                self._offer(column)
+                continue
+            self._remove(column)
+            return column
+        return None
+
+    def cut(self, column: Column) -> list[Column]:
+        """Take out a column with all below it, deepest first: a branch that must not be used again. Requests that live
+        there leave it without being told (`gone`). Checkpoints must have been dropped.
+        """
+        found = [column]
+        for each in found:
+            found += each.children.values()
+        assert not any(each.checkpoint is not None for each in found), "a branch is cut while it has checkpoints"
+        lived, at = column.live, column.parent
+        while at is not None and at.parent is not None:
+            at.live -= lived
+            self._offer(at)
+            at = at.parent
+        for each in reversed(found):
+            self._remove(each)
+        return found[::-1]
+
+    def _remove(self, column: Column) -> None:
+        parent = column.parent
+        assert parent is not None and not column.children and not column.gone
+        del parent.children[column.key]
+        column.gone = True
+        self.count -= 1
+        self.uncovered -= 1
+        if parent.parent is not None:
+            self._offer(parent)
+        elif not parent.children:
+            self.roots.pop(parent.key, None)
+
+    def _offer(self, column: Column) -> None:
+        """It may be one that can be dropped now."""
+        if not column.queued and column.droppable:
+            column.queued = True
+            self._numbers += 1
+            heapq.heappush(self._queue, (column.stamp, self._numbers, column))
+
+    def rebuild(self, lives: list[Column]) -> None:
+        """Count everything anew from the columns that are there, and from where requests live: the way back after an
+        interrupt. May be repeated.
+        """
+        every = list(self)
+        self.count, self._queue = len(every), []
+        for column in every:
+            column.covers = column.live = 0
+            column.gone = column.queued = False
+        for column in lives:
+            self.occupy(column)
+        for column in every:
+            at = column if column.checkpoint is not None else None
+            while at is not None and at.parent is not None:
+                at.covers += 1
+                at = at.parent
+        self.uncovered = sum(not column.covers for column in every)
+        for column in every:
+            self._offer(column)
+
+    def holds(self, column: Column) -> bool:
+        """Whether it is part of the trie, found out from the trie alone."""
+        at = column
+        while at.parent is not None:
+            if at.parent.children.get(at.key) is not at:
+                return False
+            at = at.parent
+        return self.roots.get(at.key) is at
+
+    # ---- all of them
+
+    def __iter__(self) -> Iterator[Column]:
+        """Every column, each after those above it."""
+        rest = list(self.roots.values())
+        for column in rest:
+            rest += column.children.values()
+            if column.parent is not None:
+                yield column
+
+    def check(self) -> None:
+        """All counts are what the trie says, or AssertionError."""
+        every = list(self)
+        covers = {id(c): int(c.checkpoint is not None) for c in every}
+        for column in reversed(every):
+            if column.parent is not None and column.parent.parent is not None:
+                covers[id(column.parent)] += covers[id(column)]
+        assert self.count == len(every), f"{self.count} columns are counted, {len(every)} are there"
+        assert self.uncovered == sum(not n for n in covers.values()), "columns without a checkpoint are miscounted"
+        for column in every:
+            assert column.covers == covers[id(column)], "checkpoints below a column are miscounted"
+            assert column.live >= sum(c.live for c in column.children.values()) >= 0, "requests are miscounted"
+            assert not column.gone and column.parent is not None and column.end == column.parent.end + self.q
+            assert column.parent.children[column.key] is column
+            assert column.queued or not column.droppable, "a column that can be dropped is not offered"

@@ -1,0 +1,520 @@
+"""Reuse: what requests have read is kept for others that begin alike. The engine calls this, and nothing below it.
+
+    lookup -> attach                     when a request is admitted: shared pages, a copy of the state of a checkpoint
+    ( stage -> publish | abandon )*      around each step: what it wrote is seen by others once it has ended well
+    leave                                when the request is gone; the manager calls it
+
+A hit is the deepest checkpoint whose columns are all there (without recurrent state: the columns themselves). Where
+columns go on behind it, they are shared as well and their tokens read again for the state alone: nothing is stored and
+no page is taken. Columns are one more owner of pages, one that gives them up when they are needed (`reclaim`). A state
+is always copied. Compacted requests put nothing in: what they kept depends on the question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import lcm
+from typing import Literal
+
+import numpy as np
+
+from hybridkv.cache.checkpoints import Checkpoint, Checkpoints, Mark, Policy, grid_marks, spaced
+from hybridkv.cache.columns import KEY_DTYPE, Column, Columns
+from hybridkv.cache.manager import KVCacheManager
+from hybridkv.cache.schema import CacheSchema
+from hybridkv.errors import HybridKVError
+
+SCAN = 64  # tokens: recurrent state is the same bits however a prompt is cut at multiples of them
+LONGEST_COLUMN = 4096
+
+# why not more of a prompt was reused
+Reason = Literal[
+    "cold", "diverged", "no_checkpoint", "dropped", "window", "bounded", "loading_slower", "too_short", "off", "full"
+]
+
+
+def column_tokens(schema: CacheSchema) -> int:
+    """Tokens of a column: whole pages of every stream, and of the scan where there is state."""
+    sizes = [s.entries_per_page * s.tokens_per_entry for s in schema.streams]
+    return lcm(*sizes, SCAN if any(not s.lent for s in schema.states) else 1)
+
+
+def check_column(schema: CacheSchema) -> None:
+    """Whether the page sizes allow columns, or HybridKVError."""
+    q = column_tokens(schema)
+    if q > LONGEST_COLUMN:
+        sizes = sorted({s.entries_per_page for s in schema.streams})
+        raise HybridKVError(
+            f"pages of {', '.join(map(str, sizes))} entries fill at the same time only every {q} tokens, too seldom "
+            "for prompts to share them; use page_size 16, 32, 64 or 128, or open the model with reuse=None"
+        )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a prompt may take up."""
+
+    salt: bytes  # prompts of other salts are never seen
+    tokens: np.ndarray  # [T] int32
+    most: int  # tokens that need not be computed at the most
+    reach: int  # tokens whose pages may be shared at the most: its first eviction
+    limit: Reason = "full"  # what sets `most`
+    marks: Sequence[tuple[int, str]] = ()  # positions at which a checkpoint is wished, with a Kind
+    reads: bool = True
+    writes: bool = True
+
+
+@dataclass(frozen=True)
+class Hit:
+    """What a prompt takes up."""
+
+    path: list[Column]  # whose pages are shared
+    checkpoint: Checkpoint | None
+    cached: int  # tokens that are not computed
+    matched: int  # tokens whose pages are shared: those behind `cached` are read for the state alone
+    reason: Reason  # why not more
+    diverged_at: int | None = None  # the first token that is in no column
+    keys: bytes = b""
+
+
+@dataclass(eq=False)
+class Reading:
+    """A request that runs on, or adds to, what is kept."""
+
+    salt: bytes
+    keys: bytes  # of the tokens that were known at first
+    writes: bool
+    reach: int  # tokens that it can bring at the most: its first eviction
+    column: Column  # the last of its columns that all can see
+    stops: list[Mark] = field(default_factory=list)  # where its chunks end and checkpoints are taken, ascending
+    own: Column | None = None  # the first one that it brought
+    written: int = 0  # position of the deepest checkpoint that it took
+
+
+@dataclass(eq=False)
+class Staged:
+    """What one step of a request wrote, until that is known to have ended well."""
+
+    request: Hashable
+    reading: Reading
+    below: Column  # the last one that was there
+    keys: list[bytes]
+    pages: np.ndarray  # [columns, width]
+    mark: Mark | None
+    row: int  # of the state at the mark; -1: none
+
+
+class Reuse:
+    """Columns and checkpoints over a manager's pools and state rows.
+
+    Args:
+        manager: made with `checkpoints`, the rows for them.
+        every: tokens between checkpoints inside long texts; None: as their bytes suggest; 0: none.
+        policy: which checkpoint goes first; None: the one that was used longest ago.
+    """
+
+    def __init__(self, manager: KVCacheManager, every: int | None = None, policy: Policy | None = None) -> None:
+        if manager.checkpoints is None:
+            raise ValueError("the manager was made without rows for checkpoints")
+        schema = manager.schema
+        check_column(schema)
+        self.manager, self.every, self.q = manager, every, column_tokens(schema)
+        self.has_state = any(not s.lent for s in schema.states)
+        self.parts: dict[str, tuple[int, int, int]] = {}  # of each pool: where its ids begin, streams, pages of each
+        width = 0
+        for s in schema.streams:
+            per = self.q // (s.entries_per_page * s.tokens_per_entry)
+            self.parts[s.name] = width, s.streams, per
+            width += s.streams * per
+        self.columns = Columns(self.q, width)
+        self.checkpoints = Checkpoints(self.columns, manager.checkpoints, schema.slot_bytes, manager.slots, policy)
+        self.readings: dict[Hashable, Reading] = {}
+        self.staged: list[Staged] = []
+        names = ("lookup_tokens", "hit_tokens", "shared_tokens", "checkpoint_hits", "cuts", "columns_dropped")
+        self.counts = dict.fromkeys(names, 0)
+        self.read_again: dict[str, int] = {}  # tokens of prompts that were computed, by reason
+        manager.reuse = self
+        for name, table in manager.tables.items():
+            table.allocator.reclaim = partial(self.reclaim, name)
+
+    @property
+    def column_bytes(self) -> int:
+        """Bytes of the pages that one column names."""
+        return self.manager.schema.kv_bytes(self.q)
+
+    # ---- a request begins
+
+    def lookup(self, asked: Asked) -> Hit:
+        """What of a prompt is there. Nothing changes."""
+        length, q = len(asked.tokens), self.q
+        keys = Columns.keys(asked.tokens)
+        if not asked.reads:
+            return Hit([], None, 0, 0, "off", keys=keys)
+        path = self.columns.match(asked.salt, keys, min(length, asked.reach))
+        matched = path[-1].end if path else 0
+        checkpoint = Checkpoints.deepest(path, asked.most) if self.has_state else None
+        if self.has_state:
+            cached = checkpoint.position if checkpoint is not None else 0
+        else:
+            cached = min(matched, asked.most)
+        usable, limit = min(matched, asked.most // q * q), asked.most // q * q
+        root = self.columns.roots.get(asked.salt)
+        at = None
+        if root is not None and matched < length // q * q:
+            at = matched + self.columns.agrees(path[-1] if path else root, keys)
+        reason: Reason
+        if limit < q:
+            reason = "too_short" if length - 1 < q else asked.limit
+        elif not matched:
+            reason = "cold"
+        elif cached < usable:
+            lost = any(column.lost for column in path if cached < column.end <= usable)
+            reason = "dropped" if lost else "no_checkpoint"
+        elif usable == limit:
+            reason = asked.limit if matched > usable and limit < (length - 1) // q * q else "full"
+        else:
+            reason = "diverged"
+        return Hit(path, checkpoint, cached, matched, reason, at, keys)
+
+    def pages_of(self, hit: Hit) -> dict[str, int]:
+        """Pages of each pool that a hit saves its request."""
+        return {name: len(hit.path) * streams * per for name, (_, streams, per) in self.parts.items()}
+
+    def would_keep(self, hit: Hit) -> dict[str, int]:
+        """Pages of each pool that count as to be had, and no longer do once the hit is attached."""
+        found = {}
+        for name in self.parts:
+            ids, allocator = self._ids(hit.path, name), self.manager.tables[name].allocator
+            found[name] = int(np.count_nonzero(allocator.refs[ids] == allocator.spare[ids]))
+        return found
+
+    def attach(self, request: Hashable, hit: Hit, asked: Asked) -> int:
+        """A slot that begins with a hit, before anything is dropped for it. Returns the slot."""
+        shared = {name: self._rows(hit.path, name) for name in self.parts}
+        row = hit.checkpoint.row if hit.checkpoint is not None else -1
+        if hit.path:
+            slot = self.manager.attach_request(request, shared, hit.matched, hit.cached, row)
+            self.columns.touch(hit.path)
+        else:
+            slot = self.manager.admit_request(request)
+        if hit.checkpoint is not None:
+            self.checkpoints.use(hit.checkpoint)
+            self.counts["checkpoint_hits"] += 1
+        self._begin(request, asked, hit.keys, hit.path, hit.cached)
+        self.counts["lookup_tokens"] += len(asked.tokens) if asked.reads else 0
+        self.counts["hit_tokens"] += hit.cached
+        self.counts["shared_tokens"] += hit.matched
+        self.read_again[hit.reason] = self.read_again.get(hit.reason, 0) + len(asked.tokens) - hit.cached
+        return slot
+
+    def adopt(self, request: Hashable, asked: Asked) -> None:
+        """A resident request goes on with a prompt of which it has computed a part: it adds to what is kept."""
+        self.leave(request)
+        slot = self.manager.slot_of[request]
+        position = int(self.manager.positions[slot])
+        keys = Columns.keys(asked.tokens)
+        path = self.columns.match(asked.salt, keys, min(position, asked.reach))
+        self._begin(request, asked, keys, path, position)
+
+    def _begin(self, request: Hashable, asked: Asked, keys: bytes, path: list[Column], position: int) -> None:
+        column = path[-1] if path else self._nowhere(asked.salt)
+        reading = Reading(asked.salt, keys, asked.writes, asked.reach, column)
+        self.readings[request] = reading
+        self.columns.occupy(column)
+        if self.has_state and asked.writes and self.checkpoints.rows:
+            reading.stops = self._stops(asked, path, position)
+
+    def _stops(self, asked: Asked, path: list[Column], position: int) -> list[Mark]:
+        """Where checkpoints of a prompt are taken that stands at `position`."""
+        length, schema = len(asked.tokens), self.manager.schema
+        marks = [Mark(at, kind) for at, kind in asked.marks if kind != "begin"]
+        if self.every != 0:
+            token_bytes = schema.kv_bytes(self.q) / self.q
+            parts = sorted(at for at, _ in asked.marks)
+            marks += grid_marks(length, parts, schema.slot_bytes, token_bytes, self.q, self.every)
+        if path and path[-1].end > position:
+            marks.append(Mark(path[-1].end, "branch"))
+        taken = [column.end for column in path if column.checkpoint is not None]
+        return spaced(marks, taken, self.q, position, min(length, asked.reach))
+
+    def promised(self, request: Hashable, keys: bytes, most: int) -> int:
+        """How many tokens of a prompt, whole columns and `most` at the most, a resident request reads or has read."""
+        reading = self.readings.get(request)
+        if reading is None or not reading.writes:
+            return 0
+        n = min(len(keys), len(reading.keys), KEY_DTYPE.itemsize * min(most, reading.reach)) // KEY_DTYPE.itemsize
+        one, other = (np.frombuffer(each, KEY_DTYPE, n) for each in (keys, reading.keys))
+        differs = np.flatnonzero(one != other)
+        return (int(differs[0]) if len(differs) else n) // self.q * self.q
+
+    def ask(self, request: Hashable, position: int, kind: str) -> bool:
+        """Whether a checkpoint will be taken where another prompt parts from one that is being read."""
+        reading = self.readings.get(request)
+        if reading is None or not reading.writes or not self.has_state or not self.checkpoints.rows:
+            return False
+        here, at = int(self.manager.positions[self.manager.slot_of[request]]), position // self.q * self.q
+        if at <= here:
+            return False
+        taken = [column.end for column in reading.column.path() if column.checkpoint is not None]
+        marks = [*reading.stops, Mark(at, kind)]
+        reading.stops = spaced(marks, taken, self.q, here, max(mark.position for mark in marks))
+        return any(mark.position == at for mark in reading.stops)
+
+    def until_stop(self, request: Hashable, position: int, tokens: int) -> int:
+        """How many of the next tokens are read before the next checkpoint is taken."""
+        reading = self.readings.get(request)
+        if reading is None or not reading.stops:
+            return tokens
+        return min([tokens, *(mark.position - position for mark in reading.stops if mark.position > position)])
+
+    # ---- around a step
+
+    def stage(self, request: Hashable, tokens: Sequence[int]) -> None:
+        """The request's step is committed, and what comes next is not launched: its new columns and a copy of its state
+        wait to be published. `tokens`: all that are known of it.
+        """
+        reading = self.readings.get(request)
+        if reading is None or not reading.writes:
+            return
+        manager, q = self.manager, self.q
+        slot = manager.slot_of[request]
+        position = int(manager.positions[slot])
+        stop = reading.stops[0] if reading.stops else None
+        if position // q * q <= reading.column.end and (stop is None or position < stop.position):
+            return
+        if slot in manager.compactions or slot in manager.compacting:
+            reading.writes = False
+            return
+        column = self._where(reading)
+        last = position // q
+        first = column.end // q
+        keys = [self._key(reading, tokens, j) for j in range(first, last)]
+        while keys and (child := column.children.get(keys[0])) is not None:  # another request was quicker
+            self.columns.occupy(child, column)
+            column = reading.column = child
+            keys.pop(0)
+            first += 1
+        pages = self._table_rows(slot, first, max(first, last))
+        mark, row = None, -1
+        while reading.stops and reading.stops[0].position <= position:
+            mark = reading.stops.pop(0)
+        if mark is not None and (mark.position < position or (not keys and self._at(column, position).checkpoint)):
+            mark = None
+        if mark is not None:
+            taken = self.checkpoints.reserve()
+            row = -1 if taken is None else taken
+        self._own(pages)
+        self.staged.append(Staged(request, reading, column, keys, pages, mark if row >= 0 else None, row))
+        if row >= 0:
+            manager.state.copy(slot, row)
+            self.counts["cuts"] += 1
+
+    def publish(self, failed: Iterable[Hashable] = ()) -> None:
+        """The step has ended well, but for requests that have failed: from here on its columns are for all to see."""
+        bad = set(failed)
+        while self.staged:
+            staged = self.staged.pop()
+            reading, column = staged.reading, staged.below
+            if staged.request in bad or column.gone:  # its branch was cut since
+                self._abandon(staged)
+                continue
+            lives = reading.column is column  # or it was evicted since, and goes on elsewhere
+            if column.parent is None:
+                column = self.columns.root(reading.salt)
+            for i, key in enumerate(staged.keys):
+                child, new = self.columns.insert(column, key, staged.pages[i])
+                if lives:
+                    self.columns.occupy(child, column)
+                    reading.column = child
+                column = child
+                if not new:
+                    self._disown(staged.pages[i])
+                elif reading.own is None:
+                    reading.own = child
+            if staged.mark is not None and (at := self._at(column, staged.mark.position)).end == staged.mark.position:
+                reading.written = self.checkpoints.add(at, staged.row, staged.mark.kind).position
+            elif staged.row >= 0:
+                self.checkpoints.give_back(staged.row)
+
+    @staticmethod
+    def _at(column: Column, position: int) -> Column:
+        """The column on the path that ends at a position, or the last one where it ends before that."""
+        while column.end > position and column.parent is not None:
+            column = column.parent
+        return column
+
+    def _abandon(self, staged: Staged) -> None:
+        for pages in staged.pages:
+            self._disown(pages)
+        if staged.row >= 0:
+            self.checkpoints.give_back(staged.row)
+
+    def _where(self, reading: Reading) -> Column:
+        """The last of the request's columns; it begins anew where its branch was cut."""
+        column = reading.column
+        if column.gone or (column.parent is None and self.columns.roots.get(reading.salt) is not column):
+            column = reading.column = self.columns.root(reading.salt)
+        return column
+
+    def _key(self, reading: Reading, tokens: Sequence[int], j: int) -> bytes:
+        size = KEY_DTYPE.itemsize * self.q
+        if (j + 1) * size <= len(reading.keys):
+            return reading.keys[j * size : (j + 1) * size]
+        return Columns.keys(np.array(tokens[j * self.q : (j + 1) * self.q]))
+
+    # ---- a request ends
+
+    def written(self, request: Hashable) -> int:
+        """Up to which position others can take up what the request has read; 0: it has added nothing."""
+        reading = self.readings.get(request)
+        if reading is None or reading.own is None:
+            return 0 if reading is None else reading.written
+        return reading.written if self.has_state else reading.column.end
+
+    def leave(self, request: Hashable) -> None:
+        """The request is gone, or goes on as another one; what it has published stays."""
+        for staged in [s for s in self.staged if s.request == request]:
+            self.staged.remove(staged)
+            self._abandon(staged)
+        reading = self.readings.pop(request, None)
+        if reading is not None and not reading.column.gone:
+            self.columns.leave(reading.column)
+
+    def fork(self, source: Hashable, request: Hashable) -> None:
+        """A second request goes on from where the first is."""
+        reading = self.readings.get(source)
+        if reading is not None:
+            column, position = reading.column, int(self.manager.positions[self.manager.slot_of[source]])
+            while column.parent is not None and (column.gone or column.end > position):
+                column = column.parent  # pages of tokens that were not read are not shared
+            self.columns.occupy(column)
+            self.readings[request] = Reading(reading.salt, reading.keys, reading.writes, reading.reach, column)
+
+    def part(self, request: Hashable) -> None:
+        """The request has dropped entries, or pages that it shared: it does not need its columns, and adds none."""
+        reading = self.readings.get(request)
+        if reading is not None:
+            reading.writes = False
+            if not reading.column.gone:
+                self.columns.leave(reading.column)
+            reading.column = self._nowhere(reading.salt)
+
+    def _nowhere(self, salt: bytes) -> Column:
+        """Where requests live that have no column: above all others, or beside the trie as long as there are none."""
+        return self.columns.roots.get(salt) or Column(None, salt, None, 0, 0)
+
+    def let_go(self, request: Hashable) -> None:
+        """Columns on whose pages only this request lives are taken out, and those that wait to be published: the
+        pages are its own then.
+        """
+        for staged in [each for each in self.staged if each.request == request]:
+            self.staged.remove(staged)
+            self._abandon(staged)
+        reading = self.readings.get(request)
+        if reading is None or reading.column.gone:
+            return
+        top, column = None, reading.column
+        while column.parent is not None and column.live == 1:
+            top, column = column, column.parent
+        reading.writes = False
+        if top is not None:
+            self._cut(top)
+
+    def discard(self, request: Hashable) -> None:
+        """The request gave numbers that are none: whatever it has read or written may be broken, and goes."""
+        reading = self.readings.get(request)
+        if reading is None:
+            return
+        reading.writes = False
+        path = [] if reading.column.gone else reading.column.path()
+        if path:
+            self._cut(path[0])
+
+    def forget(self, salt: bytes | None = None) -> None:
+        """Drop all that was kept under a salt, or all there is. Requests that run go on."""
+        for each in [salt] if salt is not None else list(self.columns.roots):
+            root = self.columns.roots.get(each)
+            for column in list(root.children.values()) if root is not None else []:
+                self._cut(column)
+
+    def _cut(self, column: Column) -> None:
+        below = [column]
+        for each in below:
+            below += each.children.values()
+            if isinstance(each.checkpoint, Checkpoint):
+                self.checkpoints.drop(each.checkpoint)
+        for each in self.columns.cut(column):
+            self._disown(each.pages)
+
+    # ---- pages
+
+    def reclaim(self, name: str, pages: int) -> None:
+        """Drop columns until so many pages of a pool are free, or none is left that nobody needs."""
+        allocator = self.manager.tables[name].allocator
+        while allocator.free < pages:
+            column = self.columns.drop_oldest()
+            if column is not None:
+                self.counts["columns_dropped"] += 1
+                self._disown(column.pages)
+            elif not self.checkpoints.give_way():
+                return
+
+    def pages(self, name: str) -> np.ndarray:
+        """Page ids of a pool that columns, and what is staged, name, as often as they do."""
+        begin, streams, per = self.parts[name]
+        rows = [column.pages for column in self.columns] + [row for staged in self.staged for row in staged.pages]
+        return np.concatenate([r[begin : begin + streams * per] for r in rows] or [np.zeros(0, np.int32)])  # type: ignore[index]
+
+    def _own(self, pages: np.ndarray) -> None:
+        for name, (begin, streams, per) in self.parts.items():
+            ids = pages[..., begin : begin + streams * per].ravel()
+            self.manager.tables[name].allocator.share_distinct(ids, spare=True)
+
+    def _disown(self, pages: np.ndarray | None) -> None:
+        assert pages is not None
+        for name, (begin, streams, per) in self.parts.items():
+            self.manager.tables[name].allocator.release_distinct(pages[begin : begin + streams * per], spare=True)
+
+    def _ids(self, path: list[Column], name: str) -> np.ndarray:
+        begin, streams, per = self.parts[name]
+        rows = [column.pages for column in path]
+        joined = np.concatenate(rows).reshape(len(rows), -1) if rows else np.zeros((0, self.columns.width), np.int32)  # type: ignore[arg-type]
+        return joined[:, begin : begin + streams * per]
+
+    def _rows(self, path: list[Column], name: str) -> np.ndarray:
+        """[streams, pages] of a path, as page tables have them."""
+        _, streams, per = self.parts[name]
+        ids = self._ids(path, name).reshape(len(path), streams, per)
+        return ids.transpose(1, 0, 2).reshape(streams, len(path) * per)
+
+    def _table_rows(self, slot: int, first: int, last: int) -> np.ndarray:
+        """[columns, width] page ids of a slot's columns first .. last - 1."""
+        found = [np.zeros((last - first, 0), np.int32)]
+        for name, (_, streams, per) in self.parts.items():
+            ids = self.manager.tables[name].pages[slot, :, first * per : last * per]
+            found.append(
+                ids.reshape(streams, last - first, per).transpose(1, 0, 2).reshape(last - first, streams * per)
+            )
+        return np.concatenate(found, axis=1)
+
+    # ---- the way back, and checks
+
+    def rebuild(self) -> None:
+        """Count everything anew from columns and resident requests, after an interrupt. May be repeated."""
+        self.staged = []
+        resident = self.manager.slot_of
+        self.readings = {key: reading for key, reading in self.readings.items() if key in resident}
+        for reading in self.readings.values():
+            reading.column.gone = not self.columns.holds(reading.column)
+        self.columns.rebuild([r.column for r in self.readings.values() if not r.column.gone])
+        self.checkpoints.rebuild()
+
+    def check(self) -> None:
+        """All counts are what columns, rows and requests say, or AssertionError."""
+        self.columns.check()
+        self.checkpoints.check()
+        lives = [r.column for r in self.readings.values() if not r.column.gone and r.column.parent is not None]
+        assert sum(c.live for root in self.columns.roots.values() for c in root.children.values()) == len(lives)
+        assert self.readings.keys() <= self.manager.slot_of.keys(), "a request is gone and still reads"

@@ -1,0 +1,35 @@
+"""What an answer says of reuse: how much of its prompt was there already, and why not more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridkv.cache.reuse import Hit
+
+
+def report(hit: Hit | None, prompt: int, q: int, taken: bool = False) -> dict[str, Any]:
+    """`Request.reuse`: plain values. None: nothing was looked for; `taken`: a checkpoint is taken where columns end."""
+    if hit is None:
+        return {"cached": 0, "matched": 0, "read": prompt, "reason": "off", "why": "nothing was looked up"}
+    cached = min(hit.cached, prompt)
+    said = {"cached": cached, "matched": hit.matched, "read": prompt - cached, "reason": hit.reason}
+    if hit.diverged_at is not None:
+        said["diverged_at"] = hit.diverged_at
+    return said | {"why": _sentence(hit, q, taken)}
+
+
+def _sentence(hit: Hit, q: int, taken: bool) -> str:
+    at, matched = f"{hit.cached:,}", f"{hit.matched:,}"
+    now = f"; one is taken at {matched} now" if taken else ""
+    return {
+        "cold": "no prompt that begins like this one is kept",
+        "diverged": f"the prompt leaves what is kept at token {hit.diverged_at or hit.matched:,}",
+        "no_checkpoint": f"{matched} tokens are kept, but no checkpoint between {at} and {matched}{now}",
+        "dropped": f"a checkpoint between {at} and {matched} was dropped to make room{now}",
+        "window": "the queries of the last tokens are needed to choose what is kept",
+        "bounded": "what follows is evicted while it is read",
+        "loading_slower": "reading it again is quicker than loading it",
+        "too_short": f"a prompt needs more than {q} tokens",
+        "off": "nothing was looked up",
+        "full": "all but the end of the prompt was there",
+    }[hit.reason]

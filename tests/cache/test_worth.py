@@ -1,0 +1,143 @@
+"""Which checkpoint goes: the one that saves least reading for its bytes, aged by use."""
+
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hybridkv.cache.checkpoints import Checkpoint, Checkpoints, Kind
+from hybridkv.cache.columns import Column, Columns
+from hybridkv.cache.worth import ByWorth, may_pin
+from hybridkv.config import ReuseConfig
+from hybridkv.errors import HybridKVError
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+
+from reuse_simulation import Simulator, Sizes
+from reuse_traces import TRACES, agent, chat, documents
+
+STATE, PAGES = 1000, 10
+
+
+class Tree:
+    """Texts by name, each some columns of one token below another."""
+
+    def __init__(self, rows: int = 100) -> None:
+        self.columns = Columns(1, 0)
+        self.policy = ByWorth(STATE, PAGES)
+        self.checkpoints = Checkpoints(self.columns, rows, STATE, policy=self.policy)
+        self.ends: dict[str, Column] = {"": self.columns.root(b"")}
+        self._tokens = 0
+
+    def grow(self, name: str, tokens: int, below: str = "", kind: Kind = "message") -> Checkpoint:
+        column = self.ends[below]
+        for _ in range(tokens):
+            self._tokens += 1
+            column, _ = self.columns.insert(column, Columns.keys(np.array([self._tokens])), np.zeros(0, np.int32))
+        self.ends[name] = column
+        row = self.checkpoints.reserve()
+        assert row is not None
+        return self.checkpoints.add(column, row, kind)
+
+
+def test_worth_is_reading_saved_for_each_byte_that_is_kept() -> None:
+    tree = Tree()
+    system = tree.grow("system", 100)
+    one, other = tree.grow("one", 30, "system"), tree.grow("other", 300, "system")
+    worth = tree.policy.worth
+    assert worth(system) == 100 / STATE  # its columns are needed by the others, too
+    assert worth(one) == 30 / (STATE + 30 * PAGES) and worth(other) == 300 / (STATE + 300 * PAGES)
+    tree.checkpoints.drop(system)
+    assert worth(one) == 130 / (STATE + 30 * PAGES)  # what it alone saves now
+
+
+def test_the_least_worth_goes_and_all_later_uses_begin_above_it() -> None:
+    tree = Tree()
+    small, large = tree.grow("small", 10), tree.grow("large", 500)
+    assert tree.policy.victim([small, large]) is small
+    level = tree.policy.level
+    assert level == 10 / (STATE + 10 * PAGES)
+    tree.checkpoints.drop(small)
+    tree.checkpoints.use(large)
+    assert large.value == level and tree.grow("next", 10).value == level
+    assert large.stamp < tree.grow("later", 1).stamp
+
+
+def test_what_is_used_outlives_what_is_worth_more_and_is_not() -> None:
+    tree = Tree(rows=8)
+    used, idle = tree.grow("used", 40), tree.grow("idle", 200)
+    for i in range(60):
+        tree.checkpoints.use(used)
+        tree.grow(f"new {i}", 30)
+    assert used in tree.checkpoints.all.values() and idle not in tree.checkpoints.all.values()
+
+
+def test_only_the_one_that_was_used_is_refreshed() -> None:
+    tree = Tree()
+    above, below = tree.grow("above", 100), tree.grow("below", 100, "above")
+    tree.policy.level = 5.0
+    tree.checkpoints.use(below)
+    assert (above.value, below.value) == (0.0, 5.0)
+
+
+def test_ends_of_turns_go_first_until_they_are_used() -> None:
+    tree = Tree(rows=3)
+    worthless, trial = tree.grow("worthless", 1), tree.grow("trial", 900, kind="turn")
+    used = tree.grow("used", 900, kind="turn")
+    tree.checkpoints.use(used)
+    tree.grow("more", 1)
+    assert trial not in tree.checkpoints.all.values()
+    tree.grow("and more", 5)
+    assert used in tree.checkpoints.all.values() and worthless not in tree.checkpoints.all.values()
+
+
+def test_what_is_pinned_stays_and_is_half_at_the_most() -> None:
+    tree = Tree(rows=2)
+    pinned = tree.grow("pinned", 1)
+    pinned.pins += 1
+    for i in range(5):
+        tree.grow(f"new {i}", 100)
+    assert pinned in tree.checkpoints.all.values()
+    assert [may_pin(n, 1, 8) for n in range(6)] == [True, True, True, True, False, False]
+
+
+def test_the_policy_has_a_name() -> None:
+    assert ReuseConfig().policy == "value" and ReuseConfig(policy="lru").policy == "lru"
+    with pytest.raises(HybridKVError, match="policy must be value or lru, not 'random'"):
+        ReuseConfig(policy="random")
+
+
+# ---- traces
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_traces_are_the_same_for_a_seed(name: str) -> None:
+    if name in ("chat", "documents"):
+        assert TRACES[name](5) == TRACES[name](5) != TRACES[name](6)
+    for asked in TRACES[name](5)[:40]:
+        assert all(0 < at <= asked.tokens for at, _ in asked.marks) and asked.answer
+        assert [kind for _, kind in asked.marks].count("reply") == 1
+
+
+def test_the_simulator_finds_what_prompts_share() -> None:
+    """Without a limit a chat reads each answer and question once more, and an agent the results of its calls."""
+    talks = chat(1, conversations=6)
+    found = Simulator(0).run(talks)
+    assert found.prompts == sum(asked.tokens for asked in talks) and 0.7 < found.share < 0.95
+    loops = agent(1, agents=2)[:60]
+    tails, without = (Simulator(0, tails=each).run(loops) for each in (True, False))
+    assert without.share < tails.share and tails.share > 0.9
+
+
+def test_the_simulator_keeps_to_its_bytes_and_counts() -> None:
+    sizes, rng = Sizes(64, 1 << 10, 1 << 17), random.Random(1)
+    for policy in ("value", "lru"):
+        simulator = Simulator(20 << 20, policy, sizes=sizes)
+        for asked in rng.sample(documents(1), 60):
+            simulator.ask(asked)
+            assert simulator.nbytes <= simulator.limit
+        simulator.columns.check()
+        simulator.checkpoints.check()
+        assert simulator.checkpoints.dropped["pages"] > 0
