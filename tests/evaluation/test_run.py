@@ -110,8 +110,8 @@ def test_a_document_cut_before_its_question_answers_as_a_conversation_does(kind:
 
 
 def test_a_cache_that_finds_no_room_is_told_and_nothing_stays(folder_of: Callable) -> None:
-    cache = CacheConfig("f32", page_size=16, query_buffers=1)
-    llm = LLM(str(folder_of("llama")), "cpu", "float32", False, cache, 1, 512)
+    cache = CacheConfig("f32", page_size=16, query_buffers=1)  # below: one slot, and no host to rest on
+    llm = LLM(str(folder_of("llama")), "cpu", "float32", False, cache, 1, 512, host_cache=0)
     with llm.engine.owned():
         reader = Reader(llm.engine)
         read = reader.read([tiny.token_ids(200)])
