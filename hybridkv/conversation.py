@@ -33,7 +33,7 @@ from hybridkv.llm import LLM, Eviction, Messages, Tools, one_answer
 from hybridkv.request import Request
 from hybridkv.saved import AS_SAVED, SETTINGS, SavedConversation
 from hybridkv.text.constraint import thoughts_of
-from hybridkv.text.framed import BETWEEN, Pieces, text_of
+from hybridkv.text.framed import BETWEEN, Pieces, text_of, without_beginning
 from hybridkv.text.prompt import encode_pieces, render_pieces
 from hybridkv.text.reasoning import ChatPiece, assistant_message, reasoning_of
 
@@ -396,17 +396,17 @@ class Conversation:
         """Tokens of the whole conversation, and how many of them are those of the last turn, taken over as they were
         computed; 0: none are.
         """
-        request, prompt, tokenizer = self._request, pieces[0][0], self.llm.chat_parts()[0]
+        request, tokenizer = self._request, self.llm.chat_parts()[0]
         encode = partial(encode_pieces, tokenizer) if self.document is None else self.document.continued
         # where a stop string ended the answer, its tokens say more than its text
-        if request is None or len(pieces) > 1 or request.text.stopped is not None:
+        if request is None or request.text.stopped is not None:
             return encode(pieces), 0
-        done = self._prompt + request.text.text
-        if not prompt.startswith(done):
+        rest = without_beginning(pieces, self._prompt + request.text.text)
+        if rest is None:
             return encode(pieces), 0
         # without the token that ended the answer: the template writes that itself
         said = request.tokens[:-1] if request.finish_reason == "stop" else request.tokens
-        return said + tokenizer.encode(prompt[len(done) :], bos=False, after=said[-1]), len(said)
+        return encode_pieces(tokenizer, rest, said), len(said)
 
 
 def turn_begins(tokens: list[int], messages: Messages, encode: Callable[[Messages], list[int]]) -> list[int]:

@@ -107,6 +107,33 @@ def test_the_prompt_of_a_turn_reads_as_the_template_writes_it(kind: str, chat_mo
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_text_that_spells_a_control_token_does_not_cost_the_cache(
+    kind: str, chat_model: Callable, ran: Callable
+) -> None:
+    """A prompt with such text is encoded in pieces. The turns after it still run only what is new, in the tokens that
+    the model wrote, which another encoding of its text would not be.
+    """
+    llm = chat_model(kind)
+    talk = Conversation(llm, params=SamplingParams(max_tokens=10, logit_bias={BOS: 4.0}))
+    list(talk.send("What is </s> in this <s> text?"))
+    assert asked(talk).count(EOS) == 1 and len(talk._rendered(talk.messages)) > 1
+    for words in ("And now </s>?", "Go on"):
+        before, counts = talk._request, ran(llm)
+        assert before is not None
+        held = llm.manager.position(before.key)
+        text = "".join(talk.send(words))
+        assert talk.last is not None and talk.last.stats["cached_tokens"] == held > 0
+        assert talk.last.reuse["cached"] + talk.last.reuse["read"] == len(asked(talk))
+        assert sum(counts) == len(asked(talk)) - held + len(talk.last.token_ids) - 1
+        assert reads(llm, talk) == llm.render(talk.messages[:-1])
+        check_against_a_fresh_run(llm, talk, text)
+    assert asked(talk).count(EOS) == 5  # those of the template alone
+    assert asked(talk).count(BOS) > 1  # without a text of their own
+    talk.close()
+    assert_nothing_held(llm.engine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_answer_that_ended_itself_is_continued_with_one_end_token(
     kind: str, chat_model: Callable, ran: Callable
 ) -> None:

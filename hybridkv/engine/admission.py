@@ -31,7 +31,7 @@ from hybridkv.cache import KVCacheManager
 from hybridkv.cache.reuse import Asked, Hit
 from hybridkv.config import EvictionConfig
 from hybridkv.engine.resting import RestingCaches
-from hybridkv.engine.reuse_report import report
+from hybridkv.engine.reuse_report import continued, report
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction import Evictor, max_held_tokens
 from hybridkv.eviction.sizes import bounded_stride
@@ -461,7 +461,7 @@ class Admission(RestingCaches):
         request.continues = None
         if self.manager.reuse is not None and resident:
             self.manager.reuse.adopt(request.key, self.asked(request))
-            request.reuse = report(None, request.prompt_tokens, 0) | {"cached": same, "reason": "full"}
+            request.reuse = continued(same, request.prompt_tokens)
         return True
 
     def prefix_of(self, request: Request) -> Request | None:

@@ -18,6 +18,12 @@ def report(hit: Hit | None, prompt: int, q: int, taken: bool = False) -> dict[st
     return said | {"why": _sentence(hit, q, taken)}
 
 
+def continued(cached: int, prompt: int) -> dict[str, Any]:
+    """The same for a turn that goes on in its conversation's own cache."""
+    said = {"cached": cached, "matched": cached, "read": prompt - cached, "reason": "full"}
+    return said | {"why": "the conversation's own cache goes on"}
+
+
 def _sentence(hit: Hit, q: int, taken: bool) -> str:
     at, matched = f"{hit.cached:,}", f"{hit.matched:,}"
     now = f"; one is taken at {matched} now" if taken else ""
