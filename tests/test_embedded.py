@@ -199,5 +199,5 @@ def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatc
 def test_the_module_prints_the_path() -> None:
     path = embedded_model()
     command = [sys.executable, "-m", "hybridkv.embedded"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ}, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ}, timeout=300)
     assert done.stdout.strip() == str(path)

@@ -1,6 +1,7 @@
 """Compacting: a compaction that the device carries out while the host goes on.
 
-Survivors move to the front of their stream's own pages, by lists that are on the device (kernels/eviction/to_front.py).
+Survivors move to the front of their stream's own pages, by lists that are on the device (kernels/eviction/to_front.py),
+or, where others own those pages too, into fresh ones (to_fresh.py), which belong to the compaction until it is settled.
 The lists follow to the host in a copy that nothing waits for. Until they have come, the host's tables say what they
 said before: the request holds all its pages, and no step may run it. The manager settles it then, or when somebody asks
 for what it holds: pages that emptied are free, and lengths and positions are those of the survivors.
@@ -38,6 +39,7 @@ class Compacting:
     before: Compaction | None  # what was dropped earlier
     flags: int  # how many there are
     report: Tensor  # on the device, as to_front writes it
+    fresh: np.ndarray | None = None  # pages that the survivors go to, stream after stream; None: their own
     settled: bool = False
     _host: Tensor = field(init=False)
     _ready: torch.cuda.Event | None = field(init=False, default=None)

@@ -37,9 +37,10 @@ from hybridkv.cache.query_buffers import QueryBuffers
 from hybridkv.cache.schema import CacheSchema, ceil_div
 from hybridkv.cache.specification import SpecificationNames
 from hybridkv.cache.state import StatePool
-from hybridkv.cache.step import ForwardStep, build_step
+from hybridkv.cache.step import ForwardStep, build_step, upload
 from hybridkv.cache.tiers import HostTier, default_limit
 from hybridkv.errors import HybridKVError, OutOfPages, RequestError
+from hybridkv.kernels.eviction.to_fresh import most_pages, to_fresh
 from hybridkv.kernels.eviction.to_front import to_front
 from hybridkv.kernels.step_index import HostIndex, StepShape
 
@@ -87,7 +88,7 @@ class KVCacheManager(SpecificationNames):
         self.host = HostTier(default_limit(self.device), self.device) if host is None else host
         self.frozen: dict[Hashable, Frozen] = {}  # caches without a slot (frozen.py)
         for name, table in self.tables.items():
-            table.other_owners.append(partial(self._frozen_pages, name))
+            table.other_owners += [partial(self._frozen_pages, name), partial(self._fresh_pages, name)]
         self.interrupted = False  # whether a bookkeeping method did not come to its end
         self._free_slots = list(range(slots - 1, -1, -1))
         # state that a step advances: unlike pages, it cannot take the same token twice
@@ -270,20 +271,39 @@ class KVCacheManager(SpecificationNames):
     ) -> Compacting:
         """Keep only these entries. The device does it after all that it was given before, and nothing waits for it.
 
-        The lists are not checked: they come from a selection that makes no others. None of the request's pages may be
-        shared (`PageTable.owns_pages`).
+        The lists are not checked: they come from a selection that makes no others. They move within the request's own
+        pages. Where others own some of these too, survivors go into fresh ones: OutOfPages, and nothing has changed,
+        where there are too few.
         """
         slot, table = self._slot(request), self.tables[name]
         self._settle(slot)
         self._own_what_follows(request)
-        if not table.owns_pages(slot):
-            raise ValueError(f"request {request!r} shares pages, which cannot be compacted in place")
-        report = torch.empty(table.schema.streams + len(flags) + most, dtype=torch.int32, device=self.device)
-        to_front(list(table.pool.lane(0).values()), table.rows(slot), entries, counts, flags, report)
-        past, lengths = self.compactions.get(slot), table.lengths[slot].copy()
-        found = Compacting(name, int(self.positions[slot]), lengths, past, len(flags), report)
+        R, P, allocator = table.schema.streams, table.schema.entries_per_page, table.allocator
+        own = table.owns_pages(slot)
+        fresh = None if own else allocator.acquire(most_pages(most, R, P))
+        try:
+            report = torch.empty(R + len(flags) + most, dtype=torch.int32, device=self.device)
+            pools, lists = list(table.pool.lane(0).values()), (table.rows(slot), entries, counts, flags)
+            if fresh is None:
+                to_front(pools, *lists, report)
+            else:
+                to_fresh(pools, *lists, upload([fresh], self.device), report)
+            past, lengths = self.compactions.get(slot), table.lengths[slot].copy()
+            found = Compacting(name, int(self.positions[slot]), lengths, past, len(flags), report, fresh)
+        except BaseException:  # no memory, or interrupted: the fresh pages have no owner
+            if fresh is not None:
+                allocator.release(fresh)
+            raise
         self.compacting[slot] = found
+        if self.reuse is not None and fresh is not None:
+            self.reuse.part(request)
         return found
+
+    def _fresh_pages(self, name: str) -> np.ndarray:
+        """Page ids of a pool that compactions under way own."""
+        under_way = [(slot, found.fresh) for slot, found in self.compacting.items() if found.name == name]
+        owned = [ids for slot, ids in under_way if ids is not None and not self.tables[name].is_on(slot, ids)]
+        return np.concatenate([np.zeros(0, np.int32), *owned])
 
     @bookkeeping
     def own_what_follows(self, request: Hashable) -> None:
@@ -312,13 +332,27 @@ class KVCacheManager(SpecificationNames):
         found = self.compacting.get(slot)
         if found is None:
             return
-        survivors = found.survivors
+        survivors, table = found.survivors, self.tables[found.name]
         if not survivors.flags.any() and (survivors.counts < found.lengths).any():
             compaction = found.compaction()
-            self.tables[found.name].shrink(slot, survivors.counts)
+            if found.fresh is None:
+                table.shrink(slot, survivors.counts)
+            else:
+                table.replace(slot, survivors.counts, found.fresh)
             self.compactions[slot] = compaction
+            found.settled = True
+            del self.compacting[slot]
+            return
         found.settled = True
-        del self.compacting[slot]
+        self._stop_compacting(slot)
+
+    def _stop_compacting(self, slot: int) -> None:
+        """A compaction that is under way leaves nothing behind. What moves on the device comes before all that is
+        launched from here on.
+        """
+        found = self.compacting.pop(slot, None)
+        if found is not None and found.fresh is not None and not self.tables[found.name].is_on(slot, found.fresh):
+            self.tables[found.name].allocator.release(found.fresh)
 
     # ---- one step
 
@@ -468,6 +502,9 @@ class KVCacheManager(SpecificationNames):
             del self.slot_of[request]
         owned = set(self.slot_of.values())
         free = [slot for slot in range(self.slots - 1, -1, -1) if slot not in owned]
+        for slot in free:  # before pages are counted: a compaction may own some
+            self.compactions.pop(slot, None)
+            self.compacting.pop(slot, None)
         if self.reuse is not None:
             self.reuse.rebuild()
         for name, table in self.tables.items():
@@ -475,9 +512,6 @@ class KVCacheManager(SpecificationNames):
         self.positions[free] = 0
         self.reached[free] = 0
         self.fresh[free] = 0
-        for slot in free:
-            self.compactions.pop(slot, None)
-            self.compacting.pop(slot, None)
         self.query_buffers.rebuild(free)
         self.host.rebuild(self._frozen_blocks())
         self._free_slots = free
@@ -498,6 +532,7 @@ class KVCacheManager(SpecificationNames):
     def _release(self, request: Hashable) -> None:
         slot = self._slot(request)
         del self.slot_of[request]  # from here on the slot has no owner, whatever is still in it
+        self._stop_compacting(slot)
         for table in self.tables.values():
             table.drop(slot)
             table.lengths[slot] = 0
@@ -507,6 +542,5 @@ class KVCacheManager(SpecificationNames):
         if self.reuse is not None:
             self.reuse.leave(request)
         self.compactions.pop(slot, None)
-        self.compacting.pop(slot, None)  # what moves on the device comes before all that is launched from here on
         self.query_buffers.drop(slot)
         self._free_slots.append(slot)

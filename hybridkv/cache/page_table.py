@@ -247,7 +247,7 @@ class PageTable:
         return source, target
 
     def owns_pages(self, slot: int) -> bool:
-        """Whether the slot shares no page with another."""
+        """Whether the slot shares no page with another owner."""
         rows = self.pages[slot, :, : int(self.held[slot].max(initial=0))]
         return not ((self.allocator.refs[rows] > 1) & (rows >= 0)).any()
 
@@ -265,6 +265,25 @@ class PageTable:
         self.lengths[slot] = counts
         self._all_changed(slot)
         self.allocator.release(emptied)
+
+    def replace(self, slot: int, counts: np.ndarray, fresh: np.ndarray) -> None:
+        """The streams hold `counts` [streams] entries in fresh pages, one stream after the other, and give their own
+        back with what is left of the fresh ones. May be repeated, after an interrupt.
+        """
+        need = ceil_div(counts, self.schema.entries_per_page)
+        rows, used, before = np.full_like(self.pages[slot], -1), int(need.sum()), self.pages[slot].copy()
+        rows[np.arange(rows.shape[1]) < need[:, None]] = fresh[:used]
+        done = self.is_on(slot, fresh)
+        self.pages[slot] = rows  # from here on the fresh pages are the streams'
+        self.held[slot] = need
+        self.lengths[slot] = counts
+        self._all_changed(slot)
+        if not done:
+            self.allocator.release(np.concatenate((before[before >= 0], fresh[used:])))
+
+    def is_on(self, slot: int, fresh: np.ndarray) -> bool:
+        """Whether the slot's streams have fresh pages already."""
+        return bool(len(fresh)) and bool(self.pages[slot, 0, 0] == fresh[0])
 
     def drop(self, slot: int, keep: int = 0) -> None:
         """Give back all pages of a slot but the first `keep` of each stream."""

@@ -29,7 +29,7 @@ from torch import Tensor
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.step import upload
 from hybridkv.config import CacheConfig, EngineConfig, EvictionConfig
-from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.errors import HybridKVError, OutOfPages, RequestError
 from hybridkv.eviction.entries import mean_length, positions, queries_at
 from hybridkv.eviction.keep import Chosen, Keep, Protected, joined, pick, pick_shared
 from hybridkv.eviction.named import find_policy, resolved_name
@@ -219,13 +219,10 @@ class Evictor:
     def leaves_to_device(self, request: Request, manager: KVCacheManager) -> bool:
         """Whether the device can choose, move and free for this request while the host goes on.
 
-        It cannot where the lists are on the host, of a request that is computed again; nor where pages are shared with
-        a fork or a prefix, since survivors move within the request's own.
+        It cannot where the lists are on the host, of a request that is computed again.
         """
-        if not (manager.device.type == "cuda" if self.deferred is None else self.deferred):
-            return False
-        known = manager.position(request.key) in request.evictions
-        return not known and manager.tables[STREAMS].owns_pages(manager.slot_of[request.key])
+        deferred = manager.device.type == "cuda" if self.deferred is None else self.deferred
+        return deferred and manager.position(request.key) not in request.evictions
 
     def evict(self, request: Request, manager: KVCacheManager, ahead: int = 0) -> int:
         """Score, choose, compact. Returns the pages that went back.
@@ -245,12 +242,17 @@ class Evictor:
 
     def start(self, request: Request, manager: KVCacheManager, ahead: int = 0) -> None:
         """`evict`, left to the device (`leaves_to_device`): it is launched, and nothing waits for it. The request must
-        not run before `under_way.finish`.
+        not run before `under_way.finish`. Where it shares pages with others and there are none beside them, the host
+        sees to it at once.
         """
         eviction, policy, name = self._asked(request, manager.position(request.key), ahead)
         chosen = self.pick(request, manager, eviction, policy, ahead=ahead)
         lists = chosen.entries, chosen.counts, chosen.broken, chosen.most
-        request.evicting = UnderWay(manager.start_compaction(request.key, STREAMS, *lists), name)
+        try:
+            request.evicting = UnderWay(manager.start_compaction(request.key, STREAMS, *lists), name)
+        except OutOfPages:
+            self.keep(request, manager, chosen.lists())
+            request.policy = name
 
     def _asked(self, request: Request, position: int, ahead: int) -> tuple[EvictionConfig, Policy, str]:
         """What the request keeps at this position, by which policy, and what that is called."""

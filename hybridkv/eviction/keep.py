@@ -22,6 +22,7 @@ from hybridkv.eviction_record import Keep
 from hybridkv.kernels.eviction.raise_kept import raise_kept
 from hybridkv.kernels.eviction.select import select_entries
 from hybridkv.kernels.eviction.select_shared import select_shared
+from hybridkv.kernels.eviction.to_fresh import end_to_end
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Chosen:
 
     def lists(self) -> Keep:
         """The same on the host, or HybridKVError where scores are broken. The device is waited for once, here."""
-        flat = end_to_end(self.entries, self.counts, self.most)
+        flat = end_to_end(self.entries, self.counts, self.most)[0]
         host = torch.cat((flat, self.broken, self.counts.to(torch.int32))).cpu().numpy().astype(np.int64)
         entries, broken, sizes = np.split(host, [self.most, self.most + len(self.broken)])
         refuse_broken(broken)
@@ -195,16 +196,6 @@ def choose_shared(
 ) -> Keep:
     """Lists of `pick_shared`, of scores [G, L] for each layer. The device is waited for once, at the end."""
     return pick_shared(joined(scores), lengths, even, recent, floor, layers).lists()
-
-
-def end_to_end(entries: Tensor, counts: Tensor, most: int) -> Tensor:
-    """The first counts [R] numbers of each row of entries [R, L], one row after the other: [most] int32.
-
-    What stands after the last of them means nothing. It takes memory for `most` numbers, not for all entries.
-    """
-    ends, place = counts.cumsum(0), torch.arange(most, device=entries.device)
-    row = torch.searchsorted(ends, place, right=True).clamp(max=len(counts) - 1)
-    return entries[row, (place - (ends - counts)[row]).clamp(max=entries.shape[1] - 1)]
 
 
 def _broken(rows: Tensor, lengths: np.ndarray) -> Tensor:

@@ -27,6 +27,7 @@ from cache.machine_model import (
 from hybridkv.cache import CacheSchema, KVCacheManager, OutOfPages
 from hybridkv.cache.snapshot import restore_request, snapshot_request
 from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.kernels.eviction.to_fresh import most_pages
 
 CHOICES = st.one_of(st.integers(0, 2**MAX_TOKENS - 1), st.just(2**MAX_TOKENS - 1), st.sampled_from((0, 1, 0b1010101)))
 THEN = st.sampled_from(("stay", "fork", "copy", "move"))  # what a compacted request does next
@@ -215,12 +216,19 @@ class CacheMachine(CacheModel):
             need += n if fresh else 0
             back += len(pages) - n if shrinks else 0
             cuts.append((shrinks, fresh, n))
-        if need > self.m.tables["kv"].allocator.free:
-            self.refused(OutOfPages, lambda: self.m.compact_request(name, keep), "no pages to compact into")
-            return
         own = all(page[0] == 1 for pages in request.pages["kv"] for page in pages)
-        if later and own:
-            self.start_compaction(name, lists)
+        apart = later and not own and any(shrinks for shrinks, _, _ in cuts)
+        if apart:  # all streams go into fresh pages, as many as they may need: the host does not know more
+            need, cuts = most_pages(sum(map(len, keeps)), 4, P), [(True, True, n) for _, _, n in cuts]
+            back = sum(len(pages) - n for pages, (_, _, n) in zip(request.pages["kv"], cuts))
+        if need > self.m.tables["kv"].allocator.free:
+            if apart:
+                self.refused(OutOfPages, lambda: self.start_compaction(name, lists), "no fresh pages to compact into")
+            else:
+                self.refused(OutOfPages, lambda: self.m.compact_request(name, keep), "no pages to compact into")
+            return
+        if later and (own or apart):
+            self.start_compaction(name, lists, 0 if own else need)
         else:
             assert self.m.compact_request(name, keep) == back
         for stream, (shrinks, fresh, n) in enumerate(cuts):
@@ -234,24 +242,29 @@ class CacheMachine(CacheModel):
         request.compacted |= happened
         counts["compactions"] += happened
         counts["compactions of shared pages"] += need > 0
+        counts["compactions of shared pages on the device"] += apart
         counts["compactions that give pages back"] += back > 0
         if then not in ("copy", "move"):  # a snapshot settles by itself
-            assert self.m.settle(name) == (back if later and own else 0)
+            assert self.m.settle(name) == (back if later and (own or apart) else 0)
         if then == "fork" and len(self.live) < SLOTS:
             self.fork_of(name)
         elif then in ("copy", "move"):
             self.bring_back(name, then == "move")
 
-    def start_compaction(self, name: int, lists: list[np.ndarray]) -> None:
-        """The tables stay as they are, to the page, until it is settled."""
-        before = tables(self.m)
+    def start_compaction(self, name: int, lists: list[np.ndarray], fresh: int = 0) -> None:
+        """The tables stay as they are, to the page, until it is settled, but for `fresh` pages that it has taken."""
+        before, free = tables(self.m), self.m.tables["kv"].allocator.free
         entries = torch.full((4, max(len(kept) for kept in lists)), 1 << 30, dtype=torch.int32)
         for row, kept in zip(entries, lists, strict=True):
             row[: len(kept)] = torch.from_numpy(kept)
         sizes = torch.tensor([len(kept) for kept in lists])
         flags = torch.zeros(2, dtype=torch.int32)
         self.m.start_compaction(name, "kv", entries, sizes, flags, int(sizes.sum()))
-        assert tables(self.m) == before
+        after = tables(self.m)
+        counted = {what for what in before if fresh and what.endswith((".refs", ".free")) and "kv" in what}
+        assert {what for what in before if after[what] != before[what]} == counted
+        assert self.m.tables["kv"].allocator.free == free - fresh
+        self.m.check_integrity()
         counts["compactions from lists on the device"] += 1
 
     @precondition(some_live)

@@ -27,6 +27,7 @@ AT_LEAST = {
     "compactions of shared pages": 16,
     "compactions that give pages back": 33,
     "compactions from lists on the device": 16,
+    "compactions of shared pages on the device": 8,
     "no pages to compact into": 8,
     "forks of compacted requests": 8,
     "restores": 33,

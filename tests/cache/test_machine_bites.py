@@ -53,6 +53,26 @@ def fork_shares_pages_reserved_for_later() -> Patch:
     return PageTable, "share", share
 
 
+def survivors_on_fresh_pages_keep_their_old_ones() -> Patch:
+    def replace(self: PageTable, slot: int, counts: np.ndarray, fresh: np.ndarray) -> None:
+        need = -(-counts // self.schema.entries_per_page)
+        self.pages[slot] = -1
+        self.pages[slot][np.arange(self.pages.shape[2]) < need[:, None]] = fresh[: need.sum()]
+        self.held[slot], self.lengths[slot] = need, counts
+        self._all_changed(slot)
+        self.allocator.release(fresh[need.sum() :])
+
+    return PageTable, "replace", replace
+
+
+def fresh_pages_under_way_have_no_owner() -> Patch:
+    return KVCacheManager, "_fresh_pages", lambda self, name: np.zeros(0, np.int32)
+
+
+def shared_pages_are_compacted_in_place() -> Patch:
+    return PageTable, "owns_pages", lambda self, slot: True
+
+
 def copy_on_write_is_skipped() -> Patch:
     return PageTable, "shared", lambda self, slot, among: np.zeros(len(among), bool)
 
@@ -218,6 +238,9 @@ FAULTS = (
     compaction_turns_the_order_round,
     compaction_moves_one_tensor_only,
     compaction_copies_entry_by_entry_downwards,
+    survivors_on_fresh_pages_keep_their_old_ones,
+    fresh_pages_under_way_have_no_owner,
+    shared_pages_are_compacted_in_place,
     a_fork_forgets_what_was_evicted,
     a_restore_forgets_the_state,
     release_forgets_a_page,

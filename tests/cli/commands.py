@@ -13,7 +13,7 @@ from hybridkv import LLM
 
 ROOT = Path(__file__).parents[2]
 TINY = ("--device", "cpu", "--dtype", "float32", "--context", "512")
-SECONDS = 120  # after which a command that should have ended is a failure
+SECONDS = 300  # after which a command that should have ended is a failure
 LONG = "The ship left the harbour at dawn. " * 8  # 280 characters, a token each
 Run = Callable[..., tuple[int, str, str]]
 
@@ -41,7 +41,7 @@ def process(
             yield child
         finally:
             with suppress(subprocess.TimeoutExpired):
-                child.wait(10)  # it closed its pipes, but may not have ended yet
+                child.wait(120)  # it closed its pipes, but may not have ended yet
             child.kill()
 
 

@@ -29,6 +29,7 @@ from hybridkv.cache import CacheSchema, KVCacheManager, StreamSchema, TensorSpec
 from hybridkv.cache.allocator import PageAllocator
 from hybridkv.cache.compacting import Compacting
 from hybridkv.cache.page_table import PageTable
+from hybridkv.cache.reuse import Reuse
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.runner import Runner
 from hybridkv.engine.scheduler import Scheduler
@@ -45,7 +46,16 @@ WATCHED = ("/engine/", "/cache/", "/eviction/", "/request.py", "/eviction_record
 # points of interruption, spread over the whole work; HYBRIDKV_INTERRUPTS=32 takes thirty-two times as many
 MORE = int(os.environ.get("HYBRIDKV_INTERRUPTS", "1"))
 LEFT = " left to the device"  # evictions of this kind of engine are
-SHARES = {"llama": 30, "qwen3_5": 30, "qwen3_5_moe": 8, "qwen3": 8, "deepseek_v4": 5, f"llama{LEFT}": 30}
+SHARED = f", shared{LEFT}"  # and columns share its pages
+SHARES = {
+    "llama": 30,
+    "qwen3_5": 30,
+    "qwen3_5_moe": 8,
+    "qwen3": 8,
+    "deepseek_v4": 5,
+    f"llama{LEFT}": 30,
+    f"llama{SHARED}": 30,
+}
 POINTS = {kind: MORE * share for kind, share in SHARES.items()}
 
 
@@ -127,11 +137,15 @@ def model_of(kind: str) -> Any:
 
 def engine_for(kind: str) -> Engine:
     """Small pools, so that requests are preempted; a budget where there is something to evict."""
-    model = model_of(kind.removesuffix(LEFT))
+    model = model_of(kind.removesuffix(SHARED).removesuffix(LEFT))
     compressed = kind == "deepseek_v4"
     config = CacheConfig("f32", block=16) if compressed else CacheConfig("f32", 2, budget=8, window=2, recent=2)
     schema = cache_schema(model.config, config, torch.float32)
-    manager = KVCacheManager(schema, schema.pool_pages(1, 48 if compressed else 18), 3, 64)
+    shared = kind.endswith(SHARED)
+    pages = schema.pool_pages(1, 48 if compressed else 34 if shared else 18)
+    manager = KVCacheManager(schema, pages, 3, 64, checkpoints=0 if shared else None)
+    if shared:
+        Reuse(manager)
     evictor = Evictor.make(config, manager, scale=model.config.attention_scale)
     if evictor is not None:
         evictor = replace(evictor, deferred=kind.endswith(LEFT))
@@ -211,7 +225,7 @@ def test_an_interrupt_at_any_line_harms_only_the_requests_of_its_step(kind: str)
     assert ended >= min(10, POINTS[kind] / 4), f"{ended} requests ended"
 
 
-@pytest.mark.parametrize("kind", ("llama", "qwen3_5", "deepseek_v4", f"llama{LEFT}"))
+@pytest.mark.parametrize("kind", ("llama", "qwen3_5", "deepseek_v4", f"llama{LEFT}", f"llama{SHARED}"))
 def test_an_interrupt_while_siblings_begin_harms_only_the_requests_of_its_step(kind: str) -> None:
     """Three answers to one prompt, in pools too small for all of them, and a neighbour."""
 
@@ -285,15 +299,19 @@ PLACES = {
     "settle": KVCacheManager._settle,
     "shrink": PageTable.shrink,
     "finish eviction": under_way.finish,
+    "start beside shared pages": KVCacheManager.start_compaction.__wrapped__,
+    "replace": PageTable.replace,
+    "stop": KVCacheManager._stop_compacting,
 }
-ON_DEVICE = {"start compaction", "settle", "shrink", "finish eviction"}
+BESIDE_SHARED = {"start beside shared pages", "replace", "stop"}
+ON_DEVICE = {"start compaction", "settle", "shrink", "finish eviction"} | BESIDE_SHARED
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("place", PLACES)
 def test_every_line_of_the_bookkeeping_may_be_the_last(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     want: list[Request] = []
-    kind = f"llama{LEFT}" if place in ON_DEVICE else "llama"
+    kind = f"llama{SHARED if place in BESIDE_SHARED else LEFT}" if place in ON_DEVICE else "llama"
     monkeypatch.setattr(Compacting, "ready", lambda compacting: False)  # as long under way as can be
     work(engine_for(kind), want)
     interrupted = 0

@@ -9,6 +9,7 @@ import torch
 
 from eviction.harness import Run
 from hybridkv.cache import KVCacheManager
+from hybridkv.cache.reuse import Reuse
 from hybridkv.config import CacheConfig
 from hybridkv.engine.engine import Engine
 from hybridkv.eviction import Evictor
@@ -44,6 +45,7 @@ def evicting(oracle: Callable, open_llm: Callable) -> Callable[..., Engine]:
         context: int = 512,
         step_tokens: int = 64,
         query_buffers: int | None = None,
+        reuse: int | None = None,  # rows for checkpoints; None: nothing is kept for others
         **config: Any,
     ) -> Engine:
         settings = CacheConfig(**{"kv_dtype": "f32", "page_size": 16, "window": 16, "recent": 8, **config})
@@ -51,7 +53,11 @@ def evicting(oracle: Callable, open_llm: Callable) -> Callable[..., Engine]:
             settings = replace(settings, query_buffers=query_buffers)
         model = open_llm(oracle(kind).folder).model
         schema = cache_schema(model.config, settings, torch.float32)
-        manager = KVCacheManager(schema, schema.pool_pages(1, pool), slots, context, query_buffers=query_buffers)
+        manager = KVCacheManager(
+            schema, schema.pool_pages(1, pool), slots, context, query_buffers=query_buffers, checkpoints=reuse
+        )
+        if reuse is not None:
+            Reuse(manager)
         evictor = Evictor.make(settings, manager, scale=model.config.attention_scale)
         return Engine(model, manager, step_tokens=step_tokens, evictor=evictor)
 

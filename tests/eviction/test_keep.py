@@ -16,7 +16,7 @@ from hybridkv.cache import CacheSchema, KVCacheManager, StateSchema, TensorSpec
 from hybridkv.config import CacheConfig
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction import Evictor, LayerCache, Policy
-from hybridkv.eviction.keep import best, choose, end_to_end, pick
+from hybridkv.eviction.keep import best, choose, pick
 from hybridkv.eviction.named import find_policy
 
 
@@ -202,13 +202,3 @@ def test_a_budget_for_a_model_without_full_attention_is_refused() -> None:
 def test_a_policy_without_score_says_so(filled: Run) -> None:
     with pytest.raises(TypeError, match="score"):
         evictor_of(filled, Policy()).choose(request_of(tiny.token_ids(100)), filled.manager)
-
-
-@pytest.mark.parametrize("counts", ([3, 0, 2], [0, 0, 0], [4, 4, 4], [1], [0, 4]))
-@pytest.mark.parametrize("more", (0, 1, 5))
-def test_rows_end_to_end(counts: list[int], more: int) -> None:
-    """However many places there are beyond the last."""
-    rows = torch.arange(4 * len(counts), dtype=torch.int32).view(-1, 4)
-    found = end_to_end(rows, torch.tensor(counts), sum(counts) + more)
-    want = [x for row, n in zip(rows.tolist(), counts) for x in row[:n]]
-    assert found[: len(want)].tolist() == want and len(found) == len(want) + more and found.dtype == torch.int32

@@ -15,7 +15,9 @@ from numerics import assert_same_bytes
 from torch import Tensor
 
 from engine.driving import assert_nothing_held, run
+from hybridkv.cache import manager as manager_file
 from hybridkv.cache.compacting import Compacting, Survivors
+from hybridkv.cache.page_table import PageTable
 from hybridkv.cache.snapshot import restore_request, snapshot_request
 from hybridkv.config import SamplingParams
 from hybridkv.engine.engine import Engine
@@ -33,7 +35,8 @@ class Watched:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []
-        start, survivors = Evictor.start, Compacting.survivors.func
+        self.replaced = 0  # compactions whose survivors are on fresh pages
+        start, survivors, replace_pages = Evictor.start, Compacting.survivors.func, PageTable.replace
 
         def started(evictor: Evictor, request: Request, *args: Any) -> None:
             start(evictor, request, *args)
@@ -45,6 +48,11 @@ class Watched:
                 compacting.__dict__["survivors"] = survivors(compacting)
             return compacting.__dict__["survivors"]
 
+        def replaced(table: PageTable, *args: Any) -> None:
+            replace_pages(table, *args)
+            self.replaced += 1
+
+        patch.setattr(PageTable, "replace", replaced)
         patch.setattr(Evictor, "start", started)
         patch.setattr(Compacting, "survivors", property(waited))
         patch.setattr(Compacting, "ready", lambda compacting: False)
@@ -315,20 +323,66 @@ def test_siblings_begin_with_what_was_kept(deferring: Callable, slow: Watched) -
     assert found[0] == found[1] and slow.started == 1
 
 
-def test_shared_pages_are_left_to_the_host(deferring: Callable, slow: Watched) -> None:
-    """Survivors would be written over what another request reads."""
-    engine = deferring("llama", budget=40, decode_every=4, pool=4096)
-    first = engine.add(tiny.token_ids(150), SamplingParams(max_tokens=8, ignore_eos=True, n=2, temperature=1.0, seed=1))
-    while not first.evictions:
-        engine.step()
-    assert slow.started == 1 and not engine.evictor.leaves_to_device(first, engine.manager)
-    with pytest.raises(ValueError, match="shares pages"):
-        streams = engine.manager.tables[STREAMS].schema.streams
-        lists = torch.zeros(streams, 1, dtype=torch.int32), torch.ones(streams, dtype=torch.int64)
-        engine.manager.start_compaction(first.key, STREAMS, *lists, torch.zeros(1, dtype=torch.int32), streams)
-    run(engine)
-    assert len(first.evictions) > 1
-    assert_nothing_held(engine)
+@pytest.mark.parametrize("kv_dtype", ("f32", "fp8"))
+def test_pages_that_a_sibling_reads_stay_as_they_are(kv_dtype: str, deferring: Callable, slow: Watched) -> None:
+    """Survivors go into fresh pages: written over, they would change what the other request reads."""
+    params = SamplingParams(max_tokens=12, ignore_eos=True, n=3, temperature=1.0, seed=1)
+    found = []
+    for deferred in (False, True):
+        engine = deferring("llama", budget=40, decode_every=4, pool=4096, kv_dtype=kv_dtype, deferred=deferred)
+        first = engine.add(tiny.token_ids(150), params)
+        run(engine)
+        found.append([(r.generated, [e.lists() for e in r.evictions.values()]) for r in (first, *first.siblings)])
+        assert slow.replaced == (3 if deferred else 0)  # all at once; from then on each is alone with its pages
+        assert_nothing_held(engine)
+    assert str(found[0]) == str(found[1]) and slow.started > 3
+
+
+def test_without_pages_beside_shared_ones_the_host_sees_to_it(
+    deferring: Callable, slow: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(max_tokens=8, ignore_eos=True, n=2, temperature=1.0, seed=1)
+    found = []
+    for pages in (None, 1 << 20):
+        if pages is not None:
+            monkeypatch.setattr(manager_file, "most_pages", lambda *about: 1 << 20)  # more than there are
+        engine, slow.replaced = deferring("llama", budget=40, decode_every=4, pool=4096), 0
+        first = engine.add(tiny.token_ids(150), params)
+        run(engine)
+        found.append([r.generated for r in (first, *first.siblings)])
+        assert len(first.evictions) > 1 and (slow.replaced > 0) == (pages is None)
+        assert_nothing_held(engine)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ("llama", "qwen3_5"))
+def test_what_others_begin_with_stays_as_it_is(kind: str, deferring: Callable, slow: Watched) -> None:
+    """A request with a budget leaves its columns whole, and the device chooses, moves and frees all the same."""
+    tokens, params = tiny.token_ids(400), SamplingParams(max_tokens=8, ignore_eos=True)
+    whole = deferring(kind, budget=40, pool=4096)
+    cold = whole.add(tokens, params, eviction=None)
+    run(whole)
+    found = []
+    for deferred in (False, True):
+        engine = deferring(kind, budget=40, pool=4096, deferred=deferred, reuse=8)
+        manager = engine.manager
+        marks = [(256, "client"), (384, "client")]
+        cut = engine.add(tokens, params, marks=marks)
+        run(engine)
+        manager.check_integrity()
+        again = engine.add(tokens, params)
+        run(engine)
+        plain = engine.add(tokens, params, eviction=None)
+        run(engine)
+        assert again.cached_tokens >= 256 and plain.cached_tokens >= 384
+        assert plain.generated == cold.generated and again.generated == cut.generated
+        assert_same_lists(cut.evictions[400], again.evictions[400])
+        found.append((cut.generated, [each.tolist() for layer in cut.evictions[400].lists() for each in layer]))
+        assert slow.started == (2 if deferred else 0) and not manager.compacting
+        manager.check_integrity()
+        manager.reuse.forget()
+        assert_nothing_held(engine)
+    assert found[0] == found[1]
 
 
 def test_whoever_asks_for_the_entries_waits_for_them(deferring: Callable, slow: Watched) -> None:

@@ -117,7 +117,7 @@ inside, leave = threading.Event(), threading.Event()
 def held():
     with together():
         inside.set()
-        leave.wait(60)
+        leave.wait(240)
 
 
 def after():
@@ -129,15 +129,15 @@ with together():
     launch()
     other = threading.Thread(target=launch, name="other")
     other.start()
-    other.join(60)
+    other.join(240)
 print(seen)
 two = [threading.Thread(target=held), threading.Thread(target=after)]
 two[0].start()
-inside.wait(60)
+inside.wait(240)
 two[1].start()
 leave.set()
 for each in two:
-    each.join(60)
+    each.join(240)
 print(JITFunction.run is recorder, seen[-1][1])
 """
 )

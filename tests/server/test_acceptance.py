@@ -242,7 +242,7 @@ def test_signs_of_life_come_behind_a_step_that_takes_long(
     go, found, read = threading.Event(), [], b""
     with serving(tiny_llm, names=("tiny",), keep_alive=0.1) as running:
         expected = running.chat(max_tokens=3, ignore_eos=True)["choices"][0]["message"]["reasoning"]
-        with forward(tiny_llm, lambda number: go.wait(60) and None) as calls:
+        with forward(tiny_llm, lambda number: go.wait(240) and None) as calls:
             first = threading.Thread(target=running.post, args=(CHAT, {"messages": HI, "max_tokens": 1}))
             first.start()
             until(lambda: len(calls) == 1)
@@ -265,7 +265,7 @@ def test_signs_of_life_come_behind_a_step_that_takes_long(
 def test_an_engine_that_stands_still_is_dead(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "DEAD_SECONDS", {"cpu": 0.2})
     go = threading.Event()
-    with serving(tiny_llm) as running, forward(tiny_llm, lambda number: go.wait(60) and None):
+    with serving(tiny_llm) as running, forward(tiny_llm, lambda number: go.wait(240) and None):
         held = threading.Thread(target=running.post, args=(CHAT, {"messages": HI, "max_tokens": 1}))
         held.start()
         until(lambda: running.ask("GET", "/health")[0] == 503)

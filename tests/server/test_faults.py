@@ -112,7 +112,7 @@ def test_a_device_that_has_failed_is_told(tiny_llm: LLM) -> None:
 
 def test_an_engine_that_does_not_move_is_told(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
-    with serving(tiny_llm) as running, forward(tiny_llm, lambda number: go.wait(60) and None) as calls:
+    with serving(tiny_llm) as running, forward(tiny_llm, lambda number: go.wait(240) and None) as calls:
         asking = threading.Thread(target=running.post, args=(CHAT, ASK))
         asking.start()
         until(lambda: len(calls) == 1)
@@ -264,7 +264,7 @@ def test_who_leaves_leaves_nothing(same_after: Running, stage: str, how: str, st
     with forward(same_after.llm, at_step(STAGES[stage], reached, go)):
         connection = same_after.connect()
         connection.sendall(post_bytes(CHAT, ASK | {"stream": stream}))
-        assert reached.wait(60)
+        assert reached.wait(240)
         leave(connection, how)
         try:
             until(lambda: not same_after.service.generations)  # seen before the step has ended

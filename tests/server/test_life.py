@@ -131,7 +131,7 @@ def test_many_idle_connections_do_not_matter(tiny_one: Running) -> None:
 def streamed_late(running: Running, path: str, body: Any, sign: bytes) -> bytes:
     """A stream whose first step is held up until two signs of life have come."""
     go, found = threading.Event(), b""
-    with forward(running.llm, lambda number: go.wait(60) and None), running.connect() as connection:
+    with forward(running.llm, lambda number: go.wait(240) and None), running.connect() as connection:
         connection.sendall(post_bytes(path, {**body, "stream": True}))
         while found.count(sign) < 2:
             found += connection.recv(1 << 16)
@@ -185,7 +185,7 @@ def test_an_engine_that_stands_still_keeps_nobody_waiting_for_ever(tiny_llm: LLM
     go = threading.Event()
     with (
         serving(tiny_llm, queue_seconds=0.3) as running,
-        forward(tiny_llm, lambda number: go.wait(60) and None) as calls,
+        forward(tiny_llm, lambda number: go.wait(240) and None) as calls,
     ):
         first = threading.Thread(target=running.post, args=(CHAT, LONG | {"max_tokens": 1}))
         first.start()
@@ -209,7 +209,7 @@ def test_health_tells_loading_serving_draining_and_dead(tiny_llm: LLM) -> None:
     go = threading.Event()
 
     def load() -> LLM:
-        assert go.wait(60)
+        assert go.wait(240)
         return tiny_llm
 
     with serving(load, wait=False, shutdown_seconds=30) as running:
@@ -225,7 +225,7 @@ def test_health_tells_loading_serving_draining_and_dead(tiny_llm: LLM) -> None:
         assert running.post(CHAT, LONG)[0] == 503
         running.service.fatal = None
         told = threading.Event()
-        with forward(tiny_llm, lambda number: told.wait(60) and None if number == 3 else None):
+        with forward(tiny_llm, lambda number: told.wait(240) and None if number == 3 else None):
             held = running.connect()
             held.sendall(post_bytes(CHAT, LONG | {"stream": True, "max_tokens": 9}))
             until(lambda: bool(running.service.generations))
