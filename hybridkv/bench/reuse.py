@@ -19,7 +19,7 @@ from hybridkv.bench.report import Column, Report, check, rounding
 from hybridkv.bench.shapes import Shape, random_model
 from hybridkv.bench.standin import fill_pages, make_engine
 from hybridkv.bench.timing import Ceilings, Meter, free_memory
-from hybridkv.cache.reuse import column_tokens
+from hybridkv.cache.schema import column_tokens
 from hybridkv.config import CacheConfig, SamplingParams
 from hybridkv.engine.engine import Engine
 from hybridkv.request import Request

@@ -26,11 +26,10 @@ from torch import Tensor
 
 from hybridkv.cache.allocator import PageAllocator
 from hybridkv.cache.schema import ceil_div
+from hybridkv.cache.tier_sizes import BLOCK, CPU_LIMIT, MOST, STAGING
 from hybridkv.devices import free_memory
 
-BLOCK = 1 << 20  # bytes
 SLAB_BLOCKS = {"cuda": 64, "cpu": 8}
-STAGING = 64 << 20  # bytes of one of two buffers on the device, and of the largest chunk
 ALIGN = 16  # bytes; where each chunk begins
 
 
@@ -62,7 +61,7 @@ def default_limit(device: torch.device) -> int:
     """Bytes on the host where nobody says how many: a quarter of what is free, at most 32 GiB; 1 GiB on a CPU, where
     only the state of frozen caches goes there.
     """
-    return 1 << 30 if device.type == "cpu" else min(32 << 30, free_memory(torch.device("cpu")) // 4)
+    return CPU_LIMIT if device.type == "cpu" else min(MOST, free_memory(torch.device("cpu")) // 4)
 
 
 class HostTier:
@@ -96,6 +95,11 @@ class HostTier:
     def used(self) -> int:
         """Bytes of the blocks that are owned."""
         return self.blocks.held * BLOCK
+
+    @property
+    def staging(self) -> int:
+        """Bytes on the device that copies go through; they are taken with the first copy."""
+        return sum(buffer.nbytes for buffer in self._staging)
 
     def room_for(self, nbytes: int) -> bool:
         """Whether chunks of so many bytes, each with what rounding takes, fit beside what is there."""
