@@ -35,8 +35,9 @@ def engine_of(oracle: Callable, open_llm: Callable) -> Callable[..., Engine]:
         rows: int | None = None,  # of state for checkpoints; None: nothing is reused
         kv: str = "f32",
         eviction: CacheConfig | None = None,
+        folder: Path | None = None,  # of another model than the kind's
     ) -> Engine:
-        llm = open_llm(oracle(kind).folder, **({"exact": True} if exact else {}))
+        llm = open_llm(oracle(kind).folder if folder is None else folder, **({"exact": True} if exact else {}))
         config = CacheConfig(kv, 16) if eviction is None else eviction
         schema = cache_schema(llm.config, config, torch.float32)
         manager = KVCacheManager(
