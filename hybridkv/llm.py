@@ -19,8 +19,10 @@ from torch import Tensor
 from hybridkv.answers import AnswersAsTheyEnd, ChatStream, Completion, Stream
 from hybridkv.cache import CacheSchema, KVCacheManager
 from hybridkv.cache.convert import Key
-from hybridkv.cache.reuse import Reuse, check_column
+from hybridkv.cache.reuse import Reuse
+from hybridkv.cache.schema import check_column
 from hybridkv.cache.store import Store
+from hybridkv.cache.tier_sizes import staging_bytes
 from hybridkv.cache.tiers import HostTier
 from hybridkv.cache.worth import policy_of
 from hybridkv.cards import HEADROOM
@@ -63,7 +65,7 @@ from hybridkv.models import cache_schema, check_exact, load_model, open_checkpoi
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.fingerprint import config_digest, fingerprint_of
 from hybridkv.overrides import overridden
-from hybridkv.planner import CachePlan, human, model_bytes, plan_cache
+from hybridkv.planner import CachePlan, fewer_checkpoints, human, model_bytes, plan_cache
 from hybridkv.request import Request
 from hybridkv.text.chat import ChatTemplate
 from hybridkv.text.constraint import Thoughts, thoughts_of
@@ -236,23 +238,34 @@ class LLM:
         captures = self.device.type == "cuda"
         beside = workspace(self.config, schema, self.cache_config, limits, context, self.dtype, captures)
         rows, least = self._checkpoints(schema, memory)
-        while True:
+
+        def plan(rows: int, room: int | None = memory - weights) -> CachePlan:
+            return plan_cache(
+                schema,
+                limits.max_requests,
+                context,
+                room,
+                shrink_context=limits.max_context is None,
+                held=held,
+                query_buffers=query_buffers,
+                workspace=beside.nbytes,
+                checkpoints=rows,
+                staging=staging_bytes(captures, limits.host_bytes),
+            )
+
+        found: CachePlan | None = None  # the one with most checkpoints, of those that are less than what is asked for
+        for fewer in fewer_checkpoints(rows, least):
             try:
-                return plan_cache(
-                    schema,
-                    limits.max_requests,
-                    context,
-                    memory - weights,
-                    shrink_context=limits.max_context is None,
-                    held=held,
-                    query_buffers=query_buffers,
-                    workspace=beside.nbytes,
-                    checkpoints=rows,
-                )
+                made = plan(fewer)
             except HybridKVError:
-                if rows <= least:
+                if fewer == least and found is None:
                     raise
-                rows = max(least, rows // 2)  # what is kept for others is no reason to refuse
+                continue
+            if made == plan(fewer, None):
+                return made
+            found = found or made
+        assert found is not None
+        return found
 
     def _checkpoints(self, schema: CacheSchema, memory: int) -> tuple[int, int]:
         """Rows for checkpoints, and how many of these there must be. Where columns are impossible nothing is reused."""

@@ -4,7 +4,7 @@ memory is taken, and without torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
@@ -32,6 +32,7 @@ class CachePlan:
     query_buffers: int = 0  # requests whose last queries are kept at the same time
     workspace: int = 0  # bytes that steps take for a while beside it (engine/workspace.py)
     checkpoints: int = 0  # copies of a request's state that are kept for others
+    staging: int = 0  # bytes beside it that copies to and from the host go through
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -55,7 +56,7 @@ class CachePlan:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole cache, `workspace` aside."""
+        """Of the whole cache, `workspace` and `staging` aside."""
         every = self.schema.bytes(self.pages, self.slots, self.max_tokens, self.query_buffers)
         return every + self.checkpoint_bytes
 
@@ -137,6 +138,16 @@ def most_that_fits(need: Callable[[int], int], room: int, limit: int) -> int:
     return low
 
 
+def fewer_checkpoints(rows: int, least: int) -> Iterator[int]:
+    """How many checkpoints are tried, one after the other, where not all that is asked for fits beside them: what is
+    kept for others is no reason to refuse.
+    """
+    yield rows
+    while rows > least:
+        rows = max(least, rows // 2)
+        yield rows
+
+
 def longest_context(schema: CacheSchema, room: int, requests: int, limit: int) -> int:
     """Most tokens, up to `limit`, that each of `requests` requests can have in `room` bytes if none is evicted."""
     return most_that_fits(lambda n: schema.bytes(schema.pool_pages(requests, n), requests, n), room, limit)
@@ -158,6 +169,7 @@ def plan_cache(
     query_buffers: int | None = None,  # requests whose last queries are kept at the same time; None: all
     workspace: int = 0,  # bytes of the room that steps take for a while
     checkpoints: int = 0,  # copies of a request's state that are kept for others
+    staging: int = 0,  # bytes of the room that copies to and from the host go through
 ) -> CachePlan:
     """Pools for `requests` requests of `context` tokens, or as many pages as there is room for, but at least one such
     request.
@@ -167,10 +179,10 @@ def plan_cache(
         min(requests if query_buffers is None else query_buffers, requests) if schema.query_buffer_bytes else 0
     )
     whole = CachePlan(schema, schema.pool_pages(requests, held), requests, context, query_buffers, workspace)
-    whole = replace(whole, checkpoints=checkpoints)
+    whole = replace(whole, checkpoints=checkpoints, staging=staging)
     if room is None:
         return whole
-    room -= workspace
+    room -= workspace + staging
     if whole.nbytes <= room:
         return whole
     bounded = held < context
@@ -191,6 +203,7 @@ def plan_cache(
             f"{checkpoints} checkpoints of state": least.checkpoint_bytes,
         }
         beside = f" beside {human(workspace)} for logits, sampling and eviction" if workspace else ""
+        beside += f" and {human(staging)} for copies to the host" if workspace and staging else ""
         named = ", ".join(f"{human(size)} for {what}" for what, size in parts.items() if size)
         raise HybridKVError(
             f"{human(least.nbytes)} are needed ({named}), but {human(max(room, 0))} are left for the cache{beside}; "

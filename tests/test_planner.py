@@ -227,15 +227,60 @@ def test_the_plan_says_what_fits_in_memory(capsys: pytest.CaptureFixture[str]) -
     [choice] = found["choices"]
     each = choice["kv_bytes"] + choice["state_bytes"] + choice["table_bytes"]
     beside = choice["workspace_bytes"]
-    assert choice["cache_bytes"] == each and choice["total_bytes"] == found["weights_bytes"] + each + beside
+    all_of_it = found["weights_bytes"] + each + beside + choice["checkpoint_bytes"]
+    assert choice["cache_bytes"] == each and choice["total_bytes"] == all_of_it
     estimate = Estimate(ModelConfig.from_dict(KNOWN["Qwen3.5-9B"]), CacheConfig("bf16"), "bfloat16", gpu=False)
     assert estimate.need(1, 4096).nbytes == each + beside
     room, most = 18 * 2**30 - found["weights_bytes"], choice["most_requests"]
     assert choice["fits"] is True and estimate.need(most, 4096).nbytes <= room < estimate.need(most + 1, 4096).nbytes
-    just_short = choice["total_bytes"] - 1
+    just_short = choice["total_bytes"] - choice["checkpoint_bytes"] - 1  # without these, it would do
     [choice] = json.loads(run(capsys, *arguments, "--kv-dtype", "bf16", "--memory", just_short))["choices"]
     assert choice["fits"] is False and choice["most_requests"] == 0
     assert 4096 - 64 <= choice["longest_context"] < 4096  # not a page less: eviction scores each token
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("flags", "settings"),
+    [
+        ([], {}),
+        (["--no-reuse"], {"reuse": None}),
+        (["--checkpoints", "1MiB"], {"reuse": ReuseConfig("1MiB")}),
+        (["--checkpoints", "0"], {"reuse": ReuseConfig(0)}),
+    ],
+)
+def test_what_reuse_takes_is_planned_to_the_byte(
+    kind: str,
+    flags: list[str],
+    settings: dict,
+    oracle: Callable[[str], tiny.Oracle],
+    open_llm: Callable,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With all the memory, with less than all checkpoints take, and with none left for them."""
+    if kind == "llama" and flags[:1] == ["--checkpoints"]:
+        return  # it has no state, and a size that holds no checkpoint is refused
+    folder = oracle(kind).folder
+    words = ["plan", folder, "--device", "cpu", "--dtype", "float32", "--kv-dtype", "f32", "--context", 256]
+    words += ["--weight-dtype", "plain", "--requests", 2, *flags, "--json"]
+    whole = json.loads(run(capsys, *words))
+    [choice] = whole["choices"]
+    least = choice["total_bytes"] - (0 if flags[:1] == ["--checkpoints"] else choice["checkpoint_bytes"])
+    seen = set()
+    for memory in (choice["total_bytes"] + (1 << 30), least + 5 * whole["checkpoint_bytes_each"], least):
+        found = json.loads(run(capsys, *words, "--memory", memory))
+        [planned] = found["choices"]
+        llm = open_llm(folder, max_requests=2, max_context=256, memory=memory, weight_dtype="plain", **settings)
+        state = sum(t.nbytes for t in llm.manager.state.tensors.values())
+        pools = sum(t.nbytes for table in llm.manager.tables.values() for t in table.pool.tensors.values())
+        assert planned["fits"] is True and llm.plan.checkpoints == planned["checkpoints"]
+        assert planned["kv_bytes"] == pools and planned["state_bytes"] + planned["checkpoint_bytes"] == state
+        assert llm.manager.memory_bytes() == planned["cache_bytes"] + planned["checkpoint_bytes"]
+        beside = found["weights_bytes"] + llm.plan.workspace
+        assert planned["total_bytes"] == beside + llm.manager.memory_bytes() <= memory
+        assert planned["staging_bytes"] == llm.plan.staging == llm.manager.host.staging == 0  # on a CPU there is none
+        seen.add(planned["checkpoints"])
+    assert len(seen) == (3 if kind != "llama" and not flags else 1), seen
 
 
 def test_a_known_name_may_have_an_owner_and_any_case() -> None:

@@ -3,7 +3,8 @@ read cold.
 
 A text of random tokens is read once, with a checkpoint at its end. Then prompts that begin with it and go on with a few
 tokens of their own are asked for, one after the other. Misses are prompts that nobody has read, alternately with reuse
-and without it. Before anything is timed, the logits after a hit are compared with those of a cold run.
+and without it. Last, many sessions ask something of their own after one system prompt, whose pages are then counted.
+Before anything is timed, the logits after a hit are compared with those of a cold run.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ from torch import Tensor
 
 from hybridkv.bench.options import BenchOptions
 from hybridkv.bench.prefill import CHECKED
-from hybridkv.bench.report import Column, Report, check, rounding
+from hybridkv.bench.report import Column, Report, WrongResult, check, rounding
 from hybridkv.bench.shapes import Shape, random_model
 from hybridkv.bench.standin import fill_pages, make_engine
 from hybridkv.bench.timing import Ceilings, Meter, free_memory
-from hybridkv.cache.reuse import column_tokens
+from hybridkv.cache.schema import column_tokens
 from hybridkv.config import CacheConfig, SamplingParams
 from hybridkv.engine.engine import Engine
+from hybridkv.models import cache_schema
 from hybridkv.request import Request
 
 ROWS = 8  # checkpoints
+SESSIONS, SYSTEM = 1000, 8192  # that begin with one system prompt of so many tokens
+MIB = 1 << 20
 COPIES = 20  # of a state, that one copy's time is the mean of
 COLUMNS = (
     Column("s", "seconds", 9, ".4f"),
@@ -45,7 +49,8 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
     report = Report("reuse", "s", COLUMNS, shape.device, ceilings, about, deadline=options.deadline)
     report.start()
     report.doing("making weights")
-    bench = ReuseBench(shape, options, report, kind, chunk, max(lengths) + max(news) + 8)
+    system, sessions = (128, 20) if shape.tiny else (min(SYSTEM, *lengths), SESSIONS)
+    bench = ReuseBench(shape, options, report, kind, chunk, max(lengths) + max(news) + 8, sessions)
     error = report.attempt("reuse", "logits after a hit", bench.agreement)
     if error is None:
         return report
@@ -54,6 +59,7 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
     for length in lengths:
         report.attempt("reuse", f"T={length}", lambda n=length: bench.hits(n, news, repeats))
     report.attempt("misses", f"T={min(lengths)}", lambda: bench.misses(min(lengths), repeats))
+    report.attempt("sessions", f"{sessions} x T={system}", lambda: bench.sessions(system, sessions))
     bench.close()
     return report
 
@@ -62,15 +68,16 @@ class ReuseBench:
     """One model, one cache."""
 
     def __init__(
-        self, shape: Shape, options: BenchOptions, report: Report, kind: str, chunk: int, context: int
+        self, shape: Shape, options: BenchOptions, report: Report, kind: str, chunk: int, context: int, sessions: int
     ) -> None:
         self.shape, self.report = shape, report
         model, cache = random_model(shape, options.weight_dtype), CacheConfig(kv_dtype=kind)
+        self.q = column_tokens(cache_schema(shape.config, cache, shape.dtype))
         self.engine: Engine = make_engine(
-            model, cache, shape.device, shape.dtype, 2, context, step_tokens=chunk, checkpoints=ROWS
-        )
+            model, cache, shape.device, shape.dtype, 2, context, step_tokens=chunk, checkpoints=ROWS,
+            spare=sessions * self.q,
+        )  # fmt: skip
         fill_pages(self.engine.manager)
-        self.q = column_tokens(self.engine.manager.schema)
         self.seeds = 0
 
     def tokens(self, count: int) -> list[int]:
@@ -141,6 +148,35 @@ class ReuseBench:
             spread = max(found[1:]) - min(found[1:])
             name = f"T={length} {'with' if cache else 'without'} reuse"
             self.report.add("miss", name, s=min(found[1:]), times=min(found[1:]) / off, spread_s=spread, read=length)
+
+    def sessions(self, system: int, sessions: int) -> None:
+        """Sessions with a system prompt in common, and a column of their own each: how many pages they hold."""
+        manager = self.engine.manager
+        reuse = manager.reuse
+        assert reuse is not None
+        reuse.forget()
+        system = system // self.q * self.q
+        base = self.tokens(system)
+        _, cold = self.ask([*base, *self.tokens(self.q)], marks=[(system, "client")])
+        cached, seconds = 0, 0.0
+        for _ in range(sessions - 1):
+            request, meter = self.ask([*base, *self.tokens(self.q)])
+            cached, seconds = cached + request.cached_tokens, seconds + meter.seconds
+        once = system // self.q + sessions  # columns: the prompt's, and one of each session
+        held = {name: table.allocator.held for name, table in manager.tables.items()}
+        want = {name: once * streams * per for name, (_, streams, per) in reuse.parts.items()}
+        if reuse.columns.count != once or held != want or cached != (sessions - 1) * system:
+            raise WrongResult(f"{sessions} sessions hold {held} pages, and {want} with their prompt held once")
+        each = seconds / (sessions - 1)
+        self.report.add(
+            "sessions", f"{sessions} x (T={system} + {self.q})", s=each, cached=cached / (sessions - 1), read=self.q,
+            times=each / cold.seconds, tokens=system,
+        )  # fmt: skip
+        mine, apart = once * reuse.column_bytes / MIB, sessions * manager.schema.kv_bytes(system + self.q) / MIB
+        self.report.note(
+            f"{sessions} sessions hold their system prompt of {system} tokens once: {mine:,.1f} MiB of pages, "
+            f"{apart:,.1f} if each had its own"
+        )
 
     def close(self) -> None:
         """Memory goes back."""

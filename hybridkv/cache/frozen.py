@@ -111,8 +111,8 @@ def freeze_request(manager: KVCacheManager, request: Hashable) -> Frozen:
 
 @bookkeeping
 def thaw_request(manager: KVCacheManager, request: Hashable) -> int:
-    """Bring a frozen cache into a slot, which is returned. HybridKVError where no slot, or query buffer, is free; one
-    that was exported has to be imported first.
+    """Bring a frozen cache into a slot, which is returned. One that was exported has to be imported first.
+    HybridKVError where no slot, or query buffer, is free, or its state cannot be copied: it stays frozen then.
     """
     frozen = frozen_of(manager, request)
     if frozen.exported is not None:
@@ -122,7 +122,11 @@ def thaw_request(manager: KVCacheManager, request: Hashable) -> int:
     slot = manager._take_slot(request)
     if frozen.since >= 0:
         manager.query_buffers.require(slot, frozen.since)
-    _restore_state(manager, slot, frozen)
+    try:
+        _restore_state(manager, slot, frozen)
+    except HybridKVError:
+        manager._release(request)
+        raise
     for name, table in manager.tables.items():
         table.attach(slot, frozen.pages[name], frozen.lengths[name])
     manager.positions[slot], manager.reached[slot] = frozen.position, frozen.reached
@@ -185,7 +189,9 @@ def export_frozen(manager: KVCacheManager, request: Hashable) -> bool:
 
 @bookkeeping
 def import_frozen(manager: KVCacheManager, request: Hashable) -> None:
-    """The pages of an exported cache come back to the device; OutOfPages where they do not fit, and nothing changes."""
+    """The pages of an exported cache come back to the device; OutOfPages where they do not fit, HybridKVError where a
+    copy fails, and nothing changes.
+    """
     frozen = frozen_of(manager, request)
     if frozen.exported is None:
         return

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import lcm
 from typing import Literal
 
 import numpy as np
@@ -23,33 +22,12 @@ import numpy as np
 from hybridkv.cache.checkpoints import Checkpoint, Checkpoints, Mark, Policy, grid_marks, spaced
 from hybridkv.cache.columns import KEY_DTYPE, Column, Columns
 from hybridkv.cache.manager import KVCacheManager
-from hybridkv.cache.schema import CacheSchema
-from hybridkv.errors import HybridKVError
-
-SCAN = 64  # tokens: recurrent state is the same bits however a prompt is cut at multiples of them
-LONGEST_COLUMN = 4096
+from hybridkv.cache.schema import check_column, column_tokens
 
 # why not more of a prompt was reused
 Reason = Literal[
     "cold", "diverged", "no_checkpoint", "dropped", "window", "bounded", "loading_slower", "too_short", "off", "full"
 ]
-
-
-def column_tokens(schema: CacheSchema) -> int:
-    """Tokens of a column: whole pages of every stream, and of the scan where there is state."""
-    sizes = [s.entries_per_page * s.tokens_per_entry for s in schema.streams]
-    return lcm(*sizes, SCAN if any(not s.lent for s in schema.states) else 1)
-
-
-def check_column(schema: CacheSchema) -> None:
-    """Whether the page sizes allow columns, or HybridKVError."""
-    q = column_tokens(schema)
-    if q > LONGEST_COLUMN:
-        sizes = sorted({s.entries_per_page for s in schema.streams})
-        raise HybridKVError(
-            f"pages of {', '.join(map(str, sizes))} entries fill at the same time only every {q} tokens, too seldom "
-            "for prompts to share them; use page_size 16, 32, 64 or 128, or open the model with reuse=None"
-        )
 
 
 @dataclass(frozen=True)

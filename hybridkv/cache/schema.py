@@ -32,10 +32,11 @@ many entries a stream holds. Without eviction length = position // tokens_per_en
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from math import lcm, prod
 from typing import TYPE_CHECKING, TypeVar
 
 from hybridkv.dtypes import ITEMSIZE, dtype_name, torch_dtype
+from hybridkv.errors import HybridKVError
 from hybridkv.kernels.formats.page_layout import PageFormat
 
 if TYPE_CHECKING:
@@ -210,4 +211,27 @@ class CacheSchema:
         pools = sum(pages[s.name] * s.page_bytes for s in self.streams)
         return (
             pools + slots * (self.slot_bytes + self.table_bytes(max_tokens)) + query_buffers * self.query_buffer_bytes
+        )
+
+
+# ---- columns: what prompts that begin alike share (reuse.py)
+
+SCAN = 64  # tokens: recurrent state is the same bits however a prompt is cut at multiples of them
+LONGEST_COLUMN = 4096
+
+
+def column_tokens(schema: CacheSchema) -> int:
+    """Tokens of a column: whole pages of every stream, and of the scan where there is state."""
+    sizes = [s.entries_per_page * s.tokens_per_entry for s in schema.streams]
+    return lcm(*sizes, SCAN if any(not s.lent for s in schema.states) else 1)
+
+
+def check_column(schema: CacheSchema) -> None:
+    """Whether the page sizes allow columns, or HybridKVError."""
+    q = column_tokens(schema)
+    if q > LONGEST_COLUMN:
+        sizes = sorted({s.entries_per_page for s in schema.streams})
+        raise HybridKVError(
+            f"pages of {', '.join(map(str, sizes))} entries fill at the same time only every {q} tokens, too seldom "
+            "for prompts to share them; use page_size 16, 32, 64 or 128, or open the model with reuse=None"
         )

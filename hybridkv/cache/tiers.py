@@ -26,11 +26,11 @@ from torch import Tensor
 
 from hybridkv.cache.allocator import PageAllocator
 from hybridkv.cache.schema import ceil_div
+from hybridkv.cache.tier_sizes import BLOCK, CPU_LIMIT, MOST, STAGING
 from hybridkv.devices import free_memory
+from hybridkv.errors import HybridKVError
 
-BLOCK = 1 << 20  # bytes
 SLAB_BLOCKS = {"cuda": 64, "cpu": 8}
-STAGING = 64 << 20  # bytes of one of two buffers on the device, and of the largest chunk
 ALIGN = 16  # bytes; where each chunk begins
 
 
@@ -62,7 +62,7 @@ def default_limit(device: torch.device) -> int:
     """Bytes on the host where nobody says how many: a quarter of what is free, at most 32 GiB; 1 GiB on a CPU, where
     only the state of frozen caches goes there.
     """
-    return 1 << 30 if device.type == "cpu" else min(32 << 30, free_memory(torch.device("cpu")) // 4)
+    return CPU_LIMIT if device.type == "cpu" else min(MOST, free_memory(torch.device("cpu")) // 4)
 
 
 class HostTier:
@@ -79,6 +79,7 @@ class HostTier:
         self.device, self.pages = device, device.type == "cuda" if pages is None else pages
         self.blocks = PageAllocator(min(limit // BLOCK, 2**31 - 1), "host")
         self.copied_down = self.copied_up = 0  # bytes, in all
+        self.failed = 0  # copies
         self._slab = SLAB_BLOCKS.get(device.type, 64)
         self._slabs: dict[int, Tensor] = {}
         self._staging: list[Tensor] = []
@@ -97,12 +98,19 @@ class HostTier:
         """Bytes of the blocks that are owned."""
         return self.blocks.held * BLOCK
 
+    @property
+    def staging(self) -> int:
+        """Bytes on the device that copies go through; they are taken with the first copy."""
+        return sum(buffer.nbytes for buffer in self._staging)
+
     def room_for(self, nbytes: int) -> bool:
         """Whether chunks of so many bytes, each with what rounding takes, fit beside what is there."""
         return ceil_div(nbytes, BLOCK) + 1 <= self.blocks.free
 
     def put(self, chunks: Iterable[Tensor]) -> HostBlocks | None:
-        """Copy chunks of at most STAGING bytes, in order; None: there is no room, and nothing was taken."""
+        """Copy chunks of at most STAGING bytes, in order; None: there is no room, or a copy failed, and nothing was
+        taken.
+        """
         ids: list[np.ndarray] = []
         layout: list[tuple[tuple[int, ...], torch.dtype]] = []
         room = at = total = 0  # bytes of the blocks so far, where the next chunk begins, bytes of the chunks
@@ -119,6 +127,10 @@ class HostTier:
                 self._down(chunk, np.concatenate(ids) if ids else np.zeros(0, np.int32), at)
                 total += chunk.nbytes
                 at += ceil_div(chunk.nbytes, ALIGN) * ALIGN
+        except (RuntimeError, MemoryError):  # of torch: no memory for a slab or a buffer, or no copy
+            self.drop_ids(ids)
+            self.failed += 1
+            return None
         except BaseException:
             self.drop_ids(ids)
             raise
@@ -126,12 +138,18 @@ class HostTier:
         return HostBlocks(np.concatenate(ids) if ids else np.zeros(0, np.int32), tuple(layout), total)
 
     def get(self, blocks: HostBlocks) -> Iterator[Tensor]:
-        """The chunks, on the device, one after the other. Each is to be used before the next one is asked for."""
+        """The chunks, on the device, one after the other. Each is to be used before the next one is asked for.
+        HybridKVError where a copy fails.
+        """
         waiting: list[tuple[Tensor, int | None]] = []  # the next chunk is on its way while one is used
         at = 0
         for shape, dtype in blocks.layout:
             nbytes = prod(shape) * dtype.itemsize
-            buffer, which = self._up(blocks.ids, at, nbytes)
+            try:
+                buffer, which = self._up(blocks.ids, at, nbytes)
+            except (RuntimeError, MemoryError) as problem:
+                self.failed += 1
+                raise HybridKVError(f"what lies on the host could not be copied back: {problem}") from problem
             waiting.append((buffer.view(dtype).view(shape), which))
             at += ceil_div(nbytes, ALIGN) * ALIGN
             self.copied_up += nbytes

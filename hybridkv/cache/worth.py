@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybridkv.cache.checkpoints import Checkpoint, LeastRecentlyUsed, Policy
-from hybridkv.cache.reuse import column_tokens
-from hybridkv.cache.schema import CacheSchema
+from hybridkv.cache.schema import CacheSchema, column_tokens
 
 PINNED_SHARE = 0.5  # of a tier, at the most: what is pinned cannot make room
 

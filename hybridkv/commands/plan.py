@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, BadParameter, Option
 
 from hybridkv.commands import completion
-from hybridkv.commands.options import ModelOptions, with_options
-from hybridkv.config import KV_DTYPES, WEIGHT_DTYPES, CacheConfig, EngineConfig
+from hybridkv.commands.options import MEMORY, ModelOptions, ReuseOptions, with_options
+from hybridkv.config import KV_DTYPES, WEIGHT_DTYPES, CacheConfig, EngineConfig, ReuseConfig
 from hybridkv.errors import HybridKVError
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hybridkv.commands.plan_weights import Weights
 
 BUDGET = 2048  # where none is named
+HOST_SHOWN = 16 << 30  # bytes on the host, where none are named: how many there are depends on the machine
 _MODEL = "a known name (Qwen3.5-27B), a folder with a config.json, a .gguf file; without it SmolLM2-135M-Instruct"
 _WEIGHTS = (
     "form of the weights on a GPU: bf16, f32; fp8 (projections); q8_0, q6_k, q5_k, q4_k (projections and experts as a "
@@ -41,7 +42,7 @@ _WEIGHTS = (
 
 
 @dataclass(frozen=True)
-class PlanOptions(ModelOptions):
+class PlanOptions(ModelOptions, ReuseOptions):
     """What is planned. Options of the other commands mean the same here; a GPU is meant unless --device is cpu."""
 
     model: Annotated[
@@ -56,6 +57,15 @@ class PlanOptions(ModelOptions):
     memory: Annotated[
         str | None,
         Option("--memory", metavar="SIZE", help="for weights, cache and workspace together, such as 20GiB"),
+    ] = None
+    host_cache: Annotated[
+        str | None,
+        Option(
+            "--host-cache",
+            metavar="SIZE",
+            help="memory on the host for caches that wait for a next turn; a quarter of what is free, 1GiB on a CPU",
+            rich_help_panel=MEMORY,
+        ),
     ] = None
 
 
@@ -106,6 +116,16 @@ class Buy:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """How many conversations of one kind the host holds while they wait for a next turn."""
+
+    kv_dtype: str
+    tokens: int
+    budget: int | None  # entries a stream that were kept; None: all
+    conversations: int
+
+
+@dataclass(frozen=True)
 class Report:
     """All that is shown."""
 
@@ -125,6 +145,9 @@ class Report:
     memory_given: str | None  # as --memory has it
     weight_flags: list[str]  # that were given
     kv_named: bool  # whether --kv-dtype was given
+    host: int  # bytes on the host that `kept` is about
+    host_given: bool  # whether --host-cache was given
+    kept: list[Kept]
 
     @property
     def judged(self) -> Choice:
@@ -196,8 +219,9 @@ def read_tokens(text: str | int | None) -> int | None:
     return int(match[1]) << {"": 0, "k": 10, "m": 20}[match[2]]
 
 
-def make_report(options: ModelOptions, requests: int, card_name: str | None = None, form: str | None = None) -> Report:
+def make_report(options: PlanOptions, requests: int, card_name: str | None = None, form: str | None = None) -> Report:
     """The plan of what the options ask for."""
+    from hybridkv.cache.tier_sizes import CPU_LIMIT
     from hybridkv.cards import find_card
     from hybridkv.commands.plan_source import find_source
     from hybridkv.models import check_exact, family_of
@@ -205,7 +229,9 @@ def make_report(options: ModelOptions, requests: int, card_name: str | None = No
     card = None if card_name is None else find_card(card_name)
     if card is not None and options.memory is not None:
         raise BadParameter("--card says how much memory there is: leave out --memory, or --card")
-    limits = EngineConfig(requests, read_tokens(options.context), options.memory)
+    given_host: int | str | None = 0 if options.host_cache == "0" else options.host_cache
+    limits = EngineConfig(requests, read_tokens(options.context), options.memory, host_cache=given_host)
+    host = limits.host_bytes
     gpu = on_gpu(options.device, card)
     source = find_source(options.model)
     config = source.config
@@ -222,12 +248,14 @@ def make_report(options: ModelOptions, requests: int, card_name: str | None = No
     memory = limits.memory_bytes if card is None else card.usable
     cache = options.cache()
     evicting = (replace(options, budget=BUDGET) if evicts and options.budget is None else options).cache()
-    choices = find_choices(source, cache, weights, gpu, options.exact, requests, context, memory, card)
+    reuse = options.config()
+    choices = find_choices(source, cache, weights, gpu, options.exact, requests, context, memory, card, reuse, host)
     buys = []
     if evicts:
         kinds = [choice.kv_dtype for choice in choices if choice.refused is None]
         room = None if memory is None else memory - weights.nbytes
-        buys = find_buys(source, evicting, weights, gpu, options.exact, kinds, requests, context, room)
+        buys = find_buys(source, evicting, weights, gpu, options.exact, kinds, requests, context, room, reuse, host)
+    shown = host if host is not None else HOST_SHOWN if gpu else CPU_LIMIT
     report = Report(
         source=source,
         requests=requests,
@@ -245,6 +273,9 @@ def make_report(options: ModelOptions, requests: int, card_name: str | None = No
         memory_given=options.memory,
         weight_flags=weight_flags(options, form),
         kv_named=cache.kv_dtype != "auto",
+        host=shown,
+        host_given=host is not None,
+        kept=find_kept(choices, evicting.budget if evicts else None, context, shown, gpu),
     )
     report = replace(report, notes=notes(report))
     if report.judged.fits is False:
@@ -313,7 +344,8 @@ def given(options: ModelOptions) -> list[str]:
     for f in fields(usual):
         value = getattr(options, f.name)
         if f.name not in changed and value != getattr(usual, f.name):
-            found += [f"--{f.name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+            flag = f"--{'no-' if value is False else ''}{f.name.replace('_', '-')}"
+            found += [flag] + ([] if isinstance(value, bool) else [str(value)])
     return found
 
 
@@ -323,6 +355,24 @@ def weight_flags(options: ModelOptions, form: str | None) -> list[str]:
     for name in ("dtype", "weight_dtype", "device"):
         value = getattr(options, name)
         found += [] if value == "auto" else [f"--{name.replace('_', '-')}", value]
+    return found
+
+
+def find_kept(choices: list[Choice], budget: int | None, context: int, host: int, gpu: bool) -> list[Kept]:
+    """Whole conversations of the context asked for, and such as have kept a budget, that the host holds. On a CPU it
+    holds their state alone.
+    """
+    from hybridkv.cache.tier_sizes import conversations_held
+
+    found = []
+    budgets = (None,) if budget is None else (None, budget)
+    kinds = [(c, kept) for kept in budgets for c in choices if not c.refused]
+    for choice, kept in kinds if gpu else kinds[:1]:
+        if kept is not None and kept >= context:
+            continue
+        many = conversations_held(choice.estimate.schema, context if kept is None else kept, host, pages=gpu)
+        if many is not None:
+            found.append(Kept(choice.kv_dtype, context, kept, many))
     return found
 
 
@@ -341,6 +391,8 @@ def find_choices(
     context: int,
     memory: int | None,
     card: Card | None,
+    reuse: ReuseConfig | None,
+    host: int | None,
 ) -> list[Choice]:
     """One for each KV dtype that may be meant."""
     from hybridkv.cards import FP8_KV
@@ -349,8 +401,9 @@ def find_choices(
 
     choices = []
     for kv_dtype in kv_dtypes(cache):
-        estimate = Estimate(source.config, replace(cache, kv_dtype=kv_dtype), weights.dtype, gpu, exact)
-        need = estimate.need(requests, context)
+        settings = replace(cache, kv_dtype=kv_dtype)
+        estimate = Estimate(source.config, settings, weights.dtype, gpu, exact, reuse, memory, host)
+        need = estimate.chosen(requests, context, None if memory is None else memory - weights.nbytes)
         refused = card.lacks(KV_NEED, FP8_KV) if card is not None and kv_dtype == "fp8" else None
         choice = Choice(estimate, need, weights.nbytes + need.nbytes, refused)
         if refused:
@@ -377,6 +430,8 @@ def find_buys(
     requests: int,
     context: int,
     room: int | None,
+    reuse: ReuseConfig | None,
+    host: int | None,
 ) -> list[Buy]:
     """Each KV dtype with each budget to compare: none, the one asked for, and that one while the prompt is read too."""
     from hybridkv.commands.plan_estimate import Estimate
@@ -387,7 +442,7 @@ def find_buys(
 
     def estimate(kv_dtype: str, budget: int | None, bounded: bool) -> Estimate:
         settings = replace(evicting, kv_dtype=kv_dtype, budget=budget, bounded=bounded, decode_every=0)
-        return Estimate(source.config, settings, weights.dtype, gpu, exact)
+        return Estimate(source.config, settings, weights.dtype, gpu, exact, reuse, host=host)
 
     whole = estimate("f32", None, False).need(requests, context)
     buys = []

@@ -5,17 +5,18 @@ The page (data/plan.js) computes the same from numbers that plan_page.py exports
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hybridkv.cache.schema import CacheSchema
-from hybridkv.config import GPU_STEP_TOKENS, CacheConfig, EngineConfig
+from hybridkv.cache.schema import LONGEST_COLUMN, CacheSchema, column_tokens
+from hybridkv.cache.tier_sizes import staging_bytes
+from hybridkv.config import GPU_STEP_TOKENS, CacheConfig, EngineConfig, ReuseConfig
 from hybridkv.dtypes import itemsize
 from hybridkv.engine.workspace import captured_bytes, workspace
 from hybridkv.eviction.sizes import STREAMS, query_buffers_for
 from hybridkv.models import cache_schema, with_query_buffer
 from hybridkv.models.config import ModelConfig
-from hybridkv.planner import most_that_fits
+from hybridkv.planner import fewer_checkpoints, most_that_fits
 
 MOST_REQUESTS = 4096  # that EngineConfig takes
 
@@ -29,6 +30,9 @@ class Need:
     state: int
     tables: int
     workspace: int
+    checkpoints: int = 0  # of state that is kept for others
+    staging: int = 0  # that copies to and from the host go through
+    rows: int = 0  # how many checkpoints there are
 
     @property
     def cache(self) -> int:
@@ -38,7 +42,7 @@ class Need:
     @property
     def nbytes(self) -> int:
         """All of it."""
-        return self.cache + self.workspace
+        return self.cache + self.workspace + self.checkpoints + self.staging
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,9 @@ class Estimate:
     dtype: str  # of the activations
     gpu: bool
     exact: bool = False
+    reuse: ReuseConfig | None = None  # what is kept for others
+    memory: int | None = None  # bytes for weights and cache together
+    host: int | None = None  # bytes on the host; None: as LLM takes them
 
     @cached_property
     def opened(self) -> CacheConfig:
@@ -85,8 +92,30 @@ class Estimate:
         budget = self.cache.budget
         return self.kv_bytes(tokens, budget + self.step if self.cache.bounded and budget is not None else None)
 
+    @cached_property
+    def checkpoints(self) -> tuple[int, int]:
+        """How many checkpoints there are where all fits, and how many in any case."""
+        if self.reuse is None or column_tokens(self.schema) > LONGEST_COLUMN:
+            return 0, 0
+        rows = self.reuse.rows(self.schema.slot_bytes, self.memory, not self.gpu)
+        return rows, 0 if self.reuse.checkpoints == "auto" else rows
+
+    @property
+    def staging(self) -> int:
+        """Bytes that copies to and from the host go through."""
+        return staging_bytes(self.gpu, self.host)
+
+    def chosen(self, requests: int, context: int, room: int | None = None) -> Need:
+        """What they take with as many checkpoints as LLM takes in `room` bytes beside the weights."""
+        (rows, least), each = self.checkpoints, self.schema.slot_bytes
+        found = self.need(requests, context)
+        if room is not None:
+            tried = fewer_checkpoints(rows, least)
+            rows = next((n for n in tried if found.nbytes + (n - least) * each <= room), least)
+        return replace(found, rows=rows, checkpoints=rows * each)
+
     def need(self, requests: int, context: int) -> Need:
-        """What `requests` requests of `context` tokens take."""
+        """What `requests` requests of `context` tokens take, with no more checkpoints than there must be."""
         schema, held = self.schema, self.held(context)
         lent = query_buffers_for(self.opened, self.step, requests) * schema.query_buffer_bytes
         limits = EngineConfig(requests, step_tokens=self.step)
@@ -97,6 +126,9 @@ class Estimate:
             state=requests * schema.slot_bytes + lent,
             tables=requests * schema.table_bytes(context),
             workspace=beside.nbytes,
+            checkpoints=self.checkpoints[1] * schema.slot_bytes,
+            staging=self.staging,
+            rows=self.checkpoints[1],
         )
 
     def longest_context(self, requests: int, room: int) -> int:

@@ -14,11 +14,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from hybridkv.cache.schema import LONGEST_COLUMN, column_tokens
+from hybridkv.cache.tier_sizes import BLOCK, staging_bytes
 from hybridkv.cards import CARDS, CONTEXT, FP8_KV, HEADROOM, MIB
+from hybridkv.commands.plan import BUDGET, HOST_SHOWN
 from hybridkv.commands.plan_estimate import MOST_REQUESTS, Estimate
 from hybridkv.commands.plan_source import Source, find_source
 from hybridkv.commands.plan_weights import KV_NEED, LABELS, Weights, find_weights, form_weights, needed
-from hybridkv.config import GPU_STEP_TOKENS, KV_DTYPES, CacheConfig, EvictionConfig
+from hybridkv.config import GPU_STEP_TOKENS, KV_DTYPES, CacheConfig, EvictionConfig, ReuseConfig
 from hybridkv.dtypes import itemsize
 from hybridkv.engine import workspace
 from hybridkv.errors import HybridKVError
@@ -77,6 +80,7 @@ def export(model: str | None = None) -> dict[str, Any]:
         "cards": [{"name": c.name, "mib": c.mib, "capability": c.capability} for c in CARDS],
         "sizes": SIZES,
         "budgets": BUDGETS,
+        "budget": BUDGET,  # that the host's line is about where none is chosen
         "kv": list(KV_DTYPES),
         "forms": {form: LABELS.get(form, form) for form in FORMS} | {"file": "as the file"},
         "kv_needs": (KV_NEED, FP8_KV),
@@ -103,6 +107,11 @@ def rules() -> dict[str, float]:
         "QUERY_BUFFERS": QUERY_BUFFERS,
         "WINDOW": EvictionConfig.window,
         "TABLE_BYTES": itemsize("int32"),
+        "STAGING": staging_bytes(True, None),
+        "HOST": HOST_SHOWN,
+        "HOST_BLOCK": BLOCK,
+        "CHECKPOINTS": ReuseConfig.MOST_ROWS,
+        "CHECKPOINT_SHARE": ReuseConfig.SHARE,
     }
 
 
@@ -152,6 +161,7 @@ def _stores(estimate: Estimate) -> dict[str, Any]:
     schema = estimate.schema
     return {
         "slot": schema.slot_bytes,
+        "columns": column_tokens(schema) <= LONGEST_COLUMN,  # whether prompts can share pages at all
         "buffer": schema.query_buffer_bytes,
         "streams": [
             {

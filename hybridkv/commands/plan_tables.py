@@ -26,6 +26,8 @@ def show(report: Report, buys: bool) -> None:
         for command in report.advice:
             console.print(f"  {command}", soft_wrap=True)  # never broken, so that it can be copied
     nothing = report.memory is not None and report.weights.nbytes >= report.memory
+    for line in [] if nothing else reuse_lines(report):
+        console.print(line)
     if report.buys and buys and not nothing:
         console.print()
         show_table(console, buys_table(report), least=80)
@@ -80,6 +82,12 @@ def table(report: Report) -> Table:
     for i, s in enumerate(report.choices[0].estimate.schema.states):
         sizes = [human(state_bytes(report, c)[i]) for c in report.choices]
         out.add_row(f"{s.name} state", str(len(s.layers)), "", "", "", *sizes)
+    if any(need.rows for need in needs):
+        many = {need.rows for need in needs}
+        label = f"checkpoints x {needs[0].rows}" if len(many) == 1 else "checkpoints"
+        out.add_row(label, *blank, *(human(need.checkpoints) for need in needs))
+    if needs[0].staging:
+        out.add_row("reuse staging", *blank, *(human(need.staging) for need in needs))
     out.add_row("page tables", *blank, *(human(need.tables) for need in needs))
     out.add_row("workspace", *blank, *(human(need.workspace) for need in needs))
     weights = [human(report.weights.nbytes)] * len(needs)
@@ -149,6 +157,29 @@ def verdict(report: Report) -> str:
     return f"Does not fit{on}: {short}. {found}"
 
 
+def reuse_lines(report: Report) -> list[str]:
+    """What is kept for prompts that begin alike, and for conversations that wait for a next turn."""
+    judged, found = report.judged, []
+    if judged.need.rows:
+        each = human(judged.estimate.schema.slot_bytes)
+        found.append(
+            f"Checkpoints: {judged.need.rows} x {each}, states that prompts which begin alike are taken up at."
+        )
+    if not report.kept:
+        return found
+    where = f"{human(report.host)} on the host{'' if report.host_given else ' (--host-cache)'}"
+    whole = [k for k in report.kept if k.budget is None]
+    if not report.gpu:
+        return [*found, f"{where} hold the state of {whole[0].conversations} conversations that have no slot."]
+    cut = [k for k in report.kept if k.budget is not None][-1:]
+    whole = [k for k in whole if k.kv_dtype != "f32"] or whole
+    first = "1 conversation" if whole[0].conversations == 1 else f"{whole[0].conversations} conversations"
+    parts = [f"{first} of {whole[0].tokens} tokens ({whole[0].kv_dtype})"]
+    parts += [f"{k.conversations} ({k.kv_dtype})" for k in whole[1:]]
+    parts += [f"or {k.conversations} of {k.budget} kept ({k.kv_dtype})" for k in cut]
+    return [*found, f"{where} hold {', '.join(parts)}."]
+
+
 def footnote(report: Report) -> str:
     """What the reserve is, or what comes on top of a limit."""
     captured = report.judged.estimate.captured
@@ -214,6 +245,11 @@ def as_dict(report: Report) -> dict[str, Any]:
         "packed_on_gpu_bytes": report.weights.packed_on_gpu,
         "memory_bytes": report.memory,
         "workspace_bytes": report.judged.need.workspace,
+        "staging_bytes": report.judged.need.staging,
+        "checkpoint_bytes_each": report.judged.estimate.schema.slot_bytes,
+        "host_cache_bytes": report.host,
+        "host_cache_given": report.host_given,
+        "host_holds": [asdict(k) for k in report.kept],
         "budget": report.budget,
         "fits": report.judged.fits,
         "notes": report.notes,
@@ -249,6 +285,9 @@ def as_dict(report: Report) -> dict[str, Any]:
                 "table_bytes": choice.need.tables,
                 "cache_bytes": choice.need.cache,
                 "workspace_bytes": choice.need.workspace,
+                "checkpoints": choice.need.rows,
+                "checkpoint_bytes": choice.need.checkpoints,
+                "staging_bytes": choice.need.staging,
                 "total_bytes": choice.total,
                 "refused": choice.refused,
                 "fits": choice.fits,

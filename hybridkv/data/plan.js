@@ -94,9 +94,21 @@ function need(c, requests, context) {
     state: requests * store.slot + lent,
     tables: requests * sum(store.streams.map((s) => pages(s, context))) * rules.TABLE_BYTES,
     workspace: workspace(model, weights.itemsize, c.budget, requests, context),
+    staging: rules.STAGING,
   };
-  found.all = found.pages + found.state + found.tables + found.workspace;
+  found.all = found.pages + found.state + found.tables + found.workspace + found.staging;
   return found;
+}
+function withCheckpoints(c, found) { // as many as LLM takes: fewer where not all that is asked for fits beside them
+  const slot = c.model.stores[weightsOn(c).dtype][c.kv].slot, can = slot && c.model.stores[weightsOn(c).dtype][c.kv].columns;
+  let rows = can ? Math.min(rules.CHECKPOINTS, Math.floor(Math.floor(usable(c.card) / rules.CHECKPOINT_SHARE) / slot)) : 0;
+  while (rows && found.all + rows * slot > room(c)) rows = Math.floor(rows / 2);
+  return {...found, rows, checkpoints: rows * slot, all: found.all + rows * slot};
+}
+function hostHolds(c, kv, tokens) { // conversations of so many tokens kept
+  const store = c.model.stores[weightsOn(c).dtype][kv];
+  const blocks = ceil(store.slot, rules.HOST_BLOCK) + ceil(kvBytes(store, tokens, null), rules.HOST_BLOCK);
+  return Math.floor((rules.HOST / rules.HOST_BLOCK - 1) / blocks);
 }
 function mostThatFits(needed, room, limit) {
   let low = 0, high = limit;
@@ -190,7 +202,7 @@ function fromAddress() {
 // ---- what is shown
 
 function show() {
-  const c = chosen, weights = weightsOn(c), found = need(c, c.requests, c.context), why = refused(c);
+  const c = chosen, weights = weightsOn(c), found = withCheckpoints(c, need(c, c.requests, c.context)), why = refused(c);
   const total = weights.bytes + found.all, has = usable(c.card), whole = c.card.mib * rules.MIB;
   const fits = why === null && total <= has, kept = weights.why ? `kept in ${weights.label} (${weights.why})` : "";
   showControls(c);
@@ -205,7 +217,9 @@ function show() {
   const parts = [
     ["weights", `Weights, ${weights.why ? weights.label : data.forms[c.weights]}`, weights.bytes], ["pages", `KV cache, ${c.kv}`, found.pages],
     ["state", "State of requests", found.state],
+    ["checkpoints", found.rows ? `Checkpoints, ${found.rows} x ${size(found.checkpoints / found.rows)}` : "Checkpoints", found.checkpoints],
     ["tables", "Page tables", found.tables], ["workspace", "Workspace", found.workspace],
+    ["staging", "Reuse staging", found.staging],
     ["reserve", "Reserve", whole - has],
   ];
   showBar(parts, total + whole - has, whole);
@@ -216,6 +230,7 @@ function show() {
   last.append(head, element("td", size(total), {id: "total", "data-value": total}), element("td", `${(100 * total / whole).toFixed(1)} %`));
   $("parts").tBodies[0].replaceChildren(...rows, last);
   $("note").textContent = notes(c).join(" ");
+  showHost(c);
   showTiles(c, weights, found);
   showForms(c);
   $("command").textContent = command(c);
@@ -243,6 +258,15 @@ function showBar(parts, taken, whole) {
 function notes(c) {
   const weights = weightsOn(c), asked = c.weights === "file" ? "the file's formats" : data.forms[c.weights];
   return weights.why ? [`In ${asked} the weights would take ${size(weights.asked_bytes)}.`] : [];
+}
+function showHost(c) {
+  const whole = hostHolds(c, c.kv, c.context), kept = c.budget ?? data.budget, cut = hostHolds(c, c.kv, Math.min(kept, c.context));
+  const value = (id, n) => element("span", number(n), {id, "data-value": n});
+  const line = $("host");
+  line.replaceChildren(`${size(rules.HOST)} of host memory hold `, value("host-whole", whole),
+    ` conversation${whole === 1 ? "" : "s"} of ${number(c.context)} tokens while they wait for a next turn`);
+  if (c.model.evicts && kept < c.context) line.append(", or ", value("host-kept", cut), ` of ${number(kept)} kept`);
+  line.append(".");
 }
 function showTiles(c, weights, found) {
   const longest = longestContext(c), most = mostRequests(c);

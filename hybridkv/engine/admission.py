@@ -231,6 +231,7 @@ class Admission(RestingCaches):
                 continue
             if not self._make_slots(request):
                 return
+            found = found or self._look_up(request)  # its own cache may have been given up just now
             to_come = self._pages_to_come() if to_come is None else to_come
             given_up = self._to_give_up(request, to_come, found)
             if (
@@ -278,7 +279,7 @@ class Admission(RestingCaches):
             return self.free_slot((own,))
         if request.params.prompt_logprobs is not None:  # it reads its prompt anew
             return self.free_slot()
-        return self.bring_back(own, self._pages_to_come())
+        return self.bring_back(own, self._pages_to_come()) or (own not in self.held and self.free_slot())
 
     def _look_up(self, request: Request) -> Found | None:
         """What of a request's text others have read; None: nothing is kept, or it begins with a cache of its own."""

@@ -82,7 +82,8 @@ class RestingCaches:
         return buffers.free > 0
 
     def bring_back(self, request: Request, to_come: Mapping[str, int] | None = None) -> bool:
-        """Whether a held request has a slot, and its pages are on the device; other held caches make room for that.
+        """Whether a held request has a slot, and its pages are on the device; other held caches make room for that. One
+        that cannot be copied back is given up.
 
         `to_come`: pages that are to stay free for others.
         """
@@ -99,9 +100,14 @@ class RestingCaches:
                 if not others:
                     return False
                 self.spare(others[0])
-            import_frozen(manager, request.key)
-            self.counts["imported"] += 1
-        thaw_request(manager, request.key)
+        try:
+            if frozen.exported is not None:
+                import_frozen(manager, request.key)
+                self.counts["imported"] += 1
+            thaw_request(manager, request.key)
+        except HybridKVError:  # a copy failed: nobody but this request is to suffer from that
+            self.give_up(request)
+            return False
         self.counts["thawed"] += 1
         return True
 

@@ -18,7 +18,7 @@ from cache import machine
 from cache.frozen_machine import FrozenMachine
 from cache.manager_rig import HYBRID, manager, refused, stored, write
 from engine.test_interrupts import PACKAGE, Interrupted
-from hybridkv.cache import KVCacheManager
+from hybridkv.cache import CacheSchema, KVCacheManager, StateSchema, StreamSchema, TensorSpec
 from hybridkv.cache import frozen as module
 from hybridkv.cache.frozen import (
     Frozen,
@@ -28,7 +28,8 @@ from hybridkv.cache.frozen import (
     import_frozen,
     thaw_request,
 )
-from hybridkv.cache.tiers import BLOCK, HostTier, chunks_of
+from hybridkv.cache.tier_sizes import BLOCK, conversations_held, staging_bytes
+from hybridkv.cache.tiers import HostTier, chunks_of
 from hybridkv.errors import HybridKVError, RequestError
 
 CPU = torch.device("cpu")
@@ -312,3 +313,30 @@ def test_an_interrupt_at_any_line_loses_nothing(call: str) -> None:
         m.check_integrity()
         assert m.host.used == 0 and m.free_pages() == {"kv": 64, "compressed": 16}
     assert line > 10
+
+
+@pytest.mark.parametrize("pages", [True, False])
+def test_the_host_holds_as_many_conversations_as_the_plan_says(pages: bool) -> None:
+    """And not one more. State and pages of odd sizes, each in blocks of its own."""
+    f32 = torch.float32
+    schema = CacheSchema(
+        (StreamSchema("kv", (0,), (TensorSpec("k", (1000,), f32),), 16),),
+        (StateSchema("s", (0,), (TensorSpec("t", (700, 501), f32),)),),
+    )
+    limit, tokens = 23 * BLOCK, 480
+    many = conversations_held(schema, tokens, limit, pages)
+    assert many == (22 // (2 + 2) if pages else 22 // 2)
+    m = KVCacheManager(schema, schema.pool_pages(many + 1, tokens), 2, 512)
+    m.host = HostTier(limit, CPU, pages=pages)
+    for number in range(many + 1):
+        m.admit_request(number)
+        m.begin(m.prepare_forward([(number, tokens)]))
+        m.commit([(number, tokens)])
+        if pages and number == many:
+            freeze_request(m, number)
+            assert not export_frozen(m, number)
+        elif number < many:
+            freeze_request(m, number)
+            assert export_frozen(m, number) == pages
+    assert m.host.staging == 0 == staging_bytes(False, limit) and staging_bytes(True, 0) == 0
+    m.check_integrity()

@@ -44,10 +44,15 @@ def check(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
     assert words[:2] == ["hybridkv", "plan"]
     found = numbers(capsys, words[1:])
     [choice] = found["choices"]
-    assert page.evaluate(VALUES) == {
+    held = {f"host-{'whole' if k['budget'] is None else 'kept'}": k["conversations"] for k in found["host_holds"]}
+    if choice["refused"]:  # the page shows what it would be
+        held = {name: n for name, n in page.evaluate(VALUES).items() if name.startswith("host-")}
+    assert page.evaluate(VALUES) == held | {
         "part-weights": found["weights_bytes"],
         "part-pages": choice["kv_bytes"],
         "part-state": choice["state_bytes"],
+        "part-checkpoints": choice["checkpoint_bytes"],
+        "part-staging": choice["staging_bytes"],
         "part-tables": choice["table_bytes"],
         "part-workspace": choice["workspace_bytes"],
         "part-reserve": found["reserve_bytes"],

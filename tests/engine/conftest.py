@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 
 from engine.ascii_tokenizer import write_tokenizer
@@ -35,8 +36,9 @@ def engine_of(oracle: Callable, open_llm: Callable) -> Callable[..., Engine]:
         rows: int | None = None,  # of state for checkpoints; None: nothing is reused
         kv: str = "f32",
         eviction: CacheConfig | None = None,
+        folder: Path | None = None,  # of another model than the kind's
     ) -> Engine:
-        llm = open_llm(oracle(kind).folder, **({"exact": True} if exact else {}))
+        llm = open_llm(oracle(kind).folder if folder is None else folder, **({"exact": True} if exact else {}))
         config = CacheConfig(kv, 16) if eviction is None else eviction
         schema = cache_schema(llm.config, config, torch.float32)
         manager = KVCacheManager(
@@ -48,6 +50,18 @@ def engine_of(oracle: Callable, open_llm: Callable) -> Callable[..., Engine]:
         return Engine(llm.model, manager, tokenizer, step_tokens, eos, evictor)
 
     return build
+
+
+@pytest.fixture(scope="session")
+def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a hybrid with one layer of each kind, for tests of a thousand requests."""
+    config, model, settings = tiny.KINDS["qwen3_5"]
+    settings = {**settings, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    settings |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+    torch.manual_seed(5)
+    folder = tmp_path_factory.mktemp("two_layers")
+    model(config(**settings)).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -24,10 +24,16 @@ def logprobs(request: Request) -> Tensor:
 
 def ask(engine: Engine, tokens: Sequence[int], params: SamplingParams = ASK, **how: Any) -> Request:
     """One request to its end, with every count looked at afterwards."""
+    request = ask_only(engine, tokens, params, **how)
+    check(engine)
+    return request
+
+
+def ask_only(engine: Engine, tokens: Sequence[int], params: SamplingParams = ASK, **how: Any) -> Request:
+    """One request to its end."""
     request = engine.add(tokens, params, **how)
     run(engine)
     assert request.error is None, request.error
-    check(engine)
     return request
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from engine.driving import assert_nothing_held, count_tokens, prompt, run
-from engine.reusing import ASK, Cold, apart, ask, check, logprobs, poison, same
+from engine.reusing import ASK, Cold, apart, ask, ask_only, check, logprobs, poison, same
 from hybridkv.cache.reuse import Reuse
 from hybridkv.config import CacheConfig, SamplingParams
 from hybridkv.engine.engine import Engine
@@ -425,3 +426,35 @@ def test_what_cannot_be_shared_is_not_waited_for(engine_of: Callable) -> None:
         engine.step()
         assert len(engine.scheduler.running) == 2
         run(engine)
+
+
+# ---- many sessions
+
+
+def test_a_thousand_sessions_hold_their_system_prompt_once(engine_of: Callable, two_layers: Path) -> None:
+    """Each is held for a next turn: an open page a stream is its own, and no page of the prompt."""
+    sessions, system = 1000, prompt(128, 60)
+    sizes = {"folder": two_layers, "context": 256}
+    engine = engine_of("qwen3_5", rows=2, slots=3, pool=128 + 16 * (sessions + 4), **sizes)
+    once = SamplingParams(max_tokens=1, ignore_eos=True)
+    held = [
+        ask_only(engine, [*system, i % 97, i // 97], once, hold=True, marks=[(128, "client")]) for i in range(sessions)
+    ]
+    check(engine)
+    assert engine.scheduler.held == held and engine.scheduler.counts["frozen"] >= sessions - 3
+    [(name, table)] = engine.manager.tables.items()
+    streams = table.schema.streams
+    assert table.allocator.held == streams * 128 // 16 + sessions * streams, "the prompt is held more than once"
+    shared = reuse_of(engine).pages(name)
+    assert (table.allocator.refs[shared] == 1 + sessions).all() and reuse_of(engine).columns.count == 2
+    assert [r.cached_tokens for r in held] == [0] + [128] * (sessions - 1)
+    known = engine_of("qwen3_5", **sizes)
+    for request in held[:: sessions // 4]:  # and each goes on as itself
+        more = [*request.tokens, 5]
+        turn = ask_only(engine, more, ASK, after=request)
+        alone = ask(known, more)
+        assert turn.cached_tokens == 130 and turn.generated == alone.generated and apart(turn, alone) < 1e-4
+    for request in held:
+        engine.abort(request)
+    assert_nothing_held(engine)
+    assert engine.manager.host.used == 0

@@ -99,6 +99,7 @@ def test_pages_that_were_on_the_host_come_back_with_their_bits(folder: Path) -> 
 
         delay = late(llm)
         assert talk_in_turns(llm, rest) == want and llm.engine.scheduler.counts["imported"] > 4
+        assert llm.manager.host.staging == llm.plan.staging > 0
 
 
 @pytest.mark.parametrize("budget", [None, 24])
