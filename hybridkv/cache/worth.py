@@ -17,8 +17,6 @@ from hybridkv.cache.checkpoints import Checkpoint, LeastRecentlyUsed, Policy
 from hybridkv.cache.reuse import column_tokens
 from hybridkv.cache.schema import CacheSchema
 
-PINNED_SHARE = 0.5  # of a tier, at the most: what is pinned cannot make room
-
 
 class ByWorth:
     """The policy "value".
@@ -57,8 +55,3 @@ def policy_of(name: str, schema: CacheSchema) -> Policy:
     if name == "lru":
         return LeastRecentlyUsed()
     return ByWorth(schema.slot_bytes, schema.kv_bytes(column_tokens(schema)))
-
-
-def may_pin(pinned: int, more: int, capacity: int) -> bool:
-    """Whether `more` bytes (or rows) may be pinned beside those that are."""
-    return pinned + more <= capacity * PINNED_SHARE
