@@ -17,6 +17,7 @@ __all__ = [
     "Document",
     "EvictionConfig",
     "HybridKVError",
+    "Prefix",
     "ReuseConfig",
     "SamplingParams",
     "Stream",
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from hybridkv.document import Document
     from hybridkv.errors import HybridKVError
     from hybridkv.llm import LLM
+    from hybridkv.prefix import Prefix
 
 _HOMES = {
     "LLM": "llm",
@@ -42,6 +44,7 @@ _HOMES = {
     "EvictionConfig": "config",
     "ReuseConfig": "config",
     "HybridKVError": "errors",
+    "Prefix": "prefix",
     "SamplingParams": "config",
     "Stream": "answers",
     "StructuredOutputs": "config",

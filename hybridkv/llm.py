@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -66,10 +67,12 @@ from hybridkv.models.config import ModelConfig
 from hybridkv.models.fingerprint import config_digest, fingerprint_of
 from hybridkv.overrides import overridden
 from hybridkv.planner import CachePlan, fewer_checkpoints, human, model_bytes, plan_cache
+from hybridkv.prefix import Prefix, read_prefix
 from hybridkv.request import Request
 from hybridkv.text.chat import ChatTemplate
 from hybridkv.text.constraint import Thoughts, thoughts_of
 from hybridkv.text.memory import ChatMemory
+from hybridkv.text.messages import check_messages
 from hybridkv.text.prompt import encode_pieces, render_pieces
 from hybridkv.text.reasoning import ReasoningSplitter, reasoning_of
 from hybridkv.text.tokenizer import Tokenizer
@@ -471,6 +474,50 @@ class LLM:
                     memory.remember(spelled, sample.text, sample.token_ids, ended, cache)
 
         return ChatRequest(add, splitter, ended)
+
+    # ---- what many prompts begin with
+
+    def prefix(
+        self,
+        prompt: Prompt | Messages,
+        pin: bool = True,
+        *,
+        tools: Tools = None,
+        thinking: bool | None = None,
+        **template_variables: Any,
+    ) -> Prefix:
+        """Read once what many prompts will begin with. They find it by themselves, in `generate`, `chat` and the rest.
+
+        Args:
+            prompt: a text, token ids, or messages in the form of `chat`: then it is what all chats begin with that
+                begin with these.
+            pin: keep it however short memory is, until `Prefix.drop`; all that is pinned may have half of the cache.
+            tools: as in `chat`, for messages.
+            thinking: as in `chat`, for messages.
+            template_variables: as in `chat`, for messages.
+
+        Whole columns of it are kept (64 tokens for most models), and the recurrent state at the end of the last.
+        """
+        if isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping):
+            given: list[Any] = list(prompt)
+            tokens = self._common_tokens(given, tools, thinking, template_variables)
+        else:
+            tokens = self.encode(prompt)  # type: ignore[arg-type]
+        return read_prefix(self.owner, tokens, pin)
+
+    def _common_tokens(
+        self, messages: Messages, tools: Tools, thinking: bool | None, variables: Mapping[str, Any]
+    ) -> list[int]:
+        """Token ids with which all chats begin that begin with these messages."""
+        check_messages(messages)
+        shown: dict[str, Any] = {"tools": tools, "thinking": thinking, **variables}
+        asked = messages[-1]["role"] == "user"
+        follow = "assistant" if asked else "user"
+        found = [self.encode_chat([*messages, {"role": follow, "content": text}], **shown) for text in ("a", "b")]
+        if asked:
+            found.append(self.encode_chat(messages, **shown))
+        alike = (len(set(each)) == 1 for each in zip(*found))
+        return found[0][: sum(takewhile(bool, alike))]
 
     # ---- documents
 

@@ -22,7 +22,9 @@ import numpy as np
 from hybridkv.cache.checkpoints import Checkpoint, Checkpoints, Mark, Policy, grid_marks, spaced
 from hybridkv.cache.columns import KEY_DTYPE, Column, Columns
 from hybridkv.cache.manager import KVCacheManager
+from hybridkv.cache.pins import Pin, drop_pins, first_unpinned, pinned_pages
 from hybridkv.cache.schema import check_column, column_tokens
+from hybridkv.errors import HybridKVError
 
 # why not more of a prompt was reused
 Reason = Literal[
@@ -110,12 +112,14 @@ class Reuse:
         self.checkpoints = Checkpoints(self.columns, manager.checkpoints, schema.slot_bytes, manager.slots, policy)
         self.readings: dict[Hashable, Reading] = {}
         self.staged: list[Staged] = []
+        self.pins: list[Pin] = []  # columns that are not given up
         names = ("lookup_tokens", "hit_tokens", "shared_tokens", "checkpoint_hits", "cuts", "columns_dropped")
         self.counts = dict.fromkeys(names, 0)
         self.read_again: dict[str, int] = {}  # tokens of prompts that were computed, by reason
         manager.reuse = self
         for name, table in manager.tables.items():
             table.allocator.reclaim = partial(self.reclaim, name)
+            table.other_owners.append(partial(pinned_pages, self, name))
 
     @property
     def column_bytes(self) -> int:
@@ -401,20 +405,24 @@ class Reuse:
             self._cut(top)
 
     def discard(self, request: Hashable) -> None:
-        """The request gave numbers that are none: whatever it has read or written may be broken, and goes."""
+        """The request gave numbers that are none: whatever it has read or written may be broken, and goes. What is
+        pinned stays: it gave numbers when it was read.
+        """
         reading = self.readings.get(request)
         if reading is None:
             return
         reading.writes = False
         path = [] if reading.column.gone else reading.column.path()
-        if path:
-            self._cut(path[0])
+        first = first_unpinned(self, path)
+        if first is not None:
+            self._cut(first)
 
     def forget(self, salt: bytes | None = None) -> None:
-        """Drop all that was kept under a salt, or all there is. Requests that run go on."""
+        """Drop all that was kept under a salt, or all there is, pinned or not. Requests that run go on."""
         for each in [salt] if salt is not None else list(self.columns.roots):
             root = self.columns.roots.get(each)
             for column in list(root.children.values()) if root is not None else []:
+                drop_pins(self, column)
                 self._cut(column)
 
     def _cut(self, column: Column) -> None:
@@ -486,13 +494,20 @@ class Reuse:
         self.readings = {key: reading for key, reading in self.readings.items() if key in resident}
         for reading in self.readings.values():
             reading.column.gone = not self.columns.holds(reading.column)
-        self.columns.rebuild([r.column for r in self.readings.values() if not r.column.gone])
+        lives = [r.column for r in self.readings.values() if not r.column.gone]
+        self.columns.rebuild([*lives, *(pin.column for pin in self.pins)])
         self.checkpoints.rebuild()
+        for checkpoint in self.checkpoints.all.values():
+            checkpoint.pins = sum(pin.column is checkpoint.column for pin in self.pins)
 
     def check(self) -> None:
         """All counts are what columns, rows and requests say, or AssertionError."""
         self.columns.check()
         self.checkpoints.check()
         lives = [r.column for r in self.readings.values() if not r.column.gone and r.column.parent is not None]
+        lives += [pin.column for pin in self.pins]
         assert sum(c.live for root in self.columns.roots.values() for c in root.children.values()) == len(lives)
         assert self.readings.keys() <= self.manager.slot_of.keys(), "a request is gone and still reads"
+        for pin in self.pins:
+            assert self.columns.holds(pin.column), "what is pinned was dropped"
+            assert not self.has_state or pin.column.checkpoint is not None, "the state of what is pinned was dropped"

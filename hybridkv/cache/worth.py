@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from hybridkv.cache.checkpoints import Checkpoint, LeastRecentlyUsed, Policy
 from hybridkv.cache.schema import CacheSchema, column_tokens
 
-PINNED_SHARE = 0.5  # of a tier, at the most: what is pinned cannot make room
-
 
 class ByWorth:
     """The policy "value".
@@ -56,8 +54,3 @@ def policy_of(name: str, schema: CacheSchema) -> Policy:
     if name == "lru":
         return LeastRecentlyUsed()
     return ByWorth(schema.slot_bytes, schema.kv_bytes(column_tokens(schema)))
-
-
-def may_pin(pinned: int, more: int, capacity: int) -> bool:
-    """Whether `more` bytes (or rows) may be pinned beside those that are."""
-    return pinned + more <= capacity * PINNED_SHARE

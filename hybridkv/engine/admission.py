@@ -43,8 +43,9 @@ from hybridkv.request import Request, RequestKey, Status
 class DoesNotFit(Exception):
     """The empty pools are too small for the first request that waits."""
 
-    def __init__(self, request: Request) -> None:
-        super().__init__(f"the empty pools are too small for the {len(request.tokens)} tokens of this request")
+    def __init__(self, request: Request, pinned: int = 0) -> None:
+        beside = f", beside the {pinned} tokens of pinned prefixes" if pinned else ""
+        super().__init__(f"the empty pools are too small for the {len(request.tokens)} tokens of this request{beside}")
         self.request = request
 
 

@@ -22,10 +22,12 @@ from functools import cached_property, partial
 from operator import index
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.checkpoints import KINDS, MOST_CLIENT_MARKS
+from hybridkv.cache.pins import pin
 from hybridkv.cache.session import Session, check_model
 from hybridkv.config import EvictionConfig, SamplingParams, StructuredOutputs, is_whole, shown
 from hybridkv.devices import on_device
@@ -672,6 +674,9 @@ class Engine:
         if self.manager.reuse is not None and request.reuse:
             kept = min(self.manager.reuse.written(request.key), request.prompt_tokens)
             request.reuse["written"] = max(0, kept - request.reuse["cached"])
+            if request.pins and request.finish_reason in ("stop", "length"):
+                prompt = np.array(request.tokens[: request.prompt_tokens], np.int32)
+                request.pinned = pin(self.manager, request.salt, prompt)
         self.scheduler.finish(request)
         self.pipeline.forget_finished()
 

@@ -291,7 +291,8 @@ class Scheduler(Admission):
             pages = {name: table.allocator for name, table in self.manager.tables.items()}
             held = ", ".join(f"{a.held} of {a.total} pages of pool '{name}'" for name, a in pages.items())
             if free == slots:
-                raise DoesNotFit(self.waiting[0])
+                pins = [] if self.manager.reuse is None else self.manager.reuse.pins
+                raise DoesNotFit(self.waiting[0], sum(pin.tokens for pin in pins))
             raise HybridKVError(
                 f"{len(self.waiting)} requests wait and none can run: {slots - free} of {slots} request slots"
                 f"{' and ' + held if held else ''} are held by requests outside the engine (forks, restored snapshots, "

@@ -19,13 +19,15 @@ from cache.machine_model import HEADS, INF, LANES, TAIL
 from hybridkv.cache import CacheSchema, KVCacheManager, OutOfPages
 from hybridkv.cache.checkpoints import Checkpoint
 from hybridkv.cache.columns import KEY_DTYPE, Column
+from hybridkv.cache.pins import Pin, pin, unpin
 from hybridkv.cache.reuse import Asked, Reuse
+from hybridkv.errors import HybridKVError
 
 SLOTS, MAX_TOKENS, ROWS, Q = 4, 48, 3, 8
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=5)  # one of two texts for every 8 tokens
 MORE, SALTS = st.sampled_from((0, 0, 1, 3, 40)), st.sampled_from((b"",) * 5 + (b"s",))
 MARKS = st.sampled_from((31, 31, 0, 5, 18))  # a bit for each of five columns
-ENDINGS = ("stays", "stays", "stays", "only reads", "nan")  # what becomes of a prompt
+ENDINGS = ("stays", "stays", "pin", "only reads", "nan")  # what becomes of a prompt
 counts: Counter[str] = Counter()  # what really happened, over all runs
 
 
@@ -65,6 +67,7 @@ class ReuseMachine(RuleBasedStateMachine):
         self.r = Reuse(self.m, every=0)
         assert self.r.q == Q
         self.live: dict[int, Live] = {}
+        self.pins: list[tuple[Pin, bytes]] = []  # with their salts
         self.names = 0
 
     def pick(self, i: int) -> int:
@@ -90,6 +93,12 @@ class ReuseMachine(RuleBasedStateMachine):
             self.step(
                 list(self.live).index(name), min(chunk, left), "nan" if then == "nan" and left <= chunk else "well"
             )
+        if then == "pin":
+            whole = tuple(text(choices, more)[: len(choices) * Q])
+            there = [
+                i for i, (tokens, _, of) in enumerate(self.columns()) if whole[: len(tokens)] == tokens and of == salt
+            ]
+            self.pin(max(there, default=0), release=False, deepest=True)
 
     @precondition(lambda self: len(self.live) < SLOTS)
     @rule(
@@ -248,6 +257,32 @@ class ReuseMachine(RuleBasedStateMachine):
         self.m.release_request(name)
         del self.live[name]
 
+    @rule(which=st.integers(0, 30), release=st.sampled_from((False, False, True)))
+    def pin(self, which: int, release: bool, deepest: bool = False) -> None:
+        """Something that is kept stays from here on, or no longer has to."""
+        if release and self.pins:
+            return unpin(self.m, self.pins.pop(which % len(self.pins))[0])
+        there = self.columns()
+        if which % 4 and not deepest:
+            there = [each for each in there if each[1].checkpoint is not None] or there
+        if not there:
+            return None
+        tokens, column, salt = there[which % len(there)]
+        try:
+            found = pin(self.m, salt, np.array(tokens, np.int32))
+        except HybridKVError:
+            counts["more than may be pinned"] += 1
+            return None
+        assert (found is None) == (self.stateful and column.checkpoint is None)
+        if found is not None:
+            self.pins.append((found, salt))
+            counts["pins"] += 1
+        rows = {id(each.column) for each, _ in self.pins}
+        pages = {int(page) for each, _ in self.pins for page in each.pages(self.r, "kv")}
+        assert 2 * len(rows) <= ROWS or not self.stateful, "more rows than half are pinned"
+        assert 2 * len(pages) <= self.sizes["kv"], "more pages than half are pinned"
+        return None
+
     @rule(what=st.sampled_from(("kv", "kv", "compressed", "interrupt", "forget")), share=st.integers(1, 4))
     def trouble(self, what: str, share: int) -> None:
         """Somebody needs pages, and gives them back; everything is counted anew; a salt is forgotten."""
@@ -256,7 +291,9 @@ class ReuseMachine(RuleBasedStateMachine):
             self.m.rebuild()
             assert all(np.array_equal(before[name], t.allocator.refs) for name, t in self.m.tables.items())
         elif what == "forget":
-            self.r.forget((b"", b"s", None, b"s")[share - 1])
+            salt = (b"", b"s", None, b"s")[share - 1]
+            self.r.forget(salt)
+            self.pins = [each for each in self.pins if salt not in (None, each[1])]
             counts["forgotten"] += 1
         else:
             allocator = self.m.tables[what].allocator
@@ -279,6 +316,10 @@ class ReuseMachine(RuleBasedStateMachine):
         assert not self.r.staged and not self.r.checkpoints.reserved
         assert self.r.checkpoints.nbytes == len(self.r.checkpoints.all) * self.schema.slot_bytes
         assert self.r.readings.keys() == self.live.keys()
+        there = {id(column): column for column in self.r.columns}
+        for each, _ in self.pins:
+            assert each in self.r.pins and all(id(column) in there for column in each.column.path())
+            assert not self.stateful or isinstance(each.column.checkpoint, Checkpoint), "a pinned state was dropped"
 
     @invariant()
     def everyone_reads_their_own_past(self) -> None:
@@ -351,6 +392,8 @@ class ReuseMachine(RuleBasedStateMachine):
             return
         for name in list(self.live):
             self.m.release_request(name)
+        for each, _ in self.pins:
+            unpin(self.m, each)
         for name, t in self.m.tables.items():
             t.allocator.require(self.sizes[name])
         assert not self.r.columns.count and not self.r.checkpoints.all, "something is never given up"

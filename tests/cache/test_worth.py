@@ -9,7 +9,8 @@ import pytest
 
 from hybridkv.cache.checkpoints import Checkpoint, Checkpoints, Kind
 from hybridkv.cache.columns import Column, Columns
-from hybridkv.cache.worth import ByWorth, may_pin
+from hybridkv.cache.pins import may_pin
+from hybridkv.cache.worth import ByWorth
 from hybridkv.config import ReuseConfig
 from hybridkv.errors import HybridKVError
 
