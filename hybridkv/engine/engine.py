@@ -163,9 +163,7 @@ class Engine:
         self._check_owner()
         request = self.checked_request(tokens, params or SamplingParams(), hold, eviction, prefix)
         params, request.continues = request.params, after
-        if cache not in CACHE_USES:
-            raise RequestError(f"cache must be True, False, 'read' or 'write', not {shown(cache)}")
-        request.reads, request.writes = CACHE_USES[cache]
+        request.reads, request.writes = self.cache_uses(cache)
         request.salt, request.marks = salt, checked_marks(marks, len(request.tokens))
         for i in range(1, params.n):
             request.siblings.append(self._sibling(request, i))
@@ -195,6 +193,13 @@ class Engine:
         for token in (token for word in request.bad_words for token in word if token >= self.vocab):
             raise RequestError(f"a bad word has token id {token}, which is outside the vocabulary of {self.vocab}")
         return request
+
+    @staticmethod
+    def cache_uses(cache: bool | str) -> tuple[bool, bool]:
+        """Whether a request begins with what others have read, and they with what it reads; or RequestError."""
+        if cache not in CACHE_USES:
+            raise RequestError(f"cache must be True, False, 'read' or 'write', not {shown(cache)}")
+        return CACHE_USES[cache]
 
     def _sibling(self, request: Request, i: int) -> Request:
         """Answer i to the same prompt. It is in no queue until the prompt has been read."""
@@ -364,6 +369,7 @@ class Engine:
         hold: bool = False,
         eviction: EvictionConfig | int | None | object = moving.AS_SENT,
         salt: bytes = b"",
+        cache: bool | str = True,
     ) -> Request:
         """Go on with a request that was exported, token for token as it would have gone on there; or RequestError, and
         nothing is taken. It waits for its turn as one that was added does.
@@ -374,9 +380,10 @@ class Engine:
             hold: keep the cache when it has finished.
             eviction: instead of what it came with, as in `add`.
             salt: as in `add`.
+            cache: as in `add`.
         """
         with self._change(), on_device(self.manager.device):
-            return moving.resume(self, session, params, hold, eviction, salt)
+            return moving.resume(self, session, params, hold, eviction, salt, cache)
 
     # ---- held requests, saved and doubled (held.py)
 

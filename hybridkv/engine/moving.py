@@ -121,6 +121,7 @@ def resume(
     hold: bool = False,
     eviction: EvictionConfig | int | None | object = AS_SENT,
     salt: bytes = b"",
+    cache: bool | str = True,
 ) -> Request:
     """A request that goes on with what was exported; see Engine.resume."""
     manager, going = engine.manager, session.going
@@ -143,6 +144,7 @@ def resume(
     if params.n > 1:
         raise RequestError("one answer was sent, and cannot go on as several; ask for n=1")
     request = engine.checked_request(prompt, params, hold, eviction)
+    request.reads, request.writes = engine.cache_uses(cache)
     request.seed = kept.seed if params.seed is None else params.seed
     request.salt, request.evictions, request.policy = salt, dict(session.evictions), session.policy
     _see_again(engine, request, session, answer)
@@ -182,6 +184,7 @@ def _must_read_all(request: Request) -> bool:
 def _end(engine: Engine, request: Request) -> None:
     """Nothing is left to do: its last token has ended it."""
     request.text.finish()
+    request.cached_tokens = request.prompt_tokens  # nothing of it was computed here
     request.stats, request.status, request.following = stats_of(request, engine.manager), Status.FINISHED, None
 
 
