@@ -8,10 +8,11 @@ begins     where turns begin                 turns
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
 
+from hybridkv.cache.eviction_words import eviction_as_json, eviction_of_json
 from hybridkv.cache.session import plain_json
 from hybridkv.cache.snapshot_file import NotWellFormed
 from hybridkv.config import EvictionConfig, check_turns, is_whole, shown
@@ -19,6 +20,7 @@ from hybridkv.engine.engine import INHERIT
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.text.messages import check_messages, check_tools
 
+HOW = "Conversation.load(llm, path, eviction=EvictionConfig(...))"  # settings that a file does not hold are given
 AS_SAVED = object()  # "the eviction settings that the file has"
 # attributes of a conversation that shape its prompts and what it keeps of them, and their types
 SETTINGS = {
@@ -28,7 +30,6 @@ SETTINGS = {
     "keep_turns": (int, NoneType),
     "turn_budget": (int,),
 }
-OWN_POLICY = "a policy of one's own"  # which is code, and no file holds that
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class SavedConversation:
         if self.begins is not None:
             found["begins"] = self.begins
         if self.eviction is not INHERIT:
-            found["eviction"] = _eviction_as_json(self.eviction)
+            found["eviction"] = eviction_as_json(self.eviction)
         return plain_json(found)
 
     @staticmethod
@@ -82,32 +83,9 @@ class SavedConversation:
         for name in SETTINGS.keys() & settings.get("template_variables", {}):
             raise NotWellFormed(f"its variables of the template have {name}, which is a setting of its own")
         if eviction is AS_SAVED:
-            eviction = _eviction(found["eviction"]) if "eviction" in found else INHERIT
+            eviction = eviction_of_json(found["eviction"], HOW) if "eviction" in found else INHERIT
         return SavedConversation(messages, prompt, eviction, settings, begins)
 
 
 def _is_message(message: object) -> bool:
     return isinstance(message, dict) and isinstance(message.get("role"), str)
-
-
-def _eviction_as_json(eviction: object) -> object:
-    if not isinstance(eviction, EvictionConfig):
-        return eviction
-    settings = {f.name: getattr(eviction, f.name) for f in fields(eviction)}
-    return settings | ({} if isinstance(eviction.policy, str) else {"policy": OWN_POLICY})
-
-
-def _eviction(found: object) -> EvictionConfig | int | None:
-    if found is None or (is_whole(found) and found > 0):  # type: ignore[operator]
-        return found  # type: ignore[return-value]
-    if not isinstance(found, dict) or not isinstance(found.get("policy"), str):
-        raise NotWellFormed(f"its settings of eviction are {shown(found)}")
-    if found["policy"] == OWN_POLICY:
-        raise RequestError(
-            "the conversation was saved with an eviction policy of one's own, which a file cannot hold; give it again: "
-            "Conversation.load(llm, path, eviction=EvictionConfig(...))"
-        )
-    try:
-        return EvictionConfig(**found)
-    except (TypeError, HybridKVError) as problem:
-        raise NotWellFormed(f"its settings of eviction: {problem}") from None

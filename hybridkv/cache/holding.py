@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from hybridkv.cache.facts import Compaction
@@ -31,6 +32,7 @@ class Holding:
     pages: dict[str, np.ndarray]  # stream schema -> [streams, N] page numbers
     pools: Mapping[str, Mapping[str, Tensor]]  # stream schema -> tensor -> [lanes, pages, entries, ...]
     states: Callable[[], dict[tuple[str, str], Tensor]]  # copies on the host, [layers, *shape]
+    pinned: bool = False  # of a GPU: whether what is read lies in pinned memory
 
     def read(self, name: str, begin: np.ndarray, count: np.ndarray) -> dict[str, Tensor]:
         """[lanes, all entries, ...] on the host: `count` [streams] entries of each stream from `begin` [streams] on,
@@ -40,12 +42,23 @@ class Holding:
         found = {}
         for key, pool in self.pools[name].items():
             flat = pool.view(pool.shape[0], -1, *pool.shape[3:])
-            found[key] = flat[:, at.to(pool.device)].cpu()
+            found[key] = to_host(flat[:, at.to(pool.device)], self.pinned)
         return found
 
 
-def holding(manager: KVCacheManager, request: Hashable) -> Holding:
-    """What the request holds, or RequestError: it is not there, or its state is not that of its position."""
+def to_host(tensor: Tensor, pinned: bool = False) -> Tensor:
+    """A tensor on the host, in pinned memory where it comes from a GPU and that is asked for."""
+    if not (pinned and tensor.is_cuda):
+        return tensor.cpu()
+    place = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return place.copy_(tensor)  # waits for the copy
+
+
+def holding(manager: KVCacheManager, request: Hashable, pinned: bool = False) -> Holding:
+    """What the request holds, or RequestError: it is not there, or its state is not that of its position.
+
+    `pinned`: what is read of a GPU is to lie in pinned memory.
+    """
     schemas: dict[str, Any] = {name: table.schema for name, table in manager.tables.items()}
     frozen = manager.frozen.get(request)
     if frozen is not None:
@@ -63,6 +76,7 @@ def holding(manager: KVCacheManager, request: Hashable) -> Holding:
             pages,
             pools,
             lambda: {key: t for key, t in state_of(manager, frozen).items() if key not in left_out},
+            pinned,
         )
     slot = manager.slot_of.get(request)
     if slot is None:
@@ -78,5 +92,6 @@ def holding(manager: KVCacheManager, request: Hashable) -> Holding:
         schemas,
         {name: table.pages[slot] for name, table in manager.tables.items()},
         {name: table.pool.tensors for name, table in manager.tables.items()},
-        lambda: {key: t.cpu() for key, t in manager.state.snapshot(slot, buffer).items()},
+        lambda: {key: to_host(t, pinned) for key, t in manager.state.snapshot(slot, buffer).items()},
+        pinned,
     )

@@ -4,10 +4,12 @@
     cache          a Snapshot; None where the cache was given up: then the next turn computes all of it again
     evictions      what each eviction kept, so that a turn that is preempted later is computed again as it was
     conversation   plain JSON values of whoever talks: messages, tools, settings. Nothing in it is ever run
+    going          only of an answer that is not at its end: what it takes to go on with it (engine/moving.py)
 
     file = a snapshot's file of version 3. Its metadata has three JSON objects more: session (the request),
            conversation, and about (model and cache in words, for errors). It has more tensors: session/tokens [T],
            evicted_lengths/POSITION [layers, G] and evicted/POSITION/FORM [n] (eviction_record.py)
+    buffers = the same without a file, to be sent (buffers.py)
 
 Loading checks the file by itself, and takes no more memory than a few times its size. What must hold of it in one cache
 is checked by `check_session`, before anything is taken.
@@ -25,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybridkv.cache.buffers import Buffers, pack, unpack
 from hybridkv.cache.facts import Compaction
 from hybridkv.cache.manager import KVCacheManager
 from hybridkv.cache.schema import TensorSpec
@@ -40,7 +43,7 @@ RECORD_BYTES = 1 << 30  # room for eviction records, tokens and texts beside the
 
 @dataclass(frozen=True)
 class Session:
-    """A finished request, with its cache where that was kept."""
+    """A finished request, with its cache where that was kept; or one that was taken out in the middle of its answer."""
 
     model: str  # fingerprint of the model; "" if it was not known
     about: dict[str, str]  # model and cache in words, to say what differs where they do
@@ -53,6 +56,7 @@ class Session:
     snapshot: Snapshot | None = None
     conversation: dict[str, Any] = field(default_factory=dict)  # plain JSON values
     policy: str | None = None  # by which it was evicted last
+    going: dict[str, Any] | None = None  # plain JSON values: how it goes on; None: it has ended
 
     @property
     def nbytes(self) -> int:
@@ -61,15 +65,43 @@ class Session:
 
     def save(self, path: str | Path) -> None:
         """Write a file: whole, or not at all. It needs no engine, so any thread may do it."""
-        request = request_words(self)
-        meta = {"format": FORMAT, "version": SESSION_VERSION, "model": self.model}
-        meta |= {"session": _json(request), "conversation": _json(self.conversation), "about": _json(self.about)}
+        tensors, meta = self.contents()
+        write_file(Path(path), tensors, {"format": FORMAT, "version": SESSION_VERSION} | meta, "session")
+
+    def contents(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Tensors and metadata of a file that holds it."""
+        meta = {"model": self.model, "session": _json(request_words(self))}
+        meta |= {"conversation": _json(self.conversation), "about": _json(self.about)}
+        if self.going is not None:
+            meta["going"] = _json(self.going)
         tensors: dict[str, Tensor] = {"session/tokens": torch.tensor(self.tokens, dtype=torch.int32)}
         tensors |= record_tensors(self.evictions)
         if self.snapshot is not None:
             cache, of_cache = self.snapshot.contents()
             tensors, meta = cache | tensors, of_cache | meta
-        write_file(Path(path), tensors, meta, "session")
+        return tensors, meta
+
+    def to_buffers(self) -> Buffers:
+        """A head and bytes, to be sent. Of the cache nothing is copied: the bytes are the session's own."""
+        return pack("session", *self.contents())
+
+    @staticmethod
+    def from_buffers(
+        buffers: Buffers, check: Callable[[str, dict[str, str]], None] | None = None, room: int | None = None
+    ) -> Session:
+        """What was sent, on the same memory; what is damaged, truncated, foreign or of a newer version is refused.
+
+        `check` and `room` as in `load`.
+        """
+
+        def check_meta(meta: dict[str, str]) -> None:
+            if check is not None:
+                check(meta.get("model", ""), _about(meta))
+
+        try:
+            return _session(*unpack(buffers, "session", check_meta, room))
+        except NotWellFormed as problem:
+            raise HybridKVError(f"the buffers are not well-formed: {problem}") from None
 
     @staticmethod
     def load(
@@ -211,10 +243,11 @@ def _session(tensors: dict[str, Tensor], meta: dict[str, str]) -> Session:
     elif "model" not in meta:
         raise NotWellFormed("its metadata has no 'model'")
     evictions = eviction_records(tensors, len(tokens))
-    if evictions and snapshot is None:
+    going = _object(meta, "going") if "going" in meta else None
+    if evictions and snapshot is None and going is None:
         raise NotWellFormed("it has records of evictions, and no cache")
     plain = session_of_words(request, tokens, evictions, conversation, _about(meta))
-    return replace(plain, model=meta["model"], snapshot=snapshot)
+    return replace(plain, model=meta["model"], snapshot=snapshot, going=going)
 
 
 def session_of_words(

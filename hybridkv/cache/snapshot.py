@@ -7,6 +7,7 @@ state rows; last queries only if the request had a query buffer, and then it nee
 
     file = a safetensors file with a checksum (snapshot_file.py); its metadata holds fingerprints of schema and model,
            and the position. A session file (session.py) is the same and holds the request beside its cache
+    buffers = the same without a file, to be sent (buffers.py)
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybridkv.cache.buffers import Buffers, pack, unpack
 from hybridkv.cache.facts import Compaction
 from hybridkv.cache.frozen import Frozen, begin_frozen, fill_frozen, finish_frozen, thaw_request
 from hybridkv.cache.holding import holding
@@ -57,6 +59,21 @@ class Snapshot:
         """Write a file: whole, or not at all."""
         tensors, meta = self.contents()
         write_file(Path(path), tensors, {"format": FORMAT, "version": VERSION} | meta)
+
+    def to_buffers(self) -> Buffers:
+        """A head and bytes, to be sent. Nothing is copied: they are the snapshot's own."""
+        return pack("snapshot", *self.contents())
+
+    @staticmethod
+    def from_buffers(buffers: Buffers, room: int | None = None) -> Snapshot:
+        """What was sent, on the same memory; what is damaged, truncated, foreign, of a newer version or of more than
+        `room` bytes is refused.
+        """
+        tensors, meta = unpack(buffers, "snapshot", room=room)
+        try:
+            return snapshot_of(tensors, meta)
+        except NotWellFormed as problem:
+            raise HybridKVError(f"the buffers are not well-formed: {problem}") from None
 
     def contents(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Tensors and metadata of a file that holds it."""
@@ -95,9 +112,12 @@ def without_session(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: t for name, t in tensors.items() if name.partition("/")[0] not in SESSION_GROUPS}
 
 
-def snapshot_request(manager: KVCacheManager, request: Hashable) -> Snapshot:
-    """Everything the request holds, frozen or not, copied to the host. The request goes on unchanged."""
-    held = holding(manager, request)
+def snapshot_request(manager: KVCacheManager, request: Hashable, pinned: bool = False) -> Snapshot:
+    """Everything the request holds, frozen or not, copied to the host. The request goes on unchanged.
+
+    `pinned`: of a GPU, into memory that its copies run at full speed from and to.
+    """
+    held = holding(manager, request, pinned)
     manager.check_shareable(held.position)
     entries = {}
     for name in manager.tables:

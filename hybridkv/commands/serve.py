@@ -12,14 +12,14 @@ from typer import BadParameter, Exit, Option
 
 from hybridkv.commands import completion
 from hybridkv.commands.options import ModelOptions, ReuseOptions, with_options
-from hybridkv.config import EngineConfig
+from hybridkv.config import EngineConfig, parse_bytes
 from hybridkv.errors import HybridKVError
 
 if TYPE_CHECKING:
     from hybridkv.llm import LLM
     from hybridkv.server.run import Server
 
-SERVER, LIMITS = "Server", "Limits"
+SERVER, LIMITS, ROLE = "Server", "Limits", "Prompts read by another server"
 KEY_VARIABLE = "HYBRIDKV_API_KEY"
 
 
@@ -155,6 +155,40 @@ def serve(
         str | None,
         Option("--disk-size", metavar="SIZE", help="that all of these may take there", rich_help_panel=LIMITS),
     ] = None,
+    role: Annotated[
+        str,
+        Option(
+            "--role",
+            metavar="NAME",
+            help="both, or of several servers: prefill reads prompts for others, decode writes their answers",
+            rich_help_panel=ROLE,
+        ),
+    ] = "both",
+    kv_host: Annotated[
+        str,
+        Option(
+            "--kv-host",
+            metavar="ADDRESS",
+            help="where other servers fetch what was read; of a private network: it is not encrypted",
+            rich_help_panel=ROLE,
+        ),
+    ] = "127.0.0.1",
+    kv_port: Annotated[
+        int, Option("--kv-port", metavar="N", help="the same; 0: any that is free", rich_help_panel=ROLE)
+    ] = 0,
+    kv_peer: Annotated[
+        list[str] | None,
+        Option(
+            "--kv-peer",
+            metavar="ADDRESS",
+            help="from which prompts may be fetched, besides this machine; repeatable",
+            rich_help_panel=ROLE,
+        ),
+    ] = None,
+    kv_memory: Annotated[
+        str,
+        Option("--kv-memory", metavar="SIZE", help="of requests that wait to be fetched", rich_help_panel=ROLE),
+    ] = "4GiB",
     model: ModelOptions,
     reuse: ReuseOptions,
 ) -> None:
@@ -180,9 +214,14 @@ def serve(
             metrics_prefix=metrics_prefix,
             log_json=log_json,
             tool_format=tool_format,
+            role=role,
+            kv_host=kv_host,
+            kv_port=kv_port,
+            kv_peers=tuple(kv_peer or ()),
+            kv_bytes=parse_bytes(kv_memory, "--kv-memory") or 0,
         )
     except HybridKVError as problem:
-        raise BadParameter(str(problem).replace("an API key", "--api-key").replace("host ", "--host ", 1)) from None
+        raise BadParameter(_in_options(str(problem))) from None
     cache = model.cache()
     reuse.config()  # refused before anything is loaded
     try:
@@ -206,6 +245,14 @@ def serve(
     server.service.llm.close()
     if server.stopped_by == signal.SIGINT:
         raise Exit(130)
+
+
+def _in_options(text: str) -> str:
+    """What is wrong, by the names of the options."""
+    names = {"an API key": "--api-key", "kv_host": "--kv-host", "kv_port": "--kv-port", "role must": "--role must"}
+    for name, option in names.items():
+        text = text.replace(name, option)
+    return text if "--kv-host" in text else text.replace("host ", "--host ", 1)
 
 
 def _say_ready(server: Server) -> None:

@@ -29,7 +29,6 @@ import numpy as np
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.reuse import Asked, Hit
-from hybridkv.config import EvictionConfig
 from hybridkv.engine.resting import RestingCaches
 from hybridkv.engine.reuse_report import continued, report
 from hybridkv.errors import HybridKVError
@@ -450,20 +449,21 @@ class Admission(RestingCaches):
         same = _common_prefix(held.tokens[:position], request.tokens[:-1])
         resident = held.key in self.manager.slot_of  # else it is frozen, and only whole
         rewinds = resident and same > 0 and self.manager.can_rewind(held.key, same) and not held.evictions
-        if not (same == position or rewinds) or not self._has_queries(held, same, request.eviction):
+        if not (same == position or rewinds) or not self._has_queries(held, same, request):
             self.release_held(held)
             request.continues = None
             return False
         held.hold = False  # if this is interrupted half way, the cache is given back
         if resident:
             self.manager.truncate_request(held.key, same)
-        request.cached_tokens, request.evictions, request.policy = same, dict(held.evictions), held.policy
+        request.cached_tokens = min(same, request.prompt_tokens)
+        request.evictions, request.policy = dict(held.evictions), held.policy
         request.key = held.key  # from here on the cache is the request's
         self.held.remove(held)
         request.continues = None
         if self.manager.reuse is not None and resident:
             self.manager.reuse.adopt(request.key, self.asked(request))
-            request.reuse = continued(same, request.prompt_tokens)
+            request.reuse = continued(request.cached_tokens, request.prompt_tokens)
         return True
 
     def prefix_of(self, request: Request) -> Request | None:
@@ -483,10 +483,13 @@ class Admission(RestingCaches):
         self.held.append(prefix)  # used last
         return True
 
-    def _has_queries(self, held: Request, position: int, eviction: EvictionConfig | None) -> bool:
+    def _has_queries(self, held: Request, position: int, request: Request) -> bool:
         """Whether the last queries before a position are there, if an eviction to come may choose by them."""
+        eviction = request.eviction
         if eviction is None:
             return True
+        if position >= request.prompt_tokens and not (eviction.bounded or eviction.decode_every or request.hold):
+            return True  # it came in the middle of its answer, its prompt read and evicted
         first = max(0, position - eviction.window)
         if held.key in self.manager.frozen:
             return 0 <= self.manager.frozen[held.key].since <= first

@@ -31,7 +31,7 @@ from hybridkv.cache.pins import pin
 from hybridkv.cache.session import Session, check_model
 from hybridkv.config import EvictionConfig, SamplingParams, StructuredOutputs, is_whole, shown
 from hybridkv.devices import on_device
-from hybridkv.engine import held
+from hybridkv.engine import held, moving
 from hybridkv.engine.admission import DoesNotFit
 from hybridkv.engine.ahead import evict_after_step
 from hybridkv.engine.copying import calibration_tokens, copying_weights
@@ -163,7 +163,24 @@ class Engine:
             marks: (position, kind) at which a checkpoint of its state is wished (cache/checkpoints.py: Mark).
         """
         self._check_owner()
-        params = params or SamplingParams()
+        request = self.checked_request(tokens, params or SamplingParams(), hold, eviction, prefix)
+        params, request.continues = request.params, after
+        request.reads, request.writes = self.cache_uses(cache)
+        request.salt, request.marks = salt, checked_marks(marks, len(request.tokens))
+        for i in range(1, params.n):
+            request.siblings.append(self._sibling(request, i))
+        self.scheduler.add(request)
+        return request
+
+    def checked_request(
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        hold: bool = False,
+        eviction: EvictionConfig | int | None | object = INHERIT,
+        prefix: Request | None = None,
+    ) -> Request:
+        """A request that is in no queue yet, checked: it can run here if it is alone. Arguments as of `add`."""
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling parameters must be SamplingParams, not {type(params).__name__}")
         self._check_params(params)
@@ -177,15 +194,14 @@ class Engine:
         request.bad_words = bad_word_tokens(params.bad_words, self.tokenizer)
         for token in (token for word in request.bad_words for token in word if token >= self.vocab):
             raise RequestError(f"a bad word has token id {token}, which is outside the vocabulary of {self.vocab}")
-        request.continues = after
+        return request
+
+    @staticmethod
+    def cache_uses(cache: bool | str) -> tuple[bool, bool]:
+        """Whether a request begins with what others have read, and they with what it reads; or RequestError."""
         if cache not in CACHE_USES:
             raise RequestError(f"cache must be True, False, 'read' or 'write', not {shown(cache)}")
-        request.reads, request.writes = CACHE_USES[cache]
-        request.salt, request.marks = salt, checked_marks(marks, len(request.tokens))
-        for i in range(1, params.n):
-            request.siblings.append(self._sibling(request, i))
-        self.scheduler.add(request)
-        return request
+        return CACHE_USES[cache]
 
     def _sibling(self, request: Request, i: int) -> Request:
         """Answer i to the same prompt. It is in no queue until the prompt has been read."""
@@ -337,6 +353,39 @@ class Engine:
                 request.text.finish()
                 request.finish_reason = "abort"
                 self._finish(request)
+
+    # ---- requests that move (moving.py)
+
+    def export(self, request: Request) -> Session:
+        """A copy on the host of a request in whatever state, also in the middle of its answer, for another engine to
+        `resume`; `Session.to_buffers` sends it. The request stays as it is: abort it once it has arrived. With a step
+        in flight it is refused (call `drain` first).
+        """
+        with self._change(), on_device(self.manager.device):
+            return moving.export(self, request)
+
+    def resume(
+        self,
+        session: Session,
+        params: SamplingParams | None = None,
+        hold: bool = False,
+        eviction: EvictionConfig | int | None | object = moving.AS_SENT,
+        salt: bytes = b"",
+        cache: bool | str = True,
+    ) -> Request:
+        """Go on with a request that was exported, token for token as it would have gone on there; or RequestError, and
+        nothing is taken. It waits for its turn as one that was added does.
+
+        Args:
+            session: of `export`.
+            params: instead of those that it came with; needed where these hold code (a logits hook, a grammar).
+            hold: keep the cache when it has finished.
+            eviction: instead of what it came with, as in `add`.
+            salt: as in `add`.
+            cache: as in `add`.
+        """
+        with self._change(), on_device(self.manager.device):
+            return moving.resume(self, session, params, hold, eviction, salt, cache)
 
     # ---- held requests, saved and doubled (held.py)
 
@@ -543,7 +592,7 @@ class Engine:
             try:
                 evict_after_step(self, request, wait=False)
                 if request.evictions or request.evicting is not None:
-                    request.limit = self._limit(request)
+                    request.limit = self.limit(request)
             except OutOfPages as problem:  # others run on its pages, so that what survives has no place beside them
                 if len(self.scheduler.running) < 2:
                     request.finish_reason, request.error = "error", f"eviction failed: {problem}"
@@ -561,7 +610,7 @@ class Engine:
         assert step.sampled is not None
         for request in step.sampled.requests:
             if request.first_token_at is None:  # before it is known: a step may be launched ahead
-                request.limit = self._limit(request)
+                request.limit = self.limit(request)
             if request.siblings and request not in failed and not request.finished:
                 self.scheduler.fork(request)
                 if request.finish_reason == "error":
@@ -589,31 +638,33 @@ class Engine:
             if request.first_token_at is None:
                 request.first_token_at = now
             request.last_token_at = now
-            request.tokens.append(token)
             request.source = None
-            may_stop = request.answer_tokens > request.params.min_tokens
-            try:
-                seen = None if request.following is None else request.following.see(token)
-            except (Exception, SystemExit) as problem:  # what a grammar raises is its own request's
-                request.error, request.finish_reason = f"structured output failed: {problem}", "error"
-                updates.append(Update(request, token, ""))
-                continue
-            bound = request.following is not None and request.following.bound  # then it says what ends the answer
-            ends = seen == "end" if bound else may_stop and token in request.ends_at
-            try:
-                text = "" if ends else request.text.push(token, may_stop)
-            except Exception as problem:  # of a tokenizer: its own request ends, and the others go on
-                request.error, request.finish_reason = f"the tokens have no text: {problem}", "error"
-                updates.append(Update(request, None, ""))
-                continue
-            if ends or seen == "done" or request.text.stopped is not None:
-                request.finish_reason, request.end_token = "stop", ends
-            elif len(request.tokens) >= request.limit:
-                request.finish_reason = "length"
-            updates.append(Update(request, token, text))
+            updates.append(self.see(request, token))
         return updates
 
-    def _limit(self, request: Request) -> int:
+    def see(self, request: Request, token: int) -> Update:
+        """A request's next token: its answer grows by it, and may end with it."""
+        request.tokens.append(token)
+        may_stop = request.answer_tokens > request.params.min_tokens
+        try:
+            seen = None if request.following is None else request.following.see(token)
+        except (Exception, SystemExit) as problem:  # what a grammar raises is its own request's
+            request.error, request.finish_reason = f"structured output failed: {problem}", "error"
+            return Update(request, token, "")
+        bound = request.following is not None and request.following.bound  # then it says what ends the answer
+        ends = seen == "end" if bound else may_stop and token in request.ends_at
+        try:
+            text = "" if ends else request.text.push(token, may_stop)
+        except Exception as problem:  # of a tokenizer: its own request ends, and the others go on
+            request.error, request.finish_reason = f"the tokens have no text: {problem}", "error"
+            return Update(request, None, "")
+        if ends or seen == "done" or request.text.stopped is not None:
+            request.finish_reason, request.end_token = "stop", ends
+        elif len(request.tokens) >= request.limit:
+            request.finish_reason = "length"
+        return Update(request, token, text)
+
+    def limit(self, request: Request) -> int:
         """Tokens, prompt and answer, at which the request ends."""
         longest, most = self._longest(request), request.params.max_tokens
         return longest if most is None else min(request.prompt_tokens + most, longest)

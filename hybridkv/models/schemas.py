@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from hybridkv.cache.heads import HeadCounts
 from hybridkv.cache.schema import CacheSchema, StateSchema, StreamSchema, TensorSpec
 from hybridkv.config import KV_DTYPES, CacheConfig
 from hybridkv.dtypes import dtype_name
@@ -43,6 +44,14 @@ def attention_schema(
         TensorSpec("lse", (cache.window, config.heads), "float32"),
     )
     return replace(schema, states=(*states, StateSchema("queries", config.attention_layers, buffers, lent=True)))
+
+
+def head_counts(config: ModelConfig) -> HeadCounts:
+    """By what the cache of a model is dealt out to ranks."""
+    gdn = config.gdn
+    if gdn is None:
+        return HeadCounts(config.heads, config.kv_heads)
+    return HeadCounts(config.heads, config.kv_heads, gdn.key_heads, gdn.value_heads, gdn.key_dim, gdn.value_dim)
 
 
 def gdn_schema(config: ModelConfig, cache: CacheConfig, model_dtype: str | torch.dtype) -> CacheSchema:

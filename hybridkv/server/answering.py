@@ -61,8 +61,10 @@ async def answer(request: Request, service: Service, job: Job, form: Format, str
     with _watched(service, generation, request.receive, record):
         while not generation.over:
             events += await generation.next(3600.0) or ()
+        sent = await service.send(generation)
         _count(service, generation, events, record)
-    return JSONResponse(form.whole(events, generation))
+    found = form.whole(events, generation)
+    return JSONResponse(found if sent is None else found | {"kv_transfer_params": sent})
 
 
 class EventStream:

@@ -10,12 +10,14 @@ back what it holds.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from hybridkv.cache.session import Session
 from hybridkv.config import SamplingParams
 from hybridkv.engine.engine import INHERIT, Engine
 from hybridkv.engine.loop_mail import loop_mail
@@ -25,6 +27,9 @@ from hybridkv.request import Request, TokenLogprobs
 from hybridkv.server.events import CallEnd, Divider, Event, Finish, Prompt, Tokens
 from hybridkv.server.problems import MODEL_FAILED, ApiError, bad, unavailable
 from hybridkv.server.sessions import Sessions
+from hybridkv.server.transfers import Transfer
+
+log = logging.getLogger("hybridkv.server")
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class Job:
     params: SamplingParams
     eviction: Any = INHERIT
     read_only: bool = False  # the prompt is read, and no token is asked for
+    transfer: Transfer | None = None  # to or from another server
 
     @property
     def choices(self) -> int:
@@ -103,8 +109,10 @@ class Generation:
         request_seconds: float = 0.0,
         added: Callable[[Request], None] = lambda request: None,  # told of each, on the engine's thread
         sessions: Sessions | None = None,
+        sends: bool = False,  # the request's cache is held for another server
+        moved: Session | None = None,  # what another server has read of it
     ) -> None:
-        self._added, self._sessions = added, sessions
+        self._added, self._sessions, self.sends, self._moved = added, sessions, sends, moved
         self.job, self.usage, self.times = job, Usage(), Times()
         self.over = False
         self._owner = owner
@@ -130,8 +138,14 @@ class Generation:
         def add(number: int, engine: Engine) -> Request:  # on the engine's thread
             prompt = self.job.prompts[number]
             how: dict[str, Any] = {"cache": prompt.sharing.cache, "salt": prompt.sharing.salt, "marks": prompt.marks}
-            if self._sessions is not None and prompt.sharing.conversation:
-                job = self.job
+            job, request = self.job, None
+            if self._moved is not None:
+                request = self._go_on(engine, how)
+            if request is not None:
+                pass
+            elif self.sends:
+                request = engine.add(prompt.tokens, job.params, hold=True, eviction=job.eviction, **how)
+            elif self._sessions is not None and prompt.sharing.conversation:
                 request = self._sessions.add(engine, prompt.tokens, job.params, job.eviction, prompt.sharing, how)
             else:
                 request = engine.add(prompt.tokens, self.job.params, eviction=self.job.eviction, **how)
@@ -164,6 +178,18 @@ class Generation:
             self._check_time(time.monotonic())
         if self._failure is not None:
             raise self._failure
+
+    def _go_on(self, engine: Engine, how: dict[str, Any]) -> Request | None:
+        """The request that was read elsewhere; None: it does not fit here, and is read again."""
+        assert self._moved is not None
+        job, kept = self.job, {name: how[name] for name in ("cache", "salt")}
+        try:
+            return engine.resume(self._moved, job.params, eviction=job.eviction, **kept)
+        except HybridKVError as problem:
+            log.warning("a prompt that was read elsewhere is read again: %s", problem)
+            return None
+        finally:
+            self._moved = None  # its bytes go
 
     @property
     def accepted(self) -> bool:

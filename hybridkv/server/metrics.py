@@ -66,6 +66,7 @@ class Metrics:
             "tool_calls", "calls of functions in answers: whole, or cut by a limit", "format", "outcome"
         )
         self.replayed = counter("replayed_calls", "answers with calls that stood in a prompt as they were written")
+        self.transfers = counter("kv_transfers", "prompts read for, or by, another server, or missed there", "what")
         self.cancelled_total = counter("cancelled", "requests whose client left", "stage")
         self.http = Counter(
             prefix + "http_requests", "answers by route and status", ["route", "code"], registry=self.registry

@@ -31,6 +31,7 @@ from hybridkv.server.reusing import sharing_of
 from hybridkv.server.service import Service
 from hybridkv.server.structure import read_structure
 from hybridkv.server.tools import read_openai_tools
+from hybridkv.server.transfers import read_transfer
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
@@ -69,7 +70,8 @@ def read_chat(asked: Fields, service: Service) -> ChatCall:
         stop=common.stops(asked, "stop"),
         logprobs=(top or 0) if logprobs else None,
     )
-    job = Job([rendered.prompt], rendered.params(params), common.eviction(asked, llm))
+    transfer = read_transfer(asked)
+    job = Job([rendered.prompt], rendered.params(params), common.eviction(asked, llm), transfer=transfer)
     show = asked.flag("include_reasoning", True)
     return ChatCall(model, job, options, show, logprobs, asked.flag("return_token_ids"))
 

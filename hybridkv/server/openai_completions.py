@@ -31,6 +31,7 @@ from hybridkv.server.openai_common import (
 from hybridkv.server.reusing import sharing_of
 from hybridkv.server.service import Service
 from hybridkv.server.structure import compiled, read_structure
+from hybridkv.server.transfers import read_transfer
 
 DEFAULT_TOKENS = 16  # of an answer, as OpenAI has it
 
@@ -81,6 +82,7 @@ def read_completion(asked: Fields, service: Service) -> CompletionCall:
         params,
         common.eviction(asked, llm),
         read_only=most == 0,
+        transfer=read_transfer(asked),
     )
     return CompletionCall(model, job, options, texts, echo, logprobs, asked.flag("return_token_ids"))
 

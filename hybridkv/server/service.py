@@ -22,6 +22,7 @@ from hybridkv.server.picture import Recorder
 from hybridkv.server.problems import ApiError, bad, busy, too_long, unavailable
 from hybridkv.server.sessions import Sessions
 from hybridkv.server.settings import ServerSettings
+from hybridkv.server.transfers import Transfers
 
 T = TypeVar("T")
 TEXT_THREADS = 4  # that tokenise and render
@@ -44,6 +45,7 @@ class Service:
         self._feed: CacheFeed | None = None
         self._unobserve: Callable[[], None] = lambda: None
         self._sessions: Sessions | None = None
+        self._transfers: Transfers | None = None
         self._names: list[str] = list(settings.names)
         self._pool = ThreadPoolExecutor(TEXT_THREADS, "hybridkv-text")
         self._stepped = time.monotonic()  # when the engine was last seen to move
@@ -58,6 +60,8 @@ class Service:
         recorder = Recorder(llm.manager)
         self._feed, self._unobserve = CacheFeed(self, recorder), llm.owner.observe(recorder.observe)
         self._sessions = Sessions(llm)
+        count = self.metrics.transfers
+        self._transfers = Transfers(llm, self.settings, lambda what: count.labels(self.names[0], what).inc())
         self._llm = llm
 
     # ---- state
@@ -68,6 +72,13 @@ class Service:
         self.llm  # noqa: B018
         assert self._sessions is not None
         return self._sessions
+
+    @property
+    def transfers(self) -> Transfers:
+        """What goes to other servers and comes from them, or 503 while the model is read."""
+        self.llm  # noqa: B018
+        assert self._transfers is not None
+        return self._transfers
 
     @property
     def llm(self) -> LLM:
@@ -152,7 +163,10 @@ class Service:
                 await self.work(self.sessions.restore, prompt.sharing)
         own = partial(self.feed.recorder.own, whose=whose)
         queued, longest = settings.queue_seconds, settings.request_seconds
-        generation = Generation(self.llm.owner, job, queued, longest, own, self.sessions)
+        sends, moved = self.transfers.may_send(job.transfer, job.choices), None
+        if job.transfer is not None and not sends and job.choices == 1:
+            moved = await self.work(self.transfers.fetch, job.transfer, job.prompts[0].tokens, job.params)
+        generation = Generation(self.llm.owner, job, queued, longest, own, self.sessions, sends, moved)
         self._stepped = time.monotonic()
         self._answers += job.choices
         self.generations.add(generation)
@@ -163,6 +177,12 @@ class Service:
             raise
         return generation
 
+    async def send(self, generation: Generation) -> dict[str, Any] | None:
+        """What the client is to tell the server that goes on with the answer; None: nothing."""
+        if not generation.sends or not generation.requests:
+            return None
+        return await self.work(self.transfers.send, generation.requests[0])
+
     def end(self, generation: Generation) -> None:
         """Whatever became of it: nothing of it is left, here or, soon, in the engine."""
         if generation not in self.generations:
@@ -172,6 +192,8 @@ class Service:
         if not generation.over:
             self.metrics.cancelled(generation)
         generation.cancel()
+        for request in generation.requests if generation.sends else ():
+            self.llm.owner.discard(request)  # its cache was held to be sent
         problem = generation.problem
         if problem is not None and "CUDA error" in str(problem):  # it does not go away
             self.fatal = "the device has failed; the server has to be started again"
@@ -204,6 +226,8 @@ class Service:
     def close(self) -> None:
         """End the threads. The model is its owner's to close."""
         self._unobserve()
+        if self._transfers is not None:
+            self._transfers.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 

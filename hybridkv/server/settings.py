@@ -23,6 +23,7 @@ BODY_BYTES_PER_TOKEN = 16  # of the context
 LEAST_BODY = 2 << 20
 MAX_HEADERS = 64 << 10  # bytes of all headers together
 HEADER_SECONDS = 10.0  # for a request's headers, from its connection or its first byte on
+ROLES = ("both", "prefill", "decode")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -48,6 +49,12 @@ class ServerSettings:
         metrics_prefix: of the names at /metrics.
         log_json: log lines as JSON.
         tool_format: how the model writes calls, by a name of text/call_formats.py; None: as its template says.
+        role: prefill reads prompts for other servers, decode writes answers to prompts that others have read, both
+            does either; all answer plain requests.
+        kv_host: the address at which other servers fetch what was read; on a private network.
+        kv_port: 0 takes one that is free.
+        kv_peers: addresses beside this machine's from which prompts are fetched.
+        kv_bytes: of requests that wait to be fetched.
     """
 
     host: str = "127.0.0.1"
@@ -67,6 +74,11 @@ class ServerSettings:
     metrics_prefix: str = "hybridkv_"
     log_json: bool = False
     tool_format: str | None = None
+    role: str = "both"
+    kv_host: str = "127.0.0.1"
+    kv_port: int = 0
+    kv_peers: tuple[str, ...] = ()
+    kv_bytes: int = 4 << 30
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -80,6 +92,12 @@ class ServerSettings:
             )
         if self.tool_format is not None and self.tool_format not in FORMATS:
             raise HybridKVError(f"tool_format must be one of {', '.join(FORMATS)}, not {self.tool_format!r}")
+        if self.role not in ROLES:
+            raise HybridKVError(f"role must be one of {', '.join(ROLES)}, not {self.role!r}")
+        if not 0 <= self.kv_port <= 65535:
+            raise HybridKVError(f"kv_port must be from 0 (any that is free) to 65535, not {self.kv_port}")
+        if self.kv_host in ("", "0.0.0.0", "::"):
+            raise HybridKVError("kv_host must be the address by which other servers reach this one, not all of them")
         if self.queue < 0 or self.connections < 1:
             raise HybridKVError("queue must be 0 or more, and connections 1 or more")
 

@@ -1,0 +1,291 @@
+"""A prompt that one server reads and whose answer another writes: the same answer as of one server alone, whatever goes
+wrong between the two.
+"""
+
+import http.client
+import json
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hybridkv import LLM, CacheConfig
+from hybridkv.cache.buffers import Buffers
+from hybridkv.server.settings import ServerSettings
+from hybridkv.server.transfers import Transfers
+from server.running import QUIET, SECONDS, Running, post_bytes, serving
+from server.test_command import port_of, refused, started
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+TEXT = "The quick brown fox jumps over the lazy dog and runs away. " * 3
+LEG_1 = {
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+    "remote_host": None, "remote_port": None,
+}  # fmt: skip
+ASKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "greedy": (COMPLETIONS, {"prompt": TEXT, "temperature": 0, "max_tokens": 20}),
+    "seeded": (COMPLETIONS, {"prompt": TEXT, "temperature": 1.2, "seed": 5, "max_tokens": 20, "logprobs": 2}),
+    "chat": (CHAT, {"messages": [{"role": "user", "content": TEXT}], "temperature": 1, "seed": 8, "max_tokens": 20}),
+    "stop": (COMPLETIONS, {"prompt": TEXT, "temperature": 0.9, "seed": 4, "max_tokens": 40, "stop": ["e", "a"]}),
+    "one token": (COMPLETIONS, {"prompt": TEXT, "temperature": 0, "max_tokens": 1}),
+    "min_tokens": (COMPLETIONS, {"prompt": TEXT, "temperature": 2, "seed": 1, "max_tokens": 9, "min_tokens": 9}),
+}
+
+
+def first_leg(body: dict[str, Any]) -> dict[str, Any]:
+    """As vLLM's proxies send it."""
+    found = {name: value for name, value in body.items() if name not in ("min_tokens", "stream_options")}
+    return found | {"max_tokens": 1, "stream": False, "kv_transfer_params": LEG_1}
+
+
+def said(answer: dict[str, Any]) -> Any:
+    """What does not depend on when and where it was answered."""
+    return answer["choices"], answer["usage"]["completion_tokens"]
+
+
+@pytest.fixture(scope="module")
+def both(tiny_llm: LLM) -> Iterator[Running]:
+    with serving(tiny_llm, names=("tiny",), keep_alive=QUIET) as running:
+        yield running
+
+
+def alone(server: Running, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    status, found = server.post(path, body | {"hybridkv": {"cache": False}})
+    assert status == 200, found
+    return found
+
+
+def two_legs(server: Running, path: str, body: dict[str, Any], **change: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both answers, of a server that does both."""
+    status, first = server.post(path, first_leg(body) | {"hybridkv": {"cache": False}})
+    assert status == 200, first
+    params = first["kv_transfer_params"] | change
+    status, second = server.post(path, body | {"kv_transfer_params": params, "hybridkv": {"cache": False}})
+    assert status == 200, second
+    return first, second
+
+
+def counted(server: Running) -> dict[str, float]:
+    found = {}
+    for line in server.ask("GET", "/metrics")[2].splitlines():
+        if line.startswith("hybridkv_kv_transfers_total{"):
+            found[line.split('what="')[1].split('"')[0]] = float(line.rsplit(" ", 1)[1])
+    return {what: found.get(what, 0.0) for what in ("sent", "fetched", "missed")}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_the_answer_is_that_of_one_server(name: str, both: Running) -> None:
+    path, body = ASKED[name]
+    want, before = alone(both, path, body), counted(both)
+    first, second = two_legs(both, path, body)
+    assert said(second) == said(want)
+    prompt = want["usage"]["prompt_tokens"]
+    assert first["usage"]["completion_tokens"] == 1 and second["usage"]["prompt_tokens"] == prompt > 100
+    after = counted(both)
+    assert after["sent"] - before["sent"] == after["fetched"] - before["fetched"] == 1
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == prompt, "the prompt was read again"
+    both.idle()
+    assert both.service.transfers.shelf.used == 0
+
+
+def test_the_second_leg_streams(both: Running) -> None:
+    path, body = ASKED["seeded"]
+    want = alone(both, path, body)
+    _, first = both.post(path, first_leg(body))
+    lines = both.stream(path, body | {"kv_transfer_params": first["kv_transfer_params"]})
+    assert lines[-1] == "[DONE]"
+    text = "".join(choice["text"] for line in lines[:-1] for choice in json.loads(line)["choices"])
+    assert text == want["choices"][0]["text"]
+
+
+def test_a_seed_that_nobody_gave_goes_along(both: Running) -> None:
+    """Without one the first token would be of one answer and the rest of another; here it is seen by its seed."""
+    path, body = COMPLETIONS, {"prompt": TEXT, "temperature": 1.5, "max_tokens": 12, "return_token_ids": True}
+    seen = []
+    plain = both.llm.engine.resume
+
+    def resume(session: Any, *given: Any, **more: Any) -> Any:
+        request = plain(session, *given, **more)
+        seen.append((session.going["seed"], request.seed, session.tokens[-1]))
+        return request
+
+    both.llm.engine.resume = resume  # type: ignore[method-assign]
+    try:
+        _, second = two_legs(both, path, body)
+    finally:
+        del both.llm.engine.resume
+    [(sent, used, token)] = seen
+    assert sent == used and second["choices"][0]["token_ids"][0] == token
+
+
+def test_what_cannot_be_fetched_is_read_again(both: Running) -> None:
+    path, body = ASKED["seeded"]
+    want = said(alone(both, path, body))
+    other = {"key": "0" * 64, "digest": "0" * 64}
+    for change in (
+        {"hybridkv": other},  # gone, or guessed
+        {"remote_port": 1},  # nobody is there
+        {"remote_host": "192.0.2.1"},  # none of its peers: never asked
+        {"hybridkv": None, "remote_block_ids": [3]},  # of another engine
+        {"hybridkv": {"key": 3, "digest": []}, "remote_port": "x"},
+    ):
+        before = counted(both)
+        _, second = two_legs(both, path, body, **change)
+        assert said(second) == want, change
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert counted(both)["fetched"] == before["fetched"]
+        both.idle()
+
+
+def test_another_prompt_or_a_damaged_one_is_not_gone_on_with(both: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, body = ASKED["greedy"]
+    _, first = both.post(path, first_leg(body | {"prompt": "Something else. " * 9}))
+    asked = body | {"kv_transfer_params": first["kv_transfer_params"], "hybridkv": {"cache": False}}
+    _, second = both.post(path, asked)
+    want = said(alone(both, path, body))
+    assert said(second) == want and second["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    plain = Buffers.seal
+
+    def spoilt(self: Buffers) -> Buffers:
+        found = plain(self)
+        large = max(found.parts, key=lambda part: part.nbytes)
+        large[large.numel() // 3] ^= 1
+        return found
+
+    monkeypatch.setattr(Buffers, "seal", spoilt)
+    before = counted(both)
+    _, second = two_legs(both, path, body)
+    assert said(second) == want and counted(both)["missed"] == before["missed"] + 1
+    both.idle()
+
+
+def test_what_is_fetched_and_finds_no_place_is_read_again(both: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, body = ASKED["seeded"]
+    want = said(alone(both, path, body))
+
+    def no_room(*given: Any) -> None:
+        from hybridkv.errors import RequestError
+
+        raise RequestError("there is no room")
+
+    monkeypatch.setattr("hybridkv.engine.held.make_room", no_room)
+    _, second = two_legs(both, path, body)
+    assert said(second) == want and second["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    both.idle()
+
+
+def test_several_answers_are_not_sent_and_a_stream_does_not_say_where_they_wait(both: Running) -> None:
+    path, body = ASKED["greedy"]
+    status, found = both.post(path, first_leg(body) | {"n": 2})
+    assert status == 200 and "kv_transfer_params" not in found and len(found["choices"]) == 2
+    status, found = both.post(path, first_leg(body) | {"stream": True})
+    assert status == 400 and found["error"]["param"] == "kv_transfer_params.do_remote_decode"
+    for params in (3, {"do_remote_decode": "yes"}):
+        status, found = both.post(path, body | {"kv_transfer_params": params})
+        assert status == 400 and found["error"]["param"].startswith("kv_transfer_params")
+    both.idle()
+
+
+def test_a_client_that_leaves_after_the_first_leg_leaves_nothing_held(both: Running) -> None:
+    for _ in range(3):
+        with both.connect() as connection:
+            connection.sendall(post_bytes(COMPLETIONS, first_leg(ASKED["greedy"][1])))
+    both.idle()
+
+
+def test_an_evicted_request_is_sent_after_its_cut(tiny_llm: LLM) -> None:
+    path, body = ASKED["seeded"]
+    cache = CacheConfig(budget=48, window=8, recent=8)
+    opened = LLM(tiny_llm.path, device="cpu", dtype="float32", max_context=512, exact=True, cache=cache)
+    with opened as llm, serving(llm, names=("tiny",)) as server:
+        want = alone(server, path, body)
+        first, second = two_legs(server, path, body)
+        assert said(second) == said(want) and second["usage"]["hybridkv"]["kept_tokens"] < 80
+        prompt = want["usage"]["prompt_tokens"]
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == prompt
+        sent = first["kv_transfer_params"]["hybridkv"]["bytes"]
+        _, whole = server.post(path, first_leg(body) | {"hybridkv": {"budget": None}})
+        assert sent < whole["kv_transfer_params"]["hybridkv"]["bytes"]
+        server.idle()
+
+
+def test_roles_say_which_legs_a_server_goes(tiny_llm: LLM) -> None:
+    path, body = ASKED["greedy"]
+    with serving(tiny_llm, role="decode") as writer, serving(tiny_llm, role="prefill") as reader:
+        want = said(alone(writer, path, body))
+        status, found = writer.post(path, first_leg(body))
+        assert status == 200 and "kv_transfer_params" not in found
+        status, found = reader.post(path, first_leg(body))
+        params = found["kv_transfer_params"]
+        assert status == 200 and params["do_remote_prefill"] and params["remote_port"] > 0
+        asked = body | {"kv_transfer_params": params, "hybridkv": {"cache": False}}
+        status, found = reader.post(path, asked)  # it reads, and fetches nothing
+        assert said(found) == want and found["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        status, found = writer.post(path, asked)
+        assert said(found) == want and found["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+
+
+def test_what_nobody_fetches_goes_after_a_minute_and_takes_no_more_than_it_may(tiny_llm: LLM) -> None:
+    with serving(tiny_llm, kv_bytes=1 << 10) as server:
+        path, body = ASKED["greedy"]
+        status, found = server.post(path, first_leg(body))
+        assert status == 200 and "kv_transfer_params" not in found, "it is larger than all that may wait"
+        server.idle()
+    transfers = Transfers(tiny_llm, ServerSettings())
+    try:
+        assert transfers.shelf.seconds == 60.0 and transfers.shelf.limit == 4 << 30
+    finally:
+        transfers.close()
+
+
+def test_settings_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--role must be one of both, prefill, decode" in refused(capsys, "--role", "reader")
+    assert "--kv-host must be the address" in refused(capsys, "--kv-host", "0.0.0.0")
+    assert "--kv-port must be" in refused(capsys, "--kv-port", "70000")
+    assert "--kv-memory must be a size" in refused(capsys, "--kv-memory", "many")
+
+
+# ---- two processes
+
+
+def post(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
+    try:
+        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        answer = connection.getresponse()
+        found = json.loads(answer.read())
+        assert answer.status == 200, found
+        return found
+    finally:
+        connection.close()
+
+
+def test_two_processes_answer_as_one_and_the_one_that_reads_may_be_killed_between_the_legs(
+    tiny_llm: LLM, both: Running
+) -> None:
+    model = ("-m", tiny_llm.path, "--context", 512, "--alias", "tiny", "--dtype", "float32", "--exact")
+    with (
+        started(*model, "--role", "prefill") as (reader, lines),
+        started(*model, "--role", "decode") as (writer, more),
+    ):
+        reads, writes = port_of(lines), port_of(more)
+        for name in ("greedy", "seeded", "chat"):
+            path, body = ASKED[name]
+            first = post(reads, path, first_leg(body))
+            second = post(writes, path, body | {"kv_transfer_params": first["kv_transfer_params"]})
+            want = alone(both, path, body)
+            assert said(second) == said(want)
+            prompt = want["usage"]["prompt_tokens"]
+            assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == prompt
+        path, body = COMPLETIONS, ASKED["seeded"][1] | {"prompt": "One more. " + TEXT}
+        first = post(reads, path, first_leg(body))
+        assert first["kv_transfer_params"]["hybridkv"]["key"]
+        reader.send_signal(signal.SIGKILL)
+        reader.wait(SECONDS)
+        second = post(writes, path, body | {"kv_transfer_params": first["kv_transfer_params"]})
+        want = alone(both, path, body)
+        assert said(second) == said(want)
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] < want["usage"]["prompt_tokens"]
+        writer.send_signal(signal.SIGTERM)
+        assert writer.wait(SECONDS) == 0
