@@ -127,8 +127,9 @@ def serve(
         float,
         Option(
             "--shutdown-timeout",
+            "--drain",
             metavar="SECONDS",
-            help="that running requests get when the server is told to end",
+            help="for answers to come to their end, and conversations to be saved, when the server is told to end",
             rich_help_panel=LIMITS,
         ),
     ] = 30.0,
@@ -188,6 +189,7 @@ def serve(
     try:
         from hybridkv.server.record import log_to_stderr
         from hybridkv.server.run import Server
+        from hybridkv.server.warm import capture_graphs
     except ModuleNotFoundError as problem:
         if (problem.name or "").split(".")[0] == "hybridkv":
             raise
@@ -200,6 +202,7 @@ def serve(
         llm = model.open(EngineConfig.max_requests, cache, reuse, **kept)
         if temperature is not None:
             llm.sampling_defaults["temperature"] = temperature
+        capture_graphs(llm)  # while /health still says loading: no client waits for them
         return llm
 
     server.run(load, _say_ready)
