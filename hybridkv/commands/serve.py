@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 SERVER, LIMITS = "Server", "Limits"
 KEY_VARIABLE = "HYBRIDKV_API_KEY"
+MOST_REPLICAS = 64
 
 
 @with_options
@@ -156,6 +157,15 @@ def serve(
         str | None,
         Option("--disk-size", metavar="SIZE", help="that all of these may take there", rich_help_panel=LIMITS),
     ] = None,
+    replicas: Annotated[
+        int,
+        Option(
+            "--replicas",
+            metavar="N",
+            help="servers, each with cards of its own, at the next ports behind a router (extra: replicas)",
+            rich_help_panel=SERVER,
+        ),
+    ] = 1,
     model: ModelOptions,
     reuse: ReuseOptions,
 ) -> None:
@@ -163,8 +173,11 @@ def serve(
 
     Ctrl-C or SIGTERM lets running answers come to their end; a second one ends at once.
     """
+    from hybridkv.commands.serve_replicas import serve_replicas
     from hybridkv.server.settings import ServerSettings
 
+    if not 1 <= replicas <= MOST_REPLICAS:
+        raise BadParameter(f"--replicas must be from 1 to {MOST_REPLICAS}, not {replicas}")
     keys = _keys(api_key or [], api_key_file)
     try:
         settings = ServerSettings(
@@ -194,6 +207,9 @@ def serve(
         if (problem.name or "").split(".")[0] == "hybridkv":
             raise
         raise HybridKVError(f"serving needs {problem.name}: pip install 'hybridkv[server]'") from None
+    if replicas > 1:
+        code = serve_replicas(replicas, settings, model, host_cache, disk_cache)
+        raise Exit(code)
     server = Server(settings)
     log_to_stderr()
 
