@@ -35,7 +35,7 @@ $(VENV)/.stamp-run: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "== installing hybridkv with its test and lint tools (about 1.9 GB with the CPU build of torch; a minute or more)"
+	@echo "== installing hybridkv with its test and lint tools (about 2 GB with the CPU build of torch; a minute or more)"
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $(VENV)/.stamp-run $@
 

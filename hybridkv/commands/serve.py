@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 SERVER, LIMITS, ROLE = "Server", "Limits", "Prompts read by another server"
 KEY_VARIABLE = "HYBRIDKV_API_KEY"
+MOST_REPLICAS = 64
 
 
 @with_options
@@ -127,8 +128,9 @@ def serve(
         float,
         Option(
             "--shutdown-timeout",
+            "--drain",
             metavar="SECONDS",
-            help="that running requests get when the server is told to end",
+            help="for answers to come to their end, and conversations to be saved, when the server is told to end",
             rich_help_panel=LIMITS,
         ),
     ] = 30.0,
@@ -189,6 +191,15 @@ def serve(
         str,
         Option("--kv-memory", metavar="SIZE", help="of requests that wait to be fetched", rich_help_panel=ROLE),
     ] = "4GiB",
+    replicas: Annotated[
+        int,
+        Option(
+            "--replicas",
+            metavar="N",
+            help="servers, each with cards of its own, at the next ports behind a router (extra: replicas)",
+            rich_help_panel=SERVER,
+        ),
+    ] = 1,
     model: ModelOptions,
     reuse: ReuseOptions,
 ) -> None:
@@ -196,8 +207,11 @@ def serve(
 
     Ctrl-C or SIGTERM lets running answers come to their end; a second one ends at once.
     """
+    from hybridkv.commands.serve_replicas import serve_replicas
     from hybridkv.server.settings import ServerSettings
 
+    if not 1 <= replicas <= MOST_REPLICAS:
+        raise BadParameter(f"--replicas must be from 1 to {MOST_REPLICAS}, not {replicas}")
     keys = _keys(api_key or [], api_key_file)
     try:
         settings = ServerSettings(
@@ -227,10 +241,14 @@ def serve(
     try:
         from hybridkv.server.record import log_to_stderr
         from hybridkv.server.run import Server
+        from hybridkv.server.warm import capture_graphs
     except ModuleNotFoundError as problem:
         if (problem.name or "").split(".")[0] == "hybridkv":
             raise
         raise HybridKVError(f"serving needs {problem.name}: pip install 'hybridkv[server]'") from None
+    if replicas > 1:
+        code = serve_replicas(replicas, settings, model, host_cache, disk_cache)
+        raise Exit(code)
     server = Server(settings)
     log_to_stderr()
 
@@ -239,6 +257,7 @@ def serve(
         llm = model.open(EngineConfig.max_requests, cache, reuse, **kept)
         if temperature is not None:
             llm.sampling_defaults["temperature"] = temperature
+        capture_graphs(llm)  # while /health still says loading: no client waits for them
         return llm
 
     server.run(load, _say_ready)

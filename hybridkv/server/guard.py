@@ -161,7 +161,7 @@ class Guard:
                         await _flush(receive)
                         raise _too_large(limit)
         except TimeoutError:
-            raise ApiError(408, "the body did not come in time", headers={"connection": "close"}) from None
+            raise ApiError(408, "the body did not come in time", headers={"connection": "close"}, again=True) from None
         return bytes(found)
 
     # ---- what went wrong
@@ -173,7 +173,7 @@ class Guard:
         data = json.dumps(body).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
         headers += [(name.encode(), value.encode()) for name, value in problem.headers.items()]
-        if status in (400, 422):
+        if not problem.again:  # clients try others again by themselves, and so may a router
             headers.append((b"x-should-retry", b"false"))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": data})

@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from hybridkv.cache.checkpoints import KINDS
 
 if TYPE_CHECKING:
+    from hybridkv.cache.frozen import Frozen
     from hybridkv.llm import LLM
     from hybridkv.server.generation import Generation
 
@@ -139,6 +140,13 @@ def _totals(llm: LLM) -> dict[str, int]:
     return {name: table.allocator.total for name, table in llm.manager.tables.items()}
 
 
+PLACES = ("slot", "frozen", "host")  # of a cache that waits
+
+
+def _where(frozen: Frozen | None) -> str:
+    return "slot" if frozen is None else "frozen" if frozen.exported is None else "host"
+
+
 WAYS = ("frozen", "thawed", "exported", "imported", "given_up")  # of RestingCaches.counts
 
 
@@ -163,6 +171,10 @@ class _CacheCollector:
         scheduler = llm.engine.scheduler
         yield gauge("num_requests_running", "requests that have a slot", {(): len(scheduler.running)})
         yield gauge("num_requests_waiting", "requests that wait for one", {(): len(scheduler.waiting)})
+        frozen = llm.manager.frozen
+        lying = Counts(_where(frozen.get(request.key)) for request in list(scheduler.held))
+        held: Values = {(where,): float(lying[where]) for where in PLACES}
+        yield gauge("held_conversations", "caches that wait for a next turn, by where they lie", held, "where")
         total, free, there = _totals(llm), llm.manager.free_pages(), llm.manager.pages_to_be_had()
         used = {name: max(0, total[name] - there[name]) for name in total}
         shares = [used[name] / total[name] for name in total if total[name]]

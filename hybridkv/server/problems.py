@@ -6,6 +6,10 @@ from typing import Any
 
 MODEL_FAILED = "the model failed while it answered; the server's log has the reason under this request's id"
 
+# Statuses after which a request may be sent again. A wrong one stays wrong. One that was in a step that failed may be
+# what failed it, and would take the next replica's step with it; one that took too long would take as long again.
+AGAIN = (409, 429, 503)
+
 _OPENAI_TYPES = {403: "permission_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -27,6 +31,7 @@ class ApiError(Exception):
         code: a word that clients look for, such as context_length_exceeded.
         param: the field that it is about.
         headers: further ones of the answer.
+        again: whether it helps to send the request again, here or to another replica; None: as AGAIN says.
     """
 
     def __init__(
@@ -37,10 +42,12 @@ class ApiError(Exception):
         code: str | None = None,
         param: str | None = None,
         headers: dict[str, str] | None = None,
+        again: bool | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
         self.headers = dict(headers or {})
+        self.again = status in AGAIN if again is None else again
 
     def openai(self) -> dict[str, Any]:
         """OpenAI's error object."""

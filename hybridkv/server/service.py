@@ -28,7 +28,7 @@ T = TypeVar("T")
 TEXT_THREADS = 4  # that tokenise and render
 DEAD_SECONDS = {"cuda": 30.0, "cpu": 600.0}  # without a step while there is work; a large model is slow on a CPU
 RETRY_SECONDS = 2
-SAVE_SECONDS = 5.0  # for named conversations, at the least, where a server is told to end
+SAVE_SECONDS, SAVE_SHARE = 5.0, 0.5  # of the time that a server has to end: for named conversations, if some are saved
 
 
 class Service:
@@ -99,7 +99,7 @@ class Service:
         """ok, loading, draining or dead. It waits for nothing."""
         if self._llm is None:
             return "loading"
-        if self.fatal is not None or self.stuck:
+        if self.fatal is not None or self.llm.owner.closed or self.stuck:
             return "dead"
         return "draining" if self.draining else "ok"
 
@@ -208,10 +208,13 @@ class Service:
                 raise too_long(len(prompt.tokens), limit - 1)
 
     async def drain(self) -> None:
-        """Take nothing new; wait until all has ended, or the time for that is over, and end what is left."""
+        """Take nothing new; wait until all has ended, or the time for that is over, end what is left, and save."""
         self.draining = True
-        until = time.monotonic() + self.settings.shutdown_seconds
-        while self.generations and time.monotonic() < until:
+        seconds = self.settings.shutdown_seconds
+        until = time.monotonic() + seconds
+        saving = self._llm is not None and self.fatal is None and self.sessions.saves
+        answered_until = until - (min(SAVE_SECONDS, SAVE_SHARE * seconds) if saving else 0.0)
+        while self.generations and time.monotonic() < answered_until:
             await asyncio.sleep(0.05)
         for generation in list(self.generations):
             generation.fail(unavailable("the server is shutting down; the answer was cut"))
@@ -220,7 +223,7 @@ class Service:
                 break
             await asyncio.sleep(0.02)
         if self._llm is not None and self.fatal is None:
-            await asyncio.to_thread(self.sessions.save_recent, max(until, time.monotonic() + SAVE_SECONDS))
+            await asyncio.to_thread(self.sessions.save_recent, until)
             await asyncio.to_thread(self.sessions.close)
 
     def close(self) -> None:

@@ -116,6 +116,12 @@ class Sessions:
             if request is not None:
                 self._remember(name, Named(request))
 
+    @property
+    def saves(self) -> bool:
+        """Whether there is a folder, and a conversation that may go there."""
+        with self._lock:
+            return self._llm.store is not None and any(each.to_disk for each in self._found.values())
+
     def save_recent(self, until: float) -> int:
         """Save what was used lately, latest first, until then (time.monotonic()); returns how many were."""
         with self._lock:

@@ -41,7 +41,7 @@ class ServerSettings:
         queue: requests that may wait beside those that run.
         queue_seconds: that a request may wait; 0: for ever.
         request_seconds: that it may take in all; 0: for ever.
-        shutdown_seconds: that running requests get when the server is told to end.
+        shutdown_seconds: for answers to end, and named conversations to be saved, when the server is told to end.
         write_seconds: that a client may take to accept what is sent to it.
         body_seconds: that it may take to send its body.
         keep_alive: seconds of silence in a stream after which a sign of life is sent.
