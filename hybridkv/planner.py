@@ -14,6 +14,7 @@ from hybridkv.dtypes import dtype_name, itemsize
 from hybridkv.errors import HybridKVError
 from hybridkv.kernels.linear.packed_planes import half_bytes, int4_bytes, suits_half
 from hybridkv.models.config import ModelConfig
+from hybridkv.models.inventory import Weight
 from hybridkv.models.registry import family_of
 from hybridkv.models.weight_forms import fp8_bytes, weight_bytes
 
@@ -90,15 +91,18 @@ def model_bytes(
     packed: Mapping[str, int] | None = None,
     half: bool = False,
     int4: Container[str] = (),
+    share: Callable[[Weight], Weight] | None = None,
 ) -> int:
     """Bytes of all weights in memory. `has` answers whether the checkpoint holds a tensor that not every model has;
     `device` is cpu or cuda; `fp8`: matrices are kept as E4M3 codes (kernels/linear/fp8.py: keeps_codes); `packed` gives
     the bytes of matrices that stay in a GGUF file's formats; `half`: on a CPU matrices are f16 where that suits
-    (kernels/linear/half.py), those named in `int4` have 4-bit codes beside that.
+    (kernels/linear/half.py), those named in `int4` have 4-bit codes beside that. `share`: what a rank of several has of
+    a tensor (parallel/cuts.py); `packed` is of that part then.
     """
     name, packed = dtype_name(dtype), packed or {}
     total = 0
     for weight in family_of(config).weights(config, has):
+        weight = weight if share is None else share(weight)
         if weight.kind == "matrix" and weight.name in packed:
             total += packed[weight.name]
         elif weight.kind == "matrix" and fp8:
@@ -112,7 +116,8 @@ def model_bytes(
     if not tied or device != "cpu":
         return total
     # on a CPU a tied head is a second, packed copy (kernels/linear/)
-    head = config.vocab, config.hidden
+    table = Weight("model.embed_tokens.weight", (config.vocab, config.hidden), "plain")
+    head = (table if share is None else share(table)).shape
     return total + (half_bytes(*head) if half and suits_half(*head) else prod(head) * itemsize(name))
 
 

@@ -11,8 +11,9 @@ PACKAGE = Path(__file__).parents[1] / "hybridkv"
 # each may import itself and what stands before it; "" is hybridkv/__init__.py, the public face
 ORDER = (
     "errors", "files", "config", "dtypes", "cards", "overrides", "text", "eviction_record", "request", "kernels",
-    "devices", "cache", "eviction", "embedded", "checkpoint", "models", "planner", "engine", "answers", "document",
-    "prefix", "llm", "saved", "conversation", "async_llm", "", "evaluation", "report", "server", "bench", "commands",
+    "devices", "cache", "eviction", "embedded", "checkpoint", "models", "planner", "parallel", "engine", "answers",
+    "document", "prefix", "llm", "saved", "conversation", "async_llm", "", "evaluation", "report", "server", "bench",
+    "commands",
     "cli", "__main__",
 )  # fmt: skip
 # these stand beside the cache, not on top of it

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hybridkv.checkpoint.gguf_file import KEPT, GgufFile
 from hybridkv.checkpoint.gguf_map import map_gguf, orders
-from hybridkv.checkpoint.gguf_planes import Form, codes4_form, packed_bytes, packed_form
+from hybridkv.checkpoint.gguf_planes import Form, codes4_form, column_step, column_steps, packed_bytes, packed_form
 from hybridkv.checkpoint.layouts import Layouts
 from hybridkv.checkpoint.recipe import Recipe
 from hybridkv.checkpoint.safetensors_file import SafetensorsFile
@@ -118,12 +118,22 @@ class Checkpoint:
         recipe = self._recipe(name)
         if not recipe.experts:
             out.copy_(self.read(name))
+            return
         for expert in range(recipe.experts):
-            row = 0
-            for piece in self._store.expert(recipe, expert):  # [rows, columns]
-                self._check_finite(name, piece)
+            for row, piece in self.expert_rows(name, expert):
                 out[expert, row : row + len(piece)] = piece
-                row += len(piece)
+
+    def experts(self, name: str) -> int:
+        """How many experts a tensor holds that is read one by one; 0: it is read whole."""
+        return self._recipe(name).experts
+
+    def expert_rows(self, name: str, expert: int) -> Iterator[tuple[int, Tensor]]:
+        """(first row, [rows, columns]) of one expert, piece by piece."""
+        row = 0
+        for piece in self._store.expert(self._recipe(name), expert):
+            self._check_finite(name, piece)
+            yield row, piece
+            row += len(piece)
 
     def packed_form(self, name: str) -> Form | None:
         """(bits, columns for one d) of the planes that a matrix can be kept in; None: it has to be dequantised."""
@@ -135,13 +145,22 @@ class Checkpoint:
         """Name -> bytes of the planes, for all that can be kept in them."""
         return packed_bytes(self._recipes, self._store.kind) if isinstance(self._store, _GgufStore) else {}
 
-    def read_packed(self, name: str, device: torch.device) -> Packed:
-        """A matrix that has a packed form, on the device."""
+    def column_steps(self) -> dict[str, tuple[Form, int]]:
+        """Name -> packed form, and the columns at whose multiples it can be cut, for all that can stay packed."""
+        return column_steps(self._recipes, self._store.kind) if isinstance(self._store, _GgufStore) else {}
+
+    def read_packed(self, name: str, device: torch.device, columns: tuple[int, int] | None = None) -> Packed:
+        """A matrix that has a packed form, on the device. `columns`: some of them, for which columns_fit holds."""
         recipe, form = self._recipe(name), self.packed_form(name)
         assert isinstance(self._store, _GgufStore) and form is not None
         parts = [self._store.blocks(part).to(device) for part in recipe.parts]
-        rows, heads = orders(recipe, [len(part) for part in parts])
-        packed = pack(parts[0] if len(parts) == 1 else torch.cat(parts), form[0], heads)
+        rows, order = orders(recipe, [len(part) for part in parts])
+        count = None
+        if columns is not None:
+            step = column_step(recipe, form)
+            count = recipe.shape[1] // step
+            order = (torch.arange(count) if order is None else order)[columns[0] // step : columns[1] // step]
+        packed = pack(parts[0] if len(parts) == 1 else torch.cat(parts), form[0], order, count)
         self._check_finite(name, packed.factors())
         return packed if rows is None else packed.rows(rows.to(device))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from hybridkv.checkpoint.gguf_map import moved_heads
 from hybridkv.checkpoint.recipe import Recipe
-from hybridkv.kernels.linear.packed_planes import BITS, CODES4, GROUP, each_for, plane_bytes
+from hybridkv.kernels.linear.packed_planes import BITS, BLOCK, CODES4, GROUP, each_for, plane_bytes
 
 Form = tuple[int, int]  # bits, columns for one d
 
@@ -20,6 +20,28 @@ def packed_form(recipe: Recipe, kind: Callable[[str], str]) -> Form | None:
     bits = BITS.get(kinds.pop()) if len(kinds) == 1 else None
     each = each_for(bits, recipe.shape[1], heads) if bits and heads else None
     return (bits, each) if bits and each else None
+
+
+def column_step(recipe: Recipe, form: Form) -> int:
+    """The columns at whose multiples a matrix can be cut and stay packed: whole blocks, or whole heads where these
+    change places.
+    """
+    heads, bits = moved_heads(recipe), form[0]
+    return recipe.shape[1] // heads if heads and heads > 1 else GROUP if bits == 8 else BLOCK
+
+
+def column_steps(recipes: Mapping[str, Recipe], kind: Callable[[str], str]) -> dict[str, tuple[Form, int]]:
+    """Name -> (bits, columns for one d) and `column_step`, for all that can stay packed."""
+    found = {}
+    for name, recipe in recipes.items():
+        if form := packed_form(recipe, kind):
+            found[name] = form, column_step(recipe, form)
+    return found
+
+
+def columns_fit(form: Form, step: int, begin: int, end: int) -> bool:
+    """Whether columns `begin` to `end` of a packed matrix are one: at multiples of its step, and whole blocks."""
+    return begin % step == end % step == 0 and (end - begin) % (GROUP if form[0] == 8 else BLOCK) == 0
 
 
 def packed_bytes(recipes: Mapping[str, Recipe], kind: Callable[[str], str]) -> dict[str, int]:

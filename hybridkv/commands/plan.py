@@ -6,6 +6,7 @@ code is tested against. No torch is imported, and no GPU is needed to plan for o
     plan_source     the model: a known name, a config.json, a GGUF file's header
     plan_weights    bytes of its weights in the form asked for
     plan_estimate   bytes of cache and workspace, and what fits
+    plan_parallel   a rank of several GPUs (--tp)
     plan_advice     what would fit where it does not
     plan_tables     what is printed; plan_page: the page of --html
 """
@@ -28,6 +29,7 @@ from hybridkv.errors import HybridKVError
 if TYPE_CHECKING:
     from hybridkv.cards import Card
     from hybridkv.commands.plan_estimate import Estimate, Need
+    from hybridkv.commands.plan_parallel import Ranks
     from hybridkv.commands.plan_source import Source
     from hybridkv.commands.plan_weights import Weights
 
@@ -148,6 +150,7 @@ class Report:
     host: int  # bytes on the host that `kept` is about
     host_given: bool  # whether --host-cache was given
     kept: list[Kept]
+    ranks: Ranks | None = None  # of --tp: all numbers above are of one rank
 
     @property
     def judged(self) -> Choice:
@@ -174,6 +177,10 @@ def plan(
     ] = None,
     weights: Annotated[str | None, Option("--weights", metavar="FORM", help=_WEIGHTS)] = None,
     requests: Annotated[int | None, Option("--requests", metavar="N", help="the same as --max-requests; 1")] = None,
+    tp: Annotated[int, Option("--tp", metavar="N", help="GPUs that share the model; --card, --memory: of one")] = 1,
+    experts: Annotated[
+        str, Option("--experts", metavar="HOW", help="with --tp: cut by width, dealt out whole, or auto")
+    ] = "auto",
     as_json: Annotated[bool, Option("--json", help="print one JSON object")] = False,
     html: Annotated[bool, Option("--html", help="write a page with sliders for all this to FILE; plan.html")] = False,
 ) -> None:
@@ -181,7 +188,8 @@ def plan(
 
     Nothing is loaded, and no GPU is needed. Without --kv-dtype all are shown. With --card or --memory it says what
     fits: the longest context, the most requests, and what would fit where it does not. With --memory, --card or
-    --budget a second table shows what each KV dtype and budget buys; without --budget it takes 2048 tokens.
+    --budget a second table shows what each KV dtype and budget buys; without --budget it takes 2048 tokens. With --tp
+    all of it is of one GPU of several (tensor parallelism).
     """
     named = [given for given in (name, options.model, page) if given is not None]
     files = [given for given in named if html and given.endswith(".html")]
@@ -189,6 +197,8 @@ def plan(
     if len(models) > 1 or len(files) > 1:
         raise BadParameter(f"one model{' and one file that ends in .html' if html else ''} can be given, not {named}")
     options = replace(options, model=models[0] if models else None)
+    if html and tp != 1:
+        raise BadParameter("the page of --html is of one GPU: leave out --tp")
     if html and as_json:
         raise BadParameter("--html writes a page and --json prints an object: give one of them")
     if html:
@@ -198,7 +208,7 @@ def plan(
         print(f"{written}: open it in a browser; it needs no network")
         return
     many = next((n for n in (requests, options.max_requests) if n is not None), 1)
-    report = make_report(options, many, card, weights)
+    report = make_report(options, many, card, weights, tp, experts)
     if as_json:
         from hybridkv.commands.plan_tables import as_dict
 
@@ -219,7 +229,14 @@ def read_tokens(text: str | int | None) -> int | None:
     return int(match[1]) << {"": 0, "k": 10, "m": 20}[match[2]]
 
 
-def make_report(options: PlanOptions, requests: int, card_name: str | None = None, form: str | None = None) -> Report:
+def make_report(
+    options: PlanOptions,
+    requests: int,
+    card_name: str | None = None,
+    form: str | None = None,
+    tp: int = 1,
+    experts: str = "auto",
+) -> Report:
     """The plan of what the options ask for."""
     from hybridkv.cache.tier_sizes import CPU_LIMIT
     from hybridkv.cards import find_card
@@ -233,7 +250,11 @@ def make_report(options: PlanOptions, requests: int, card_name: str | None = Non
     limits = EngineConfig(requests, read_tokens(options.context), options.memory, host_cache=given_host)
     host = limits.host_bytes
     gpu = on_gpu(options.device, card)
-    source = find_source(options.model)
+    source = whole = find_source(options.model)
+    if tp != 1:
+        from hybridkv.commands.plan_parallel import largest_rank
+
+        source = largest_rank(whole, options, gpu, form, tp, experts)
     config = source.config
     check_exact(config, options.exact, options.state_dtype)
     evicts = family_of(config).supports("budget")
@@ -278,6 +299,14 @@ def make_report(options: PlanOptions, requests: int, card_name: str | None = Non
         kept=find_kept(choices, evicting.budget if evicts else None, context, shown, gpu),
     )
     report = replace(report, notes=notes(report))
+    if tp != 1:
+        from hybridkv.commands.plan_parallel import find_ranks
+
+        def held(part: Source) -> Weights:
+            """The weights of one rank."""
+            return choose_weights(options, part, gpu, card, form)
+
+        report = replace(report, ranks=find_ranks(report, whole, options, form, tp, experts, held))
     if report.judged.fits is False:
         from hybridkv.commands.plan_advice import advice
 
@@ -285,7 +314,8 @@ def make_report(options: PlanOptions, requests: int, card_name: str | None = Non
             """The weights that were asked for, as they are held on another card."""
             return choose_weights(options, source, gpu, there, form)
 
-        report = replace(report, advice=advice(report, given(options), weigh))
+        shared = [] if tp == 1 else ["--tp", str(tp)] + ([] if experts == "auto" else ["--experts", experts])
+        report = replace(report, advice=advice(report, given(options) + shared, weigh))
     return report
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -13,9 +13,12 @@ from hybridkv.embedded import shipped_model
 from hybridkv.errors import ModelFileError
 from hybridkv.files import read_json
 from hybridkv.models.config import ModelConfig
+from hybridkv.models.inventory import Weight
 from hybridkv.models.known import KNOWN, known_config, unknown_model
-from hybridkv.planner import planned_tensors
+from hybridkv.models.weight_forms import form_bytes
+from hybridkv.planner import model_bytes, planned_tensors
 
+PackedCut = tuple[tuple[int, int], int]  # bits and columns for one d; the columns at whose multiples it can be cut
 EMBEDDED = "SmolLM2-135M-Instruct"
 
 
@@ -31,6 +34,18 @@ class Source:
     is_gguf: bool = False
     narrow: bool = False  # a GGUF file most of whose values have 16 bits or fewer
     ffn_layer_bytes: int | None = None  # the largest FFN layer of a GGUF file, as stored
+    cuts: Mapping[str, PackedCut] = field(default_factory=dict)  # where its packed matrices can be cut
+    # one rank of several (plan_parallel.py): `config` is the rank's then
+    whole: ModelConfig | None = None  # the model that is cut
+    share: Callable[[Weight], Weight] | None = None  # what the rank has of a tensor of it
+
+    def model_bytes(self, dtype: str, device: str, **how: Any) -> int:
+        """`planner.model_bytes` of it, or of the rank's part."""
+        return model_bytes(self.whole or self.config, self.has, dtype, device, share=self.share, **how)
+
+    def form_bytes(self, form: str, experts: bool = True) -> int:
+        """`weight_forms.form_bytes` of it, or of the rank's part."""
+        return form_bytes(self.whole or self.config, self.has, form, experts, self.share)
 
 
 def find_source(model: str | None) -> Source:
@@ -66,13 +81,14 @@ def _from_config(name: str, raw: dict[str, Any]) -> Source:
 def _from_gguf(path: Path) -> Source:
     from hybridkv.checkpoint.gguf_file import GgufFile
     from hybridkv.checkpoint.gguf_map import map_gguf
-    from hybridkv.checkpoint.gguf_planes import codes4_form, packed_bytes
+    from hybridkv.checkpoint.gguf_planes import codes4_form, column_steps, packed_bytes
     from hybridkv.models.registry import LAYOUTS
 
     with GgufFile(path) as file:
         found = map_gguf(file, LAYOUTS.gguf)
         kinds = {name: tensor.type.name for name, tensor in file.tensors.items()}
         packed = packed_bytes(found.recipes, kinds.__getitem__)
+        cuts = column_steps(found.recipes, kinds.__getitem__)
         codes4 = frozenset(name for name, recipe in found.recipes.items() if codes4_form(recipe, kinds.__getitem__))
         layers: dict[str, int] = {}
         for name, tensor in file.tensors.items():
@@ -83,4 +99,4 @@ def _from_gguf(path: Path) -> Source:
     stored = file.tensors.values()
     narrow = sum(tensor.nbytes for tensor in stored) < 3 * sum(prod(tensor.shape) for tensor in stored)
     ffn_layer = max(layers.values(), default=None)
-    return Source(path.stem, config, names.__contains__, packed, codes4, True, narrow, ffn_layer)
+    return Source(path.stem, config, names.__contains__, packed, codes4, True, narrow, ffn_layer, cuts)

@@ -21,6 +21,8 @@ def show(report: Report, buys: bool) -> None:
 
     console = Console(highlight=False)
     show_table(console, table(report))
+    for line in report.ranks.lines if report.ranks is not None else ():
+        console.print(line)
     if report.memory is not None:
         console.print(verdict(report))
         for command in report.advice:
@@ -55,7 +57,8 @@ def title(report: Report) -> str:
     """Model, context, and what else was asked for."""
     many = f", {report.requests} requests" if report.requests > 1 else ""
     kept = f", {report.budget} kept" if report.budget is not None else ""
-    return f"{report.source.name}, {report.context} tokens{many}{kept}"
+    part = f", one of {report.ranks.size} ranks" if report.ranks is not None else ""
+    return f"{report.source.name}, {report.context} tokens{many}{kept}{part}"
 
 
 def table(report: Report) -> Table:
@@ -255,6 +258,7 @@ def as_dict(report: Report) -> dict[str, Any]:
         "notes": report.notes,
         "suggestions": report.advice,
         "ffn_layer_bytes": report.source.ffn_layer_bytes,
+        "ranks": None if report.ranks is None else [asdict(rank) for rank in report.ranks.parts],
         "buys": [asdict(b) for b in report.buys],
         "choices": [
             {

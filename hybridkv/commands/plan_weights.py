@@ -8,8 +8,8 @@ from hybridkv.cards import FP8_WEIGHTS, PACKED_WEIGHTS, Card
 from hybridkv.commands.plan_source import Source
 from hybridkv.errors import HybridKVError
 from hybridkv.models import check_fp8
-from hybridkv.models.weight_forms import DTYPES, FORMS, PACKED, form_bytes, held_today
-from hybridkv.planner import human, model_bytes
+from hybridkv.models.weight_forms import DTYPES, FORMS, PACKED, held_today
+from hybridkv.planner import human
 
 LABELS = {"bfloat16": "bf16", "float32": "f32", "q8_0": "Q8_0", "q6_k": "Q6_K", "q5_k": "Q5_K", "q4_k": "Q4_K"}
 
@@ -51,9 +51,9 @@ class Weights:
 
 def form_weights(source: Source, form: str, card: Card | None = None) -> Weights:
     """On a GPU, in a form that --weights names, or in what the engine holds instead of it on this card."""
-    config, has = source.config, source.has
-    nbytes, dtype, label = form_bytes(config, has, form), DTYPES.get(form, "bfloat16"), LABELS.get(form, form)
-    plain = form_bytes(config, has, "bf16")
+    config = source.config
+    nbytes, dtype, label = source.form_bytes(form), DTYPES.get(form, "bfloat16"), LABELS.get(form, form)
+    plain = source.form_bytes("bf16")
     if why := card_lacks(card, form):
         return Weights(plain, f"{form} as bfloat16", dtype, why, label, nbytes)
     if held_today(config, form):
@@ -61,7 +61,7 @@ def form_weights(source: Source, form: str, card: Card | None = None) -> Weights
     what = "this model's experts" if config.v4 is None else "DeepSeek-V4"
     why = f"the engine does not hold {what} in {label} yet"
     if config.v4 is None and form in PACKED:  # all but the experts
-        return Weights(form_bytes(config, has, form, False), f"{form}/bfloat16", dtype, why, label, nbytes)
+        return Weights(source.form_bytes(form, False), f"{form}/bfloat16", dtype, why, label, nbytes)
     return Weights(plain, f"{form} as bfloat16", dtype, why, label, nbytes)
 
 
@@ -95,29 +95,29 @@ def find_weights(
     source: Source, gpu: bool, dtype: str, weight_dtype: str, exact: bool, card: Card | None = None
 ) -> Weights:
     """As `LLM` with these options holds them. dtype: auto, float32 or bfloat16."""
-    config, has = source.config, source.has
+    config = source.config
     device = "cuda" if gpu else "cpu"
     name = dtype if dtype != "auto" else "float32" if source.is_gguf and not gpu else "bfloat16"
     check_fp8(config, weight_dtype == "fp8")
-    plain = model_bytes(config, has, name, device)
+    plain = source.model_bytes(name, device)
     computes = gpu and not exact and name == "bfloat16"  # with matrices in other forms than a plain dtype
     if weight_dtype == "fp8" and computes:
-        return _held(model_bytes(config, has, name, device, fp8=True), "fp8", plain, name, card)
+        return _held(source.model_bytes(name, device, fp8=True), "fp8", plain, name, card)
     may_pack = weight_dtype == "auto" and not exact and source.packed
     if may_pack and computes:
-        packed = model_bytes(config, has, name, device, packed=source.packed)
+        packed = source.model_bytes(name, device, packed=source.packed)
         if packed < plain:
             return _held(packed, "packed", plain, name, card)
     half = weight_dtype in ("f16", "int4") or (weight_dtype == dtype == "auto" and source.narrow)
     form = f"fp8 as {name}" if weight_dtype == "fp8" else name
     if half and not gpu and not exact and name == "float32" and config.v4 is None:
         codes = source.codes4 if weight_dtype != "f16" else frozenset()  # auto: as with AVX-512
-        there = model_bytes(config, has, name, device, half=True, int4=codes)
+        there = source.model_bytes(name, device, half=True, int4=codes)
         plain, form = there, form if there == plain else "int4" if codes else "f16"
     on_gpu = None
     if may_pack and not gpu:
-        unpacked_there = model_bytes(config, has, "bfloat16", "cuda")
-        packed_there = model_bytes(config, has, "bfloat16", "cuda", packed=source.packed)
+        unpacked_there = source.model_bytes("bfloat16", "cuda")
+        packed_there = source.model_bytes("bfloat16", "cuda", packed=source.packed)
         on_gpu = packed_there if packed_there < unpacked_there else None
     return Weights(plain, form, name, packed_on_gpu=on_gpu)
 

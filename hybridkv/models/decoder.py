@@ -151,12 +151,16 @@ class Decoder:
         self, tokens: Tensor, positions: Tensor, handles: Mapping[int, LayerHandle], rows: Tensor | None
     ) -> Tensor:
         """[S, hidden]: what the head turns into logits."""
-        h, delta = F.embedding(tokens, self.embedding), None
+        h, delta = self.embed(tokens), None
         angles = rope_angles(positions, self.inv_freq)
         last = len(self.layers) - 1
         for i, layer in enumerate(self.layers):
             h, delta = layer(h, delta, angles, handles[i], rows if i == last else None)
         return self.norm.add(h, delta)[1]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[T] tokens -> [T, hidden]."""
+        return F.embedding(tokens, self.embedding)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -219,13 +219,17 @@ class DeepseekV4:
         """[S, hidden]: what the head turns into logits."""
         v = _v4(self.config)
         angles = StepAngles.at(positions, v, self.window_freq, self.compress_freq)
-        streams = F.embedding(tokens, self.embedding).unsqueeze(1).repeat(1, v.streams, 1)
+        streams = self.embed(tokens).unsqueeze(1).repeat(1, v.streams, 1)
         last = len(self.layers) - 1
         for i, layer in enumerate(self.layers):
             streams = layer(streams, tokens, angles, handles[i], rows if i == last else None)
         if len(streams) == 0:
             return streams.new_zeros((0, self.config.hidden))
         return hyper_exit(streams, self.exit)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[T] tokens -> [T, hidden]."""
+        return F.embedding(tokens, self.embedding)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ Norms, convolutions and the like are f32 in every form. A Q4_K_M file mixes Q4_K
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 
 from hybridkv.dtypes import itemsize
@@ -48,9 +49,14 @@ def packed_bytes(weight: Weight, bits: int) -> int | None:
     return None if each is None else prod(rows) * sum(plane_bytes(bits, columns, each))
 
 
-def form_bytes(config: ModelConfig, has: Has, form: str, experts: bool = True) -> int:
-    """Bytes of all weights on a GPU. `experts`: whether they are in the form too, or in BF16."""
-    return sum(_in_form(weight, form, experts) for weight in family_of(config).weights(config, has))
+def form_bytes(
+    config: ModelConfig, has: Has, form: str, experts: bool = True, share: Callable[[Weight], Weight] | None = None
+) -> int:
+    """Bytes of all weights on a GPU. `experts`: whether they are in the form too, or in BF16. `share`: what a rank of
+    several has of a tensor.
+    """
+    weights = family_of(config).weights(config, has)
+    return sum(_in_form(weight if share is None else share(weight), form, experts) for weight in weights)
 
 
 def _in_form(weight: Weight, form: str, experts: bool) -> int:

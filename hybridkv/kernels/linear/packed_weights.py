@@ -94,26 +94,28 @@ def join(parts: Sequence[Packed]) -> Packed:
     return replace(parts[0], codes=codes, high=high, scales=scales, d=d)
 
 
-def pack(blocks: Tensor, bits: int, order: Tensor | None = None) -> Packed:
+def pack(blocks: Tensor, bits: int, order: Tensor | None = None, parts: int | None = None) -> Packed:
     """blocks u8 [N, bytes of a row], as the file has them. `order` permutes the columns in len(order) equal parts: part
-    order[i] of the file comes to place i.
+    order[i] of the file comes to place i. With `parts`, there are so many and `order` takes some of them.
     """
     N = len(blocks)
     K = blocks.shape[1] // BLOCK_BYTES[bits] * (GROUP if bits == 8 else BLOCK)
-    each = each_for(bits, K, 1 if order is None else len(order))
+    parts = parts or (1 if order is None else len(order))
+    each = each_for(bits, K, parts)
     assert each is not None
+    K = K if order is None else K // parts * len(order)
     kinds = torch.uint8, torch.uint8, torch.int32, torch.int32
     sizes = zip(plane_bytes(bits, K, each), kinds, strict=True)
     codes, high, scales, d = (torch.empty(N, n // kind.itemsize, dtype=kind, device=blocks.device) for n, kind in sizes)
     packed = Packed(bits, K, codes, high, scales, d, each)
     step = max(1, AT_ONCE // K)
     for a in range(0, N, step):
-        for plane, part in zip(packed.planes, _planes(blocks[a : a + step], bits, order, each), strict=True):
+        for plane, part in zip(packed.planes, _planes(blocks[a : a + step], bits, order, parts, each), strict=True):
             plane[a : a + step].view(torch.uint8).copy_(part.flatten(1))
     return packed
 
 
-def _planes(blocks: Tensor, bits: int, order: Tensor | None, each: int) -> tuple[Tensor, ...]:
+def _planes(blocks: Tensor, bits: int, order: Tensor | None, parts: int, each: int) -> tuple[Tensor, ...]:
     """The bytes of codes, high, scales and d."""
     n = len(blocks)
     split = blocks.view(n, -1, BLOCK_BYTES[bits])  # [n, blocks, bytes]
@@ -125,7 +127,7 @@ def _planes(blocks: Tensor, bits: int, order: Tensor | None, each: int) -> tuple
     codes, scales = codes.reshape(n, -1, GROUP), scales.reshape(n, -1, 2)  # [n, groups, ..]
     if order is not None:
         codes, scales, d = (
-            p.unflatten(1, (len(order), -1))[:, order].flatten(1, 2) if p.numel() else p for p in (codes, scales, d)
+            p.unflatten(1, (parts, -1))[:, order].flatten(1, 2) if p.numel() else p for p in (codes, scales, d)
         )
     if bits == 8:
         return codes, d, F.pad(scales, (0, 0, 0, scales.shape[1] % 2)), d

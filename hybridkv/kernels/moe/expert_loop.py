@@ -37,24 +37,32 @@ def loop_experts(
     silu_mul: Callable[[Tensor], Tensor] = silu_mul_ref,
     add: Callable[[Tensor, Tensor], Tensor] = weighted_sum,
 ) -> Tensor:  # [T, D]
-    """(token, choice) pairs sorted by expert: each expert runs once over its own tokens."""
+    """(token, choice) pairs sorted by expert: each expert runs once over its own tokens. A choice of number E, of an
+    expert that is not here, adds nothing.
+    """
     flat, k = chosen.flatten(), chosen.shape[1]
     order = flat.argsort(stable=True)
     pairs = x[order // k]
     done = torch.empty_like(pairs)
     at = 0
-    for expert, n in enumerate(torch.bincount(flat, minlength=len(gate_up)).tolist()):
+    for expert, n in enumerate(torch.bincount(flat, minlength=len(gate_up)).tolist()[: len(gate_up)]):
         if n:
             part = slice(at, at + n)
             done[part] = linear(silu_mul(linear(pairs[part], gate_up[expert])), down[expert])
             at += n
+    if at < len(done):
+        done[at:] = 0
     by_token = torch.empty_like(done)
     by_token[order] = done
     return add(by_token.view(*chosen.shape, x.shape[1]), weights).to(x.dtype)
 
 
-def run_softmax_experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """The weighted sum [T, D] of each token's experts; arguments as run_experts', without a limit."""
+def run_softmax_experts(
+    x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, others: bool = False
+) -> Tensor:
+    """The weighted sum [T, D] of each token's experts; arguments as run_experts', without a limit. `others`: a choice
+    may be of number E, of an expert that is not here, with a weight of zero.
+    """
     if use_triton(x):
-        return run_experts_triton(x, weights, chosen, gate_up, down, math.inf)
+        return run_experts_triton(x, weights, chosen, gate_up, down, math.inf, others=others)
     return loop_experts(x, weights, chosen, gate_up, down)

@@ -180,9 +180,17 @@ def tile_config(dtype: torch.dtype, rows: int, experts: int) -> dict[str, int]:
 
 
 def run_experts_triton(
-    x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, limit: float, exact: bool = False
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    limit: float,
+    exact: bool = False,
+    others: bool = False,
 ) -> Tensor:
-    """`exact`: a token's bits do not depend on the others.
+    """`exact`: a token's bits do not depend on the others. `others`: a choice may be of number E, of an expert that is
+    not here, with a weight of zero: no tile runs for it.
 
     A sum is one chain over the inputs in ascending order. On a Hopper GPU the instructions of both kinds of tiles add
     alike (tests/gpu/test_exact_linear.py); elsewhere, or if tiles end in different numbers of zeros, one kind is taken.
@@ -201,7 +209,8 @@ def run_experts_triton(
     expert_up_kernel[(triton.cdiv(I, config["BN"]) * tiles,)](
         x.contiguous(), gate_up, order, offsets, inner, E, D, I, K, limit, BE=BE, **config
     )
-    parts = torch.empty((M, D), dtype=x.dtype, device=x.device)
+    make = torch.zeros if others else torch.empty  # rows of experts that are not here are not written
+    parts = make((M, D), dtype=x.dtype, device=x.device)
     expert_down_kernel[(triton.cdiv(D, config["BN"]) * tiles,)](
         inner, down, order, offsets, parts, E, D, I, BE=BE, **config
     )

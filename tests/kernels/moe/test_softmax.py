@@ -59,6 +59,19 @@ def test_experts(dtype: torch.dtype, T: int, monkeypatch: pytest.MonkeyPatch) ->
     assert_close_rms("grouped kernels", want, run_softmax_experts(*there), BOUND[dtype])
 
 
+@pytest.mark.parametrize("T", (1, 5, 40))
+def test_experts_that_are_not_here_add_nothing(T: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank with three of six experts: choices of the others have number 3 and a weight of zero."""
+    x, weights, chosen, gate_up, down = case(T, 6, 2, 40, 24, F32)
+    beyond = chosen >= 3
+    want = loop_experts(x, weights.masked_fill(beyond, 0), chosen, gate_up, down)
+    made = x, weights.masked_fill(beyond, 0), chosen.clamp(max=3), gate_up[:3].contiguous(), down[:3].contiguous()
+    assert_close_rms("loop", want, run_softmax_experts(*made, others=True), BOUND[F32])
+    monkeypatch.setattr(expert_loop, "use_triton", lambda x: True)
+    there = [t.to(DEVICE) for t in made]
+    assert_close_rms("grouped kernels", want, run_softmax_experts(*there, others=True), BOUND[F32])
+
+
 @pytest.mark.parametrize("dtype", (F32, BF16))
 @pytest.mark.parametrize(("T", "D"), ((0, 8), (1, 1), (3, 100), (2, 2048)))
 def test_the_shared_expert_joins(dtype: torch.dtype, T: int, D: int) -> None:

@@ -1,0 +1,11 @@
+"""Tensor parallelism: one model over several processes, each with its part of every layer and of the cache.
+
+    shard     which rank of how many; the config of a rank; the sizes that are refused
+    cuts      which part of every tensor a rank holds, as a table
+    group     the processes, and what they send each other
+    layers    products, embedding, head and experts that hold a part
+    loader    tensors taken out of a checkpoint, cut
+    rank_bytes  what a rank's weights take
+
+docs/tensor_parallel.md says when it helps.
+"""

@@ -1,0 +1,164 @@
+"""Group: the processes of one model, and what they send each other.
+
+On GPUs tensors go by NCCL, which a CUDA graph can capture; on CPUs, and for what the host says, by gloo. Every rank
+must make the same calls in the same order: a rank that does not is an error after `timeout` seconds, never a wait
+without end. The channels are neither encrypted nor authenticated: ranks of one machine use the loopback interface.
+
+NCCL between GPUs has not been run by this project's own tests, which have CPUs (docs/tensor_parallel.md).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridkv.errors import HybridKVError
+
+TIMEOUT = 30.0  # seconds that a rank waits for the others in one exchange
+LOOPBACK = "127.0.0.1"
+# torch 2.13 has a new name for it
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+class GroupError(HybridKVError):
+    """A rank that ended, hangs, or does something else than the others."""
+
+
+class Alone:
+    """A group of one: nothing is sent."""
+
+    rank, size = 0, 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, which is x."""
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """x of every rank [n, ...]."""
+        return x.unsqueeze(0)
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        """x of one rank, on all."""
+        return x
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """This process as one of `size`. Tensors may be on the CPU (gloo) or on the rank's GPU (NCCL)."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @staticmethod
+    def join(
+        rank: int, size: int, device: torch.device, meeting: str, timeout: float = TIMEOUT, loopback: bool = True
+    ) -> Group:
+        """Meet the other ranks; returns when all are there.
+
+        Args:
+            rank: of this process, from 0.
+            size: number of processes.
+            device: where this rank computes: the CPU, or its own GPU.
+            meeting: where they meet: tcp://host:port, file:///path, or env:// (torchrun's variables).
+            timeout: seconds that an exchange, this one included, may take.
+            loopback: whether all ranks are on this machine.
+        """
+        if dist.is_initialized():
+            raise HybridKVError(
+                f"torch.distributed is in use in this process already, by {dist.get_world_size()} ranks: close the "
+                "model that uses it first, or open this one in a process of its own"
+            )
+        if loopback and "GLOO_SOCKET_IFNAME" not in os.environ and "lo" in (name for _, name in socket.if_nameindex()):
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        try:
+            dist.init_process_group(
+                backend, init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+            )
+        except (RuntimeError, ValueError) as problem:  # DistError and its kinds are RuntimeErrors
+            raise GroupError(f"rank {rank} of {size} did not meet the others at {meeting}: {problem}") from None
+        return Group(rank, size, device)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, in place; the same bits on every rank."""
+        if x.numel():
+            with self.said("all_reduce"):
+                dist.all_reduce(x)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """x of every rank, all of one shape: [n, ...]."""
+        x = x.contiguous()
+        out = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
+        if x.numel():
+            with self.said("all_gather"):
+                all_gather_single(out.view(-1), x.view(-1))
+        return out
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        """x of one rank, on all, in place."""
+        if x.numel():
+            with self.said("broadcast"):
+                dist.broadcast(x, source)
+        return x
+
+    def said(self, what: str) -> Said:
+        """Turns what torch raises in an exchange into a GroupError."""
+        return Said(self, what)
+
+    def close(self) -> None:
+        """Leave the group. Captured graphs must be gone before."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Said:
+    """The guard of one exchange."""
+
+    group: Group
+    what: str
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, _: object) -> None:
+        if isinstance(problem, RuntimeError) and not isinstance(problem, HybridKVError):
+            where = f"rank {self.group.rank} of {self.group.size}"
+            raise GroupError(f"{where}: another rank ended or did not come to {self.what}: {problem}") from problem
+
+
+def torchrun_place(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:
+    """(rank, size) if torchrun, or whatever else sets its variables, started this process; None: nothing did."""
+    found = os.environ if environ is None else environ
+    if "RANK" not in found or "WORLD_SIZE" not in found:
+        return None
+    try:
+        rank, size = int(found["RANK"]), int(found["WORLD_SIZE"])
+    except ValueError:
+        raise HybridKVError(
+            f"RANK={found['RANK'][:20]!r} and WORLD_SIZE={found['WORLD_SIZE'][:20]!r} must be whole numbers"
+        ) from None
+    if not 0 <= rank < size:
+        raise HybridKVError(f"RANK={rank} is not a rank of WORLD_SIZE={size}")
+    return rank, size
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nothing listens on."""
+    with socket.socket() as found:
+        found.bind((LOOPBACK, 0))
+        return found.getsockname()[1]

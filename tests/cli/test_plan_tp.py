@@ -1,0 +1,72 @@
+"""`hybridkv plan --tp`: the numbers of one rank, what the ranks send each other, and the sizes that work."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_ranks import build, fixed_bytes, packed_model
+
+from cli.test_plan import numbers, plan
+from hybridkv.models import open_checkpoint
+from hybridkv.models.config import ModelConfig
+from hybridkv.parallel.group import Alone
+from hybridkv.parallel.loader import load_sharded
+from hybridkv.parallel.rank_bytes import block_of
+from hybridkv.parallel.shard import Shard
+
+GIB = 1 << 30
+
+
+def test_a_rank_of_a_large_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """Figures that were found by hand from the models' sizes."""
+    for name, sizes in (
+        ("Qwen3.5-27B", {2: 25.1, 4: 12.5, 8: 6.3}),
+        ("Qwen3.5-122B-A10B", {2: 113.8, 4: 56.9, 8: 28.5}),
+        ("DeepSeek-V4-Flash", {4: 133.7, 8: 67.6}),
+    ):
+        for size, gib in sizes.items():
+            found = numbers(capsys, name, "--tp", size, "--context", 16384)
+            assert round(found["weights_bytes"] / GIB, 1) == gib and len(found["ranks"]) == size
+            assert max(rank["weights"] for rank in found["ranks"]) == found["weights_bytes"]
+    text = " ".join(plan(capsys, "Qwen3.5-122B-A10B", "--tp", 8, "--memory", "80GiB", "--context", "16k").split())
+    assert "16384 tokens, one of 8 ranks" in text
+    assert "Each KV head is on 4 of 8 ranks: pages are 4 x an even share." in text
+    assert "A step sums 97 times over the ranks, 6.0 KiB a token and sum" in text
+    assert "s over NVLink at 350 GB/s" in text and "(computed)" in text
+    alone = numbers(capsys, "Qwen3.5-27B", "--context", 16384)
+    assert alone["ranks"] is None
+
+
+def test_what_does_not_fit_says_so_and_its_suggestions_keep_the_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    found = numbers(capsys, "Qwen3.5-27B", "--tp", 2, "--card", "4090", "--context", "32k")
+    assert found["fits"] is False and found["suggestions"]
+    assert all(line.endswith("--tp 2") for line in found["suggestions"])
+    for size, said in ((3, "DeltaNet key heads; use 2, 4, 8 or 1"), (0, "tp is a number of GPUs from 1 to 64")):
+        assert said in " ".join(plan(capsys, "Qwen3.5-27B", "--tp", size, code=2).split())
+    assert "experts are cut by" in plan(capsys, "Qwen3.5-35B-A3B", "--tp", 2, "--experts", "rows", code=2)
+    assert "leave out --tp" in plan(capsys, "Qwen3.5-27B", "--tp", 2, "--html", code=2)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_ranks_of_a_plan_are_what_they_load(
+    packed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if packed:
+        path = packed_model(tmp_path, lambda name: "Q4_K")
+    else:
+        path = tmp_path
+        build("qwen3_5_moe", 1).save_pretrained(path)
+    found: dict[str, Any] = json.loads(plan(capsys, path, "--tp", 2, "--context", 256, "--json"))
+    assert found["dtype"] == ("packed" if packed else "bfloat16")
+    with open_checkpoint(path) as checkpoint:
+        config = ModelConfig.from_dict(checkpoint.config)
+        block = block_of(checkpoint.column_steps())
+        for rank, planned in enumerate(found["ranks"]):
+            shard = Shard(rank, 2, block=block)
+            model = load_sharded(config, shard, Alone(), checkpoint, torch.device("cpu"), torch.bfloat16, packed=packed)
+            assert model.nbytes - fixed_bytes(model) == planned["weights"]
+    if packed:  # three blocks of feed-forward width over two ranks
+        assert found["ranks"][0]["weights"] > found["ranks"][1]["weights"]
+        assert "on the largest rank and" in plan(capsys, path, "--tp", 2, "--context", 256)

@@ -1,0 +1,46 @@
+"""Ranks that end, stop or do something else are an error of the others, within the time that an exchange may take."""
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+from hybridkv.errors import HybridKVError
+from hybridkv.parallel.group import Alone, Group, free_port, torchrun_place
+
+
+@pytest.mark.parametrize("how", ("ends", "stops", "goes on"))
+def test_a_rank_that_does_not_come_is_an_error_and_nothing_hangs(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "LIMIT", 3.0)
+    _, codes, errors = ranks.attempt(3, "leave", how=how)
+    assert codes[-1] == {"ends": 9, "stops": "ended by the server", "goes on": 0}[how]
+    assert codes[:2] == [1, 1]
+    for rank, said in enumerate(errors[:2]):
+        assert f"GroupError: rank {rank} of 3: another rank ended or did not come to all_reduce" in said
+
+
+def test_a_group_that_nobody_else_joins_is_an_error() -> None:
+    with pytest.raises(HybridKVError, match="rank 0 of 2 did not meet the others at tcp://127.0.0.1"):
+        Group.join(0, 2, torch.device("cpu"), f"tcp://127.0.0.1:{free_port()}", timeout=0.5)
+    assert not dist.is_initialized()
+
+
+def test_one_process_has_one_group() -> None:
+    group = Group.join(0, 1, torch.device("cpu"), f"tcp://127.0.0.1:{free_port()}", timeout=5)
+    try:
+        with pytest.raises(HybridKVError, match="in use in this process already, by 1 ranks"):
+            Group.join(0, 1, torch.device("cpu"), f"tcp://127.0.0.1:{free_port()}", timeout=5)
+        x = torch.arange(3.0)
+        assert torch.equal(group.all_gather(x), Alone().all_gather(x))
+        assert torch.equal(group.all_reduce(x.clone()), x) and torch.equal(group.broadcast(x.clone()), x)
+    finally:
+        group.close()
+    assert not dist.is_initialized()
+
+
+def test_the_place_that_torchrun_gives() -> None:
+    assert torchrun_place({}) is None
+    assert torchrun_place({"RANK": "2", "WORLD_SIZE": "4"}) == (2, 4)
+    for rank, said in (("x", "must be whole numbers"), ("4", "not a rank"), ("-1", "not a rank")):
+        with pytest.raises(HybridKVError, match=said):
+            torchrun_place({"RANK": rank, "WORLD_SIZE": "4"})
