@@ -4,9 +4,14 @@ in a process of its own, without the interpreter.
 """
 
 import os
+import re
+import subprocess
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -48,3 +53,16 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **more: Any) ->
 
 
 JITFunction.run = compile_only
+
+
+def usage(kernel: Any) -> tuple[int, int]:
+    """Registers of a thread, and bytes that are spilled, as NVIDIA's assembler reports them of the compiled PTX."""
+    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    with TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(kernel.asm["ptx"])
+        command = [assembler, "-v", "--gpu-name", "sm_90a", source, "-o", Path(folder, "kernel.cubin")]
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stderr
+    registers, spilled = re.search(r"Used (\d+) registers", said), re.findall(r"(\d+) bytes spill", said)
+    assert registers is not None and len(spilled) == 2, said
+    return int(registers[1]), sum(map(int, spilled))

@@ -1,0 +1,191 @@
+"""Experts in codes with a scale for each block: reference and kernels, on the values and on true ones."""
+
+import numpy as np
+import pytest
+import torch
+from block_cases import BASE, FP4, FP8, SMALL, encode, random_blocks, random_stack
+from long_form import more
+from numerics import assert_close_rms, assert_same_bytes, rel_rms
+from own_process import compile_alone
+from torch import Tensor
+from triton_interpreter import DEVICE
+
+from hybridkv.kernels.linear import block_scaled
+from hybridkv.kernels.linear.block_form import BlockForm
+from hybridkv.kernels.linear.block_scaled import BlockScaled
+from hybridkv.kernels.moe import block_experts
+from hybridkv.kernels.moe.block_experts import ExpertStack, run_block_experts_ref
+from hybridkv.kernels.moe.grouped import run_experts_ref
+
+pytest.importorskip("triton")
+F32, BF16 = torch.float32, torch.bfloat16
+# against float64 on the values in x's dtype. f32: sums of up to 300 products, twice. bf16: gate, up and their product,
+# what an expert gives and the sum are rounded, each by 1.6e-3 RMS.
+BOUND = {F32: 4e-6, BF16: 6.5e-3}
+LIMIT = 1.5  # low enough to cut many of the values
+
+
+def stacks(form: BlockForm | None, E: int, D: int, I: int) -> tuple[ExpertStack, Tensor, Tensor]:
+    """Experts of a form (None: plain), and their values."""
+    if form is None:
+        gate_up, down = torch.randn(E, 2 * I, D) / D**0.5, torch.randn(E, D, I) / I**0.5
+        return ExpertStack(gate_up, down), gate_up, down
+    (up, up_values), (down, down_values) = (
+        random_stack(form.joined(I, I), E, 2 * I, D), random_stack(form, E, D, I)
+    )  # fmt: skip
+    return ExpertStack(up, down), up_values, down_values
+
+
+def put(stack: ExpertStack, dtype: torch.dtype) -> ExpertStack:
+    def there(part: Tensor | BlockScaled) -> Tensor | BlockScaled:
+        if isinstance(part, Tensor):
+            return part.to(DEVICE, dtype)
+        return BlockScaled(part.codes.to(DEVICE), part.scales.to(DEVICE), part.form)
+
+    return ExpertStack(there(stack.gate_up), there(stack.down))
+
+
+def pairs(T: int, E: int, k: int) -> tuple[Tensor, Tensor]:
+    """k of E experts for each token, and the last one for all."""
+    chosen = torch.stack([torch.randperm(E)[:k] for _ in range(T)] or [torch.zeros(k)])[:T].int()
+    chosen = torch.cat((chosen, torch.full((T, 1), E, dtype=torch.int32)), 1)
+    return torch.rand(T, k + 1), chosen
+
+
+def by_hand(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    x, gate_up, down = x.double(), gate_up.to(x.dtype).double(), down.to(x.dtype).double()
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for t in range(len(x)):
+        for w, e in zip(weights[t].double(), chosen[t].tolist()):
+            gate, up = (gate_up[e] @ x[t]).chunk(2)
+            gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+            out[t] += w * (down[e] @ (gate / (1 + (-gate).exp()) * up))
+    return out
+
+
+@pytest.fixture(params=("reference", "kernel"))
+def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """The public function, made to take one of its two forms."""
+    monkeypatch.setattr(block_experts, "use_triton", lambda x: request.param == "kernel")
+    return block_experts.run_block_experts
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize(("T", "E", "k", "D", "I"), ((1, 4, 2, 64, 40), (9, 5, 3, 100, 34), (40, 3, 1, 32, 32)))
+@pytest.mark.parametrize(
+    ("routed", "shared"), ((FP4, FP8), (BASE, BASE), (FP4, None), (None, SMALL)), ids=("v4", "base", "plain", "first")
+)
+def test_experts_are_those_of_the_values(
+    op, routed: BlockForm | None, shared: BlockForm | None, T: int, E: int, k: int, D: int, I: int, dtype: torch.dtype
+) -> None:
+    """Routed experts and the last one in forms of their own, one of which may be plain. 34 rows have no whole block."""
+    first, up, down = stacks(routed, E, D, I)
+    last, last_up, last_down = stacks(shared, 1, D, I)
+    x = (torch.randn(T, D) / 4).to(dtype)
+    weights, chosen = pairs(T, E, k)
+    want = by_hand(x, weights, chosen, torch.cat((up, last_up)), torch.cat((down, last_down)))
+    there = [put(first, dtype), put(last, dtype)]
+    got = op(x.to(DEVICE), weights.to(DEVICE), chosen.to(DEVICE), there, LIMIT)
+    assert got.dtype == dtype
+    assert_close_rms("experts", want, got, BOUND[dtype])
+
+
+def test_one_stack_has_the_bits_of_the_plain_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an expert is one tile. bf16 holds the values exactly, so nothing tells the two apart."""
+    stack, up, down = stacks(FP4, 5, 64, 48)
+    x, (weights, chosen) = torch.randn(7, 64).to(BF16), pairs(7, 4, 2)
+    want = run_experts_ref(x, weights, chosen, up.to(BF16), down.to(BF16), LIMIT)
+    assert_same_bytes(run_block_experts_ref(x, weights, chosen, [stack], LIMIT), want)
+    monkeypatch.setattr(block_scaled, "TILE", 64 * 7)  # and the same but for the order of sums where it is many
+    assert_close_rms("tiles", want, run_block_experts_ref(x, weights, chosen, [stack], LIMIT), BOUND[BF16])
+
+
+@pytest.mark.parametrize(("form", "bound"), ((FP8, 0.08), (FP4, 0.3)), ids=("fp8", "fp4"))
+def test_experts_are_near_those_of_the_true_values(op, form: BlockForm, bound: float) -> None:
+    """Three rounded matrices one after the other, each off by 2.7 % RMS in E4M3 and 10 to 12 % in E2M1."""
+    E, D, I = 2, 128, 128
+    up, down = torch.randn(E + 1, 2 * I, D) / D**0.5, torch.randn(E + 1, D, I) / I**0.5
+    made = [[encode(matrix, form) for matrix in stack] for stack in (up, down)]
+    both = (BlockScaled(torch.stack([m.codes for m in s]), torch.stack([m.scales for m in s]), form) for s in made)
+    x, (weights, chosen) = torch.randn(5, D), pairs(5, E, 2)
+    want = by_hand(x, weights, chosen, up, down)
+    got = op(x.to(DEVICE), weights.to(DEVICE), chosen.to(DEVICE), [put(ExpertStack(*both), F32)], LIMIT)
+    assert bound / 20 < rel_rms(want, got) < bound
+
+
+def test_an_expert_of_its_own_scale_is_not_anothers(op) -> None:
+    """Scales of one expert changed: its tokens alone change."""
+    stack, _, _ = stacks(FP8, 4, 32, 40)
+    scales = stack.down.scales.clone()
+    scales[2] += 1
+    other = ExpertStack(stack.gate_up, BlockScaled(stack.down.codes, scales, FP8))
+    x, weights = torch.randn(6, 32), torch.ones(6, 1)
+    chosen = torch.tensor([0, 2, 3, 2, 1, 0], dtype=torch.int32)[:, None]
+    a, b = (op(*(t.to(DEVICE) for t in (x, weights, chosen)), [put(s, F32)], LIMIT).cpu() for s in (stack, other))
+    assert torch.equal((a != b).any(1), chosen[:, 0] == 2)
+
+
+def test_no_token_one_expert_of_all_and_one_token_of_nan(op) -> None:
+    stack, up, down = stacks(FP4, 3, 32, 32)
+    there = [put(stack, F32)]
+    none = op(torch.zeros(0, 32, device=DEVICE), *(t.to(DEVICE) for t in pairs(0, 2, 1)), there, LIMIT)
+    assert none.shape == (0, 32)
+    x, weights = torch.randn(40, 32), torch.rand(40, 1)
+    x[5], chosen = torch.nan, torch.full((40, 1), 1, dtype=torch.int32)
+    got = op(*(t.to(DEVICE) for t in (x, weights, chosen)), there, LIMIT).cpu()
+    keep = torch.arange(40) != 5
+    assert got[5].isnan().all()
+    assert_close_rms("others", by_hand(x[keep], weights[keep], chosen[keep], up, down), got[keep], BOUND[F32])
+
+
+def test_codes_past_two_gigabytes_are_reached() -> None:
+    """514 experts of 4 MiB, of which all but the last are pages that were never touched."""
+    E, D, I = 514, 8192, 256
+    last, values = random_blocks(FP8, 2 * I, D)
+    codes, scales = np.zeros((E, 2 * I, D), np.uint8), np.zeros((E, *last.scales.shape), np.uint8)
+    codes[-1], scales[-1] = last.codes, last.scales
+    assert codes[:-1].nbytes > 1 << 31
+    up = BlockScaled(torch.from_numpy(codes), torch.from_numpy(scales), FP8)
+    x = (torch.randn(1, D) / D**0.5).to(BF16)
+    inner = torch.empty(1, I, dtype=BF16)
+    order, offsets = torch.zeros(1, dtype=torch.int32), torch.zeros(E + 1, dtype=torch.int32)
+    offsets[-1] = 1
+    block_experts._launch(
+        block_experts.block_up_kernel, None, x, up, (order, offsets), inner, (E, D, I, 1, 1e9), I, 1
+    )  # fmt: skip
+    gate, up_ = (values.double() @ x[0].double()).chunk(2)
+    assert_close_rms("the last expert", gate / (1 + (-gate).exp()) * up_, inner[0], BOUND[BF16])
+
+
+COMPILE = """
+from long_form import more
+from no_device import SHARED_MEMORY, built, usage
+import torch
+from hybridkv.kernels.linear.block_form import RELEASED_FP4, RELEASED_FP8
+from hybridkv.kernels.linear.block_scaled import empty_blocks
+from hybridkv.kernels.moe import block_experts
+from hybridkv.kernels.moe.block_experts import ExpertStack
+
+block_experts.has_pdl = lambda device: True
+D, I, cpu = 4096, 2048, torch.device("cpu")
+stacks = [
+    ExpertStack(empty_blocks(form, (E, 2 * I, D), cpu), empty_blocks(form, (E, D, I), cpu))
+    for form, E in ((RELEASED_FP4, 2), (RELEASED_FP8, 1))
+]
+for T in (1, *more(64)):
+    x, weights = torch.zeros(T, D, dtype=torch.bfloat16), torch.zeros(T, 3)
+    block_experts.run_block_experts_triton(x, weights, torch.zeros(T, 3, dtype=torch.int32), stacks, 10.0)
+for name, kernel in built:
+    if name.startswith("block_"):
+        assert kernel.metadata.shared <= SHARED_MEMORY
+        print(name, *usage(kernel), kernel.asm["ptx"].count("st.local"), kernel.asm["ptx"].count("wgmma.mma_async"))
+"""
+
+
+@pytest.mark.long
+def test_the_released_widths_compile_for_hopper_and_nothing_spills() -> None:
+    """FP4 and FP8 experts; the long form has many rows too."""
+    built = [line.split() for line in compile_alone(COMPILE).splitlines()]
+    assert [name for name, *_ in built] == ["block_up_kernel", "block_down_kernel"] * 2 * len((1, *more(64)))
+    assert all(int(registers) <= 255 and spilled == local == "0" for _, registers, spilled, local, _ in built), built
+    assert all(int(products) > 0 for *_, products in built), built  # tensor cores of Hopper, codes from registers
