@@ -24,7 +24,6 @@ from hybridkv.cache.columns import KEY_DTYPE, Column, Columns
 from hybridkv.cache.manager import KVCacheManager
 from hybridkv.cache.pins import Pin, drop_pins, first_unpinned, pinned_pages
 from hybridkv.cache.schema import check_column, column_tokens
-from hybridkv.errors import HybridKVError
 
 # why not more of a prompt was reused
 Reason = Literal[
