@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -34,6 +35,7 @@ from hybridkv.kernels.linear.int4 import Codes4
 from hybridkv.kernels.linear.packed_weights import Packed, pack, unpack_codes4
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+READERS = 4  # threads that read experts: a disk gives more to several, and codes are checked meanwhile
 INDEX_LIMIT = 64 << 20  # bytes
 NOT_FINITE = (
     "holds NaN or infinity; the file is damaged or was badly converted: download it again, or take another conversion "
@@ -187,16 +189,28 @@ class Checkpoint:
         return {name: form for name in self._recipes if (form := self.block_form(name)) is not None}
 
     def read_blocks_into(self, out: BlockScaled, name: str) -> None:
-        """Codes and scales into room that has the form of block_form, or one with blocks of fewer rows."""
+        """Codes and scales into room that has the form of block_form, or one with blocks of fewer rows. Experts are
+        read by several threads, each with one matrix in memory beside `out`.
+        """
         recipe = self._recipe(name)
         assert isinstance(self._store, SafetensorsStore)
         if not recipe.experts:
             self._put_blocks(out, 0, name, recipe.parts[0])
         each = len(recipe.parts) // max(recipe.experts, 1)
-        for expert in range(recipe.experts):
+
+        def put(expert: int) -> None:
             row = 0
             for part in recipe.parts[expert * each : (expert + 1) * each]:
                 row += self._put_blocks(out[expert], row, name, part)
+
+        with ThreadPoolExecutor(READERS) as readers:
+            waiting = [readers.submit(put, expert) for expert in range(recipe.experts)]
+            try:
+                for one in waiting:
+                    one.result()
+            finally:
+                for one in waiting:
+                    one.cancel()  # after an error, or Ctrl-C, nothing more is read
 
     def _put_blocks(self, out: BlockScaled, row: int, name: str, part: str) -> int:
         assert isinstance(self._store, SafetensorsStore)

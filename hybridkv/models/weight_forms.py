@@ -27,7 +27,8 @@ from hybridkv.models.registry import family_of
 
 DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 PACKED = {name.lower(): bits for name, bits in BITS.items()}
-FORMS = ("bf16", "f32", "fp8", "q8_0", "q6_k", "q5_k", "q4_k", "mxfp4", "released")
+FORMS = ("bf16", "f32", "fp8", "q8_0", "q6_k", "q5_k", "q4_k", "mxfp4")
+RELEASED = "released"  # a form of models that are released in codes
 MXFP4_BLOCK, MXFP4_BYTES = 32, 17
 BLOCK_OF_K = 256  # weights of a block in the formats whose names end in _k
 
@@ -76,7 +77,7 @@ def block_bytes(weight: Weight, forms: Mapping[str, BlockForm]) -> int | None:
 
 def form_bytes(config: ModelConfig, has: Has, form: str, experts: bool = True) -> int:
     """Bytes of all weights on a GPU. `experts`: whether they are in the form too, or in BF16."""
-    forms = released_forms(config, has) if form == "released" else {}
+    forms = released_forms(config, has) if form == RELEASED else {}
     return sum(_in_form(weight, form, experts, forms) for weight in family_of(config).weights(config, has))
 
 
@@ -103,7 +104,7 @@ def held_today(config: ModelConfig, form: str) -> bool:
     """Whether the engine holds this model's weights in this form. Experts in a GGUF file's formats it does not, nor
     DeepSeek-V4 in anything but a plain dtype and what it is released in.
     """
-    if form in DTYPES or form == "released":
+    if form in DTYPES or form == RELEASED:
         return True
     if config.v4 is not None or form == "mxfp4":
         return False
