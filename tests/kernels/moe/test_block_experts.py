@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from block_cases import BASE, FP4, FP8, SMALL, encode, random_blocks, random_stack
-from long_form import more
+from long_form import few, more
 from numerics import assert_close_rms, assert_same_bytes, rel_rms
 from own_process import compile_alone
 from torch import Tensor
@@ -70,15 +70,18 @@ def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     return block_experts.run_block_experts
 
 
-@pytest.mark.parametrize("dtype", BOUND)
-@pytest.mark.parametrize(("T", "E", "k", "D", "I"), ((1, 4, 2, 64, 40), (9, 5, 3, 100, 34), (40, 3, 1, 32, 32)))
-@pytest.mark.parametrize(
-    ("routed", "shared"), ((FP4, FP8), (BASE, BASE), (FP4, None), (None, SMALL)), ids=("v4", "base", "plain", "first")
-)
+SHAPES = ((1, 4, 2, 64, 40), (9, 5, 3, 100, 34), (40, 3, 1, 32, 32))
+STACKS = {"v4": (FP4, FP8), "base": (BASE, BASE), "plain": (FP4, None), "first": (None, SMALL)}
+
+
+@pytest.mark.long
+@few("dtype, shape", tuple(BOUND), SHAPES)
+@pytest.mark.parametrize(("routed", "shared"), STACKS.values(), ids=STACKS)
 def test_experts_are_those_of_the_values(
-    op, routed: BlockForm | None, shared: BlockForm | None, T: int, E: int, k: int, D: int, I: int, dtype: torch.dtype
+    op, routed: BlockForm | None, shared: BlockForm | None, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     """Routed experts and the last one in forms of their own, one of which may be plain. 34 rows have no whole block."""
+    T, E, k, D, I = shape
     first, up, down = stacks(routed, E, D, I)
     last, last_up, last_down = stacks(shared, 1, D, I)
     x = (torch.randn(T, D) / 4).to(dtype)
@@ -158,7 +161,7 @@ def test_codes_past_two_gigabytes_are_reached() -> None:
 
 
 COMPILE = """
-from long_form import more
+from long_form import few, more
 from no_device import SHARED_MEMORY, built, usage
 import torch
 from hybridkv.kernels.linear.block_form import RELEASED_FP4, RELEASED_FP8
