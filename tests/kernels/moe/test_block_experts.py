@@ -148,13 +148,13 @@ def test_codes_past_two_gigabytes_are_reached() -> None:
     codes, scales = np.zeros((E, 2 * I, D), np.uint8), np.zeros((E, *last.scales.shape), np.uint8)
     codes[-1], scales[-1] = last.codes, last.scales
     assert codes[:-1].nbytes > 1 << 31
-    up = BlockScaled(torch.from_numpy(codes), torch.from_numpy(scales), FP8)
+    up = BlockScaled(torch.from_numpy(codes).to(DEVICE), torch.from_numpy(scales).to(DEVICE), FP8)
     x = (torch.randn(1, D) / D**0.5).to(BF16)
-    inner = torch.empty(1, I, dtype=BF16)
-    order, offsets = torch.zeros(1, dtype=torch.int32), torch.zeros(E + 1, dtype=torch.int32)
+    inner = torch.empty(1, I, dtype=BF16, device=DEVICE)
+    order, offsets = (torch.zeros(n, dtype=torch.int32, device=DEVICE) for n in (1, E + 1))
     offsets[-1] = 1
     block_experts._launch(
-        block_experts.block_up_kernel, None, x, up, (order, offsets), inner, (E, D, I, 1, 1e9), I, 1
+        block_experts.block_up_kernel, None, x.to(DEVICE), up, (order, offsets), inner, (E, D, I, 1, 1e9), I, 1
     )  # fmt: skip
     gate, up_ = (values.double() @ x[0].double()).chunk(2)
     assert_close_rms("the last expert", gate / (1 + (-gate).exp()) * up_, inner[0], BOUND[BF16])
