@@ -176,3 +176,11 @@ def test_blocks_that_products_do_not_read_are_widened(tmp_path: Path) -> None:
     assert not isinstance(layer.attention.queries, BlockLinear)
     ids = list(range(12))
     assert logit_gap(plain.logits(ids), codes.logits(ids)) <= BOUND
+
+
+def test_too_little_memory_names_the_smaller_form(tmp_path: Path) -> None:
+    folder = write(tmp_path, Made().stored)
+    with pytest.raises(HybridKVError, match="use weight_dtype='released', a smaller model"):
+        LLM(folder, "cpu", "float32", memory=1 << 20, max_context=64)
+    with pytest.raises(HybridKVError, match="in their released form, the limit is 512.0 KiB; use dtype='bfloat16', a"):
+        LLM(folder, "cpu", "float32", memory=1 << 19, max_context=64, weight_dtype="released")
