@@ -16,7 +16,7 @@ from hybridkv.errors import HybridKVError, RequestError
 KV_DTYPES = {"f32": "float32", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 INDEX_DTYPES = ("f32", "bf16", "fp8", "mxfp4", "nvfp4")
 MODEL_DTYPES = ("float32", "bfloat16")
-WEIGHT_DTYPES = ("auto", "fp8", "f16", "int4", "plain")
+WEIGHT_DTYPES = ("auto", "fp8", "f16", "int4", "released", "plain")
 # those of eviction.named; auto is one of them, by what is known when the cache is cut
 POLICY_NAMES = (
     "auto",

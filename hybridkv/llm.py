@@ -99,7 +99,8 @@ class LLM:
         step_tokens: tokens that one step computes at the most; None: 512, on a GPU 4096.
         weight_dtype: "fp8": matrices as E4M3 codes, a scale for each row; "f16": on a CPU, multiplied with float32;
             "int4": f16 and, for up to 4 rows, the 4-bit codes of a GGUF file, whose products are rounded to bfloat16: a
-            request beside others may answer otherwise than alone; "plain": as dtype; "auto": plain, but on a
+            request beside others may answer otherwise than alone; "released": the FP8 and FP4 codes of DeepSeek-V4's
+            files with their scales, as they are (not yet run on a GPU); "plain": as dtype; "auto": plain, but on a
             GPU those of a GGUF file stay packed, and on a CPU they are f16 (with AVX-512 int4) where `dtype` is left to
             "auto" and comes to float32 and the files have 16 bits a weight or fewer.
         host_cache: bytes on the host, or "16GiB", for caches that wait for a next turn: state of those without a slot,
@@ -166,7 +167,13 @@ class LLM:
             self.packed = weight_dtype == "auto" and not exact and keeps_packed(self.device, self.dtype)
             if self.config.v4 is not None and weight_dtype in ("f16", "int4"):
                 raise HybridKVError(
-                    f"weight_dtype='{weight_dtype}' is not there for DeepSeek-V4; use 'plain' or 'auto'"
+                    f"weight_dtype='{weight_dtype}' is not there for DeepSeek-V4; use 'released', 'plain' or 'auto'"
+                )
+            self.released = weight_dtype == "released"
+            if self.released and not checkpoint.block_forms():
+                raise HybridKVError(
+                    "weight_dtype='released' keeps FP8 and FP4 codes that have a scale for each block, and "
+                    f"{self.path.name} has none that are read; use 'auto' or 'plain'"
                 )
             narrow = checkpoint.narrow and self.config.v4 is None
             self.half = resolve_half(weight_dtype, dtype, self.device, self.dtype, exact, narrow)
@@ -182,7 +189,7 @@ class LLM:
             with on_device(self.device):  # matrices are packed and quantised by kernels
                 self.model = load_model(
                     self.config, checkpoint, self.device, self.dtype, load_progress, exact, self.fp8, self.packed,
-                    self.half, self.int4,
+                    self.half, self.int4, self.released,
                 )  # fmt: skip
         plan, rows = self.plan, None if self.reuse_config is None else self.plan.checkpoints
         host = None if limits.host_bytes is None else HostTier(limits.host_bytes, self.device)
@@ -200,7 +207,7 @@ class LLM:
         precompile(self.engine, compile_progress)
         self.owner = EngineOwner(self.engine)
         plain = "int4" if self.int4 else "f16" if self.half else str(self.dtype).removeprefix("torch.")
-        form = "fp8" if self.fp8 else "packed" if self.packed else plain
+        form = "released" if self.released else "fp8" if self.fp8 else "packed" if self.packed else plain
         self.engine.about = {"model": self.path.name, "weights": form}
         self.weight_form = form
         template = self.tokenizer.chat_template if self.tokenizer else None
@@ -216,6 +223,8 @@ class LLM:
         has, device = checkpoint.__contains__, self.device.type
         fp8 = self.fp8 and not exact and keeps_codes(self.device, self.dtype)
         plain = packed = model_bytes(self.config, has, self.dtype, device, fp8, half=self.half, int4=self.int4)
+        if self.released:
+            plain = packed = model_bytes(self.config, has, self.dtype, device, blocks=checkpoint.block_forms())
         if not exact and keeps_packed(self.device, self.dtype):
             packed = model_bytes(self.config, has, self.dtype, device, packed=checkpoint.packed_bytes())
         weights = packed if self.packed else plain
@@ -223,9 +232,11 @@ class LLM:
         if weights >= memory:
             given = "the limit" if limits.memory_bytes else "free memory"
             form = "fp8" if fp8 else "f16" if self.half else str(self.dtype).removeprefix("torch.")
+            form = "their released form" if self.released else form
             form += " and 4 bits" if self.int4 else ""
             form = "packed" if weights < plain else f"in {form}"
             less = "dtype='bfloat16', " if self.dtype == torch.float32 and not self.half else ""
+            less = "weight_dtype='released', " if not self.released and checkpoint.block_forms() else less
             less = "weight_dtype='auto', " if packed < weights else less
             raise HybridKVError(
                 f"the weights take {human(weights)} {form}, {given} is {human(memory)}; use {less}a smaller model or "

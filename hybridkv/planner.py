@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 from hybridkv.cache.schema import CacheSchema
 from hybridkv.dtypes import dtype_name, itemsize
 from hybridkv.errors import HybridKVError
+from hybridkv.kernels.linear.block_form import BlockForm
 from hybridkv.kernels.linear.packed_planes import half_bytes, int4_bytes, suits_half
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.inventory import Weight
 from hybridkv.models.registry import family_of
-from hybridkv.models.weight_forms import fp8_bytes, weight_bytes
+from hybridkv.models.weight_forms import block_bytes, fp8_bytes, weight_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -92,18 +93,23 @@ def model_bytes(
     half: bool = False,
     int4: Container[str] = (),
     share: Callable[[Weight], Weight] | None = None,
+    blocks: Mapping[str, BlockForm] | None = None,
 ) -> int:
     """Bytes of all weights in memory. `has` answers whether the checkpoint holds a tensor that not every model has;
     `device` is cpu or cuda; `fp8`: matrices are kept as E4M3 codes (kernels/linear/fp8.py: keeps_codes); `packed` gives
     the bytes of matrices that stay in a GGUF file's formats; `half`: on a CPU matrices are f16 where that suits
     (kernels/linear/half.py), those named in `int4` have 4-bit codes beside that. `share`: what a rank of several has of
-    a tensor (parallel/cuts.py); `packed` is of that part then.
+    a tensor (parallel/cuts.py); `packed` is of that part then. `blocks` has the forms of matrices and experts that stay
+    codes with a scale for each block (kernels/linear/block_scaled.py).
     """
-    name, packed = dtype_name(dtype), packed or {}
+    name, packed, blocks = dtype_name(dtype), packed or {}, blocks or {}
     total = 0
     for weight in family_of(config).weights(config, has):
         weight = weight if share is None else share(weight)
-        if weight.kind == "matrix" and weight.name in packed:
+        coded = block_bytes(weight, blocks)
+        if coded is not None:
+            total += coded
+        elif weight.kind == "matrix" and weight.name in packed:
             total += packed[weight.name]
         elif weight.kind == "matrix" and fp8:
             total += fp8_bytes(weight)

@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 import tiny_v4
 import torch
+from v4_files import Made, write
 
 from hybridkv import LLM, CacheConfig
 from hybridkv.cache import CacheSchema, KVCacheManager
 from hybridkv.cli import main
 from hybridkv.commands.plan_estimate import Estimate
 from hybridkv.errors import HybridKVError
-from hybridkv.models import cache_schema
+from hybridkv.models import cache_schema, open_checkpoint
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.known import KNOWN
+from hybridkv.models.weight_forms import released_forms
 from hybridkv.planner import model_bytes, plan_cache, planned_tensors
 
 FLASH, PRO = "DeepSeek-V4-Flash", "DeepSeek-V4-Pro"
@@ -154,3 +156,39 @@ def test_a_tiny_model_takes_what_was_planned(folder: Path, dtype: str) -> None:
     assert llm.manager.memory_bytes() == found.nbytes
     tables = sum(t.nbytes for t in (llm.model.window_freq, llm.model.compress_freq))
     assert weights_of(raw, kind, "cpu") == llm.model.nbytes - tables
+
+
+def test_the_released_form_is_the_size_of_the_files(capsys: pytest.CaptureFixture[str]) -> None:
+    """156 GB instead of 569. The published file of V4-Flash-0731, 166.9 GB, has three draft stages beside that."""
+    found = json.loads(plan(capsys, FLASH, "--weights", "released", "--kv-dtype", "fp8", "--json"))
+    assert found["weights_bytes"] == 156_016_590_300 and found["weights_form"] == "released"
+    one_more_layer = 256 * 3 * 4096 * 2048 * 17 // 32  # FP4 experts of one draft layer
+    assert found["weights_bytes"] + 3 * one_more_layer < 166_878_536_440 < found["weights_bytes"] + 4 * one_more_layer
+    same = json.loads(plan(capsys, FLASH, "--weight-dtype", "released", "--kv-dtype", "fp8", "--json"))
+    assert same["weights_bytes"] == found["weights_bytes"] and same["choices"] == found["choices"]
+    assert any(
+        "over 1, 2, 4, 8 cards they are 145.3 GiB, 72.7 GiB, 36.3 GiB, 18.2 GiB" in note for note in same["notes"]
+    )
+
+
+def test_a_card_that_holds_the_released_form(capsys: pytest.CaptureFixture[str]) -> None:
+    """One H200 does not, two cards' memory does; what is printed is what is counted."""
+    arguments = ("--weights", "released", "--kv-dtype", "fp8", "--context", 131072, "--json")
+    fits = [
+        json.loads(plan(capsys, FLASH, "--memory", m, *arguments))["choices"][0]["fits"] for m in ("130GiB", "260GiB")
+    ]
+    assert fits == [False, True]
+
+
+def test_models_that_are_released_in_values_have_no_such_form(capsys: pytest.CaptureFixture[str]) -> None:
+    for asked in (("--weights", "released"), ("--weight-dtype", "released")):
+        with pytest.raises(SystemExit) as leaving:
+            main(["plan", "Qwen3.5-27B", *asked])
+        assert leaving.value.code != 0 and "Qwen3.5-27B is not released so" in " ".join(capsys.readouterr().err.split())
+
+
+def test_forms_by_name_are_those_of_the_files(tmp_path: Path) -> None:
+    """What a plan without files counts is what a checkpoint in the released formats has."""
+    with open_checkpoint(write(tmp_path, Made().stored)) as checkpoint:
+        config = ModelConfig.from_dict(checkpoint.config)
+        assert released_forms(config, checkpoint.__contains__) == checkpoint.block_forms()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -28,11 +29,18 @@ from hybridkv.checkpoint.safetensors_store import SafetensorsStore
 from hybridkv.dtypes import torch_dtype
 from hybridkv.errors import ModelFileError, UnsupportedModel
 from hybridkv.files import read_json, read_json_if_any
+from hybridkv.kernels.linear.block_form import BlockForm
+from hybridkv.kernels.linear.block_scaled import BlockScaled, put_blocks
 from hybridkv.kernels.linear.int4 import Codes4
 from hybridkv.kernels.linear.packed_weights import Packed, pack, unpack_codes4
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+READERS = 4  # threads that read experts: a disk gives more to several, and codes are checked meanwhile
 INDEX_LIMIT = 64 << 20  # bytes
+NOT_FINITE = (
+    "holds NaN or infinity; the file is damaged or was badly converted: download it again, or take another conversion "
+    "of the model"
+)
 
 _ASIDE = (
     ("mtp", re.compile(r"(model\.|language_model\.)*mtp\.")),
@@ -181,6 +189,56 @@ class Checkpoint:
         codes = unpack_codes4(parts[0] if len(parts) == 1 else torch.cat(parts), form)
         return codes if rows is None else codes.rows(rows)
 
+    def block_form(self, name: str) -> BlockForm | None:
+        """How a matrix, or each of a stack of experts, can be kept as the codes and scales of the file; None: it has to
+        be read as its values.
+        """
+        recipe = self._recipe(name)
+        if not isinstance(self._store, SafetensorsStore) or recipe.make is not None:
+            return None
+        forms = {self._store.block_form(part) for part in recipe.parts}
+        form = forms.pop()
+        if forms or form is None or not form.kept:
+            return None
+        each = len(recipe.parts) // recipe.experts if recipe.experts else 1
+        return form.joined(*(self._store.shape(part)[0] for part in recipe.parts[:each]))
+
+    def block_forms(self) -> dict[str, BlockForm]:
+        """Name -> form, for all that can be kept so."""
+        return {name: form for name in self._recipes if (form := self.block_form(name)) is not None}
+
+    def read_blocks_into(self, out: BlockScaled, name: str) -> None:
+        """Codes and scales into room that has the form of block_form, or one with blocks of fewer rows. Experts are
+        read by several threads, each with one matrix in memory beside `out`.
+        """
+        recipe = self._recipe(name)
+        assert isinstance(self._store, SafetensorsStore)
+        if not recipe.experts:
+            self._put_blocks(out, 0, name, recipe.parts[0])
+        each = len(recipe.parts) // max(recipe.experts, 1)
+
+        def put(expert: int) -> None:
+            row = 0
+            for part in recipe.parts[expert * each : (expert + 1) * each]:
+                row += self._put_blocks(out[expert], row, name, part)
+
+        with ThreadPoolExecutor(READERS) as readers:
+            waiting = [readers.submit(put, expert) for expert in range(recipe.experts)]
+            try:
+                for one in waiting:
+                    one.result()
+            finally:
+                for one in waiting:
+                    one.cancel()  # after an error, or Ctrl-C, nothing more is read
+
+    def _put_blocks(self, out: BlockScaled, row: int, name: str, part: str) -> int:
+        assert isinstance(self._store, SafetensorsStore)
+        found = self._store.read_blocks(part)
+        if not found.finite():
+            raise ModelFileError(f"{str(self.path)!r}: tensor {name!r} {NOT_FINITE}")
+        put_blocks(out, row, found)
+        return len(found)
+
     def _recipe(self, name: str) -> Recipe:
         if name not in self._recipes:
             raise ModelFileError(f"{str(self.path)!r}: the model has no tensor {name!r}")
@@ -189,10 +247,7 @@ class Checkpoint:
     def _check_finite(self, name: str, tensor: Tensor) -> None:
         if bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
             return
-        raise ModelFileError(
-            f"{str(self.path)!r}: tensor {name!r} holds NaN or infinity; the file is damaged or was badly converted: "
-            "download it again, or take another conversion of the model"
-        )
+        raise ModelFileError(f"{str(self.path)!r}: tensor {name!r} {NOT_FINITE}")
 
     def close(self) -> None:
         self._store.close()

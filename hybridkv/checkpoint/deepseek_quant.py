@@ -1,4 +1,4 @@
-"""DeepSeek-V4's quantised weights: a store that pairs each with its scales and gives the values.
+"""DeepSeek-V4's quantised weights: a store that pairs each with its scales and gives the values, or both as they are.
 
     FP8   weight F8_E4M3 [rows, columns]          one scale for each block of 128 x 128, ragged at the edges
     FP4   weight I8, U8 or F4 [rows, columns / 2]  two E2M1 values in a byte, the even column in the low half;
@@ -11,23 +11,21 @@ or, in base models, F32. value = quantised value * scale, which is exact in bflo
 from __future__ import annotations
 
 import re
-from math import ceil
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hybridkv.checkpoint.safetensors_file import SafetensorsFile
 from hybridkv.checkpoint.safetensors_store import SafetensorsStore
 from hybridkv.config import shown
 from hybridkv.errors import ModelFileError, UnsupportedModel
+from hybridkv.kernels.linear.block_form import FP4_BLOCK, BlockForm
+from hybridkv.kernels.linear.block_form import FP8_BLOCK as BLOCK
+from hybridkv.kernels.linear.block_scaled import BlockScaled, dequantise_ref
 
-BLOCK = (128, 128)
-GROUP = 32  # columns that share a scale in FP4
 FP4 = ("I8", "U8", "F4")
 POWERS = ("F8_E8M0", "U8")  # scales that are a power of two
 INDICES = ("I32", "I64")
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _SCALE = re.compile(r"(?P<of>.+)\.(scale|weight_scale_inv)")
 _NO_SCALE = re.compile(r"(.+\.)?(attn_hc|ffn_hc)\.scale|(model\.)?mtp\..+")  # parameters; and draft layers
 
@@ -92,16 +90,21 @@ class QuantisedStore(SafetensorsStore):
     def nbytes(self, name: str) -> int:
         return super().nbytes(name) + (super().nbytes(self.scales[name]) if name in self.scales else 0)
 
-    def read(self, name: str) -> Tensor:
-        stored = super().read(name)
+    def block_form(self, name: str) -> BlockForm | None:
         if name not in self.scales:
-            return stored
-        scale = super().read(self.scales[name])
-        if scale.dtype != torch.float32:
-            scale = scale.view(torch.float8_e8m0fnu).float()  # 2 ** (byte - 127); 255 is NaN
-        if stored.dtype == torch.float8_e4m3fn:
-            return from_fp8(stored, scale, self.block, self.dtype(name))
-        return from_fp4(stored.view(torch.uint8), scale, self.dtype(name))
+            return None
+        bits, block = (8, self.block) if self.stored(name).dtype == "F8_E4M3" else (4, FP4_BLOCK)
+        return BlockForm(bits, *block, 1 if self.stored(self.scales[name]).dtype in POWERS else 4)
+
+    def read_blocks(self, name: str) -> BlockScaled:
+        """Codes and scales of a weight that has them, as they are stored."""
+        form, scale = self.block_form(name), super().read(self.scales[name])
+        assert form is not None
+        scale = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
+        return BlockScaled(super().read(name).view(torch.uint8), scale, form)
+
+    def read(self, name: str) -> Tensor:
+        return dequantise_ref(self.read_blocks(name), self.dtype(name)) if name in self.scales else super().read(name)
 
     def _check(self, weight: str) -> None:
         """Formats and shapes of a weight and its scales go together."""
@@ -114,26 +117,8 @@ class QuantisedStore(SafetensorsStore):
         shape = self.shape(weight)
         if len(shape) != 2 or 0 in shape:
             raise ModelFileError(f"{what} has shape {list(shape)}; with scales it must be a matrix")
-        rows, columns = self.block if stored.dtype == "F8_E4M3" else (1, GROUP)
-        wanted = (ceil(shape[0] / rows), ceil(shape[1] / columns))
+        form = self.block_form(weight)
+        assert form is not None
+        wanted = form.scale_shape(shape[0], shape[1])
         if scale.shape != wanted:
             raise ModelFileError(f"{what} of {list(shape)} needs scales of {list(wanted)}, not {list(scale.shape)}")
-
-
-def from_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """[rows, columns] E4M3 with a scale for each block, by rows of blocks, so that no second copy is made."""
-    out = torch.empty(weight.shape, dtype=dtype)
-    for i, row in enumerate(range(0, len(weight), block[0])):
-        columns = scale[i].repeat_interleave(block[1])[: weight.shape[1]]
-        out[row : row + block[0]] = weight[row : row + block[0]].float() * columns
-    return out
-
-
-def from_fp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """[rows, columns / 2] bytes with a scale for each 32 columns -> [rows, columns]"""
-    values = torch.tensor(E2M1, dtype=dtype)
-    pairs = torch.stack(
-        (values.repeat(16), values.repeat_interleave(16)), dim=1
-    )  # [256, 2]: the low half of a byte first
-    out = F.embedding(packed.int(), pairs).flatten(1)
-    return out.mul_(scale.to(dtype).repeat_interleave(GROUP, dim=1)[:, : out.shape[1]])

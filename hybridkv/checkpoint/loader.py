@@ -2,7 +2,8 @@
 
 Projections that read the same input are joined along their rows in one buffer, filled part by part, so the peak stays
 near the size of the weights. On a GPU those of a GGUF file may stay in its formats (kernels/linear/packed_linear.py),
-on a CPU they may be f16 and 4-bit codes (kernels/linear/half.py, int4.py).
+on a CPU they may be f16 and 4-bit codes (kernels/linear/half.py, int4.py). FP8 and FP4 weights of a folder may stay
+codes with their scales (kernels/linear/block_scaled.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from hybridkv.checkpoint.checkpoint import Checkpoint
 from hybridkv.checkpoint.in_memory import InMemory
 from hybridkv.errors import HybridKVError, ModelFileError
 from hybridkv.kernels.backend import HAS_TRITON
+from hybridkv.kernels.linear.block_form import BlockForm
+from hybridkv.kernels.linear.block_linear import BlockLinear
+from hybridkv.kernels.linear.block_scaled import BlockScaled, empty_blocks
 from hybridkv.kernels.linear.fp8 import encode_weight, keeps_codes, round_weight_
 from hybridkv.kernels.linear.half import HalfLinear, fits_half
 from hybridkv.kernels.linear.int4 import Codes4, Int4Linear, join_codes
@@ -38,6 +42,7 @@ class Loader:
     packed = False
     half = False
     int4: Container[str] = ()
+    released = False
 
     def __init__(
         self,
@@ -50,13 +55,14 @@ class Loader:
         packed: bool = False,  # projections as a GGUF file has them, where they have a packed form
         half: bool = False,  # projections and the head in f16 on a CPU, where that suits them (kernels/linear/half.py)
         int4: Container[str] = (),  # and, for few rows, these as 4-bit codes beside that
+        released: bool = False,  # matrices and experts as the codes and scales of a folder, where it has them
     ) -> None:
         if exact and device.type == "cuda" and not HAS_TRITON:
             raise HybridKVError(
                 "exact mode on a GPU runs on Triton, which is not installed; use exact=False or install it"
             )
         self.exact, self.fp8, self.packed, self.half = exact, fp8, packed, half
-        self.int4 = int4
+        self.int4, self.released = int4, released
         self.checkpoint, self.device, self.dtype, self.progress = checkpoint, device, dtype, progress
         self.runs_on = device  # a loader that only counts has its tensors elsewhere
         self.used: set[str] = set()
@@ -110,6 +116,8 @@ class Loader:
             found = [(self.raw(f"{name}.bias", count(rows)), rows) for name, rows in parts]
             bias = self.place(torch.cat([b if isinstance(rows, int) else b[rows] for b, rows in found]))
         named = [(f"{name}.weight", rows) for name, rows in parts]
+        if any(self.block_form(name) for name, _ in named):
+            return self.block_linear(inputs, named, self.dtype, bias)
         if any(self.stays_packed(name) for name, _ in named):
             return self.packed_linear(inputs, named, bias)
         weight = self.joined(inputs, *named)
@@ -136,6 +144,59 @@ class Loader:
             packed = self.checkpoint.read_packed(name, self.device)
             found.append(packed if isinstance(rows, int) else packed.rows(rows.to(self.device)))
         return PackedLinear(found, bias)
+
+    def block_form(self, name: str) -> BlockForm | None:
+        """How a matrix, or a stack of experts, is kept as codes; None: in a plain dtype."""
+        if not self.released or not isinstance(self.checkpoint, Checkpoint) or name not in self.checkpoint:
+            return None
+        return self.checkpoint.block_form(name)
+
+    def blocks(self, name: str, *shape: int, form: BlockForm) -> BlockScaled:
+        """A matrix, or a stack of experts, as its codes and scales."""
+        out = empty_blocks(form, shape, self.device)
+        self.fill_blocks(out, name)
+        return out
+
+    def fill_blocks(self, out: BlockScaled, name: str) -> None:
+        """Codes and scales of a tensor into room for them, which may be rows of a larger one."""
+        assert isinstance(self.checkpoint, Checkpoint)
+        self._take(name, out.shape)
+        self.checkpoint.read_blocks_into(out, name)
+
+    def experts(self, name: str, *shape: int) -> Tensor | BlockScaled:
+        """A stack [E, rows, columns], as codes where they stay."""
+        form = self.block_form(name)
+        return self.weight(name, *shape) if form is None else self.blocks(name, *shape, form=form)
+
+    def block_linear(
+        self, inputs: int, parts: Sequence[Part], dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Linear:
+        """Projections of the same input, in codes where they stay so, others in `dtype`. Neighbours of one form whose
+        blocks come out even are one product.
+        """
+        found: list[tuple[BlockForm | None, list[tuple[str, int]]]] = []
+        for name, rows in parts:
+            assert isinstance(rows, int)
+            form = self.block_form(name)
+            even = not found or form is None or sum(n for _, n in found[-1][1]) % form.rows == 0
+            if found and found[-1][0] == form and even:
+                found[-1][1].append((name, rows))
+            else:
+                found.append((form, [(name, rows)]))
+        made: list[BlockScaled | Linear] = []
+        for form, run in found:
+            N = sum(rows for _, rows in run)
+            out = torch.empty(N, inputs, dtype=dtype, device=self.device) if form is None else None
+            coded = None if form is None else empty_blocks(form, (N, inputs), self.device)
+            at = 0
+            for name, rows in run:
+                if out is not None:
+                    self.fill(out[at : at + rows], name)
+                elif coded is not None:
+                    self.fill_blocks(coded.part(at, rows), name)
+                at += rows
+            made.append(coded if coded is not None else self.make_linear(out))  # type: ignore[arg-type]
+        return BlockLinear(made, bias)
 
     def make_linear(self, weight: Tensor, bias: Tensor | None = None, shared: bool = False) -> Linear:
         """`shared`: the weight has another use (an embedding) and stays as it is."""

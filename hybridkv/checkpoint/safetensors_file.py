@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class SafetensorsFile:
         self.path = path
         self._handle: Any = None
         self._touched = 0  # bytes read since the file was mapped
+        self._lock = Lock()
         self._file = OpenFile(path)
         try:
             self.tensors = _read_header(self._file)
@@ -63,13 +65,14 @@ class SafetensorsFile:
         if stored.dtype not in _READ:
             raise UnsupportedModel(f"{str(self.path)!r}: tensor {name[:200]!r} is {stored.dtype}, which is not loaded")
         self._file.check_unchanged()
-        self._touched += stored.nbytes
-        if self._touched > TOUCHED_LIMIT:  # mapped pages count as ours until they are unmapped
-            self._handle, self._touched = None, stored.nbytes
         try:
-            if self._handle is None:
-                self._handle = safe_open(self.path, framework="pt", device="cpu")
-            tensor = self._handle.get_tensor(name)
+            with self._lock:  # of the mapping; what is mapped is then copied by several threads at once
+                self._touched += stored.nbytes
+                if self._touched > TOUCHED_LIMIT:  # mapped pages count as ours until they are unmapped
+                    self._handle, self._touched = None, stored.nbytes
+                if self._handle is None:
+                    self._handle = safe_open(self.path, framework="pt", device="cpu")
+                tensor = self._handle.get_tensor(name)
         except (SafetensorError, OSError, RuntimeError, ValueError) as error:
             raise ModelFileError(f"{str(self.path)!r}: tensor {name[:200]!r} cannot be read: {error}") from None
         is_f4 = stored.dtype == "F4"

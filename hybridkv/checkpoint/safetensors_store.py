@@ -10,6 +10,8 @@ from torch import Tensor
 from hybridkv.checkpoint.recipe import Recipe
 from hybridkv.checkpoint.safetensors_file import DTYPES, SafetensorsFile, StoredTensor
 from hybridkv.errors import ModelFileError, UnsupportedModel
+from hybridkv.kernels.linear.block_form import BlockForm
+from hybridkv.kernels.linear.block_scaled import BlockScaled
 
 
 class SafetensorsStore:
@@ -50,6 +52,14 @@ class SafetensorsStore:
 
     def read(self, name: str) -> Tensor:
         return self.home[name].read(name)
+
+    def block_form(self, name: str) -> BlockForm | None:
+        """How a matrix is stored as codes with scales; None: it is not."""
+        return None
+
+    def read_blocks(self, name: str) -> BlockScaled:
+        """Codes and scales, where block_form says that there are any."""
+        raise NotImplementedError(f"{name} is stored without scales")
 
     def expert(self, recipe: Recipe, expert: int) -> Iterator[Tensor]:
         each = len(recipe.parts) // recipe.experts  # [rows, columns] each, those of one expert side by side

@@ -38,8 +38,8 @@ HOST_SHOWN = 16 << 30  # bytes on the host, where none are named: how many there
 _MODEL = "a known name (Qwen3.5-27B), a folder with a config.json, a .gguf file; without it SmolLM2-135M-Instruct"
 _WEIGHTS = (
     "form of the weights on a GPU: bf16, f32; fp8 (projections); q8_0, q6_k, q5_k, q4_k (projections and experts as a "
-    "GGUF file of that format has them; a Q4_K_M file mixes q4_k and q6_k); mxfp4 (experts). bf16, or as the .gguf "
-    "file has them"
+    "GGUF file of that format has them; a Q4_K_M file mixes q4_k and q6_k); mxfp4 (experts); released (DeepSeek-V4's "
+    "FP8 and FP4 as they are). bf16, or as the .gguf file has them"
 )
 
 
@@ -333,7 +333,7 @@ def choose_weights(options: ModelOptions, source: Source, gpu: bool, card: Card 
     """Bytes of the weights as --weights asks for them, or --dtype and --weight-dtype."""
     from hybridkv.commands.plan_weights import check_form, find_weights, form_weights
     from hybridkv.config import MODEL_DTYPES
-    from hybridkv.models.weight_forms import DTYPES, FORMS, has_experts
+    from hybridkv.models.weight_forms import DTYPES, FORMS, RELEASED, has_experts
 
     if options.dtype not in ("auto", *MODEL_DTYPES):
         raise HybridKVError(f"dtype {options.dtype!r} is not supported; choose auto, {', '.join(MODEL_DTYPES)}")
@@ -345,6 +345,8 @@ def choose_weights(options: ModelOptions, source: Source, gpu: bool, card: Card 
     if form is None:
         return find_weights(source, gpu, options.dtype, options.weight_dtype, options.exact, card)
     form = check_form(form)
+    if form == RELEASED and options.dtype == options.weight_dtype == "auto" and not options.exact:
+        return find_weights(source, gpu, "auto", RELEASED, False)
     if form == "mxfp4" and not has_experts(source.config, source.has):
         raise HybridKVError(
             f"--weights mxfp4 is a form of experts, and {source.name} has none; choose "
@@ -362,9 +364,14 @@ def choose_weights(options: ModelOptions, source: Source, gpu: bool, card: Card 
 
 
 def notes(report: Report) -> list[str]:
-    """Sentences about what the engine does not do, on this card or at all, and that the verdict does not say."""
+    """Sentences about what the engine does not do, on this card or at all, and that the verdict does not say; and about
+    weights in their released form.
+    """
+    from hybridkv.commands.plan_weights import card_shares
+
     refused = [c.refused for c in report.choices if c.refused and c is not report.judged]
-    return ([report.weights.note] if report.weights.note else []) + [f"{clause}." for clause in refused]
+    about = [note for note in (report.weights.note, card_shares(report.weights)) if note]
+    return about + [f"{clause}." for clause in refused]
 
 
 def given(options: ModelOptions) -> list[str]:

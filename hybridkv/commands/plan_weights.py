@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from hybridkv.cards import FP8_WEIGHTS, PACKED_WEIGHTS, Card
 from hybridkv.commands.plan_source import Source
 from hybridkv.errors import HybridKVError
+from hybridkv.kernels.linear.block_form import BlockForm
 from hybridkv.models import check_fp8
-from hybridkv.models.weight_forms import DTYPES, FORMS, PACKED, held_today
+from hybridkv.models.weight_forms import DTYPES, FORMS, PACKED, RELEASED, held_today, released_forms
 from hybridkv.planner import human
 
 LABELS = {"bfloat16": "bf16", "float32": "f32", "q8_0": "Q8_0", "q6_k": "Q6_K", "q5_k": "Q5_K", "q4_k": "Q4_K"}
 
+CARDS = (1, 2, 4, 8)
 FP8_NEED, PACKED_NEED, KV_NEED = "FP8 weights need", "packed weights need", "KV fp8 needs"  # how clauses begin
 
 
@@ -86,8 +88,8 @@ def check_form(form: str) -> str:
             f"--weights {form[:40]} is a mixture of formats, another for every model: plan {found[:4]} and q6_k, "
             "between which it lies, or give the .gguf file"
         )
-    if found not in FORMS:
-        raise HybridKVError(f"--weights {form[:40]!r} is not known; choose {', '.join(FORMS)}")
+    if found not in (*FORMS, RELEASED):
+        raise HybridKVError(f"--weights {form[:40]!r} is not known; choose {', '.join((*FORMS, RELEASED))}")
     return found
 
 
@@ -99,6 +101,8 @@ def find_weights(
     device = "cuda" if gpu else "cpu"
     name = dtype if dtype != "auto" else "float32" if source.is_gguf and not gpu else "bfloat16"
     check_fp8(config, weight_dtype == "fp8")
+    if weight_dtype == RELEASED:
+        return Weights(source.model_bytes(name, device, blocks=_released(source)), RELEASED, name)
     plain = source.model_bytes(name, device)
     computes = gpu and not exact and name == "bfloat16"  # with matrices in other forms than a plain dtype
     if weight_dtype == "fp8" and computes:
@@ -120,6 +124,28 @@ def find_weights(
         packed_there = source.model_bytes("bfloat16", "cuda", packed=source.packed)
         on_gpu = packed_there if packed_there < unpacked_there else None
     return Weights(plain, form, name, packed_on_gpu=on_gpu)
+
+
+def _released(source: Source) -> dict[str, BlockForm]:
+    """The forms of the released files, or HybridKVError."""
+    forms = released_forms(source.whole or source.config, source.has)
+    if not forms:
+        raise HybridKVError(
+            f"released is the form of files that store FP8 or FP4 codes with a scale for each block, as DeepSeek-V4's; "
+            f"{source.name} is not released so: choose another"
+        )
+    return forms
+
+
+def card_shares(weights: Weights) -> str | None:
+    """One sentence about weights in their released form: what an even cut leaves on each of several cards."""
+    if weights.form != RELEASED:
+        return None
+    shares = ", ".join(human(weights.nbytes / n) for n in CARDS)
+    return (
+        f"Released: the codes and scales of the files, as they are (not yet run on a GPU); cut evenly over "
+        f"{', '.join(map(str, CARDS))} cards they are {shares} a card."
+    )
 
 
 def _held(nbytes: int, form: str, plain: int, dtype: str, card: Card | None) -> Weights:

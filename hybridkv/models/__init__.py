@@ -79,6 +79,7 @@ def load_model(
     packed: bool = False,  # keep what a GGUF file has packed
     half: bool = False,  # matrices in f16 on a CPU
     int4: Container[str] = (),  # and these in 4 bits beside that
+    released: bool = False,  # keep the codes and scales of a folder
 ) -> Model:
     """Read all weights, in `dtype` onto `device`, and put the model together."""
     from hybridkv.checkpoint.loader import Loader
@@ -87,7 +88,7 @@ def load_model(
     check_fp8(config, fp8)
     family = family_of(config)
     family.check_weights(config, checkpoint.__contains__)
-    loader = Loader(checkpoint, device, dtype, progress, exact, fp8, packed, half, int4)
+    loader = Loader(checkpoint, device, dtype, progress, exact, fp8, packed, half, int4, released)
     model = family.load(config, loader)
     loader.finish()
     return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from hybridkv.checkpoint.layouts import FolderLayout
 from hybridkv.config import CacheConfig
 from hybridkv.dtypes import dtype_name
 from hybridkv.errors import ModelFileError
+from hybridkv.kernels.linear.block_form import RELEASED_FP4, RELEASED_FP8, BlockForm
 from hybridkv.models.config import MAX_HEAD_DIM, MAX_LAYERS, MAX_POSITIONS, ModelConfig, token_ids
 from hybridkv.models.deepseek_config import DeepseekV4Config, parse_deepseek_v4
 from hybridkv.models.family import NO_STATE, Family
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from hybridkv.checkpoint.deepseek_quant import QuantisedStore
     from hybridkv.checkpoint.safetensors_file import SafetensorsFile
 
+_RELEASED_FP8 = re.compile(
+    r".+\.(self_attn\.(q_a|q_b|kv|o_a|o_b)_proj|compressor\.indexer\.q_b_proj|shared_experts\.\w+_proj)\.weight"
+)
 INDEX_BESIDE = {"f32": "f32", "bf16": "bf16"}  # format of index keys by that of entries; others: mxfp4, as trained
 
 
@@ -132,8 +137,9 @@ def _experts(config: ModelConfig, v: DeepseekV4Config, name: str, hashed: bool) 
     E, I, D = v.experts, v.expert_width, config.hidden
     shared = f"{name}.shared_experts"
     yield Weight(f"{name}.experts.gate_up_proj", (E, 2 * I, D), "experts")
-    yield Weight(f"{shared}.gate_proj.weight", (I, D), "plain")  # joined with the routed experts
-    yield Weight(f"{shared}.up_proj.weight", (I, D), "plain")
+    joined = tuple((f"{shared}.{part}_proj.weight", I) for part in ("gate", "up"))  # with the routed experts, if plain
+    for part, _ in joined:
+        yield Weight(part, (I, D), "plain", joined=joined)
     yield Weight(f"{name}.experts.down_proj", (E, D, I), "experts")
     yield Weight(f"{shared}.down_proj.weight", (D, I), "plain")
     if hashed:
@@ -168,6 +174,15 @@ def check_schedule(config: ModelConfig, has: Callable[[str], bool]) -> None:
             )
 
 
+def released_form(weight: Weight) -> BlockForm | None:
+    """How the released checkpoints store a tensor, where it is codes: experts in FP4, attention and the shared experts
+    in FP8. Base models differ: all of it is FP8 with f32 scales.
+    """
+    if weight.kind == "experts":
+        return RELEASED_FP4
+    return RELEASED_FP8 if _RELEASED_FP8.fullmatch(weight.name) else None
+
+
 def _open_store(files: list[SafetensorsFile], quantised: object) -> QuantisedStore:
     from hybridkv.checkpoint.deepseek_quant import QuantisedStore, block_size
 
@@ -183,9 +198,11 @@ FAMILY = Family(
     module="hybridkv.models.deepseek_v4",
     check_weights=check_schedule,
     folder=FolderLayout(deepseek_name, _open_store),
+    released=released_form,
     refuses={
         "exact": "exact mode is not available for deepseek_v4: leave it out (exact=False, no --exact)",
-        "fp8": "weight_dtype='fp8' is not available for deepseek_v4: leave it out (auto)",
+        "fp8": "weight_dtype='fp8' is not available for deepseek_v4: leave it out (auto), or keep the codes of "
+        "the files (released)",
         "budget": "budget is not for deepseek_v4: it compresses its cache itself and never evicts, so there is nothing "
         "to choose or to show",
         "state_dtype": NO_STATE,

@@ -24,8 +24,11 @@ from torch import Tensor
 
 from hybridkv.cache import CompressedHandle
 from hybridkv.checkpoint.loader import Loader
+from hybridkv.kernels.linear.block_linear import linear_blocks
+from hybridkv.kernels.linear.block_scaled import BlockScaled, empty_blocks
 from hybridkv.kernels.linear.f32_out import linear_wide, wide_dtype
 from hybridkv.kernels.linear.linear import Linear
+from hybridkv.kernels.moe.block_experts import ExpertStack, Stack, run_block_experts
 from hybridkv.kernels.moe.grouped import run_experts
 from hybridkv.kernels.moe.v4_router import Router, route
 from hybridkv.kernels.rope import rope_angles
@@ -35,6 +38,12 @@ from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import weight_bytes
 from hybridkv.models.deepseek_config import DeepseekV4Config
 from hybridkv.models.v4_attention import Angles, attend, select
+
+EXPERT_PARTS = (
+    "experts.gate_up_proj",
+    "experts.down_proj",
+    *(f"shared_experts.{p}_proj.weight" for p in ("gate", "up", "down")),
+)
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,7 @@ class Attention:
     kv_norm: Tensor  # [head_dim] f32
     queries: Linear  # [H D (+ index_heads index_dim), q_rank]
     sink: Tensor  # [H] f32
-    group_out: Tensor  # [groups, rank, H / groups D]
+    group_out: Tensor | BlockScaled  # [groups, rank, H / groups D]; as codes [groups rank, H / groups D]
     out: Linear  # [hidden, groups rank]
 
     def __call__(self, x: Tensor, angles: StepAngles, handle: CompressedHandle) -> Tensor:
@@ -92,6 +101,8 @@ class Attention:
         handle.write_swa(row, self.kv_norm, c.eps, own)
         chosen = self.compress(rest, q_index, angles, handle)
         mixed = attend(handle, q, self.sink, c.attention_scale, own, chosen)
+        if isinstance(self.group_out, BlockScaled):
+            return self.out(linear_blocks(mixed.reshape(T, -1), self.group_out, self.v.o_groups))
         groups = mixed.reshape(T, len(self.group_out), self.group_out.shape[2]).transpose(0, 1)
         return self.out(torch.bmm(groups, self.group_out.transpose(1, 2)).transpose(0, 1).reshape(T, -1))
 
@@ -153,12 +164,17 @@ class Experts:
 
     gate: Linear  # [E, hidden]
     router: Router
-    gate_up: Tensor  # [E + 1, 2 I, hidden]; the last is the shared expert
-    down: Tensor  # [E + 1, hidden, I]
+    gate_up: Stack  # [E + 1, 2 I, hidden]; the last is the shared expert
+    down: Stack  # [E + 1, hidden, I]
     limit: float
+    shared: ExpertStack | None = None  # where some are codes: the shared expert, and [E, ...] above
 
     def __call__(self, x: Tensor, tokens: Tensor) -> Tensor:
         weights, chosen = route(linear_wide(x, self.gate), tokens, self.router)
+        if self.shared is not None:
+            stacks = ExpertStack(self.gate_up, self.down), self.shared
+            return run_block_experts(x, weights, chosen, stacks, self.limit)
+        assert isinstance(self.gate_up, Tensor) and isinstance(self.down, Tensor)
         return run_experts(x, weights, chosen, self.gate_up, self.down, self.limit)
 
 
@@ -292,6 +308,8 @@ def _hyper(
 def _wide(loader: Loader, inputs: int, *parts: tuple[str, int]) -> Linear:
     """Projections (name, rows) of the same input as one, stored in a dtype that gives f32 results."""
     dtype = wide_dtype(loader.runs_on, loader.dtype)
+    if any(loader.block_form(f"{name}.weight") for name, _ in parts):
+        return loader.block_linear(inputs, [(f"{name}.weight", rows) for name, rows in parts], dtype)
     weight = torch.empty(sum(rows for _, rows in parts), inputs, dtype=dtype, device=loader.device)
     at = 0
     for name, rows in parts:
@@ -327,7 +345,7 @@ def _attention(config: ModelConfig, v: DeepseekV4Config, loader: Loader, name: s
         kv_norm=loader.vector(f"{name}.kv_norm.weight", D),
         queries=loader.linear(v.q_rank, *queries),
         sink=loader.vector(f"{name}.sinks", c.heads),
-        group_out=loader.weight(f"{name}.o_a_proj.weight", v.o_groups * v.o_rank, width).view(v.o_groups, -1, width),
+        group_out=_group_out(loader, f"{name}.o_a_proj.weight", v.o_groups, v.o_rank, width),
         out=loader.linear(v.o_groups * v.o_rank, (f"{name}.o_b_proj", c.hidden)),
     )
     if kind == "hca":
@@ -341,16 +359,44 @@ def _attention(config: ModelConfig, v: DeepseekV4Config, loader: Loader, name: s
     return WindowAttention(**common)
 
 
+def _group_out(loader: Loader, name: str, groups: int, rank: int, width: int) -> Tensor | BlockScaled:
+    if form := loader.block_form(name):
+        return loader.blocks(name, groups * rank, width, form=form)
+    return loader.weight(name, groups * rank, width).view(groups, rank, width)
+
+
+def _shared_expert(loader: Loader, name: str, I: int, D: int) -> ExpertStack:
+    """The expert that every token takes as a stack of its own; gate and up are codes if both are of one form."""
+    names = [f"{name}.{part}_proj.weight" for part in ("gate", "up", "down")]
+    gate, up, down = (loader.block_form(part) for part in names)
+    gate_up: Stack = torch.empty(1, 2 * I, D, dtype=loader.dtype, device=loader.device)
+    if gate is not None and gate == up:
+        gate_up = empty_blocks(gate.joined(I, I), (1, 2 * I, D), loader.device)
+    for i, part in enumerate(names[:2]):
+        if isinstance(gate_up, BlockScaled):
+            loader.fill_blocks(gate_up[0].part(i * I, I), part)
+        else:
+            loader.fill(gate_up[0, i * I : (i + 1) * I], part)
+    last = loader.weight(names[2], D, I)[None] if down is None else loader.blocks(names[2], D, I, form=down).stacked()
+    return ExpertStack(gate_up, last)
+
+
 def _experts(config: ModelConfig, v: DeepseekV4Config, loader: Loader, name: str, hashed: bool) -> Experts:
     E, I, D = v.experts, v.expert_width, config.hidden
     shared = f"{name}.shared_experts"
-    gate_up = torch.empty(E + 1, 2 * I, D, dtype=loader.dtype, device=loader.device)
-    down = torch.empty(E + 1, D, I, dtype=loader.dtype, device=loader.device)
-    loader.fill(gate_up[:E], f"{name}.experts.gate_up_proj")
-    loader.fill(gate_up[E, :I], f"{shared}.gate_proj.weight")
-    loader.fill(gate_up[E, I:], f"{shared}.up_proj.weight")
-    loader.fill(down[:E], f"{name}.experts.down_proj")
-    loader.fill(down[E], f"{shared}.down_proj.weight")
+    own = None
+    if any(loader.block_form(f"{name}.{part}") for part in EXPERT_PARTS):
+        gate_up = loader.experts(f"{name}.experts.gate_up_proj", E, 2 * I, D)
+        down = loader.experts(f"{name}.experts.down_proj", E, D, I)
+        own = _shared_expert(loader, shared, I, D)
+    else:
+        gate_up = torch.empty(E + 1, 2 * I, D, dtype=loader.dtype, device=loader.device)
+        down = torch.empty(E + 1, D, I, dtype=loader.dtype, device=loader.device)
+        loader.fill(gate_up[:E], f"{name}.experts.gate_up_proj")
+        loader.fill(gate_up[E, :I], f"{shared}.gate_proj.weight")
+        loader.fill(gate_up[E, I:], f"{shared}.up_proj.weight")
+        loader.fill(down[:E], f"{name}.experts.down_proj")
+        loader.fill(down[E], f"{shared}.down_proj.weight")
     router = Router(
         per_token=v.per_token,
         scaling=v.scaling,
@@ -364,4 +410,5 @@ def _experts(config: ModelConfig, v: DeepseekV4Config, loader: Loader, name: str
         gate_up=gate_up,
         down=down,
         limit=v.limit,
+        shared=own,
     )

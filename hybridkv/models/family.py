@@ -17,6 +17,7 @@ from hybridkv.checkpoint.gguf_architecture import GgufArchitecture
 from hybridkv.checkpoint.layouts import FolderLayout
 from hybridkv.config import CacheConfig
 from hybridkv.errors import HybridKVError
+from hybridkv.kernels.linear.block_form import BlockForm
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.inventory import Has, Weight
 
@@ -51,6 +52,8 @@ class Family:
     check_weights: Callable[[ModelConfig, Has], None] = lambda config, has: None
     gguf: tuple[GgufArchitecture, ...] = ()  # how its GGUF files are read
     folder: FolderLayout | None = None  # how its safetensors folders are read; None: as Hugging Face writes them
+    # how released checkpoints store a tensor as codes with a scale for each block; None: they store values
+    released: Callable[[Weight], BlockForm | None] = lambda weight: None
     refuses: Mapping[str, str] = field(default_factory=_plain_refusals)  # option -> what to say to who asks for it
 
     def __post_init__(self) -> None:

@@ -6,6 +6,8 @@
                    in this one format, in the planes that stay in memory (kernels/linear/packed_weights.py); the
                    embedding is BF16. Rows that are not whole blocks go as llama.cpp has them: Q6_K becomes Q8_0, the
                    others are stored in formats that are dequantised to BF16 when they are loaded
+    released       matrices and experts in the codes and scales of the released files (DeepSeek-V4: FP8 in blocks of
+                   128 x 128, experts in FP4; kernels/linear/block_form.py), all else BF16
     mxfp4          experts in MXFP4 (4 bits, and a byte of scale for 32), all else BF16
 
 Norms, convolutions and the like are f32 in every form. A Q4_K_M file mixes Q4_K and Q6_K: it lies between the two.
@@ -13,10 +15,11 @@ Norms, convolutions and the like are f32 in every form. A Q4_K_M file mixes Q4_K
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 
 from hybridkv.dtypes import itemsize
+from hybridkv.kernels.linear.block_form import BlockForm
 from hybridkv.kernels.linear.packed_planes import BITS, each_for, plane_bytes
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.inventory import Has, Weight
@@ -25,6 +28,7 @@ from hybridkv.models.registry import family_of
 DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 PACKED = {name.lower(): bits for name, bits in BITS.items()}
 FORMS = ("bf16", "f32", "fp8", "q8_0", "q6_k", "q5_k", "q4_k", "mxfp4")
+RELEASED = "released"  # a form of models that are released in codes
 MXFP4_BLOCK, MXFP4_BYTES = 32, 17
 BLOCK_OF_K = 256  # weights of a block in the formats whose names end in _k
 
@@ -49,6 +53,28 @@ def packed_bytes(weight: Weight, bits: int) -> int | None:
     return None if each is None else prod(rows) * sum(plane_bytes(bits, columns, each))
 
 
+def released_forms(config: ModelConfig, has: Has) -> dict[str, BlockForm]:
+    """Name -> form of all that the released files of such a model store as codes; empty: they store values."""
+    family = family_of(config)
+    found = {w.name: form for w in family.weights(config, has) if (form := family.released(w)) is not None}
+    return {name: form for name, form in found.items() if form.kept}
+
+
+def block_bytes(weight: Weight, forms: Mapping[str, BlockForm]) -> int | None:
+    """Bytes of a tensor that is kept as codes; None: it is not. Plain matrices that are joined are codes if all are of
+    one form, and no block reaches over a border.
+    """
+    form = forms.get(weight.name)
+    if form is None:
+        return None
+    if weight.kind == "plain" and weight.joined:
+        if {forms.get(name) for name, _ in weight.joined} != {form}:
+            return None
+        form = form.joined(*(rows for _, rows in weight.joined))
+    *stack, rows, columns = weight.shape
+    return prod(stack) * form.nbytes(rows, columns)
+
+
 def form_bytes(
     config: ModelConfig, has: Has, form: str, experts: bool = True, share: Callable[[Weight], Weight] | None = None
 ) -> int:
@@ -56,11 +82,14 @@ def form_bytes(
     several has of a tensor.
     """
     weights = family_of(config).weights(config, has)
-    return sum(_in_form(weight if share is None else share(weight), form, experts) for weight in weights)
+    forms = released_forms(config, has) if form == RELEASED else {}
+    return sum(_in_form(weight if share is None else share(weight), form, experts, forms) for weight in weights)
 
 
-def _in_form(weight: Weight, form: str, experts: bool) -> int:
+def _in_form(weight: Weight, form: str, experts: bool, forms: Mapping[str, BlockForm]) -> int:
     plain = weight_bytes(weight, DTYPES.get(form, "bfloat16"))
+    if (blocks := block_bytes(weight, forms)) is not None:
+        return blocks
     if form == "fp8" and weight.kind == "matrix":
         return fp8_bytes(weight)
     if form in PACKED and (weight.kind == "matrix" or (weight.kind == "experts" and experts)):
@@ -77,10 +106,10 @@ def has_experts(config: ModelConfig, has: Has) -> bool:
 
 
 def held_today(config: ModelConfig, form: str) -> bool:
-    """Whether the engine holds this model's weights in this form. Quantised experts it does not, nor DeepSeek-V4 in
-    anything but a plain dtype.
+    """Whether the engine holds this model's weights in this form. Experts in a GGUF file's formats it does not, nor
+    DeepSeek-V4 in anything but a plain dtype and what it is released in.
     """
-    if form in DTYPES:
+    if form in DTYPES or form == RELEASED:
         return True
     if config.v4 is not None or form == "mxfp4":
         return False

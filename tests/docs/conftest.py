@@ -9,6 +9,7 @@ import tiny
 import tiny_gguf
 import tiny_v4
 from thinking_template import THINKING_TEMPLATE
+from v4_released import released_model
 
 from docs.shell import Shell
 from engine.ascii_tokenizer import TEMPLATE, add_to_gguf, write_tokenizer
@@ -35,7 +36,8 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = folder / "Qwen3.5-27B-Q4_K_M.gguf"
     tiny_gguf.write_gguf_qwen35(model, file, add_tokenizer=lambda writer: add_to_gguf(writer, THINKING_TEMPLATE))
     tiny_v4.build("mini").save_pretrained(folder / "tiny-v4")
-    shutil.copytree(folder / "tiny-v4", folder / "models/DeepSeek-V4-Flash")
+    (folder / "models/DeepSeek-V4-Flash").mkdir(parents=True)
+    released_model(folder / "models/DeepSeek-V4-Flash")
     write_tokenizer(folder / "models/DeepSeek-V4-Flash", TEMPLATE)
     (folder / "report.txt").write_text(SENTENCE * 20)
     (folder / "prompts.jsonl").write_text('{"prompt": "The sea is", "max_tokens": 8}\n{"prompt": "The moon is"}\n')

@@ -46,10 +46,12 @@ def random_stack(form: BlockForm, E: int, N: int, K: int) -> tuple[BlockScaled, 
 
 
 def encode(x: Tensor, form: BlockForm) -> BlockScaled:
-    """True values rounded to a form whose blocks come out even, scales powers of two."""
+    """True values rounded to a form, scales powers of two."""
     (N, K), limit = x.shape, 448.0 if form.bits == 8 else 6.0
-    blocks = x.view(N // form.rows, form.rows, K // form.columns, form.columns)
+    rows, columns = form.scale_shape(N, K)
+    padded = torch.nn.functional.pad(x, (0, columns * form.columns - K, 0, rows * form.rows - N))
+    blocks = padded.view(rows, form.rows, columns, form.columns)
     exponent = (blocks.abs().amax((1, 3)) / limit).log2().ceil()
-    scaled = (blocks / (2.0**exponent)[:, None, :, None]).view(N, K)
+    scaled = (blocks / (2.0**exponent)[:, None, :, None]).view(padded.shape)[:N, :K]
     codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8) if form.bits == 8 else pack_pairs(e2m1_code(scaled))
     return BlockScaled(codes, (exponent + 127).to(torch.uint8), form)

@@ -55,6 +55,17 @@ class BlockScaled:
         """One matrix of a stack."""
         return BlockScaled(self.codes[i], self.scales[i], self.form)
 
+    def stacked(self) -> BlockScaled:
+        """A matrix as a stack of one."""
+        return BlockScaled(self.codes[None], self.scales[None], self.form)
+
+    def part(self, row: int, rows: int) -> BlockScaled:
+        """Rows of a matrix, from the first of a block on, in the same memory."""
+        R = self.form.rows
+        assert row % R == 0, f"row {row} begins no block of {R}"
+        scales = self.scales[row // R : -(-(row + rows) // R)]
+        return BlockScaled(self.codes[row : row + rows], scales, self.form)
+
     def finite(self) -> bool:
         """Whether all values are."""
         if self.scales.dtype == torch.uint8:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from block_cases import BASE, FORMS, FP4, FP8, SMALL, encode, random_blocks
-from long_form import more
+from long_form import few, more
 from numerics import assert_close_rms, assert_same_bytes, rel_rms
 from own_process import compile_alone
 from triton_interpreter import DEVICE
@@ -18,7 +18,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 # against float64 on the values in x's dtype. f32: sums of a few hundred products. bf16: the result is rounded, by 2^-8
 # of it at most, which a single one may reach.
 BOUND = {F32: 2e-6, BF16: 4e-3}
-SHAPES = ((1, 1, 32), (3, 37, 40), (17, 70, 144), (5, 16, 2), (0, 8, 32), (2, 0, 32))
+SHAPES = ((1, 1, 32), (3, 37, 40), (17, 70, 144), (5, 16, 2), (0, 8, 32), (2, 0, 32), (19, 34, 144))
 
 
 def put(weight: BlockScaled) -> BlockScaled:
@@ -77,11 +77,12 @@ def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     return block_linear.linear_blocks
 
 
-@pytest.mark.parametrize("dtype", BOUND)
-@pytest.mark.parametrize(("T", "N", "K"), SHAPES)
+@pytest.mark.long
+@few("dtype, shape", tuple(BOUND), SHAPES)
 @pytest.mark.parametrize("form", (FP8, BASE, FP4, SMALL), ids=("fp8", "base", "fp4", "small"))
-def test_products_are_those_of_the_values(op, form: BlockForm, T: int, N: int, K: int, dtype: torch.dtype) -> None:
+def test_products_are_those_of_the_values(op, form: BlockForm, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Rows of x lie inside of a buffer of NaN, further apart than they are long."""
+    T, N, K = shape
     weight, values = random_blocks(form, N, K)
     x = torch.full((T + 2, K + 3), torch.nan, dtype=dtype)
     x[1 : T + 1, 1 : K + 1] = torch.randn(T, K).to(dtype)
@@ -166,7 +167,7 @@ def test_forms_that_products_do_not_read() -> None:
 
 
 COMPILE = """
-from long_form import more
+from long_form import few, more
 from no_device import SHARED_MEMORY, built, usage
 import torch
 from hybridkv.kernels.linear import block_linear

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from block_cases import BASE, FP4, FP8, SMALL, encode, random_blocks, random_stack
-from long_form import more
+from long_form import few, more
 from numerics import assert_close_rms, assert_same_bytes, rel_rms
 from own_process import compile_alone
 from torch import Tensor
@@ -70,15 +70,18 @@ def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     return block_experts.run_block_experts
 
 
-@pytest.mark.parametrize("dtype", BOUND)
-@pytest.mark.parametrize(("T", "E", "k", "D", "I"), ((1, 4, 2, 64, 40), (9, 5, 3, 100, 34), (40, 3, 1, 32, 32)))
-@pytest.mark.parametrize(
-    ("routed", "shared"), ((FP4, FP8), (BASE, BASE), (FP4, None), (None, SMALL)), ids=("v4", "base", "plain", "first")
-)
+SHAPES = ((1, 4, 2, 64, 40), (9, 5, 3, 100, 34), (40, 3, 1, 32, 32))
+STACKS = {"v4": (FP4, FP8), "base": (BASE, BASE), "plain": (FP4, None), "first": (None, SMALL)}
+
+
+@pytest.mark.long
+@few("dtype, shape", tuple(BOUND), SHAPES)
+@pytest.mark.parametrize(("routed", "shared"), STACKS.values(), ids=STACKS)
 def test_experts_are_those_of_the_values(
-    op, routed: BlockForm | None, shared: BlockForm | None, T: int, E: int, k: int, D: int, I: int, dtype: torch.dtype
+    op, routed: BlockForm | None, shared: BlockForm | None, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     """Routed experts and the last one in forms of their own, one of which may be plain. 34 rows have no whole block."""
+    T, E, k, D, I = shape
     first, up, down = stacks(routed, E, D, I)
     last, last_up, last_down = stacks(shared, 1, D, I)
     x = (torch.randn(T, D) / 4).to(dtype)
@@ -145,20 +148,20 @@ def test_codes_past_two_gigabytes_are_reached() -> None:
     codes, scales = np.zeros((E, 2 * I, D), np.uint8), np.zeros((E, *last.scales.shape), np.uint8)
     codes[-1], scales[-1] = last.codes, last.scales
     assert codes[:-1].nbytes > 1 << 31
-    up = BlockScaled(torch.from_numpy(codes), torch.from_numpy(scales), FP8)
+    up = BlockScaled(torch.from_numpy(codes).to(DEVICE), torch.from_numpy(scales).to(DEVICE), FP8)
     x = (torch.randn(1, D) / D**0.5).to(BF16)
-    inner = torch.empty(1, I, dtype=BF16)
-    order, offsets = torch.zeros(1, dtype=torch.int32), torch.zeros(E + 1, dtype=torch.int32)
+    inner = torch.empty(1, I, dtype=BF16, device=DEVICE)
+    order, offsets = (torch.zeros(n, dtype=torch.int32, device=DEVICE) for n in (1, E + 1))
     offsets[-1] = 1
     block_experts._launch(
-        block_experts.block_up_kernel, None, x, up, (order, offsets), inner, (E, D, I, 1, 1e9), I, 1
+        block_experts.block_up_kernel, None, x.to(DEVICE), up, (order, offsets), inner, (E, D, I, 1, 1e9), I, 1
     )  # fmt: skip
     gate, up_ = (values.double() @ x[0].double()).chunk(2)
     assert_close_rms("the last expert", gate / (1 + (-gate).exp()) * up_, inner[0], BOUND[BF16])
 
 
 COMPILE = """
-from long_form import more
+from long_form import few, more
 from no_device import SHARED_MEMORY, built, usage
 import torch
 from hybridkv.kernels.linear.block_form import RELEASED_FP4, RELEASED_FP8

@@ -1,0 +1,100 @@
+"""Products that read FP8 and FP4 codes, on the GPU: at V4-Flash's widths, in a captured graph, and in a whole model.
+
+The small cases are in tests/kernels/linear and tests/kernels/moe, which run here too, compiled.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tiny_v4
+import torch
+from numerics import assert_close_rms, assert_same_bytes, logit_gap
+from torch import Tensor
+from v4_released import released_model
+
+from hybridkv import LLM
+from hybridkv.kernels.linear import block_linear
+from hybridkv.kernels.linear.block_form import RELEASED_FP4, RELEASED_FP8, BlockForm
+from hybridkv.kernels.linear.block_linear import linear_blocks, linear_blocks_ref
+from hybridkv.kernels.linear.block_scaled import BlockScaled, empty_blocks
+from hybridkv.kernels.moe import block_experts
+from hybridkv.kernels.moe.block_experts import ExpertStack, run_block_experts, run_block_experts_ref
+
+pytestmark = pytest.mark.gpu
+BF16 = torch.bfloat16
+D, I, E, K = 4096, 2048, 16, 6  # V4-Flash with fewer experts
+# the reference multiplies in bf16 too and rounds where the kernels do: 2^-9 of a value at most and 1.6e-3 RMS each
+BOUND = 6.5e-3
+
+
+@pytest.fixture
+def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors are made on the GPU, and the public functions must not fall back to the references."""
+    for file in (block_linear, block_experts):
+        monkeypatch.setattr(file, "use_triton", lambda x: x.is_cuda or pytest.fail("a tensor is on the CPU"))
+    with torch.device("cuda"):
+        yield
+
+
+def random_codes(form: BlockForm, *shape: int) -> BlockScaled:
+    """Random codes without NaN, values of about 1 / sqrt(columns)."""
+    out = empty_blocks(form, shape, torch.device("cuda"))
+    out.codes.random_(0, 256)
+    if form.bits == 8:
+        out.codes[out.codes & 127 == 127] = 0
+    middle = 127 - (13 if form.bits == 8 else 8)
+    out.scales.copy_(torch.randint(middle - 1, middle + 2, out.scales.shape))
+    return out
+
+
+@pytest.mark.parametrize("T", (1, 7, 16, 17, 300))
+@pytest.mark.parametrize(
+    ("form", "rows", "columns", "groups"),
+    ((RELEASED_FP8, 40960, 1024, 1), (RELEASED_FP8, 4096, 8192, 1), (RELEASED_FP8, 8192, 4096, 8),
+     (RELEASED_FP4, 4096, 2048, 1)),
+)  # fmt: skip
+def test_matrices(form: BlockForm, rows: int, columns: int, groups: int, T: int, on_the_gpu: None) -> None:
+    weight, x = random_codes(form, rows, columns), torch.randn(T, groups * columns).to(BF16)
+    assert_close_rms("bf16", linear_blocks_ref(x, weight, groups), linear_blocks(x, weight, groups), BOUND)
+    f32 = torch.float32
+    assert_close_rms("f32", linear_blocks_ref(x, weight, groups, f32), linear_blocks(x, weight, groups, f32), 1e-3)
+
+
+def case(T: int) -> tuple[Tensor, Tensor, Tensor, list[ExpertStack]]:
+    chosen = torch.stack([torch.randperm(E)[:K] for _ in range(T)]).int()
+    chosen = torch.cat((chosen, torch.full((T, 1), E, dtype=torch.int32)), 1)
+    stacks = [
+        ExpertStack(random_codes(form, n, 2 * I, D), random_codes(form, n, D, I))
+        for form, n in ((RELEASED_FP4, E), (RELEASED_FP8, 1))
+    ]
+    return torch.randn(T, D).to(BF16), torch.rand(T, K + 1), chosen, stacks
+
+
+@pytest.mark.parametrize("T", (1, 5, 64, 700))
+def test_experts(T: int, on_the_gpu: None) -> None:
+    x, weights, chosen, stacks = case(T)
+    want = run_block_experts_ref(x, weights, chosen, stacks, 10.0)
+    assert_close_rms("experts", want, run_block_experts(x, weights, chosen, stacks, 10.0), BOUND)
+
+
+def test_a_captured_step_follows_its_inputs(on_the_gpu: None) -> None:
+    """Other tokens and other experts in the same memory: the replay has the bits of a fresh call."""
+    x, weights, chosen, stacks = case(4)
+    run_block_experts(x, weights, chosen, stacks, 10.0)  # compiled before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run_block_experts(x, weights, chosen, stacks, 10.0)
+    for _ in range(3):
+        other = case(4)
+        for kept, new in zip((x, weights, chosen), other):
+            kept.copy_(new)
+        graph.replay()
+        assert_same_bytes(run_block_experts(x, weights, chosen, stacks, 10.0), out)
+
+
+def test_a_whole_model_in_f32_is_that_of_transformers(tmp_path: Path) -> None:
+    model, ids = released_model(tmp_path), tiny_v4.token_ids(60)
+    llm = LLM(tmp_path, "cuda", "float32", max_requests=1, max_context=128, weight_dtype="released", reuse=None)
+    assert logit_gap(tiny_v4.reference_logits(model, ids), llm.logits(ids, prefill=41, chunk=17)) <= 1e-3
