@@ -158,7 +158,12 @@ def resume(
         return request
     if session.snapshot is not None and not _must_read_all(request):
         request.continues = held.restore_held(engine, session)
-    engine.scheduler.add(request)
+    try:
+        engine.scheduler.add(request)
+    except BaseException:  # an interrupt: nobody would go on with the cache
+        if request.continues is not None:
+            engine.scheduler.release_held(request.continues)
+        raise
     return request
 
 
