@@ -156,9 +156,17 @@ def resume(
     if request.finish_reason is not None:
         _end(engine, request)
         return request
-    if session.snapshot is not None and not _must_read_all(request):
-        request.continues = held.restore_held(engine, session)
-    engine.scheduler.add(request)
+    scheduler = engine.scheduler
+    before = list(scheduler.held)
+    try:
+        if session.snapshot is not None and not _must_read_all(request):
+            request.continues = held.restore_held(engine, session)
+        scheduler.add(request)
+    except BaseException:  # an interrupt: nobody would go on with the cache
+        if request not in scheduler.waiting:
+            for each in [each for each in scheduler.held if each not in before]:
+                scheduler.release_held(each)
+        raise
     return request
 
 

@@ -1,15 +1,17 @@
 """Requests that move: an answer that was begun in one engine goes on in another, token for token."""
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from long_form import few
+from long_form import LONG, few
 
 from engine.driving import assert_nothing_held, count_tokens, prompt, run
-from engine.test_sessions import CACHES, EVICTING, ask, engine_with, held_positions
+from engine.test_sessions import CACHES, EVICTING, ask, engine_with, held_positions, interrupted_at
 from hybridkv import SamplingParams
 from hybridkv.cache.buffers import FORMAT, Buffers, parse_head
 from hybridkv.cache.session import Session
@@ -234,6 +236,27 @@ def test_an_answer_that_is_over_with_its_last_token_ends_at_once(engine_of: Call
     run(there), run(here)
     assert longer.tokens == want.tokens and longer.cached_tokens == 30
     here.abort(first)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("call", ("export", "resume"))
+def test_an_interrupt_at_any_line_leaves_nothing_behind(call: str) -> None:
+    here = engine_with("qwen3_5", **EVICTING)
+    session = sent(here.export(begun(here, 5, PARAMS["seeded"])))
+    rng, line, seen = random.Random(1), 1, 0
+    while True:
+        engine = engine_with("qwen3_5", **EVICTING)
+        other = begun(engine, 3, PARAMS["greedy"], words=12)
+        given: Any = session if call == "resume" else other
+        if not interrupted_at(line, partial(getattr(engine, call), given)):
+            break
+        seen += 1
+        engine.manager.check_integrity()
+        run(engine)
+        assert other.finish_reason == "length" and not engine.scheduler.held
+        assert_nothing_held(engine)
+        line += rng.randint(1, 12 if LONG else {"export": 80, "resume": 300}[call])
+    assert seen > 5
 
 
 # ---- refused

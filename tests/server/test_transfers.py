@@ -4,8 +4,12 @@ wrong between the two.
 
 import http.client
 import json
+import shutil
 import signal
+import socket
+import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,9 +18,10 @@ from hybridkv import LLM, CacheConfig
 from hybridkv.cache.buffers import Buffers
 from hybridkv.server.settings import ServerSettings
 from hybridkv.server.transfers import Transfers
-from server.running import QUIET, SECONDS, Running, post_bytes, serving
+from server.running import QUIET, SECONDS, Running, post_bytes, serving, until
 from server.test_command import port_of, refused, started
 
+ROUTER = shutil.which("vllm-router")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TEXT = "The quick brown fox jumps over the lazy dog and runs away. " * 3
 LEG_1 = {
@@ -289,3 +294,48 @@ def test_two_processes_answer_as_one_and_the_one_that_reads_may_be_killed_betwee
         assert second["usage"]["prompt_tokens_details"]["cached_tokens"] < want["usage"]["prompt_tokens"]
         writer.send_signal(signal.SIGTERM)
         assert writer.wait(SECONDS) == 0
+
+
+@contextmanager
+def routed(reads: int, writes: int) -> Iterator[int]:
+    """vllm-router in front of two servers, at the port that is given back."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ends = ("--prefill", f"http://127.0.0.1:{reads}", "--decode", f"http://127.0.0.1:{writes}")
+    command = [ROUTER or "", "--vllm-pd-disaggregation", *ends, "--host", "127.0.0.1", "--port", str(port)]
+    router = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        until(lambda: router.poll() is not None or answers(port))
+        assert router.poll() is None, "the router has ended"
+        yield port
+    finally:
+        router.kill()
+        router.wait(SECONDS)
+
+
+def answers(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()
+
+
+@pytest.mark.skipif(ROUTER is None, reason="vllm-router is not installed")
+def test_a_router_that_exists_drives_both_legs(tiny_llm: LLM, both: Running) -> None:
+    model = ("-m", tiny_llm.path, "--context", 512, "--alias", "tiny", "--dtype", "float32", "--exact")
+    with (
+        started(*model, "--role", "prefill") as (_, lines),
+        started(*model, "--role", "decode") as (_, more),
+        routed(port_of(lines), port_of(more)) as port,
+    ):
+        for name in ("greedy", "seeded", "chat"):
+            path, body = ASKED[name]
+            # it writes numbers anew, and rounds them
+            body = {key: value for key, value in body.items() if key != "logprobs"} | {"model": "tiny"}
+            found, want = post(port, path, body), alone(both, path, body)
+            assert said(found) == said(want)
+            assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == want["usage"]["prompt_tokens"]
