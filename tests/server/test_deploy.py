@@ -135,7 +135,7 @@ def test_nginx_keeps_conversations_and_shuts_the_routes_of_routers(tmp_path: Pat
             for path_of_router in ("/add_worker?url=x", "/remove_worker?url=x", "/workers", "/metrics"):
                 assert get(ports.router, path_of_router)[0] == 404
             Plain.draining.add(ports.servers[0])  # its own are sent to the other one, once
-            for name, home in homes.items():
+            for name in homes:
                 assert asked(ports.router, "/v1/models", name) == (200, ports.servers[1])
     finally:
         Plain.draining.clear()
