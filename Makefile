@@ -7,12 +7,13 @@ BIN    := $(VENV)/bin
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-old-cpu test-interrupts test-install docs lint bench clean
+.PHONY: help demo test test-ray test-long test-old-cpu test-interrupts test-install docs lint bench clean
 
 help:
 	@echo "make demo    build the environment if needed, then run the demo with the embedded model"
 	@echo "make test    run the tests (JOBS=$(JOBS) processes, one thread each)"
 	@echo "make test-long   run the tests that have a longer form, in that form"
+	@echo "make test-ray   run the tests of replicas under Ray Serve, in an environment of their own (0.5 GB more)"
 	@echo "make test-interrupts   interrupt an engine at thousands of lines"
 	@echo "make test-old-cpu   run the tests of numbers as a CPU without AVX-512 would"
 	@echo "make test-install   install the built wheel with all it needs into a fresh environment, and try it"
@@ -51,6 +52,16 @@ test: $(VENV)/.stamp-dev
 test-long: $(VENV)/.stamp-dev
 	HYBRIDKV_LONG=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m long $(ARGS)
 
+# Ray is half a gigabyte: it lies in an environment of its own, which sees the packages of the other.
+$(VENV)-ray/.stamp: $(VENV)/.stamp-dev
+	@$(BIN)/python -m venv $(VENV)-ray
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(VENV)-ray/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/parent.pth
+	@$(VENV)-ray/bin/python -m pip install --quiet -c constraints.txt 'ray[serve]==2.60.0'
+	@touch $@
+
+test-ray: $(VENV)-ray/.stamp
+	OMP_NUM_THREADS=1 $(VENV)-ray/bin/python -m pytest tests/ray_serve $(ARGS)
+
 # Libraries pick their products by what the CPU can do. Here they do without AVX-512; test_old_cpu.py checks that they did.
 # The state machines and the interrupts compute nothing whose bits could differ, and take long.
 OLD_CPU := OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 FBGEMM_ENABLE_INSTRUCTIONS=AVX2
@@ -79,5 +90,5 @@ bench: $(VENV)/.stamp-dev
 	@$(BIN)/hybridkv bench $(or $(BENCH),all) $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-ray build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
