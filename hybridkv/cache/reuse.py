@@ -4,10 +4,11 @@
     ( stage -> publish | abandon )*      around each step: what it wrote is seen by others once it has ended well
     leave                                when the request is gone; the manager calls it
 
-A hit is the deepest checkpoint whose columns are all there (without recurrent state: the columns themselves). Where
-columns go on behind it, they are shared as well and their tokens read again for the state alone: nothing is stored and
-no page is taken. Columns are one more owner of pages, one that gives them up when they are needed (`reclaim`). A state
-is always copied. Compacted requests put nothing in: what they kept depends on the question.
+A hit is the deepest checkpoint whose columns are all there (without recurrent state: the columns themselves), or the
+end of a turn behind them (tails.py). Where columns go on behind it, they are shared as well and their tokens read again
+for the state alone: nothing is stored and no page is taken. Columns are one more owner of pages, one that gives them up
+when they are needed (`reclaim`), but for those that are pinned (pins.py). A state is always copied. Compacted requests
+put nothing in: what they kept depends on the question.
 """
 
 from __future__ import annotations

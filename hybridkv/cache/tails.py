@@ -31,7 +31,7 @@ Ended = Callable[[], bool]  # waits for a step that was launched; whether it end
 def tails_below(columns: Columns, column: Column, keys: bytes, most: int) -> Iterator[Column]:
     """Tails of a column whose tokens are the next of a prompt, the longest first; none ends behind `most` tokens."""
     item, left = KEY_DTYPE.itemsize, min(most, len(keys) // KEY_DTYPE.itemsize) - column.end
-    for n in range(min(left, columns.q - 1) if column.tails else 0, 0, -1):
+    for n in range(min(left, columns.q - 1), 0, -1):
         found = column.children.get(keys[column.end * item : (column.end + n) * item])
         if found is not None:
             yield found
@@ -46,6 +46,8 @@ def find_tail(reuse: Reuse, salt: bytes, path: Sequence[Column], keys: bytes, mo
     for column in reversed(above if reuse.has_state else above[-1:]):
         if column.end + reuse.q <= after:
             return None
+        if not column.tails:
+            continue
         for tail in tails_below(reuse.columns, column, keys, most):
             if tail.end <= after:
                 break

@@ -190,10 +190,43 @@ def test_what_is_cut_held_private_or_one_of_several_leaves_no_end(kind: str, eng
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ends_give_up_their_pages_first(kind: str, engine_of: Callable, cold: Callable) -> None:
-    engine = engine_of(kind, exact=True, rows=6, pool=700, slots=2)
-    turns = [ask(engine, prompt(150, 20 + i)) for i in range(9)]
+    engine = engine_of(kind, exact=True, rows=6, pool=320, slots=2)
+    turns = [ask(engine, prompt(90, 20 + i)) for i in range(6)]
     assert reuse_of(engine).counts["columns_dropped"] > 0
     for first in turns[::-1]:
         tokens = [*first.tokens, *prompt(4, 5)]
         assert same(ask(engine, tokens), cold(kind)(tokens))
     assert_nothing_held(engine)
+
+
+# ---- why not more
+
+
+def test_reasons_that_come_from_a_budget_and_from_what_was_asked(engine_of: Callable) -> None:
+    """`window`, `bounded` and `off`, each where it holds and nowhere else; the others are in test_reuse.py."""
+    text = prompt(300, 3)
+    plain = CacheConfig("f32", 16, budget=96, window=24, recent=16)
+    engine = engine_of("llama", rows=0, eviction=plain, step_tokens=128)
+    ask(engine, text, eviction=None)
+    found = ask(engine, text).reuse
+    assert found["reason"] == "window" and found["cached"] == 276 and "queries" in found["why"]
+    assert ask(engine, text, eviction=None).reuse["reason"] == "full"
+    engine = engine_of("llama", rows=0, eviction=replace(plain, bounded=True), step_tokens=128)
+    ask(engine, text, eviction=None)
+    found = ask(engine, text).reuse
+    assert found["reason"] == "bounded" and 0 < found["cached"] < 276 and "evicted" in found["why"]
+    for how in ({"cache": False}, {"cache": "write"}):
+        found = ask(engine, text, eviction=None, **how).reuse
+        assert found["reason"] == "off" and found["cached"] == 0
+    found = ask(engine, text, replace(ASK, prompt_logprobs=0), eviction=None).reuse
+    assert found["reason"] == "off" and found["read"] == 300
+
+
+def test_with_the_end_of_a_turn_reasons_are_those_of_what_follows(engine_of: Callable) -> None:
+    engine = engine_of("qwen3_5", rows=4)
+    first = ask(engine, prompt(30, 3))
+    short = ask(engine, [*first.tokens, 5])
+    assert short.reuse["reason"] == "full" and short.cached_tokens == 33, "shorter than a column, and there"
+    far = ask(engine, [*first.tokens, *prompt(200, 4)]).reuse
+    assert far["reason"] == "diverged" and far["cached"] == 33 <= far["diverged_at"] < 40
+    assert ask(engine, prompt(30, 9)).reuse["reason"] == "too_short"
