@@ -159,6 +159,15 @@ class Checkpoints:
         self.reserved.add(row)
         return row
 
+    def reserve_spare(self) -> int | None:
+        """A row that is free, or that another end of a turn has; None: there is none."""
+        if not self._free:
+            ends = [c for c in self.all.values() if c.kind == ON_TRIAL and not c.pins]
+            if not ends:
+                return None
+            self.drop(self._worst(ends), "rows")
+        return self.reserve()
+
     def give_back(self, row: int) -> None:
         """What was written to a reserved row is not wanted."""
         self.reserved.remove(row)

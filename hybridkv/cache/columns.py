@@ -4,7 +4,8 @@
                                     └── tokens 64..127 ── ...                    another prompt with the same beginning
 
 A column is found by its tokens, which are compared whole, below the column before it. So nothing is ever split or
-merged, and a lookup takes as long as the prompt is, whatever else is cached. Each salt has a root of its own.
+merged, and a lookup takes as long as the prompt is, whatever else is cached. Each salt has a root of its own. A leaf
+may have fewer than q tokens: a tail (tails.py), which no lookup of columns finds.
 
 Here are names and numbers alone: no tensor, no page is counted. Who owns pages is the manager's business, what a
 column's end is worth `checkpoints.py`'s. Order comes from a counter, never from a clock, so that two machines that are
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 import numpy as np
 
 KEY_DTYPE = np.dtype(np.int32)  # of tokens, where they are compared
+TRIAL = 1 << 60  # taken from the stamp of a tail until it is used: it goes before all others
 
 
 class Column:
@@ -26,11 +28,13 @@ class Column:
 
     __slots__ = (
         "checkpoint", "children", "covers", "end", "gone", "key", "live", "lost", "pages", "parent", "queued", "stamp",
+        "tails",
     )  # fmt: skip
 
     def __init__(self, parent: Column | None, key: bytes, pages: np.ndarray | None, end: int, stamp: int) -> None:
         self.parent, self.key, self.pages, self.end, self.stamp = parent, key, pages, end, stamp
         self.children: dict[bytes, Column] = {}
+        self.tails = 0  # how many of these have fewer tokens than a column
         self.checkpoint: object | None = None  # a state at its end (checkpoints.py)
         self.covers = 0  # checkpoints at its end or below it
         self.live = 0  # requests that hold a place at it or below it
@@ -94,8 +98,8 @@ class Columns:
         most = 0
         for key in column.children:
             other = np.frombuffer(key, KEY_DTYPE)[: len(rest)]
-            differs = np.flatnonzero(other != rest)
-            most = max(most, int(differs[0]) if len(differs) else len(rest))
+            differs = np.flatnonzero(other != rest[: len(other)])
+            most = max(most, int(differs[0]) if len(differs) else len(other))
         return most
 
     # ---- growth
@@ -107,16 +111,26 @@ class Columns:
         return self.roots[salt]
 
     def insert(self, parent: Column, key: bytes, pages: np.ndarray) -> tuple[Column, bool]:
-        """The column of these tokens below `parent`, and whether it is new. One that is there stays as it is."""
+        """The column of these tokens below `parent`, and whether it is new. One that is there stays as it is. Fewer
+        tokens than q: a tail.
+        """
         found = parent.children.get(key)
         if found is not None:
             return found, False
-        column = Column(parent, key, pages, parent.end + self.q, self.tick())
+        assert not self.is_tail(parent), "nothing stands below a tail"
+        column = Column(parent, key, pages, parent.end + len(key) // KEY_DTYPE.itemsize, self.tick())
+        if self.is_tail(column):
+            column.stamp -= TRIAL
+            parent.tails += 1
         parent.children[key] = column
         self.count += 1
         self.uncovered += 1
         self._offer(column)
         return column, True
+
+    def is_tail(self, column: Column) -> bool:
+        """Whether it has fewer tokens than a column."""
+        return column.end % self.q > 0
 
     def touch(self, path: list[Column]) -> None:
         """These columns were used now."""
@@ -197,6 +211,7 @@ class Columns:
         parent = column.parent
         assert parent is not None and not column.children and not column.gone
         del parent.children[column.key]
+        parent.tails -= self.is_tail(column)
         column.gone = True
         self.count -= 1
         self.uncovered -= 1
@@ -218,6 +233,8 @@ class Columns:
         """
         every = list(self)
         self.count, self._queue = len(every), []
+        for column in [*self.roots.values(), *every]:
+            column.tails = sum(map(self.is_tail, column.children.values()))
         for column in every:
             column.covers = column.live = 0
             column.gone = column.queued = False
@@ -263,6 +280,9 @@ class Columns:
         for column in every:
             assert column.covers == covers[id(column)], "checkpoints below a column are miscounted"
             assert column.live >= sum(c.live for c in column.children.values()) >= 0, "requests are miscounted"
-            assert not column.gone and column.parent is not None and column.end == column.parent.end + self.q
+            assert not column.gone and column.parent is not None
+            assert column.end == column.parent.end + len(column.key) // KEY_DTYPE.itemsize <= column.parent.end + self.q
+            assert column.tails == sum(map(self.is_tail, column.children.values())), "tails are miscounted"
+            assert not (column.children and self.is_tail(column)), "something stands below a tail"
             assert column.parent.children[column.key] is column
             assert column.queued or not column.droppable, "a column that can be dropped is not offered"

@@ -4,10 +4,11 @@
     ( stage -> publish | abandon )*      around each step: what it wrote is seen by others once it has ended well
     leave                                when the request is gone; the manager calls it
 
-A hit is the deepest checkpoint whose columns are all there (without recurrent state: the columns themselves). Where
-columns go on behind it, they are shared as well and their tokens read again for the state alone: nothing is stored and
-no page is taken. Columns are one more owner of pages, one that gives them up when they are needed (`reclaim`). A state
-is always copied. Compacted requests put nothing in: what they kept depends on the question.
+A hit is the deepest checkpoint whose columns are all there (without recurrent state: the columns themselves), or the
+end of a turn behind them (tails.py). Where columns go on behind it, they are shared as well and their tokens read again
+for the state alone: nothing is stored and no page is taken. Columns are one more owner of pages, one that gives them up
+when they are needed (`reclaim`), but for those that are pinned (pins.py). A state is always copied. Compacted requests
+put nothing in: what they kept depends on the question.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from hybridkv.cache.columns import KEY_DTYPE, Column, Columns
 from hybridkv.cache.manager import KVCacheManager
 from hybridkv.cache.pins import Pin, drop_pins, first_unpinned, pinned_pages
 from hybridkv.cache.schema import check_column, column_tokens
+from hybridkv.cache.tails import Ended, find_tail, full_pages, tail_rows
 
 # why not more of a prompt was reused
 Reason = Literal[
@@ -56,6 +58,7 @@ class Hit:
     reason: Reason  # why not more
     diverged_at: int | None = None  # the first token that is in no column
     keys: bytes = b""
+    tail: Column | None = None  # whose pages are shared, too, behind those of the path
 
 
 @dataclass(eq=False)
@@ -112,6 +115,8 @@ class Reuse:
         self.readings: dict[Hashable, Reading] = {}
         self.staged: list[Staged] = []
         self.pins: list[Pin] = []  # columns that are not given up
+        self.tails = True  # whether the ends of turns are kept
+        self.late: list[tuple[Staged, Ended]] = []  # what a step wrote that was launched and not waited for
         names = ("lookup_tokens", "hit_tokens", "shared_tokens", "checkpoint_hits", "cuts", "columns_dropped")
         self.counts = dict.fromkeys(names, 0)
         self.read_again: dict[str, int] = {}  # tokens of prompts that were computed, by reason
@@ -133,6 +138,7 @@ class Reuse:
         keys = Columns.keys(asked.tokens)
         if not asked.reads:
             return Hit([], None, 0, 0, "off", keys=keys)
+        self.settle_late()
         path = self.columns.match(asked.salt, keys, min(length, asked.reach))
         matched = path[-1].end if path else 0
         checkpoint = Checkpoints.deepest(path, asked.most) if self.has_state else None
@@ -140,6 +146,11 @@ class Reuse:
             cached = checkpoint.position if checkpoint is not None else 0
         else:
             cached = min(matched, asked.most)
+        tail = find_tail(self, asked.salt, path, keys, min(asked.most, asked.reach), cached)
+        if tail is not None:
+            cached = tail.end
+            checkpoint = tail.checkpoint if isinstance(tail.checkpoint, Checkpoint) else None
+            tail = tail if tail.end > matched else None  # else the columns behind it have its tokens
         usable, limit = min(matched, asked.most // q * q), asked.most // q * q
         root = self.columns.roots.get(asked.salt)
         at = None
@@ -147,8 +158,8 @@ class Reuse:
             at = matched + self.columns.agrees(path[-1] if path else root, keys)
         reason: Reason
         if limit < q:
-            reason = "too_short" if length - 1 < q else asked.limit
-        elif not matched:
+            reason = "full" if cached else "too_short" if length - 1 < q else asked.limit
+        elif not matched and not cached:
             reason = "cold"
         elif cached < usable:
             lost = any(column.lost for column in path if cached < column.end <= usable)
@@ -157,27 +168,30 @@ class Reuse:
             reason = asked.limit if matched > usable and limit < (length - 1) // q * q else "full"
         else:
             reason = "diverged"
-        return Hit(path, checkpoint, cached, matched, reason, at, keys)
+        return Hit(path, checkpoint, cached, max(matched, cached), reason, at, keys, tail)
 
     def pages_of(self, hit: Hit) -> dict[str, int]:
         """Pages of each pool that a hit saves its request."""
-        return {name: len(hit.path) * streams * per for name, (_, streams, per) in self.parts.items()}
+        whole = {name: len(hit.path) * streams * per for name, (_, streams, per) in self.parts.items()}
+        return {name: pages + full_pages(self, hit.tail, name) for name, pages in whole.items()}
 
     def would_keep(self, hit: Hit) -> dict[str, int]:
         """Pages of each pool that count as to be had, and no longer do once the hit is attached."""
         found = {}
         for name in self.parts:
-            ids, allocator = self._ids(hit.path, name), self.manager.tables[name].allocator
+            ids, allocator = self._ids(hit.path, name).ravel(), self.manager.tables[name].allocator
+            ids = np.concatenate((ids, tail_rows(self, hit.tail, name).ravel()))
             found[name] = int(np.count_nonzero(allocator.refs[ids] == allocator.spare[ids]))
         return found
 
     def attach(self, request: Hashable, hit: Hit, asked: Asked) -> int:
         """A slot that begins with a hit, before anything is dropped for it. Returns the slot."""
-        shared = {name: self._rows(hit.path, name) for name in self.parts}
+        whole = {name: self._rows(hit.path, name) for name in self.parts}
+        shared = {name: np.concatenate((ids, tail_rows(self, hit.tail, name)), 1) for name, ids in whole.items()}
         row = hit.checkpoint.row if hit.checkpoint is not None else -1
-        if hit.path:
+        if hit.matched:
             slot = self.manager.attach_request(request, shared, hit.matched, hit.cached, row)
-            self.columns.touch(hit.path)
+            self.columns.touch(hit.path if hit.tail is None else [*hit.path, hit.tail])
         else:
             slot = self.manager.admit_request(request)
         if hit.checkpoint is not None:
@@ -292,6 +306,28 @@ class Reuse:
             manager.state.copy(slot, row)
             self.counts["cuts"] += 1
 
+    def hold_back(
+        self, request: Hashable, reading: Reading, below: Column, keys: list[bytes], pages: np.ndarray,
+        mark: Mark | None, row: int, ended: Ended | None,
+    ) -> None:  # fmt: skip
+        """What was written below a column waits until its step has `ended` well; None: it has."""
+        self._own(pages)
+        staged = Staged(request, reading, below, keys, pages, mark, row)
+        if ended is not None:
+            self.late.append((staged, ended))
+            return
+        self.staged.append(staged)
+        self.publish()
+
+    def settle_late(self) -> None:
+        """Wait for steps that were launched, if there are any, and publish what they wrote where they ended well."""
+        while self.late:
+            staged, ended = self.late[-1]
+            well = ended()
+            self.late.pop()
+            self.staged.append(staged)
+            self.publish([] if well else [staged.request])
+
     def publish(self, failed: Iterable[Hashable] = ()) -> None:
         """The step has ended well, but for requests that have failed: from here on its columns are for all to see."""
         bad = set(failed)
@@ -301,18 +337,19 @@ class Reuse:
             if staged.request in bad or column.gone:  # its branch was cut since
                 self._abandon(staged)
                 continue
-            lives = reading.column is column  # or it was evicted since, and goes on elsewhere
+            # or it was evicted since, and goes on elsewhere, or has ended
+            lives = reading.column is column and self.readings.get(staged.request) is reading
             if column.parent is None:
                 column = self.columns.root(reading.salt)
             for i, key in enumerate(staged.keys):
                 child, new = self.columns.insert(column, key, staged.pages[i])
-                if lives:
+                if lives and not self.columns.is_tail(child):
                     self.columns.occupy(child, column)
                     reading.column = child
                 column = child
                 if not new:
                     self._disown(staged.pages[i])
-                elif reading.own is None:
+                elif reading.own is None and not self.columns.is_tail(child):
                     reading.own = child
             if staged.mark is not None and (at := self._at(column, staged.mark.position)).end == staged.mark.position:
                 reading.written = self.checkpoints.add(at, staged.row, staged.mark.kind).position
@@ -418,6 +455,7 @@ class Reuse:
 
     def forget(self, salt: bytes | None = None) -> None:
         """Drop all that was kept under a salt, or all there is, pinned or not. Requests that run go on."""
+        self.settle_late()
         for each in [salt] if salt is not None else list(self.columns.roots):
             root = self.columns.roots.get(each)
             for column in list(root.children.values()) if root is not None else []:
@@ -437,6 +475,7 @@ class Reuse:
 
     def reclaim(self, name: str, pages: int) -> None:
         """Drop columns until so many pages of a pool are free, or none is left that nobody needs."""
+        self.settle_late()
         allocator = self.manager.tables[name].allocator
         while allocator.free < pages:
             column = self.columns.drop_oldest()
@@ -449,18 +488,21 @@ class Reuse:
     def pages(self, name: str) -> np.ndarray:
         """Page ids of a pool that columns, and what is staged, name, as often as they do."""
         begin, streams, per = self.parts[name]
-        rows = [column.pages for column in self.columns] + [row for staged in self.staged for row in staged.pages]
-        return np.concatenate([r[begin : begin + streams * per] for r in rows] or [np.zeros(0, np.int32)])  # type: ignore[index]
+        waiting = [*self.staged, *(staged for staged, _ in self.late)]
+        rows = [column.pages for column in self.columns] + [row for staged in waiting for row in staged.pages]
+        found = np.concatenate([r[begin : begin + streams * per] for r in rows] or [np.zeros(0, np.int32)])  # type: ignore[index]
+        return found[found >= 0]
 
     def _own(self, pages: np.ndarray) -> None:
         for name, (begin, streams, per) in self.parts.items():
             ids = pages[..., begin : begin + streams * per].ravel()
-            self.manager.tables[name].allocator.share_distinct(ids, spare=True)
+            self.manager.tables[name].allocator.share_distinct(ids[ids >= 0], spare=True)
 
     def _disown(self, pages: np.ndarray | None) -> None:
         assert pages is not None
         for name, (begin, streams, per) in self.parts.items():
-            self.manager.tables[name].allocator.release_distinct(pages[begin : begin + streams * per], spare=True)
+            ids = pages[begin : begin + streams * per]
+            self.manager.tables[name].allocator.release_distinct(ids[ids >= 0], spare=True)
 
     def _ids(self, path: list[Column], name: str) -> np.ndarray:
         begin, streams, per = self.parts[name]
@@ -488,7 +530,7 @@ class Reuse:
 
     def rebuild(self) -> None:
         """Count everything anew from columns and resident requests, after an interrupt. May be repeated."""
-        self.staged = []
+        self.staged, self.late = [], []
         resident = self.manager.slot_of
         self.readings = {key: reading for key, reading in self.readings.items() if key in resident}
         for reading in self.readings.values():

@@ -237,11 +237,11 @@ class Admission(RestingCaches):
             if (
                 given_up is None
                 and found is not None
-                and found.hit.path
+                and found.hit.matched
                 and not self.running
                 and not self.holding_pages
             ):
-                found = Found(found.asked, replace(found.hit, path=[], checkpoint=None, cached=0, matched=0))
+                found = Found(found.asked, replace(found.hit, path=[], checkpoint=None, cached=0, matched=0, tail=None))
                 given_up = self._to_give_up(request, to_come, found)  # its own pages and shared ones are too many
             if given_up is None:
                 prefix = self.prefix_of(request)
@@ -367,7 +367,7 @@ class Admission(RestingCaches):
             need = {name: n + tables[name].schema.streams for name, n in need.items()}  # copies of open pages
         elif own is None:
             need = self.manager.pages_needed(None, self.held_tokens(request, len(request.tokens) + 1))
-            if found is not None and found.hit.path:
+            if found is not None and found.hit.matched:
                 need = self._pages_beside(request, found.hit, need)
         else:
             position = self.manager.position(own.key)

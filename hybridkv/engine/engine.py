@@ -29,6 +29,7 @@ from hybridkv.cache import KVCacheManager
 from hybridkv.cache.checkpoints import KINDS, MOST_CLIENT_MARKS
 from hybridkv.cache.pins import pin
 from hybridkv.cache.session import Session, check_model
+from hybridkv.cache.tails import keep_end
 from hybridkv.config import EvictionConfig, SamplingParams, StructuredOutputs, is_whole, shown
 from hybridkv.devices import on_device
 from hybridkv.engine import held, moving
@@ -728,6 +729,8 @@ class Engine:
             if request.pins and request.finish_reason in ("stop", "length"):
                 prompt = np.array(request.tokens[: request.prompt_tokens], np.int32)
                 request.pinned = pin(self.manager, request.salt, prompt)
+            if request.finish_reason in ("stop", "length") and not request.hold and request.params.n == 1:
+                keep_end(self.manager.reuse, request.key, request.tokens, self.pipeline.ended(request))
         self.scheduler.finish(request)
         self.pipeline.forget_finished()
 

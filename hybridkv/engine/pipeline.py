@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -114,6 +115,11 @@ class Pipeline:
         if taken is None:
             return 0.0
         return max(0.0, self.began_at + SURE * taken - 2 * self.launch_s - time.perf_counter())
+
+    def ended(self, request: Request) -> Callable[[], bool] | None:
+        """Waits for the step in flight, and says whether it gave the request numbers; None: it is in none."""
+        sampled = self.in_flight.sampled if self.in_flight is not None else None
+        return partial(sampled.went_well, request) if sampled is not None and request in sampled.requests else None
 
     def forget_finished(self) -> None:
         """Drop what was made for requests that have ended."""

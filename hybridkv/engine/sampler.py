@@ -93,6 +93,12 @@ class SampledTokens:
     prompts: list[PromptScores] = field(default_factory=list)
     ready: torch.cuda.Event | None = None  # recorded after the copies to the host; None: they are there already
 
+    def went_well(self, request: Request) -> bool:
+        """Whether a request's logits were numbers, though nobody wants its token any more. The host waits for it."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        return not int(self.found[1, list(self.requests).index(request)])
+
     def wait(self) -> tuple[list[int], list[str | None]]:
         """The tokens, and what is wrong where there is none. Logprobs, where asked, are added to the requests."""
         if self.ready is not None:

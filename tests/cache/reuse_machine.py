@@ -19,15 +19,13 @@ from cache.machine_model import HEADS, INF, LANES, TAIL
 from hybridkv.cache import CacheSchema, KVCacheManager, OutOfPages
 from hybridkv.cache.checkpoints import Checkpoint
 from hybridkv.cache.columns import KEY_DTYPE, Column
-from hybridkv.cache.pins import Pin, pin, unpin
 from hybridkv.cache.reuse import Asked, Reuse
-from hybridkv.errors import HybridKVError
 
 SLOTS, MAX_TOKENS, ROWS, Q = 4, 48, 3, 8
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=5)  # one of two texts for every 8 tokens
 MORE, SALTS = st.sampled_from((0, 0, 1, 3, 40)), st.sampled_from((b"",) * 5 + (b"s",))
 MARKS = st.sampled_from((31, 31, 0, 5, 18))  # a bit for each of five columns
-ENDINGS = ("stays", "stays", "pin", "only reads", "nan")  # what becomes of a prompt
+ENDINGS = ("stays", "stays", "stays", "only reads", "nan")  # what becomes of a prompt
 counts: Counter[str] = Counter()  # what really happened, over all runs
 
 
@@ -67,7 +65,6 @@ class ReuseMachine(RuleBasedStateMachine):
         self.r = Reuse(self.m, every=0)
         assert self.r.q == Q
         self.live: dict[int, Live] = {}
-        self.pins: list[tuple[Pin, bytes]] = []  # with their salts
         self.names = 0
 
     def pick(self, i: int) -> int:
@@ -93,12 +90,6 @@ class ReuseMachine(RuleBasedStateMachine):
             self.step(
                 list(self.live).index(name), min(chunk, left), "nan" if then == "nan" and left <= chunk else "well"
             )
-        if then == "pin":
-            whole = tuple(text(choices, more)[: len(choices) * Q])
-            there = [
-                i for i, (tokens, _, of) in enumerate(self.columns()) if whole[: len(tokens)] == tokens and of == salt
-            ]
-            self.pin(max(there, default=0), release=False, deepest=True)
 
     @precondition(lambda self: len(self.live) < SLOTS)
     @rule(
@@ -106,12 +97,15 @@ class ReuseMachine(RuleBasedStateMachine):
         window=st.sampled_from((1, 1, 5)), writes=st.sampled_from((True, True, True, False)),
     )  # fmt: skip
     def begin(self, choices: list[int], more: int, salt: bytes, marks: int, window: int, writes: bool) -> None:
-        tokens = text(choices, more)
+        self.begin_with(text(choices, more), salt, marks, window, writes)
+
+    def begin_with(self, tokens: list[int], salt: bytes, marks: int, window: int, writes: bool) -> None:
         wished = [(Q * (i + 1), "client") for i in range(5) if marks >> i & 1]
         most = max(0, len(tokens) - window)
         asked = Asked(salt, np.array(tokens, np.int32), most, len(tokens), marks=wished, writes=writes)
         hit = self.r.lookup(asked)
         self.check_hit(hit.path, hit.cached, hit.checkpoint, tokens, salt, most)
+        counts["ends of turns taken up"] += hit.cached % Q > 0
         self.names += 1
         slot = self.r.attach(self.names, hit, asked)
         self.live[self.names] = Live(tokens, salt)
@@ -130,10 +124,11 @@ class ReuseMachine(RuleBasedStateMachine):
         )
         assert (path[-1].end if path else 0) == deep, "a lookup is too short or too long"
         if not self.stateful:
-            assert cached == min(deep, most)
+            ends = [n for n in range(deep + 1, min(deep + Q, most + 1)) if tuple(tokens[:n]) in there]
+            assert cached == max([min(deep, most), *ends]), "a hit is not the longest"
             return
         states = {prefix for prefix, column, of in self.columns() if of == salt and column.checkpoint is not None}
-        best = max(n for n in range(0, min(deep, most) + 1, Q) if not n or tuple(tokens[:n]) in states)
+        best = max(n for n in range(min(deep + Q, most + 1)) if not n or tuple(tokens[:n]) in states)
         assert cached == best == (checkpoint.position if checkpoint else 0), "a hit is not the deepest checkpoint"
 
     def columns(self) -> list[tuple[tuple[int, ...], Column, bytes]]:
@@ -257,32 +252,6 @@ class ReuseMachine(RuleBasedStateMachine):
         self.m.release_request(name)
         del self.live[name]
 
-    @rule(which=st.integers(0, 30), release=st.sampled_from((False, False, True)))
-    def pin(self, which: int, release: bool, deepest: bool = False) -> None:
-        """Something that is kept stays from here on, or no longer has to."""
-        if release and self.pins:
-            return unpin(self.m, self.pins.pop(which % len(self.pins))[0])
-        there = self.columns()
-        if which % 4 and not deepest:
-            there = [each for each in there if each[1].checkpoint is not None] or there
-        if not there:
-            return None
-        tokens, column, salt = there[which % len(there)]
-        try:
-            found = pin(self.m, salt, np.array(tokens, np.int32))
-        except HybridKVError:
-            counts["more than may be pinned"] += 1
-            return None
-        assert (found is None) == (self.stateful and column.checkpoint is None)
-        if found is not None:
-            self.pins.append((found, salt))
-            counts["pins"] += 1
-        rows = {id(each.column) for each, _ in self.pins}
-        pages = {int(page) for each, _ in self.pins for page in each.pages(self.r, "kv")}
-        assert 2 * len(rows) <= ROWS or not self.stateful, "more rows than half are pinned"
-        assert 2 * len(pages) <= self.sizes["kv"], "more pages than half are pinned"
-        return None
-
     @rule(what=st.sampled_from(("kv", "kv", "compressed", "interrupt", "forget")), share=st.integers(1, 4))
     def trouble(self, what: str, share: int) -> None:
         """Somebody needs pages, and gives them back; everything is counted anew; a salt is forgotten."""
@@ -291,9 +260,7 @@ class ReuseMachine(RuleBasedStateMachine):
             self.m.rebuild()
             assert all(np.array_equal(before[name], t.allocator.refs) for name, t in self.m.tables.items())
         elif what == "forget":
-            salt = (b"", b"s", None, b"s")[share - 1]
-            self.r.forget(salt)
-            self.pins = [each for each in self.pins if salt not in (None, each[1])]
+            self.r.forget((b"", b"s", None, b"s")[share - 1])
             counts["forgotten"] += 1
         else:
             allocator = self.m.tables[what].allocator
@@ -313,13 +280,10 @@ class ReuseMachine(RuleBasedStateMachine):
             return
         self.m.check_integrity()
         self.r.check()
-        assert not self.r.staged and not self.r.checkpoints.reserved
+        late = sorted(staged.row for staged, _ in self.r.late if staged.row >= 0)
+        assert not self.r.staged and sorted(self.r.checkpoints.reserved) == late
         assert self.r.checkpoints.nbytes == len(self.r.checkpoints.all) * self.schema.slot_bytes
         assert self.r.readings.keys() == self.live.keys()
-        there = {id(column): column for column in self.r.columns}
-        for each, _ in self.pins:
-            assert each in self.r.pins and all(id(column) in there for column in each.column.path())
-            assert not self.stateful or isinstance(each.column.checkpoint, Checkpoint), "a pinned state was dropped"
 
     @invariant()
     def everyone_reads_their_own_past(self) -> None:
@@ -342,7 +306,7 @@ class ReuseMachine(RuleBasedStateMachine):
             for s in self.schema.streams:
                 begin, streams, per = self.r.parts[s.name]
                 ids = column.pages[begin : begin + streams * per].reshape(streams, per)  # type: ignore[index]
-                first, last = s.entries(column.end - Q), s.entries(column.end)
+                first, last = s.entries((column.end - 1) // Q * Q), s.entries(column.end)
                 for row in range(s.streams):
                     table = np.full(first // s.entries_per_page + per, -1)
                     table[first // s.entries_per_page :] = ids[row]
@@ -383,7 +347,8 @@ class ReuseMachine(RuleBasedStateMachine):
             for pool in t.pool.tensors.values():
                 pool[:, unowned] = float("nan") if pool.is_floating_point() else -777
         if self.stateful:
-            rows = [row for row in range(SLOTS, SLOTS + ROWS) if row not in self.r.checkpoints.all]
+            taken = {*self.r.checkpoints.all, *self.r.checkpoints.reserved}
+            rows = [row for row in range(SLOTS, SLOTS + ROWS) if row not in taken]
             rows += [slot for slot in range(SLOTS) if slot not in self.m.slot_of.values()]
             self.m.state.tensors["tail", "z"][:, rows] = float("nan")
 
@@ -392,8 +357,6 @@ class ReuseMachine(RuleBasedStateMachine):
             return
         for name in list(self.live):
             self.m.release_request(name)
-        for each, _ in self.pins:
-            unpin(self.m, each)
         for name, t in self.m.tables.items():
             t.allocator.require(self.sizes[name])
         assert not self.r.columns.count and not self.r.checkpoints.all, "something is never given up"

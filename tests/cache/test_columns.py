@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hybridkv.cache.columns import Column, Columns
+from hybridkv.cache.tails import tails_below
 
 Q = 4
 NONE = np.zeros(0, np.int32)
@@ -129,3 +130,25 @@ def test_counts_stay_true_under_random_use(seed: int) -> None:
                 columns.touch(column.path())
         columns.check()
         assert sum(c.live for c in columns if c.parent is not None and c.parent.parent is None) == len(lives)
+
+
+def test_a_tail_is_found_by_its_tokens_alone_and_goes_first_until_it_is_used(columns: Columns) -> None:
+    old = put(columns, [1, 2, 3, 4])[0]
+    put(columns, [9, 9, 9, 9])
+    one, _ = columns.insert(old, columns.keys(np.array([5])), NONE)
+    two, new = columns.insert(old, columns.keys(np.array([5, 6])), NONE)
+    assert new and (one.end, two.end) == (5, 6) and old.tails == 2 and columns.is_tail(two)
+    keys = columns.keys(np.array([1, 2, 3, 4, 5, 6, 7]))
+    assert matched(columns, [1, 2, 3, 4, 5, 6, 7, 8]) == 4, "a tail is no column"
+    assert list(tails_below(columns, old, keys, 7)) == [two, one]
+    assert list(tails_below(columns, old, keys, 5)) == [one]
+    assert columns.agrees(old, keys) == 2
+    columns.check()
+    with pytest.raises(AssertionError, match="below a tail"):
+        columns.insert(one, columns.keys(np.array([1, 2, 3, 4])), NONE)
+    columns.touch([two])  # it was used
+    columns.rebuild([])
+    assert old.tails == 2
+    dropped = [columns.drop_oldest() for _ in range(4)]
+    assert dropped[0] is one and two not in dropped[:2] and not columns.count
+    assert not old.tails

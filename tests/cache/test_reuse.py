@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,12 +13,10 @@ from hypothesis.stateful import run_state_machine_as_test
 from cache import reuse_machine
 from cache.reuse_machine import ReuseMachine
 from hybridkv.cache import KVCacheManager, PageAllocator, StatePool
-from hybridkv.cache import pins as pins_file
 from hybridkv.cache import reuse as reuse_file
 from hybridkv.cache.checkpoints import Checkpoints
 from hybridkv.cache.columns import Column, Columns
 from hybridkv.cache.manager import PageTable
-from hybridkv.cache.pins import Pin
 from hybridkv.cache.reuse import Reuse, Staged
 from hybridkv.cache.schema import CacheSchema, StateSchema, StreamSchema, TensorSpec
 from hybridkv.errors import HybridKVError
@@ -27,7 +24,6 @@ from hybridkv.errors import HybridKVError
 AT_LEAST = {
     "steps": 200, "hits": 20, "replays": 3, "forks": 15, "compactions": 5, "steps that failed": 8, "shortages": 30,
     "checkpoints seen": 60, "cold": 20, "diverged": 5, "no_checkpoint": 1, "full": 5, "forgotten": 5,
-    "pins": 30, "more than may be pinned": 10,
 }  # fmt: skip
 
 
@@ -36,9 +32,9 @@ def small_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reuse_file, "SCAN", 4)
 
 
-def search(examples: int, steps: int = 40) -> None:
+def search(examples: int, steps: int = 40, machine: type[ReuseMachine] = ReuseMachine) -> None:
     run_state_machine_as_test(
-        ReuseMachine,
+        machine,
         settings=settings(
             max_examples=examples, stateful_step_count=steps, derandomize=True, deadline=None,
             phases=(Phase.generate,), print_blob=False,
@@ -56,7 +52,6 @@ def test_random_use_agrees_with_what_tokens_give() -> None:
 # ---- planted faults
 
 Patch = tuple[type, str, Callable[..., Any]]
-OCCUPY, RESERVE = Columns.occupy, Checkpoints.reserve
 STAGE, COPY, PUBLISH, FRESH = Reuse.stage, StatePool.copy, Reuse.publish, KVCacheManager.attach_request
 
 
@@ -213,40 +208,7 @@ def pages_to_be_had_are_overcounted() -> Patch:
     return PageAllocator, "reclaimable", property(lambda self: int((self.spare > 0).sum()))  # type: ignore[return-value]
 
 
-def pinned_columns_are_dropped() -> Patch:
-    def count(self: Columns, column: Column, before: Column | None = None) -> None:
-        caller = sys._getframe(1).f_code.co_name
-        if caller != "pin":
-            OCCUPY(self, column, before)
-
-    return Columns, "occupy", count
-
-
-def a_pinned_state_is_dropped() -> Patch:
-    def reserve(self: Checkpoints) -> int | None:
-        pinned = [checkpoint for checkpoint in self.all.values() if checkpoint.pins]
-        if pinned and not self._free:
-            self.drop(pinned[0], "rows")
-        return RESERVE(self)
-
-    return Checkpoints, "reserve", reserve
-
-
-def a_pin_owns_no_pages() -> Patch:
-    return Pin, "pages", lambda self, reuse, name: np.zeros(0, np.int32)
-
-
-def more_than_half_is_pinned() -> Patch:
-    return pins_file, "may_pin", lambda pinned, more, capacity: True  # type: ignore[return-value]
-
-
-def a_failure_takes_what_is_pinned() -> Patch:
-    return reuse_file, "first_unpinned", lambda reuse, path: path[0] if path else None  # type: ignore[return-value]
-
-
 FAULTS = [
-    pinned_columns_are_dropped, a_pinned_state_is_dropped, a_pin_owns_no_pages, more_than_half_is_pinned,
-    a_failure_takes_what_is_pinned,
     a_state_is_not_copied_to_the_request, a_state_is_not_copied_from_the_request, a_row_is_given_out_twice,
     what_failed_is_published, columns_enter_before_their_step, salts_are_left_out, a_lookup_is_a_column_short,
     a_lookup_reads_one_token_too_few, the_deepest_checkpoint_is_not_asked_for, a_hit_covers_the_whole_prompt,

@@ -64,7 +64,7 @@ def poison(engine: Engine) -> None:
         free += [
             row
             for row in range(manager.slots, manager.slots + reuse.checkpoints.rows)
-            if row not in reuse.checkpoints.all
+            if row not in reuse.checkpoints.all and row not in reuse.checkpoints.reserved
         ]
     for state in manager.state.schemas:
         for spec in state.tensors if not state.lent else ():

@@ -122,7 +122,7 @@ def test_the_second_reader_leaves_a_checkpoint_where_prompts_part(engine_of: Cal
     hit = ask(engine, third)
     assert hit.cached_tokens == 640 and hit.reuse["reason"] == "full"
     assert same(hit, cold("qwen3_5", context=1024)(third))
-    assert [c.kind for c in reuse_of(engine).checkpoints.all.values()] == ["branch"]
+    assert sorted({c.kind for c in reuse_of(engine).checkpoints.all.values()}) == ["branch", "turn"]
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])

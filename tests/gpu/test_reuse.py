@@ -128,3 +128,31 @@ def test_a_crowd_in_pools_that_are_too_small(models: Models) -> None:
     assert all(same(a, b) for a, b in zip(warm, cold, strict=True))
     assert sum(r.cached_tokens > 0 for r in warm) > 5
     assert_nothing_held(llm.engine)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+def test_a_next_turn_begins_at_the_last_token_of_the_one_before(models: Models, kind: str) -> None:
+    """Turns that end of themselves, while the step after their last token has been launched."""
+    llm = models.open(kind, "bfloat16", "bf16", None, context=1024)
+    engine = llm.engine
+    assert engine.launches_ahead and engine.manager.reuse is not None
+
+    def ask(tokens: list[int], params: SamplingParams = PARAMS, **how: object) -> Request:
+        request = engine.add(tokens, params, **how)  # type: ignore[arg-type]
+        run(engine)
+        check(engine)
+        assert request.error is None
+        return request
+
+    q, ahead = engine.manager.reuse.q, 0
+    for i, end in enumerate(k * q + off for k in (1, 2) for off in (0, 1, 2, 5, q - 1)):
+        tokens = tiny.token_ids(end - 1, seed=40 + i)
+        stop = ask(tokens, cache=False).generated[0]
+        first = ask(tokens, replace(PARAMS, max_tokens=20, stop_token_ids=[stop]))
+        ahead += bool(engine.manager.reuse.late)
+        poison(engine)
+        more = [*first.tokens, *tiny.token_ids(9, seed=80 + i)]
+        [warm], [cold] = crowd(llm, [more]), crowd(llm, [more], cache=False)
+        assert warm.cached_tokens >= end - 1 and same(warm, cold), (end, warm.reuse)
+    assert ahead > 5, "no step was launched ahead"
+    assert_nothing_held(engine)
