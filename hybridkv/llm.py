@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import takewhile
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -77,6 +77,10 @@ from hybridkv.text.prompt import encode_pieces, render_pieces
 from hybridkv.text.reasoning import ReasoningSplitter, reasoning_of
 from hybridkv.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from hybridkv.parallel.launch import Place
+    from hybridkv.ranks import Ranks
+
 Prompt = str | Sequence[int]
 Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
@@ -113,6 +117,7 @@ class LLM:
         compile_progress: called with (kernels done, kernels so far) while kernels are compiled, by any thread: on a
             GPU, where such an engine is opened for the first time.
         reuse: what requests leave behind for others that begin alike; None: nothing.
+        tp: GPUs that share the model (docs/tensor_parallel.md); `device` is the first of them, `memory` is of each.
 
     `sampling_defaults` has what the model's own generation_config says of sampling, `plan` the sizes of the cache.
     """
@@ -136,6 +141,7 @@ class LLM:
         load_progress: Progress | None = None,
         compile_progress: Progress | None = None,
         reuse: ReuseConfig | None = REUSE,
+        tp: int | Place = 1,
     ) -> None:
         if step_tokens is None and resolve_device(device).type == "cuda":
             step_tokens = GPU_STEP_TOKENS
@@ -155,7 +161,38 @@ class LLM:
         self.fp8 = resolve_fp8(weight_dtype)
         self.cache_config = overridden(cache or CacheConfig())
         self.device = resolve_device(device)
-        with open_checkpoint(locate_model(model, fetch_progress)) as checkpoint:
+        self.ranks: Ranks | None = None
+        path = locate_model(model, fetch_progress)
+        if tp != 1:
+            from hybridkv.ranks import take_ranks
+
+            given = dict(
+                model=str(path), dtype=dtype, exact=exact, cache=self.cache_config, max_requests=max_requests,
+                max_context=max_context, memory=memory, step_tokens=limits.step_tokens, weight_dtype=weight_dtype,
+            )  # fmt: skip
+            self.ranks = take_ranks(tp, self.device, given, reuse in (REUSE, None), disk_cache is None)
+            self.device, self.reuse_config = self.ranks.device, None
+        try:
+            self._open(path, dtype, exact, limits, weight_dtype, load_progress, compile_progress)
+        except BaseException as problem:
+            if self.ranks is not None:
+                self.ranks.failed(problem)
+            raise
+        if self.ranks is not None:
+            self.ranks.opened(self)
+
+    def _open(
+        self,
+        path: Path,
+        dtype: str,
+        exact: bool,
+        limits: EngineConfig,
+        weight_dtype: str,
+        load_progress: Progress | None,
+        compile_progress: Progress | None,
+    ) -> None:
+        """Size the cache, load the model and put an engine around it."""
+        with open_checkpoint(path) as checkpoint:
             self.path, self.config = checkpoint.path, ModelConfig.from_dict(checkpoint.config)
             self.dtype = resolve_dtype(dtype, self.device, checkpoint.config)
             self.set_aside = dict(checkpoint.set_aside)
@@ -170,6 +207,10 @@ class LLM:
                     f"weight_dtype='{weight_dtype}' is not there for DeepSeek-V4; use 'released', 'plain' or 'auto'"
                 )
             self.released = weight_dtype == "released"
+            if self.released and self.ranks is not None:
+                raise HybridKVError(
+                    "weight_dtype='released' is not cut over several GPUs yet; use 'auto' or 'plain', or tp=1"
+                )
             if self.released and not checkpoint.block_forms():
                 raise HybridKVError(
                     "weight_dtype='released' keeps FP8 and FP4 codes that have a scale for each block, and "
@@ -178,21 +219,25 @@ class LLM:
             narrow = checkpoint.narrow and self.config.v4 is None
             self.half = resolve_half(weight_dtype, dtype, self.device, self.dtype, exact, narrow)
             takes4 = weight_dtype == "int4" or (weight_dtype == "auto" and int4_pays())
+            takes4 = takes4 and self.ranks is None
             self.int4 = checkpoint.codes4_names() if self.half and takes4 else frozenset()
             if weight_dtype == "int4" and not self.int4:
                 raise HybridKVError(
                     "weight_dtype='int4' takes the 4-bit codes of a GGUF file (Q4_0, Q4_1 or Q4_K), and "
                     f"{self.path.name} has none; use 'f16', 'plain' or another file"
                 )
+            if self.ranks is not None:  # from here on `config` is of this rank's part
+                self.config = self.ranks.cut(checkpoint, self.config, exact, self.packed)
             self.plan = self._plan(checkpoint, limits, exact)
             self.weights = WeightsIdentity(checkpoint.files)
+            how = (self.device, self.dtype, load_progress, exact, self.fp8, self.packed, self.half)
             with on_device(self.device):  # matrices are packed and quantised by kernels
-                self.model = load_model(
-                    self.config, checkpoint, self.device, self.dtype, load_progress, exact, self.fp8, self.packed,
-                    self.half, self.int4, self.released,
-                )  # fmt: skip
+                if self.ranks is not None:
+                    self.model = self.ranks.load(checkpoint, *how)
+                else:
+                    self.model = load_model(self.config, checkpoint, *how, self.int4, self.released)
         plan, rows = self.plan, None if self.reuse_config is None else self.plan.checkpoints
-        host = None if limits.host_bytes is None else HostTier(limits.host_bytes, self.device)
+        host = None if limits.host_bytes is None or self.ranks is not None else HostTier(limits.host_bytes, self.device)
         self.manager = KVCacheManager(
             plan.schema, plan.pages, plan.slots, plan.max_tokens, self.device, exact, plan.query_buffers,
             checkpoints=rows, host=host,
@@ -202,9 +247,11 @@ class LLM:
         self.manager.model_fingerprint = fingerprint_of(self.model)
         eos = self.tokenizer.eos_ids if self.tokenizer and self.tokenizer.eos_ids else frozenset(self.config.eos_ids)
         evictor = Evictor.make(self.cache_config, self.manager, scale=self.config.attention_scale)
-        self.engine = Engine(self.model, self.manager, self.tokenizer, limits.step_tokens, eos, evictor)
+        parts = self.model, self.manager, self.tokenizer, limits.step_tokens, eos, evictor
+        self.engine = Engine(*parts) if self.ranks is None else self.ranks.engine(*parts)
         self.engine.sampling_defaults = self.sampling_defaults
-        precompile(self.engine, compile_progress)
+        if self.ranks is None:
+            precompile(self.engine, compile_progress)
         self.owner = EngineOwner(self.engine)
         plain = "int4" if self.int4 else "f16" if self.half else str(self.dtype).removeprefix("torch.")
         form = "released" if self.released else "fp8" if self.fp8 else "packed" if self.packed else plain
@@ -228,7 +275,11 @@ class LLM:
         if not exact and keeps_packed(self.device, self.dtype):
             packed = model_bytes(self.config, has, self.dtype, device, packed=checkpoint.packed_bytes())
         weights = packed if self.packed else plain
+        if self.ranks is not None:
+            weights = self.ranks.weight_bytes(checkpoint, self.dtype, fp8, self.packed, self.half)
         memory = limits.memory_bytes or int(free_memory(self.device) * HEADROOM)
+        if self.ranks is not None:
+            memory, weights = self.ranks.agree(memory, weights, shared=limits.memory_bytes is None)
         if weights >= memory:
             given = "the limit" if limits.memory_bytes else "free memory"
             form = "fp8" if fp8 else "f16" if self.half else str(self.dtype).removeprefix("torch.")
@@ -251,6 +302,7 @@ class LLM:
         query_buffers = query_buffers_for(self.cache_config, limits.step_tokens, limits.max_requests)
         captures = self.device.type == "cuda"
         beside = workspace(self.config, schema, self.cache_config, limits, context, self.dtype, captures)
+        room_beside = beside.nbytes if self.ranks is None else self.ranks.largest(beside.nbytes)
         rows, least = self._checkpoints(schema, memory)
 
         def plan(rows: int, room: int | None = memory - weights) -> CachePlan:
@@ -262,7 +314,7 @@ class LLM:
                 shrink_context=limits.max_context is None,
                 held=held,
                 query_buffers=query_buffers,
-                workspace=beside.nbytes,
+                workspace=room_beside,
                 checkpoints=rows,
                 staging=staging_bytes(captures, limits.host_bytes),
             )
@@ -556,6 +608,7 @@ class LLM:
         The cache stays in the model until `Document.close`. A model with recurrent layers keeps their state as it is:
         keys and values alone become fewer.
         """
+        self._alone("a document")
         return compress(self, document, ratio, budget, policy, system, progress)
 
     def load_document(self, path: str | Path) -> Document:
@@ -564,7 +617,12 @@ class LLM:
         A file that is damaged, or of another model or KV dtype, is refused, with what differs. Where slots or pages are
         short, caches that were unused longest make room.
         """
+        self._alone("a document")
         return load_document(self, path)
+
+    def _alone(self, what: str) -> None:
+        if self.ranks is not None:
+            raise RequestError(f"over several ranks {what} is not available yet: use tp=1")
 
     # ---- on disk
 
@@ -637,6 +695,8 @@ class LLM:
     def close(self) -> None:
         """End what runs, and the engine's thread. Memory goes back when nothing refers to the LLM any more."""
         self.owner.close()
+        if self.ranks is not None:
+            self.ranks.end()
         self.engine.grammars.close()
         if self.chat_template is not None:
             self.chat_template.close()

@@ -64,6 +64,15 @@ class OpenOptions:
             rich_help_panel=MODEL,
         ),
     ] = "auto"
+    tp: Annotated[
+        int,
+        Option(
+            "--tp",
+            metavar="N",
+            help="GPUs that share the model (tensor parallelism); --memory is of each",
+            rich_help_panel=MODEL,
+        ),
+    ] = 1
     exact: Annotated[
         bool,
         Option(
@@ -164,6 +173,7 @@ class OpenOptions:
                 max_requests=min(requests, _ENGINE["max_requests"]) if self.max_requests is None else self.max_requests,
                 max_context=self.context,
                 memory=self.memory,
+                tp=self.tp,
                 fetch_progress=bars.show("fetching SmolLM2-135M-Instruct"),
                 load_progress=bars.show("loading weights"),
                 compile_progress=bars.show(compiling()),

@@ -47,6 +47,7 @@ _WEIGHTS = (
 class PlanOptions(ModelOptions, ReuseOptions):
     """What is planned. Options of the other commands mean the same here; a GPU is meant unless --device is cpu."""
 
+    tp: Annotated[int, Option("--tp", metavar="N", help="GPUs that share the model; --card, --memory: of one")] = 1
     model: Annotated[
         str | None,
         Option("--model", "-m", metavar="PATH", help="the same as MODEL", autocompletion=completion.model),
@@ -177,7 +178,6 @@ def plan(
     ] = None,
     weights: Annotated[str | None, Option("--weights", metavar="FORM", help=_WEIGHTS)] = None,
     requests: Annotated[int | None, Option("--requests", metavar="N", help="the same as --max-requests; 1")] = None,
-    tp: Annotated[int, Option("--tp", metavar="N", help="GPUs that share the model; --card, --memory: of one")] = 1,
     experts: Annotated[
         str, Option("--experts", metavar="HOW", help="with --tp: cut by width, dealt out whole, or auto")
     ] = "auto",
@@ -197,7 +197,7 @@ def plan(
     if len(models) > 1 or len(files) > 1:
         raise BadParameter(f"one model{' and one file that ends in .html' if html else ''} can be given, not {named}")
     options = replace(options, model=models[0] if models else None)
-    if html and tp != 1:
+    if html and options.tp != 1:
         raise BadParameter("the page of --html is of one GPU: leave out --tp")
     if html and as_json:
         raise BadParameter("--html writes a page and --json prints an object: give one of them")
@@ -208,7 +208,7 @@ def plan(
         print(f"{written}: open it in a browser; it needs no network")
         return
     many = next((n for n in (requests, options.max_requests) if n is not None), 1)
-    report = make_report(options, many, card, weights, tp, experts)
+    report = make_report(options, many, card, weights, experts)
     if as_json:
         from hybridkv.commands.plan_tables import as_dict
 
@@ -234,7 +234,6 @@ def make_report(
     requests: int,
     card_name: str | None = None,
     form: str | None = None,
-    tp: int = 1,
     experts: str = "auto",
 ) -> Report:
     """The plan of what the options ask for."""
@@ -243,6 +242,7 @@ def make_report(
     from hybridkv.commands.plan_source import find_source
     from hybridkv.models import check_exact, family_of
 
+    tp = options.tp
     card = None if card_name is None else find_card(card_name)
     if card is not None and options.memory is not None:
         raise BadParameter("--card says how much memory there is: leave out --memory, or --card")
@@ -314,7 +314,7 @@ def make_report(
             """The weights that were asked for, as they are held on another card."""
             return choose_weights(options, source, gpu, there, form)
 
-        shared = [] if tp == 1 else ["--tp", str(tp)] + ([] if experts == "auto" else ["--experts", experts])
+        shared = [] if experts == "auto" else ["--experts", experts]
         report = replace(report, advice=advice(report, given(options) + shared, weigh))
     return report
 

@@ -255,6 +255,8 @@ def serve(
     def load() -> LLM:
         kept = {"host_cache": host_cache, "disk_cache": disk_cache, "disk_size": disk_size}
         llm = model.open(EngineConfig.max_requests, cache, reuse, **kept)
+        if llm.ranks is not None:
+            llm.ranks.end_process()
         if temperature is not None:
             llm.sampling_defaults["temperature"] = temperature
         capture_graphs(llm)  # while /health still says loading: no client waits for them

@@ -80,6 +80,8 @@ class Engine:
         evictor: what evicts; None: everything is kept.
     """
 
+    captures = True  # steps as CUDA graphs on a GPU
+
     def __init__(
         self,
         model: Model,
@@ -98,7 +100,7 @@ class Engine:
         self.grammars = Grammars(tokenizer, self.vocab)  # any thread may use it
         self.sampling_defaults: dict[str, float] = {}  # the model's own, for what a request leaves open
         self.tokens_alone = manager.tokens_alone()
-        self.runner = Runner(model, manager, step_tokens)
+        self.runner = Runner(model, manager, step_tokens, self.captures)
         self.scheduler = Scheduler(manager, step_tokens, self.evictor, self.runner.graphs, self.runner.mixed)
         self.pipeline = Pipeline(self.runner, self.scheduler)
         self.launches_ahead = manager.device.type == "cuda"  # on a CPU it would only compute in vain

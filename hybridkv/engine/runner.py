@@ -29,12 +29,18 @@ class StepInputs:
 
 
 class Runner:
-    def __init__(self, model: Model, manager: KVCacheManager, step_tokens: int = EngineConfig.step_tokens) -> None:
+    def __init__(
+        self,
+        model: Model,
+        manager: KVCacheManager,
+        step_tokens: int = EngineConfig.step_tokens,
+        captures: bool = True,  # steps as CUDA graphs, where there can be any
+    ) -> None:
         self.model, self.manager = model, manager
         self.cost = StepCost.of(model)
         self.graphs: DecodeGraphs | None = None
         self.mixed: MixedGraphs | None = None
-        if can_capture(manager):
+        if captures and can_capture(manager):
             self.graphs = DecodeGraphs(model, manager, self.cost)
             self.mixed = MixedGraphs(model, manager, step_tokens, self.cost)
         self.numbers = torch.arange(manager.slots, device=manager.device)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -22,6 +23,8 @@ from torch import Tensor
 from hybridkv.errors import HybridKVError
 
 TIMEOUT = 30.0  # seconds that a rank waits for the others in one exchange
+JOIN = 120.0  # and for them to have begun
+START = 3600.0  # and for all of them to have loaded their parts
 LOOPBACK = "127.0.0.1"
 # torch 2.13 has a new name for it
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -59,10 +62,18 @@ class Group:
     rank: int
     size: int
     device: torch.device
+    store: dist.Store
 
     @staticmethod
     def join(
-        rank: int, size: int, device: torch.device, meeting: str, timeout: float = TIMEOUT, loopback: bool = True
+        rank: int,
+        size: int,
+        device: torch.device,
+        meeting: str,
+        timeout: float = TIMEOUT,
+        loopback: bool = True,
+        start: float = JOIN,
+        check: Callable[[], None] = lambda: None,
     ) -> Group:
         """Meet the other ranks; returns when all are there.
 
@@ -70,9 +81,11 @@ class Group:
             rank: of this process, from 0.
             size: number of processes.
             device: where this rank computes: the CPU, or its own GPU.
-            meeting: where they meet: tcp://host:port, file:///path, or env:// (torchrun's variables).
-            timeout: seconds that an exchange, this one included, may take.
+            meeting: where they meet: tcp://host:port or file:///path.
+            timeout: seconds that an exchange may take.
             loopback: whether all ranks are on this machine.
+            start: seconds that the ranks have to come.
+            check: raises if one will not come.
         """
         if dist.is_initialized():
             raise HybridKVError(
@@ -85,12 +98,33 @@ class Group:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         try:
-            dist.init_process_group(
-                backend, init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
-            )
+            store = _store(meeting, rank, size, timedelta(seconds=start))
+            group = Group(rank, size, device, store)
+            group.meet("the group", check, start)
+            limit = timedelta(seconds=timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+        except GroupError:
+            raise
         except (RuntimeError, ValueError) as problem:  # DistError and its kinds are RuntimeErrors
             raise GroupError(f"rank {rank} of {size} did not meet the others at {meeting}: {problem}") from None
-        return Group(rank, size, device)
+        return group
+
+    def meet(self, where: str, check: Callable[[], None] = lambda: None, limit: float = START) -> None:
+        """Wait until all ranks have come to `where`, which may take long, as loading does. `check` raises if a rank
+        will not come.
+        """
+        self.store.set(f"{where}/{self.rank}", "here")
+        until = time.monotonic() + limit
+        for rank in range(self.size):
+            while True:
+                try:
+                    self.store.wait([f"{where}/{rank}"], timedelta(seconds=1))
+                    break
+                except RuntimeError as problem:
+                    check()
+                    if time.monotonic() > until or "imeout" not in str(problem):
+                        message = f"rank {self.rank} of {self.size}: rank {rank} did not come to {where!r}: {problem}"
+                        raise GroupError(message) from None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, in place; the same bits on every rank."""
@@ -114,6 +148,14 @@ class Group:
             with self.said("broadcast"):
                 dist.broadcast(x, source)
         return x
+
+    def gather(self, x: Tensor) -> list[Tensor] | None:
+        """x of every rank, all of one shape, on rank 0; None on the others."""
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
+        with self.said("gather"):
+            dist.gather(x, parts)
+        return parts
 
     def said(self, what: str) -> Said:
         """Turns what torch raises in an exchange into a GroupError."""
@@ -139,6 +181,14 @@ class Said:
         if isinstance(problem, RuntimeError) and not isinstance(problem, HybridKVError):
             where = f"rank {self.group.rank} of {self.group.size}"
             raise GroupError(f"{where}: another rank ended or did not come to {self.what}: {problem}") from problem
+
+
+def _store(meeting: str, rank: int, size: int, limit: timedelta) -> dist.Store:
+    kind, _, where = meeting.partition("://")
+    if kind == "file":
+        return dist.FileStore(where, size)
+    host, _, port = where.rpartition(":")
+    return dist.TCPStore(host, int(port), size, is_master=rank == 0, timeout=limit, wait_for_workers=False)
 
 
 def torchrun_place(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:

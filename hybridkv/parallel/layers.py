@@ -7,7 +7,7 @@ outputs, and these are gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -139,9 +139,15 @@ class ShardedDecoder(Decoder):
     """A Decoder of which this rank has its heads, its width and its part of the vocabulary."""
 
     vocabulary: Vocabulary
+    parted: bool = False  # `forward` gives the logits of this rank's tokens alone
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.vocabulary.embed(tokens, self.embedding)
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, positions: Tensor, handles: Mapping[int, Any], rows: Tensor | None) -> Tensor:
+        found = self.hidden(tokens, positions, handles, rows)
+        return self.own_logits(found) if self.parted else self.logits(found)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -158,9 +164,15 @@ class ShardedV4(DeepseekV4):
     """A DeepseekV4 of which this rank has its heads, its width and its part of the vocabulary. Its cache is whole."""
 
     vocabulary: Vocabulary
+    parted: bool = False
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.vocabulary.embed(tokens, self.embedding)
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, positions: Tensor, handles: Mapping[int, Any], rows: Tensor | None) -> Tensor:
+        found = self.hidden(tokens, positions, handles, rows)
+        return self.own_logits(found) if self.parted else self.logits(found)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

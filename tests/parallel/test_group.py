@@ -20,8 +20,8 @@ def test_a_rank_that_does_not_come_is_an_error_and_nothing_hangs(how: str, monke
 
 
 def test_a_group_that_nobody_else_joins_is_an_error() -> None:
-    with pytest.raises(HybridKVError, match="rank 0 of 2 did not meet the others at tcp://127.0.0.1"):
-        Group.join(0, 2, torch.device("cpu"), f"tcp://127.0.0.1:{free_port()}", timeout=0.5)
+    with pytest.raises(HybridKVError, match="rank 0 of 2: rank 1 did not come to 'the group'"):
+        Group.join(0, 2, torch.device("cpu"), f"tcp://127.0.0.1:{free_port()}", start=0.5)
     assert not dist.is_initialized()
 
 

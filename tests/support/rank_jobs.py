@@ -1,7 +1,9 @@
 """What ranks run in tests of tensor parallelism (ranks.py). A job gets its group, and returns tensors and numbers."""
 
 import os
+import random
 import signal
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +14,9 @@ from hybridkv.cache import KVCacheManager
 from hybridkv.config import CacheConfig, SamplingParams
 from hybridkv.devices import resolve_device
 from hybridkv.engine.engine import Engine
+from hybridkv.engine.lock_step import LockStepEngine
 from hybridkv.eviction import Evictor
+from hybridkv.kernels.best_tokens import best_tokens
 from hybridkv.models import cache_schema, load_model, open_checkpoint
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Model
@@ -128,17 +132,9 @@ def counted(group: Group, path: str, ids: list[int]) -> dict[str, int]:
     """Exchanges of one step."""
     model, config, shard = open_part(path, group)
     engine = engine_of(model, local(config, shard), CacheConfig(kv_dtype="f32"))
-    calls: dict[str, int] = {}
-    for module, name in ((dist, "all_reduce"), (group_module, "all_gather_single"), (dist, "broadcast")):
-        own = getattr(module, name)
-
-        def count(*given: Any, own: Any = own, name: str = name) -> Any:
-            calls[name] = calls.get(name, 0) + 1
-            return own(*given)
-
-        setattr(module, name, count)
+    calls = count_calls(dist, "all_reduce", "broadcast") | count_calls(group_module, "all_gather_single")
     engine.score(ids)
-    return calls
+    return {name: count for name, (count,) in calls.items() if count}
 
 
 def leave(group: Group, how: str) -> None:
@@ -150,3 +146,128 @@ def leave(group: Group, how: str) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         return
     group.all_reduce(torch.ones(3))
+
+
+# --- in lock-step: rank 0 drives, the others follow -----------------------------------------------------------------
+
+
+def lock_step_engine(group: Group, path: str, slots: int, pages: int | None = None) -> LockStepEngine:
+    """An engine of this rank. `pages`: of the pool; None: enough."""
+    model, config, shard = open_part(path, group)
+    schema = cache_schema(local(config, shard), CacheConfig(kv_dtype="f32", page_size=16), "float32")
+    context = 256
+    plan = plan_cache(schema, slots, context, None)
+    taken = plan.pages if pages is None else dict.fromkeys(plan.pages, pages * schema.streams[0].streams)
+    manager = KVCacheManager(schema, taken, slots, context, CPU, False, plan.query_buffers)
+    return LockStepEngine(model, manager, None, 64, frozenset(), None, group)
+
+
+def together(
+    group: Group, path: str, prompts: list[list[int]], params: list[dict[str, Any]], pages: int | None = None
+) -> dict[str, Any]:
+    """Answers of all prompts, on rank 0; what every rank has counted."""
+    engine = lock_step_engine(group, path, 4, pages)
+    calls = count_calls(dist, "all_reduce", "broadcast", "gather") | count_calls(group_module, "all_gather_single")
+    preempted = 0
+    own = engine.scheduler.preempt
+
+    def preempt(request: Any) -> None:
+        nonlocal preempted
+        preempted += 1
+        own(request)
+
+    engine.scheduler.preempt = preempt  # type: ignore[method-assign]
+    answers = []
+    if group.rank == 0:
+        for given in params:  # JSON has no numbers for keys
+            given["logit_bias"] = {int(token): value for token, value in given.get("logit_bias", {}).items()}
+        requests = [engine.add(p, SamplingParams(**s)) for p, s in zip(prompts, params, strict=True)]
+        while not engine.idle:
+            engine.step()
+        answers = [request.generated for request in requests]
+        assert all(request.error is None for request in requests), [request.error for request in requests]
+        with engine.channel.telling("end"):
+            pass
+    else:
+        engine.follow()
+    engine.manager.check_integrity()
+    assert engine.idle and not engine.manager.slot_of
+    steps = engine.pipeline.steps
+    return {"answers": answers, "steps": steps, "preempted": preempted, "calls": {k: v[0] for k, v in calls.items()}}
+
+
+def count_calls(module: Any, *names: str) -> dict[str, list[int]]:
+    """Calls of a module's functions from here on."""
+    counts = {name: [0] for name in names}
+    for name in names:
+        plain = getattr(module, name)
+
+        def count(*given: Any, own: Any = plain, name: str = name, **more: Any) -> Any:
+            counts[name][0] += 1
+            return own(*given, **more)
+
+        setattr(module, name, count)
+    return counts
+
+
+def random_events(group: Group, path: str, seed: int, events: int) -> list[int]:
+    """Adds, aborts, stops, next turns and steps as they come, few pages. Every step the digests were compared."""
+    engine = lock_step_engine(group, path, 3, 7)
+    if group.rank:
+        engine.follow()
+        return [engine.pipeline.steps, engine.channel.received]
+    chance, live, held = random.Random(seed), [], []
+    for _ in range(events):
+        what = chance.choice(("add", "add", "turn", "abort", "stop", "step", "step", "step", "step"))
+        live = [request for request in live if not request.finished]
+        params = SamplingParams(
+            max_tokens=chance.randint(1, 9), temperature=chance.choice((0, 0, 0.9)), n=chance.choice((1, 1, 1, 2))
+        )
+        tokens = [chance.randrange(90) for _ in range(chance.randint(1, 40))]
+        hold = chance.random() < 0.3 and params.n == 1
+        if what == "add" and len(live) < 6:
+            live.append(engine.add(tokens, params, hold))
+            held += [live[-1]] if hold else []
+        elif what == "turn" and held and held[-1].finished:
+            after = held.pop()
+            live.append(engine.add([*after.tokens, *tokens][:90], replace(params, n=1), False, after))
+        elif what in ("abort", "stop") and live:
+            getattr(engine, what)(chance.choice(live))
+        elif what == "step" and not engine.idle:
+            engine.step()
+    while not engine.idle:
+        engine.step()
+    with engine.channel.telling("end"):
+        pass
+    return [engine.pipeline.steps, engine.channel.sent]
+
+
+def diverge(group: Group, path: str, how: str) -> None:
+    """One rank is about to run something else than the others."""
+    engine = lock_step_engine(group, path, 2)
+    if group.rank == 1 and how == "a shorter prompt":
+        own = engine._apply
+        engine._apply = lambda event: own({**event, "tokens": event["tokens"][:-1]})  # type: ignore[method-assign]
+    if group.rank == 1 and how == "a lost event":
+        engine._apply = lambda event: None  # type: ignore[method-assign]
+    if group.rank:
+        engine.follow()
+        return
+    engine.add(list(range(40)), SamplingParams(max_tokens=3, temperature=0))
+    engine.step()
+
+
+def best(group: Group, path: str) -> list[list[list[int]]]:
+    """What the ranks choose of rows with ties and broken values, and what one rank would."""
+    engine = lock_step_engine(group, path, 1)
+    vocab, (begin, end) = engine.vocab, engine.pipeline.vocabulary.span
+    rows = torch.randn(9, vocab, generator=torch.Generator().manual_seed(1))
+    rows[1, [3, vocab - 2]] = 50.0  # a tie over ranks: the lower one
+    rows[2, [vocab - 9, vocab - 2]] = 50.0
+    rows[3, vocab - 1] = torch.nan
+    rows[4, 2] = torch.inf
+    rows[5] = -torch.inf
+    rows[6, : vocab // 2 + 1] = -torch.inf  # nothing in the first part
+    rows[7] = 0.0
+    rows[8, vocab - 1] = 60.0
+    return [engine.pipeline.best(rows[:, begin:end]).tolist(), best_tokens(rows).tolist()]

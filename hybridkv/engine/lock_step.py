@@ -1,0 +1,313 @@
+"""LockStepEngine: the same engine on every rank of a model, each step after the same events.
+
+Rank 0 takes requests and tells the others what came: adds, aborts, stops. Every rank applies these in order and
+schedules by itself. Nothing that decides what runs may follow from a clock, from free memory or from an error of one
+rank. Before each forward pass the ranks compare a digest of what they are about to run; a difference ends the group.
+
+Sampling: plain greedy rows need the best token of each rank's part of the vocabulary, 16 bytes a row. Rows that sample,
+or are adjusted, are gathered on rank 0 and drawn there; all ranks get the tokens.
+
+A rank that ends, hangs or raises ends the group: requests end with an error, and the model has to be opened again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from hybridkv.cache import KVCacheManager
+from hybridkv.config import SamplingParams
+from hybridkv.engine.engine import INHERIT, Engine, Update
+from hybridkv.engine.pipeline import InFlightStep, Pipeline
+from hybridkv.engine.runner import Runner
+from hybridkv.engine.sampler import PromptScores, SampledTokens, _adjusts, sample
+from hybridkv.engine.scheduler import Batch, Scheduler
+from hybridkv.engine.step_cost import StepCost
+from hybridkv.errors import RequestError
+from hybridkv.eviction import Evictor
+from hybridkv.models.decoder import Model
+from hybridkv.parallel.events import Channel, Event
+from hybridkv.parallel.group import Group, GroupError
+from hybridkv.parallel.layers import ShardedDecoder, ShardedV4
+from hybridkv.request import Request
+from hybridkv.text.tokenizer import Tokenizer
+
+SEEN = 5.0  # seconds that all ranks have to see that they part
+NOT_OVER_RANKS = "over several ranks {what} is not available yet: use tp=1"
+
+
+class LockStepPipeline(Pipeline):
+    """Steps that all ranks agree on before they run them, and whose tokens all ranks get."""
+
+    def __init__(self, runner: Runner, scheduler: Scheduler, group: Group) -> None:
+        super().__init__(runner, scheduler)
+        model = runner.model
+        assert isinstance(model, ShardedDecoder | ShardedV4) and model.parted
+        self.group, self.vocabulary, self.vocab = group, model.vocabulary, model.config.vocab
+        self.steps = 0
+
+    def _run(self, step: InFlightStep) -> None:
+        self.agree(step.batch)
+        super()._run(step)
+
+    def agree(self, batch: Batch) -> None:
+        """GroupError if another rank is about to run something else."""
+        self.steps += 1
+        plan = self.plan_of(batch)
+        own = hashlib.sha256(json.dumps(plan).encode()).digest()
+        found = self.group.all_gather(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+        other = [rank for rank, digest in enumerate(found.tolist()) if bytes(digest) != own]
+        if other:
+            print(f"hybridkv: rank {self.group.rank} was about to run {plan}", file=sys.stderr, flush=True)
+            with contextlib.suppress(GroupError):  # a rank that leaves at once takes what the others have not read yet
+                self.group.meet("parted", limit=SEEN)
+            raise GroupError(f"rank {self.group.rank}: ranks {other} are about to run another step; see their plans")
+
+    def plan_of(self, batch: Batch) -> list[Any]:
+        """What must be the same on every rank."""
+        numbers = [request.order for request in batch.requests]
+        manager = self.scheduler.manager
+        free = manager.free_pages()
+        slots = [int(slot) for slot in batch.step.host.slots[: len(numbers)]]
+        return [self.steps, numbers, [int(n) for n in batch.counts], [int(at) for at in batch.positions], slots, free]
+
+    def _sample(self, batch: Batch, logits: Tensor, prompts: Sequence[PromptScores] = ()) -> SampledTokens:
+        first = [batch.requests[i] for i in batch.sampled]
+        chosen = [(each, row) for row, request in enumerate(first) for each in (request, *request.forming)]
+        requests, rows = [request for request, _ in chosen], [row for _, row in chosen]
+        if logits.shape[1] == self.vocab:  # gathered already, for logprobs of a prompt
+            logits = logits[:, slice(*self.vocabulary.span)]
+        found = self.best(logits)[:, rows]
+        sampled = SampledTokens(found[0], requests, found, prompts=list(prompts))
+        some = [i for i, request in enumerate(requests) if not plainly_greedy(request)]
+        if some:
+            self.draw_some(logits, rows, some, sampled)
+        sampled.tokens = found[0].to(logits.device)
+        return sampled
+
+    def best(self, logits: Tensor) -> Tensor:
+        """Own logits [S, v] -> [2, S] int64 on the host: the best tokens of all ranks, and 1 where a row is broken.
+
+        The highest value wins and, among equal ones, the lowest token: what one rank would choose.
+        """
+        wide = logits.float()
+        value = wide.amax(1)  # NaN if there is one
+        token = wide.argmax(1) + self.vocabulary.span[0]
+        mine = torch.stack((value.double(), token.double()), 1)  # 16 bytes a row; both are exact
+        values, tokens = self.group.all_gather(mine).cpu().unbind(2)  # [n, S]
+        nan = values.isnan().any(0)
+        values = values.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        best = values.amax(0)
+        token = tokens.masked_fill(values != best, torch.inf).amin(0).clamp(max=self.vocab - 1).long()
+        return torch.stack((token, (nan | best.isinf()).long()))
+
+    def draw_some(self, logits: Tensor, rows: Sequence[int], some: list[int], sampled: SampledTokens) -> None:
+        """Write the tokens of the requests `some`, which rank 0 draws, into `sampled`."""
+        wanted = sorted({rows[i] for i in some})
+        place = {row: at for at, row in enumerate(wanted)}
+        sizes = self.vocabulary.sizes
+        own = torch.nn.functional.pad(logits[wanted], (0, max(sizes) - logits.shape[1]))
+        parts = self.group.gather(own)
+        drawn = torch.zeros((2, len(some)), dtype=torch.int64)
+        if parts is not None:
+            whole = torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], 1)
+            requests = [sampled.requests[i] for i in some]
+            made = sample(whole, requests, [place[rows[i]] for i in some], at_once=self.scheduler.manager.slots)
+            if made.ready is not None:
+                made.ready.synchronize()
+            drawn.copy_(made.found)
+            sampled.logprobs = [(some[i], row) for i, row in made.logprobs]
+        self.group.broadcast(drawn)
+        sampled.found[:, some] = drawn
+
+
+def plainly_greedy(request: Request) -> bool:
+    """Whether the largest logit is the token, and nothing else is asked."""
+    return not request.params.temperature and not _adjusts(request) and request.params.logprobs is None
+
+
+class LockStepEngine(Engine):
+    """An Engine of one rank. On rank 0 it is used like any other; the others `follow` it.
+
+    `on_failure` is told on rank 0, once, that the group has ended.
+    """
+
+    captures = False  # NCCL in CUDA graphs has not been run by this project
+
+    def __init__(
+        self,
+        model: Model,
+        manager: KVCacheManager,
+        tokenizer: Tokenizer | None,
+        step_tokens: int,
+        eos_ids: frozenset[int],
+        evictor: Evictor | None,
+        group: Group,
+    ) -> None:
+        assert isinstance(model, ShardedDecoder | ShardedV4)
+        super().__init__(replace(model, parted=True), manager, tokenizer, step_tokens, eos_ids, evictor)
+        self.group, self.channel = group, Channel(group)
+        self.scheduler.cost = StepCost(0)  # what was measured differs from rank to rank
+        self.pipeline = LockStepPipeline(self.runner, self.scheduler, group)
+        self.launches_ahead = False
+        self.on_failure: Callable[[BaseException], None] = lambda problem: None
+        self.failure: GroupError | None = None
+        self._events: list[Event] = []  # since the last step
+        self._known: weakref.WeakValueDictionary[int, Request] = weakref.WeakValueDictionary()
+        self._to_hold: dict[int, Request] = {}  # not on rank 0, where their callers have them
+
+    # ---- rank 0
+
+    def add(
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams | None = None,
+        hold: bool = False,
+        after: Request | None = None,
+        eviction: Any = INHERIT,
+        prefix: Request | None = None,
+        cache: bool | str = True,
+        salt: bytes = b"",
+        marks: Sequence[tuple[int, str]] = (),
+    ) -> Request:
+        """As `Engine.add`. Refused: eviction, prefixes, structured outputs and logits hooks."""
+        self._check_alive()
+        params = params or SamplingParams()
+        if eviction is not INHERIT and eviction is not None:
+            raise RequestError(NOT_OVER_RANKS.format(what="eviction"))
+        if prefix is not None:
+            raise RequestError(NOT_OVER_RANKS.format(what="a held prefix"))
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            raise RequestError(NOT_OVER_RANKS.format(what="structured output"))
+        if isinstance(params, SamplingParams) and params.logits_hook is not None:
+            raise RequestError(NOT_OVER_RANKS.format(what="a logits hook"))
+        request = super().add(tokens, params, hold, after, None)
+        self._known[request.order] = request
+        for sibling in request.siblings:
+            self._known[sibling.order] = sibling
+        self._events.append(
+            {
+                "event": "add",
+                "number": request.order,
+                "tokens": list(request.tokens),
+                "params": asdict(request.params),  # resolved: defaults of rank 0 may have been changed
+                "hold": hold,
+                "after": None if after is None else after.order,
+            }
+        )
+        return request
+
+    def abort(self, request: Request) -> None:
+        if not self._active and self.failure is None:
+            self._events.append({"event": "abort", "number": request.order})
+        super().abort(request)
+
+    def stop(self, request: Request) -> None:
+        if not self._active and self.failure is None:
+            self._events.append({"event": "stop", "number": request.order})
+        super().stop(request)
+
+    def step(self) -> list[Update]:
+        return self._together("step", super().step)
+
+    def drain(self) -> list[Update]:
+        return self._together("drain", super().drain)
+
+    def _together(self, do: str, work: Callable[[], list[Update]]) -> list[Update]:
+        """The same on every rank. Whatever is raised ends the group."""
+        self._check_alive()
+        self._check_owner()
+        events, self._events = self._events, []
+        try:
+            with self.channel.telling(do, events):
+                return work()
+        except BaseException as problem:
+            self.fail(problem)
+
+    def fail(self, problem: BaseException) -> NoReturn:
+        """End the group: what it holds is not to be trusted any more."""
+        self.failure = GroupError(f"a worker ended, and the model with it: {problem}; open it again")
+        self.channel.close()
+        self.on_failure(problem)
+        raise self.failure from problem
+
+    def _check_alive(self) -> None:
+        if self.failure is None and self.channel.problem is not None:
+            self.fail(self.channel.problem)
+        if self.failure is not None:
+            raise self.failure
+
+    # ---- the others
+
+    def follow(self) -> None:
+        """Do what rank 0 does, until it ends."""
+        while True:
+            do, events = self.channel.receive()
+            for event in events:
+                self._apply(event)
+            if do == "end":
+                return
+            if do == "step":
+                super().step()
+            elif do == "drain":
+                super().drain()
+
+    def _apply(self, event: Event) -> None:
+        if event["event"] == "add":
+            given = event["params"]
+            given["logit_bias"] = {int(token): value for token, value in given["logit_bias"].items()}
+            for name in ("bad_words", "stop", "stop_token_ids"):
+                given[name] = tuple(given[name])
+            after = event["after"]
+            self._numbers = itertools.count(event["number"])
+            continued = None if after is None else self._known.get(after)
+            made = super().add(event["tokens"], SamplingParams(**given), event["hold"], continued, None)
+            for request in (made, *made.siblings):
+                self._known[request.order] = request
+            if event["hold"]:
+                self._to_hold[made.order] = made
+            return
+        request = self._known.get(event["number"])
+        if event["event"] == "abort":
+            self._to_hold.pop(event["number"], None)
+        if request is not None:
+            (super().abort if event["event"] == "abort" else super().stop)(request)
+
+    # ---- what is not there yet
+
+    def changing(self) -> NoReturn:
+        raise RequestError(NOT_OVER_RANKS.format(what="a change of held caches"))
+
+    def session(self, request: Any, conversation: Any = None) -> NoReturn:
+        raise RequestError(NOT_OVER_RANKS.format(what="saving a conversation"))
+
+    def restore_held(self, session: Any) -> NoReturn:
+        raise RequestError(NOT_OVER_RANKS.format(what="loading a conversation"))
+
+    def fork_held(self, request: Request) -> NoReturn:
+        raise RequestError(NOT_OVER_RANKS.format(what="a fork of a conversation"))
+
+    def evict_held(self, *_: Any, **__: Any) -> NoReturn:
+        raise RequestError(NOT_OVER_RANKS.format(what="eviction"))
+
+    def replay(self, *_: Any, **__: Any) -> NoReturn:
+        raise RequestError(NOT_OVER_RANKS.format(what="eviction"))
+
+    def evict_turns(self, *_: Any, **__: Any) -> NoReturn:
+        raise RequestError(NOT_OVER_RANKS.format(what="eviction"))
+
+    def score(self, *_: Any, **__: Any) -> NoReturn:
+        raise RequestError(NOT_OVER_RANKS.format(what="logits of a given text"))
+
+    def score_after(self, *_: Any, **__: Any) -> NoReturn:
+        raise RequestError(NOT_OVER_RANKS.format(what="logits of a given text"))

@@ -1,0 +1,69 @@
+"""One of the ranks that `LLM(tp=n)` starts: opens its part of the model and follows rank 0 until that ends.
+
+    python -m hybridkv.follower      settings on standard input: one line of JSON (parallel/launch.py)
+
+Exit codes: 0 rank 0 has closed the model, 2 it cannot be opened here, 3 the group has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from typing import Any, NoReturn
+
+import torch
+
+from hybridkv.config import CacheConfig
+from hybridkv.errors import HybridKVError
+from hybridkv.llm import LLM
+from hybridkv.parallel.group import Group, GroupError
+from hybridkv.parallel.launch import FAILED, Place
+
+
+def main() -> NoReturn:
+    """The whole life of a rank."""
+    told = json.loads(_first_line())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's, which ends the others
+    threading.Thread(target=_watch, daemon=True).start()
+    rank = told["rank"]
+    try:
+        group = Group.join(rank, told["size"], torch.device(told["device"]), told["meeting"], told["timeout"])
+        settings: dict[str, Any] = told["settings"]
+        settings["cache"] = CacheConfig(**settings["cache"])
+        settings["device"] = told["device"]
+        LLM(**settings, tp=Place(group))  # it exits at the end of rank 0's
+    except SystemExit as end:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code if isinstance(end.code, int) else 0)  # the watching thread is in a read
+    except GroupError as problem:
+        _leave(rank, problem, FAILED)
+    except HybridKVError as problem:
+        _leave(rank, problem, 2)
+    raise AssertionError("a rank that follows does not come back")
+
+
+def _first_line() -> bytes:
+    found = b""
+    while not found.endswith(b"\n") and (more := os.read(0, 1)):
+        found += more
+    return found
+
+
+def _watch() -> None:
+    """Rank 0 holds the other end of standard input: if it is gone, so is this process."""
+    while os.read(0, 4096):
+        pass
+    os._exit(FAILED)
+
+
+def _leave(rank: int, problem: BaseException, code: int) -> NoReturn:
+    print(f"hybridkv: rank {rank}: {problem}", file=sys.stderr, flush=True)
+    os._exit(code)  # no wait for threads of a group that is gone
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Launch: the ranks of a model are started, watched and ended.
+
+`LLM(tp=n)` is rank 0 and starts the others as processes of this machine, each with a pipe to it: they end when it does.
+Under torchrun, or whatever else sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, nothing is started: every process
+opens the same model, rank 0 goes on with it and the others follow until it ends.
+
+A rank that ends takes the group with it (`FAILED`, the exit code 3): the others see it in their next exchange.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from hybridkv.errors import HybridKVError
+from hybridkv.parallel.group import LOOPBACK, TIMEOUT, Group, GroupError, free_port, torchrun_place
+from hybridkv.parallel.shard import Shard
+
+FAILED = 3  # exit code of a rank whose group has ended
+FOLLOWER = "hybridkv.follower"  # the module that the other ranks run
+LEAVE = 10.0  # seconds that ranks have to end by themselves
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process as one rank of a model: what `LLM(tp=...)` takes in the processes that are not rank 0."""
+
+    group: Group
+    workers: list[subprocess.Popen[bytes]] = field(default_factory=list)  # rank 0: the others, if it started them
+
+    def shard(self, block: int) -> Shard:
+        """Of this rank. `block`: as in Shard."""
+        return Shard(self.group.rank, self.group.size, block=block)
+
+    def check(self) -> None:
+        """GroupError if a rank that this one has started has ended."""
+        check_workers(self.workers)
+
+    def agree(self, least: int, *most: int) -> list[int]:
+        """Numbers that all ranks go by: the smallest of the first, the largest of each other one."""
+        self.group.meet("sizes", self.check)
+        found = self.group.all_gather(torch.tensor([least, *most]))
+        return [int(found[:, 0].min()), *found[:, 1:].amax(0).tolist()]
+
+    def end(self) -> None:
+        """Rank 0: end the others, those that hang too, and leave the group."""
+        end_workers(self.workers, LEAVE)
+        self.group.close()
+
+    def kill(self) -> None:
+        """The same at once: nothing more is expected of them."""
+        end_workers(self.workers, 0.0)
+
+
+def check_workers(workers: list[subprocess.Popen[bytes]]) -> None:
+    """GroupError if one has ended."""
+    for rank, worker in enumerate(workers, 1):
+        if (code := worker.poll()) is not None:
+            raise GroupError(f"rank {rank} ended with exit code {code}; what it said is above")
+
+
+def end_workers(workers: list[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Close their pipes, wait, and end by force what is left."""
+    until = time.monotonic() + seconds
+    for worker in workers:
+        try:
+            worker.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            worker.kill()
+        worker.wait()
+        if worker.stdin is not None:
+            worker.stdin.close()
+
+
+def rank_device(device: torch.device, rank: int) -> torch.device:
+    """A GPU for each rank, from that of rank 0 on; the CPU for all."""
+    if device.type != "cuda":
+        return device
+    local = int(os.environ.get("LOCAL_RANK", rank)) if torchrun_place() else rank
+    number = (device.index or 0) + local
+    if number >= torch.cuda.device_count():
+        raise HybridKVError(
+            f"rank {rank} would run on GPU {number}, and there are {torch.cuda.device_count()}: use a smaller tp"
+        )
+    return torch.device("cuda", number)
+
+
+def take_place(tp: int, device: torch.device, settings: Mapping[str, Any], timeout: float = TIMEOUT) -> Place:
+    """Rank 0 of `tp`, the others started with the same settings of LLM; under torchrun: the rank that it gives."""
+    given = torchrun_place()
+    if given is not None:
+        rank, size = given
+        if size != tp:
+            raise HybridKVError(
+                f"tp={tp}, but torchrun has started {size} processes (WORLD_SIZE): give the same number"
+            )
+        where = f"tcp://{os.environ.get('MASTER_ADDR', LOOPBACK)}:{os.environ.get('MASTER_PORT', '29500')}"
+        return Place(Group.join(rank, size, rank_device(device, rank), _beside(where), timeout, loopback=False))
+    meeting = f"tcp://{LOOPBACK}:{free_port()}"
+    workers: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(1, tp):
+            told = {"rank": rank, "size": tp, "meeting": meeting, "timeout": timeout, "settings": dict(settings)}
+            told["device"] = str(rank_device(device, rank))
+            workers.append(_start(told, tp))
+        check = partial(check_workers, workers)
+        return Place(Group.join(0, tp, device, meeting, timeout, check=check), workers)
+    except BaseException:
+        end_workers(workers, 0.0)
+        raise
+
+
+def _beside(where: str) -> str:
+    """torchrun's own store listens at MASTER_PORT: this model's at the next one."""
+    host, _, port = where.rpartition(":")
+    return f"{host}:{int(port) + 1}" if "TORCHELASTIC_RUN_ID" in os.environ else where
+
+
+def _start(told: dict[str, Any], tp: int) -> subprocess.Popen[bytes]:
+    env = {**os.environ}
+    if "OMP_NUM_THREADS" not in env and told["device"] == "cpu":
+        env["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // tp))
+    worker = subprocess.Popen([sys.executable, "-m", FOLLOWER], stdin=subprocess.PIPE, env=env)
+    assert worker.stdin is not None
+    worker.stdin.write(json.dumps(told).encode() + b"\n")
+    worker.stdin.flush()  # it stays open: its end tells the worker that rank 0 is gone
+    return worker

@@ -1,0 +1,150 @@
+"""Ranks: what `LLM` does otherwise when it is one of several ranks (docs/tensor_parallel.md)."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from hybridkv.cache import KVCacheManager
+from hybridkv.checkpoint.checkpoint import Checkpoint
+from hybridkv.config import CacheConfig
+from hybridkv.engine.lock_step import NOT_OVER_RANKS, LockStepEngine
+from hybridkv.errors import HybridKVError
+from hybridkv.models.config import ModelConfig
+from hybridkv.models.decoder import Model
+from hybridkv.parallel.group import TIMEOUT, GroupError
+from hybridkv.parallel.launch import FAILED, Place, take_place
+from hybridkv.parallel.loader import load_sharded
+from hybridkv.parallel.rank_bytes import block_of, rank_model_bytes
+from hybridkv.parallel.shard import Shard, check_size, local
+
+
+def take_ranks(
+    tp: int | Place, device: torch.device, given: Mapping[str, Any], plain_reuse: bool, no_store: bool
+) -> Ranks:
+    """This process as a rank. What is not there over several ranks is refused before any is started."""
+    cache = given["cache"]
+    assert isinstance(cache, CacheConfig)
+    for what, asked in (
+        ("eviction", cache.budget is not None or cache.keep_turns is not None),
+        ("reuse with settings of its own", not plain_reuse),
+        ("a folder of saved caches", not no_store),
+    ):
+        if asked:
+            raise HybridKVError(NOT_OVER_RANKS.format(what=what))
+    if isinstance(tp, Place):
+        return Ranks(tp)
+    with _opened(given["model"]) as checkpoint:
+        check_size(ModelConfig.from_dict(checkpoint.config), tp, given["exact"])
+    timeout = float(os.environ.get("HYBRIDKV_TP_TIMEOUT", TIMEOUT))
+    return Ranks(take_place(tp, device, {**given, "cache": asdict(cache)}, timeout))
+
+
+def _opened(path: str) -> Checkpoint:
+    from hybridkv.models import open_checkpoint
+
+    return open_checkpoint(path)
+
+
+class Ranks:
+    """One rank of an LLM."""
+
+    def __init__(self, place: Place) -> None:
+        self.place, self.group = place, place.group
+        self.device = place.group.device
+        self.whole: ModelConfig | None = None
+        self.shard = Shard(self.group.rank, self.group.size)
+        self.exact = False
+        self._engine: LockStepEngine | None = None
+
+    def cut(self, checkpoint: Checkpoint, config: ModelConfig, exact: bool, packed: bool) -> ModelConfig:
+        """The config of this rank's part."""
+        check_size(config, self.group.size, exact)
+        self.whole, self.exact = config, exact
+        self.shard = self.place.shard(block_of(checkpoint.column_steps()) if packed else 1)
+        return local(config, self.shard)
+
+    def weight_bytes(self, checkpoint: Checkpoint, dtype: torch.dtype, fp8: bool, packed: bool, half: bool) -> int:
+        """Of this rank's part."""
+        assert self.whole is not None
+        name = str(dtype).removeprefix("torch.")
+        cuts = checkpoint.column_steps() if packed else None
+        has = checkpoint.__contains__
+        return rank_model_bytes(self.whole, self.shard, has, name, self.device.type, fp8, cuts, half, self.exact)
+
+    def agree(self, memory: int, weights: int, shared: bool) -> tuple[int, int]:
+        """(memory, weights) that all ranks plan by, so that all have as many pages. `shared`: on a CPU `memory` is what
+        all of them have together.
+        """
+        memory = memory // self.group.size if shared and self.device.type == "cpu" else memory
+        least, most = self.place.agree(memory, weights)
+        return least, most
+
+    def largest(self, size: int) -> int:
+        """Of all ranks."""
+        return self.place.agree(0, size)[1]
+
+    def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, *how: Any) -> Model:
+        """This rank's part of the model."""
+        assert self.whole is not None
+        return load_sharded(self.whole, self.shard, self.group, checkpoint, device, dtype, *how)
+
+    def engine(self, model: Model, manager: KVCacheManager, *parts: Any) -> LockStepEngine:
+        """The engine of this rank."""
+        self._engine = LockStepEngine(model, manager, *parts, group=self.group)
+        return self._engine
+
+    def opened(self, llm: object) -> None:
+        """All ranks have loaded. Rank 0 goes on; the others follow it, and end with it."""
+        assert self._engine is not None
+        self.group.meet("loaded", self.place.check)
+        if self.group.rank == 0:
+            weakref.finalize(llm, self.place.kill)
+            self._engine.on_failure = lambda problem: self.place.kill()
+            self._engine.channel.begin_beat()
+            return
+        try:
+            self._engine.follow()
+        except BaseException as problem:
+            print(f"hybridkv: rank {self.group.rank}: {problem}", file=sys.stderr, flush=True)
+            os._exit(FAILED)  # no wait for a group that is gone
+        self.group.close()
+        sys.exit(0)
+
+    def end_process(self) -> None:
+        """From here on this process ends with the group, exit code 3: for a server, which something starts again."""
+        assert self._engine is not None
+
+        def leave(problem: BaseException) -> None:
+            self.place.kill()
+            print(f"hybridkv: error: a worker ended, and the model with it: {problem}", file=sys.stderr, flush=True)
+            os._exit(FAILED)
+
+        self._engine.on_failure = self._engine.channel.on_problem = leave
+
+    def failed(self, problem: BaseException) -> None:
+        """The model could not be opened on this rank, so it is on none."""
+        if self.group.rank == 0:
+            self.place.kill()
+            self.group.close()
+
+    def end(self) -> None:
+        """Rank 0 has closed the model."""
+        engine = self._engine
+        if engine is None or engine.failure is not None:
+            self.place.kill()
+            self.group.close()
+            return
+        try:
+            with engine.channel.telling("end"):
+                pass
+        except GroupError:
+            self.place.kill()
+        engine.channel.close()
+        self.place.end()

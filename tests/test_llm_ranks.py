@@ -1,0 +1,179 @@
+"""`LLM(tp=2)`: the answers of one process, what is refused, and what happens when a worker ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch.distributed as dist
+from long_form import LONG, more
+from tiny_ranks import build
+
+from hybridkv import LLM, CacheConfig, SamplingParams
+from hybridkv.cli import main
+from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.parallel.group import GroupError, free_port
+
+HOW: dict[str, Any] = dict(device="cpu", dtype="float32", max_requests=4, max_context=256)
+GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def found_by_workers() -> Iterator[None]:
+    """They import the package that is tested, and do not interpret kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("ranks")
+    build("qwen3_5", 9).save_pretrained(place)
+    return place
+
+
+def gone(llm: LLM) -> bool:
+    assert llm.ranks is not None and llm.ranks.place.workers
+    return all(worker.poll() is not None for worker in llm.ranks.place.workers)
+
+
+def test_it_answers_as_one_process_does_and_says_what_it_cannot(folder: Path, tmp_path: Path) -> None:
+    prompts = [tiny.token_ids(length, seed=length) for length in (3, 17, 40, 5, 80, 9)]
+    params = [GREEDY] * 4 + [SamplingParams(max_tokens=8, temperature=0.8, seed=5, n=2)] * 2
+    with LLM(folder, **HOW) as llm:
+        want = llm.generate(prompts, params)
+        whole = llm.plan.pool_bytes["attention"]
+    with LLM(folder, tp=2, **HOW) as llm:
+        found = llm.generate(prompts, params)
+        for one, two in zip(want, found, strict=True):
+            assert [sample.token_ids for sample in one.samples] == [sample.token_ids for sample in two.samples]
+        assert llm.manager.memory_bytes() == llm.plan.nbytes
+        assert llm.plan.pool_bytes["attention"] / llm.plan.max_tokens <= whole / 256  # of half the heads
+        hook = SamplingParams(max_tokens=2, logits_hook=lambda tokens, row: None)
+        bound = SamplingParams(max_tokens=2, structured_outputs={"choice": ["a"]})
+        for ask, what in (
+            (lambda: llm.generate([[1, 2]], eviction=64), "eviction"),
+            (lambda: llm.generate([[1, 2]], hook), "a logits hook"),
+            (lambda: llm.logits([1, 2, 3]), "logits of a given text"),
+            (lambda: llm.compress([1, 2, 3]), "a document"),
+        ):
+            with pytest.raises(RequestError, match=f"over several ranks {what} is not available yet"):
+                ask()
+        with pytest.raises(HybridKVError):
+            llm.generate([[1, 2]], bound)
+        long = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+        answers = llm.as_completed(prompts[:2], [GREEDY, long])
+        assert next(answers)[0] == 0
+        answers.close()  # an abort, which the workers must hear of
+        assert llm.generate(prompts[0], GREEDY)[0].token_ids == want[0].token_ids
+    assert gone(llm) and [worker.returncode for worker in llm.ranks.place.workers] == [0]
+    assert not dist.is_initialized()
+    for settings, what in (
+        (dict(cache=CacheConfig(budget=64)), "eviction"),
+        (dict(disk_cache=tmp_path), "a folder of saved caches"),
+    ):
+        with pytest.raises(HybridKVError, match=f"over several ranks {what}"):
+            LLM(folder, tp=2, **HOW, **settings)
+    for size, said in ((3, "3 ranks do not divide its 8 attention heads; use 2, 4 or 1"), (0, "from 1 to 64")):
+        with pytest.raises(HybridKVError, match=said):
+            LLM(folder, tp=size, **HOW)
+    with pytest.raises(HybridKVError, match="KiB are needed|weights take"):  # after the workers were started
+        LLM(folder, tp=2, memory="100KiB", **HOW)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", (signal.SIGKILL, *more(signal.SIGSTOP)))
+def test_a_worker_that_ends_or_hangs_ends_the_group(
+    how: signal.Signals, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYBRIDKV_TP_TIMEOUT", "3")
+    with LLM(folder, tp=2, **HOW) as llm:
+        assert llm.ranks is not None
+        pid, launched = llm.ranks.place.workers[0].pid, []
+
+        def strike(tokens: int) -> None:
+            launched.append(tokens)
+            if len(launched) == 3:
+                os.kill(pid, how)
+
+        llm.engine.pipeline.on_launch = strike
+        with pytest.raises(GroupError, match="a worker ended, and the model with it"):
+            llm.generate([[1, 2, 3]], SamplingParams(max_tokens=240, temperature=0, ignore_eos=True))
+        assert 3 <= len(launched) < 20
+        with pytest.raises(GroupError, match="open it again"):
+            llm.generate([[1, 2]], GREEDY)
+        assert gone(llm)
+    assert not dist.is_initialized()
+
+
+def test_a_worker_that_ends_while_nothing_runs_is_noticed(folder: Path) -> None:
+    with LLM(folder, tp=2, **HOW) as llm:
+        assert llm.ranks is not None
+        llm.generate([[1, 2]], GREEDY)
+        worker = llm.ranks.place.workers[0]
+        worker.kill()
+        worker.wait()
+        with pytest.raises(GroupError, match="a worker ended"):
+            llm.generate([[1, 2]], GREEDY)
+    assert not dist.is_initialized()
+
+
+def test_a_command_refuses_a_number_that_does_not_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["generate", "-m", str(folder), "--device", "cpu", "--tp", "3", "x"])
+    assert leaving.value.code == 2 and "use 2, 4 or 1" in capsys.readouterr().err
+
+
+def test_a_command_whose_group_has_ended_says_so_by_its_exit_code(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(*_: object, **__: object) -> None:
+        raise GroupError("a worker ended")
+
+    monkeypatch.setattr("hybridkv.llm.LLM.__init__", ended)
+    with pytest.raises(SystemExit) as leaving:
+        main(["generate", "-m", str(folder), "--tp", "2", "x"])
+    assert leaving.value.code == 3 and "a worker ended" in capsys.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not LONG, reason="in the long form: two more processes import torch")
+def test_processes_that_torchrun_has_started_are_used(folder: Path) -> None:
+    """The same script in every process: rank 0 prints, the others follow and end with it."""
+    script = (
+        "import sys; from hybridkv import LLM, SamplingParams\n"
+        "how = dict(device='cpu', dtype='float32', max_requests=4, max_context=256)\n"
+        f"with LLM({str(folder)!r}, tp=2, **how) as llm:\n"
+        "    found = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))\n"
+        "    print(found[0].token_ids)\n"
+    )
+    port = str(free_port())
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=120) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], said
+    with LLM(folder, **HOW) as llm:
+        assert json.loads(said[0][0]) == llm.generate([[5, 6, 7]], GREEDY)[0].token_ids
+    assert said[1][0] == ""
