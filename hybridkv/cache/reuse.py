@@ -138,7 +138,6 @@ class Reuse:
         keys = Columns.keys(asked.tokens)
         if not asked.reads:
             return Hit([], None, 0, 0, "off", keys=keys)
-        self.settle_late()
         path = self.columns.match(asked.salt, keys, min(length, asked.reach))
         matched = path[-1].end if path else 0
         checkpoint = Checkpoints.deepest(path, asked.most) if self.has_state else None

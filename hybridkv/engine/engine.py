@@ -551,6 +551,9 @@ class Engine:
 
     def _step(self, launch_ahead: bool) -> list[Update]:
         self.scheduler.settle_ready()
+        reuse = self.manager.reuse
+        if reuse is not None and self.pipeline.idle:  # else the next step would be launched too late
+            reuse.settle_late()
         try:
             step = self.pipeline.next_step()
         except OutOfPages as problem:  # one request is left and fills the pools alone: it ends with what it has
@@ -563,7 +566,6 @@ class Engine:
             return self._end_failed()
         live, evicting = step.live, self.scheduler.evicting
         self.manager.commit([(request.key, n) for request, n in live])
-        reuse = self.manager.reuse
         if reuse is not None:
             for request, _ in live:
                 reuse.stage(request.key, request.tokens)
@@ -580,6 +582,7 @@ class Engine:
         updates = [*self._extend(step, failed), *(Update(request, None, "") for request in failed)]
         if reuse is not None:
             reuse.publish([request.key for request, _ in live if request.finish_reason == "error"])
+            reuse.settle_late()  # of requests that ended before this step did, which has been waited for
         self.pipeline.advance()
         self._finish_done(updates)
         return updates

@@ -63,7 +63,7 @@ class Pipeline:
 
     def next_step(self) -> InFlightStep | None:
         """The step whose results are due: the one in flight, or a new one; None: there is nothing to do."""
-        if self.in_flight is not None and not self.in_flight.in_vain:
+        if self.in_flight is not None and not self.idle:
             return self.in_flight
         self.in_flight = None
         prepared, self.prepared = self.prepared, None
@@ -120,6 +120,11 @@ class Pipeline:
         """Waits for the step in flight, and says whether it gave the request numbers; None: it is in none."""
         sampled = self.in_flight.sampled if self.in_flight is not None else None
         return partial(sampled.went_well, request) if sampled is not None and request in sampled.requests else None
+
+    @property
+    def idle(self) -> bool:
+        """Whether no step is in flight that somebody waits for."""
+        return self.in_flight is None or self.in_flight.in_vain
 
     def forget_finished(self) -> None:
         """Drop what was made for requests that have ended."""

@@ -83,6 +83,12 @@ class Transfers:
         if settings.role == "prefill":
             self._open()
 
+    @property
+    def _peers(self) -> tuple[str, ...]:
+        """Hosts that a client may have this server connect to: what it was told, and this machine if that is its role."""
+        own = LOOPBACK if self._settings.role == "decode" else ()
+        return (*self._settings.kv_peers, *own)
+
     def may_send(self, transfer: Transfer | None, choices: int) -> bool:
         """Whether a request is kept for another server."""
         return transfer is not None and transfer.sends and choices == 1 and self._settings.role != "decode"
@@ -122,7 +128,7 @@ class Transfers:
 
     def _fetch(self, waiting: Waiting, prompt: list[int], params: SamplingParams) -> Session:
         host, llm = waiting.address[0], self._llm
-        if host not in (*LOOPBACK, *self._settings.kv_peers):
+        if host not in self._peers:
             raise HybridKVError("its server is none of this one's peers; name it with --kv-peer")
         room = llm.manager.memory_bytes() + RECORD_BYTES
         remote = RemoteShelf(waiting.address, room, pinned=llm.device.type == "cuda")

@@ -51,7 +51,7 @@ def said(answer: dict[str, Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def both(tiny_llm: LLM) -> Iterator[Running]:
-    with serving(tiny_llm, names=("tiny",), keep_alive=QUIET) as running:
+    with serving(tiny_llm, names=("tiny",), keep_alive=QUIET, kv_peers=("127.0.0.1",)) as running:
         yield running
 
 
@@ -210,7 +210,7 @@ def test_an_evicted_request_is_sent_after_its_cut(tiny_llm: LLM) -> None:
     path, body = ASKED["seeded"]
     cache = CacheConfig(budget=48, window=8, recent=8)
     opened = LLM(tiny_llm.path, device="cpu", dtype="float32", max_context=512, exact=True, cache=cache)
-    with opened as llm, serving(llm, names=("tiny",)) as server:
+    with opened as llm, serving(llm, names=("tiny",), kv_peers=("127.0.0.1",)) as server:
         want = alone(server, path, body)
         first, second = two_legs(server, path, body)
         assert said(second) == said(want) and second["usage"]["hybridkv"]["kept_tokens"] < 80
@@ -220,6 +220,18 @@ def test_an_evicted_request_is_sent_after_its_cut(tiny_llm: LLM) -> None:
         _, whole = server.post(path, first_leg(body) | {"hybridkv": {"budget": None}})
         assert sent < whole["kv_transfer_params"]["hybridkv"]["bytes"]
         server.idle()
+
+
+def test_no_client_has_a_server_connect_where_it_was_not_told_to(tiny_llm: LLM) -> None:
+    path, body = ASKED["greedy"]
+    with serving(tiny_llm) as server, socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        own = {"key": "a" * 64, "digest": "b" * 64}
+        params = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": listener.getsockname()[1]}
+        status, found = server.post(path, body | {"kv_transfer_params": params | {"hybridkv": own}})
+        assert status == 200 and found["choices"]
+        with pytest.raises(BlockingIOError):
+            listener.accept()
 
 
 def test_roles_say_which_legs_a_server_goes(tiny_llm: LLM) -> None:
