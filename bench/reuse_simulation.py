@@ -11,9 +11,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from statistics import fmean, stdev
 
 import numpy as np
-from reuse_traces import TRACES, Asked, Segment
+from reuse_traces import DOCUMENT_REQUESTS, TRACES, Asked, Segment, documents
 
 from hybridkv.cache.checkpoints import Checkpoint, Checkpoints, LeastRecentlyUsed, Mark, Policy, grid_marks, spaced
 from hybridkv.cache.columns import Column, Columns
@@ -189,10 +190,27 @@ class Simulator:
         self._make_room(0)
 
 
-def mean(name: str, seeds: int, limit: int, policy: str, trials: bool) -> tuple[float, float]:
-    """Share and seconds, over some seeds."""
+def mean(name: str, seeds: int, limit: int, policy: str, trials: bool) -> tuple[float, float, float]:
+    """Share and seconds over some seeds, and how far apart these are (standard deviation of the share)."""
     results = [Simulator(limit, policy, trials).run(TRACES[name](seed)) for seed in range(1, seeds + 1)]
-    return sum(r.share for r in results) / seeds, sum(r.seconds for r in results) / seeds
+    shares = [r.share for r in results]
+    return fmean(shares), fmean(r.seconds for r in results), stdev(shares) if seeds > 1 else 0.0
+
+
+def lost_to_strangers(seeds: int, limit: int, unique: int = 512, sizes: Sizes | None = None) -> tuple[float, float]:
+    """Share of documents' prompt tokens not read again, without and with `unique` prompts mixed in that come once."""
+    found = []
+    for more in (0, unique):
+        shares = []
+        for seed in range(1, seeds + 1):
+            simulator, hits, tokens = Simulator(limit, sizes=sizes), 0, 0
+            for asked in documents(seed, unique=more):
+                hit = simulator.ask(asked)
+                if asked.who < DOCUMENT_REQUESTS:
+                    hits, tokens = hits + hit, tokens + asked.tokens
+            shares.append(hits / tokens)
+        found.append(fmean(shares))
+    return found[0], found[1]
 
 
 def main() -> None:
@@ -206,8 +224,11 @@ def main() -> None:
     for gib in given.gib:
         for policy, trials in (("value", True), ("lru", False)) if gib else (("value", True),):
             shown = [mean(name, given.seeds, int(gib * 2**30), policy, trials) for name in given.only]
-            row = " | ".join(f"{share:.3f} / {seconds:.2f}" for share, seconds in shown)
+            row = " | ".join(f"{share:.3f} ± {apart:.3f} / {seconds:.2f}" for share, seconds, apart in shown)
             print(f"| {gib:g} {policy} | {row} |", flush=True)
+    if "documents" in given.only:
+        alone, crowded = lost_to_strangers(given.seeds, 16 << 30)
+        print(f"\ndocuments at 16 GiB: {alone:.3f}; with 512 prompts mixed in that come once: {crowded:.3f}")
 
 
 if __name__ == "__main__":

@@ -13,14 +13,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 from math import exp
-from statistics import NormalDist
 
-SPREAD = {"chat": 3600.0, "agent": 3600.0}  # seconds over which conversations begin
+# Sizes, counts and edits are given; when conversations begin, how quick agents are, how long a context may be and how
+# much more often one document is asked about than the next are not, and these are chosen:
+SPREAD = {"chat": 2000.0, "agent": 3600.0}  # seconds over which conversations begin
 TURN_SECONDS = 60.0  # from one question to the next
 CALL_SECONDS = 8.0  # from one call of an agent to the next
 CONTEXT = 110_000  # tokens that a prompt can have: what is past it goes, the oldest pairs first
 TRIM_AT = 60_000  # of agents that trim before they must
 DOCUMENT_SECONDS = 10.0
+DOCUMENT_REQUESTS = 300
 ZIPF = 1.5  # how much more often the first document is asked about than the second, as a power
 
 
@@ -147,14 +149,11 @@ def agent(
     return _in_order(work(who) for who in range(agents))
 
 
-def documents(seed: int, requests: int = 300, unique: int = 0) -> list[Asked]:
+def documents(seed: int, requests: int = DOCUMENT_REQUESTS, unique: int = 0) -> list[Asked]:
     """Questions about a dozen documents, and every fifth about something that comes once. `unique`: more of those."""
     write = Writer(seed)
     system = write.text("system", 700)
-    sizes = [24_000 * exp(0.6 * NormalDist().inv_cdf((i + 0.5) / 12)) for i in range(12)]  # so few are not left to luck
-    middle = sum(sizes) / len(sizes)
-    sizes.sort(key=lambda size: abs(size - middle))  # what is asked for most is none of the extremes
-    listed = [write.text("user", size) for size in sizes]
+    listed = [write.drawn("user", 24_000, 0.6) for _ in range(12)]
     weights = [(i + 1) ** -ZIPF for i in range(len(listed))]
     found = []
     for i in range(requests):

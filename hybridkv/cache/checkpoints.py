@@ -4,7 +4,7 @@ A prompt can be taken up where a checkpoint lies and all columns before it are t
 decided here (`spaced`), and which goes when rows are short (`reserve`) or pages (`give_way`):
 
     1. columns below which no checkpoint is left, the oldest first      columns.py; the caller does that before it asks
-    2. checkpoints on trial (the end of a turn) that were never used, the oldest first
+    2. checkpoints on trial (the end of a turn) that were not used while half of all were made or used, the oldest first
     3. the one that a `Policy` names
 
 One that is pinned is never taken; one that lies on a running request's path only for a row that is not to be had
@@ -26,7 +26,7 @@ Kind = Literal["client", "message", "reply", "branch", "call", "grid", "turn", "
 KINDS: tuple[Kind, ...] = get_args(Kind)
 ORDER: dict[str, int] = {kind: i for i, kind in enumerate(KINDS)}  # at one place the first of these counts
 MOST_CLIENT_MARKS = 4  # of one prompt
-ON_TRIAL: Kind = "turn"  # the end of a turn: goes before all others until it was used once
+ON_TRIAL: Kind = "turn"  # the end of a turn: goes before others until it was used once
 
 
 class Mark(NamedTuple):
@@ -60,7 +60,7 @@ class Checkpoint:
 
     @property
     def on_trial(self) -> bool:
-        """Whether it goes before all others."""
+        """Whether it goes before all others, once half of them are later."""
         return self.kind == ON_TRIAL and not self.uses
 
     def shallower(self) -> Checkpoint | None:
@@ -206,7 +206,9 @@ class Checkpoints:
         return bool(found)
 
     def _worst(self, candidates: list[Checkpoint]) -> Checkpoint:
-        trial = [c for c in candidates if c.on_trial]
+        # one that was made just now waits for a next turn, which may take a while
+        middle = sorted(c.stamp for c in candidates)[len(candidates) // 2]
+        trial = [c for c in candidates if c.on_trial and c.stamp < middle]
         return min(trial, key=lambda c: c.stamp) if trial else self.policy.victim(candidates)
 
     def rebuild(self) -> None:

@@ -4,6 +4,10 @@
     bytes(k) = its state, and the columns that only it keeps useful
     H(k)     = L at its last use + gain(k) / R / bytes(k)            R: tokens read a second
 
+Where another checkpoint lies below it, only a fifth of its gain counts (INTERIOR): that one is found first, and its own
+columns stay for the other's sake, so it seems to cost nothing but its state. Counted whole, states inside a document
+that is taken up at its end outlive the documents.
+
 The one with the least H goes, and L becomes its H. So what is used keeps ahead of L, and what is not is overtaken, the
 sooner the less it saves. R is a constant, so it scales every H alike and decides nothing: gains are counted in tokens.
 Nothing here looks at a clock, and machines that are asked the same drop the same.
@@ -15,6 +19,8 @@ from collections.abc import Sequence
 
 from hybridkv.cache.checkpoints import Checkpoint, LeastRecentlyUsed, Policy
 from hybridkv.cache.schema import CacheSchema, column_tokens
+
+INTERIOR = 0.2  # of its gain, that one with others below it counts
 
 
 class ByWorth:
@@ -40,7 +46,8 @@ class ByWorth:
     def worth(self, checkpoint: Checkpoint) -> float:
         """H: its gain and its bytes depend on which others are there, so it is worked out when it is asked for."""
         nbytes = self.state_bytes + checkpoint.own_columns() * self.column_bytes
-        return checkpoint.value + checkpoint.gain / max(1, nbytes)
+        gain = checkpoint.gain * (INTERIOR if checkpoint.column.covers > 1 else 1.0)
+        return checkpoint.value + gain / max(1, nbytes)
 
     def victim(self, candidates: Sequence[Checkpoint]) -> Checkpoint:
         """The one that is worth least; of equals the one used longest ago."""

@@ -62,15 +62,19 @@ def test_only_the_one_that_was_used_is_refreshed(columns: Columns) -> None:
 
 
 def test_one_on_trial_goes_first_until_it_was_used(columns: Columns) -> None:
-    checkpoints, path = Checkpoints(columns, 2, 100), put(columns, list(range(12)))
-    old, trial = take(checkpoints, path[0]), take(checkpoints, path[1], "turn")
-    take(checkpoints, path[2])
-    assert {c.kind for c in checkpoints.all.values()} == {"branch"} and old in checkpoints.all.values()
+    """Once half of the others are later: a next turn takes a while."""
+    checkpoints, path = Checkpoints(columns, 3, 100), put(columns, list(range(20)))
+    old, trial, last = take(checkpoints, path[0]), take(checkpoints, path[1], "turn"), take(checkpoints, path[2])
+    checkpoints.use(old)
+    take(checkpoints, path[3])
+    assert trial not in checkpoints.all.values() and last in checkpoints.all.values()
     checkpoints.drop(old)
     trial = take(checkpoints, path[1], "turn")
     checkpoints.use(trial)
     take(checkpoints, path[0])
-    assert trial in checkpoints.all.values()
+    assert trial in checkpoints.all.values() and last not in checkpoints.all.values()
+    take(checkpoints, path[2], "turn")
+    assert [c.kind for c in checkpoints.all.values()].count("turn") == 2, "the new one is the last to go"
 
 
 def test_pinned_ones_stay_and_those_of_running_requests_go_last(columns: Columns) -> None:

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from long_form import LONG
 
 from hybridkv.cache.checkpoints import Checkpoint, Checkpoints, Kind
 from hybridkv.cache.columns import Column, Columns
 from hybridkv.cache.pins import may_pin
-from hybridkv.cache.worth import ByWorth
+from hybridkv.cache.worth import INTERIOR, ByWorth
 from hybridkv.config import ReuseConfig
 from hybridkv.errors import HybridKVError
 
@@ -48,10 +49,26 @@ def test_worth_is_reading_saved_for_each_byte_that_is_kept() -> None:
     system = tree.grow("system", 100)
     one, other = tree.grow("one", 30, "system"), tree.grow("other", 300, "system")
     worth = tree.policy.worth
-    assert worth(system) == 100 / STATE  # its columns are needed by the others, too
+    # its columns are needed by the others, too, and those are found before it
+    assert worth(system) == pytest.approx(INTERIOR * 100 / STATE)
     assert worth(one) == 30 / (STATE + 30 * PAGES) and worth(other) == 300 / (STATE + 300 * PAGES)
     tree.checkpoints.drop(system)
     assert worth(one) == 130 / (STATE + 30 * PAGES)  # what it alone saves now
+
+
+def test_states_inside_a_document_go_before_its_end() -> None:
+    """Prompts are taken up at its end. Counted whole, each of those above would seem worth ten times as much."""
+    tree = Tree(rows=5)
+    above = ["a", "b", "c"]
+    inner = [tree.grow(name, 100, *above[:i][-1:]) for i, name in enumerate(above)]
+    end = tree.grow("end", 100, "c")
+    other = tree.grow("other", 400)
+    for _ in range(3):
+        tree.checkpoints.use(end)
+    tree.grow("once", 60)
+    tree.grow("once more", 60)
+    left = list(tree.checkpoints.all.values())
+    assert end in left and other in left and sum(each in left for each in inner) <= 2
 
 
 def test_the_least_worth_goes_and_all_later_uses_begin_above_it() -> None:
@@ -83,15 +100,17 @@ def test_only_the_one_that_was_used_is_refreshed() -> None:
     assert (above.value, below.value) == (0.0, 5.0)
 
 
-def test_ends_of_turns_go_first_until_they_are_used() -> None:
-    tree = Tree(rows=3)
-    worthless, trial = tree.grow("worthless", 1), tree.grow("trial", 900, kind="turn")
+def test_ends_of_turns_go_first_once_they_have_waited_unless_they_are_used() -> None:
+    tree = Tree(rows=4)
+    trial, worthless = tree.grow("trial", 900, kind="turn"), tree.grow("worthless", 1)
     used = tree.grow("used", 900, kind="turn")
     tree.checkpoints.use(used)
-    tree.grow("more", 1)
-    assert trial not in tree.checkpoints.all.values()
+    fresh = tree.grow("fresh", 900, kind="turn")
+    tree.grow("more", 5)
+    left = tree.checkpoints.all.values()
+    assert trial not in left and worthless in left and used in left
     tree.grow("and more", 5)
-    assert used in tree.checkpoints.all.values() and worthless not in tree.checkpoints.all.values()
+    assert fresh in left and used in left and worthless not in left, "it had no time to be used"
 
 
 def test_what_is_pinned_stays_and_is_half_at_the_most() -> None:
@@ -142,3 +161,19 @@ def test_the_simulator_keeps_to_its_bytes_and_counts() -> None:
         simulator.columns.check()
         simulator.checkpoints.check()
         assert simulator.checkpoints.dropped["pages"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("gib", [16, 6])
+@pytest.mark.parametrize("name", TRACES if LONG else ["chat", "documents"])
+def test_by_value_no_more_is_read_than_by_last_use(name: str, gib: int) -> None:
+    """Nowhere more than a point below it, and clearly above where memory is short; columns of 256 tokens, for speed."""
+    sizes, seeds = Sizes(q=256), (1, 2, 3) if LONG else (1,)
+    traces = [TRACES[name](seed) for seed in seeds]
+    value, lru = (
+        [Simulator(gib << 30, policy, policy == "value", sizes=sizes).run(trace).share for trace in traces]
+        for policy in ("value", "lru")
+    )
+    assert sum(value) > sum(lru) - 0.01 * len(seeds), (value, lru)
+    if gib == 6 and name in ("chat", "documents"):
+        assert sum(value) > sum(lru) + 0.01 * len(seeds), (value, lru)
