@@ -6,6 +6,8 @@
     layers    products, embedding, head and experts that hold a part
     loader    tensors taken out of a checkpoint, cut
     rank_bytes  what a rank's weights take
+    events    what rank 0 tells the others
+    launch    ranks are started, watched and ended
 
 docs/tensor_parallel.md says when it helps.
 """

@@ -23,6 +23,7 @@ from torch import Tensor
 from hybridkv.errors import HybridKVError
 
 TIMEOUT = 30.0  # seconds that a rank waits for the others in one exchange
+POLL = 0.02  # seconds between two looks at who has come
 JOIN = 120.0  # and for them to have begun
 START = 3600.0  # and for all of them to have loaded their parts
 LOOPBACK = "127.0.0.1"
@@ -116,15 +117,14 @@ class Group:
         self.store.set(f"{where}/{self.rank}", "here")
         until = time.monotonic() + limit
         for rank in range(self.size):
-            while True:
-                try:
-                    self.store.wait([f"{where}/{rank}"], timedelta(seconds=1))
-                    break
-                except RuntimeError as problem:
+            with self.said(repr(where)):
+                while not self.store.check([f"{where}/{rank}"]):  # `wait` would write its own warnings
                     check()
-                    if time.monotonic() > until or "imeout" not in str(problem):
-                        message = f"rank {self.rank} of {self.size}: rank {rank} did not come to {where!r}: {problem}"
-                        raise GroupError(message) from None
+                    if time.monotonic() > until:
+                        raise GroupError(
+                            f"rank {self.rank} of {self.size}: rank {rank} did not come to {where!r} in {limit:g} s"
+                        )
+                    time.sleep(POLL)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, in place; the same bits on every rank."""
