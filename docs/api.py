@@ -18,6 +18,7 @@ import pdoc
 PACKAGE = Path(__file__).parents[1] / "hybridkv"
 # how things are done, not what a user calls; their files are documented for who reads them
 INTERNAL = ("__main__", "bench", "checkpoint", "cli", "commands", "engine", "files", "kernels", "overrides", "report",
+            "server.ray",  # which needs Ray to be imported; serving.md has what it takes
             "text.template_worker")  # fmt: skip
 SHOWN_ALL_THE_SAME = ("engine.engine",)  # for programs that run the loop themselves
 
