@@ -85,7 +85,7 @@ class Transfers:
 
     @property
     def _peers(self) -> tuple[str, ...]:
-        """Hosts that a client may have this server connect to: those it was told of, and its own if that is its role."""
+        """Hosts that a client may have this server connect to: those named to it, and its own if that is its role."""
         own = LOOPBACK if self._settings.role == "decode" else ()
         return (*self._settings.kv_peers, *own)
 
