@@ -269,7 +269,7 @@ def make_report(
     memory = limits.memory_bytes if card is None else card.usable
     cache = options.cache()
     evicting = (replace(options, budget=BUDGET) if evicts and options.budget is None else options).cache()
-    reuse = options.config()
+    reuse = options.config() if tp == 1 else None  # over ranks nothing is kept for others
     choices = find_choices(source, cache, weights, gpu, options.exact, requests, context, memory, card, reuse, host)
     buys = []
     if evicts:
