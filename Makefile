@@ -7,12 +7,13 @@ BIN    := $(VENV)/bin
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-ray test-long test-old-cpu test-interrupts test-install docs lint bench clean
+.PHONY: help demo test test-replicas test-ray test-long test-old-cpu test-interrupts test-install docs lint bench clean
 
 help:
 	@echo "make demo    build the environment if needed, then run the demo with the embedded model"
 	@echo "make test    run the tests (JOBS=$(JOBS) processes, one thread each)"
 	@echo "make test-long   run the tests that have a longer form, in that form"
+	@echo "make test-replicas   run two servers behind vllm-router, on a machine that does nothing else"
 	@echo "make test-ray   run the tests of replicas under Ray Serve, in an environment of their own (0.5 GB more)"
 	@echo "make test-interrupts   interrupt an engine at thousands of lines"
 	@echo "make test-old-cpu   run the tests of numbers as a CPU without AVX-512 would"
@@ -51,6 +52,9 @@ test: $(VENV)/.stamp-dev
 # All configurations of compiled kernels, all pairs of parameters, more random examples: tests/support/long_form.py.
 test-long: $(VENV)/.stamp-dev
 	HYBRIDKV_LONG=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m long $(ARGS)
+
+test-replicas: $(VENV)/.stamp-dev
+	HYBRIDKV_REPLICAS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/server/test_replicas.py $(ARGS)
 
 # Ray is half a gigabyte: it lies in an environment of its own, which sees the packages of the other.
 $(VENV)-ray/.stamp: $(VENV)/.stamp-dev

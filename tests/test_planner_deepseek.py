@@ -117,7 +117,9 @@ def test_a_config_alone_is_enough_and_memory_is_shared_out(tmp_path: Path, capsy
     assert choice["cache_bytes"] == 3 * each
     assert choice["fits"] is True and choice["longest_context"] == MILLION and found["buys"] == []
     room, beside = 4 * 1024**4 - found["weights_bytes"], choice["workspace_bytes"]
-    assert choice["total_bytes"] == found["weights_bytes"] + 3 * each + beside and beside > 4 << 26  # index scores
+    kept = choice["checkpoint_bytes"] + choice["staging_bytes"]  # for others
+    assert choice["total_bytes"] == found["weights_bytes"] + 3 * each + beside + kept
+    assert beside > 4 << 26 and kept > 0  # index scores
     estimate = Estimate(ModelConfig.from_dict(KNOWN[PRO]), CacheConfig("fp8"), "bfloat16", gpu=True)
     most = choice["most_requests"]
     assert estimate.need(most, 131072).nbytes <= room < estimate.need(most + 1, 131072).nbytes

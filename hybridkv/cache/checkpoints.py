@@ -165,7 +165,7 @@ class Checkpoints:
             ends = [c for c in self.all.values() if c.kind == ON_TRIAL and not c.pins]
             if not ends:
                 return None
-            self.drop(self._worst(ends), "rows")
+            self.drop(self._worst([c for c in ends if c.on_trial] or ends), "rows")
         return self.reserve()
 
     def give_back(self, row: int) -> None:

@@ -24,6 +24,7 @@ from hybridkv.cache.bookkeeping import bookkeeping
 from hybridkv.cache.facts import Compaction
 from hybridkv.cache.page_table import PageTable, places_of
 from hybridkv.cache.schema import ceil_div
+from hybridkv.cache.step import upload
 from hybridkv.cache.tiers import NOTHING, STAGING, HostBlocks, chunks_of
 from hybridkv.errors import HybridKVError, RequestError
 
@@ -230,12 +231,12 @@ def take_rows(table: PageTable, counts: np.ndarray) -> np.ndarray:
 def _page_places(manager: KVCacheManager, frozen: Frozen) -> Iterator[tuple[Tensor, Tensor]]:
     """(pool tensor [lanes, pages, ...], page ids) of each chunk, in the order in which they lie on the host."""
     for name, table in manager.tables.items():
-        ids = torch.from_numpy(frozen.page_ids(name).astype(np.int64))
+        ids = upload([frozen.page_ids(name).astype(np.int64)], manager.device)
         for pool in table.pool.tensors.values():
             each = max(1, STAGING // (pool[:, :1].nbytes or 1))
             for part in ids.split(each):
                 if len(part):
-                    yield pool, part.to(pool.device)
+                    yield pool, part
 
 
 def _page_chunks(manager: KVCacheManager, frozen: Frozen) -> Iterator[Tensor]:

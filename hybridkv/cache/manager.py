@@ -124,7 +124,7 @@ class KVCacheManager(SpecificationNames):
         """
         if not 0 <= position <= tokens or (row < 0 and position and self._has_running_state):
             raise ValueError(f"no state for position {position} of {tokens} tokens")
-        slot = self._take_slot(request, fresh=row < 0)
+        slot = self._take_slot(request, fresh=True)  # an interrupt may leave it at position 0
         try:
             for name, table in self.tables.items():
                 table.begin_with(slot, pages[name], table.schema.entries(position))
@@ -287,7 +287,7 @@ class KVCacheManager(SpecificationNames):
             if fresh is None:
                 to_front(pools, *lists, report)
             else:
-                to_fresh(pools, *lists, upload([fresh], self.device), report)
+                to_fresh(pools, *lists, upload([fresh.astype(np.int64)], self.device), report)
             past, lengths = self.compactions.get(slot), table.lengths[slot].copy()
             found = Compacting(name, int(self.positions[slot]), lengths, past, len(flags), report, fresh)
         except BaseException:  # no memory, or interrupted: the fresh pages have no owner

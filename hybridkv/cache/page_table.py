@@ -84,7 +84,8 @@ class PageTable:
             old = self.pages[slot, streams, at]
             new = self.allocator.acquire(len(streams))
             try:
-                self.pool.copy_pages(*(torch.from_numpy(x.astype(np.int64)) for x in (old, new)))
+                moved = upload([old.astype(np.int64), new.astype(np.int64)], self.device_table.device)
+                self.pool.copy_pages(*moved.chunk(2))
             except BaseException:  # no memory for the copy, or interrupted: the new pages have no owner
                 self.allocator.release(new)
                 raise

@@ -73,6 +73,7 @@ class Reading:
     stops: list[Mark] = field(default_factory=list)  # where its chunks end and checkpoints are taken, ascending
     own: Column | None = None  # the first one that it brought
     written: int = 0  # position of the deepest checkpoint that it took
+    tail: Column | None = None  # that it began with, below its columns (tails.py)
 
 
 @dataclass(eq=False)
@@ -197,6 +198,7 @@ class Reuse:
             self.checkpoints.use(hit.checkpoint)
             self.counts["checkpoint_hits"] += 1
         self._begin(request, asked, hit.keys, hit.path, hit.cached)
+        self.readings[request].tail = hit.tail
         self.counts["lookup_tokens"] += len(asked.tokens) if asked.reads else 0
         self.counts["hit_tokens"] += hit.cached
         self.counts["shared_tokens"] += hit.matched
@@ -451,6 +453,8 @@ class Reuse:
         first = first_unpinned(self, path)
         if first is not None:
             self._cut(first)
+        if reading.tail is not None and not reading.tail.gone:
+            self._cut(reading.tail)
 
     def forget(self, salt: bytes | None = None) -> None:
         """Drop all that was kept under a salt, or all there is, pinned or not. Requests that run go on."""
@@ -474,13 +478,14 @@ class Reuse:
 
     def reclaim(self, name: str, pages: int) -> None:
         """Drop columns until so many pages of a pool are free, or none is left that nobody needs."""
-        self.settle_late()
         allocator = self.manager.tables[name].allocator
         while allocator.free < pages:
             column = self.columns.drop_oldest()
             if column is not None:
                 self.counts["columns_dropped"] += 1
                 self._disown(column.pages)
+            elif self.late:  # last, since the host waits for a step in flight
+                self.settle_late()
             elif not self.checkpoints.give_way():
                 return
 

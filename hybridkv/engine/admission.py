@@ -91,6 +91,8 @@ class Admission(RestingCaches):
         stop = tokens
         if request.evictions and position < next(reversed(request.evictions)):
             stop = min(at - position for at in request.evictions if at > position)
+        if request.eviction is not None and position < request.prompt_tokens:  # one that was preempted has more
+            stop = min(stop, request.prompt_tokens - position)
         if request.eviction is not None and request.eviction.bounded:
             every = bounded_stride(self.step_tokens) if position < request.prompt_tokens else self.step_tokens
             stop = min(stop, every - position % every)
@@ -259,6 +261,8 @@ class Admission(RestingCaches):
             if self.take_over(request) or self.share_prefix(request) or given_up:
                 to_come = None  # what others share has changed
             if request.key not in self.manager.slot_of:
+                if found is None:  # what it was to go on in does not fit its text
+                    found = self._look_up(request)
                 self._begin(request, found)
             request.status = Status.RUNNING
             self.running.append(request)
@@ -345,6 +349,8 @@ class Admission(RestingCaches):
             request.reuse = report(None, len(request.tokens), 0)
             return
         reuse.attach(request.key, found.hit, found.asked)
+        if request.preemptions:  # it reports how it began the first time
+            return
         request.cached_tokens = min(found.hit.cached, request.prompt_tokens)
         stops = [mark.position for mark in reuse.readings[request.key].stops]
         request.reuse = report(found.hit, request.prompt_tokens, reuse.q, found.hit.matched in stops)

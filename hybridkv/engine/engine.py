@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from operator import index
@@ -733,7 +733,8 @@ class Engine:
             request.reuse["written"] = max(0, kept - request.reuse["cached"])
             if request.pins and request.finish_reason in ("stop", "length"):
                 prompt = np.array(request.tokens[: request.prompt_tokens], np.int32)
-                request.pinned = pin(self.manager, request.salt, prompt)
+                with suppress(HybridKVError):  # another one was pinned meanwhile: there is no room for both
+                    request.pinned = pin(self.manager, request.salt, prompt)
             if request.finish_reason in ("stop", "length") and not request.hold and request.params.n == 1:
                 keep_end(self.manager.reuse, request.key, request.tokens, self.pipeline.ended(request))
         self.scheduler.finish(request)

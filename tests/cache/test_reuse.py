@@ -13,7 +13,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from cache import reuse_machine
 from cache.reuse_machine import ReuseMachine
 from hybridkv.cache import KVCacheManager, PageAllocator, StatePool
-from hybridkv.cache import reuse as reuse_file
+from hybridkv.cache import schema as schema_file
 from hybridkv.cache.checkpoints import Checkpoints
 from hybridkv.cache.columns import Column, Columns
 from hybridkv.cache.manager import PageTable
@@ -29,7 +29,7 @@ AT_LEAST = {
 
 @pytest.fixture(autouse=True)
 def small_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reuse_file, "SCAN", 4)
+    monkeypatch.setattr(schema_file, "SCAN", 4)
 
 
 def search(examples: int, steps: int = 40, machine: type[ReuseMachine] = ReuseMachine) -> None:
@@ -235,8 +235,8 @@ def test_pages_that_never_fill_together_are_refused() -> None:
     kv = TensorSpec("k", (2,), "float32")
     odd = CacheSchema((StreamSchema("a", (0,), (kv,), 67), StreamSchema("b", (1,), (kv,), 63)))
     with pytest.raises(HybridKVError, match="only every 4221 tokens"):
-        reuse_file.check_column(odd)
+        schema_file.check_column(odd)
     state = StateSchema("s", (0,), (kv,))
-    assert reuse_file.column_tokens(CacheSchema((StreamSchema("a", (1,), (kv,), 6),), (state,))) == 12
+    assert schema_file.column_tokens(CacheSchema((StreamSchema("a", (1,), (kv,), 6),), (state,))) == 12
     with pytest.raises(ValueError, match="without rows"):
         Reuse(KVCacheManager(CacheSchema((StreamSchema("a", (1,), (kv,), 6),)), {"a": 4}, 1, 24))

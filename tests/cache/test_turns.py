@@ -14,6 +14,7 @@ from cache.test_reuse import Patch, search
 from cache.turns_machine import TurnsMachine
 from hybridkv.cache import pins as pins_file
 from hybridkv.cache import reuse as reuse_file
+from hybridkv.cache import schema as schema_file
 from hybridkv.cache import tails as tails_file
 from hybridkv.cache.checkpoints import Checkpoints
 from hybridkv.cache.columns import Column, Columns
@@ -29,7 +30,7 @@ AT_LEAST = {
 
 @pytest.fixture(autouse=True)
 def small_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reuse_file, "SCAN", 4)
+    monkeypatch.setattr(schema_file, "SCAN", 4)
 
 
 def test_random_turns_agree_with_what_tokens_give() -> None:

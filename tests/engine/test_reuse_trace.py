@@ -49,6 +49,7 @@ def test_the_engine_reuses_what_the_simulator_says(engine_of: Callable, edits: d
     engine = engine_of("qwen3_5", rows=3, context=most, pool=24 * most, step_tokens=512)
     reuse, schema = engine.manager.reuse, engine.manager.schema
     reuse.checkpoints.policy = policy_of(policy, schema)
+    reuse.tails = False  # as the simulator below has none
     sizes = Sizes(reuse.q, schema.kv_bytes(reuse.q) // reuse.q, schema.slot_bytes)
     simulator = Simulator(0, policy, tails=False, rows=3, sizes=sizes)
     found, expected = [], []

@@ -119,5 +119,7 @@ def test_what_cannot_be_is_refused(kind: str, tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("form", ("f16", "int4"))
 def test_a_model_without_these_forms_refuses_them(form: str, tmp_path: Path) -> None:
     folder = tiny_v4.Oracle("mini", tmp_path).folder
-    with pytest.raises(HybridKVError, match=f"weight_dtype='{form}' is not there for DeepSeek-V4; use 'plain'"):
+    with pytest.raises(
+        HybridKVError, match=f"weight_dtype='{form}' is not there for DeepSeek-V4; use 'released', 'plain'"
+    ):
         LLM(folder, weight_dtype=form, **SETTINGS)

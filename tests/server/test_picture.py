@@ -127,7 +127,7 @@ def test_checkpoints_and_what_was_reused_are_shown(tiny_llm: LLM) -> None:
         began = [event["cached"] for event in recorder.latest.events if event["what"] == "began"]
         assert began == [0, 128] and recorder.latest.read == 200 + 72  # what was reused is not read
         drawn = draw(recorder.latest, {})
-        assert drawn["gdn"].later == 1 and drawn["attention"].later and not drawn["attention"].used
+        assert drawn["gdn"].later == 2 and drawn["attention"].later and not drawn["attention"].used
 
     tiny_llm.owner.run(run)
 
