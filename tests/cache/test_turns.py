@@ -23,7 +23,7 @@ from hybridkv.cache.pins import Pin
 from hybridkv.cache.reuse import Reuse
 
 AT_LEAST = {
-    "steps": 200, "hits": 20, "pins": 20, "more than may be pinned": 5, "ends of turns": 60,
+    "steps": 200, "hits": 20, "pins": 20, "more than may be pinned": 1, "ends of turns": 30,
     "ends of turns taken up": 8, "ends in doubt": 20, "states dropped": 20, "forgotten": 5,
 }  # fmt: skip
 
