@@ -24,8 +24,8 @@ from hybridkv.engine import mixed_graphs
 from hybridkv.engine.engine import Engine
 from hybridkv.eviction import Evictor
 from hybridkv.kernels.linear.linear import Linear
-from hybridkv.kernels.linear.packed import linear_packed
-from hybridkv.kernels.linear.packed_linear import ROWS, PackedLinear
+from hybridkv.kernels.linear.packed import BESIDE, linear_packed
+from hybridkv.kernels.linear.packed_linear import PackedLinear
 from hybridkv.kernels.linear.packed_planes import BLOCK, BLOCK_BYTES, GROUP
 from hybridkv.kernels.linear.packed_weights import Packed, pack
 from hybridkv.kernels.linear.skinny import linear_rows
@@ -148,7 +148,7 @@ def large_products(device: str = "cuda") -> None:
     for T, gated in ((9, False), (33, False), (64, False), (64, True)):
         assert linear_rows(x[:T], w, gated=gated).isfinite().all()
     for bits in BLOCK_BYTES:
-        weight = random_packed(528, 5120, bits, device).laid(ROWS)
+        weight = random_packed(528, 5120, bits, device).laid(BESIDE)
         for T in (1, 16, 64):
             assert linear_packed(x[:T], weight).isfinite().all()
     print("large and packed products", flush=True)
