@@ -182,8 +182,8 @@ def serve(
         list[str] | None,
         Option(
             "--kv-peer",
-            metavar="ADDRESS",
-            help="from which prompts may be fetched, besides this machine; repeatable",
+            metavar="HOST:PORT",
+            help="from which prompts may be fetched; without API keys HOST will do; repeatable",
             rich_help_panel=ROLE,
         ),
     ] = None,
@@ -271,6 +271,7 @@ def serve(
 def _in_options(text: str) -> str:
     """What is wrong, by the names of the options."""
     names = {"an API key": "--api-key", "kv_host": "--kv-host", "kv_port": "--kv-port", "role must": "--role must"}
+    names["kv_peers"] = "--kv-peer"
     for name, option in names.items():
         text = text.replace(name, option)
     return text if "--kv-host" in text else text.replace("host ", "--host ", 1)

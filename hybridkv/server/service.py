@@ -157,6 +157,23 @@ class Service:
         room = self.llm.plan.slots + self.settings.queue
         if self._answers + job.choices > room:
             raise busy(f"{self._answers} answers are running or waiting, at most {room} are taken", RETRY_SECONDS)
+        self._answers += job.choices  # before anything is waited for: others look for room meanwhile
+        try:
+            generation = await self._prepared(job, whose)
+        except BaseException:
+            self._answers -= job.choices
+            raise
+        self._stepped = time.monotonic()
+        self.generations.add(generation)
+        try:
+            await generation.begin(patience)
+        except BaseException:
+            self.end(generation)
+            raise
+        return generation
+
+    async def _prepared(self, job: Job, whose: tuple[bytes, str]) -> Generation:
+        """A generation that has not begun; what it goes on from has been fetched from disk or from another server."""
         settings = self.settings
         for prompt in job.prompts:
             if prompt.sharing.conversation:
@@ -166,16 +183,7 @@ class Service:
         sends, moved = self.transfers.may_send(job.transfer, job.choices), None
         if job.transfer is not None and not sends and job.choices == 1:
             moved = await self.work(self.transfers.fetch, job.transfer, job.prompts[0].tokens, job.params)
-        generation = Generation(self.llm.owner, job, queued, longest, own, self.sessions, sends, moved)
-        self._stepped = time.monotonic()
-        self._answers += job.choices
-        self.generations.add(generation)
-        try:
-            await generation.begin(patience)
-        except BaseException:
-            self.end(generation)
-            raise
-        return generation
+        return Generation(self.llm.owner, job, queued, longest, own, self.sessions, sends, moved)
 
     async def send(self, generation: Generation) -> dict[str, Any] | None:
         """What the client is to tell the server that goes on with the answer; None: nothing."""
@@ -214,7 +222,7 @@ class Service:
         until = time.monotonic() + seconds
         saving = self._llm is not None and self.fatal is None and self.sessions.saves
         answered_until = until - (min(SAVE_SECONDS, SAVE_SHARE * seconds) if saving else 0.0)
-        while self.generations and time.monotonic() < answered_until:
+        while self._answers and time.monotonic() < answered_until:  # those that are prepared, too
             await asyncio.sleep(0.05)
         for generation in list(self.generations):
             generation.fail(unavailable("the server is shutting down; the answer was cut"))

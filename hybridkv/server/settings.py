@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass
 
 from hybridkv.errors import HybridKVError
@@ -24,6 +25,9 @@ LEAST_BODY = 2 << 20
 MAX_HEADERS = 64 << 10  # bytes of all headers together
 HEADER_SECONDS = 10.0  # for a request's headers, from its connection or its first byte on
 ROLES = ("both", "prefill", "decode")
+PEER = re.compile(
+    r"(?P<bare>[0-9a-fA-F]*:[0-9a-fA-F:]*:[0-9a-fA-F.:]*)|(\[(?P<six>[^]]+)\]|(?P<host>[^:\[\]\s]+))(:(?P<port>\d{1,5}))?"
+)
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -53,7 +57,8 @@ class ServerSettings:
             does either; all answer plain requests.
         kv_host: the address at which other servers fetch what was read; on a private network.
         kv_port: 0 takes one that is free.
-        kv_peers: addresses beside this machine's from which prompts are fetched.
+        kv_peers: from which prompts are fetched, HOST or HOST:PORT. With API keys, whose holders may be elsewhere, each
+            has its port; without, a server whose role is decode fetches from this machine as well.
         kv_bytes: of requests that wait to be fetched.
     """
 
@@ -98,8 +103,20 @@ class ServerSettings:
             raise HybridKVError(f"kv_port must be from 0 (any that is free) to 65535, not {self.kv_port}")
         if self.kv_host in ("", "0.0.0.0", "::"):
             raise HybridKVError("kv_host must be the address by which other servers reach this one, not all of them")
+        for peer in self.kv_peers:
+            if peer_of(peer)[1] is None and self.api_keys:
+                raise HybridKVError(
+                    f"kv_peers: {peer!r} has no port, and who has an API key could have this server connect to any of "
+                    "its ports; give HOST:PORT, the kv_port of that server"
+                )
         if self.queue < 0 or self.connections < 1:
             raise HybridKVError("queue must be 0 or more, and connections 1 or more")
+
+    def may_fetch(self, host: str, port: int) -> bool:
+        """Whether a client may have this server fetch from there."""
+        if self.role == "decode" and not self.api_keys and host in LOOPBACK:
+            return True
+        return any(peer in ((host, None), (host, port)) for peer in map(peer_of, self.kv_peers))
 
     @property
     def is_loopback(self) -> bool:
@@ -110,3 +127,12 @@ class ServerSettings:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:  # a name: who knows where it leads
             return False
+
+
+def peer_of(text: str) -> tuple[str, int | None]:
+    """HOST, HOST:PORT, IPv6 or [IPv6]:PORT -> (host, port); None: any of its ports."""
+    found = PEER.fullmatch(text)
+    port = int(found["port"]) if found and found["port"] else None
+    if not found or (port is not None and not 0 < port < 65536):
+        raise HybridKVError(f"kv_peers: {text!r} is no HOST or HOST:PORT")
+    return found["bare"] or found["six"] or found["host"], port

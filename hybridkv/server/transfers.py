@@ -27,7 +27,7 @@ from hybridkv.errors import HybridKVError
 from hybridkv.llm import LLM
 from hybridkv.request import Request
 from hybridkv.server.fields import Fields
-from hybridkv.server.settings import LOOPBACK, ServerSettings
+from hybridkv.server.settings import ServerSettings
 
 ENGINE = "hybridkv"  # whose parameters they are
 
@@ -83,12 +83,6 @@ class Transfers:
         if settings.role == "prefill":
             self._open()
 
-    @property
-    def _peers(self) -> tuple[str, ...]:
-        """Hosts that a client may have this server connect to: those named to it, and its own if that is its role."""
-        own = LOOPBACK if self._settings.role == "decode" else ()
-        return (*self._settings.kv_peers, *own)
-
     def may_send(self, transfer: Transfer | None, choices: int) -> bool:
         """Whether a request is kept for another server."""
         return transfer is not None and transfer.sends and choices == 1 and self._settings.role != "decode"
@@ -127,9 +121,9 @@ class Transfers:
         return found
 
     def _fetch(self, waiting: Waiting, prompt: list[int], params: SamplingParams) -> Session:
-        host, llm = waiting.address[0], self._llm
-        if host not in self._peers:
-            raise HybridKVError("its server is none of this one's peers; name it with --kv-peer")
+        llm = self._llm
+        if not self._settings.may_fetch(*waiting.address):
+            raise HybridKVError("its server is none of this one's peers; name it with --kv-peer HOST:PORT")
         room = llm.manager.memory_bytes() + RECORD_BYTES
         remote = RemoteShelf(waiting.address, room, pinned=llm.device.type == "cuda")
         buffers = remote.get(waiting.key, waiting.digest)

@@ -18,6 +18,7 @@ from hybridkv.server.protocol import GuardedProtocol
 from server.running import HI, Running, failing_at, forward, post_bytes, read_all, serving, slowly, until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+SHORT = {"messages": HI, "max_tokens": 2, "temperature": 0}
 LONG = {"messages": HI, "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 
 
@@ -143,6 +144,30 @@ def test_signs_of_life_come_while_a_request_waits(tiny_llm: LLM) -> None:
     with serving(tiny_llm, keep_alive=0.1) as running:
         found = streamed_late(running, CHAT, {**LONG, "max_tokens": 2}, b": keep-alive\n\n")
     assert found.index(b": keep-alive") < found.index(b'"role":"assistant"') and b"data: [DONE]" in found
+
+
+def test_those_that_are_prepared_count_in_the_queue(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    with serving(tiny_llm, queue=1) as running:
+        running.post(CHAT, SHORT)
+        restore = running.service.sessions.restore
+        monkeypatch.setattr(running.service.sessions, "restore", lambda sharing: go_on.wait() and restore(sharing))
+        room, statuses = tiny_llm.plan.slots + 1, []
+        asked = {**SHORT, "prompt_cache_key": "mine"}
+        threads = [
+            threading.Thread(target=lambda: statuses.append(running.post(CHAT, asked)[0])) for _ in range(room + 2)
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            until(lambda: len(statuses) == 2)  # those that found no room, while nobody has begun
+            assert statuses == [429, 429] and not running.service.generations
+        finally:
+            go_on.set()
+            for thread in threads:
+                thread.join()
+        assert sorted(statuses) == [200] * room + [429, 429]
+        running.idle()
 
 
 def test_a_full_queue_is_a_429(tiny_llm: LLM) -> None:

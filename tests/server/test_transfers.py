@@ -16,6 +16,7 @@ import pytest
 
 from hybridkv import LLM, CacheConfig
 from hybridkv.cache.buffers import Buffers
+from hybridkv.errors import HybridKVError
 from hybridkv.server.settings import ServerSettings
 from hybridkv.server.transfers import Transfers
 from server.running import QUIET, SECONDS, Running, post_bytes, serving, until
@@ -232,6 +233,20 @@ def test_no_client_has_a_server_connect_where_it_was_not_told_to(tiny_llm: LLM) 
         assert status == 200 and found["choices"]
         with pytest.raises(BlockingIOError):
             listener.accept()
+
+
+def test_a_server_with_keys_fetches_only_from_ports_that_it_was_told() -> None:
+    told = ServerSettings(role="decode", api_keys=("k",), kv_peers=("10.0.0.5:8101", "[::1]:8102"))
+    assert told.may_fetch("10.0.0.5", 8101) and told.may_fetch("::1", 8102)
+    assert not any(told.may_fetch(*where) for where in (("10.0.0.5", 6379), ("127.0.0.1", 8101), ("10.0.0.6", 8101)))
+    open_ = ServerSettings(role="decode", kv_peers=("10.0.0.5", "fe80::5"))
+    assert open_.may_fetch("127.0.0.1", 6379) and open_.may_fetch("10.0.0.5", 1) and open_.may_fetch("fe80::5", 1)
+    assert not ServerSettings().may_fetch("127.0.0.1", 8101)
+    with pytest.raises(HybridKVError, match="'10.0.0.5' has no port"):
+        ServerSettings(api_keys=("k",), kv_peers=("10.0.0.5",))
+    for wrong in ("", ":1", "a:", "a:x", "a:0", "a:70000", "[]:1"):
+        with pytest.raises(HybridKVError, match="is no HOST or HOST:PORT"):
+            ServerSettings(kv_peers=(wrong,))
 
 
 def test_roles_say_which_legs_a_server_goes(tiny_llm: LLM) -> None:
