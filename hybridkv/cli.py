@@ -21,11 +21,12 @@ from hybridkv.commands.bench import bench
 from hybridkv.commands.cache import cache
 from hybridkv.commands.chat import chat
 from hybridkv.commands.compress import compress
+from hybridkv.commands.declaring import flowing
 from hybridkv.commands.demo import demo
 from hybridkv.commands.evaluate import evaluate
 from hybridkv.commands.generate import generate
 from hybridkv.commands.inspect import inspect
-from hybridkv.commands.options import OUTPUT, flowing, in_flags
+from hybridkv.commands.options import OUTPUT, in_flags
 from hybridkv.commands.plan import plan
 from hybridkv.commands.serve import serve
 from hybridkv.errors import HybridKVError

@@ -11,7 +11,7 @@ from typer import Argument, BadParameter, Option
 
 from hybridkv.bench.options import NAMES as BENCHES
 from hybridkv.bench.options import BenchOptions
-from hybridkv.commands.options import with_options
+from hybridkv.commands.declaring import with_options
 from hybridkv.errors import HybridKVError
 
 NAMES = f"{', '.join(BENCHES)} or all"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, BadParameter, Exit
 
 from hybridkv.commands import completion
-from hybridkv.commands.options import with_options
+from hybridkv.commands.declaring import with_options
 
 if TYPE_CHECKING:
     from hybridkv.cache.manifest import Manifest

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import BadParameter, Option
 
 from hybridkv.commands import completion
+from hybridkv.commands.declaring import with_options
 from hybridkv.commands.invocation import command_name
 from hybridkv.commands.options import (
     DOCUMENT,
@@ -25,7 +26,6 @@ from hybridkv.commands.options import (
     SamplingOptions,
     in_flags,
     refuse_beside_document,
-    with_options,
 )
 from hybridkv.commands.typed import messages
 from hybridkv.config import CacheConfig

@@ -9,8 +9,9 @@ from typing import Annotated
 from typer import Argument, BadParameter, Option
 
 from hybridkv.commands import completion
+from hybridkv.commands.declaring import with_options
 from hybridkv.commands.invocation import command_name
-from hybridkv.commands.options import EVICTION, OUTPUT, PROMPT, OpenOptions, with_options
+from hybridkv.commands.options import EVICTION, OUTPUT, PROMPT, OpenOptions
 from hybridkv.commands.prompts import read_text
 
 

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
+from hybridkv.commands.declaring import with_options
 from hybridkv.commands.inspect import look, page_path, whole
 from hybridkv.commands.invocation import command_name
-from hybridkv.commands.options import ModelOptions, with_options
+from hybridkv.commands.options import ModelOptions
 
 if TYPE_CHECKING:
     from rich.console import Console

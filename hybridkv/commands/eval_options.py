@@ -9,7 +9,8 @@ from typing import Annotated, Any
 from typer import Option
 
 from hybridkv.commands import completion
-from hybridkv.commands.options import MODEL, number, tokens
+from hybridkv.commands.declaring import number, tokens
+from hybridkv.commands.options import MODEL
 from hybridkv.evaluation.settings import LEAST_SCORE, ON_CPU, ON_GPU, EvalSettings
 from hybridkv.evaluation.tasks import RULER, TASKS
 

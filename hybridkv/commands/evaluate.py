@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import BadParameter, Exit, Option
 
 from hybridkv.commands import completion
+from hybridkv.commands.declaring import with_options
 from hybridkv.commands.eval_options import EvalOptions
 from hybridkv.commands.invocation import command_name
-from hybridkv.commands.options import OUTPUT, with_options
+from hybridkv.commands.options import OUTPUT
 from hybridkv.errors import HybridKVError
 from hybridkv.evaluation.settings import LEAST_SCORE, EvalSettings
 

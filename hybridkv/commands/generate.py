@@ -16,6 +16,7 @@ from typer import Argument, BadParameter, Exit, Option
 from hybridkv.commands import completion
 from hybridkv.commands.asking import Asking, Outcome, in_order_of, run_together
 from hybridkv.commands.batch import Line, read_batch, wrong
+from hybridkv.commands.declaring import with_options
 from hybridkv.commands.options import (
     DOCUMENT,
     OUTPUT,
@@ -25,7 +26,6 @@ from hybridkv.commands.options import (
     ReuseOptions,
     SamplingOptions,
     refuse_beside_document,
-    with_options,
 )
 from hybridkv.commands.prompts import read_lines, read_prompt
 from hybridkv.errors import HybridKVError

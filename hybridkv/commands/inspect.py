@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, BadParameter, Option
 
-from hybridkv.commands.options import ModelOptions, utf8, with_options
+from hybridkv.commands.declaring import utf8, with_options
+from hybridkv.commands.options import ModelOptions
 from hybridkv.commands.prompts import read_prompts, refuse_system, to_tokens
 
 if TYPE_CHECKING:

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, BadParameter, Option
 
 from hybridkv.commands import completion
-from hybridkv.commands.options import MEMORY, ModelOptions, ReuseOptions, with_options
+from hybridkv.commands.declaring import with_options
+from hybridkv.commands.options import MEMORY, ModelOptions, ReuseOptions
 from hybridkv.config import KV_DTYPES, WEIGHT_DTYPES, CacheConfig, EngineConfig, ReuseConfig
 from hybridkv.errors import HybridKVError
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from typer import BadParameter
 
-from hybridkv.commands.options import utf8
+from hybridkv.commands.declaring import utf8
 
 if TYPE_CHECKING:
     from hybridkv.llm import LLM

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 from typer import BadParameter, Exit, Option
 
 from hybridkv.commands import completion
-from hybridkv.commands.options import ModelOptions, ReuseOptions, with_options
+from hybridkv.commands.declaring import with_options
+from hybridkv.commands.options import ModelOptions, ReuseOptions
 from hybridkv.config import EngineConfig, parse_bytes
 from hybridkv.errors import HybridKVError
 

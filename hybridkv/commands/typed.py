@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
-from hybridkv.commands.options import utf8
+from hybridkv.commands.declaring import utf8
 
 PROMPT, MORE, QUOTES = "> ", ". ", '"""'
 HISTORY_LIMIT = 1000  # messages kept
