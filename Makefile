@@ -7,11 +7,12 @@ BIN    := $(VENV)/bin
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-replicas test-ray test-long test-old-cpu test-interrupts test-install docs lint bench clean
+.PHONY: help demo test test-slow test-replicas test-ray test-long test-old-cpu test-interrupts test-install docs lint bench clean
 
 help:
 	@echo "make demo    build the environment if needed, then run the demo with the embedded model"
 	@echo "make test    run the tests (JOBS=$(JOBS) processes, one thread each)"
+	@echo "make test-slow   run the tests that make test leaves out: crowds, storms, endurance"
 	@echo "make test-long   run the tests that have a longer form, in that form"
 	@echo "make test-replicas   run two servers behind vllm-router, on a machine that does nothing else"
 	@echo "make test-ray   run the tests of replicas under Ray Serve, in an environment of their own (0.5 GB more)"
@@ -47,7 +48,11 @@ demo: $(VENV)/.stamp-run
 # The model is fetched before the workers start, so that they never fetch it at the same time.
 test: $(VENV)/.stamp-dev
 	@$(BIN)/python -m hybridkv.embedded
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=20 --durations-min=1 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" --durations=20 --durations-min=1 $(ARGS)
+
+test-slow: $(VENV)/.stamp-dev
+	@$(BIN)/python -m hybridkv.embedded
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow --durations=20 --durations-min=1 $(ARGS)
 
 # All configurations of compiled kernels, all pairs of parameters, more random examples: tests/support/long_form.py.
 test-long: $(VENV)/.stamp-dev

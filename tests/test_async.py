@@ -21,6 +21,7 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         yield opened
 
 
+@pytest.mark.slow
 def test_tasks_with_cancellations_get_each_what_they_get_alone(llm: LLM) -> None:
     alone = {seed: tokens(llm, *wishes(seed)) for seed in range(40)}
     rows, cancelled = count_rows(llm), 0

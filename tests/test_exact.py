@@ -32,6 +32,7 @@ CASES = [(kind, *fmt) for kind in ("llama", "qwen3_5") for fmt in FORMATS]
 CASES += [("qwen3_5_moe", *fmt) for fmt in FORMATS[:2]]  # its attention and cache are those of qwen3_5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dtype", "kv", "budget"), CASES)
 def test_any_cut_and_any_company_give_the_same_bits(
     models: Models, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str, kv: str, budget: int | None
@@ -47,6 +48,7 @@ def test_any_cut_and_any_company_give_the_same_bits(
         assert differing(whole, other) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dtype", "kv"), [("llama", "float32", "f32"), ("qwen3_5", "bfloat16", "bf16")])
 def test_the_same_bits_past_4096_tokens(
     models: Models, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str, kv: str

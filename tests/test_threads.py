@@ -28,6 +28,7 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         yield opened
 
 
+@pytest.mark.slow
 def test_eight_threads_get_each_what_they_get_alone(llm: LLM) -> None:
     alone = {seed: tokens(llm, *wishes(seed)) for seed in range(40)}
     talked = talk(llm, "Hello")

@@ -108,6 +108,7 @@ def write_sparse(folder: Path, tensors: Entries) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
 
 
+@pytest.mark.slow
 def test_all_tensors_of_flash_are_loaded(tmp_path: Path) -> None:
     raw = {**KNOWN["DeepSeek-V4-Flash"], **SMALL}
     tensors = all_tensors(raw)

@@ -62,6 +62,7 @@ def test_a_run_writes_everything_and_twice_the_same(folder: Path, tmp_path: Path
     assert (out / "summary.csv").read_bytes() == files["summary.csv"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_interrupted_goes_on_where_it_was(folder: Path, tmp_path: Path, run: Run) -> None:
     out = tmp_path / "out"
     command = ("eval", "-m", folder, *ASKED, "--all-tasks", "-o", out)

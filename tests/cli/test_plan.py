@@ -170,6 +170,7 @@ DO_NOT_FIT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", DO_NOT_FIT)
 def test_every_suggestion_fits_when_it_is_run_as_printed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(command)

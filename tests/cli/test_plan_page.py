@@ -176,6 +176,7 @@ def test_every_cell_is_the_longest_context_of_its_form(
         assert numbers(capsys, words.split())["choices"][0]["longest_context"] == longest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("card", ["T4", "RTX 3090", "RTX 4090"])
 def test_cells_are_of_what_the_card_can_do(
     browser: Browser, written: Path, card: str, capsys: pytest.CaptureFixture[str]
@@ -191,6 +192,7 @@ def test_cells_are_of_what_the_card_can_do(
         check(page, capsys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [320, 390, 820, 1200])
 @pytest.mark.parametrize("dark", [False, True])
 def test_it_fits_every_window_and_can_be_read(browser: Browser, written: Path, width: int, dark: bool) -> None:

@@ -51,6 +51,7 @@ def test_a_missing_docstring_is_found() -> None:
     assert undocumented("hybridkv.errors", "x = 1") == ["hybridkv.errors"]
 
 
+@pytest.mark.slow
 def test_every_public_name_is_on_the_api_pages(tmp_path: Path) -> None:
     """What `make docs` does; a warning of the generator is an error there."""
     api.build(tmp_path)

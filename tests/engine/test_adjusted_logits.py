@@ -72,6 +72,7 @@ ASKS: tuple[dict, ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", (False, True))
 def test_penalties_and_biases_are_those_of_a_plain_loop(
     kind: str, ahead: bool, logits_after: Callable, engine_of: Callable

@@ -54,6 +54,7 @@ def check_crowd(llm: LLM, kind: str, graphs: bool) -> int:
     return ties
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("kind", MOST)
 def test_the_same_tokens_but_for_near_ties(kind: str, family: Callable, replays: list[StepShape]) -> None:
@@ -62,6 +63,7 @@ def test_the_same_tokens_but_for_near_ties(kind: str, family: Callable, replays:
     assert bool(replays) == (kind != "deepseek_v4")
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("kind", MOST[:-1])
 def test_exact_mode_gives_the_same_bits(kind: str, family: Callable) -> None:
@@ -154,6 +156,7 @@ def break_penalties(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "seen_tokens", lambda vocab, prompt, answer, device: plain(vocab, prompt, [], device))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", (break_seeds, break_counts, break_positions, break_penalties))
 def test_a_mistake_is_no_near_tie(
     fault: Callable, family: Callable, replays: list[StepShape], monkeypatch: pytest.MonkeyPatch

@@ -40,6 +40,7 @@ def growth(engine: Engine, warm: int = WARM, more: int = MORE) -> tuple[list[str
     return Census.of(engine).growth(before, more), ended
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_grows(kind: str, engine: Callable) -> None:
@@ -77,6 +78,7 @@ def keep_tensors(kept: list, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "seen_tokens", counted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("leak", "found"),
     [

@@ -190,6 +190,7 @@ def finish(engine: Engine, requests: list[Request]) -> None:
     assert_nothing_held(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", POINTS)
 def test_an_interrupt_at_any_line_harms_only_the_requests_of_its_step(kind: str) -> None:
     want: list[Request] = []
@@ -225,6 +226,7 @@ def test_an_interrupt_at_any_line_harms_only_the_requests_of_its_step(kind: str)
     assert ended >= min(10, POINTS[kind] / 4), f"{ended} requests ended"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ("llama", "qwen3_5", "deepseek_v4", f"llama{LEFT}", f"llama{SHARED}"))
 def test_an_interrupt_while_siblings_begin_harms_only_the_requests_of_its_step(kind: str) -> None:
     """Three answers to one prompt, in pools too small for all of them, and a neighbour."""
@@ -307,6 +309,7 @@ BESIDE_SHARED = {"start beside shared pages", "replace", "stop"}
 ON_DEVICE = {"start compaction", "settle", "shrink", "finish eviction"} | BESIDE_SHARED
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("place", PLACES)
 def test_every_line_of_the_bookkeeping_may_be_the_last(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,6 +334,7 @@ def test_every_line_of_the_bookkeeping_may_be_the_last(place: str, monkeypatch: 
     assert interrupted > 5
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_while_the_first_is_mended() -> None:
     """Recovery may be interrupted too; the next call does it again."""
     want: list[Request] = []

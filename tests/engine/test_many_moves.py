@@ -129,6 +129,7 @@ def drained(moves: Moves, engine: Engine) -> None:
     assert engine.manager.host.used == 0 and not engine.manager.frozen
 
 
+@pytest.mark.slow
 @few("kind, cache", ("llama", "qwen3_5"), list(CACHES))
 def test_random_moves_change_no_answer_and_leak_no_page(
     kind: str, cache: str, engine_of: Callable[..., Engine]

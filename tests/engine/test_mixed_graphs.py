@@ -32,6 +32,7 @@ def asked(count: int) -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", (False, True))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_crowd_answers_as_each_alone(kind: str, ahead: bool, engine_of: Callable, replays: list[StepShape]) -> None:
@@ -53,6 +54,7 @@ def test_a_crowd_answers_as_each_alone(kind: str, ahead: bool, engine_of: Callab
     assert_nothing_held(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ("llama", "qwen3_5", "qwen3_next", *more("qwen3_5_moe")))  # whose layers it shares
 def test_exact_mode_has_the_same_bits_in_graphs(

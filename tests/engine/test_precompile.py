@@ -71,6 +71,7 @@ print(before.compiled + before.found, later.compiled + later.found, sorted({name
 """
 
 
+@pytest.mark.slow
 def test_steps_of_other_sizes_launch_what_was_compiled() -> None:
     """Prompts of all lengths, alone and together, decode steps and captured steps: nothing is left to compile."""
     pytest.importorskip("triton", minversion="3.6")

@@ -155,6 +155,7 @@ def test_preempted_requests_go_on_from_what_is_kept(kind: str, engine_of: Callab
     assert_nothing_held(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "how"), [("llama", "plain"), ("qwen3_5", "plain"), ("qwen3_5", "bounded"), ("qwen3_5", "again")]
 )
@@ -431,6 +432,7 @@ def test_what_cannot_be_shared_is_not_waited_for(engine_of: Callable) -> None:
 # ---- many sessions
 
 
+@pytest.mark.slow
 def test_a_thousand_sessions_hold_their_system_prompt_once(engine_of: Callable, two_layers: Path) -> None:
     """Each is held for a next turn: an open page a stream is its own, and no page of the prompt."""
     sessions, system = 1000, prompt(128, 60)

@@ -161,6 +161,7 @@ def storm_over(engine_of: Callable, two_layers: Path) -> Callable[[str, int], St
     return build
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "part"), [("qwen3_5", 4), ("llama", 1)])
 def test_every_answer_of_a_storm_is_the_cold_one(kind: str, part: int, storm_over: Callable) -> None:

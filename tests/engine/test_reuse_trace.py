@@ -41,6 +41,7 @@ def saying(answer: list[int]) -> SamplingParams:
     return SamplingParams(max_tokens=len(answer), ignore_eos=True, logits_hook=force)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("edits", "policy"), [({}, "value"), ({"reminders": True, "tools_change": 0.2}, "lru")])
 def test_the_engine_reuses_what_the_simulator_says(engine_of: Callable, edits: dict[str, Any], policy: str) -> None:
     """Two agents in turn, with too few rows for both."""

@@ -43,6 +43,7 @@ def engine_of(llm: LLM) -> Callable[..., Engine]:
     return build
 
 
+@pytest.mark.slow
 def test_a_hit_of_any_length_is_as_near_to_cold_as_another_cut(engine_of: Callable[..., Engine]) -> None:
     engine = engine_of(6)
     assert engine.manager.reuse is not None and engine.manager.reuse.q == 64
@@ -90,6 +91,7 @@ def test_what_lies_behind_a_checkpoint_is_read_without_being_stored(engine_of: C
     assert warm.generated == known.generated and apart(warm, known) < 1e-4  # f32, replayed in one chunk of 192
 
 
+@pytest.mark.slow
 def test_requests_that_crowd_give_what_they_give_alone(engine_of: Callable[..., Engine]) -> None:
     engine, other = engine_of(2, step_tokens=64, pages=26), tiny_v4.token_ids(300, seed=8)
     prompts = [[*BASE[:at], *other[at : at + 40]] for at in (30, 100, 64, 130, 128, 70)]

@@ -149,6 +149,7 @@ KERNELS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_every_launch_compiles_and_fits() -> None:
     """Every kernel in one format; the long form has them all. In a process without the interpreter, which would take

@@ -57,6 +57,7 @@ print(*sorted({name for name, _ in built}))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_kernels_fit_a_card_with_little_shared_memory() -> None:
     """In a process without the interpreter."""

@@ -60,6 +60,7 @@ def test_one_token_at_a_time_agrees_with_transformers(kind: str, oracle: Callabl
     check(f"{kind}, 130 steps", tiny_model, got)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefill", (KEY_TILE + 120, KEY_TILE - 8))
 @pytest.mark.parametrize("kind", ("llama", "qwen3_5"))
 def test_contexts_longer_than_a_key_tile_agree_with_transformers(

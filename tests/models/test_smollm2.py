@@ -83,6 +83,7 @@ def perplexity(logits: torch.Tensor, ids: list[int]) -> float:
     return math.exp(torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:])).item())
 
 
+@pytest.mark.slow
 def test_perplexity_of_a_passage_agrees_with_transformers(llm: LLM, reference: LlamaForCausalLM) -> None:
     ids = llm.tokenizer.encode(PASSAGE.strip())
     assert len(ids) > 350
@@ -100,6 +101,7 @@ def half_read(llm: LLM) -> tuple[list[int], float]:
     return ids, perplexity(llm.logits(ids, prefill=120), ids)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_half(), reason="this build of torch has no f16 products on a CPU")
 @pytest.mark.parametrize("form", ("f16", "int4"))
 def test_smaller_weights_cost_no_perplexity(form: str, half_read: tuple[list[int], float]) -> None:

@@ -142,6 +142,7 @@ def test_a_step_sums_twice_a_layer_and_once_for_the_embedding(folder: Callable[.
             assert calls == {"all_reduce": 2 * layers + 1, "all_gather_single": 1}
 
 
+@pytest.mark.slow
 def test_smollm2_on_three_ranks_answers_as_on_one() -> None:
     """Nine heads and three KV heads: not two ranks, but three."""
     path = embedded_model()

@@ -202,6 +202,7 @@ def test_without_replay_a_rewritten_call_ends_the_match(agents: Running, monkeyp
     assert not shared()
 
 
+@pytest.mark.slow
 def test_the_embedded_models_calls_come_back_rewritten(smol: Running) -> None:
     """Real calls: each prompt begins with all of the one before, and with the answer to it."""
     client = openai.OpenAI(base_url=f"{smol.address}/v1", api_key="any", max_retries=0)

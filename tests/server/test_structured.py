@@ -95,6 +95,7 @@ def schema_format(schema: Any = SCHEMA) -> dict[str, Any]:
 # ---- JSON by a schema
 
 
+@pytest.mark.slow
 def test_twenty_seeds_at_temperature_1_all_fit(smol: Running) -> None:
     def ask(seed: int) -> list[dict[str, Any]]:
         return smol.chat(

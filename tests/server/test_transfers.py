@@ -300,6 +300,7 @@ def post(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
         connection.close()
 
 
+@pytest.mark.slow
 def test_two_processes_answer_as_one_and_the_one_that_reads_may_be_killed_between_the_legs(
     tiny_llm: LLM, both: Running
 ) -> None:
