@@ -142,6 +142,17 @@ def test_transformers_runs_beside_on_the_same_weights(capsys: pytest.CaptureFixt
     assert any("against transformers, relative" in note for note in result["notes"])
 
 
+def test_weights_as_they_are_released_are_timed_beside_plain_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_bench("v4_model", replace(TINY, weight_dtype="released"))
+    assert not result["failures"]
+    assert [row["op"] for row in result["rows"]] == ["hybridkv f32", "hybridkv f32, released"]
+    assert any("products of codes agree" in note for note in result["notes"])
+    with pytest.raises(HybridKVError, match="is not released in codes"):
+        run_bench("decode", replace(TINY, weight_dtype="released"))
+    with pytest.raises(HybridKVError, match="auto or released, not fp8"):
+        run_bench("v4_model", replace(TINY, weight_dtype="fp8"))
+
+
 def test_tuning_is_as_it_was_after_a_peer() -> None:
     tuner = pytest.importorskip("triton.runtime.autotuner").Autotuner
     before = tuner.prune_configs, vars(tuner)["do_bench"]

@@ -16,7 +16,7 @@ from hybridkv.errors import HybridKVError
 BENCHES = ("kernels", "decode", "prefill", "eviction", "capacity", "load", "start", "reuse", "sessions")
 BUDGET = 2048  # kept in each stream where something is evicted and no number is given
 MOST_LOAD = 5.0  # of the capacity: beyond it requests only wait
-WEIGHT_DTYPES = ("auto", "fp8", "q8_0", "q6_k", "q5_k", "q4_k", "q4_k_m")
+WEIGHT_DTYPES = ("auto", "fp8", "q8_0", "q6_k", "q5_k", "q4_k", "q4_k_m", "released")
 V4_BENCHES = ("v4_kernels", "v4_model")  # of DeepSeek-V4, whose cache and layers are its own; not part of "all"
 SERVER_BENCHES = ("serve", "soak")  # of a running server with a tiny model on a CPU; not part of "all"
 NAMES = (*BENCHES, *V4_BENCHES, *SERVER_BENCHES)

@@ -4,8 +4,9 @@ Random weights, the same in both. Prefill: a prompt in chunks, seconds (ours aft
 which compiles) and peak memory beyond the weights, caches included. Decode: one token of one request after the prompt,
 by a forward of transformers and by a step of the engine (graph replay, sampling and bookkeeping included), and the
 graph's own time. transformers reads all prompts, too, and after the first one the last logits of both are compared;
---skip-peers leaves out both. While the models are made, a process for each kind of cache compiles on four layers. What
-matters most comes first.
+--skip-peers leaves out both. With --weight-dtype released the same steps are timed on random FP8 and FP4 codes, too,
+whose products are compared with their definition first. While the models are made, a process for each kind of cache
+compiles on four layers. What matters most comes first.
 """
 
 from __future__ import annotations
@@ -21,17 +22,21 @@ from torch import Tensor
 
 from hybridkv import CacheConfig, SamplingParams
 from hybridkv.bench.options import BenchOptions
-from hybridkv.bench.report import Column, Report, WrongResult, rounding
+from hybridkv.bench.report import Column, Report, WrongResult, check, rounding
 from hybridkv.bench.shapes import Shape, find_shape, first_layers, make_shape
 from hybridkv.bench.timing import GIB, Ceilings, Meter, free_memory
 from hybridkv.cache import KVCacheManager
 from hybridkv.checkpoint.in_memory import InMemory
 from hybridkv.checkpoint.loader import Loader
 from hybridkv.engine.engine import Engine
+from hybridkv.errors import HybridKVError
+from hybridkv.kernels.moe.block_experts import ExpertStack, run_block_experts, run_block_experts_ref
 from hybridkv.models import FAMILIES, cache_schema
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Model
+from hybridkv.models.deepseek_v4 import DeepseekV4
 from hybridkv.models.random_weights import random_decoder
+from hybridkv.models.weight_forms import RELEASED
 
 if TYPE_CHECKING:
     from hybridkv.bench.peers_v4 import V4Peer
@@ -41,6 +46,8 @@ CHUNK = 4096
 STEPS, PEER_STEPS = 20, 5  # decode steps that are timed
 CHECKED = 1024  # tokens whose logits are compared
 COMPILING = 45.0  # seconds at the most, beside the building of models
+CODED_ROWS = 300
+CODED_BOUND = 6.5e-3  # both multiply in bf16 and round where the other does: 1.6e-3 RMS a rounding
 CODE = "import sys; from hybridkv.bench.v4_model import compile_alone; compile_alone(*sys.argv[1:])"
 COLUMNS = (
     Column("s", "prefill s", 10, ".3f"),
@@ -63,12 +70,20 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
     begin = time.monotonic()
     report.doing("making weights")
     bench = V4Bench(shape, report, chunk, options.skip_peers)
+    if options.weight_dtype == RELEASED:
+        report.attempt("codes", "products against their definition", bench.codes)
+    elif options.weight_dtype != "auto":
+        raise HybridKVError(f"v4_model times weights in auto or {RELEASED}, not {options.weight_dtype}")
     report.note(f"models are made in {time.monotonic() - begin:.0f} s; {wait_for(compilers, begin)}")
     for prompt in prompts:
         tokens = torch.randint(0, shape.config.vocab, (prompt,), device=shape.device)
         for kind in kinds:
             report.attempt(f"hybridkv {kind}", f"prompt {prompt}", lambda t=tokens, k=kind: bench.ours(t, k))
             free_memory(shape.device)
+            if bench.coded is not None:
+                name = f"hybridkv {kind}, {RELEASED}"
+                report.attempt(name, f"prompt {prompt}", lambda t=tokens, k=kind: bench.ours(t, k, bench.coded))
+                free_memory(shape.device)
         peer = bench.peer
         if peer is None:
             continue
@@ -94,6 +109,7 @@ class V4Bench:
     def __init__(self, shape: Shape, report: Report, chunk: int, skip_peers: bool) -> None:
         self.shape, self.report, self.chunk = shape, report, chunk
         self.peer = None
+        self.coded: Model | None = None  # the same widths with weights as they are released
         if skip_peers:
             self.model: Model = random_decoder(shape.config, shape.device, shape.dtype)
             return
@@ -104,13 +120,36 @@ class V4Bench:
         loader = Loader(InMemory(self.peer.weights()), torch.device(shape.device), shape.dtype)
         self.model = FAMILIES[config.architecture].load(config, loader)
 
-    def ours(self, tokens: Tensor, kind: str) -> None:
-        engine = engine_for(self.model, self.shape, kind, len(tokens) + 64, self.chunk)
+    def codes(self) -> None:
+        """A model of random codes, once its products are right: those of the experts, one row and many."""
+        shape = self.shape
+        model = random_decoder(shape.config, shape.device, shape.dtype, form=RELEASED)
+        assert isinstance(model, DeepseekV4)
+        experts, E = model.layers[0].experts, shape.raw["n_routed_experts"]
+        assert experts.shared is not None
+        stacks = ExpertStack(experts.gate_up, experts.down), experts.shared
+        errors = []
+        for rows in (1, CODED_ROWS):
+            x = torch.randn(rows, shape.config.hidden, device=shape.device).to(shape.dtype)
+            chosen = torch.rand(rows, E, device=shape.device).topk(min(4, E)).indices.int()
+            chosen = torch.cat((chosen, torch.full_like(chosen[:, :1], E)), 1)
+            weights = torch.rand(chosen.shape, device=shape.device)
+            got, want = (op(x, weights, chosen, stacks, 10.0) for op in (run_block_experts, run_block_experts_ref))
+            errors.append(check(f"experts in codes, {rows} rows", got, want, CODED_BOUND))
+        self.coded = model
+        sizes = [one.nbytes / GIB for one in (self.model, model)]
+        self.report.note(
+            f"weights {sizes[0]:.2f} GiB, as released {sizes[1]:.2f}; products of codes agree to {max(errors):.0e}"
+        )
+
+    def ours(self, tokens: Tensor, kind: str, model: Model | None = None) -> None:
+        engine = engine_for(model or self.model, self.shape, kind, len(tokens) + 64, self.chunk)
         run_ours(engine, tokens, 2)  # compiles what is not compiled yet
         meter, seconds = run_ours(engine, tokens, STEPS)
         graph = graph_ms(engine) if self.shape.device == "cuda" else None
+        name = f"hybridkv {kind}" if model is None else f"hybridkv {kind}, {RELEASED}"
         self.report.add(
-            f"hybridkv {kind}", f"prompt {len(tokens)}", s=meter.seconds, ms=seconds * 1e3, graph_ms=graph,
+            name, f"prompt {len(tokens)}", s=meter.seconds, ms=seconds * 1e3, graph_ms=graph,
             peak_gib=meter.peak + engine.manager.memory_bytes() / GIB, tokens=len(tokens), kv_dtype=kind,
         )  # fmt: skip
 

@@ -8,7 +8,6 @@ reading the codes. Many rows: a tile of W is dequantised for each BT rows of x.
 
 The reference dequantises a few rows of W at a time (TILE) and multiplies in x's dtype.
 
-Not yet run on a GPU: tested in the interpreter, and compiled for sm_90 (tests/kernels/linear/test_block_linear.py).
 The sizes of the tiles are not measured.
 """
 

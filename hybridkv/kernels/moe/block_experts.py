@@ -10,7 +10,6 @@ launched on its own part of the experts' offsets:
 A program dequantises tiles of its expert's matrices in registers, as linear_blocks does: with few rows an expert's
 bytes are read once, in codes.
 
-Not yet run on a GPU: tested in Triton's interpreter, and compiled for sm_90 (tests/kernels/moe/test_block_experts.py).
 The sizes of the tiles are not measured.
 """
 
