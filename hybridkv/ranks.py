@@ -19,7 +19,7 @@ from hybridkv.errors import HybridKVError
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Model
 from hybridkv.parallel.group import TIMEOUT, GroupError
-from hybridkv.parallel.launch import FAILED, Place, take_place
+from hybridkv.parallel.launch import FAILED, LEAVE, Place, sharers, take_place
 from hybridkv.parallel.loader import load_sharded
 from hybridkv.parallel.rank_bytes import block_of, rank_model_bytes
 from hybridkv.parallel.shard import Shard, check_size, local
@@ -79,10 +79,10 @@ class Ranks:
         return rank_model_bytes(self.whole, self.shard, has, name, self.device.type, fp8, cuts, half, self.exact)
 
     def agree(self, memory: int, weights: int, shared: bool) -> tuple[int, int]:
-        """(memory, weights) that all ranks plan by, so that all have as many pages. `shared`: on a CPU `memory` is what
-        all of them have together.
+        """(memory, weights) that all ranks plan by, so that all have as many pages. `shared`: `memory` is what the
+        ranks of this device, the CPU or a GPU that several were given, have together.
         """
-        memory = memory // self.group.size if shared and self.device.type == "cpu" else memory
+        memory = memory // sharers(self.device, self.group.size) if shared else memory
         least, most = self.place.agree(memory, weights)
         return least, most
 
@@ -107,10 +107,15 @@ class Ranks:
         if self.group.rank == 0:
             weakref.finalize(llm, self.place.kill)
             self._engine.on_failure = lambda problem: self.place.kill()
+            self._engine.watch(self.place.check)
             self._engine.channel.begin_beat()
             return
         try:
             self._engine.follow()
+            if self.device.type == "cuda":
+                self.group.settle()
+                self._engine.drop_graphs()
+                self.group.part(LEAVE)
         except BaseException as problem:
             print(f"hybridkv: rank {self.group.rank}: {problem}", file=sys.stderr, flush=True)
             os._exit(FAILED)  # no wait for a group that is gone
@@ -131,20 +136,26 @@ class Ranks:
     def failed(self, problem: BaseException) -> None:
         """The model could not be opened on this rank, so it is on none."""
         if self.group.rank == 0:
-            self.place.kill()
-            self.group.close()
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """End the others at once, and leave their group."""
+        self.place.kill()
+        self.group.abandon(lambda: None if self._engine is None else self._engine.drop_graphs())
 
     def end(self) -> None:
         """Rank 0 has closed the model."""
         engine = self._engine
         if engine is None or engine.failure is not None:
-            self.place.kill()
-            self.group.close()
+            self._abandon()
             return
         try:
             with engine.channel.telling("end"):
-                pass
+                self.group.settle(self.place.check)
+            engine.drop_graphs()
         except GroupError:
-            self.place.kill()
+            engine.channel.close()
+            self._abandon()
+            return
         engine.channel.close()
         self.place.end()

@@ -3,9 +3,10 @@
 Rank 0 takes requests and tells the others what came: adds, aborts, stops. Every rank applies these in order and
 schedules by itself. Nothing that decides what runs may follow from a clock, from free memory or from an error of one
 rank. Before each forward pass the ranks compare a digest of what they are about to run; a difference ends the group.
+On GPUs steps are captured (rank_graphs.py) and launched ahead as on one: all of this is done while a step runs.
 
 Sampling: plain greedy rows need the best token of each rank's part of the vocabulary, 16 bytes a row. Rows that sample,
-or are adjusted, are gathered on rank 0 and drawn there; all ranks get the tokens.
+or are adjusted, are gathered on rank 0 and drawn there; all ranks get the tokens. No host waits for it.
 
 A rank that ends, hangs or raises ends the group: requests end with an error, and the model has to be opened again.
 """
@@ -29,10 +30,10 @@ from hybridkv.cache import KVCacheManager
 from hybridkv.config import SamplingParams
 from hybridkv.engine.engine import INHERIT, Engine, Update
 from hybridkv.engine.pipeline import InFlightStep, Pipeline
+from hybridkv.engine.rank_graphs import WithLimit, capture_together, check_ranks_with, drop_graphs
 from hybridkv.engine.runner import Runner
-from hybridkv.engine.sampler import PromptScores, SampledTokens, _adjusts, sample
+from hybridkv.engine.sampler import PromptScores, SampledTokens, _adjusts, _upload, host, sample
 from hybridkv.engine.scheduler import Batch, Scheduler
-from hybridkv.engine.step_cost import StepCost
 from hybridkv.errors import RequestError
 from hybridkv.eviction import Evictor
 from hybridkv.models.decoder import Model
@@ -42,6 +43,7 @@ from hybridkv.parallel.layers import ShardedDecoder, ShardedV4
 from hybridkv.request import Request
 from hybridkv.text.tokenizer import Tokenizer
 
+DIGEST = 32  # bytes
 SEEN = 5.0  # seconds that all ranks have to see that they part
 NOT_OVER_RANKS = "over several ranks {what} is not available yet: use tp=1"
 
@@ -55,56 +57,68 @@ class LockStepPipeline(Pipeline):
         assert isinstance(model, ShardedDecoder | ShardedV4) and model.parted
         self.group, self.vocabulary, self.vocab = group, model.vocabulary, model.config.vocab
         self.steps = 0
+        self.check: Callable[[], None] = lambda: None  # raises if a rank has ended
 
     def _run(self, step: InFlightStep) -> None:
-        self.agree(step.batch)
+        longest = self.agree(step.batch)
+        if self.runner.graphs is not None:
+            self.runner.graphs.longest = longest
         super()._run(step)
 
-    def agree(self, batch: Batch) -> None:
-        """GroupError if another rank is about to run something else."""
+    def agree(self, batch: Batch) -> int:
+        """Entries of the longest stream of all ranks. GroupError if another rank is about to run something else."""
         self.steps += 1
         plan = self.plan_of(batch)
         own = hashlib.sha256(json.dumps(plan).encode()).digest()
-        found = self.group.all_gather(torch.frombuffer(bytearray(own), dtype=torch.uint8))
-        other = [rank for rank, digest in enumerate(found.tolist()) if bytes(digest) != own]
+        said = bytearray(own + batch.step.max_entries.to_bytes(8, "little"))
+        found = [bytes(each) for each in self.group.all_gather(torch.frombuffer(said, dtype=torch.uint8)).tolist()]
+        other = [rank for rank, each in enumerate(found) if each[:DIGEST] != own]
         if other:
             print(f"hybridkv: rank {self.group.rank} was about to run {plan}", file=sys.stderr, flush=True)
             with contextlib.suppress(GroupError):  # a rank that leaves at once takes what the others have not read yet
                 self.group.meet("parted", limit=SEEN)
             raise GroupError(f"rank {self.group.rank}: ranks {other} are about to run another step; see their plans")
+        return max(int.from_bytes(each[DIGEST:], "little") for each in found)
 
     def plan_of(self, batch: Batch) -> list[Any]:
         """What must be the same on every rank."""
+        shape = batch.step.shape
+        graph = [batch.step.rows, None if shape is None else [shape.tokens, shape.decodes, shape.chunks]]
         numbers = [request.order for request in batch.requests]
         manager = self.scheduler.manager
         free = manager.free_pages()
         slots = [int(slot) for slot in batch.step.host.slots[: len(numbers)]]
-        return [self.steps, numbers, [int(n) for n in batch.counts], [int(at) for at in batch.positions], slots, free]
+        counts, positions = [int(n) for n in batch.counts], [int(at) for at in batch.positions]
+        return [self.steps, numbers, counts, positions, slots, free, graph]
 
+    @torch.inference_mode()
     def _sample(self, batch: Batch, logits: Tensor, prompts: Sequence[PromptScores] = ()) -> SampledTokens:
         first = [batch.requests[i] for i in batch.sampled]
         chosen = [(each, row) for row, request in enumerate(first) for each in (request, *request.forming)]
         requests, rows = [request for request, _ in chosen], [row for _, row in chosen]
         if logits.shape[1] == self.vocab:  # gathered already, for logprobs of a prompt
             logits = logits[:, slice(*self.vocabulary.span)]
-        found = self.best(logits)[:, rows]
-        sampled = SampledTokens(found[0], requests, found, prompts=list(prompts))
+        found = self.best(logits)
+        if len(rows) > len(first):  # siblings share a row
+            found = found.index_select(1, _upload(rows, torch.int64, found.device))
+        sampled = SampledTokens(found, requests, found, prompts=list(prompts))
         some = [i for i, request in enumerate(requests) if not plainly_greedy(request)]
         if some:
             self.draw_some(logits, rows, some, sampled)
-        sampled.tokens = found[0].to(logits.device)
+        sampled.found = host(found)
+        if found.is_cuda:
+            done = torch.cuda.current_stream(found.device).record_event()
+            sampled.ready = WithLimit(done, self.group, self.check)
         return sampled
 
     def best(self, logits: Tensor) -> Tensor:
-        """Own logits [S, v] -> [2, S] int64 on the host: the best tokens of all ranks, and 1 where a row is broken.
+        """Own logits [S, v] -> [2, S] int64 beside them: the best tokens of all ranks, and 1 where a row is broken.
 
         The highest value wins and, among equal ones, the lowest token: what one rank would choose.
         """
-        wide = logits.float()
-        value = wide.amax(1)  # NaN if there is one
-        token = wide.argmax(1) + self.vocabulary.span[0]
-        mine = torch.stack((value.double(), token.double()), 1)  # 16 bytes a row; both are exact
-        values, tokens = self.group.all_gather(mine).cpu().unbind(2)  # [n, S]
+        value, token = logits.max(1)  # NaN if there is one; the first among equals
+        mine = torch.stack((value.double(), (token + self.vocabulary.span[0]).double()), 1)  # 16 bytes a row, exact
+        values, tokens = self.group.all_gather(mine).unbind(2)  # [n, S]
         nan = values.isnan().any(0)
         values = values.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
         best = values.amax(0)
@@ -116,19 +130,18 @@ class LockStepPipeline(Pipeline):
         wanted = sorted({rows[i] for i in some})
         place = {row: at for at, row in enumerate(wanted)}
         sizes = self.vocabulary.sizes
-        own = torch.nn.functional.pad(logits[wanted], (0, max(sizes) - logits.shape[1]))
-        parts = self.group.gather(own)
-        drawn = torch.zeros((2, len(some)), dtype=torch.int64)
+        device = logits.device
+        own = logits.index_select(0, _upload(wanted, torch.int64, device))
+        parts = self.group.gather(torch.nn.functional.pad(own, (0, max(sizes) - own.shape[1])))
+        drawn = torch.zeros((2, len(some)), dtype=torch.int64, device=device)
         if parts is not None:
             whole = torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], 1)
             requests = [sampled.requests[i] for i in some]
             made = sample(whole, requests, [place[rows[i]] for i in some], at_once=self.scheduler.manager.slots)
-            if made.ready is not None:
-                made.ready.synchronize()
-            drawn.copy_(made.found)
+            drawn.copy_(made.drawn)
             sampled.logprobs = [(some[i], row) for i, row in made.logprobs]
         self.group.broadcast(drawn)
-        sampled.found[:, some] = drawn
+        sampled.drawn.index_copy_(1, _upload(some, torch.int64, device), drawn)
 
 
 def plainly_greedy(request: Request) -> bool:
@@ -141,8 +154,6 @@ class LockStepEngine(Engine):
 
     `on_failure` is told on rank 0, once, that the group has ended.
     """
-
-    captures = False  # NCCL in CUDA graphs has not been run by this project
 
     def __init__(
         self,
@@ -157,9 +168,9 @@ class LockStepEngine(Engine):
         assert isinstance(model, ShardedDecoder | ShardedV4)
         super().__init__(replace(model, parted=True), manager, tokenizer, step_tokens, eos_ids, evictor)
         self.group, self.channel = group, Channel(group)
-        self.scheduler.cost = StepCost(0)  # what was measured differs from rank to rank
+        capture_together(self, group)
+        self.runner.logits = model.own_logits
         self.pipeline = LockStepPipeline(self.runner, self.scheduler, group)
-        self.launches_ahead = False
         self.on_failure: Callable[[BaseException], None] = lambda problem: None
         self.failure: GroupError | None = None
         self._events: list[Event] = []  # since the last step
@@ -240,6 +251,16 @@ class LockStepEngine(Engine):
         self.channel.close()
         self.on_failure(problem)
         raise self.failure from problem
+
+    def watch(self, check: Callable[[], None]) -> None:
+        """`check` raises if a rank has ended: asked while the device is waited for."""
+        assert isinstance(self.pipeline, LockStepPipeline)
+        self.pipeline.check = check
+        check_ranks_with(self, check)
+
+    def drop_graphs(self) -> None:
+        """Before the group is closed."""
+        drop_graphs(self)
 
     def _check_alive(self) -> None:
         if self.failure is None and self.channel.problem is not None:
