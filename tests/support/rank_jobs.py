@@ -4,6 +4,7 @@ import os
 import random
 import signal
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -38,12 +39,21 @@ CPU = resolve_device("cpu")
 
 
 def run(job: dict[str, Any], rank: int) -> Any:
-    """One job on one rank."""
-    group = Group.join(rank, job["size"], CPU, f"file://{job['folder']}/meeting", job["limit"])
+    """One job on one rank; `on`: "cuda", for jobs of gpu_rank_jobs.py, puts all ranks on one GPU."""
+    given = dict(job["arguments"])
+    meeting, on = f"file://{job['folder']}/meeting", resolve_device(given.pop("on", "cpu"))
+    jobs = vars(import_module("gpu_rank_jobs")) if job["name"] not in globals() else globals()
+    if on.type == "cuda":
+        os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo"}  # else NCCL refuses to share the GPU
+    group = Group.join(rank, job["size"], on, meeting, job["limit"])
     try:
-        return globals()[job["name"]](group, **job["arguments"])
+        found = jobs[job["name"]](group, **given)
+        if on.type == "cuda" and dist.is_initialized():
+            group.part(job["limit"])
+        return found
     finally:
-        group.close()
+        if on.type == "cpu":
+            group.close()
 
 
 def open_part(
