@@ -36,6 +36,7 @@ from hybridkv.engine.sampler import PromptScores, SampledTokens, _adjusts, _uplo
 from hybridkv.engine.scheduler import Batch, Scheduler
 from hybridkv.errors import RequestError
 from hybridkv.eviction import Evictor
+from hybridkv.kernels.best_parts import best_part, join_parts
 from hybridkv.models.decoder import Model
 from hybridkv.parallel.events import Channel, Event
 from hybridkv.parallel.group import Group, GroupError
@@ -112,18 +113,8 @@ class LockStepPipeline(Pipeline):
         return sampled
 
     def best(self, logits: Tensor) -> Tensor:
-        """Own logits [S, v] -> [2, S] int64 beside them: the best tokens of all ranks, and 1 where a row is broken.
-
-        The highest value wins and, among equal ones, the lowest token: what one rank would choose.
-        """
-        value, token = logits.max(1)  # NaN if there is one; the first among equals
-        mine = torch.stack((value.double(), (token + self.vocabulary.span[0]).double()), 1)  # 16 bytes a row, exact
-        values, tokens = self.group.all_gather(mine).unbind(2)  # [n, S]
-        nan = values.isnan().any(0)
-        values = values.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        best = values.amax(0)
-        token = tokens.masked_fill(values != best, torch.inf).amin(0).clamp(max=self.vocab - 1).long()
-        return torch.stack((token, (nan | best.isinf()).long()))
+        """Own logits [S, v] -> [2, S] int64 beside them: the best tokens of all ranks, and 1 where a row is broken."""
+        return join_parts(self.group.all_gather(best_part(logits, self.vocabulary.span[0])))
 
     def draw_some(self, logits: Tensor, rows: Sequence[int], some: list[int], sampled: SampledTokens) -> None:
         """Write the tokens of the requests `some`, which rank 0 draws, into `sampled`."""
