@@ -19,16 +19,15 @@ from typing import Any
 
 import gpu_rank_jobs
 import pytest
-import rank_jobs
 import ranks
 import torch
 from numerics import rel_rms
 from torch import Tensor
 
+from hybridkv import LLM, SamplingParams
 from hybridkv.bench.report import rounding
 from hybridkv.bench.tiny_folder import write_tiny
 from hybridkv.config import CacheConfig
-from hybridkv.parallel.group import Alone
 from hybridkv.parallel.launch import DEVICES
 
 pytestmark = pytest.mark.gpu
@@ -125,31 +124,66 @@ def test_a_rank_that_ends_ends_the_group_and_frees_the_device(monkeypatch: pytes
 SCRIPT = """
 import json, sys
 from hybridkv import LLM, CacheConfig, SamplingParams
-folder, device, prompts = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+from hybridkv.errors import RequestError
+folder, device, prompts, budget = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4])
 params = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
-how = dict(device=device, dtype="float32", max_requests=4, max_context=256, cache=CacheConfig(kv_dtype="f32"))
+cache = CacheConfig(kv_dtype="f32", recent=16, window=16)
+how = dict(device=device, dtype="float32", max_requests=4, max_context=256, cache=cache)
 with LLM(folder, tp=2, memory="2GiB", **how) as llm:
     answers = [found.token_ids for found in llm.generate(prompts, params)]
+    try:
+        evicted = [found.token_ids for found in llm.generate(prompts, params, eviction=budget)]
+    except RequestError as problem:
+        evicted = str(problem)
     graphs = llm.engine.runner.graphs
     captured = 0 if graphs is None else len(graphs.captured)
 codes = [worker.returncode for worker in llm.ranks.place.workers]
-print(json.dumps([answers, captured, codes]))
+print(json.dumps([answers, evicted, captured, codes]))
 """
+BUDGET = 32
 
 
-def test_llm_over_two_ranks_on_one_gpu(tmp_path: Path) -> None:
-    """From files to answers, in a process of its own that starts the second rank, and ends with it."""
-    folder, prompts = write_tiny(tmp_path), gpu_rank_jobs.prompts()
-    model, config, _ = rank_jobs.open_part(str(folder), Alone())
-    engine = rank_jobs.engine_of(model, config, CacheConfig(kv_dtype="f32"))
-    want = [gpu_rank_jobs.greedy_alone(engine, prompt) for prompt in prompts]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> list[Any]:
+    """What a process of its own, which starts the second rank, has found."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), DEVICES: "0,0", "HYBRIDKV_TP_TIMEOUT": "60"}
     env.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-c", SCRIPT, str(folder), ON, json.dumps(prompts)]
+    command = [sys.executable, "-c", SCRIPT, str(folder), ON, json.dumps(gpu_rank_jobs.prompts()), str(BUDGET)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
-    answers, captured, codes = json.loads(done.stdout.splitlines()[-1])
-    for (tokens, gaps), got in zip(want, answers, strict=True):
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def assert_as_on_a_cpu(folder: Path, answers: list[list[int]], **how: Any) -> None:
+    """One rank on a CPU says the same, up to where it has nearly chosen otherwise."""
+    params = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True, logprobs=2)
+    cache = CacheConfig(kv_dtype="f32", recent=16, window=16)
+    with LLM(folder, "cpu", "float32", cache=cache, max_requests=4, max_context=256, reuse=None) as llm:
+        found = llm.generate(gpu_rank_jobs.prompts(), params, **how)
+    compared = 0
+    for want, got in zip(found, answers, strict=True):
+        gaps = [first - second for first, second in (sorted(each.top.values())[::-1] for each in want.logprobs)]
         sure = next((i for i, gap in enumerate(gaps) if gap < CLEAR), len(gaps))
-        assert got[:sure] == tokens[:sure] and len(got) == 14
+        assert got[:sure] == want.token_ids[:sure] and len(got) == 14
+        compared += sure
+    assert compared > 40
+
+
+def test_llm_over_two_ranks_on_one_gpu(folder: Path, served: list[Any]) -> None:
+    """From files to answers; all processes end."""
+    answers, _, captured, codes = served
+    assert_as_on_a_cpu(folder, answers)
     assert captured > 0 and codes == [0]
+
+
+def test_requests_that_evict_answer_on_two_ranks_as_on_one(folder: Path, served: list[Any]) -> None:
+    evicted = served[1]
+    if isinstance(evicted, str):
+        assert "over several ranks eviction is not available yet" in evicted
+        pytest.skip(evicted)
+    assert_as_on_a_cpu(folder, evicted, eviction=BUDGET)
