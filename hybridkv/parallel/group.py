@@ -9,6 +9,7 @@ NCCL's own watchdog does not see what a replayed graph waits for, so the host wa
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -242,9 +243,12 @@ class Group:
             before()
             backend = _backend(self.device)
             abort = getattr(backend, "abort", None) or getattr(backend, "_abort", None)
-            if abort is not None:  # kernels that wait are told to stop
-                abort()
-            dist.destroy_process_group()
+            with contextlib.suppress(Exception):  # what is left of it is of no use, and the next model may be opened
+                if abort is not None:  # kernels that wait are told to stop
+                    abort()
+                dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.distributed_c10d._update_default_pg(None)
 
         ending = threading.Thread(target=end, name="hybridkv-abandon", daemon=True)
         ending.start()
