@@ -32,8 +32,11 @@ class Consent:
 
     def all_agree(self, problem: RuntimeError | None) -> None:
         """RuntimeError if somebody cannot have the graph. `problem`: why this process cannot."""
-        if problem is not None:
-            raise problem
+        try:
+            if problem is not None:
+                raise problem
+        finally:
+            del problem  # else it would hold this frame, and what a step holds, until garbage is collected
 
 
 ALONE = Consent()
@@ -80,7 +83,10 @@ def recording(
     finally:
         if collects:
             gc.enable()
-    consent.all_agree(problem)
+    try:
+        consent.all_agree(problem)
+    finally:
+        del problem
 
 
 def _problem(run: Callable[[], object]) -> RuntimeError | None:

@@ -49,8 +49,7 @@ class RankConsent(Consent):
     def all_agree(self, problem: RuntimeError | None) -> None:
         votes = self.group.all_gather(torch.tensor([problem is None], dtype=torch.uint8, device="cpu"))
         without = [rank for rank, vote in enumerate(votes.flatten().tolist()) if not vote]
-        if problem is not None:
-            raise problem
+        super().all_agree(problem)
         if without:
             raise RuntimeError(f"rank {without[0]} has no memory for it, or could not record it")
 

@@ -1,12 +1,15 @@
 """What ranks that share one GPU run (tests/gpu/test_ranks.py). Models have random weights (parallel/random_part.py).
 
-Everything here also runs on CPUs, by gloo and without graphs.
+Everything here also runs on CPUs, by gloo and without graphs, or with something that stands in for them: the votes, and
+which steps take which graph, are then the real ones.
 """
 
 import gc
 import os
 import time
 import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,13 +20,13 @@ from torch import Tensor
 from hybridkv.bench.shapes import TINY_V4
 from hybridkv.cache import KVCacheManager
 from hybridkv.config import CacheConfig, SamplingParams
-from hybridkv.engine import capturing
+from hybridkv.engine import capturing, graphs, mixed_graphs, runner
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.graphs import Captured
 from hybridkv.engine.lock_step import LockStepEngine
 from hybridkv.engine.mixed_graphs import CapturedMixed
-from hybridkv.engine.rank_graphs import capture_together, drop_graphs
-from hybridkv.models import cache_schema
+from hybridkv.engine.rank_graphs import RankConsent, capture_together, drop_graphs
+from hybridkv.models import attention, cache_schema
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Model
 from hybridkv.models.known import KNOWN
@@ -116,9 +119,11 @@ def scored(group: Group, model: Model, config: ModelConfig, ids: list[int], pref
     return found, REPLAYS["decode"] - before
 
 
-def families(group: Group, kinds: list[str]) -> dict[str, Any]:
-    """Every kind by one group."""
+def families(group: Group, kinds: list[str], stand_in: bool = False) -> dict[str, Any]:
+    """Every kind by one group. `stand_in`: on a CPU, with what stands in for graphs."""
     count_replays()
+    if stand_in:
+        stand_in_for_graphs()
     found = {}
     for kind in kinds:
         tensors = tensors_of(kind)
@@ -194,9 +199,11 @@ def drive(engine: LockStepEngine, kept: dict[int, Any]) -> list[list[int]]:
     return [request.generated for request in (late, *requests)]
 
 
-def refused(group: Group, kind: str) -> dict[str, Any]:
+def refused(group: Group, kind: str, stand_in: bool = False) -> dict[str, Any]:
     """As `answered`, where one rank never has memory for a graph."""
     count_replays()
+    if stand_in:
+        stand_in_for_graphs()
     tensors, shard = tensors_of(kind), Shard(group.rank, group.size)
     return answered(group, random_part(tensors, shard, group, group.device), local(tensors.config, shard), plant=True)
 
@@ -269,6 +276,37 @@ def free(group: Group) -> None:
     gc.collect()
     if group.device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+class Replayed:
+    """Runs on what lies in the static buffers, as a graph does, and writes where it wrote first."""
+
+    def __init__(self, run: Callable[[], Tensor], out: Tensor) -> None:
+        self.run, self.out = run, out
+
+    def replay(self) -> None:
+        self.out.copy_(self.run())
+
+    def reset(self) -> None:
+        del self.run
+
+
+def stand_in_for_graphs() -> None:
+    """A capture asks all ranks, and keeps the call."""
+
+    def capture(run: Callable[[], Tensor], pool: Any, room: Any, device: Any, consent: Any) -> tuple[Any, Tensor]:
+        assert isinstance(consent, RankConsent) and room(consent.warm_up(run)) > 0
+        consent.all_agree(capturing._problem(lambda: None))
+        out = run().clone()
+        consent.all_agree(None)
+        return Replayed(run, out), out
+
+    graphs.capture = mixed_graphs.capture = capture  # type: ignore[assignment]
+    runner.can_capture = lambda manager: True
+    attention.turn_of = lambda *_: None  # rotations that only a CPU finds, once for a step
+    torch.cuda.graph_pool_handle = lambda: None  # type: ignore[assignment]
+    torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment, misc]
+    torch.cuda.empty_cache = lambda: None
 
 
 def count_replays() -> None:
