@@ -23,7 +23,7 @@ from hybridkv.cache.convert import Key
 from hybridkv.cache.reuse import Reuse
 from hybridkv.cache.schema import check_column
 from hybridkv.cache.store import Store
-from hybridkv.cache.tier_sizes import staging_bytes
+from hybridkv.cache.tier_sizes import CPU_LIMIT, staging_bytes
 from hybridkv.cache.tiers import HostTier
 from hybridkv.cache.worth import policy_of
 from hybridkv.cards import HEADROOM
@@ -237,7 +237,9 @@ class LLM:
                 else:
                     self.model = load_model(self.config, checkpoint, *how, self.int4, self.released)
         plan, rows = self.plan, None if self.reuse_config is None else self.plan.checkpoints
-        host = None if limits.host_bytes is None or self.ranks is not None else HostTier(limits.host_bytes, self.device)
+        host = None if limits.host_bytes is None else HostTier(limits.host_bytes, self.device)
+        if self.ranks is not None:  # free memory, and what a copy of pages does, differ from rank to rank
+            host = HostTier(CPU_LIMIT, self.device, pages=False)
         self.manager = KVCacheManager(
             plan.schema, plan.pages, plan.slots, plan.max_tokens, self.device, exact, plan.query_buffers,
             checkpoints=rows, host=host,
@@ -298,7 +300,7 @@ class LLM:
             raise HybridKVError(
                 f"max_context {context} exceeds the model's own limit of {self.config.max_positions} tokens"
             )
-        held = most_held(self.cache_config, limits.step_tokens)
+        held = most_held(self.cache_config, limits.step_tokens, 1 if self.ranks is None else self.ranks.parts)
         query_buffers = query_buffers_for(self.cache_config, limits.step_tokens, limits.max_requests)
         captures = self.device.type == "cuda"
         beside = workspace(self.config, schema, self.cache_config, limits, context, self.dtype, captures)

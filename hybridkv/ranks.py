@@ -6,7 +6,6 @@ import os
 import sys
 import weakref
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -16,13 +15,14 @@ from hybridkv.checkpoint.checkpoint import Checkpoint
 from hybridkv.config import CacheConfig
 from hybridkv.engine.lock_step import NOT_OVER_RANKS, LockStepEngine
 from hybridkv.errors import HybridKVError
+from hybridkv.eviction.policy_words import policy_words
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Model
 from hybridkv.parallel.group import TIMEOUT, GroupError
 from hybridkv.parallel.launch import FAILED, Place, take_place
 from hybridkv.parallel.loader import load_sharded
 from hybridkv.parallel.rank_bytes import block_of, rank_model_bytes
-from hybridkv.parallel.shard import Shard, check_size, local
+from hybridkv.parallel.shard import Shard, check_size, kv_copies, local
 
 
 def take_ranks(
@@ -32,7 +32,7 @@ def take_ranks(
     cache = given["cache"]
     assert isinstance(cache, CacheConfig)
     for what, asked in (
-        ("eviction", cache.budget is not None or cache.keep_turns is not None),
+        ("a budget of old turns", cache.keep_turns is not None),
         ("reuse with settings of its own", not plain_reuse),
         ("a folder of saved caches", not no_store),
     ):
@@ -43,7 +43,8 @@ def take_ranks(
     with _opened(given["model"]) as checkpoint:
         check_size(ModelConfig.from_dict(checkpoint.config), tp, given["exact"])
     timeout = float(os.environ.get("HYBRIDKV_TP_TIMEOUT", TIMEOUT))
-    return Ranks(take_place(tp, device, {**given, "cache": asdict(cache)}, timeout))
+    settings = vars(cache) | {"policy": policy_words(cache.policy)}
+    return Ranks(take_place(tp, device, {**given, "cache": settings}, timeout))
 
 
 def _opened(path: str) -> Checkpoint:
@@ -90,6 +91,12 @@ class Ranks:
         """Of all ranks."""
         return self.place.agree(0, size)[1]
 
+    @property
+    def parts(self) -> int:
+        """Ranks that hold different streams."""
+        assert self.whole is not None
+        return self.group.size // kv_copies(self.whole, self.group.size)
+
     def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, *how: Any) -> Model:
         """This rank's part of the model."""
         assert self.whole is not None
@@ -97,7 +104,8 @@ class Ranks:
 
     def engine(self, model: Model, manager: KVCacheManager, *parts: Any) -> LockStepEngine:
         """The engine of this rank."""
-        self._engine = LockStepEngine(model, manager, *parts, group=self.group)
+        assert self.whole is not None
+        self._engine = LockStepEngine(model, manager, *parts, group=self.group, kv_heads=self.whole.kv_heads)
         return self._engine
 
     def opened(self, llm: object) -> None:

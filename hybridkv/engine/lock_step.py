@@ -26,15 +26,18 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.config import SamplingParams
+from hybridkv.config import EvictionConfig, SamplingParams
+from hybridkv.engine.agreement import OutOfPagesElsewhere, RanksAgree
 from hybridkv.engine.engine import INHERIT, Engine, Update
 from hybridkv.engine.pipeline import InFlightStep, Pipeline
 from hybridkv.engine.runner import Runner
 from hybridkv.engine.sampler import PromptScores, SampledTokens, _adjusts, sample
 from hybridkv.engine.scheduler import Batch, Scheduler
 from hybridkv.engine.step_cost import StepCost
-from hybridkv.errors import RequestError
-from hybridkv.eviction import Evictor
+from hybridkv.errors import HybridKVError, OutOfPages, RequestError
+from hybridkv.eviction import Evictor, find_policy
+from hybridkv.eviction.over_ranks import OverRanks
+from hybridkv.eviction.policy_words import policy_of_words, policy_words
 from hybridkv.models.decoder import Model
 from hybridkv.parallel.events import Channel, Event
 from hybridkv.parallel.group import Group, GroupError
@@ -55,6 +58,9 @@ class LockStepPipeline(Pipeline):
         assert isinstance(model, ShardedDecoder | ShardedV4) and model.parted
         self.group, self.vocabulary, self.vocab = group, model.vocabulary, model.config.vocab
         self.steps = 0
+        agreed = scheduler.agreed
+        assert isinstance(agreed, RanksAgree)
+        self.agreed = agreed
 
     def _run(self, step: InFlightStep) -> None:
         self.agree(step.batch)
@@ -76,8 +82,8 @@ class LockStepPipeline(Pipeline):
     def plan_of(self, batch: Batch) -> list[Any]:
         """What must be the same on every rank."""
         numbers = [request.order for request in batch.requests]
-        manager = self.scheduler.manager
-        free = manager.free_pages()
+        # where heads share a budget the ranks' pages differ, and the fullest rank decides (agreement.py)
+        free = None if self.agreed.uneven else self.scheduler.manager.free_pages()
         slots = [int(slot) for slot in batch.step.host.slots[: len(numbers)]]
         return [self.steps, numbers, [int(n) for n in batch.counts], [int(at) for at in batch.positions], slots, free]
 
@@ -131,6 +137,16 @@ class LockStepPipeline(Pipeline):
         sampled.found[:, some] = drawn
 
 
+def eviction_words(eviction: EvictionConfig | None) -> dict[str, Any] | None:
+    """What a request keeps in JSON values, or RequestError: a policy of one's own."""
+    return None if eviction is None else vars(eviction) | {"policy": policy_words(eviction.policy)}
+
+
+def eviction_of_words(found: dict[str, Any] | None) -> EvictionConfig | None:
+    """What `eviction_words` was given."""
+    return None if found is None else EvictionConfig(**found | {"policy": policy_of_words(found["policy"])})
+
+
 def plainly_greedy(request: Request) -> bool:
     """Whether the largest logit is the token, and nothing else is asked."""
     return not request.params.temperature and not _adjusts(request) and request.params.logprobs is None
@@ -153,10 +169,15 @@ class LockStepEngine(Engine):
         eos_ids: frozenset[int],
         evictor: Evictor | None,
         group: Group,
+        kv_heads: int,  # of the whole model
     ) -> None:
         assert isinstance(model, ShardedDecoder | ShardedV4)
+        ranks = OverRanks(group, kv_heads)
+        if evictor is not None:
+            evictor = replace(evictor, deferred=False, ranks=ranks)
         super().__init__(replace(model, parted=True), manager, tokenizer, step_tokens, eos_ids, evictor)
         self.group, self.channel = group, Channel(group)
+        self.scheduler.agreed = self.agreed = RanksAgree(group, ranks.parts)
         self.scheduler.cost = StepCost(0)  # what was measured differs from rank to rank
         self.pipeline = LockStepPipeline(self.runner, self.scheduler, group)
         self.launches_ahead = False
@@ -180,18 +201,18 @@ class LockStepEngine(Engine):
         salt: bytes = b"",
         marks: Sequence[tuple[int, str]] = (),
     ) -> Request:
-        """As `Engine.add`. Refused: eviction, prefixes, structured outputs and logits hooks."""
+        """As `Engine.add`. Refused: policies of one's own, prefixes, structured outputs and logits hooks."""
         self._check_alive()
         params = params or SamplingParams()
-        if eviction is not INHERIT and eviction is not None:
-            raise RequestError(NOT_OVER_RANKS.format(what="eviction"))
         if prefix is not None:
             raise RequestError(NOT_OVER_RANKS.format(what="a held prefix"))
         if isinstance(params, SamplingParams) and params.structured_outputs is not None:
             raise RequestError(NOT_OVER_RANKS.format(what="structured output"))
         if isinstance(params, SamplingParams) and params.logits_hook is not None:
             raise RequestError(NOT_OVER_RANKS.format(what="a logits hook"))
-        request = super().add(tokens, params, hold, after, None)
+        words = eviction_words(self.resolve_eviction(eviction))
+        request = super().add(tokens, params, hold, after, eviction)
+        self._met(request)
         self._known[request.order] = request
         for sibling in request.siblings:
             self._known[sibling.order] = sibling
@@ -203,6 +224,7 @@ class LockStepEngine(Engine):
                 "params": asdict(request.params),  # resolved: defaults of rank 0 may have been changed
                 "hold": hold,
                 "after": None if after is None else after.order,
+                "eviction": words,
             }
         )
         return request
@@ -247,6 +269,32 @@ class LockStepEngine(Engine):
         if self.failure is not None:
             raise self.failure
 
+    # ---- eviction
+
+    def _met(self, request: Request) -> None:
+        """From the first request on whose heads may share a budget, ranks hold unlike numbers of pages."""
+        eviction = request.eviction
+        if eviction is not None and not self.agreed.uneven:
+            asked = [find_policy(eviction.policy, seen, eviction.scope) for seen in (True, False)]
+            self.agreed.uneven = any(policy.spread == "heads" for policy in asked)
+
+    def _evict_one(self, request: Request) -> Exception | SystemExit | None:
+        """All ranks evict the request, or it fails on all: scores that are broken, or pages that are short, on one."""
+        assert self.evictor is not None
+        due, before = self.evictor.due(request, self.manager), (dict(request.evictions), request.policy)
+        problem = super()._evict_one(request)
+        if isinstance(problem, GroupError):
+            raise problem
+        if not due:
+            return problem
+        code = 0 if problem is None else 1 if isinstance(problem, OutOfPages) else 2
+        codes = self.group.all_gather(torch.tensor([code])).flatten().tolist()
+        if code < max(codes):  # what was not done everywhere was not done
+            request.evictions, request.policy = before
+            where = f"rank {codes.index(max(codes))} could not evict it"
+            return OutOfPagesElsewhere() if max(codes) == 1 else HybridKVError(where)
+        return problem
+
     # ---- the others
 
     def follow(self) -> None:
@@ -271,7 +319,9 @@ class LockStepEngine(Engine):
             after = event["after"]
             self._numbers = itertools.count(event["number"])
             continued = None if after is None else self._known.get(after)
-            made = super().add(event["tokens"], SamplingParams(**given), event["hold"], continued, None)
+            eviction = eviction_of_words(event["eviction"])
+            made = super().add(event["tokens"], SamplingParams(**given), event["hold"], continued, eviction)
+            self._met(made)
             for request in (made, *made.siblings):
                 self._known[request.order] = request
             if event["hold"]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from hybridkv.cache import ForwardStep, KVCacheManager
 from hybridkv.config import CHUNK_QUANTUM
 from hybridkv.engine.admission import Admission, DoesNotFit
+from hybridkv.engine.agreement import OutOfPagesElsewhere
 from hybridkv.engine.graphs import DecodeGraphs
 from hybridkv.engine.mixed_graphs import MixedGraphs
 from hybridkv.engine.step_cost import StepCost
@@ -112,9 +113,7 @@ class Scheduler(Admission):
                 return prepared
             prepared = None
             try:
-                self._reserve_ahead(plan)
-                every_row = any(r.params.prompt_logprobs is not None for r, _ in plan)
-                step = self.reserve([(request.key, n) for request, n in plan], every_row)
+                step = self._reserved(plan, any(r.params.prompt_logprobs is not None for r, _ in plan))
             except OutOfPages:
                 if self._settle_some():
                     continue
@@ -137,7 +136,7 @@ class Scheduler(Admission):
         before = manager.free_pages()
         for request in self.running:
             manager.reuse.let_go(request.key)
-        return any(pages > before[name] for name, pages in manager.free_pages().items())
+        return self.agreed.any(any(pages > before[name] for name, pages in manager.free_pages().items()))
 
     def schedule_ahead(self) -> Batch | None:
         """The step after the one in flight, whose tokens are not known yet: of all that goes on whatever they are.
@@ -152,11 +151,24 @@ class Scheduler(Admission):
         if not plan:
             return None
         try:
-            self._reserve_ahead(plan)
-            step = self.reserve([(request.key, n) for request, n in plan])
+            step = self._reserved(plan)
         except (OutOfPages, RequestError):
             return None
         return Batch.of(plan, step)
+
+    def _reserved(self, plan: Plan, every_row: bool = False) -> ForwardStep:
+        """The step of a plan, with its pages and those of what is read ahead after it. OutOfPages where some rank has
+        too few.
+        """
+        try:
+            self._reserve_ahead(plan)
+            step = self.reserve([(request.key, n) for request, n in plan], every_row)
+        except OutOfPages:
+            self.agreed.any(True)
+            raise
+        if self.agreed.any(False):
+            raise OutOfPagesElsewhere()
+        return step
 
     def _reserve_ahead(self, plan: Plan) -> None:
         """The pages of what is read ahead when a prompt is evicted after this step."""
@@ -189,7 +201,7 @@ class Scheduler(Admission):
         if any(request.evicting is not None for request in batch.requests):
             return None
         try:
-            step = self.reserve([(request.key, 1) for request in batch.requests])
+            step = self._reserved([(request, 1) for request in batch.requests])
         except (OutOfPages, RequestError):  # `schedule` will say which
             return None
         return Batch(batch.requests, step, batch.sampled, tokens)

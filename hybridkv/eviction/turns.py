@@ -41,8 +41,11 @@ def evict_turns(
     excess = {}  # (begin, end) -> [layers, G] entries that have to go
     for begin, end in turns:
         held = np.array([np.diff(np.searchsorted(at, (begin, end)))[0] for at in where]).reshape(lengths.shape)
-        if (held > budget).any():
-            excess[begin, end] = np.maximum(held - budget, 0)
+        excess[begin, end] = np.maximum(held - budget, 0)
+    most = torch.tensor([int(gone.max()) for gone in excess.values()])
+    if evictor.ranks is not None:
+        most = evictor.ranks.largest(most)  # a turn is evicted on all ranks or on none
+    excess = {turn: gone for (turn, gone), some in zip(excess.items(), most.tolist(), strict=True) if some}
     if not excess:
         return 0
     policy = find_policy("auto", seen=False)
@@ -54,7 +57,7 @@ def evict_turns(
         chosen = choose(rows.split(table.schema.heads), lengths, lengths - gone, 0, "head")
         keep = chosen if keep is None else _both(keep, chosen)
     assert keep is not None
-    return evictor.keep(request, manager, keep)
+    return evictor.keep(request, manager, keep, alike=False)
 
 
 def _both(a: Keep, b: Keep) -> Keep:

@@ -6,6 +6,7 @@ import signal
 from dataclasses import replace
 from typing import Any
 
+import evicting_ranks
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -159,7 +160,7 @@ def lock_step_engine(group: Group, path: str, slots: int, pages: int | None = No
     plan = plan_cache(schema, slots, context, None)
     taken = plan.pages if pages is None else dict.fromkeys(plan.pages, pages * schema.streams[0].streams)
     manager = KVCacheManager(schema, taken, slots, context, CPU, False, plan.query_buffers)
-    return LockStepEngine(model, manager, None, 64, frozenset(), None, group)
+    return LockStepEngine(model, manager, None, 64, frozenset(), None, group, config.kv_heads)
 
 
 def together(
@@ -271,3 +272,11 @@ def best(group: Group, path: str) -> list[list[list[int]]]:
     rows[7] = 0.0
     rows[8, vocab - 1] = 60.0
     return [engine.pipeline.best(rows[:, begin:end]).tolist(), best_tokens(rows).tolist()]
+
+
+# --- eviction ----------------------------------------------------------------------------------------------------------
+
+
+def evictions(group: Group | Alone, path: str, cases: list[dict[str, Any]], **how: Any) -> dict[str, Any]:
+    """evicting_ranks.evictions of a model."""
+    return evicting_ranks.evictions(group, open_part(path, group, exact=how.get("exact", False)), cases, **how)
