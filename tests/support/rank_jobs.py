@@ -274,9 +274,24 @@ def best(group: Group, path: str) -> list[list[list[int]]]:
     return [engine.pipeline.best(rows[:, begin:end]).tolist(), best_tokens(rows).tolist()]
 
 
-# --- eviction ----------------------------------------------------------------------------------------------------------
+# --- eviction ---------------------------------------------------------------------------------------------------------
 
 
 def evictions(group: Group | Alone, path: str, cases: list[dict[str, Any]], **how: Any) -> dict[str, Any]:
     """evicting_ranks.evictions of a model."""
     return evicting_ranks.evictions(group, open_part(path, group, exact=how.get("exact", False)), cases, **how)
+
+
+def random_evictions(group: Group, path: str, seed: int, events: int) -> list[int]:
+    """evicting_ranks.random_evictions of a model."""
+    return evicting_ranks.random_evictions(group, open_part(path, group), seed, events)
+
+
+def count_evictions(group: Group, path: str, cases: list[dict[str, Any]]) -> list[int]:
+    """Gathers of every case, beside the two of each step."""
+    part, found = open_part(path, group), []
+    for case in cases:
+        calls = count_calls(group_module, "all_gather_single")
+        steps = evicting_ranks.evictions(group, part, [case])["steps"]
+        found.append(calls["all_gather_single"][0] - 2 * steps)
+    return found
