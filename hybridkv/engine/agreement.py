@@ -10,20 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridkv.errors import HybridKVError, OutOfPages
 from hybridkv.parallel.group import Group
-
-
-class OutOfPagesElsewhere(OutOfPages):
-    """Another rank's pool has fewer free pages than a step needs."""
-
-    def __init__(self) -> None:
-        self.needed = self.free = self.total = 0
-        HybridKVError.__init__(
-            self,
-            "another rank has too few free pages, since its heads keep more; lower max_requests or max_context, give "
-            "more memory, or spread the budget evenly (policy 'snapkv', 'keydiff')",
-        )
 
 
 class Agreement:

@@ -27,14 +27,14 @@ from torch import Tensor
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.config import EvictionConfig, SamplingParams
-from hybridkv.engine.agreement import OutOfPagesElsewhere, RanksAgree
+from hybridkv.engine.agreement import RanksAgree
 from hybridkv.engine.engine import INHERIT, Engine, Update
 from hybridkv.engine.pipeline import InFlightStep, Pipeline
 from hybridkv.engine.runner import Runner
 from hybridkv.engine.sampler import PromptScores, SampledTokens, _adjusts, sample
 from hybridkv.engine.scheduler import Batch, Scheduler
 from hybridkv.engine.step_cost import StepCost
-from hybridkv.errors import HybridKVError, OutOfPages, RequestError
+from hybridkv.errors import RequestError
 from hybridkv.eviction import Evictor, find_policy
 from hybridkv.eviction.over_ranks import OverRanks
 from hybridkv.eviction.policy_words import policy_of_words, policy_words
@@ -279,20 +279,9 @@ class LockStepEngine(Engine):
             self.agreed.uneven = any(policy.spread == "heads" for policy in asked)
 
     def _evict_one(self, request: Request) -> Exception | SystemExit | None:
-        """All ranks evict the request, or it fails on all: scores that are broken, or pages that are short, on one."""
-        assert self.evictor is not None
-        due, before = self.evictor.due(request, self.manager), (dict(request.evictions), request.policy)
         problem = super()._evict_one(request)
-        if isinstance(problem, GroupError):
+        if isinstance(problem, GroupError):  # no request's own
             raise problem
-        if not due:
-            return problem
-        code = 0 if problem is None else 1 if isinstance(problem, OutOfPages) else 2
-        codes = self.group.all_gather(torch.tensor([code])).flatten().tolist()
-        if code < max(codes):  # what was not done everywhere was not done
-            request.evictions, request.policy = before
-            where = f"rank {codes.index(max(codes))} could not evict it"
-            return OutOfPagesElsewhere() if max(codes) == 1 else HybridKVError(where)
         return problem
 
     # ---- the others

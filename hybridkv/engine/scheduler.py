@@ -9,20 +9,19 @@ nothing else is left to do.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from torch import Tensor
 
 from hybridkv.cache import ForwardStep, KVCacheManager
 from hybridkv.config import CHUNK_QUANTUM
 from hybridkv.engine.admission import Admission, DoesNotFit
-from hybridkv.engine.agreement import OutOfPagesElsewhere
 from hybridkv.engine.graphs import DecodeGraphs
 from hybridkv.engine.mixed_graphs import MixedGraphs
 from hybridkv.engine.step_cost import StepCost
-from hybridkv.errors import HybridKVError, OutOfPages, RequestError
+from hybridkv.errors import HybridKVError, OutOfPages, OutOfPagesElsewhere, RequestError
 from hybridkv.eviction import Evictor
 from hybridkv.request import Request
 
@@ -113,7 +112,9 @@ class Scheduler(Admission):
                 return prepared
             prepared = None
             try:
-                step = self._reserved(plan, any(r.params.prompt_logprobs is not None for r, _ in plan))
+                self._reserve_ahead(plan)
+                every_row = any(r.params.prompt_logprobs is not None for r, _ in plan)
+                step = self.reserve([(request.key, n) for request, n in plan], every_row)
             except OutOfPages:
                 if self._settle_some():
                     continue
@@ -151,36 +152,37 @@ class Scheduler(Admission):
         if not plan:
             return None
         try:
-            step = self._reserved(plan)
+            self._reserve_ahead(plan)
+            step = self.reserve([(request.key, n) for request, n in plan])
         except (OutOfPages, RequestError):
             return None
         return Batch.of(plan, step)
-
-    def _reserved(self, plan: Plan, every_row: bool = False) -> ForwardStep:
-        """The step of a plan, with its pages and those of what is read ahead after it. OutOfPages where some rank has
-        too few.
-        """
-        try:
-            self._reserve_ahead(plan)
-            step = self.reserve([(request.key, n) for request, n in plan], every_row)
-        except OutOfPages:
-            self.agreed.any(True)
-            raise
-        if self.agreed.any(False):
-            raise OutOfPagesElsewhere()
-        return step
 
     def _reserve_ahead(self, plan: Plan) -> None:
         """The pages of what is read ahead when a prompt is evicted after this step."""
         for request, n in plan:
             if self.evictor is not None and (ahead := self.evictor.read_ahead(request, self.manager, n)):
-                self.manager.prepare_forward([(request.key, n + ahead)])
+                self._on_all_ranks(partial(self.manager.prepare_forward, [(request.key, n + ahead)]))
+
+    def _on_all_ranks(self, reserve: Callable[[], ForwardStep]) -> ForwardStep:
+        """What is reserved; OutOfPages where some rank has too few. What the others have taken stays for the step."""
+        try:
+            found = reserve()
+        except OutOfPages:
+            self.agreed.any(True)
+            raise
+        if self.agreed.any(False):
+            raise OutOfPagesElsewhere()
+        return found
 
     def reserve(self, plan: Sequence[tuple[Hashable, int]], every_row: bool = False) -> ForwardStep:
         """The pages of a step, which gets the shape of the graph that it is replayed in, if there is one.
 
         `every_row`: logits of more than the last token of a prompt are wanted, and no graph gives those.
         """
+        return self._on_all_ranks(partial(self._reserve, plan, every_row))
+
+    def _reserve(self, plan: Sequence[tuple[Hashable, int]], every_row: bool) -> ForwardStep:
         if all(tokens == 1 for _, tokens in plan):
             return self.manager.prepare_forward(plan, None if self.graphs is None else self.graphs.rows(len(plan)))
         shape = None
@@ -201,7 +203,7 @@ class Scheduler(Admission):
         if any(request.evicting is not None for request in batch.requests):
             return None
         try:
-            step = self._reserved([(request, 1) for request in batch.requests])
+            step = self.reserve([(request.key, 1) for request in batch.requests])
         except (OutOfPages, RequestError):  # `schedule` will say which
             return None
         return Batch(batch.requests, step, batch.sampled, tokens)

@@ -236,7 +236,9 @@ class Evictor:
         """
         position = manager.position(request.key)
         if position in request.evictions:
-            return self.carry_out(request, manager, request.evictions[position].lists())
+            keep = request.evictions[position].lists()
+            self._check_room(request, manager, keep)
+            return self.carry_out(request, manager, keep)
         eviction, policy, name = self._asked(request, position, ahead)
         freed = self.keep(request, manager, self.choose(request, manager, eviction, policy, ahead=ahead))
         request.policy = name
@@ -300,6 +302,7 @@ class Evictor:
         everywhere = None
         if self.ranks is not None:
             keep, everywhere = self.ranks.own_part(keep, alike)
+            self._check_room(request, manager, keep)
         record, before = EvictionRecord(keep, lengths, everywhere), dict(request.evictions)
         earlier = request.evictions.pop(position, None)  # evicted twice at one position: both in one record
         request.evictions[position] = record if earlier is None else earlier.then(record)
@@ -308,6 +311,18 @@ class Evictor:
         except BaseException:  # what was not carried out is not remembered
             request.evictions = before
             raise
+
+    def _check_room(self, request: Request, manager: KVCacheManager, keep: Keep) -> None:
+        """Over ranks: OutOfPages on all of them where one has no room for survivors whose pages others own too."""
+        if self.ranks is None:
+            return
+        table, problem = manager.tables[STREAMS], None
+        counts = np.array([len(entries) for layer in keep for entries in layer])
+        try:
+            table.allocator.require(int(table.compaction_pages(manager.slot_of[request.key], counts).sum()))
+        except OutOfPages as short:
+            problem = short
+        self.ranks.agree(problem)
 
     @staticmethod
     def carry_out(request: Request, manager: KVCacheManager, keep: Keep) -> int:
@@ -326,7 +341,20 @@ class Evictor:
         ahead: int = 0,
     ) -> Keep:
         """Lists of `pick`. The device is waited for once, at the end."""
-        return self.pick(request, manager, eviction, policy, scores, ranges, ahead).lists()
+        return self.on_all_ranks(lambda: self.pick(request, manager, eviction, policy, scores, ranges, ahead).lists())
+
+    def on_all_ranks(self, choose: Callable[[], Keep]) -> Keep:
+        """What is chosen; over ranks HybridKVError where one cannot choose: broken scores, or a policy that raises."""
+        if self.ranks is None:
+            return choose()
+        found, problem = None, None
+        try:
+            found = choose()
+        except Exception as raised:
+            problem = raised
+        self.ranks.agree(problem)
+        assert found is not None
+        return found
 
     def pick(
         self,

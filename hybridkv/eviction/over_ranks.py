@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridkv.errors import HybridKVError, OutOfPages, OutOfPagesElsewhere
 from hybridkv.eviction_record import Keep
 
 
@@ -85,6 +86,17 @@ class OverRanks:
         own = own[:, :longest]
         found = self.each(F.pad(own, (0, longest - own.shape[1])).view(layers, -1, longest))  # [parts, layers, g, L]
         return found.transpose(0, 1).reshape(-1, longest)
+
+    def agree(self, problem: Exception | None) -> None:
+        """Raises on all ranks where something is wrong on one: a rank's own problem, or that another has one."""
+        code = 0 if problem is None else 1 if isinstance(problem, OutOfPages) else 2
+        codes = self.group.all_gather(torch.tensor([code])).flatten().tolist()
+        if problem is not None and code == max(codes):
+            raise problem
+        if max(codes) == 1:
+            raise OutOfPagesElsewhere()
+        if max(codes):
+            raise HybridKVError(f"rank {codes.index(2)} could not choose what to keep")
 
     def own_part(self, keep: Keep, alike: bool) -> tuple[Keep, np.ndarray]:
         """Lists of this rank's streams, from those of all or of its own, and what all streams keep: [layers, G].

@@ -50,14 +50,19 @@ def evict_turns(
         return 0
     policy = find_policy("auto", seen=False)
     scores = joined(evictor.scores(request, manager, policy, manager.schema.query_window or 0))
-    at, keep = positions(slot, manager), None
-    for (begin, end), gone in excess.items():
-        rows = scores.clone()
-        Protected(ranges=[(0, begin), (end, END)], positions=at).mark(rows)
-        chosen = choose(rows.split(table.schema.heads), lengths, lengths - gone, 0, "head")
-        keep = chosen if keep is None else _both(keep, chosen)
-    assert keep is not None
-    return evictor.keep(request, manager, keep, alike=False)
+    at = positions(slot, manager)
+
+    def lists() -> Keep:
+        keep = None
+        for (begin, end), gone in excess.items():
+            rows = scores.clone()
+            Protected(ranges=[(0, begin), (end, END)], positions=at).mark(rows)
+            chosen = choose(rows.split(table.schema.heads), lengths, lengths - gone, 0, "head")
+            keep = chosen if keep is None else _both(keep, chosen)
+        assert keep is not None
+        return keep
+
+    return evictor.keep(request, manager, evictor.on_all_ranks(lists), alike=False)
 
 
 def _both(a: Keep, b: Keep) -> Keep:
