@@ -520,6 +520,10 @@ class Engine:
         with self._change(), on_device(self.manager.device):
             return score(self, tokens, prefill, chunk)
 
+    def whole_rows(self, logits: Tensor) -> Tensor:
+        """Logits [S, vocab] of what `runner.forward` gives, which over ranks are those of some tokens."""
+        return logits
+
     def score_after(self, request: Request, tokens: Sequence[int]) -> Tensor:
         """Logits [T, vocab] f32 after each of these tokens, read after a finished request whose cache is held, and held
         with it from here on. Nothing is evicted.

@@ -19,25 +19,33 @@ import json
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.config import EvictionConfig, SamplingParams
+from hybridkv.config import SamplingParams
 from hybridkv.engine.agreement import RanksAgree
-from hybridkv.engine.engine import INHERIT, Engine, Update
+from hybridkv.engine.engine import INHERIT, Update
 from hybridkv.engine.pipeline import InFlightStep, Pipeline
+from hybridkv.engine.rank_calls import (
+    NOT_OVER_RANKS,
+    OF_RANK_0,
+    RankCalls,
+    eviction_of_words,
+    eviction_words,
+    params_of_words,
+    params_words,
+)
 from hybridkv.engine.runner import Runner
-from hybridkv.engine.sampler import PromptScores, SampledTokens, _adjusts, sample
+from hybridkv.engine.sampler import FAILED_THERE, PromptScores, SampledTokens, _adjusts, sample
 from hybridkv.engine.scheduler import Batch, Scheduler
 from hybridkv.engine.step_cost import StepCost
 from hybridkv.errors import RequestError
-from hybridkv.eviction import Evictor, find_policy
+from hybridkv.eviction import Evictor
 from hybridkv.eviction.over_ranks import OverRanks
-from hybridkv.eviction.policy_words import policy_of_words, policy_words
 from hybridkv.models.decoder import Model
 from hybridkv.parallel.events import Channel, Event
 from hybridkv.parallel.group import Group, GroupError
@@ -46,7 +54,6 @@ from hybridkv.request import Request
 from hybridkv.text.tokenizer import Tokenizer
 
 SEEN = 5.0  # seconds that all ranks have to see that they part
-NOT_OVER_RANKS = "over several ranks {what} is not available yet: use tp=1"
 
 
 class LockStepPipeline(Pipeline):
@@ -133,26 +140,19 @@ class LockStepPipeline(Pipeline):
                 made.ready.synchronize()
             drawn.copy_(made.found)
             sampled.logprobs = [(some[i], row) for i, row in made.logprobs]
+            sampled.failed = {some[i]: said for i, said in made.failed.items()}
+            drawn[1, list(made.failed)] = FAILED_THERE
         self.group.broadcast(drawn)
         sampled.found[:, some] = drawn
 
 
-def eviction_words(eviction: EvictionConfig | None) -> dict[str, Any] | None:
-    """What a request keeps in JSON values, or RequestError: a policy of one's own."""
-    return None if eviction is None else vars(eviction) | {"policy": policy_words(eviction.policy)}
-
-
-def eviction_of_words(found: dict[str, Any] | None) -> EvictionConfig | None:
-    """What `eviction_words` was given."""
-    return None if found is None else EvictionConfig(**found | {"policy": policy_of_words(found["policy"])})
-
-
 def plainly_greedy(request: Request) -> bool:
     """Whether the largest logit is the token, and nothing else is asked."""
-    return not request.params.temperature and not _adjusts(request) and request.params.logprobs is None
+    plain = not request.params.temperature and not _adjusts(request) and request.params.logprobs is None
+    return plain and request.following is None
 
 
-class LockStepEngine(Engine):
+class LockStepEngine(RankCalls):
     """An Engine of one rank. On rank 0 it is used like any other; the others `follow` it.
 
     `on_failure` is told on rank 0, once, that the group has ended.
@@ -176,7 +176,7 @@ class LockStepEngine(Engine):
         if evictor is not None:
             evictor = replace(evictor, deferred=False, ranks=ranks)
         super().__init__(replace(model, parted=True), manager, tokenizer, step_tokens, eos_ids, evictor)
-        self.group, self.channel = group, Channel(group)
+        self.group, self.channel, self.vocabulary = group, Channel(group), model.vocabulary
         self.scheduler.agreed = self.agreed = RanksAgree(group, ranks.parts)
         self.scheduler.cost = StepCost(0)  # what was measured differs from rank to rank
         self.pipeline = LockStepPipeline(self.runner, self.scheduler, group)
@@ -201,18 +201,14 @@ class LockStepEngine(Engine):
         salt: bytes = b"",
         marks: Sequence[tuple[int, str]] = (),
     ) -> Request:
-        """As `Engine.add`. Refused: policies of one's own, prefixes, structured outputs and logits hooks."""
+        """As `Engine.add`. Refused: policies of one's own, and held prefixes."""
         self._check_alive()
         params = params or SamplingParams()
         if prefix is not None:
             raise RequestError(NOT_OVER_RANKS.format(what="a held prefix"))
-        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-            raise RequestError(NOT_OVER_RANKS.format(what="structured output"))
-        if isinstance(params, SamplingParams) and params.logits_hook is not None:
-            raise RequestError(NOT_OVER_RANKS.format(what="a logits hook"))
         words = eviction_words(self.resolve_eviction(eviction))
         request = super().add(tokens, params, hold, after, eviction)
-        self._met(request)
+        self._may_share(request.eviction)
         self._known[request.order] = request
         for sibling in request.siblings:
             self._known[sibling.order] = sibling
@@ -221,7 +217,7 @@ class LockStepEngine(Engine):
                 "event": "add",
                 "number": request.order,
                 "tokens": list(request.tokens),
-                "params": asdict(request.params),  # resolved: defaults of rank 0 may have been changed
+                **params_words(request),
                 "hold": hold,
                 "after": None if after is None else after.order,
                 "eviction": words,
@@ -269,15 +265,6 @@ class LockStepEngine(Engine):
         if self.failure is not None:
             raise self.failure
 
-    # ---- eviction
-
-    def _met(self, request: Request) -> None:
-        """From the first request on whose heads may share a budget, ranks hold unlike numbers of pages."""
-        eviction = request.eviction
-        if eviction is not None and not self.agreed.uneven:
-            asked = [find_policy(eviction.policy, seen, eviction.scope) for seen in (True, False)]
-            self.agreed.uneven = any(policy.spread == "heads" for policy in asked)
-
     def _evict_one(self, request: Request) -> Exception | SystemExit | None:
         problem = super()._evict_one(request)
         if isinstance(problem, GroupError):  # no request's own
@@ -301,20 +288,21 @@ class LockStepEngine(Engine):
 
     def _apply(self, event: Event) -> None:
         if event["event"] == "add":
-            given = event["params"]
-            given["logit_bias"] = {int(token): value for token, value in given["logit_bias"].items()}
-            for name in ("bad_words", "stop", "stop_token_ids"):
-                given[name] = tuple(given[name])
             after = event["after"]
             self._numbers = itertools.count(event["number"])
             continued = None if after is None else self._known.get(after)
             eviction = eviction_of_words(event["eviction"])
-            made = super().add(event["tokens"], SamplingParams(**given), event["hold"], continued, eviction)
-            self._met(made)
+            made = super().add(event["tokens"], params_of_words(event), event["hold"], continued, eviction)
+            self._may_share(made.eviction)
             for request in (made, *made.siblings):
                 self._known[request.order] = request
+                request.banned = tuple(event["banned"])
+                request.following = OF_RANK_0 if event["bound"] else None
             if event["hold"]:
                 self._to_hold[made.order] = made
+            return
+        if event["event"] not in ("abort", "stop"):
+            self._do_call(event)
             return
         request = self._known.get(event["number"])
         if event["event"] == "abort":
@@ -333,20 +321,14 @@ class LockStepEngine(Engine):
     def restore_held(self, session: Any) -> NoReturn:
         raise RequestError(NOT_OVER_RANKS.format(what="loading a conversation"))
 
-    def fork_held(self, request: Request) -> NoReturn:
-        raise RequestError(NOT_OVER_RANKS.format(what="a fork of a conversation"))
+    def export(self, *_: Any, **__: Any) -> NoReturn:
+        raise RequestError(NOT_OVER_RANKS.format(what="moving a request"))
 
-    def evict_held(self, *_: Any, **__: Any) -> NoReturn:
-        raise RequestError(NOT_OVER_RANKS.format(what="eviction"))
+    def resume(self, *_: Any, **__: Any) -> NoReturn:
+        raise RequestError(NOT_OVER_RANKS.format(what="moving a request"))
 
     def replay(self, *_: Any, **__: Any) -> NoReturn:
-        raise RequestError(NOT_OVER_RANKS.format(what="eviction"))
-
-    def evict_turns(self, *_: Any, **__: Any) -> NoReturn:
-        raise RequestError(NOT_OVER_RANKS.format(what="eviction"))
-
-    def score(self, *_: Any, **__: Any) -> NoReturn:
-        raise RequestError(NOT_OVER_RANKS.format(what="logits of a given text"))
+        raise RequestError(NOT_OVER_RANKS.format(what="policy 'replay'"))
 
     def score_after(self, *_: Any, **__: Any) -> NoReturn:
-        raise RequestError(NOT_OVER_RANKS.format(what="logits of a given text"))
+        raise RequestError(NOT_OVER_RANKS.format(what="scoring what follows a held cache"))

@@ -9,6 +9,7 @@ nothing else is left to do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -241,6 +242,8 @@ class Scheduler(Admission):
         keys = (
             self.manager.longest(prompts[0][0].key) + (OLDEST - 1) * self.manager.longest(shortest.key)
         ) / OLDEST  # as `_chunks` has it
+        if sizes:  # then both count
+            held, keys = self.agreed.most(held), self.agreed.most(math.ceil(keys))
         return self.cost.tokens_beside(len(decoding), held, sizes, self.step_tokens, keys) - len(decoding)
 
     def predicted(self, batch: Batch) -> float | None:

@@ -18,8 +18,9 @@ def mean_length(request: Request, manager: KVCacheManager) -> float:
     """
     position = manager.position(request.key)
     at = max((at for at in request.evictions if at <= position), default=None)
-    if at is not None and request.evictions[at].everywhere is not None:
-        return request.evictions[at].kept + position - at
+    everywhere = None if at is None else request.evictions[at].everywhere
+    if at is not None and everywhere is not None:
+        return float((everywhere.sum() + (position - at) * everywhere.size) / everywhere.size)
     return float(manager.tables[STREAMS].lengths[manager.slot_of[request.key]].mean())
 
 

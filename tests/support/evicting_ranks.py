@@ -23,6 +23,7 @@ from hybridkv.parallel.group import Alone, Group
 from hybridkv.parallel.shard import Shard, local
 from hybridkv.planner import plan_cache
 from hybridkv.request import Request
+from hybridkv.text.tokenizer import Tokenizer
 
 CONTEXT, STEP = 320, 128
 CACHE = CacheConfig(kv_dtype="f32", page_size=4, query_buffers=3, window=16, recent=8)
@@ -30,20 +31,27 @@ Lists = dict[int, list[list[list[int]]]]  # position -> of each layer and stream
 
 
 def engine_of(
-    group: Group | Alone, part: tuple[Model, ModelConfig, Shard], exact: bool, pages: int | None, slots: int
+    group: Group | Alone,
+    part: tuple[Model, ModelConfig, Shard],
+    exact: bool = False,
+    pages: int | None = None,
+    slots: int = 3,
+    tokenizer: Tokenizer | None = None,
+    cache: CacheConfig = CACHE,
 ) -> Engine:
     """`pages`: of each pool, for each stream of this rank; None: enough."""
     model, config, shard = part
     own = local(config, shard) if group.size > 1 else config
-    schema = cache_schema(own, CACHE, "float32")
+    schema = cache_schema(own, cache, "float32")
     plan = plan_cache(schema, slots, CONTEXT, None)
     taken = plan.pages if pages is None else {"attention": pages * schema.streams[0].streams}
     manager = KVCacheManager(schema, taken, slots, CONTEXT, torch.device("cpu"), exact, plan.query_buffers)
     assert pages is not None or manager.memory_bytes() == plan.nbytes
-    evictor = Evictor.make(CACHE, manager, scale=config.attention_scale)
+    evictor = Evictor.make(cache, manager, scale=config.attention_scale)
+    eos = frozenset() if tokenizer is None else frozenset({0})
     if isinstance(group, Alone):
-        return Engine(model, manager, step_tokens=STEP, evictor=evictor)
-    return LockStepEngine(model, manager, None, STEP, frozenset(), evictor, group, config.kv_heads)
+        return Engine(model, manager, tokenizer, STEP, eos, evictor)
+    return LockStepEngine(model, manager, tokenizer, STEP, eos, evictor, group, config.kv_heads)
 
 
 def evictions(

@@ -6,6 +6,7 @@ import signal
 from dataclasses import replace
 from typing import Any
 
+import calling_ranks
 import evicting_ranks
 import torch
 import torch.distributed as dist
@@ -295,3 +296,8 @@ def count_evictions(group: Group, path: str, cases: list[dict[str, Any]]) -> lis
         steps = evicting_ranks.evictions(group, part, [case])["steps"]
         found.append(calls["all_gather_single"][0] - 2 * steps)
     return found
+
+
+def calls(group: Group | Alone, path: str, script: str) -> Any:
+    """calling_ranks.run of a model."""
+    return calling_ranks.run(group, open_part(path, group), script)
