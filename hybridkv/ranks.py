@@ -32,7 +32,6 @@ def take_ranks(
     cache = given["cache"]
     assert isinstance(cache, CacheConfig)
     for what, asked in (
-        ("a budget of old turns", cache.keep_turns is not None),
         ("reuse with settings of its own", not plain_reuse),
         ("a folder of saved caches", not no_store),
     ):
