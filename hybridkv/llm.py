@@ -250,7 +250,8 @@ class LLM:
         eos = self.tokenizer.eos_ids if self.tokenizer and self.tokenizer.eos_ids else frozenset(self.config.eos_ids)
         evictor = Evictor.make(self.cache_config, self.manager, scale=self.config.attention_scale)
         parts = self.model, self.manager, self.tokenizer, limits.step_tokens, eos, evictor
-        self.engine = Engine(*parts) if self.ranks is None else self.ranks.engine(*parts)
+        ranks = self.ranks
+        self.engine = Engine(*parts) if ranks is None else ranks.engine(self.cache_config, self.dtype, *parts)
         self.engine.sampling_defaults = self.sampling_defaults
         if self.ranks is None:
             precompile(self.engine, compile_progress)
@@ -258,6 +259,8 @@ class LLM:
         plain = "int4" if self.int4 else "f16" if self.half else str(self.dtype).removeprefix("torch.")
         form = "released" if self.released else "fp8" if self.fp8 else "packed" if self.packed else plain
         self.engine.about = {"model": self.path.name, "weights": form}
+        if self.ranks is not None:
+            self.engine.about["ranks"] = str(self.ranks.group.size)
         self.weight_form = form
         template = self.tokenizer.chat_template if self.tokenizer else None
         self.chat_template = (

@@ -14,10 +14,13 @@ from hybridkv.cache import KVCacheManager
 from hybridkv.checkpoint.checkpoint import Checkpoint
 from hybridkv.config import CacheConfig
 from hybridkv.engine.lock_step import NOT_OVER_RANKS, LockStepEngine
+from hybridkv.engine.rank_sessions import WholeCache, group_fingerprint
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction.policy_words import policy_words
+from hybridkv.models import cache_schema
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Model
+from hybridkv.models.schemas import head_counts
 from hybridkv.parallel.group import TIMEOUT, GroupError
 from hybridkv.parallel.launch import FAILED, Place, take_place
 from hybridkv.parallel.loader import load_sharded
@@ -101,10 +104,15 @@ class Ranks:
         assert self.whole is not None
         return load_sharded(self.whole, self.shard, self.group, checkpoint, device, dtype, *how)
 
-    def engine(self, model: Model, manager: KVCacheManager, *parts: Any) -> LockStepEngine:
+    def engine(
+        self, cache: CacheConfig, dtype: torch.dtype, model: Model, manager: KVCacheManager, *parts: Any
+    ) -> LockStepEngine:
         """The engine of this rank."""
         assert self.whole is not None
-        self._engine = LockStepEngine(model, manager, *parts, group=self.group, kv_heads=self.whole.kv_heads)
+        whole = WholeCache(cache_schema(self.whole, cache, dtype), head_counts(self.whole))
+        name = group_fingerprint(self.group, manager.model_fingerprint())
+        manager.model_fingerprint = lambda: name
+        self._engine = LockStepEngine(model, manager, *parts, group=self.group, whole=whole)
         return self._engine
 
     def opened(self, llm: object) -> None:

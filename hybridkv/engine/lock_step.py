@@ -39,6 +39,7 @@ from hybridkv.engine.rank_calls import (
     params_of_words,
     params_words,
 )
+from hybridkv.engine.rank_sessions import WholeCache
 from hybridkv.engine.runner import Runner
 from hybridkv.engine.sampler import FAILED_THERE, PromptScores, SampledTokens, _adjusts, sample
 from hybridkv.engine.scheduler import Batch, Scheduler
@@ -169,15 +170,16 @@ class LockStepEngine(RankCalls):
         eos_ids: frozenset[int],
         evictor: Evictor | None,
         group: Group,
-        kv_heads: int,  # of the whole model
+        whole: WholeCache,
     ) -> None:
         assert isinstance(model, ShardedDecoder | ShardedV4)
-        ranks = OverRanks(group, kv_heads)
+        ranks = OverRanks(group, whole.counts.kv_heads)
         if evictor is not None:
             evictor = replace(evictor, deferred=False, ranks=ranks)
         super().__init__(replace(model, parted=True), manager, tokenizer, step_tokens, eos_ids, evictor)
         self.group, self.channel, self.vocabulary = group, Channel(group), model.vocabulary
         self.scheduler.agreed = self.agreed = RanksAgree(group, ranks.parts)
+        self.whole = whole
         self.scheduler.cost = StepCost(0)  # what was measured differs from rank to rank
         self.pipeline = LockStepPipeline(self.runner, self.scheduler, group)
         self.launches_ahead = False
@@ -314,12 +316,6 @@ class LockStepEngine(RankCalls):
 
     def changing(self) -> NoReturn:
         raise RequestError(NOT_OVER_RANKS.format(what="a change of held caches"))
-
-    def session(self, request: Any, conversation: Any = None) -> NoReturn:
-        raise RequestError(NOT_OVER_RANKS.format(what="saving a conversation"))
-
-    def restore_held(self, session: Any) -> NoReturn:
-        raise RequestError(NOT_OVER_RANKS.format(what="loading a conversation"))
 
     def export(self, *_: Any, **__: Any) -> NoReturn:
         raise RequestError(NOT_OVER_RANKS.format(what="moving a request"))

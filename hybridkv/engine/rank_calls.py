@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -17,9 +17,11 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from hybridkv.cache.session import Session
 from hybridkv.config import EvictionConfig, SamplingParams
 from hybridkv.engine.agreement import RanksAgree
 from hybridkv.engine.engine import Engine, Update
+from hybridkv.engine.rank_sessions import WholeCache
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.eviction import find_policy
 from hybridkv.eviction.policy_words import policy_of_words, policy_words
@@ -42,6 +44,7 @@ class RankCalls(Engine):
     channel: Channel
     agreed: RanksAgree
     vocabulary: Vocabulary
+    whole: WholeCache  # what this rank's cache is a part of
     failure: GroupError | None
     _events: list[Event]  # since the last step
     _known: weakref.WeakValueDictionary[int, Request]
@@ -147,7 +150,31 @@ class RankCalls(Engine):
             asked = [find_policy(eviction.policy, seen, eviction.scope) for seen in (True, False)]
             self.agreed.uneven = any(policy.spread == "heads" for policy in asked)
 
-    # ---- forks
+    # ---- forks, and what is saved
+
+    def session(self, request: Request | None, conversation: Mapping[str, Any] | None = None) -> Session:
+        """As `Engine.session`: the parts of all ranks, joined. It can be brought back over as many ranks."""
+        if request is None:
+            return super().session(None, conversation)
+        event = {"event": "session", "number": request.order}
+        found = self._call(event, partial(self._session, event))
+        return replace(found, conversation=dict(conversation or {}))
+
+    def _session(self, event: Event) -> Session:
+        part = self._alike(lambda: super(RankCalls, self).session(self._named(event)))
+        return self.whole.joined(self.group, part)
+
+    def restore_held(self, session: Session) -> Request:
+        """As `Engine.restore_held`, of what `session` gave here or over as many ranks of the same model."""
+        self.check_session_model(session.model, session.about)  # before its bytes are sent
+        event = {"event": "restore_held", "restored": next(self._numbers)}
+        return self._call(event, partial(self._restore_held, event, session))
+
+    def _restore_held(self, event: Event, session: Session | None = None) -> Request:
+        self._numbers = itertools.count(event["restored"])
+        part = self.whole.cut(self.group, session)
+        self.agreed.uneven |= any(not record.alike for record in part.evictions.values())
+        return self._holding(super().restore_held(part))
 
     def fork_held(self, request: Request) -> Request:
         """As `Engine.fork_held`."""
@@ -156,11 +183,13 @@ class RankCalls(Engine):
 
     def _fork_held(self, event: Event) -> Request:
         self._numbers = itertools.count(event["fork"])
-        fork = super().fork_held(self._named(event))
-        self._known[fork.order] = fork
+        return self._holding(super().fork_held(self._named(event)))
+
+    def _holding(self, request: Request) -> Request:
+        self._known[request.order] = request
         if self.group.rank:
-            self._to_hold[fork.order] = fork
-        return fork
+            self._to_hold[request.order] = request
+        return request
 
     def _named(self, event: Event) -> Request:
         found = self._known.get(event["number"])

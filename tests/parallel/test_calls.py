@@ -57,3 +57,13 @@ def test_held_caches_are_forked_and_evicted_on_all_ranks(folder: Path) -> None:
         for at, layers in lists.items():
             joined = [[heads for part in parts for heads in part[number][at][i]] for i in range(len(layers))]
             assert joined == layers
+
+
+@pytest.mark.parametrize("kind", ("llama", "qwen3_5"))
+def test_a_conversation_is_saved_whole_and_brought_back_in_parts(kind: str, folder: Path, tmp_path: Path) -> None:
+    """Its cache after an eviction is the one of all heads, wherever they were."""
+    path = folder if kind == "llama" else tmp_path
+    if kind != "llama":
+        build(kind, 5).save_pretrained(path)
+    (want, _, free), found = both(path, "saved")
+    assert found[0][0] == want and [rank[2] for rank in found] == [free, free]

@@ -9,6 +9,7 @@ from byte_tokenizer import byte_tokenizer
 from evicting_ranks import CACHE, engine_of, lists_of
 from torch import Tensor
 
+from hybridkv.cache.session import Session
 from hybridkv.config import EvictionConfig, SamplingParams
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.lock_step import LockStepEngine
@@ -95,6 +96,35 @@ def score(engine: Engine) -> list[Tensor]:
     else:
         raise AssertionError("more was asked for than there is")
     return [*found, torch.tensor(finish(engine, running)[0][1])]
+
+
+def saved(engine: Engine) -> list[Any]:
+    """A conversation that was evicted, saved, given up and brought back, and goes on."""
+    asked = EvictionConfig(40, 16, 8)
+    first = engine.add(TEXT[:120], GREEDY, True, eviction=asked)
+    found = finish(engine, first)
+    session = Session.from_buffers(engine.session(first, {"said": "so"}).to_buffers())
+    assert session.conversation == {"said": "so"} and session.snapshot is not None
+    found.append([list(map(len, session.snapshot.lengths.values())), session.snapshot.position])
+    found.append({at: [[e.tolist() for e in layer] for layer in record] for at, record in session.evictions.items()})
+    engine.abort(first)
+    again = engine.restore_held(session)
+    assert lists_of(again).keys() == session.evictions.keys()
+    turn = engine.add([*again.tokens, *TEXT[200:240]], GREEDY, False, again, asked)
+    found += finish(engine, turn)
+    found.append([turn.cached_tokens, turn.stats["kept_tokens"]])
+    other = replace(session.snapshot, fingerprint="0" * 64)
+    for wrong, said in (
+        (replace(session, model="0" * 64), "another model"),
+        (replace(session, snapshot=other), "other"),
+    ):
+        try:
+            engine.restore_held(wrong)
+        except RequestError as problem:
+            assert said in str(problem), problem
+        else:
+            raise AssertionError("a session was taken that does not fit")
+    return found + finish(engine, engine.add(TEXT[:9], GREEDY))
 
 
 def held(engine: Engine) -> list[Any]:

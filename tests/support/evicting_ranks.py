@@ -12,6 +12,7 @@ from hybridkv.config import CacheConfig, EvictionConfig, SamplingParams
 from hybridkv.engine.agreement import RanksAgree
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.lock_step import LockStepEngine, LockStepPipeline
+from hybridkv.engine.rank_sessions import WholeCache
 from hybridkv.eviction import Evictor
 from hybridkv.eviction.over_ranks import OverRanks
 from hybridkv.eviction.policies import KeyDiff
@@ -19,6 +20,7 @@ from hybridkv.eviction.policy import LayerCache
 from hybridkv.models import cache_schema
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Model
+from hybridkv.models.schemas import head_counts
 from hybridkv.parallel.group import Alone, Group
 from hybridkv.parallel.shard import Shard, local
 from hybridkv.planner import plan_cache
@@ -51,7 +53,8 @@ def engine_of(
     eos = frozenset() if tokenizer is None else frozenset({0})
     if isinstance(group, Alone):
         return Engine(model, manager, tokenizer, STEP, eos, evictor)
-    return LockStepEngine(model, manager, tokenizer, STEP, eos, evictor, group, config.kv_heads)
+    whole = WholeCache(cache_schema(config, cache, "float32"), head_counts(config))
+    return LockStepEngine(model, manager, tokenizer, STEP, eos, evictor, group, whole)
 
 
 def evictions(
