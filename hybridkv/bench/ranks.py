@@ -30,8 +30,10 @@ from hybridkv.bench.timing import Ceilings, free_memory
 from hybridkv.config import CacheConfig
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.lock_step import LockStepEngine
+from hybridkv.engine.rank_sessions import WholeCache
 from hybridkv.errors import HybridKVError
 from hybridkv.models.decoder import Model
+from hybridkv.models.schemas import head_counts
 from hybridkv.parallel.group import LOOPBACK, Alone, Group, free_port
 from hybridkv.parallel.layers import ShardedDecoder
 from hybridkv.parallel.random_part import RandomTensors, random_part
@@ -164,7 +166,8 @@ class RankBench:
             found: dict[str, list[dict[str, Any]]] = {"no group": [], "a group of one": []}
             models = [parted(self.part(1, of, shape)) for of in (Alone(), group)]
             plain, made = (self.engine(model, 1, context + ANSWER) for model in models)
-            ranked = LockStepEngine(models[1], made.manager, None, self.chunk, frozenset(), None, group)
+            whole = WholeCache(made.manager.schema, head_counts(shape.config))
+            ranked = LockStepEngine(models[1], made.manager, None, self.chunk, frozenset(), None, group, whole)
             for engine in (plain, ranked):
                 fill_pages(engine.manager)
             for _ in range(TURNS):

@@ -20,7 +20,7 @@ import json
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -28,14 +28,26 @@ from torch import Tensor
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.config import SamplingParams
-from hybridkv.engine.engine import INHERIT, Engine, Update
+from hybridkv.engine.agreement import RanksAgree
+from hybridkv.engine.engine import INHERIT, Update
 from hybridkv.engine.pipeline import InFlightStep, Pipeline
+from hybridkv.engine.rank_calls import (
+    NOT_OVER_RANKS,
+    OF_RANK_0,
+    RankCalls,
+    eviction_of_words,
+    eviction_words,
+    params_of_words,
+    params_words,
+)
 from hybridkv.engine.rank_graphs import WithLimit, capture_together, check_ranks_with, drop_graphs
+from hybridkv.engine.rank_sessions import WholeCache
 from hybridkv.engine.runner import Runner
-from hybridkv.engine.sampler import PromptScores, SampledTokens, _adjusts, _upload, host, sample
+from hybridkv.engine.sampler import FAILED_THERE, PromptScores, SampledTokens, _adjusts, _upload, host, sample
 from hybridkv.engine.scheduler import Batch, Scheduler
 from hybridkv.errors import RequestError
 from hybridkv.eviction import Evictor
+from hybridkv.eviction.over_ranks import OverRanks
 from hybridkv.kernels.best_parts import best_part, join_parts
 from hybridkv.models.decoder import Model
 from hybridkv.parallel.events import Channel, Event
@@ -46,7 +58,6 @@ from hybridkv.text.tokenizer import Tokenizer
 
 DIGEST = 32  # bytes
 SEEN = 5.0  # seconds that all ranks have to see that they part
-NOT_OVER_RANKS = "over several ranks {what} is not available yet: use tp=1"
 
 
 class LockStepPipeline(Pipeline):
@@ -59,12 +70,20 @@ class LockStepPipeline(Pipeline):
         self.group, self.vocabulary, self.vocab = group, model.vocabulary, model.config.vocab
         self.steps = 0
         self.check: Callable[[], None] = lambda: None  # raises if a rank has ended
+        agreed = scheduler.agreed
+        assert isinstance(agreed, RanksAgree)
+        self.agreed = agreed
 
     def _run(self, step: InFlightStep) -> None:
-        longest = self.agree(step.batch)
-        if self.runner.graphs is not None:
-            self.runner.graphs.longest = longest
-        super()._run(step)
+        longest, graphs = self.agree(step.batch), self.runner.graphs
+        if graphs is None:
+            super()._run(step)
+            return
+        graphs.longest = longest
+        try:
+            super()._run(step)
+        finally:
+            graphs.longest = self.scheduler.manager.max_tokens  # what runs outside of steps has not been agreed on
 
     def agree(self, batch: Batch) -> int:
         """Entries of the longest stream of all ranks. GroupError if another rank is about to run something else."""
@@ -86,8 +105,8 @@ class LockStepPipeline(Pipeline):
         shape = batch.step.shape
         graph = [batch.step.rows, None if shape is None else [shape.tokens, shape.decodes, shape.chunks]]
         numbers = [request.order for request in batch.requests]
-        manager = self.scheduler.manager
-        free = manager.free_pages()
+        # where heads share a budget the ranks' pages differ, and the fullest rank decides (agreement.py)
+        free = None if self.agreed.uneven else self.scheduler.manager.free_pages()
         slots = [int(slot) for slot in batch.step.host.slots[: len(numbers)]]
         counts, positions = [int(n) for n in batch.counts], [int(at) for at in batch.positions]
         return [self.steps, numbers, counts, positions, slots, free, graph]
@@ -131,16 +150,20 @@ class LockStepPipeline(Pipeline):
             made = sample(whole, requests, [place[rows[i]] for i in some], at_once=self.scheduler.manager.slots)
             drawn.copy_(made.drawn)
             sampled.logprobs = [(some[i], row) for i, row in made.logprobs]
+            sampled.failed = {some[i]: said for i, said in made.failed.items()}
+            if made.failed:
+                drawn[1].index_fill_(0, _upload(list(made.failed), torch.int64, device), FAILED_THERE)
         self.group.broadcast(drawn)
         sampled.drawn.index_copy_(1, _upload(some, torch.int64, device), drawn)
 
 
 def plainly_greedy(request: Request) -> bool:
     """Whether the largest logit is the token, and nothing else is asked."""
-    return not request.params.temperature and not _adjusts(request) and request.params.logprobs is None
+    plain = not request.params.temperature and not _adjusts(request) and request.params.logprobs is None
+    return plain and request.following is None
 
 
-class LockStepEngine(Engine):
+class LockStepEngine(RankCalls):
     """An Engine of one rank. On rank 0 it is used like any other; the others `follow` it.
 
     `on_failure` is told on rank 0, once, that the group has ended.
@@ -155,10 +178,16 @@ class LockStepEngine(Engine):
         eos_ids: frozenset[int],
         evictor: Evictor | None,
         group: Group,
+        whole: WholeCache,
     ) -> None:
         assert isinstance(model, ShardedDecoder | ShardedV4)
+        ranks = OverRanks(group, whole.counts.kv_heads)
+        if evictor is not None:
+            evictor = replace(evictor, deferred=False, ranks=ranks)
         super().__init__(replace(model, parted=True), manager, tokenizer, step_tokens, eos_ids, evictor)
-        self.group, self.channel = group, Channel(group)
+        self.group, self.channel, self.vocabulary = group, Channel(group), model.vocabulary
+        self.scheduler.agreed = self.agreed = RanksAgree(group, ranks.parts)
+        self.whole = whole
         capture_together(self, group)
         self.runner.logits = model.own_logits
         self.pipeline = LockStepPipeline(self.runner, self.scheduler, group)
@@ -182,18 +211,14 @@ class LockStepEngine(Engine):
         salt: bytes = b"",
         marks: Sequence[tuple[int, str]] = (),
     ) -> Request:
-        """As `Engine.add`. Refused: eviction, prefixes, structured outputs and logits hooks."""
+        """As `Engine.add`. Refused: policies of one's own, and held prefixes."""
         self._check_alive()
         params = params or SamplingParams()
-        if eviction is not INHERIT and eviction is not None:
-            raise RequestError(NOT_OVER_RANKS.format(what="eviction"))
         if prefix is not None:
             raise RequestError(NOT_OVER_RANKS.format(what="a held prefix"))
-        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-            raise RequestError(NOT_OVER_RANKS.format(what="structured output"))
-        if isinstance(params, SamplingParams) and params.logits_hook is not None:
-            raise RequestError(NOT_OVER_RANKS.format(what="a logits hook"))
-        request = super().add(tokens, params, hold, after, None)
+        words = eviction_words(self.resolve_eviction(eviction))
+        request = super().add(tokens, params, hold, after, eviction)
+        self._may_share(request.eviction)
         self._known[request.order] = request
         for sibling in request.siblings:
             self._known[sibling.order] = sibling
@@ -202,9 +227,10 @@ class LockStepEngine(Engine):
                 "event": "add",
                 "number": request.order,
                 "tokens": list(request.tokens),
-                "params": asdict(request.params),  # resolved: defaults of rank 0 may have been changed
+                **params_words(request),
                 "hold": hold,
                 "after": None if after is None else after.order,
+                "eviction": words,
             }
         )
         return request
@@ -259,6 +285,12 @@ class LockStepEngine(Engine):
         if self.failure is not None:
             raise self.failure
 
+    def _evict_one(self, request: Request) -> Exception | SystemExit | None:
+        problem = super()._evict_one(request)
+        if isinstance(problem, GroupError):  # no request's own
+            raise problem
+        return problem
+
     # ---- the others
 
     def follow(self) -> None:
@@ -276,18 +308,21 @@ class LockStepEngine(Engine):
 
     def _apply(self, event: Event) -> None:
         if event["event"] == "add":
-            given = event["params"]
-            given["logit_bias"] = {int(token): value for token, value in given["logit_bias"].items()}
-            for name in ("bad_words", "stop", "stop_token_ids"):
-                given[name] = tuple(given[name])
             after = event["after"]
             self._numbers = itertools.count(event["number"])
             continued = None if after is None else self._known.get(after)
-            made = super().add(event["tokens"], SamplingParams(**given), event["hold"], continued, None)
+            eviction = eviction_of_words(event["eviction"])
+            made = super().add(event["tokens"], params_of_words(event), event["hold"], continued, eviction)
+            self._may_share(made.eviction)
             for request in (made, *made.siblings):
                 self._known[request.order] = request
+                request.banned = tuple(event["banned"])
+                request.following = OF_RANK_0 if event["bound"] else None
             if event["hold"]:
                 self._to_hold[made.order] = made
+            return
+        if event["event"] not in ("abort", "stop"):
+            self._do_call(event)
             return
         request = self._known.get(event["number"])
         if event["event"] == "abort":
@@ -300,26 +335,14 @@ class LockStepEngine(Engine):
     def changing(self) -> NoReturn:
         raise RequestError(NOT_OVER_RANKS.format(what="a change of held caches"))
 
-    def session(self, request: Any, conversation: Any = None) -> NoReturn:
-        raise RequestError(NOT_OVER_RANKS.format(what="saving a conversation"))
+    def export(self, *_: Any, **__: Any) -> NoReturn:
+        raise RequestError(NOT_OVER_RANKS.format(what="moving a request"))
 
-    def restore_held(self, session: Any) -> NoReturn:
-        raise RequestError(NOT_OVER_RANKS.format(what="loading a conversation"))
-
-    def fork_held(self, request: Request) -> NoReturn:
-        raise RequestError(NOT_OVER_RANKS.format(what="a fork of a conversation"))
-
-    def evict_held(self, *_: Any, **__: Any) -> NoReturn:
-        raise RequestError(NOT_OVER_RANKS.format(what="eviction"))
+    def resume(self, *_: Any, **__: Any) -> NoReturn:
+        raise RequestError(NOT_OVER_RANKS.format(what="moving a request"))
 
     def replay(self, *_: Any, **__: Any) -> NoReturn:
-        raise RequestError(NOT_OVER_RANKS.format(what="eviction"))
-
-    def evict_turns(self, *_: Any, **__: Any) -> NoReturn:
-        raise RequestError(NOT_OVER_RANKS.format(what="eviction"))
-
-    def score(self, *_: Any, **__: Any) -> NoReturn:
-        raise RequestError(NOT_OVER_RANKS.format(what="logits of a given text"))
+        raise RequestError(NOT_OVER_RANKS.format(what="policy 'replay'"))
 
     def score_after(self, *_: Any, **__: Any) -> NoReturn:
-        raise RequestError(NOT_OVER_RANKS.format(what="logits of a given text"))
+        raise RequestError(NOT_OVER_RANKS.format(what="scoring what follows a held cache"))

@@ -35,7 +35,9 @@ from hybridkv.kernels.sampling.rows import SampleRow, seen_tokens
 from hybridkv.kernels.sampling.sample import NO_DISTRIBUTION, NO_TOKEN_LEFT, sample_rows
 from hybridkv.request import Request, TokenLogprobs
 
+FAILED_THERE = 3  # beside NO_DISTRIBUTION and NO_TOKEN_LEFT: what rank 0 tells the others of a row (lock_step.py)
 PROBLEMS = {
+    FAILED_THERE: "its logits hook or grammar failed on rank 0",
     NO_DISTRIBUTION: "the model gave logits that are NaN or infinite; its weights or inputs are broken",
     NO_TOKEN_LEFT: "no token is left to choose from: bad_words, min_tokens and the logits hook must not rule out all, "
     "nor give NaN or +inf",

@@ -26,10 +26,12 @@ from hybridkv.engine.graphs import Captured
 from hybridkv.engine.lock_step import LockStepEngine
 from hybridkv.engine.mixed_graphs import CapturedMixed
 from hybridkv.engine.rank_graphs import RankConsent, capture_together, drop_graphs
+from hybridkv.engine.rank_sessions import WholeCache
 from hybridkv.models import attention, cache_schema
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Model
 from hybridkv.models.known import KNOWN
+from hybridkv.models.schemas import head_counts
 from hybridkv.parallel.group import Group, GroupError
 from hybridkv.parallel.random_part import RandomTensors, random_part, random_whole
 from hybridkv.parallel.shard import Shard, local
@@ -130,18 +132,27 @@ def families(group: Group, kinds: list[str], stand_in: bool = False) -> dict[str
         shard = Shard(group.rank, group.size)
         model, config = random_part(tensors, shard, group, group.device), local(tensors.config, shard)
         logits, replays = scored(group, model, config, token_ids(150, seed=1), 140)
-        found[kind] = {"logits": logits, "scored": replays, **answered(group, model, config)}
+        found[kind] = {"logits": logits, "scored": replays, **answered(group, model, config, tensors.config)}
         del model
         free(group)
     return found
 
 
-def answered(group: Group, model: Model, config: ModelConfig, plant: bool = False) -> dict[str, Any]:
+def lock_step(group: Group, model: Model, config: ModelConfig, whole: ModelConfig) -> LockStepEngine:
+    """An engine of this rank."""
+    manager = manager_of(model, config, group.device)
+    cache = WholeCache(cache_schema(whole, CacheConfig(kv_dtype="f32"), torch.float32), head_counts(whole))
+    return LockStepEngine(model, manager, None, 64, frozenset(), None, group, cache)
+
+
+def answered(
+    group: Group, model: Model, config: ModelConfig, whole: ModelConfig, plant: bool = False
+) -> dict[str, Any]:
     """Answers in lock-step: greedy and sampled ones, one aborted in the middle, one added late. `plant`: the last rank
     never has memory for a graph.
     """
     REPLAYS.update(decode=0, mixed=0)
-    engine = LockStepEngine(model, manager_of(model, config, group.device), None, 64, frozenset(), None, group)
+    engine = lock_step(group, model, config, whole)
     engine.launches_ahead = True  # as on a GPU
     launched, plain = count_ahead(engine), capturing._problem
     if plant and group.rank == group.size - 1:
@@ -205,7 +216,8 @@ def refused(group: Group, kind: str, stand_in: bool = False) -> dict[str, Any]:
     if stand_in:
         stand_in_for_graphs()
     tensors, shard = tensors_of(kind), Shard(group.rank, group.size)
-    return answered(group, random_part(tensors, shard, group, group.device), local(tensors.config, shard), plant=True)
+    model, whole = random_part(tensors, shard, group, group.device), tensors.config
+    return answered(group, model, local(whole, shard), whole, plant=True)
 
 
 def wide(group: Group, kinds: list[str]) -> dict[str, dict[str, Any]]:
@@ -239,7 +251,7 @@ def die(group: Group, kind: str) -> list[Any]:
     """
     tensors, shard = tensors_of(kind), Shard(group.rank, group.size)
     model, config = random_part(tensors, shard, group, group.device), local(tensors.config, shard)
-    engine = LockStepEngine(model, manager_of(model, config, group.device), None, 64, frozenset(), None, group)
+    engine = lock_step(group, model, config, tensors.config)
     launched = []
 
     def launch(tokens: int) -> None:

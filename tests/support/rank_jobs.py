@@ -7,6 +7,8 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
+import calling_ranks
+import evicting_ranks
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,12 +19,14 @@ from hybridkv.devices import resolve_device
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.lock_step import LockStepEngine
 from hybridkv.engine.rank_graphs import RankConsent, WithLimit
+from hybridkv.engine.rank_sessions import WholeCache
 from hybridkv.eviction import Evictor
 from hybridkv.kernels.best_tokens import best_tokens
 from hybridkv.kernels.step_index import StepShape
 from hybridkv.models import cache_schema, load_model, open_checkpoint
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Model
+from hybridkv.models.schemas import head_counts
 from hybridkv.parallel import cuts, loader
 from hybridkv.parallel import group as group_module
 from hybridkv.parallel.group import Alone, Group, GroupError
@@ -166,12 +170,14 @@ def leave(group: Group, how: str) -> None:
 def lock_step_engine(group: Group, path: str, slots: int, pages: int | None = None) -> LockStepEngine:
     """An engine of this rank. `pages`: of the pool; None: enough."""
     model, config, shard = open_part(path, group)
-    schema = cache_schema(local(config, shard), CacheConfig(kv_dtype="f32", page_size=16), "float32")
+    cache = CacheConfig(kv_dtype="f32", page_size=16)
+    schema = cache_schema(local(config, shard), cache, "float32")
     context = 256
     plan = plan_cache(schema, slots, context, None)
     taken = plan.pages if pages is None else dict.fromkeys(plan.pages, pages * schema.streams[0].streams)
     manager = KVCacheManager(schema, taken, slots, context, CPU, False, plan.query_buffers)
-    return LockStepEngine(model, manager, None, 64, frozenset(), None, group)
+    whole = WholeCache(cache_schema(config, cache, "float32"), head_counts(config))
+    return LockStepEngine(model, manager, None, 64, frozenset(), None, group, whole)
 
 
 def together(
@@ -360,3 +366,31 @@ def best(group: Group, path: str) -> list[list[list[int]]]:
     rows[7] = 0.0
     rows[8, vocab - 1] = 60.0
     return [engine.pipeline.best(rows[:, begin:end]).tolist(), best_tokens(rows).tolist()]
+
+
+# --- eviction ---------------------------------------------------------------------------------------------------------
+
+
+def evictions(group: Group | Alone, path: str, cases: list[dict[str, Any]], **how: Any) -> dict[str, Any]:
+    """evicting_ranks.evictions of a model."""
+    return evicting_ranks.evictions(group, open_part(path, group, exact=how.get("exact", False)), cases, **how)
+
+
+def random_evictions(group: Group, path: str, seed: int, events: int) -> list[int]:
+    """evicting_ranks.random_evictions of a model."""
+    return evicting_ranks.random_evictions(group, open_part(path, group), seed, events)
+
+
+def count_evictions(group: Group, path: str, cases: list[dict[str, Any]]) -> list[int]:
+    """Gathers of every case, beside the two of each step."""
+    part, found = open_part(path, group), []
+    for case in cases:
+        calls = count_calls(group_module, "all_gather_single")
+        steps = evicting_ranks.evictions(group, part, [case])["steps"]
+        found.append(calls["all_gather_single"][0] - 2 * steps)
+    return found
+
+
+def calls(group: Group | Alone, path: str, script: str) -> Any:
+    """calling_ranks.run of a model."""
+    return calling_ranks.run(group, open_part(path, group), script)
