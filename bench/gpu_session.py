@@ -71,6 +71,7 @@ def steps() -> list[Step]:
     bench("start", 75, "--model-shape", "0.8b")
     bench("reuse", 60)
     bench("sessions", 45, "--contexts", "16384")
+    bench("ranks", 75)
     bench("prefill_long", 45, "--contexts", "65536", "--skip-peers", name="prefill")
     return found
 

@@ -226,7 +226,7 @@ class Conversation:
         """
         owner, path = llm.owner, _path(path)
         llm.chat_parts()
-        room = llm.manager.memory_bytes() + RECORD_BYTES
+        room = llm.manager.memory_bytes() * (1 if llm.ranks is None else llm.ranks.group.size) + RECORD_BYTES
         session = Session.load(
             path, lambda model, about: owner.run(lambda engine: engine.check_session_model(model, about)), room
         )

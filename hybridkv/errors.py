@@ -27,3 +27,15 @@ class OutOfPages(HybridKVError):
             f"need {needed} pages, {free} of {total} are free{where}; "
             "lower max_requests or max_context, give more memory, or use kv_dtype='bf16'"
         )
+
+
+class OutOfPagesElsewhere(OutOfPages):
+    """Another rank's pool has fewer free pages than are needed. Raised before anything is changed."""
+
+    def __init__(self) -> None:
+        self.needed = self.free = self.total = 0
+        HybridKVError.__init__(
+            self,
+            "another rank has too few free pages, since its heads keep more; lower max_requests or max_context, give "
+            "more memory, or choose a policy that spreads the budget evenly ('snapkv', 'keydiff')",
+        )

@@ -25,13 +25,19 @@ FORMS = ("kept", "dropped", "mask")
 class EvictionRecord:
     """Which entries one eviction kept."""
 
-    def __init__(self, keep: Sequence[Sequence[np.ndarray]], lengths: np.ndarray) -> None:
-        """`keep`: of each layer and stream the entries that stay; lengths [layers, G] before the eviction."""
+    def __init__(
+        self, keep: Sequence[Sequence[np.ndarray]], lengths: np.ndarray, everywhere: np.ndarray | None = None
+    ) -> None:
+        """`keep`: of each layer and stream the entries that stay; lengths [layers, G] before the eviction.
+
+        `everywhere`: where these are a rank's streams, [layers, all G] entries that those of all ranks keep.
+        """
         self._lengths = lengths.astype(np.uint32)
         self._lists: Keep | None = [list(layer) for layer in keep]  # None: packed
-        sizes = [len(entries) for layer in keep for entries in layer]
-        self.kept = sum(sizes) / max(1, len(sizes))  # entries of a stream, on average
-        self.even = min(sizes) == max(sizes)
+        sizes = [len(entries) for layer in keep for entries in layer] if everywhere is None else everywhere.ravel()
+        self.everywhere = everywhere
+        self.kept = float(sum(sizes) / max(1, len(sizes)))  # entries of a stream, on average
+        self.even = bool(min(sizes) == max(sizes))
         self._form = ""
         self._data: np.ndarray = np.zeros(0, np.uint8)
 
@@ -62,7 +68,19 @@ class EvictionRecord:
             [first[second] for first, second in zip(mine, others, strict=True)]
             for mine, others in zip(self.lists(), later.lists(), strict=True)
         ]
-        return EvictionRecord(both, self.lengths)
+        return EvictionRecord(both, self.lengths, later.everywhere)
+
+    def fullest(self, parts: int) -> float:
+        """Entries of a stream on average, on that of `parts` ranks that keeps most."""
+        if self.everywhere is None:
+            return self.kept
+        return float(self.everywhere.reshape(len(self.everywhere), parts, -1).mean((0, 2)).max())
+
+    @property
+    def alike(self) -> bool:
+        """Whether the heads of a layer keep equally many entries, on all ranks."""
+        counts = self.counts() if self.everywhere is None else self.everywhere
+        return bool((counts == counts[:, :1]).all())
 
     def packed(self) -> tuple[np.ndarray, str, np.ndarray]:
         """(lengths [layers, G], form, data [n]), as a file holds it, in any thread. The record stays as it is."""

@@ -18,6 +18,7 @@ import torch
 
 from hybridkv.config import CacheConfig
 from hybridkv.errors import HybridKVError
+from hybridkv.eviction.policy_words import policy_of_words
 from hybridkv.llm import LLM
 from hybridkv.parallel.group import Group, GroupError
 from hybridkv.parallel.launch import FAILED, Place
@@ -32,7 +33,7 @@ def main() -> NoReturn:
     try:
         group = Group.join(rank, told["size"], torch.device(told["device"]), told["meeting"], told["timeout"])
         settings: dict[str, Any] = told["settings"]
-        settings["cache"] = CacheConfig(**settings["cache"])
+        settings["cache"] = CacheConfig(**settings["cache"] | {"policy": policy_of_words(settings["cache"]["policy"])})
         settings["device"] = told["device"]
         LLM(**settings, tp=Place(group))  # it exits at the end of rank 0's
     except SystemExit as end:

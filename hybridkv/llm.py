@@ -23,7 +23,7 @@ from hybridkv.cache.convert import Key
 from hybridkv.cache.reuse import Reuse
 from hybridkv.cache.schema import check_column
 from hybridkv.cache.store import Store
-from hybridkv.cache.tier_sizes import staging_bytes
+from hybridkv.cache.tier_sizes import CPU_LIMIT, staging_bytes
 from hybridkv.cache.tiers import HostTier
 from hybridkv.cache.worth import policy_of
 from hybridkv.cards import HEADROOM
@@ -237,7 +237,9 @@ class LLM:
                 else:
                     self.model = load_model(self.config, checkpoint, *how, self.int4, self.released)
         plan, rows = self.plan, None if self.reuse_config is None else self.plan.checkpoints
-        host = None if limits.host_bytes is None or self.ranks is not None else HostTier(limits.host_bytes, self.device)
+        host = None if limits.host_bytes is None else HostTier(limits.host_bytes, self.device)
+        if self.ranks is not None:  # free memory, and what a copy of pages does, differ from rank to rank
+            host = HostTier(CPU_LIMIT, self.device, pages=False)
         self.manager = KVCacheManager(
             plan.schema, plan.pages, plan.slots, plan.max_tokens, self.device, exact, plan.query_buffers,
             checkpoints=rows, host=host,
@@ -248,7 +250,8 @@ class LLM:
         eos = self.tokenizer.eos_ids if self.tokenizer and self.tokenizer.eos_ids else frozenset(self.config.eos_ids)
         evictor = Evictor.make(self.cache_config, self.manager, scale=self.config.attention_scale)
         parts = self.model, self.manager, self.tokenizer, limits.step_tokens, eos, evictor
-        self.engine = Engine(*parts) if self.ranks is None else self.ranks.engine(*parts)
+        ranks = self.ranks
+        self.engine = Engine(*parts) if ranks is None else ranks.engine(self.cache_config, self.dtype, *parts)
         self.engine.sampling_defaults = self.sampling_defaults
         if self.ranks is None:
             precompile(self.engine, compile_progress)
@@ -256,6 +259,8 @@ class LLM:
         plain = "int4" if self.int4 else "f16" if self.half else str(self.dtype).removeprefix("torch.")
         form = "released" if self.released else "fp8" if self.fp8 else "packed" if self.packed else plain
         self.engine.about = {"model": self.path.name, "weights": form}
+        if self.ranks is not None:
+            self.engine.about["ranks"] = str(self.ranks.group.size)
         self.weight_form = form
         template = self.tokenizer.chat_template if self.tokenizer else None
         self.chat_template = (
@@ -298,7 +303,7 @@ class LLM:
             raise HybridKVError(
                 f"max_context {context} exceeds the model's own limit of {self.config.max_positions} tokens"
             )
-        held = most_held(self.cache_config, limits.step_tokens)
+        held = most_held(self.cache_config, limits.step_tokens, 1 if self.ranks is None else self.ranks.parts)
         query_buffers = query_buffers_for(self.cache_config, limits.step_tokens, limits.max_requests)
         captures = self.device.type == "cuda"
         beside = workspace(self.config, schema, self.cache_config, limits, context, self.dtype, captures)

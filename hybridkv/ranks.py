@@ -6,7 +6,6 @@ import os
 import sys
 import weakref
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -15,14 +14,18 @@ from hybridkv.cache import KVCacheManager
 from hybridkv.checkpoint.checkpoint import Checkpoint
 from hybridkv.config import CacheConfig
 from hybridkv.engine.lock_step import NOT_OVER_RANKS, LockStepEngine
+from hybridkv.engine.rank_sessions import WholeCache, group_fingerprint
 from hybridkv.errors import HybridKVError
+from hybridkv.eviction.policy_words import policy_words
+from hybridkv.models import cache_schema
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Model
+from hybridkv.models.schemas import head_counts
 from hybridkv.parallel.group import TIMEOUT, GroupError
-from hybridkv.parallel.launch import FAILED, Place, take_place
+from hybridkv.parallel.launch import FAILED, LEAVE, Place, sharers, take_place
 from hybridkv.parallel.loader import load_sharded
 from hybridkv.parallel.rank_bytes import block_of, rank_model_bytes
-from hybridkv.parallel.shard import Shard, check_size, local
+from hybridkv.parallel.shard import Shard, check_size, kv_copies, local
 
 
 def take_ranks(
@@ -32,7 +35,6 @@ def take_ranks(
     cache = given["cache"]
     assert isinstance(cache, CacheConfig)
     for what, asked in (
-        ("eviction", cache.budget is not None or cache.keep_turns is not None),
         ("reuse with settings of its own", not plain_reuse),
         ("a folder of saved caches", not no_store),
     ):
@@ -43,7 +45,8 @@ def take_ranks(
     with _opened(given["model"]) as checkpoint:
         check_size(ModelConfig.from_dict(checkpoint.config), tp, given["exact"])
     timeout = float(os.environ.get("HYBRIDKV_TP_TIMEOUT", TIMEOUT))
-    return Ranks(take_place(tp, device, {**given, "cache": asdict(cache)}, timeout))
+    settings = vars(cache) | {"policy": policy_words(cache.policy)}
+    return Ranks(take_place(tp, device, {**given, "cache": settings}, timeout))
 
 
 def _opened(path: str) -> Checkpoint:
@@ -79,10 +82,10 @@ class Ranks:
         return rank_model_bytes(self.whole, self.shard, has, name, self.device.type, fp8, cuts, half, self.exact)
 
     def agree(self, memory: int, weights: int, shared: bool) -> tuple[int, int]:
-        """(memory, weights) that all ranks plan by, so that all have as many pages. `shared`: on a CPU `memory` is what
-        all of them have together.
+        """(memory, weights) that all ranks plan by, so that all have as many pages. `shared`: `memory` is what the
+        ranks of this device, the CPU or a GPU that several were given, have together.
         """
-        memory = memory // self.group.size if shared and self.device.type == "cpu" else memory
+        memory = memory // sharers(self.device, self.group.size) if shared else memory
         least, most = self.place.agree(memory, weights)
         return least, most
 
@@ -90,14 +93,26 @@ class Ranks:
         """Of all ranks."""
         return self.place.agree(0, size)[1]
 
+    @property
+    def parts(self) -> int:
+        """Ranks that hold different streams."""
+        assert self.whole is not None
+        return self.group.size // kv_copies(self.whole, self.group.size)
+
     def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, *how: Any) -> Model:
         """This rank's part of the model."""
         assert self.whole is not None
         return load_sharded(self.whole, self.shard, self.group, checkpoint, device, dtype, *how)
 
-    def engine(self, model: Model, manager: KVCacheManager, *parts: Any) -> LockStepEngine:
+    def engine(
+        self, cache: CacheConfig, dtype: torch.dtype, model: Model, manager: KVCacheManager, *parts: Any
+    ) -> LockStepEngine:
         """The engine of this rank."""
-        self._engine = LockStepEngine(model, manager, *parts, group=self.group)
+        assert self.whole is not None
+        whole = WholeCache(cache_schema(self.whole, cache, dtype), head_counts(self.whole))
+        name = group_fingerprint(self.group, manager.model_fingerprint())
+        manager.model_fingerprint = lambda: name
+        self._engine = LockStepEngine(model, manager, *parts, group=self.group, whole=whole)
         return self._engine
 
     def opened(self, llm: object) -> None:
@@ -107,10 +122,15 @@ class Ranks:
         if self.group.rank == 0:
             weakref.finalize(llm, self.place.kill)
             self._engine.on_failure = lambda problem: self.place.kill()
+            self._engine.watch(self.place.check)
             self._engine.channel.begin_beat()
             return
         try:
             self._engine.follow()
+            if self.device.type == "cuda":
+                self.group.settle()
+                self._engine.drop_graphs()
+                self.group.part(LEAVE)
         except BaseException as problem:
             print(f"hybridkv: rank {self.group.rank}: {problem}", file=sys.stderr, flush=True)
             os._exit(FAILED)  # no wait for a group that is gone
@@ -131,20 +151,26 @@ class Ranks:
     def failed(self, problem: BaseException) -> None:
         """The model could not be opened on this rank, so it is on none."""
         if self.group.rank == 0:
-            self.place.kill()
-            self.group.close()
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """End the others at once, and leave their group."""
+        self.place.kill()
+        self.group.abandon(lambda: None if self._engine is None else self._engine.drop_graphs())
 
     def end(self) -> None:
         """Rank 0 has closed the model."""
         engine = self._engine
         if engine is None or engine.failure is not None:
-            self.place.kill()
-            self.group.close()
+            self._abandon()
             return
         try:
             with engine.channel.telling("end"):
-                pass
+                self.group.settle(self.place.check)
+            engine.drop_graphs()
         except GroupError:
-            self.place.kill()
+            engine.channel.close()
+            self._abandon()
+            return
         engine.channel.close()
         self.place.end()

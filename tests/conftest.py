@@ -91,10 +91,10 @@ def weights_measured_once() -> Iterator[None]:
 
     plain, found = engine.copying_weights, {}
 
-    def remembered(model: Any, manager: Any, tokens: list[int]) -> torch.Tensor:
+    def remembered(model: Any, manager: Any, tokens: list[int], ranks: None) -> torch.Tensor:
         key = id(model), manager.schema, manager.exact, manager.device, tuple(tokens)
         if key not in found:
-            found[key] = model, plain(model, manager, tokens)  # the model lives on: no other gets its id
+            found[key] = model, plain(model, manager, tokens, ranks)  # the model lives on: no other gets its id
         return found[key][1]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -23,6 +23,7 @@ from hybridkv.bench import eviction as eviction_bench
 from hybridkv.bench.__main__ import main as bench_main
 from hybridkv.bench.__main__ import parser
 from hybridkv.bench.options import BENCHES, OPTIONS, V4_BENCHES, BenchOptions, flag_of, from_json
+from hybridkv.bench.ranks import Silent
 from hybridkv.bench.report import WrongResult, check, rounded
 from hybridkv.bench.shapes import find_shape
 from hybridkv.bench.standin import fill_pages, fill_state, give_weights, make_engine, resident
@@ -39,6 +40,8 @@ from hybridkv.kernels.linear.packed_linear import PackedLinear
 from hybridkv.kernels.linear.packed_planes import BITS
 from hybridkv.models.decoder import GatedMlp
 from hybridkv.models.random_weights import random_decoder
+from hybridkv.parallel.random_part import RandomTensors, random_part
+from hybridkv.parallel.shard import Shard
 
 TINY = BenchOptions(model_shape="tiny", device="cpu", skip_peers=True)
 OPS = {
@@ -508,3 +511,17 @@ def test_both_ways_of_an_eviction_are_timed_and_leave_the_same(policy: str) -> N
         engine.abort(request)
         engine.manager.check_integrity()
     assert found["pages"] == 256 // 64 * len(kept[0]) - sum(-(-kept[-1] // 64))
+
+
+def test_a_rank_alone_runs_at_its_own_shapes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two parts of a model, neither of which hears of the other: its own heads, its own floor."""
+    rows = run_bench("ranks", replace(TINY, only="decode|prefill", batches=(1,)))["rows"]
+    assert [(row["op"], row["ranks"]) for row in rows] == [("decode", 1), ("prefill", 1), ("decode", 2), ("prefill", 2)]
+    assert [row["bar"] for row in rows] == [None, None, 1.10, 1.10] and rows[0]["of_part"] == rows[1]["of_part"] == 1
+    assert 0.4 < rows[2]["floor_ms"] / rows[0]["floor_ms"] < 0.7  # half of the matrices, all of the norms
+    shape = find_shape("tiny", device="cpu")
+    tensors = RandomTensors(shape.config, torch.device("cpu"), torch.float32)
+    part: Any = random_part(tensors, Shard(0, 2), Silent(2), torch.device("cpu"))
+    assert (part.config.heads, part.embedding.shape[0]) == (shape.config.heads // 2, shape.config.vocab // 2)
+    hidden = torch.randn(3, shape.config.hidden)
+    assert part.logits(hidden).shape == (3, shape.config.vocab) and part.own_logits(hidden).shape[1] == 64

@@ -15,14 +15,20 @@ import torch.distributed as dist
 from long_form import LONG, more
 from tiny_ranks import build
 
-from hybridkv import LLM, CacheConfig, SamplingParams
+from hybridkv import LLM, CacheConfig, EvictionConfig, SamplingParams
 from hybridkv.cli import main
+from hybridkv.engine.engine import INHERIT
 from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.eviction import Ada, Policy, SnapKV
 from hybridkv.parallel.group import GroupError, free_port
 
 HOW: dict[str, Any] = dict(device="cpu", dtype="float32", max_requests=4, max_context=256)
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 ROOT = Path(__file__).parents[1]
+
+
+class Own(Policy):
+    """Code, which no rank sends to another."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,18 +64,12 @@ def test_it_answers_as_one_process_does_and_says_what_it_cannot(folder: Path, tm
             assert [sample.token_ids for sample in one.samples] == [sample.token_ids for sample in two.samples]
         assert llm.manager.memory_bytes() == llm.plan.nbytes
         assert llm.plan.pool_bytes["attention"] / llm.plan.max_tokens <= whole / 256  # of half the heads
-        hook = SamplingParams(max_tokens=2, logits_hook=lambda tokens, row: None)
-        bound = SamplingParams(max_tokens=2, structured_outputs={"choice": ["a"]})
-        for ask, what in (
-            (lambda: llm.generate([[1, 2]], eviction=64), "eviction"),
-            (lambda: llm.generate([[1, 2]], hook), "a logits hook"),
-            (lambda: llm.logits([1, 2, 3]), "logits of a given text"),
-            (lambda: llm.compress([1, 2, 3]), "a document"),
-        ):
-            with pytest.raises(RequestError, match=f"over several ranks {what} is not available yet"):
-                ask()
-        with pytest.raises(HybridKVError):
-            llm.generate([[1, 2]], bound)
+        with pytest.raises(RequestError, match="over several ranks a document is not available yet"):
+            llm.compress([1, 2, 3])
+        with pytest.raises(RequestError, match="policy Own is code of your own"):
+            llm.generate([[1, 2]], eviction=EvictionConfig(64, policy=Own()))
+        with pytest.raises(HybridKVError):  # there is no tokenizer
+            llm.generate([[1, 2]], SamplingParams(max_tokens=2, structured_outputs={"choice": ["a"]}))
         long = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
         answers = llm.as_completed(prompts[:2], [GREEDY, long])
         assert next(answers)[0] == 0
@@ -77,11 +77,11 @@ def test_it_answers_as_one_process_does_and_says_what_it_cannot(folder: Path, tm
         assert llm.generate(prompts[0], GREEDY)[0].token_ids == want[0].token_ids
     assert gone(llm) and [worker.returncode for worker in llm.ranks.place.workers] == [0]
     assert not dist.is_initialized()
-    for settings, what in (
-        (dict(cache=CacheConfig(budget=64)), "eviction"),
-        (dict(disk_cache=tmp_path), "a folder of saved caches"),
+    for settings, said in (
+        (dict(cache=CacheConfig(budget=64, policy=Own())), "policy Own is code of your own"),
+        (dict(disk_cache=tmp_path), "over several ranks a folder of saved caches"),
     ):
-        with pytest.raises(HybridKVError, match=f"over several ranks {what}"):
+        with pytest.raises(HybridKVError, match=said):
             LLM(folder, tp=2, **HOW, **settings)
     for size, said in ((3, "3 ranks do not divide its 8 attention heads; use 2, 4 or 1"), (0, "from 1 to 64")):
         with pytest.raises(HybridKVError, match=said):
@@ -89,6 +89,23 @@ def test_it_answers_as_one_process_does_and_says_what_it_cannot(folder: Path, tm
     with pytest.raises(HybridKVError, match="KiB are needed|weights take"):  # after the workers were started
         LLM(folder, tp=2, memory="100KiB", **HOW)
     assert not dist.is_initialized()
+
+
+def test_it_evicts_as_one_process_does(folder: Path) -> None:
+    """Opened with a policy that is an object and a bounded budget; a request brings another one."""
+    prompts = [tiny.token_ids(length, seed=length) for length in (200, 150, 170)]
+    kept: dict[str, Any] = dict(window=16, recent=8)
+    asked = [INHERIT, EvictionConfig(60, **kept), EvictionConfig(32, policy="keydiff", scope="layer", **kept)]
+    cache = CacheConfig(budget=40, bounded=True, policy=Ada(SnapKV(kernel=3), floor=0.1), **kept)
+    found = []
+    for tp in (1, 2):
+        with LLM(folder, tp=tp, cache=cache, **HOW) as llm:
+            answers = llm.generate(prompts, GREEDY, eviction=asked)
+            found.append([[answer.token_ids, answer.stats["kept_tokens"]] for answer in answers])
+            assert llm.manager.memory_bytes() == llm.plan.nbytes
+            logits = llm.logits(prompts[1], prefill=140)
+            assert logits.shape == (150, llm.config.vocab)
+    assert found[0] == found[1] and [round(kept) for _, kept in found[0]] == [47, 67, 39]
 
 
 @pytest.mark.long

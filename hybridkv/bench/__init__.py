@@ -9,6 +9,7 @@ Every one prints a table as it goes and one JSON line last.
     capacity   how many requests are resident in a fixed amount of memory
     load       many requests at once and as they arrive: throughput, waiting, mixed steps, beside the counted floor
     sessions   a conversation put away and brought back: without a slot, on the host, on the disk
+    ranks      one rank of a model over several GPUs, its sums left out; a group of one against none
     v4_kernels every op of DeepSeek-V4 alone
     v4_model   DeepSeek-V4 end to end on a few layers, beside transformers
 

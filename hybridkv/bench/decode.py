@@ -239,6 +239,12 @@ class DecodeBench:
         return found
 
     def _measure(self, engine: Engine, op: str, case: str, batch: int, context: int) -> dict[str, Any]:
+        row = self.timed(engine, case, batch, context)
+        self.report.add(op, case, **row, batch=batch, context=context, kv_dtype=self.cache.kv_dtype)
+        return row
+
+    def timed(self, engine: Engine, case: str, batch: int, context: int) -> dict[str, Any]:
+        """What a decode step of so many requests takes."""
         requests = [resident(engine, context, ANSWER - 2) for _ in range(batch)]
         fill_state(engine.manager)
         held = float(sum(n.sum() for r in requests for n in engine.manager.lengths(r.key).values()))
@@ -248,9 +254,7 @@ class DecodeBench:
             raise RuntimeError(f"{case}: {problems[0]}")
         floor = self.floor_us(engine, batch, held) / 1e3
         row: dict[str, Any] = {"ms": ms, "graph_ms": graph, "host_ms": None if graph is None else max(ms - graph, 0.0)}
-        row |= {"floor_ms": floor, "share": floor / ms, "tok_s": batch / ms * 1e3}
-        self.report.add(op, case, **row, batch=batch, context=context, kv_dtype=self.cache.kv_dtype)
-        return row
+        return row | {"floor_ms": floor, "share": floor / ms, "tok_s": batch / ms * 1e3}
 
     def floor_us(self, engine: Engine, batch: int, entries: float) -> float:
         """`entries`: of all requests' streams together."""
@@ -345,6 +349,4 @@ def free_bytes(device: str) -> float:
 
 def read_bytes(model: Model) -> int:
     """Weights that a step reads: all but the embedding, of which it reads a row; a tied one is the head as well."""
-    config = model.config
-    table = config.vocab * config.hidden * model.embedding.element_size()  # type: ignore[attr-defined]
-    return model.nbytes - (0 if config.tied else table)
+    return model.nbytes - (0 if model.config.tied else model.embedding.nbytes)  # type: ignore[attr-defined]

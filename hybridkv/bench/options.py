@@ -13,7 +13,7 @@ from hybridkv.bench.load_workload import SPREADS, Range
 from hybridkv.config import KV_DTYPES
 from hybridkv.errors import HybridKVError
 
-BENCHES = ("kernels", "decode", "prefill", "eviction", "capacity", "load", "start", "reuse", "sessions")
+BENCHES = ("kernels", "decode", "prefill", "eviction", "capacity", "load", "start", "reuse", "sessions", "ranks")
 BUDGET = 2048  # kept in each stream where something is evicted and no number is given
 MOST_LOAD = 5.0  # of the capacity: beyond it requests only wait
 WEIGHT_DTYPES = ("auto", "fp8", "q8_0", "q6_k", "q5_k", "q4_k", "q4_k_m", "released")
@@ -40,7 +40,7 @@ class BenchOptions:
         None,
         "PATTERN",
         "kernels: ops and cases; decode: budget, context, batch, weights, state, peers; "
-        "load: offline, sampled, clients, mixed, online, peers; start: cold, warm",
+        "load: offline, sampled, clients, mixed, online, peers; start: cold, warm; ranks: decode, prefill, group",
     )
     quick: bool = option(False, "", "few cases")
     kv_dtypes: tuple[str, ...] = option((), "NAMES", "of the cache, such as bf16,fp8", "kv-dtype")

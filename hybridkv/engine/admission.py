@@ -105,7 +105,7 @@ class Admission(RestingCaches):
     def held_tokens(self, request: Request, tokens: int) -> int:
         """Tokens that a stream holds on average at the most while a request of `tokens` tokens is computed."""
         page_size = max((table.schema.entries_per_page for table in self.manager.tables.values()), default=0)
-        bound = max_held_tokens(request.eviction, self.step_tokens, page_size)
+        bound = max_held_tokens(request.eviction, self.step_tokens, page_size, self.agreed.parts)
         if bound is not None:
             return min(tokens, bound)
         prefix = self.prefix_of(request)
@@ -119,7 +119,7 @@ class Admission(RestingCaches):
             held += at - before
             peak = max(peak, held)
             # streams of different lengths each fill a last page of their own
-            held = math.ceil(record.kept) + (0 if record.even else page_size)
+            held = math.ceil(record.fullest(self.agreed.parts)) + (0 if record.even else page_size)
             before = at
         return min(tokens, max(peak, held + tokens - before))
 
@@ -202,7 +202,7 @@ class Admission(RestingCaches):
         """Whether a slot and so many pages are free, at the cost of caches that are only held."""
         if not self.free_slot():
             return False
-        while any(n > self.manager.pages_to_be_had()[name] for name, n in need.items()):
+        while self.agreed.any(any(n > self.manager.pages_to_be_had()[name] for name, n in need.items())):
             if not self.holding_pages:
                 return False
             self.spare(self.holding_pages[0])
@@ -419,6 +419,7 @@ class Admission(RestingCaches):
         if any(need[name] > free[name] for name in need):
             free = manager.pages_to_be_had()
         buffers -= manager.query_buffers.free
+        fewest = len(others) + 1  # no number of them will do
         for n in range(len(others) + 1):
             given_up = others[:n]
             back = manager.returnable_pages(*(held.key for held in given_up))  # forks share pages
@@ -429,8 +430,10 @@ class Admission(RestingCaches):
                 and buffers <= lent
                 and all(need[name] <= free[name] + back[name] for name in need)
             ):
-                return given_up
-        return None
+                fewest = n
+                break
+        fewest = self.agreed.most(fewest)
+        return others[:fewest] if fewest <= len(others) else None
 
     def _pages_to_come(self) -> dict[str, int]:
         """Pages that running requests still need for tokens that are known already, and for one more each."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from hybridkv.cache import KVCacheManager, LayerHandle
 from hybridkv.devices import on_device
 from hybridkv.engine.runner import Runner
+from hybridkv.eviction.over_ranks import OverRanks
 from hybridkv.eviction.sizes import STREAMS
 from hybridkv.kernels.eviction.peak import peak_scores
 from hybridkv.models.decoder import Model
@@ -42,15 +43,17 @@ def calibration_tokens(tokenizer: Tokenizer | None, vocab: int, longest: int) ->
     return [(i * 2654435761 % (1 << 32)) % vocab for i in range(1, count + 1)]
 
 
-def copying_weights(model: Model, manager: KVCacheManager, tokens: Sequence[int]) -> Tensor:
+def copying_weights(
+    model: Model, manager: KVCacheManager, tokens: Sequence[int], ranks: OverRanks | None = None
+) -> Tensor:
     """[streams] f32 from LEAST to 1, on the device: how much each stream copies, relative to the best one.
 
-    `manager`: whose schema, device and mode the model is read with.
+    `manager`: whose schema, device and mode the model is read with; `ranks`: of which this one has some streams.
     """
     n, schema = len(tokens), manager.schema
     own = KVCacheManager(schema, schema.pool_pages(1, 2 * n), 1, 2 * n, manager.device, manager.exact, 0)
     own.admit_request("text")
-    looking = _SecondReading(own, n, model.config.heads, model.config.attention_scale)
+    looking = _SecondReading(own, n, model.config.heads, model.config.attention_scale, ranks)
     runner = Runner(model, own)
     with on_device(manager.device), torch.inference_mode():
         for observer in (None, looking):
@@ -61,15 +64,16 @@ def copying_weights(model: Model, manager: KVCacheManager, tokens: Sequence[int]
                 runner.observe(list(tokens), step, observer)
             own.commit([("text", n)])
         weights = torch.cat(looking.found)
-        return (weights / weights.max().clamp(min=1e-9)).clamp(min=LEAST)
+        best = weights.max() if ranks is None else ranks.largest(weights.max())
+        return (weights / best.clamp(min=1e-9)).clamp(min=LEAST)
 
 
 class _SecondReading:
     """What the queries of the second reading look at in the first, layer by layer (an Observer)."""
 
-    def __init__(self, manager: KVCacheManager, tokens: int, heads: int, scale: float) -> None:
+    def __init__(self, manager: KVCacheManager, tokens: int, heads: int, scale: float, ranks: OverRanks | None) -> None:
         device, streams = manager.device, manager.tables[STREAMS].schema.heads
-        self.tokens, self.scale = tokens, scale
+        self.tokens, self.scale, self.ranks = tokens, scale, ranks
         self.when = torch.arange(tokens, 2 * tokens, device=device)
         # exact attention leaves no sums: they are made again, over all that the queries see
         seen = 2 * tokens if manager.exact else tokens
@@ -83,5 +87,8 @@ class _SecondReading:
         return None if self.sums is None else (self.sums, torch.arange(self.tokens, device=self.sums.device))
 
     def __call__(self, handle: LayerHandle, queries: Tensor) -> None:
-        scores = peak_scores(queries, self.when, handle.pages("k"), handle.table[0], self.where, self.scale, self.sums)
+        sums = self.sums
+        if self.ranks is not None:  # a KV head's other query heads may be elsewhere
+            queries, sums = self.ranks.queries(queries, 1), None if sums is None else self.ranks.queries(sums, 1)
+        scores = peak_scores(queries, self.when, handle.pages("k"), handle.table[0], self.where, self.scale, sums)
         self.found.append(scores[:, min(SINKS, self.tokens - 1) : self.tokens].mean(1))

@@ -116,7 +116,8 @@ class Engine:
         """[streams] f32: how much each attention stream copies (copying.py), measured when first needed."""
         config = self.runner.model.config
         tokens = calibration_tokens(self.tokenizer, self.vocab, config.max_positions)
-        return copying_weights(self.runner.model, self.manager, tokens)
+        ranks = None if self.evictor is None else self.evictor.ranks
+        return copying_weights(self.runner.model, self.manager, tokens, ranks)
 
     def take_ownership(self) -> None:
         """From here on the calling thread owns the engine. The owner before it must not be inside a call."""
@@ -519,6 +520,10 @@ class Engine:
         with self._change(), on_device(self.manager.device):
             return score(self, tokens, prefill, chunk)
 
+    def whole_rows(self, logits: Tensor) -> Tensor:
+        """Logits [S, vocab] of what `runner.forward` gives, which over ranks are those of some tokens."""
+        return logits
+
     def score_after(self, request: Request, tokens: Sequence[int]) -> Tensor:
         """Logits [T, vocab] f32 after each of these tokens, read after a finished request whose cache is held, and held
         with it from here on. Nothing is evicted.
@@ -595,21 +600,23 @@ class Engine:
             return []
         failed = []
         for request in requests:
-            try:
-                evict_after_step(self, request, wait=False)
-                if request.evictions or request.evicting is not None:
-                    request.limit = self.limit(request)
-            except OutOfPages as problem:  # others run on its pages, so that what survives has no place beside them
-                if len(self.scheduler.running) < 2:
-                    request.finish_reason, request.error = "error", f"eviction failed: {problem}"
-                    failed.append(request)
-                else:
-                    self.scheduler.preempt(request)
-            except (Exception, SystemExit) as problem:  # a policy of the user's, NaN scores, or no memory for them
-                request.finish_reason = "error"
-                request.error = f"eviction failed: {problem}"
+            problem = self._evict_one(request)
+            if isinstance(problem, OutOfPages) and len(self.scheduler.running) > 1:
+                self.scheduler.preempt(request)  # others run on its pages: what survives has no place beside them
+            elif problem is not None:  # a policy of the user's, NaN scores, or no memory for them
+                request.finish_reason, request.error = "error", f"eviction failed: {problem}"
                 failed.append(request)
         return failed
+
+    def _evict_one(self, request: Request) -> Exception | SystemExit | None:
+        """Evict a request if it is due, or have the device do it. Returns why that failed."""
+        try:
+            evict_after_step(self, request, wait=False)
+            if request.evictions or request.evicting is not None:
+                request.limit = self.limit(request)
+        except (Exception, SystemExit) as problem:
+            return problem
+        return None
 
     def _fork(self, step: InFlightStep, failed: list[Request]) -> None:
         """Where a prompt has been read, its other answers begin."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache import ForwardStep, KVCacheManager
-from hybridkv.engine.capturing import recording
+from hybridkv.engine.capturing import ALONE, Consent, capture
 from hybridkv.engine.step_cost import TIMED, StepCost, unlike_tokens
 from hybridkv.engine.workspace import graph_sizes
 from hybridkv.kernels.attention.decode_tuning import same_shape_up_to
@@ -58,6 +58,8 @@ class DecodeGraphs:
         self.captured: dict[tuple[int, int], Captured] = {}  # by rows and reach
         self.failed: set[tuple[int, int]] = set()
         self.pool = torch.cuda.graph_pool_handle()
+        self.consent: Consent = ALONE
+        self.longest = 0  # entries of a stream that the step's graph must reach at least: those of another rank's
 
     def rows(self, requests: int) -> int:
         """Rows of the smallest graph that holds this many requests."""
@@ -72,7 +74,8 @@ class DecodeGraphs:
         rows = len(step.host.slots)
         if step.num_decodes < rows or rows not in self.sizes:
             return None
-        key = self.key(rows, step.max_entries)
+        entries = max(step.max_entries, self.longest)
+        key = self.key(rows, entries)
         if key not in self.captured and key not in self.failed:
             try:
                 with torch.cuda.device(self.manager.device):
@@ -84,8 +87,8 @@ class DecodeGraphs:
                 which = f"{rows} rows with up to {key[1]} entries a stream"
                 warnings.warn(f"decode steps of {which} run without a CUDA graph: {problem}", stacklevel=2)
         found = self.captured.get(key)
-        if found is not None and step.max_entries > found.reach:
-            raise AssertionError(f"a graph for {found.reach} entries a stream was asked to read {step.max_entries}")
+        if found is not None and entries > found.reach:
+            raise AssertionError(f"a graph for {found.reach} entries a stream was asked to read {entries}")
         return found
 
     @torch.inference_mode()
@@ -98,14 +101,8 @@ class DecodeGraphs:
         def forward() -> Tensor:
             return self.model.forward(tokens, step.index.positions, handles, None)
 
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            room = 2 * forward().nbytes  # the logits are most of it
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with recording(graph, self.pool, room, self.manager.device):
-            logits = forward()
+        # the logits are most of what it takes
+        graph, logits = capture(forward, self.pool, lambda found: 2 * found.nbytes, self.manager.device, self.consent)
         if self.cost is not None:
             self.cost.measure(rows, graph.replay, TIMED)
         return Captured(reach, graph, tokens, step.packed, logits)

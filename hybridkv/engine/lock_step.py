@@ -3,9 +3,10 @@
 Rank 0 takes requests and tells the others what came: adds, aborts, stops. Every rank applies these in order and
 schedules by itself. Nothing that decides what runs may follow from a clock, from free memory or from an error of one
 rank. Before each forward pass the ranks compare a digest of what they are about to run; a difference ends the group.
+On GPUs steps are captured (rank_graphs.py) and launched ahead as on one: all of this is done while a step runs.
 
 Sampling: plain greedy rows need the best token of each rank's part of the vocabulary, 16 bytes a row. Rows that sample,
-or are adjusted, are gathered on rank 0 and drawn there; all ranks get the tokens.
+or are adjusted, are gathered on rank 0 and drawn there; all ranks get the tokens. No host waits for it.
 
 A rank that ends, hangs or raises ends the group: requests end with an error, and the model has to be opened again.
 """
@@ -19,7 +20,7 @@ import json
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -27,14 +28,27 @@ from torch import Tensor
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.config import SamplingParams
-from hybridkv.engine.engine import INHERIT, Engine, Update
+from hybridkv.engine.agreement import RanksAgree
+from hybridkv.engine.engine import INHERIT, Update
 from hybridkv.engine.pipeline import InFlightStep, Pipeline
+from hybridkv.engine.rank_calls import (
+    NOT_OVER_RANKS,
+    OF_RANK_0,
+    RankCalls,
+    eviction_of_words,
+    eviction_words,
+    params_of_words,
+    params_words,
+)
+from hybridkv.engine.rank_graphs import WithLimit, capture_together, check_ranks_with, drop_graphs
+from hybridkv.engine.rank_sessions import WholeCache
 from hybridkv.engine.runner import Runner
-from hybridkv.engine.sampler import PromptScores, SampledTokens, _adjusts, sample
+from hybridkv.engine.sampler import FAILED_THERE, PromptScores, SampledTokens, _adjusts, _upload, host, sample
 from hybridkv.engine.scheduler import Batch, Scheduler
-from hybridkv.engine.step_cost import StepCost
 from hybridkv.errors import RequestError
 from hybridkv.eviction import Evictor
+from hybridkv.eviction.over_ranks import OverRanks
+from hybridkv.kernels.best_parts import best_part, join_parts
 from hybridkv.models.decoder import Model
 from hybridkv.parallel.events import Channel, Event
 from hybridkv.parallel.group import Group, GroupError
@@ -42,8 +56,8 @@ from hybridkv.parallel.layers import ShardedDecoder, ShardedV4
 from hybridkv.request import Request
 from hybridkv.text.tokenizer import Tokenizer
 
+DIGEST = 32  # bytes
 SEEN = 5.0  # seconds that all ranks have to see that they part
-NOT_OVER_RANKS = "over several ranks {what} is not available yet: use tp=1"
 
 
 class LockStepPipeline(Pipeline):
@@ -55,94 +69,105 @@ class LockStepPipeline(Pipeline):
         assert isinstance(model, ShardedDecoder | ShardedV4) and model.parted
         self.group, self.vocabulary, self.vocab = group, model.vocabulary, model.config.vocab
         self.steps = 0
+        self.check: Callable[[], None] = lambda: None  # raises if a rank has ended
+        agreed = scheduler.agreed
+        assert isinstance(agreed, RanksAgree)
+        self.agreed = agreed
 
     def _run(self, step: InFlightStep) -> None:
-        self.agree(step.batch)
-        super()._run(step)
+        longest, graphs = self.agree(step.batch), self.runner.graphs
+        if graphs is None:
+            super()._run(step)
+            return
+        graphs.longest = longest
+        try:
+            super()._run(step)
+        finally:
+            graphs.longest = self.scheduler.manager.max_tokens  # what runs outside of steps has not been agreed on
 
-    def agree(self, batch: Batch) -> None:
-        """GroupError if another rank is about to run something else."""
+    def agree(self, batch: Batch) -> int:
+        """Entries of the longest stream of all ranks. GroupError if another rank is about to run something else."""
         self.steps += 1
         plan = self.plan_of(batch)
         own = hashlib.sha256(json.dumps(plan).encode()).digest()
-        found = self.group.all_gather(torch.frombuffer(bytearray(own), dtype=torch.uint8))
-        other = [rank for rank, digest in enumerate(found.tolist()) if bytes(digest) != own]
+        said = bytearray(own + batch.step.max_entries.to_bytes(8, "little"))
+        found = [bytes(each) for each in self.group.all_gather(torch.frombuffer(said, dtype=torch.uint8)).tolist()]
+        other = [rank for rank, each in enumerate(found) if each[:DIGEST] != own]
         if other:
             print(f"hybridkv: rank {self.group.rank} was about to run {plan}", file=sys.stderr, flush=True)
             with contextlib.suppress(GroupError):  # a rank that leaves at once takes what the others have not read yet
                 self.group.meet("parted", limit=SEEN)
             raise GroupError(f"rank {self.group.rank}: ranks {other} are about to run another step; see their plans")
+        return max(int.from_bytes(each[DIGEST:], "little") for each in found)
 
     def plan_of(self, batch: Batch) -> list[Any]:
         """What must be the same on every rank."""
+        shape = batch.step.shape
+        graph = [batch.step.rows, None if shape is None else [shape.tokens, shape.decodes, shape.chunks]]
         numbers = [request.order for request in batch.requests]
-        manager = self.scheduler.manager
-        free = manager.free_pages()
+        # where heads share a budget the ranks' pages differ, and the fullest rank decides (agreement.py)
+        free = None if self.agreed.uneven else self.scheduler.manager.free_pages()
         slots = [int(slot) for slot in batch.step.host.slots[: len(numbers)]]
-        return [self.steps, numbers, [int(n) for n in batch.counts], [int(at) for at in batch.positions], slots, free]
+        counts, positions = [int(n) for n in batch.counts], [int(at) for at in batch.positions]
+        return [self.steps, numbers, counts, positions, slots, free, graph]
 
+    @torch.inference_mode()
     def _sample(self, batch: Batch, logits: Tensor, prompts: Sequence[PromptScores] = ()) -> SampledTokens:
         first = [batch.requests[i] for i in batch.sampled]
         chosen = [(each, row) for row, request in enumerate(first) for each in (request, *request.forming)]
         requests, rows = [request for request, _ in chosen], [row for _, row in chosen]
         if logits.shape[1] == self.vocab:  # gathered already, for logprobs of a prompt
             logits = logits[:, slice(*self.vocabulary.span)]
-        found = self.best(logits)[:, rows]
-        sampled = SampledTokens(found[0], requests, found, prompts=list(prompts))
+        found = self.best(logits)
+        if len(rows) > len(first):  # siblings share a row
+            found = found.index_select(1, _upload(rows, torch.int64, found.device))
+        sampled = SampledTokens(found, requests, found, prompts=list(prompts))
         some = [i for i, request in enumerate(requests) if not plainly_greedy(request)]
         if some:
             self.draw_some(logits, rows, some, sampled)
-        sampled.tokens = found[0].to(logits.device)
+        sampled.found = host(found)
+        if found.is_cuda:
+            done = torch.cuda.current_stream(found.device).record_event()
+            sampled.ready = WithLimit(done, self.group, self.check)
         return sampled
 
     def best(self, logits: Tensor) -> Tensor:
-        """Own logits [S, v] -> [2, S] int64 on the host: the best tokens of all ranks, and 1 where a row is broken.
-
-        The highest value wins and, among equal ones, the lowest token: what one rank would choose.
-        """
-        wide = logits.float()
-        value = wide.amax(1)  # NaN if there is one
-        token = wide.argmax(1) + self.vocabulary.span[0]
-        mine = torch.stack((value.double(), token.double()), 1)  # 16 bytes a row; both are exact
-        values, tokens = self.group.all_gather(mine).cpu().unbind(2)  # [n, S]
-        nan = values.isnan().any(0)
-        values = values.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        best = values.amax(0)
-        token = tokens.masked_fill(values != best, torch.inf).amin(0).clamp(max=self.vocab - 1).long()
-        return torch.stack((token, (nan | best.isinf()).long()))
+        """Own logits [S, v] -> [2, S] int64 beside them: the best tokens of all ranks, and 1 where a row is broken."""
+        return join_parts(self.group.all_gather(best_part(logits, self.vocabulary.span[0])))
 
     def draw_some(self, logits: Tensor, rows: Sequence[int], some: list[int], sampled: SampledTokens) -> None:
         """Write the tokens of the requests `some`, which rank 0 draws, into `sampled`."""
         wanted = sorted({rows[i] for i in some})
         place = {row: at for at, row in enumerate(wanted)}
         sizes = self.vocabulary.sizes
-        own = torch.nn.functional.pad(logits[wanted], (0, max(sizes) - logits.shape[1]))
-        parts = self.group.gather(own)
-        drawn = torch.zeros((2, len(some)), dtype=torch.int64)
+        device = logits.device
+        own = logits.index_select(0, _upload(wanted, torch.int64, device))
+        parts = self.group.gather(torch.nn.functional.pad(own, (0, max(sizes) - own.shape[1])))
+        drawn = torch.zeros((2, len(some)), dtype=torch.int64, device=device)
         if parts is not None:
             whole = torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], 1)
             requests = [sampled.requests[i] for i in some]
             made = sample(whole, requests, [place[rows[i]] for i in some], at_once=self.scheduler.manager.slots)
-            if made.ready is not None:
-                made.ready.synchronize()
-            drawn.copy_(made.found)
+            drawn.copy_(made.drawn)
             sampled.logprobs = [(some[i], row) for i, row in made.logprobs]
+            sampled.failed = {some[i]: said for i, said in made.failed.items()}
+            if made.failed:
+                drawn[1].index_fill_(0, _upload(list(made.failed), torch.int64, device), FAILED_THERE)
         self.group.broadcast(drawn)
-        sampled.found[:, some] = drawn
+        sampled.drawn.index_copy_(1, _upload(some, torch.int64, device), drawn)
 
 
 def plainly_greedy(request: Request) -> bool:
     """Whether the largest logit is the token, and nothing else is asked."""
-    return not request.params.temperature and not _adjusts(request) and request.params.logprobs is None
+    plain = not request.params.temperature and not _adjusts(request) and request.params.logprobs is None
+    return plain and request.following is None
 
 
-class LockStepEngine(Engine):
+class LockStepEngine(RankCalls):
     """An Engine of one rank. On rank 0 it is used like any other; the others `follow` it.
 
     `on_failure` is told on rank 0, once, that the group has ended.
     """
-
-    captures = False  # NCCL in CUDA graphs has not been run by this project
 
     def __init__(
         self,
@@ -153,13 +178,19 @@ class LockStepEngine(Engine):
         eos_ids: frozenset[int],
         evictor: Evictor | None,
         group: Group,
+        whole: WholeCache,
     ) -> None:
         assert isinstance(model, ShardedDecoder | ShardedV4)
+        ranks = OverRanks(group, whole.counts.kv_heads)
+        if evictor is not None:
+            evictor = replace(evictor, deferred=False, ranks=ranks)
         super().__init__(replace(model, parted=True), manager, tokenizer, step_tokens, eos_ids, evictor)
-        self.group, self.channel = group, Channel(group)
-        self.scheduler.cost = StepCost(0)  # what was measured differs from rank to rank
+        self.group, self.channel, self.vocabulary = group, Channel(group), model.vocabulary
+        self.scheduler.agreed = self.agreed = RanksAgree(group, ranks.parts)
+        self.whole = whole
+        capture_together(self, group)
+        self.runner.logits = model.own_logits
         self.pipeline = LockStepPipeline(self.runner, self.scheduler, group)
-        self.launches_ahead = False
         self.on_failure: Callable[[BaseException], None] = lambda problem: None
         self.failure: GroupError | None = None
         self._events: list[Event] = []  # since the last step
@@ -180,18 +211,14 @@ class LockStepEngine(Engine):
         salt: bytes = b"",
         marks: Sequence[tuple[int, str]] = (),
     ) -> Request:
-        """As `Engine.add`. Refused: eviction, prefixes, structured outputs and logits hooks."""
+        """As `Engine.add`. Refused: policies of one's own, and held prefixes."""
         self._check_alive()
         params = params or SamplingParams()
-        if eviction is not INHERIT and eviction is not None:
-            raise RequestError(NOT_OVER_RANKS.format(what="eviction"))
         if prefix is not None:
             raise RequestError(NOT_OVER_RANKS.format(what="a held prefix"))
-        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-            raise RequestError(NOT_OVER_RANKS.format(what="structured output"))
-        if isinstance(params, SamplingParams) and params.logits_hook is not None:
-            raise RequestError(NOT_OVER_RANKS.format(what="a logits hook"))
-        request = super().add(tokens, params, hold, after, None)
+        words = eviction_words(self.resolve_eviction(eviction))
+        request = super().add(tokens, params, hold, after, eviction)
+        self._may_share(request.eviction)
         self._known[request.order] = request
         for sibling in request.siblings:
             self._known[sibling.order] = sibling
@@ -200,9 +227,10 @@ class LockStepEngine(Engine):
                 "event": "add",
                 "number": request.order,
                 "tokens": list(request.tokens),
-                "params": asdict(request.params),  # resolved: defaults of rank 0 may have been changed
+                **params_words(request),
                 "hold": hold,
                 "after": None if after is None else after.order,
+                "eviction": words,
             }
         )
         return request
@@ -241,11 +269,27 @@ class LockStepEngine(Engine):
         self.on_failure(problem)
         raise self.failure from problem
 
+    def watch(self, check: Callable[[], None]) -> None:
+        """`check` raises if a rank has ended: asked while the device is waited for."""
+        assert isinstance(self.pipeline, LockStepPipeline)
+        self.pipeline.check = check
+        check_ranks_with(self, check)
+
+    def drop_graphs(self) -> None:
+        """Before the group is closed."""
+        drop_graphs(self)
+
     def _check_alive(self) -> None:
         if self.failure is None and self.channel.problem is not None:
             self.fail(self.channel.problem)
         if self.failure is not None:
             raise self.failure
+
+    def _evict_one(self, request: Request) -> Exception | SystemExit | None:
+        problem = super()._evict_one(request)
+        if isinstance(problem, GroupError):  # no request's own
+            raise problem
+        return problem
 
     # ---- the others
 
@@ -264,18 +308,21 @@ class LockStepEngine(Engine):
 
     def _apply(self, event: Event) -> None:
         if event["event"] == "add":
-            given = event["params"]
-            given["logit_bias"] = {int(token): value for token, value in given["logit_bias"].items()}
-            for name in ("bad_words", "stop", "stop_token_ids"):
-                given[name] = tuple(given[name])
             after = event["after"]
             self._numbers = itertools.count(event["number"])
             continued = None if after is None else self._known.get(after)
-            made = super().add(event["tokens"], SamplingParams(**given), event["hold"], continued, None)
+            eviction = eviction_of_words(event["eviction"])
+            made = super().add(event["tokens"], params_of_words(event), event["hold"], continued, eviction)
+            self._may_share(made.eviction)
             for request in (made, *made.siblings):
                 self._known[request.order] = request
+                request.banned = tuple(event["banned"])
+                request.following = OF_RANK_0 if event["bound"] else None
             if event["hold"]:
                 self._to_hold[made.order] = made
+            return
+        if event["event"] not in ("abort", "stop"):
+            self._do_call(event)
             return
         request = self._known.get(event["number"])
         if event["event"] == "abort":
@@ -288,26 +335,14 @@ class LockStepEngine(Engine):
     def changing(self) -> NoReturn:
         raise RequestError(NOT_OVER_RANKS.format(what="a change of held caches"))
 
-    def session(self, request: Any, conversation: Any = None) -> NoReturn:
-        raise RequestError(NOT_OVER_RANKS.format(what="saving a conversation"))
+    def export(self, *_: Any, **__: Any) -> NoReturn:
+        raise RequestError(NOT_OVER_RANKS.format(what="moving a request"))
 
-    def restore_held(self, session: Any) -> NoReturn:
-        raise RequestError(NOT_OVER_RANKS.format(what="loading a conversation"))
-
-    def fork_held(self, request: Request) -> NoReturn:
-        raise RequestError(NOT_OVER_RANKS.format(what="a fork of a conversation"))
-
-    def evict_held(self, *_: Any, **__: Any) -> NoReturn:
-        raise RequestError(NOT_OVER_RANKS.format(what="eviction"))
+    def resume(self, *_: Any, **__: Any) -> NoReturn:
+        raise RequestError(NOT_OVER_RANKS.format(what="moving a request"))
 
     def replay(self, *_: Any, **__: Any) -> NoReturn:
-        raise RequestError(NOT_OVER_RANKS.format(what="eviction"))
-
-    def evict_turns(self, *_: Any, **__: Any) -> NoReturn:
-        raise RequestError(NOT_OVER_RANKS.format(what="eviction"))
-
-    def score(self, *_: Any, **__: Any) -> NoReturn:
-        raise RequestError(NOT_OVER_RANKS.format(what="logits of a given text"))
+        raise RequestError(NOT_OVER_RANKS.format(what="policy 'replay'"))
 
     def score_after(self, *_: Any, **__: Any) -> NoReturn:
-        raise RequestError(NOT_OVER_RANKS.format(what="logits of a given text"))
+        raise RequestError(NOT_OVER_RANKS.format(what="scoring what follows a held cache"))

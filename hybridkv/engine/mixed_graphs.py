@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache import ForwardStep, KVCacheManager
-from hybridkv.engine.capturing import recording
+from hybridkv.engine.capturing import ALONE, Consent, capture
 from hybridkv.engine.step_cost import TIMED, StepCost, unlike_tokens
 from hybridkv.engine.workspace import BESIDE, MOST_CHUNKS, chunk_rows, graph_bytes, mixed_sizes
 from hybridkv.kernels.attention.dequantise import KEYS
@@ -68,6 +68,8 @@ class MixedGraphs:
         self.captured: dict[StepShape, CapturedMixed] = {}
         self.failed: set[StepShape] = set()
         self.pool = torch.cuda.graph_pool_handle()
+        self.consent: Consent = ALONE
+        self.by_position = False  # prompts count as if nothing of them were evicted: alike on all ranks
 
     def most_chunks(self, tokens: int) -> int:
         """Prompts for which a captured step of so many tokens has room."""
@@ -91,8 +93,8 @@ class MixedGraphs:
         if not self.dequantises:
             return True
         at, new = np.array(slots, np.int64), np.array(counts, np.int64)
-        longest = np.zeros(len(at), np.int64)
-        for table in self.manager.tables.values():
+        longest = self.manager.positions[at] + new if self.by_position else np.zeros(len(at), np.int64)
+        for table in self.manager.tables.values() if not self.by_position else ():
             longest = np.maximum(longest, table.lengths[at].max(1) + new)
         return fits_graph(longest.tolist(), PIECE)
 
@@ -125,15 +127,8 @@ class MixedGraphs:
             own = step.again()  # what is found on the device is found inside the graph
             return self.model.hidden(tokens, own.index.positions, self.manager.acquire(own), rows)
 
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            forward()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
         room = BESIDE * graph_bytes(self.model.config, shape.tokens, self.itemsize, self.dequantises)
-        with recording(graph, self.pool, room, device):
-            hidden = forward()
+        graph, hidden = capture(forward, self.pool, lambda _: room, device, self.consent)
         self.cost.measure(shape.tokens, graph.replay, TIMED)
         return CapturedMixed(graph, tokens, rows, step.packed, hidden)
 

@@ -20,6 +20,7 @@ from hybridkv.cache.frozen import (
     state_bytes,
     thaw_request,
 )
+from hybridkv.engine.agreement import Agreement
 from hybridkv.errors import HybridKVError
 from hybridkv.request import Request, RequestKey
 
@@ -29,6 +30,7 @@ class RestingCaches:
 
     def __init__(self, manager: KVCacheManager) -> None:
         self.manager = manager
+        self.agreed = Agreement()
         self.held: list[Request] = []  # finished, cache kept; longest unused first
         self.counts: Counter[str] = Counter()  # held caches that were frozen, thawed, exported, imported, given_up
         self.lent: set[RequestKey] = set()  # frozen caches that are being saved or restored, and are no request's
@@ -95,7 +97,7 @@ class RestingCaches:
         if frozen.exported is not None:
             need = {name: int(n.sum()) for name, n in pages_to_import(manager, frozen).items()}
             need = {name: n + (to_come or {}).get(name, 0) for name, n in need.items()}
-            while any(n > manager.pages_to_be_had()[name] for name, n in need.items()):
+            while self.agreed.any(any(n > manager.pages_to_be_had()[name] for name, n in need.items())):
                 others = [held for held in self.holding_pages if held is not request]
                 if not others:
                     return False

@@ -37,6 +37,7 @@ class Runner:
         captures: bool = True,  # steps as CUDA graphs, where there can be any
     ) -> None:
         self.model, self.manager = model, manager
+        self.logits = model.logits  # of what a replayed step with prompts gives
         self.cost = StepCost.of(model)
         self.graphs: DecodeGraphs | None = None
         self.mixed: MixedGraphs | None = None
@@ -89,7 +90,7 @@ class Runner:
             logits = graph.replay(inputs.tokens, step)
             return logits[: len(inputs.rows)] if inputs.first else logits[inputs.rows]
         if mixed is not None:
-            return self.model.logits(mixed.replay(inputs.tokens, inputs.rows, step))
+            return self.logits(mixed.replay(inputs.tokens, inputs.rows, step))
         handles = self.manager.acquire(step)
         return self.model.forward(inputs.tokens, step.index.positions, handles, inputs.rows)
 

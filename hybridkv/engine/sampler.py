@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,7 +35,9 @@ from hybridkv.kernels.sampling.rows import SampleRow, seen_tokens
 from hybridkv.kernels.sampling.sample import NO_DISTRIBUTION, NO_TOKEN_LEFT, sample_rows
 from hybridkv.request import Request, TokenLogprobs
 
+FAILED_THERE = 3  # beside NO_DISTRIBUTION and NO_TOKEN_LEFT: what rank 0 tells the others of a row (lock_step.py)
 PROBLEMS = {
+    FAILED_THERE: "its logits hook or grammar failed on rank 0",
     NO_DISTRIBUTION: "the model gave logits that are NaN or infinite; its weights or inputs are broken",
     NO_TOKEN_LEFT: "no token is left to choose from: bad_words, min_tokens and the logits hook must not rule out all, "
     "nor give NaN or +inf",
@@ -81,17 +83,30 @@ class PromptScores:
     rows: Tensor  # [t, 1 + 2 n] f64 of `token_scores`, on the host
 
 
+class Awaited(Protocol):
+    """What the host can wait for: a torch.cuda.Event, or one that is waited for with a limit (parallel/group.py)."""
+
+    def synchronize(self) -> None:
+        """Until the device has come to it."""
+        ...
+
+
 @dataclass
 class SampledTokens:
     """Tokens that a device may still be sampling. `wait` is called once."""
 
-    tokens: Tensor  # [S] int64, on the device
+    drawn: Tensor  # [2, S] int64, on the device: tokens, and what is wrong with a row (PROBLEMS)
     requests: Sequence[Request]  # S
-    found: Tensor  # [2, S] int64, on the host: tokens, and what is wrong with a row (PROBLEMS)
+    found: Tensor  # the same on the host
     logprobs: list[tuple[int, Tensor]] = field(default_factory=list)  # row, and its [1 + 2 n] f64 of `token_scores`
     failed: dict[int, str] = field(default_factory=dict)  # rows whose hook or grammar has failed, and how
     prompts: list[PromptScores] = field(default_factory=list)
-    ready: torch.cuda.Event | None = None  # recorded after the copies to the host; None: they are there already
+    ready: Awaited | None = None  # comes after the copies to the host; None: they are there already
+
+    @property
+    def tokens(self) -> Tensor:
+        """[S] int64, on the device."""
+        return self.drawn[0]
 
     def went_well(self, request: Request) -> bool:
         """Whether a request's logits were numbers, though nobody wants its token any more. The host waits for it."""
@@ -133,7 +148,7 @@ def sample(
     found = best_tokens(logits)  # all that plain greedy requests need
     if shared:
         found = found.index_select(1, _upload(rows, torch.int64, logits.device))
-    sampled = SampledTokens(found[0], requests, found, failed=masks.failed, prompts=list(prompts))
+    sampled = SampledTokens(found, requests, found, failed=masks.failed, prompts=list(prompts))
     drawn = [i for i, request in enumerate(requests) if request.params.temperature or _adjusts(request)]
     at_once = at_once or max(1, len(requests))
     for begin in range(0, len(drawn), at_once):
@@ -141,8 +156,7 @@ def sample(
     sampled.logprobs = scores.of(logits, sampled.tokens)
     sampled.found = host(found)
     if logits.is_cuda:
-        sampled.ready = torch.cuda.Event()
-        sampled.ready.record(torch.cuda.current_stream(logits.device))
+        sampled.ready = torch.cuda.current_stream(logits.device).record_event()
     return sampled
 
 

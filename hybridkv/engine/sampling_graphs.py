@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridkv.engine.capturing import recording
+from hybridkv.engine.capturing import capture
 from hybridkv.engine.graphs import DecodeGraphs
 from hybridkv.engine.workspace import ROW_BYTES
 from hybridkv.kernels.sampling.launch import launch_rows
@@ -106,12 +106,5 @@ class SamplingGraphs:
         def run() -> None:
             launch_rows(logits, table.view(-1), flags, count, found)
 
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            run()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with recording(graph, self.pool, count * ROW_BYTES, logits.device):
-            run()
+        graph, _ = capture(run, self.pool, lambda _: count * ROW_BYTES, logits.device)
         return CapturedSampling(graph, logits, table, found)

@@ -9,9 +9,10 @@ nothing else is left to do.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from hybridkv.engine.admission import Admission, DoesNotFit
 from hybridkv.engine.graphs import DecodeGraphs
 from hybridkv.engine.mixed_graphs import MixedGraphs
 from hybridkv.engine.step_cost import StepCost
-from hybridkv.errors import HybridKVError, OutOfPages, RequestError
+from hybridkv.errors import HybridKVError, OutOfPages, OutOfPagesElsewhere, RequestError
 from hybridkv.eviction import Evictor
 from hybridkv.request import Request
 
@@ -137,7 +138,7 @@ class Scheduler(Admission):
         before = manager.free_pages()
         for request in self.running:
             manager.reuse.let_go(request.key)
-        return any(pages > before[name] for name, pages in manager.free_pages().items())
+        return self.agreed.any(any(pages > before[name] for name, pages in manager.free_pages().items()))
 
     def schedule_ahead(self) -> Batch | None:
         """The step after the one in flight, whose tokens are not known yet: of all that goes on whatever they are.
@@ -162,13 +163,27 @@ class Scheduler(Admission):
         """The pages of what is read ahead when a prompt is evicted after this step."""
         for request, n in plan:
             if self.evictor is not None and (ahead := self.evictor.read_ahead(request, self.manager, n)):
-                self.manager.prepare_forward([(request.key, n + ahead)])
+                self._on_all_ranks(partial(self.manager.prepare_forward, [(request.key, n + ahead)]))
+
+    def _on_all_ranks(self, reserve: Callable[[], ForwardStep]) -> ForwardStep:
+        """What is reserved; OutOfPages where some rank has too few. What the others have taken stays for the step."""
+        try:
+            found = reserve()
+        except OutOfPages:
+            self.agreed.any(True)
+            raise
+        if self.agreed.any(False):
+            raise OutOfPagesElsewhere()
+        return found
 
     def reserve(self, plan: Sequence[tuple[Hashable, int]], every_row: bool = False) -> ForwardStep:
         """The pages of a step, which gets the shape of the graph that it is replayed in, if there is one.
 
         `every_row`: logits of more than the last token of a prompt are wanted, and no graph gives those.
         """
+        return self._on_all_ranks(partial(self._reserve, plan, every_row))
+
+    def _reserve(self, plan: Sequence[tuple[Hashable, int]], every_row: bool) -> ForwardStep:
         if all(tokens == 1 for _, tokens in plan):
             return self.manager.prepare_forward(plan, None if self.graphs is None else self.graphs.rows(len(plan)))
         shape = None
@@ -227,6 +242,8 @@ class Scheduler(Admission):
         keys = (
             self.manager.longest(prompts[0][0].key) + (OLDEST - 1) * self.manager.longest(shortest.key)
         ) / OLDEST  # as `_chunks` has it
+        if sizes:  # then both count
+            held, keys = self.agreed.most(held), self.agreed.most(math.ceil(keys))
         return self.cost.tokens_beside(len(decoding), held, sizes, self.step_tokens, keys) - len(decoding)
 
     def predicted(self, batch: Batch) -> float | None:

@@ -45,7 +45,7 @@ def score(engine: Engine, tokens: Sequence[int], prefill: int | None, chunk: int
                 _reserve(engine, request.key, b - a + ahead)
             step = _reserve(engine, request.key, b - a)
             logits = engine.runner.forward(engine.runner.inputs([tokens[a:b]], range(b - a), step))
-            out[a:b] = logits
+            out[a:b] = engine.whole_rows(logits)
             manager.commit([(request.key, b - a)])
             evict_after_step(engine, request)
         return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hybridkv.cache import KVCacheManager
+from hybridkv.eviction.entries import mean_length
 from hybridkv.request import Request
 
 
@@ -12,7 +13,7 @@ def stats_of(request: Request, manager: KVCacheManager) -> dict[str, float]:
         stats["cache_given_up"] = 1  # it was to go on in a held cache, which made room for others
     if request.key in manager.slot_of:
         stats |= {
-            "kept_tokens": manager.kept_tokens(request.key),
+            "kept_tokens": mean_length(request, manager) if request.evictions else manager.kept_tokens(request.key),
             "kv_bytes_full": manager.schema.kv_bytes(manager.position(request.key)),
             "kv_bytes_kept": manager.used_bytes(request.key),
             "state_bytes": manager.schema.slot_bytes,

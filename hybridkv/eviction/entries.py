@@ -12,8 +12,21 @@ from hybridkv.request import Request
 
 
 def mean_length(request: Request, manager: KVCacheManager) -> float:
-    """Entries of the request's streams on average: heads and layers may share a budget unevenly."""
+    """Entries of the request's streams on average: heads and layers may share a budget unevenly.
+
+    Over ranks it is of the streams of all of them, which the record of the last eviction knows.
+    """
+    position = manager.position(request.key)
+    at = max((at for at in request.evictions if at <= position), default=None)
+    everywhere = None if at is None else request.evictions[at].everywhere
+    if at is not None and everywhere is not None:
+        return float((everywhere.sum() + (position - at) * everywhere.size) / everywhere.size)
     return float(manager.tables[STREAMS].lengths[manager.slot_of[request.key]].mean())
+
+
+def is_alike(request: Request) -> bool:
+    """Whether the heads of a layer hold equally many entries, on all ranks."""
+    return all(record.alike for record in request.evictions.values())
 
 
 def queries_at(buffers: torch.Tensor, buffer: int, at: torch.Tensor) -> torch.Tensor:

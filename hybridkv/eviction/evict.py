@@ -30,9 +30,10 @@ from hybridkv.cache import KVCacheManager
 from hybridkv.cache.step import upload
 from hybridkv.config import CacheConfig, EngineConfig, EvictionConfig
 from hybridkv.errors import HybridKVError, OutOfPages, RequestError
-from hybridkv.eviction.entries import mean_length, positions, queries_at
+from hybridkv.eviction.entries import is_alike, mean_length, positions, queries_at
 from hybridkv.eviction.keep import Chosen, Keep, Protected, joined, pick, pick_shared
 from hybridkv.eviction.named import find_policy, resolved_name
+from hybridkv.eviction.over_ranks import OverRanks
 from hybridkv.eviction.policy import LayerCache, Policy
 from hybridkv.eviction.sizes import SCORE_BYTES, STREAMS, bounded_stride
 from hybridkv.eviction.spread import Ada
@@ -54,6 +55,7 @@ class Evictor:
     settings: EvictionConfig | None = None  # of requests that name a budget alone: all but that
     weights: Callable[[], Tensor] | None = None  # [streams] f32, how much each copies; None: not to be had
     deferred: bool | None = None  # whether evictions of running requests are left to the device; None: on a GPU
+    ranks: OverRanks | None = None  # the streams here are those of one rank
 
     @staticmethod
     def make(
@@ -234,7 +236,9 @@ class Evictor:
         """
         position = manager.position(request.key)
         if position in request.evictions:
-            return self.carry_out(request, manager, request.evictions[position].lists())
+            keep = request.evictions[position].lists()
+            self._check_room(request, manager, keep)
+            return self.carry_out(request, manager, keep)
         eviction, policy, name = self._asked(request, position, ahead)
         freed = self.keep(request, manager, self.choose(request, manager, eviction, policy, ahead=ahead))
         request.policy = name
@@ -285,13 +289,21 @@ class Evictor:
         request.policy = resolved_name(eviction.policy, seen)
         return freed
 
-    def keep(self, request: Request, manager: KVCacheManager, keep: Keep) -> int:
-        """Drop all entries but these, and remember them. Returns the pages that went back."""
+    def keep(self, request: Request, manager: KVCacheManager, keep: Keep, alike: bool = True) -> int:
+        """Drop all entries but these, and remember them. Returns the pages that went back.
+
+        Over ranks `keep` may have the lists of all streams of the model: those of others are left to them. `alike`:
+        where it has those of this rank alone, whether the heads of a layer keep equally many.
+        """
         position, table = manager.position(request.key), manager.tables[STREAMS]
         if request.evictions:
             request.evictions[next(reversed(request.evictions))].pack()
         lengths = table.lengths[manager.slot_of[request.key]].reshape(len(table.schema.layers), -1)
-        record, before = EvictionRecord(keep, lengths), dict(request.evictions)
+        everywhere = None
+        if self.ranks is not None:
+            keep, everywhere = self.ranks.own_part(keep, alike)
+            self._check_room(request, manager, keep)
+        record, before = EvictionRecord(keep, lengths, everywhere), dict(request.evictions)
         earlier = request.evictions.pop(position, None)  # evicted twice at one position: both in one record
         request.evictions[position] = record if earlier is None else earlier.then(record)
         try:
@@ -299,6 +311,18 @@ class Evictor:
         except BaseException:  # what was not carried out is not remembered
             request.evictions = before
             raise
+
+    def _check_room(self, request: Request, manager: KVCacheManager, keep: Keep) -> None:
+        """Over ranks: OutOfPages on all of them where one has no room for survivors whose pages others own too."""
+        if self.ranks is None:
+            return
+        table, problem = manager.tables[STREAMS], None
+        counts = np.array([len(entries) for layer in keep for entries in layer])
+        try:
+            table.allocator.require(int(table.compaction_pages(manager.slot_of[request.key], counts).sum()))
+        except OutOfPages as short:
+            problem = short
+        self.ranks.agree(problem)
 
     @staticmethod
     def carry_out(request: Request, manager: KVCacheManager, keep: Keep) -> int:
@@ -317,7 +341,20 @@ class Evictor:
         ahead: int = 0,
     ) -> Keep:
         """Lists of `pick`. The device is waited for once, at the end."""
-        return self.pick(request, manager, eviction, policy, scores, ranges, ahead).lists()
+        return self.on_all_ranks(lambda: self.pick(request, manager, eviction, policy, scores, ranges, ahead).lists())
+
+    def on_all_ranks(self, choose: Callable[[], Keep]) -> Keep:
+        """What is chosen; over ranks HybridKVError where one cannot choose: broken scores, or a policy that raises."""
+        if self.ranks is None:
+            return choose()
+        found, problem = None, None
+        try:
+            found = choose()
+        except Exception as raised:
+            problem = raised
+        self.ranks.agree(problem)
+        assert found is not None
+        return found
 
     def pick(
         self,
@@ -329,7 +366,10 @@ class Evictor:
         ranges: Sequence[tuple[int, int]] = (),
         ahead: int = 0,
     ) -> Chosen:
-        """Survivors of every stream, by the request's own settings unless others are given. `ahead`: as in `evict`."""
+        """Survivors of every stream, by the request's own settings unless others are given. `ahead`: as in `evict`.
+
+        Over ranks those of all streams of the model, where streams are compared, or hold unlike numbers of entries.
+        """
         eviction = self.asked_by(request) if eviction is None else eviction
         policy = find_policy(eviction.policy, scope=eviction.scope) if policy is None else policy
         table, slot = manager.tables[STREAMS], manager.slot_of[request.key]
@@ -341,7 +381,11 @@ class Evictor:
         first = policy.first if eviction.first is None else eviction.first
         if first or ranges:
             Protected(first, ranges, positions(slot, manager) if ranges else None).mark(rows)
-        sure, by_layer = eviction.recent + first, list(rows.split(table.schema.heads))  # sure of every stream
+        compared = eviction.scope != "head" or policy.spread == "heads"
+        if self.ranks is not None and (compared or not is_alike(request)):
+            lengths = self.ranks.lengths(lengths)
+            rows = self.ranks.rows(rows, lengths)
+        sure, by_layer = eviction.recent + first, list(rows.split(lengths.shape[1]))  # sure of every stream
         if isinstance(policy, Ada):
             even = policy.even(by_layer, lengths, eviction.budget, sure)
             self._check_budgets(even, lengths, eviction)
@@ -408,8 +452,13 @@ class Evictor:
             known = not manager.exact and not ahead and (past is None or past.position <= first)
             sums = manager.state.tensors.get(("queries", "lse")) if known else None
             lse = None if sums is None else queries_at(sums, buffer, query_positions)
+            if self.ranks is not None:
+                queries, lse = self.ranks.queries(queries, 2), None if lse is None else self.ranks.queries(lse, 2)
         entry_positions = positions(slot, manager)
         pages, ends = table.rows(slot), upload([table.lengths[slot]], manager.device)
+        longest = table.lengths[slot].reshape(count, heads).max(1, initial=0)  # [layers]
+        if self.ranks is not None and not is_alike(request):
+            longest = self.ranks.lengths(longest[:, None]).max(1, initial=0)
         at_once = SCORE_BYTES // (4 * queries.shape[2] * max(1, entry_positions.shape[1])) if batched else 1
         found = []
         for i in range(0, count, max(1, at_once)):
@@ -432,6 +481,8 @@ class Evictor:
                     tokens=position,
                     weights=None if weights is None else weights[streams],
                     ends=ends[streams],
+                    ranks=self.ranks,
+                    longest=int(longest[i : i + n].max()),
                 )
             )
         return found

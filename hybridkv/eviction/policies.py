@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hybridkv.errors import HybridKVError
@@ -74,6 +75,8 @@ class Peak(Policy):
     def scores(self, layers: Sequence[LayerCache]) -> list[Tensor]:
         peaks = [self._peaks(layer) for layer in layers]
         looked_at = strongest(peaks, layers) if self.shared else None
+        if looked_at is not None and layers[0].ranks is not None:
+            looked_at = layers[0].ranks.largest(looked_at)
         return [self._beside(layer, peaks.pop(0), looked_at) for layer in layers]
 
     def _peaks(self, layer: LayerCache) -> Tensor:
@@ -155,7 +158,10 @@ class Tova(Policy):
         scores = window_scores(
             layer.queries[-1:], layer.query_positions[-1:], layer.k_pool, layer.table, layer.positions, layer.scale, lse
         )
-        return scores.mean(0, keepdim=True).expand(len(layer.lengths), -1)
+        L = scores.shape[1]
+        if layer.ranks is not None:
+            scores = layer.ranks.each(F.pad(scores, (0, layer.longest - L))).flatten(0, 1)
+        return scores.mean(0, keepdim=True)[:, :L].expand(len(layer.lengths), -1)
 
 
 @dataclass(frozen=True)
@@ -263,4 +269,7 @@ class Random(Policy):
     def score(self, layer: LayerCache) -> Tensor:
         position = int(layer.query_positions[-1])
         generator = torch.Generator().manual_seed((self.seed * 1009 + layer.layer) * 1_000_003 + position)
-        return torch.rand(layer.positions.shape, generator=generator).to(layer.positions.device)
+        if layer.ranks is None:
+            return torch.rand(layer.positions.shape, generator=generator).to(layer.positions.device)
+        drawn = torch.rand((layer.ranks.heads, layer.longest), generator=generator)  # for all heads, on every rank
+        return drawn[layer.ranks.own, : layer.positions.shape[1]].to(layer.positions.device)

@@ -10,6 +10,7 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
+from hybridkv.eviction.over_ranks import OverRanks
 from hybridkv.kernels.attention.tile import read_pages
 from hybridkv.kernels.formats.kv_format import Pages
 
@@ -32,6 +33,8 @@ class LayerCache:
     lse: Tensor | None = None  # [W, H] f32, where known: log of the sum of exp(q . k * scale) that each query saw
     weights: Tensor | None = None  # [G] f32 up to 1, where the policy needs them: how much each stream copies
     ends: Tensor | None = None  # [G] int64, where they are there already: the lengths on the device
+    ranks: OverRanks | None = None  # these are the streams of one rank, and `score` may ask the others
+    longest: int = 0  # over ranks: entries of the layer's longest stream on any of them
 
     @cached_property
     def device_lengths(self) -> Tensor:

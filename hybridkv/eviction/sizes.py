@@ -9,12 +9,17 @@ SCORE_BYTES = 64 << 20  # of scores of query heads that are computed at once
 QUERY_BUFFERS = EngineConfig.max_requests  # at least: by default every request has one
 
 
-def max_held_tokens(eviction: EvictionConfig | None, step_tokens: int, page_size: int) -> int | None:
-    """Tokens that a stream of a bounded request holds on average at the most; None: all of them."""
+def max_held_tokens(eviction: EvictionConfig | None, step_tokens: int, page_size: int, parts: int = 1) -> int | None:
+    """Tokens that a stream of a bounded request holds on average at the most; None: all of them.
+
+    `parts`: ranks that have different streams of it. Where these share a budget, one of them may keep all of it.
+    """
     if eviction is None or not eviction.bounded:
         return None
+    spread = spread_of(eviction.policy)
+    held = (eviction.budget + step_tokens) * (parts if spread == "heads" else 1)
     # streams of different lengths each fill a last page of their own
-    return eviction.budget + step_tokens + (page_size if _spreads_unevenly(eviction.policy) else 0)
+    return held + (page_size if spread is not None else 0)
 
 
 def bounded_stride(step_tokens: int) -> int:
@@ -24,19 +29,21 @@ def bounded_stride(step_tokens: int) -> int:
     return max(CHUNK_QUANTUM, step_tokens // 4 // CHUNK_QUANTUM * CHUNK_QUANTUM)
 
 
-def _spreads_unevenly(policy: object) -> bool:
+def spread_of(policy: object) -> str | None:
+    """`Policy.spread`: between what it shares a budget unevenly."""
     if isinstance(policy, str):
         name, *settings = policy.split(":")
-        spread = next((part for part in reversed(settings) if part.startswith("spread=")), None)
-        return name in UNEVEN_POLICIES if spread is None else spread != "spread=even"
+        plain = "spread=all" if name in UNEVEN_POLICIES else "spread=even"
+        spread = next((part for part in reversed(settings) if part.startswith("spread=")), plain)
+        return {"spread=even": None, "spread=pyramid": "layers"}.get(spread, "heads")
     from hybridkv.eviction.named import find_policy  # policies compute, and so need torch
 
-    return find_policy(policy).spread is not None
+    return find_policy(policy).spread
 
 
-def most_held(config: CacheConfig, step_tokens: int) -> int | None:
+def most_held(config: CacheConfig, step_tokens: int, parts: int = 1) -> int | None:
     """`max_held_tokens` of the requests that ask for nothing else."""
-    return max_held_tokens(config.eviction, step_tokens, config.page_size)
+    return max_held_tokens(config.eviction, step_tokens, config.page_size, parts)
 
 
 def query_buffers_for(config: CacheConfig, step_tokens: int, slots: int) -> int:

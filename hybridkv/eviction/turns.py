@@ -41,20 +41,28 @@ def evict_turns(
     excess = {}  # (begin, end) -> [layers, G] entries that have to go
     for begin, end in turns:
         held = np.array([np.diff(np.searchsorted(at, (begin, end)))[0] for at in where]).reshape(lengths.shape)
-        if (held > budget).any():
-            excess[begin, end] = np.maximum(held - budget, 0)
+        excess[begin, end] = np.maximum(held - budget, 0)
+    most = torch.tensor([int(gone.max()) for gone in excess.values()])
+    if evictor.ranks is not None:
+        most = evictor.ranks.largest(most)  # a turn is evicted on all ranks or on none
+    excess = {turn: gone for (turn, gone), some in zip(excess.items(), most.tolist(), strict=True) if some}
     if not excess:
         return 0
     policy = find_policy("auto", seen=False)
     scores = joined(evictor.scores(request, manager, policy, manager.schema.query_window or 0))
-    at, keep = positions(slot, manager), None
-    for (begin, end), gone in excess.items():
-        rows = scores.clone()
-        Protected(ranges=[(0, begin), (end, END)], positions=at).mark(rows)
-        chosen = choose(rows.split(table.schema.heads), lengths, lengths - gone, 0, "head")
-        keep = chosen if keep is None else _both(keep, chosen)
-    assert keep is not None
-    return evictor.keep(request, manager, keep)
+    at = positions(slot, manager)
+
+    def lists() -> Keep:
+        keep = None
+        for (begin, end), gone in excess.items():
+            rows = scores.clone()
+            Protected(ranges=[(0, begin), (end, END)], positions=at).mark(rows)
+            chosen = choose(rows.split(table.schema.heads), lengths, lengths - gone, 0, "head")
+            keep = chosen if keep is None else _both(keep, chosen)
+        assert keep is not None
+        return keep
+
+    return evictor.keep(request, manager, evictor.on_all_ranks(lists), alike=False)
 
 
 def _both(a: Keep, b: Keep) -> Keep:

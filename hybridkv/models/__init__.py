@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from hybridkv.checkpoint.checkpoint import Checkpoint
+    from hybridkv.checkpoint.in_memory import InMemory
     from hybridkv.checkpoint.loader import Progress
     from hybridkv.models.decoder import Model
 
@@ -70,7 +71,7 @@ def check_fp8(config: ModelConfig, fp8: bool) -> None:
 
 def load_model(
     config: ModelConfig,
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | InMemory,
     device: torch.device,
     dtype: torch.dtype,
     progress: Progress | None = None,

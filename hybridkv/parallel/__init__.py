@@ -5,6 +5,7 @@
     group     the processes, and what they send each other
     layers    products, embedding, head and experts that hold a part
     loader    tensors taken out of a checkpoint, cut
+    random_part  a part with random weights, for benchmarks
     rank_bytes  what a rank's weights take
     events    what rank 0 tells the others
     launch    ranks are started, watched and ended

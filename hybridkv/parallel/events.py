@@ -49,7 +49,7 @@ class Channel:
                 self._closed.set()
 
     def _send(self, do: str, events: list[Event]) -> None:
-        data = json.dumps({"do": do, "events": events}, separators=(",", ":")).encode()
+        data = json.dumps({"do": do, "events": events}, separators=(",", ":"), default=_plain).encode()
         header = torch.zeros(HEADER, dtype=torch.uint8)
         header[:8] = torch.frombuffer(bytearray(len(data).to_bytes(8, "little")), dtype=torch.uint8)
         body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -94,3 +94,8 @@ class Channel:
     def close(self) -> None:
         """No message after this."""
         self._closed.set()
+
+
+def _plain(value: Any) -> Any:
+    """Of a caller's number that is numpy's or torch's."""
+    return value.item()

@@ -4,17 +4,20 @@ On GPUs tensors go by NCCL, which a CUDA graph can capture; on CPUs, and for wha
 must make the same calls in the same order: a rank that does not is an error after `timeout` seconds, never a wait
 without end. The channels are neither encrypted nor authenticated: ranks of one machine use the loopback interface.
 
-NCCL between GPUs has not been run by this project's own tests, which have CPUs (docs/tensor_parallel.md).
+NCCL's own watchdog does not see what a replayed graph waits for, so the host waits for a device with a limit (`wait`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,6 +27,10 @@ from hybridkv.errors import HybridKVError
 
 TIMEOUT = 30.0  # seconds that a rank waits for the others in one exchange
 POLL = 0.02  # seconds between two looks at who has come
+LOOK = 1e-4  # seconds between two looks at a device, and
+LOOKS = 500  # looks between two at whether all ranks live
+LATER = 3  # times `timeout` after which NCCL's watchdog acts: after this project's own limits, which say what happened
+ABANDON = 10.0  # seconds that communication with ranks that are gone has to end
 JOIN = 120.0  # and for them to have begun
 START = 3600.0  # and for all of them to have loaded their parts
 LOOPBACK = "127.0.0.1"
@@ -33,6 +40,14 @@ all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tens
 
 class GroupError(HybridKVError):
     """A rank that ended, hangs, or does something else than the others."""
+
+
+class Signal(Protocol):
+    """A torch.cuda.Event."""
+
+    def query(self) -> bool:
+        """Whether the device has come to it."""
+        ...
 
 
 class Alone:
@@ -64,6 +79,7 @@ class Group:
     size: int
     device: torch.device
     store: dist.Store
+    timeout: float = TIMEOUT
 
     @staticmethod
     def join(
@@ -98,12 +114,17 @@ class Group:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if device.type == "cuda":
             torch.cuda.set_device(device)
+            # a rank that is gone: communication ends, and the process lives to say so
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         try:
             store = _store(meeting, rank, size, timedelta(seconds=start))
-            group = Group(rank, size, device, store)
+            group = Group(rank, size, device, store, timeout)
             group.meet("the group", check, start)
             limit = timedelta(seconds=timeout)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+            if device.type == "cuda":
+                _watch_later(device, timedelta(seconds=LATER * timeout))
+                group._begin(start, check)
         except GroupError:
             raise
         except (RuntimeError, ValueError) as problem:  # DistError and its kinds are RuntimeErrors
@@ -161,10 +182,90 @@ class Group:
         """Turns what torch raises in an exchange into a GroupError."""
         return Said(self, what)
 
+    # ---- the device
+
+    def _begin(self, limit: float, check: Callable[[], None]) -> None:
+        """NCCL connects the ranks when they first send: now, and not inside a graph."""
+        x = torch.ones(1, device=self.device)
+        self.all_reduce(x)
+        self.all_gather(x)
+        self.broadcast(x)
+        self.wait(torch.cuda.current_stream(self.device).record_event(), check, limit)
+
+    def wait(self, event: Signal, check: Callable[[], None] = lambda: None, limit: float | None = None) -> None:
+        """Until the device has come to an event. GroupError if it does not in `limit` seconds, or in those of an
+        exchange; `check` raises if a rank has ended, for which the device would wait.
+        """
+        limit = self.timeout if limit is None else limit
+        until, looks = time.monotonic() + limit, 0
+        with self.said("the device"):
+            while not event.query():
+                looks += 1
+                if looks % LOOKS == 0:
+                    check()
+                if time.monotonic() > until:
+                    raise GroupError(
+                        f"rank {self.rank} of {self.size}: its device has waited {limit:g} s for another rank, or hangs"
+                    )
+                time.sleep(LOOK)
+
+    def settle(self, check: Callable[[], None] = lambda: None) -> None:
+        """Until the device has done all it was given; on a CPU that is so."""
+        if self.device.type == "cuda":
+            self.wait(torch.cuda.current_stream(self.device).record_event(), check)
+
+    # ---- the end
+
     def close(self) -> None:
-        """Leave the group. Captured graphs must be gone before."""
+        """Leave the group. Captured graphs must be gone before: NCCL waits for them. On GPUs all ranks close at about
+        the same time (`part`).
+        """
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def part(self, limit: float) -> None:
+        """Leave the group together with all others."""
+        self.meet("the end", limit=limit)
+        self.close()
+
+    def abandon(self, before: Callable[[], None] = lambda: None) -> None:
+        """Leave a group whose other ranks are gone. What the device waits for is given up; `before`: what must have
+        gone by then. Nothing here is waited for without a limit.
+        """
+        if not dist.is_initialized():
+            return
+        if self.device.type != "cuda":
+            before()
+            self.close()
+            return
+
+        def end() -> None:
+            before()
+            backend = _backend(self.device)
+            abort = getattr(backend, "abort", None) or getattr(backend, "_abort", None)
+            with contextlib.suppress(Exception):  # what is left of it is of no use, and the next model may be opened
+                if abort is not None:  # kernels that wait are told to stop
+                    abort()
+                dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.distributed_c10d._update_default_pg(None)
+
+        ending = threading.Thread(target=end, name="hybridkv-abandon", daemon=True)
+        ending.start()
+        ending.join(ABANDON)
+
+
+def _backend(device: torch.device) -> object:
+    """What sends tensors of a device."""
+    return dist.distributed_c10d._get_default_group()._get_backend(device)
+
+
+def _watch_later(device: torch.device, limit: timedelta) -> None:
+    """NCCL's watchdog acts after `limit`, where torch lets that be said apart from gloo's."""
+    backend = _backend(device)
+    change = getattr(backend, "set_timeout", None) or getattr(backend, "_set_default_timeout", None)
+    if change is not None:
+        change(limit)
 
 
 @dataclass(frozen=True)

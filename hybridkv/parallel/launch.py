@@ -4,6 +4,9 @@
 Under torchrun, or whatever else sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, nothing is started: every process
 opens the same model, rank 0 goes on with it and the others follow until it ends.
 
+HYBRIDKV_TP_DEVICES="2,3" names the GPUs of the ranks. One that is named twice is shared, which is slow and good for
+tests alone: NCCL refuses it, so such ranks are given host names of their own and talk by sockets.
+
 A rank that ends takes the group with it (`FAILED`, the exit code 3): the others see it in their next exchange.
 """
 
@@ -14,7 +17,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,6 +31,7 @@ from hybridkv.parallel.shard import Shard
 FAILED = 3  # exit code of a rank whose group has ended
 FOLLOWER = "hybridkv.follower"  # the module that the other ranks run
 LEAVE = 10.0  # seconds that ranks have to end by themselves
+DEVICES = "HYBRIDKV_TP_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,12 @@ class Place:
 
     def end(self) -> None:
         """Rank 0: end the others, those that hang too, and leave the group."""
+        if self.group.device.type == "cuda":  # NCCL's communicator is destroyed by all ranks at once
+            try:
+                self.group.part(LEAVE)
+            except GroupError:
+                self.kill()
+                self.group.abandon()
         end_workers(self.workers, LEAVE)
         self.group.close()
 
@@ -82,16 +92,45 @@ def end_workers(workers: list[subprocess.Popen[bytes]], seconds: float) -> None:
 
 
 def rank_device(device: torch.device, rank: int) -> torch.device:
-    """A GPU for each rank, from that of rank 0 on; the CPU for all."""
+    """A GPU for each rank, from that of rank 0 on or as HYBRIDKV_TP_DEVICES says; the CPU for all."""
     if device.type != "cuda":
         return device
     local = int(os.environ.get("LOCAL_RANK", rank)) if torchrun_place() else rank
-    number = (device.index or 0) + local
+    number, named = (device.index or 0) + local, named_devices()
+    if named:
+        if local >= len(named):
+            raise HybridKVError(f"{DEVICES}={os.environ[DEVICES]!r} has {len(named)} GPUs, and rank {rank} needs one")
+        number = named[local]
     if number >= torch.cuda.device_count():
         raise HybridKVError(
             f"rank {rank} would run on GPU {number}, and there are {torch.cuda.device_count()}: use a smaller tp"
         )
     return torch.device("cuda", number)
+
+
+def named_devices() -> list[int]:
+    """GPUs of the ranks of this machine as HYBRIDKV_TP_DEVICES has them; empty: it says nothing."""
+    text = os.environ.get(DEVICES, "")
+    try:
+        found = [int(number) for number in text.split(",")] if text else []
+    except ValueError:
+        found = [-1]
+    if any(number < 0 for number in found):
+        raise HybridKVError(f"{DEVICES} takes numbers of GPUs with commas between them, such as 0,1, not {text[:40]!r}")
+    return found
+
+
+def sharers(device: torch.device, size: int) -> int:
+    """Ranks of this machine that run on a device."""
+    return size if device.type == "cpu" else max(1, named_devices()[:size].count(device.index or 0))
+
+
+def _apart(rank: int, size: int, environ: MutableMapping[str, str]) -> None:
+    """Where ranks share a GPU, NCCL must take them for ranks of different hosts."""
+    named = named_devices()[:size]
+    if len(set(named)) < len(named):
+        environ["NCCL_HOSTID"] = f"hybridkv-{rank}"
+        environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def take_place(tp: int, device: torch.device, settings: Mapping[str, Any], timeout: float = TIMEOUT) -> Place:
@@ -104,16 +143,20 @@ def take_place(tp: int, device: torch.device, settings: Mapping[str, Any], timeo
                 f"tp={tp}, but torchrun has started {size} processes (WORLD_SIZE): give the same number"
             )
         where = f"tcp://{os.environ.get('MASTER_ADDR', LOOPBACK)}:{os.environ.get('MASTER_PORT', '29500')}"
+        _apart(rank, size, os.environ)
         return Place(Group.join(rank, size, rank_device(device, rank), _beside(where), timeout, loopback=False))
     meeting = f"tcp://{LOOPBACK}:{free_port()}"
     workers: list[subprocess.Popen[bytes]] = []
     try:
+        own = rank_device(device, 0)
         for rank in range(1, tp):
             told = {"rank": rank, "size": tp, "meeting": meeting, "timeout": timeout, "settings": dict(settings)}
             told["device"] = str(rank_device(device, rank))
             workers.append(_start(told, tp))
         check = partial(check_workers, workers)
-        return Place(Group.join(0, tp, device, meeting, timeout, check=check), workers)
+        if own.type == "cuda":
+            _apart(0, tp, os.environ)
+        return Place(Group.join(0, tp, own, meeting, timeout, check=check), workers)
     except BaseException:
         end_workers(workers, 0.0)
         raise
@@ -127,6 +170,8 @@ def _beside(where: str) -> str:
 
 def _start(told: dict[str, Any], tp: int) -> subprocess.Popen[bytes]:
     env = {**os.environ}
+    if told["device"] != "cpu":
+        _apart(told["rank"], tp, env)
     if "OMP_NUM_THREADS" not in env and told["device"] == "cpu":
         env["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // tp))
     worker = subprocess.Popen([sys.executable, "-m", FOLLOWER], stdin=subprocess.PIPE, env=env)

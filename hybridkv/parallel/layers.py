@@ -33,7 +33,7 @@ def gather_columns(group: AnyGroup, x: Tensor, sizes: list[int]) -> Tensor:
     padded = x if x.shape[1] == widest else F.pad(x, (0, widest - x.shape[1]))
     parts = group.all_gather(padded)  # [n, T, widest]
     if min(sizes) == widest:
-        return parts.transpose(0, 1).reshape(len(x), -1)
+        return parts.transpose(0, 1).reshape(len(x), sum(sizes))  # of no rows too, where a step ends inside a prompt
     return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], 1)
 
 

@@ -8,7 +8,7 @@ pytest.importorskip("triton", minversion="3.6")
 COMPILE = """
 from no_device import built
 import torch
-from hybridkv.kernels import activation, norm
+from hybridkv.kernels import activation, best_parts, norm
 from hybridkv.kernels import best_tokens as argmax
 from hybridkv.kernels.attention import inputs as attention_inputs
 from hybridkv.kernels.moe.shared_expert import add_shared_triton
@@ -38,14 +38,16 @@ for T in (1, 64):
         ring = zeros(2, 64, 24, 256), zeros(T, dtype=i64)
         attention_inputs.attention_inputs_triton(*args, weight, weight, 1e-6, *ring)
     argmax.best_tokens_triton(zeros(T, 248320, dtype=f32))
+    part = best_parts.best_part_triton(zeros(T, 124160), 124160)
+    best_parts.join_parts_triton(torch.stack((part, part)))
     route_softmax_triton(zeros(T, 256), 8, True)
     add_shared_triton(*(zeros(T, 2048) for _ in range(3)), zeros(1, 2048))
 for name, kernel in built:
     print(name, "griddepcontrol.wait" in kernel.asm["ptx"])
 """
 KERNELS = {
-    "add_shared_kernel", "attention_inputs_kernel", "join_kernel", "piece_kernel", "rms_norm_kernel",
-    "route_softmax_kernel", "sigmoid_mul_kernel", "silu_mul_kernel",
+    "add_shared_kernel", "attention_inputs_kernel", "join_kernel", "join_parts_kernel", "part_kernel", "piece_kernel",
+    "rms_norm_kernel", "route_softmax_kernel", "sigmoid_mul_kernel", "silu_mul_kernel",
 }  # fmt: skip
 OVERLAP = {"attention_inputs_kernel", "rms_norm_kernel", "sigmoid_mul_kernel", "silu_mul_kernel"}
 

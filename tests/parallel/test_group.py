@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from hybridkv.errors import HybridKVError
 from hybridkv.parallel.group import Alone, Group, free_port, torchrun_place
+from hybridkv.parallel.launch import DEVICES, _apart, rank_device, sharers
 
 
 @pytest.mark.parametrize("how", ("ends", "stops", "goes on"))
@@ -44,3 +45,25 @@ def test_the_place_that_torchrun_gives() -> None:
     for rank, said in (("x", "must be whole numbers"), ("4", "not a rank"), ("-1", "not a rank")):
         with pytest.raises(HybridKVError, match=said):
             torchrun_place({"RANK": rank, "WORLD_SIZE": "4"})
+
+
+def test_ranks_run_on_the_gpus_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    first, told = torch.device("cuda", 1), {"PATH": "x"}
+    assert [rank_device(first, rank).index for rank in range(3)] == [1, 2, 3]
+    with pytest.raises(HybridKVError, match="rank 3 would run on GPU 4, and there are 4"):
+        rank_device(first, 3)
+    monkeypatch.setenv(DEVICES, "3,0,0")
+    assert [rank_device(first, rank).index for rank in range(3)] == [3, 0, 0]
+    assert [sharers(torch.device("cuda", at), 3) for at in (3, 0)] == [1, 2] and sharers(torch.device("cpu"), 3) == 3
+    with pytest.raises(HybridKVError, match="'3,0,0' has 3 GPUs, and rank 3 needs one"):
+        rank_device(first, 3)
+    _apart(2, 2, told)  # the first two share nothing
+    assert told == {"PATH": "x"}
+    _apart(2, 3, told)
+    assert told == {"PATH": "x", "NCCL_HOSTID": "hybridkv-2", "NCCL_SOCKET_IFNAME": "lo"}
+    for wrong in ("0,x", "-1", ","):
+        monkeypatch.setenv(DEVICES, wrong)
+        with pytest.raises(HybridKVError, match="numbers of GPUs with commas between them"):
+            rank_device(first, 0)
+    assert rank_device(torch.device("cpu"), 5).type == "cpu"

@@ -48,8 +48,9 @@ def test_a_batch_answers_as_one_process_does_though_requests_are_preempted(folde
     assert found[0]["steps"] == found[1]["steps"] > 20
 
 
-def test_seeded_samples_and_adjusted_rows_are_those_of_one_process(folder: Path) -> None:
-    """Rank 0 draws; all ranks go on with its tokens."""
+@pytest.mark.parametrize("ahead", (False, True))
+def test_seeded_samples_and_adjusted_rows_are_those_of_one_process(ahead: bool, folder: Path) -> None:
+    """Rank 0 draws; all ranks go on with its tokens. With steps launched ahead, before any host has seen them."""
     params = [
         GREEDY,
         dict(max_tokens=9, temperature=0.9, seed=3),
@@ -60,8 +61,9 @@ def test_seeded_samples_and_adjusted_rows_are_those_of_one_process(folder: Path)
         dict(max_tokens=9, temperature=0.7, seed=8, min_p=0.05),
         dict(max_tokens=6, temperature=0, prompt_logprobs=1),
     ]
-    found = ranks.run(2, "together", path=folder, prompts=prompts(), params=params)
+    found = ranks.run(2, "together", path=folder, prompts=prompts(), params=params, ahead=ahead)
     assert found[0]["answers"] == alone(folder, params)
+    assert found[0]["ahead"] == found[1]["ahead"] and (found[0]["ahead"] > 10 if ahead else found[0]["ahead"] == 0)
 
 
 def test_a_greedy_step_has_one_broadcast_one_exchange_and_one_gather(folder: Path) -> None:
@@ -73,21 +75,38 @@ def test_a_greedy_step_has_one_broadcast_one_exchange_and_one_gather(folder: Pat
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", (1, 2))
-def test_random_events_never_part_the_ranks(seed: int, folder: Path) -> None:
-    found = ranks.run(2, "random_events", path=folder, seed=seed, events=10_000 if LONG else 250)
-    assert found[0] == found[1] and found[0][0] > 60
+@pytest.mark.parametrize(("seed", "ahead"), ((1, False), (2, False), (3, True)))
+def test_random_events_never_part_the_ranks(seed: int, ahead: bool, folder: Path) -> None:
+    found = ranks.run(2, "random_events", path=folder, seed=seed, events=10_000 if LONG else 250, ahead=ahead)
+    assert found[0] == found[1] and found[0][0] > 60 and (found[0][1] > 20) == ahead
 
 
-@pytest.mark.parametrize("how", ("a shorter prompt", "a lost event"))
+@pytest.mark.parametrize("how", ("a shorter prompt", "a lost event", "another graph"))
 def test_ranks_that_part_are_seen_before_the_step_runs(how: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "LIMIT", 5.0)
     _, codes, errors = ranks.attempt(2, "diverge", path=folder, how=how)
     assert codes == [1, 1]
-    if how == "a shorter prompt":
+    if how != "a lost event":
         assert "ranks [1] are about to run another step" in errors[0]
         assert all(f"rank {rank} was about to run [1, [0]" in said for rank, said in enumerate(errors))
     assert all("GroupError" in said for said in errors)
+
+
+def test_a_graph_is_had_by_all_ranks_or_by_none() -> None:
+    for rank, said in enumerate(ranks.run(3, "vote", without=[-1, 1, -1, 2])):
+        other = "rank {} has no memory for it, or could not record it"
+        own = ["captured", other.format(1), "captured", other.format(2)]
+        assert said == [vote if vote != other.format(rank) else "no memory here" for vote in own]
+
+
+def test_all_ranks_take_the_graph_that_reaches_the_longest_stream_of_any(folder: Path) -> None:
+    assert ranks.run(2, "longest", path=folder) == [1007, 1007]
+
+
+def test_a_device_that_hangs_is_an_error_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "LIMIT", 2.0)
+    for rank, said in enumerate(ranks.run(2, "hang")):
+        assert said == f"rank {rank} of 2: its device has waited 2 s for another rank, or hangs"
 
 
 def test_the_best_tokens_of_all_parts_are_those_of_the_whole_row(folder: Path) -> None:

@@ -4,8 +4,11 @@ import os
 import random
 import signal
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
+import calling_ranks
+import evicting_ranks
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,14 +18,18 @@ from hybridkv.config import CacheConfig, SamplingParams
 from hybridkv.devices import resolve_device
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.lock_step import LockStepEngine
+from hybridkv.engine.rank_graphs import RankConsent, WithLimit
+from hybridkv.engine.rank_sessions import WholeCache
 from hybridkv.eviction import Evictor
 from hybridkv.kernels.best_tokens import best_tokens
+from hybridkv.kernels.step_index import StepShape
 from hybridkv.models import cache_schema, load_model, open_checkpoint
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Model
+from hybridkv.models.schemas import head_counts
 from hybridkv.parallel import cuts, loader
 from hybridkv.parallel import group as group_module
-from hybridkv.parallel.group import Alone, Group
+from hybridkv.parallel.group import Alone, Group, GroupError
 from hybridkv.parallel.layers import SplitLinear
 from hybridkv.parallel.loader import load_sharded
 from hybridkv.parallel.rank_bytes import block_of
@@ -36,12 +43,21 @@ CPU = resolve_device("cpu")
 
 
 def run(job: dict[str, Any], rank: int) -> Any:
-    """One job on one rank."""
-    group = Group.join(rank, job["size"], CPU, f"file://{job['folder']}/meeting", job["limit"])
+    """One job on one rank; `on`: "cuda", for jobs of gpu_rank_jobs.py, puts all ranks on one GPU."""
+    given = dict(job["arguments"])
+    meeting, on = f"file://{job['folder']}/meeting", resolve_device(given.pop("on", "cpu"))
+    jobs = vars(import_module("gpu_rank_jobs")) if job["name"] not in globals() else globals()
+    if on.type == "cuda":
+        os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo"}  # else NCCL refuses to share the GPU
+    group = Group.join(rank, job["size"], on, meeting, job["limit"])
     try:
-        return globals()[job["name"]](group, **job["arguments"])
+        found = jobs[job["name"]](group, **given)
+        if on.type == "cuda" and dist.is_initialized():
+            group.part(job["limit"])
+        return found
     finally:
-        group.close()
+        if on.type == "cpu":
+            group.close()
 
 
 def open_part(
@@ -154,19 +170,27 @@ def leave(group: Group, how: str) -> None:
 def lock_step_engine(group: Group, path: str, slots: int, pages: int | None = None) -> LockStepEngine:
     """An engine of this rank. `pages`: of the pool; None: enough."""
     model, config, shard = open_part(path, group)
-    schema = cache_schema(local(config, shard), CacheConfig(kv_dtype="f32", page_size=16), "float32")
+    cache = CacheConfig(kv_dtype="f32", page_size=16)
+    schema = cache_schema(local(config, shard), cache, "float32")
     context = 256
     plan = plan_cache(schema, slots, context, None)
     taken = plan.pages if pages is None else dict.fromkeys(plan.pages, pages * schema.streams[0].streams)
     manager = KVCacheManager(schema, taken, slots, context, CPU, False, plan.query_buffers)
-    return LockStepEngine(model, manager, None, 64, frozenset(), None, group)
+    whole = WholeCache(cache_schema(config, cache, "float32"), head_counts(config))
+    return LockStepEngine(model, manager, None, 64, frozenset(), None, group, whole)
 
 
 def together(
-    group: Group, path: str, prompts: list[list[int]], params: list[dict[str, Any]], pages: int | None = None
+    group: Group,
+    path: str,
+    prompts: list[list[int]],
+    params: list[dict[str, Any]],
+    pages: int | None = None,
+    ahead: bool = False,
 ) -> dict[str, Any]:
-    """Answers of all prompts, on rank 0; what every rank has counted."""
+    """Answers of all prompts, on rank 0; what every rank has counted. `ahead`: steps are launched ahead, as on GPUs."""
     engine = lock_step_engine(group, path, 4, pages)
+    engine.launches_ahead, launched = ahead, count_ahead(engine)
     calls = count_calls(dist, "all_reduce", "broadcast", "gather") | count_calls(group_module, "all_gather_single")
     preempted = 0
     own = engine.scheduler.preempt
@@ -193,7 +217,20 @@ def together(
     engine.manager.check_integrity()
     assert engine.idle and not engine.manager.slot_of
     steps = engine.pipeline.steps
-    return {"answers": answers, "steps": steps, "preempted": preempted, "calls": {k: v[0] for k, v in calls.items()}}
+    counted = {"steps": steps, "preempted": preempted, "ahead": launched[0]}
+    return {"answers": answers, "calls": {k: v[0] for k, v in calls.items()}} | counted
+
+
+def count_ahead(engine: Engine) -> list[int]:
+    """Steps that are launched ahead from here on."""
+    launched, own = [0], engine.pipeline.launch_ahead
+
+    def launch_ahead() -> None:
+        own()
+        launched[0] += engine.pipeline.ahead is not None
+
+    engine.pipeline.launch_ahead = launch_ahead  # type: ignore[method-assign]
+    return launched
 
 
 def count_calls(module: Any, *names: str) -> dict[str, list[int]]:
@@ -210,12 +247,13 @@ def count_calls(module: Any, *names: str) -> dict[str, list[int]]:
     return counts
 
 
-def random_events(group: Group, path: str, seed: int, events: int) -> list[int]:
+def random_events(group: Group, path: str, seed: int, events: int, ahead: bool = False) -> list[int]:
     """Adds, aborts, stops, next turns and steps as they come, few pages. Every step the digests were compared."""
     engine = lock_step_engine(group, path, 3, 7)
+    engine.launches_ahead, launched = ahead, count_ahead(engine)
     if group.rank:
         engine.follow()
-        return [engine.pipeline.steps, engine.channel.received]
+        return [engine.pipeline.steps, launched[0], engine.channel.received]
     chance, live, held = random.Random(seed), [], []
     for _ in range(events):
         what = chance.choice(("add", "add", "turn", "abort", "stop", "step", "step", "step", "step"))
@@ -239,7 +277,7 @@ def random_events(group: Group, path: str, seed: int, events: int) -> list[int]:
         engine.step()
     with engine.channel.telling("end"):
         pass
-    return [engine.pipeline.steps, engine.channel.sent]
+    return [engine.pipeline.steps, launched[0], engine.channel.sent]
 
 
 def diverge(group: Group, path: str, how: str) -> None:
@@ -250,11 +288,68 @@ def diverge(group: Group, path: str, how: str) -> None:
         engine._apply = lambda event: own({**event, "tokens": event["tokens"][:-1]})  # type: ignore[method-assign]
     if group.rank == 1 and how == "a lost event":
         engine._apply = lambda event: None  # type: ignore[method-assign]
+    if group.rank == 1 and how == "another graph":
+        plain = engine.pipeline._run
+
+        def padded(step: Any) -> None:
+            shape = StepShape(64, 0, 3)
+            step.batch = replace(step.batch, step=replace(step.batch.step, shape=shape))
+            plain(step)
+
+        engine.pipeline._run = padded  # type: ignore[method-assign]
     if group.rank:
         engine.follow()
         return
     engine.add(list(range(40)), SamplingParams(max_tokens=3, temperature=0))
     engine.step()
+
+
+def vote(group: Group, without: list[int]) -> list[str]:
+    """What each vote on a graph comes to, if it is rank `without` that cannot have it; -1: all can."""
+    consent, said = RankConsent(group), []
+    for rank in without:
+        try:
+            consent.all_agree(RuntimeError("no memory here") if rank == group.rank else None)
+            said.append("captured")
+        except RuntimeError as problem:
+            said.append(str(problem))
+    return said
+
+
+def hang(group: Group) -> str:
+    """A device that never comes to an event."""
+
+    class Never:
+        def query(self) -> bool:
+            return False
+
+    try:
+        WithLimit(Never(), group, lambda: None).synchronize()
+    except GroupError as problem:
+        return str(problem)
+    return ""
+
+
+def longest(group: Group, path: str) -> int:
+    """What a rank takes for the longest stream of a step, if that of the other one is longer."""
+    engine, found = lock_step_engine(group, path, 2), []
+    own = engine.pipeline.agree
+
+    def agree(batch: Any) -> int:
+        for view in batch.step.streams.values():
+            object.__setattr__(view, "max_entries", 1000 * group.rank + 7)
+        found.append(own(batch))
+        return found[-1]
+
+    engine.pipeline.agree = agree  # type: ignore[method-assign]
+    if group.rank:
+        engine.follow()
+    else:
+        engine.add(list(range(40)), SamplingParams(max_tokens=2, temperature=0))
+        engine.step()
+        with engine.channel.telling("end"):
+            pass
+    return found[0]
 
 
 def best(group: Group, path: str) -> list[list[list[int]]]:
@@ -271,3 +366,31 @@ def best(group: Group, path: str) -> list[list[list[int]]]:
     rows[7] = 0.0
     rows[8, vocab - 1] = 60.0
     return [engine.pipeline.best(rows[:, begin:end]).tolist(), best_tokens(rows).tolist()]
+
+
+# --- eviction ---------------------------------------------------------------------------------------------------------
+
+
+def evictions(group: Group | Alone, path: str, cases: list[dict[str, Any]], **how: Any) -> dict[str, Any]:
+    """evicting_ranks.evictions of a model."""
+    return evicting_ranks.evictions(group, open_part(path, group, exact=how.get("exact", False)), cases, **how)
+
+
+def random_evictions(group: Group, path: str, seed: int, events: int) -> list[int]:
+    """evicting_ranks.random_evictions of a model."""
+    return evicting_ranks.random_evictions(group, open_part(path, group), seed, events)
+
+
+def count_evictions(group: Group, path: str, cases: list[dict[str, Any]]) -> list[int]:
+    """Gathers of every case, beside the two of each step."""
+    part, found = open_part(path, group), []
+    for case in cases:
+        calls = count_calls(group_module, "all_gather_single")
+        steps = evicting_ranks.evictions(group, part, [case])["steps"]
+        found.append(calls["all_gather_single"][0] - 2 * steps)
+    return found
+
+
+def calls(group: Group | Alone, path: str, script: str) -> Any:
+    """calling_ranks.run of a model."""
+    return calling_ranks.run(group, open_part(path, group), script)

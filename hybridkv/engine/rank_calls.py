@@ -1,0 +1,267 @@
+"""RankCalls: what is asked of an engine between its steps, done on every rank at once.
+
+Rank 0 tells the others which call it makes, with its arguments, and all make it. What they decide they decide alike; an
+error that all of them have is the caller's, one that only some have ends the group. A grammar and a logits hook are
+rank 0's alone: it draws such tokens, and says which of them end an answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from hybridkv.cache.session import Session
+from hybridkv.config import EvictionConfig, SamplingParams
+from hybridkv.engine.agreement import RanksAgree
+from hybridkv.engine.engine import Engine, Update
+from hybridkv.engine.rank_sessions import WholeCache
+from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.eviction import find_policy
+from hybridkv.eviction.policy_words import policy_of_words, policy_words
+from hybridkv.parallel.events import Channel, Event
+from hybridkv.parallel.group import Group, GroupError
+from hybridkv.parallel.layers import Vocabulary
+from hybridkv.request import Request
+
+NOT_OVER_RANKS = "over several ranks {what} is not available yet: use tp=1"
+ENDS = (None, "stop", "length", "abort", "error")  # finish reasons by number, as rank 0 tells them
+OF_RANK_0 = object()  # stands for a grammar that rank 0 follows
+
+Found = TypeVar("Found")
+
+
+class RankCalls(Engine):
+    """The calls of an engine of one rank of several. What LockStepEngine adds are steps."""
+
+    group: Group
+    channel: Channel
+    agreed: RanksAgree
+    vocabulary: Vocabulary
+    whole: WholeCache  # what this rank's cache is a part of
+    failure: GroupError | None
+    _events: list[Event]  # since the last step
+    _known: weakref.WeakValueDictionary[int, Request]
+    _to_hold: dict[int, Request]  # not on rank 0, where their callers have them
+
+    def fail(self, problem: BaseException) -> NoReturn:
+        """End the group."""
+        raise NotImplementedError
+
+    def _check_alive(self) -> None:
+        raise NotImplementedError
+
+    # ---- rank 0 tells, all do
+
+    def _call(self, event: Event, work: Callable[[], Found]) -> Found:
+        """Make a call on every rank. HybridKVError is the caller's, whatever else is raised ends the group."""
+        self._check_alive()
+        self._check_owner()
+        if self._active:
+            raise RequestError("a call came inside another call of the same engine; make it after that call")
+        events, self._events = [*self._events, event], []
+        problem: BaseException
+        try:
+            with self.channel.telling("call", events):
+                return self._alike(work)
+        except GroupError as raised:
+            problem = raised
+        except HybridKVError:
+            raise
+        except BaseException as raised:
+            problem = raised
+        self.fail(problem)
+
+    def _alike(self, work: Callable[[], Found]) -> Found:
+        """What `work` gives, or the HybridKVError that it raises on all ranks. GroupError: it did on some."""
+        try:
+            found, problem = work(), None
+        except GroupError:
+            raise
+        except HybridKVError as raised:
+            found, problem = None, raised
+        failed = self.group.all_gather(torch.tensor([int(problem is not None)])).flatten().tolist()
+        if problem is None:
+            if any(failed):
+                raise GroupError(f"a call failed on rank {failed.index(1)} and not on rank {self.group.rank}")
+            return found  # type: ignore[return-value]
+        if not all(failed):
+            raise GroupError(f"a call failed on rank {self.group.rank} and not on all: {problem}")
+        raise problem
+
+    def _do_call(self, event: Event) -> None:
+        """One of the others makes the call that rank 0 makes."""
+        do = getattr(self, f"_{event['event']}")
+        try:
+            self._alike(partial(do, event))
+        except GroupError:
+            raise
+        except HybridKVError:
+            pass  # which rank 0's caller hears of
+
+    # ---- eviction of held caches
+
+    def evict_held(
+        self,
+        request: Request,
+        eviction: EvictionConfig,
+        scores: Sequence[Tensor] | None = None,
+        ranges: Sequence[tuple[int, int]] = (),
+        seen: bool = False,
+    ) -> int:
+        """As `Engine.evict_held`; returns the pages that went back on this rank. Refused: scores from outside."""
+        if scores is not None:
+            raise RequestError(NOT_OVER_RANKS.format(what="eviction by scores from outside, or policy 'replay',"))
+        event = {
+            "event": "evict_held",
+            "number": request.order,
+            "eviction": eviction_words(eviction),
+            "ranges": [list(each) for each in ranges],
+            "seen": seen,
+        }
+        return self._call(event, partial(self._evict_held, event))
+
+    def _evict_held(self, event: Event) -> int:
+        eviction = eviction_of_words(event["eviction"])
+        assert eviction is not None
+        self._may_share(eviction)
+        ranges = [(begin, end) for begin, end in event["ranges"]]
+        return super().evict_held(self._named(event), eviction, None, ranges, event["seen"])
+
+    def evict_turns(self, request: Request, turns: Sequence[tuple[int, int]], budget: int) -> dict[str, float]:
+        """As `Engine.evict_turns`."""
+        event = {"event": "evict_turns", "number": request.order, "turns": [list(t) for t in turns], "budget": budget}
+        return self._call(event, partial(self._evict_turns, event))
+
+    def _evict_turns(self, event: Event) -> dict[str, float]:
+        self.agreed.uneven = True  # heads keep what they have of a turn, which need not be equally much
+        turns = [(begin, end) for begin, end in event["turns"]]
+        return super().evict_turns(self._named(event), turns, event["budget"])
+
+    def _may_share(self, eviction: EvictionConfig | None) -> None:
+        """From the first budget on that heads may share, ranks hold unlike numbers of pages."""
+        if eviction is not None and not self.agreed.uneven:
+            asked = [find_policy(eviction.policy, seen, eviction.scope) for seen in (True, False)]
+            self.agreed.uneven = any(policy.spread == "heads" for policy in asked)
+
+    # ---- forks, and what is saved
+
+    def session(self, request: Request | None, conversation: Mapping[str, Any] | None = None) -> Session:
+        """As `Engine.session`: the parts of all ranks, joined. It can be brought back over as many ranks."""
+        if request is None:
+            return super().session(None, conversation)
+        event = {"event": "session", "number": request.order}
+        found = self._call(event, partial(self._session, event))
+        return replace(found, conversation=dict(conversation or {}))
+
+    def _session(self, event: Event) -> Session:
+        part = self._alike(lambda: super(RankCalls, self).session(self._named(event)))
+        return self.whole.joined(self.group, part)
+
+    def restore_held(self, session: Session) -> Request:
+        """As `Engine.restore_held`, of what `session` gave here or over as many ranks of the same model."""
+        self.check_session_model(session.model, session.about)  # before its bytes are sent
+        event = {"event": "restore_held", "restored": next(self._numbers)}
+        return self._call(event, partial(self._restore_held, event, session))
+
+    def _restore_held(self, event: Event, session: Session | None = None) -> Request:
+        self._numbers = itertools.count(event["restored"])
+        part = self.whole.cut(self.group, session)
+        self.agreed.uneven |= any(not record.alike for record in part.evictions.values())
+        return self._holding(super().restore_held(part))
+
+    def fork_held(self, request: Request) -> Request:
+        """As `Engine.fork_held`."""
+        event = {"event": "fork_held", "number": request.order, "fork": next(self._numbers)}
+        return self._call(event, partial(self._fork_held, event))
+
+    def _fork_held(self, event: Event) -> Request:
+        self._numbers = itertools.count(event["fork"])
+        return self._holding(super().fork_held(self._named(event)))
+
+    def _holding(self, request: Request) -> Request:
+        self._known[request.order] = request
+        if self.group.rank:
+            self._to_hold[request.order] = request
+        return request
+
+    def _named(self, event: Event) -> Request:
+        found = self._known.get(event["number"])
+        if found is None:
+            raise RequestError("the request's cache is not held any more: there is nothing to change")
+        return found
+
+    # ---- logits of a given text
+
+    def score(self, tokens: Sequence[int], prefill: int | None = None, chunk: int | None = None) -> Tensor:
+        """As `Engine.score`."""
+        event = {"event": "score", "tokens": self.check_tokens(tokens), "prefill": prefill, "chunk": chunk}
+        return self._call(event, partial(self._score, event))
+
+    def _score(self, event: Event) -> Tensor:
+        default = None if self.evictor is None else self.evictor.default
+        self._may_share(default)
+        return super().score(event["tokens"], event["prefill"], event["chunk"])
+
+    def whole_rows(self, logits: Tensor) -> Tensor:
+        return self.vocabulary.gather(logits)
+
+    # ---- what a grammar, or a hook, says on rank 0
+
+    def see(self, request: Request, token: int) -> Update:
+        """As `Engine.see`. Where the answer follows a grammar, rank 0 says whether it ends."""
+        if request.following is None:
+            return super().see(request, token)
+        told = torch.zeros(2, dtype=torch.int64)
+        update = Update(request, token, "")
+        if self.group.rank == 0:
+            update = super().see(request, token)
+            told = torch.tensor([ENDS.index(request.finish_reason), int(request.end_token)])
+        reason, end_token = self.group.broadcast(told).tolist()
+        if self.group.rank:
+            request.tokens.append(token)
+            request.finish_reason, request.end_token = ENDS[reason], bool(end_token)
+            request.error = "its grammar failed on rank 0" if ENDS[reason] == "error" else None
+        return update
+
+
+def of_rank_0(tokens: list[int], row: Tensor) -> NoReturn:
+    """Stands for a logits hook, which rank 0 runs."""
+    raise AssertionError("rank 0 draws the tokens of requests with a logits hook")
+
+
+def params_words(request: Request) -> dict[str, Any]:
+    """A request's parameters in JSON values, and of what is code, that it is there."""
+    params = replace(request.params, structured_outputs=None, logits_hook=None)
+    return {
+        "params": asdict(params),  # resolved: defaults of rank 0 may have been changed
+        "hooked": request.params.logits_hook is not None,
+        "bound": request.following is not None,
+        "banned": list(request.banned),
+    }
+
+
+def params_of_words(event: Event) -> SamplingParams:
+    """The parameters of an event that `params_words` is part of."""
+    given: dict[str, Any] = dict(event["params"])
+    given["logit_bias"] = {int(token): value for token, value in given["logit_bias"].items()}
+    for name in ("bad_words", "stop", "stop_token_ids"):
+        given[name] = tuple(given[name])
+    given["logits_hook"] = of_rank_0 if event["hooked"] else None
+    return SamplingParams(**given)
+
+
+def eviction_words(eviction: EvictionConfig | None) -> dict[str, Any] | None:
+    """What a request keeps in JSON values, or RequestError: a policy of one's own."""
+    return None if eviction is None else vars(eviction) | {"policy": policy_words(eviction.policy)}
+
+
+def eviction_of_words(found: dict[str, Any] | None) -> EvictionConfig | None:
+    """What `eviction_words` was given."""
+    return None if found is None else EvictionConfig(**found | {"policy": policy_of_words(found["policy"])})

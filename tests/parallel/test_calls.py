@@ -1,0 +1,69 @@
+"""What is asked of ranks between steps, and what rank 0 alone decides: grammars, hooks, forks, evictions, logits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_jobs
+import ranks
+import torch
+from tiny_ranks import build
+
+from hybridkv.parallel.group import Alone
+
+KV_HEADS = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose tokens are bytes."""
+    place = tmp_path_factory.mktemp("calls")
+    build("llama", 5, num_key_value_heads=KV_HEADS, vocab_size=300).save_pretrained(place)
+    return place
+
+
+def both(folder: Path, script: str) -> tuple[list[Any], list[Any]]:
+    """What one rank gives, holds and has free, and what each of two does."""
+    return rank_jobs.calls(Alone(), str(folder), script), ranks.run(2, "calls", path=folder, script=script)
+
+
+def test_answers_follow_a_grammar_that_rank_0_has(folder: Path) -> None:
+    (want, _, free), found = both(folder, "bound")
+    assert found[0][0] == want and [rank[2] for rank in found] == [free, free]
+    assert want[0][3] in ("yes", "no") and want[1][3].startswith("{")
+    assert "structured output failed" in want[-1][0]
+
+
+def test_a_logits_hook_is_run_where_tokens_are_drawn(folder: Path) -> None:
+    (want, _, _), found = both(folder, "hooked")
+    assert found[0][0] == want
+    assert want[0][1] == [40, 41, 42, 43, 44, 45] and "on purpose" in want[1][0]
+
+
+def test_logits_of_a_text_are_those_of_one_rank(folder: Path) -> None:
+    (want, _, _), found = both(folder, "score")
+    assert torch.equal(want[2], found[0][0][2])  # the answer of the request that ran beside it
+    for one, other in zip(want[:2], found[0][0][:2], strict=True):
+        # as in test_parity.py: a sum in parts differs in its last bits
+        assert float((one - other).abs().max()) <= 1e-5 * float(one.abs().max())
+
+
+def test_held_caches_are_forked_and_evicted_on_all_ranks(folder: Path) -> None:
+    (want, held, free), found = both(folder, "held")
+    assert found[0][0] == want and [rank[2] for rank in found] == [free, free]
+    parts = [rank[1] for rank in found]
+    for number, lists in held.items():
+        assert all(part[number].keys() == lists.keys() for part in parts) and len(lists) >= 2
+        for at, layers in lists.items():
+            joined = [[heads for part in parts for heads in part[number][at][i]] for i in range(len(layers))]
+            assert joined == layers
+
+
+@pytest.mark.parametrize("kind", ("llama", "qwen3_5"))
+def test_a_conversation_is_saved_whole_and_brought_back_in_parts(kind: str, folder: Path, tmp_path: Path) -> None:
+    """Its cache after an eviction is the one of all heads, wherever they were."""
+    path = folder if kind == "llama" else tmp_path
+    if kind != "llama":
+        build(kind, 5).save_pretrained(path)
+    (want, _, free), found = both(path, "saved")
+    assert found[0][0] == want and [rank[2] for rank in found] == [free, free]

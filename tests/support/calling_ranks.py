@@ -1,0 +1,154 @@
+"""What is asked of an engine between its steps, on one rank or several: for tests/parallel/test_calls.py."""
+
+from dataclasses import replace
+from typing import Any
+
+import tiny
+import torch
+from byte_tokenizer import byte_tokenizer
+from evicting_ranks import CACHE, engine_of, lists_of
+from torch import Tensor
+
+from hybridkv.cache.session import Session
+from hybridkv.config import EvictionConfig, SamplingParams
+from hybridkv.engine.engine import Engine
+from hybridkv.engine.lock_step import LockStepEngine
+from hybridkv.errors import RequestError
+from hybridkv.models.config import ModelConfig
+from hybridkv.models.decoder import Model
+from hybridkv.parallel.group import Alone, Group
+from hybridkv.parallel.shard import Shard
+from hybridkv.request import Request
+
+TEXT = tiny.token_ids(400, seed=3)
+GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"]}
+
+
+def run(group: Group | Alone, part: tuple[Model, ModelConfig, Shard], script: str) -> Any:
+    """What the script gives on rank 0; what the others hold at the end of it."""
+    settings: dict[str, Any] = {"cache": replace(CACHE, budget=48)} if script == "score" else {}
+    if script in ("bound", "hooked"):
+        settings["tokenizer"] = byte_tokenizer()
+    engine = engine_of(group, part, **settings)
+    found: Any = None
+    if group.rank == 0:
+        found = globals()[script](engine)
+    if isinstance(engine, LockStepEngine):
+        if group.rank:
+            engine.follow()
+        else:
+            with engine.channel.telling("end"):
+                pass
+    engine.manager.check_integrity()
+    held = {r.order: lists_of(r) for r in engine.scheduler.held}
+    return found, held, engine.scheduler.manager.free_slots
+
+
+def finish(engine: Engine, *requests: Request) -> list[Any]:
+    while not engine.idle:
+        engine.step()
+    every = [each for request in requests for each in (request, *request.siblings)]
+    return [[request.error, request.generated, request.finish_reason, request.text.text] for request in every]
+
+
+def bound(engine: Engine) -> list[Any]:
+    """Answers that follow a grammar, beside others that do not."""
+    asked: list[dict[str, Any]] = [
+        {"structured_outputs": {"choice": ["yes", "no"]}, "temperature": 0},
+        {"structured_outputs": {"json": SCHEMA}, "temperature": 1.0, "seed": 3},
+        {"temperature": 0, "ignore_eos": True, "max_tokens": 9},
+        {"structured_outputs": {"regex": "[ab]{3}c*"}, "temperature": 1.2, "seed": 5, "n": 2, "logprobs": 1},
+        {"structured_outputs": {"regex": "[ab]{30}"}, "temperature": 0, "max_tokens": 7},
+    ]
+    added = [engine.add(TEXT[:20], SamplingParams(**{"max_tokens": 40, **each})) for each in asked]
+    broken = engine.add(TEXT[:9], SamplingParams(max_tokens=9, structured_outputs={"choice": ["never seen"]}))
+    engine.step()
+    engine.step()
+    broken.following.see = None  # its grammar fails from here on
+    return finish(engine, *added, broken)
+
+
+def hooked(engine: Engine) -> list[Any]:
+    """A caller's function of rank 0, and one that fails."""
+
+    def favour(tokens: list[int], row: Tensor) -> None:
+        row[40 + len(tokens)] += 50
+
+    def fail(tokens: list[int], row: Tensor) -> None:
+        if len(tokens) == 2:
+            raise ValueError("on purpose")
+
+    params = [SamplingParams(max_tokens=6, temperature=0.0, logits_hook=hook) for hook in (favour, fail)]
+    params += [SamplingParams(max_tokens=6, temperature=0.9, seed=4, n=2, logits_hook=favour), GREEDY]
+    return finish(engine, *(engine.add(TEXT[:30], each) for each in params))
+
+
+def score(engine: Engine) -> list[Tensor]:
+    """Logits through steps with a budget; a request beside them is preempted for their pages."""
+    running = engine.add(TEXT[:60], replace(GREEDY, max_tokens=8))
+    engine.step()
+    found = [engine.score(TEXT[:150], 140, 64), engine.score(TEXT[:5])]
+    try:
+        engine.score(TEXT[:9], 12)
+    except RequestError as problem:
+        assert "prefill must be from 0 to 9" in str(problem)
+    else:
+        raise AssertionError("more was asked for than there is")
+    return [*found, torch.tensor(finish(engine, running)[0][1])]
+
+
+def saved(engine: Engine) -> list[Any]:
+    """A conversation that was evicted, saved, given up and brought back, and goes on."""
+    asked = EvictionConfig(40, 16, 8)
+    first = engine.add(TEXT[:120], GREEDY, True, eviction=asked)
+    found = finish(engine, first)
+    session = Session.from_buffers(engine.session(first, {"said": "so"}).to_buffers())
+    assert session.conversation == {"said": "so"} and session.snapshot is not None
+    found.append([list(map(len, session.snapshot.lengths.values())), session.snapshot.position])
+    found.append({at: [[e.tolist() for e in layer] for layer in record] for at, record in session.evictions.items()})
+    engine.abort(first)
+    again = engine.restore_held(session)
+    assert lists_of(again).keys() == session.evictions.keys()
+    turn = engine.add([*again.tokens, *TEXT[200:240]], GREEDY, False, again, asked)
+    found += finish(engine, turn)
+    found.append([turn.cached_tokens, turn.stats["kept_tokens"]])
+    other = replace(session.snapshot, fingerprint="0" * 64)
+    for wrong, said in (
+        (replace(session, model="0" * 64), "another model"),
+        (replace(session, snapshot=other), "other"),
+    ):
+        try:
+            engine.restore_held(wrong)
+        except RequestError as problem:
+            assert said in str(problem), problem
+        else:
+            raise AssertionError("a session was taken that does not fit")
+    return found + finish(engine, engine.add(TEXT[:9], GREEDY))
+
+
+def held(engine: Engine) -> list[Any]:
+    """A conversation that is forked, evicted as a whole and by turns, and goes on."""
+    first = engine.add(TEXT[:120], GREEDY, True, eviction=EvictionConfig(200, 16, 8))
+    found = finish(engine, first)
+    fork = engine.fork_held(first)
+    freed = engine.evict_held(fork, EvictionConfig(40, 16, 8, "auto"), ranges=[(3, 9)])
+    assert freed > 0
+    stats = engine.evict_turns(first, [(0, 50), (50, 100)], 12)
+    found.append(stats["kept_tokens"])
+    turns = [
+        engine.add([*each.tokens, *TEXT[200:240]], GREEDY, True, each, EvictionConfig(60, 16, 8, "snapkv"))
+        for each in (first, fork)
+    ]
+    found += finish(engine, *turns)
+    stats = engine.evict_turns(turns[0], [(0, 50), (50, 100), (100, 140)], 10)
+    again, other = engine.fork_held(turns[0]), engine.fork_held(turns[1])
+    engine.abort(other)
+    try:
+        engine.evict_held(other, EvictionConfig(40, 16, 8))
+    except RequestError as problem:
+        assert "not held any more" in str(problem)
+    else:
+        raise AssertionError("what was given up was evicted")
+    last = engine.add([*again.tokens, 5, 6, 7], GREEDY, False, again)
+    return [*found, stats["kept_tokens"], *finish(engine, last)]
