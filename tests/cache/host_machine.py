@@ -1,5 +1,5 @@
-"""More rules for the state machine of `turns_machine.py`: columns and states that go to the host and come back, by copies
-that are late or fail.
+"""More rules for the state machine of `turns_machine.py`: columns and states that go to the host and come back, by
+copies that are late or fail.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from cache.late_tier import LateTier
 from cache.machine_model import TAIL
-from cache.reuse_machine import Q, counts, states
+from cache.reuse_machine import PROMPTS, Q, counts, states
 from cache.turns_machine import TurnsMachine
 from hybridkv.cache import OutOfPages
 from hybridkv.cache.columns import Column
@@ -24,10 +24,11 @@ from hybridkv.cache.tiers import HostBlocks, HostTier
 class HostMachine(TurnsMachine):
     @initialize(
         pages=st.sampled_from((28, 48, 80)), stateful=st.sampled_from((True, True, False)),
-        blocks=st.sampled_from((40, 12, 5)), every=st.sampled_from((1000, 7, 3)),
+        blocks=st.sampled_from((40, 12, 5)), every=st.sampled_from((1000, 5, 2)),
     )  # fmt: skip
     def build_with_host(self, pages: int, stateful: bool, blocks: int, every: int) -> None:
         self.room, self.looks = (blocks, every), 0
+        self.taken: list[int] = []
         self.set_up(pages, stateful)
 
     def build(self) -> None:
@@ -89,6 +90,21 @@ class HostMachine(TurnsMachine):
         counts["went to the host"] += self.r.columns.away > before
         counts["dropped instead"] += self.r.host.counts["columns dropped"] > kept.get("columns dropped", 0)
 
+    @rule(choices=PROMPTS, marks=st.sampled_from((31, 0, 18)), ends=st.booleans(), more=st.sampled_from((0, 1)))
+    def away_and_back(self, choices: list[int], marks: int, ends: bool, more: int) -> None:
+        """A prompt is read and ends, its pages and rows are needed, and another one begins like it."""
+        for _ in range(2):
+            self.read([*choices, 0][:5], more, b"", marks, 1, 40, "stays")
+            if self.names in self.live and ends:
+                self.finish(list(self.live).index(self.names), "no")
+            elif self.names in self.live:
+                self.release(list(self.live).index(self.names))
+            while self.stateful and (row := self.r.checkpoints.reserve()) is not None:
+                self.taken.append(row)
+            while self.taken:
+                self.r.checkpoints.give_back(self.taken.pop())
+            self.starve("kv", 0)
+
     @precondition(lambda self: self.r.host.states or self.r.host.alone)
     @rule(blocks=st.integers(1, 6))
     def need_host(self, blocks: int) -> None:
@@ -110,7 +126,7 @@ class HostMachine(TurnsMachine):
         tier = self.m.host
         assert isinstance(tier, LateTier)
         self.looks += 1
-        if tier.late and self.looks % 3:
+        if tier.late and self.looks % 5:
             return  # it stays late for a while
         tier.arrive()
         for tokens, column, _ in self.columns():
