@@ -281,8 +281,8 @@ class Columns:
             heapq.heappush(self._queue, (column.order, self._numbers, column))
 
     def prune(self, states: bool) -> None:
-        """Take out columns that have pages nowhere, as after an interrupt on their way to the host, and those there that
-        no state needs, where there are `states`. Nothing is counted: `rebuild` does that.
+        """Take out columns that have pages nowhere, as after an interrupt on their way to the host, and those there
+        that no state needs, where there are `states`. Nothing is counted: `rebuild` does that.
         """
         for column in list(self):
             if column.parent is not None and column.pages is None and column.host is None:

@@ -90,9 +90,8 @@ class HostColumns:
                 self.layout.append((name, pool, at, nbytes))
                 at = ceil_div(at + nbytes, ALIGN) * ALIGN
         self.each = ceil_div(at, BLOCK)  # blocks of a column
-        if self.is_on:
-            self.tier.blocks.reclaim = self.make_room
-            reuse.checkpoints.leaving = self.keep_state
+        self.tier.blocks.reclaim = self.make_room
+        reuse.checkpoints.leaving = self.keep_state
 
     @property
     def is_on(self) -> bool:

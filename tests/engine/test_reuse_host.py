@@ -16,7 +16,7 @@ import torch
 
 import hybridkv
 from engine.driving import assert_nothing_held, count_tokens, prompt, run
-from engine.reusing import ASK, Cold, apart, ask, check, poison, same
+from engine.reusing import ASK, Cold, apart, ask, check, drive_out, poison, same
 from hybridkv import LLM, CacheConfig
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.reuse import Reuse
@@ -32,21 +32,6 @@ CPU = torch.device("cpu")
 def reuse_of(engine: Engine) -> Reuse:
     assert engine.manager.reuse is not None
     return engine.manager.reuse
-
-
-def drive_out(engine: Engine) -> None:
-    """Every row and page that is not in use is needed by somebody, and hostile afterwards."""
-    reuse = reuse_of(engine)
-    rows = []
-    while (row := reuse.checkpoints.reserve()) is not None:
-        rows.append(row)
-    for row in rows:
-        reuse.checkpoints.give_back(row)
-    for table in engine.manager.tables.values():
-        table.allocator.release(table.allocator.acquire(table.allocator.free + table.allocator.reclaimable))
-    assert all(column.pages is None for column in reuse.columns), "something stayed"
-    poison(engine)
-    check(engine)
 
 
 def parting(shared: int, length: int, seed: int = 1) -> list[int]:
