@@ -190,6 +190,29 @@ def test_a_copy_that_fails_costs_its_hit_alone(
     assert_nothing_held(engine)
 
 
+def test_copies_that_save_less_than_they_take_are_left_for_a_while(with_host: Callable) -> None:
+    engine = with_host("llama")
+    host, tier = reuse_of(engine).host, engine.manager.host
+    host.speed, tier._rate = 1e9, 1e6  # nothing is ever loaded
+    ask(engine, BASE)
+    drive_out(engine)
+    assert host.counts["columns stored"] > 0
+    host.look_at_costs(999)
+    assert not host.resting
+    host.look_at_costs(1000)
+    assert host.resting and host.counts["rests"] == 1
+    stored = host.counts["columns stored"]
+    ask(engine, prompt(200, 7))
+    drive_out(engine)
+    assert host.counts["columns stored"] == stored and host.counts["columns dropped"] > 0
+    host.look_at_costs(2000)  # nothing was copied since: it is tried again
+    assert not host.resting
+    host.speed = 1.0
+    assert ask(engine, BASE).reuse["tier"] == "host"
+    host.look_at_costs(3000)
+    assert not host.resting, "what was loaded saved more than it took"
+
+
 def test_more_than_may_be_in_flight_is_dropped(with_host: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = with_host("llama")
     ask(engine, BASE)

@@ -1,8 +1,8 @@
 """A storm over reuse: thousands of prompts with random shared beginnings where there is hardly room for one of them.
 
-Pages for 1.2 of the longest requests, two checkpoints, and conversations that wait for their next turn on the host, to
-and from which every 50th copy fails or comes late. Every answer has the bits of the same prompt read cold, and in the
-end nothing is held.
+Pages for 1.2 of the longest requests, two checkpoints; on the host conversations that wait for their next turn and what
+prompts begin with, to and from which every 50th copy fails or comes late. Every answer has the bits of the same prompt
+read cold, and in the end nothing is held.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ class Storm:
         assert request.error is None, request.error
         assert same(request, self.cold(tokens, request.params)), (request.reuse, request.stats)
         self.counts["hits"] += request.cached_tokens > 0
+        self.counts["hits from the host"] += request.reuse.get("tier") == "host"
         self.counts["replays"] += request.reuse["matched"] > request.reuse["cached"]
         self.counts["cached tokens"] += request.cached_tokens
         self.counts["prompt tokens"] += len(tokens)
@@ -132,11 +133,12 @@ def test_every_answer_of_a_storm_is_the_cold_one(kind: str, part: int, storm_ove
     engine, counts = storm.engine, storm.counts
     host, scheduler = engine.manager.host, engine.scheduler
     assert isinstance(host, LateTier) and engine.manager.reuse is not None
-    seen = counts + scheduler.counts + Counter(engine.manager.reuse.counts) + host.trouble
+    prefixes = engine.manager.reuse.host
+    seen = counts + scheduler.counts + Counter(engine.manager.reuse.counts) + prefixes.counts + host.trouble
     if LONG:
         print(f"\n{kind}: {requests} requests, {host.copies} copies\n{dict(sorted(seen.items()))}")
     # it was one: hits, too little room, and trouble
-    for what in ("hits", "turns", "columns_dropped", "frozen", "thawed", "exported", "imported"):
+    for what in ("hits", "turns", "columns_dropped", "frozen", "thawed", "exported", "imported", "loads"):
         assert seen[what] > requests // 100, (what, dict(seen))
     assert seen["preempted"] or not LONG
     assert (host.trouble["fails"] and host.trouble["late"]) or host.copies < 2 * TROUBLE
