@@ -79,6 +79,7 @@ class HostColumns:
         self.doubles: dict[Column, None] = {}  # columns with a copy there, likewise
         self.states: dict[Column, Stored] = {}  # likewise
         self.speed = 0.0  # tokens read a second, the most that was seen; 0: not known, any load is worth it
+        self.loading: Column | None = None  # the end of what is being loaded: it does not make room
         self.resting = False  # copies took longer than what they saved: nothing is stored until this is looked at again
         self.counts: Counter[str] = Counter()
         self._looked = (0, 0, 0)  # lookups, bytes copied, tokens saved when costs were looked at last
@@ -243,6 +244,7 @@ class HostColumns:
         """
         columns, timer = self.reuse.columns, Timer(self.manager.device)
         columns.occupy(load.end)  # so that nothing of it makes room for the rest
+        self.loading = load.end
         done = failed = False
         try:
             done = self._load(load)
@@ -251,6 +253,7 @@ class HostColumns:
         except HybridKVError:
             failed = True
         finally:
+            self.loading = None
             columns.leave(load.end)
         if failed:
             self.counts["loads failed"] += 1
@@ -372,7 +375,7 @@ class HostColumns:
             return True
         state = next((c for c in self.states if c.checkpoint is not None), None)
         if state is None:
-            state = next((c for c in self.states if not c.live), None)
+            state = next((c for c in self.states if c is not self.loading), None)
         if state is not None:
             self.forget_state(state)
             return True
@@ -405,7 +408,7 @@ class HostColumns:
 
     def rebuild(self) -> None:
         """Sort what there is anew, after an interrupt. The trie has been counted."""
-        there = list(self.reuse.columns)
+        there, self.loading = list(self.reuse.columns), None
         known = [*self.alone, *self.doubles]
         copies = dict.fromkeys([c for c in known if c.host is not None and self.reuse.columns.holds(c)])
         copies |= dict.fromkeys(c for c in reversed(there) if c.host is not None)

@@ -186,10 +186,11 @@ class Reuse:
             reason = "diverged"
         return Hit(path, checkpoint, cached, max(matched, cached), reason, at, keys, tail, load)
 
-    def load(self, hit: Hit, asked: Asked) -> Hit:
+    def load(self, asked: Asked) -> Hit:
         """What there is of a prompt once what lies on the host has been copied, or failed to be. The copies come before
         all that is launched from here on.
         """
+        hit = self.lookup(asked)  # what was found may have made room for others since
         timer = self.host.load(hit.load) if hit.load is not None else None
         found = replace(self.lookup(asked), load=None)
         if timer is None:

@@ -349,7 +349,7 @@ class Admission(RestingCaches):
             self.manager.admit_request(request.key)
             request.reuse = report(None, len(request.tokens), 0)
             return
-        hit = found.hit if found.hit.load is None else reuse.load(found.hit, found.asked)
+        hit = found.hit if found.hit.load is None else reuse.load(found.asked)
         reuse.attach(request.key, hit, found.asked)
         if request.preemptions:  # it reports how it began the first time
             return

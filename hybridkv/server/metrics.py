@@ -202,7 +202,7 @@ class _CacheCollector:
         yield from self._reused(gauge)
         host = llm.manager.host
         room: Values = {("used",): float(host.used), ("capacity",): float(host.limit)}
-        yield gauge("host_cache_bytes", "host memory for caches that wait for a next turn", room, "what")
+        yield gauge("host_cache_bytes", "host memory for caches that wait to be used again", room, "what")
         about = "caches that waited for a next turn, by what became of them"
         resting = CounterMetricFamily(self._prefix + "resting_caches", about, labels=["model_name", "what"])
         for what in WAYS:

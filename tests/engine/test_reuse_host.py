@@ -257,6 +257,23 @@ def test_conversations_take_room_from_prefixes_and_not_the_other_way(with_host: 
     reuse_of(engine).check()
 
 
+def test_what_makes_room_between_lookup_and_load_is_not_loaded(with_host: Callable, engine_of: Callable) -> None:
+    """A conversation is sent to the host for the very request that was to begin with what lies there."""
+    sizes = {"pool": 320, "context": 320, "slots": 3}
+    engine = with_host("llama", blocks=12, **sizes)
+    cold = Cold(lambda: engine_of("llama", exact=True, context=320))
+    ask(engine, BASE[:200])
+    drive_out(engine)
+    assert reuse_of(engine).columns.away == 12
+    held = ask(engine, prompt(180, 9), cache=False, hold=True)
+    tokens = [*BASE[:199], *prompt(20, 3)]
+    warm = ask(engine, tokens)
+    assert held.key in engine.manager.frozen and same(warm, cold(tokens)), warm.reuse
+    assert 128 <= warm.cached_tokens < 192 and warm.reuse["tier"] == "host", "its last columns made room"
+    engine.abort(held)
+    assert_nothing_held(engine)
+
+
 def test_a_request_with_a_budget_begins_with_what_comes_from_the_host(with_host: Callable, engine_of: Callable) -> None:
     config = CacheConfig("f32", 16, budget=96, window=24, recent=16)
     sizes = {"eviction": config, "step_tokens": 128, "context": 512}
