@@ -214,6 +214,9 @@ class Columns:
         at: Column | None = column
         while more and at is not None and at.parent is not None:
             at.kept += more
+            if not at.kept and at.queued:  # it goes sooner from here on; its old place in the queue is passed over
+                at.queued = False
+                self._offer(at)
             at = at.parent
 
     # ---- dropping
