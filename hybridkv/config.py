@@ -185,8 +185,8 @@ class EngineConfig:
         max_context: longest request in tokens; None: the model's own limit, or what the memory holds.
         memory: bytes for weights and cache together, or "12GiB"; None: what fits.
         step_tokens: tokens one step computes: all decoding requests, then prompt chunks (at least 64 tokens).
-        host_cache: bytes on the host for caches that wait for a next turn, or "16GiB"; 0: none; None: as the device has
-            it.
+        host_cache: bytes on the host for caches that wait for a next turn and, on a GPU, for what prompts begin with,
+            or "16GiB"; 0: none; None: as the device has it.
     """
 
     max_requests: int = 8

@@ -108,8 +108,8 @@ class LLM:
             GPU those of a GGUF file stay packed, and on a CPU they are f16 (with AVX-512 int4) where `dtype` is left to
             "auto" and comes to float32 and the files have 16 bits a weight or fewer.
         host_cache: bytes on the host, or "16GiB", for caches that wait for a next turn: state of those without a slot,
-            and on a GPU the pages of those that made room for others; None: a quarter of what is free, at most 32 GiB,
-            on a CPU 1 GiB.
+            and on a GPU the pages of those that made room for others; there also what prompts may begin with and the
+            GPU has no room for; None: a quarter of what is free, at most 32 GiB, on a CPU 1 GiB.
         disk_cache: a folder for `save` and `load`; it is made when something is saved.
         disk_size: bytes that all that is saved there may have, or "100GiB"; None: what the disk holds.
         fetch_progress: called with (bytes done, all bytes) while the embedded model is fetched.
@@ -245,7 +245,8 @@ class LLM:
             checkpoints=rows, host=host,
         )  # fmt: skip
         if self.reuse_config is not None:
-            Reuse(self.manager, self.reuse_config.every, policy_of(self.reuse_config.policy, plan.schema))
+            reuse = Reuse(self.manager, self.reuse_config.every, policy_of(self.reuse_config.policy, plan.schema))
+            reuse.host.on = self.ranks is None  # what a rank's host has room for, others do not know
         self.manager.model_fingerprint = fingerprint_of(self.model)
         eos = self.tokenizer.eos_ids if self.tokenizer and self.tokenizer.eos_ids else frozenset(self.config.eos_ids)
         evictor = Evictor.make(self.cache_config, self.manager, scale=self.config.attention_scale)

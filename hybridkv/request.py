@@ -78,6 +78,7 @@ class Request:
     marks: tuple[tuple[int, str], ...] = ()  # positions at which a checkpoint is wished (cache/checkpoints.py: Mark)
     awaits: tuple[Request, int] | None = None  # who reads what it begins with too, and up to where
     reuse: dict[str, Any] = field(default_factory=dict)  # what of its prompt was there already, and why not more
+    loading: Any = None  # how long that took which came from the host (cache/tiers.py: Timer)
     pins: bool = False  # its prompt is to stay for others (cache/pins.py)
     pinned: Any = None  # what keeps it, once it has been read
     text_memory: int = 0  # prompt tokens that were taken as an earlier answer had them (text/memory.py)

@@ -2,9 +2,11 @@
 read cold.
 
 A text of random tokens is read once, with a checkpoint at its end. Then prompts that begin with it and go on with a few
-tokens of their own are asked for, one after the other. Misses are prompts that nobody has read, alternately with reuse
-and without it. Last, many sessions ask something of their own after one system prompt, whose pages are then counted.
-Before anything is timed, the logits after a hit are compared with those of a cold run.
+tokens of their own are asked for, one after the other. Hits from the host: what was read is driven out of pages and
+rows before each prompt, and copied back. Misses are prompts that nobody has read, alternately with reuse and without
+it. Last, many sessions ask something of their own after one system prompt, whose pages are then counted. Before
+anything is timed, the logits after a hit are compared with those of a cold run, and after one from the host with those
+after one on the device.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ COLUMNS = (
     Column("read", "read", 9, ".0f"),
     Column("times", "of cold", 9, ".2%"),
     Column("spread_s", "+/-", 9, ".4f"),
+    Column("load_ms", "load ms", 9, ".1f"),
+    Column("gb_s", "GB/s", 7, ".1f"),
 )
 
 
@@ -58,6 +62,9 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
     report.attempt("checkpoint", "one state copied", bench.copies)
     for length in lengths:
         report.attempt("reuse", f"T={length}", lambda n=length: bench.hits(n, news, repeats))
+    if bench.engine.manager.host.pages:
+        for length in lengths:
+            report.attempt("host", f"T={length}", lambda n=length: bench.host_hits(n, news[0], repeats))
     report.attempt("misses", f"T={min(lengths)}", lambda: bench.misses(min(lengths), repeats))
     report.attempt("sessions", f"{sessions} x T={system}", lambda: bench.sessions(system, sessions))
     bench.close()
@@ -77,6 +84,8 @@ class ReuseBench:
             model, cache, shape.device, shape.dtype, 2, context, step_tokens=chunk, checkpoints=ROWS,
             spare=sessions * self.q,
         )  # fmt: skip
+        if shape.tiny:
+            self.engine.manager.host.pages = True  # also on a CPU, to see that it runs
         fill_pages(self.engine.manager)
         self.seeds = 0
 
@@ -136,6 +145,73 @@ class ReuseBench:
                 read=len(request.tokens) - 1 - request.cached_tokens, times=median / cold.seconds,
                 spread_s=max(seconds[2:]) - min(seconds[2:]), tokens=length, new=new,
             )  # fmt: skip
+
+    def wait(self) -> None:
+        if self.shape.device == "cuda":
+            torch.cuda.synchronize()
+
+    def drive_out(self) -> float:
+        """Whatever is kept leaves pages and rows, and all copies have ended; seconds that this took."""
+        manager = self.engine.manager
+        assert manager.reuse is not None
+        checkpoints, rows = manager.reuse.checkpoints, []
+        with Meter(self.shape.device) as meter:
+            while (row := checkpoints.reserve()) is not None:
+                rows.append(row)
+                self.wait()  # only so much may be on its way to the host at once
+            for table in manager.tables.values():
+                many = table.allocator.free + table.allocator.reclaimable
+                step = max(1, many // 64)
+                for n in range(step, many + 1, step):
+                    table.allocator.release(table.allocator.acquire(n))
+                    self.wait()
+                table.allocator.release(table.allocator.acquire(many))
+        for row in rows:
+            checkpoints.give_back(row)
+        return meter.seconds
+
+    def host_hits(self, length: int, new: int, repeats: int) -> None:
+        """A text that has gone to the host, and prompts that begin with it."""
+        manager = self.engine.manager
+        reuse = manager.reuse
+        assert reuse is not None
+        reuse.forget()
+        found: list[Tensor] = []
+        base, rest = self.tokens(length), self.tokens(new)
+        params = SamplingParams(
+            max_tokens=1, ignore_eos=True, logits_hook=lambda _, logits: found.append(logits.clone())
+        )
+        _, cold = self.ask(base, marks=[(length // self.q * self.q, "client")])
+        for where in ("device", "host"):
+            if where == "host":
+                self.drive_out()
+            request = self.engine.add([*base, *rest], params, cache="read")
+            while not request.finished:
+                self.engine.step()
+            if request.reuse.get("tier") != where:
+                raise WrongResult(f"a hit on the {where} was {request.reuse}")
+        error = check("logits after a hit from the host", found[1], found[0], rounding(self.shape.config.layers))
+        seconds, loads, away, copied = [], [], [], 0
+        for _ in range(repeats + 1):
+            away.append(self.drive_out())
+            up = manager.host.copied_up
+            request, meter = self.ask([*base, *self.tokens(new)], cache="read")
+            if request.reuse.get("tier") != "host":
+                raise WrongResult(f"not from the host: {request.reuse}")
+            seconds.append(meter.seconds)
+            loads.append(request.reuse["load_ms"])
+            copied = manager.host.copied_up - up
+        median, load = statistics.median(seconds[1:]), statistics.median(loads[1:])
+        self.report.add(
+            "from host", f"T={length} + {new}", s=median, cached=request.cached_tokens,
+            read=len(request.tokens) - 1 - request.cached_tokens, times=median / cold.seconds,
+            spread_s=max(seconds[1:]) - min(seconds[1:]), load_ms=load, gb_s=copied / max(1e-9, load) / 1e6,
+            tokens=length, new=new,
+        )  # fmt: skip
+        self.report.note(
+            f"T={length}: {copied / MIB:,.0f} MiB come from the host; logits agree with those after one on the device "
+            f"to {error:.0e}; one copy of 64 MiB: {manager.host.rate / 1e9:.1f} GB/s; driven out in {max(away):.2f} s"
+        )
 
     def misses(self, length: int, repeats: int) -> None:
         """Prompts that nobody has read, with reuse and without, in turn."""

@@ -13,7 +13,7 @@ otherwise. Rows are numbers: nothing here copies a state or knows what one is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple, Protocol, get_args
@@ -125,6 +125,7 @@ class Checkpoints:
         self.all: dict[int, Checkpoint] = {}  # by row
         self.reserved: set[int] = set()  # rows that are being written and nobody sees yet
         self.dropped = {"rows": 0, "pages": 0, "forgotten": 0}  # how often, and for what
+        self.leaving: Callable[[Checkpoint], None] | None = None  # told of one whose row is needed, before it goes
         self._free = list(range(first + rows - 1, first - 1, -1))
 
     @property
@@ -191,6 +192,8 @@ class Checkpoints:
 
     def drop(self, checkpoint: Checkpoint, why: str = "forgotten") -> None:
         """Its row is free; its columns may be dropped next."""
+        if self.leaving is not None and why != "forgotten":
+            self.leaving(checkpoint)
         del self.all[checkpoint.row]
         self._free.append(checkpoint.row)
         self.columns.uncover(checkpoint.column)

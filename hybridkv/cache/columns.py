@@ -5,7 +5,8 @@
 
 A column is found by its tokens, which are compared whole, below the column before it. So nothing is ever split or
 merged, and a lookup takes as long as the prompt is, whatever else is cached. Each salt has a root of its own. A leaf
-may have fewer than q tokens: a tail (tails.py), which no lookup of columns finds.
+may have fewer than q tokens: a tail (tails.py), which no lookup of columns finds. A column whose pages have gone to the
+host (host_columns.py) stays where it is, without page ids; all below it have gone there before.
 
 Here are names and numbers alone: no tensor, no page is counted. Who owns pages is the manager's business, what a
 column's end is worth `checkpoints.py`'s. Order comes from a counter, never from a clock, so that two machines that are
@@ -21,20 +22,25 @@ import numpy as np
 
 KEY_DTYPE = np.dtype(np.int32)  # of tokens, where they are compared
 TRIAL = 1 << 60  # taken from the stamp of a tail until it is used: it goes before all others
+LATER = 1 << 61  # added to the stamp of columns that a state on the host needs: they go after all others
 
 
 class Column:
     """q tokens of a prompt, below those before them. `end`: tokens up to and including its own."""
 
     __slots__ = (
-        "checkpoint", "children", "covers", "end", "gone", "key", "live", "lost", "pages", "parent", "queued", "stamp",
-        "tails",
+        "checkpoint", "children", "covers", "end", "gone", "host", "kept", "key", "live", "lost", "pages", "parent",
+        "queued", "resident", "stamp", "stored", "tails",
     )  # fmt: skip
 
     def __init__(self, parent: Column | None, key: bytes, pages: np.ndarray | None, end: int, stamp: int) -> None:
         self.parent, self.key, self.pages, self.end, self.stamp = parent, key, pages, end, stamp
         self.children: dict[bytes, Column] = {}
         self.tails = 0  # how many of these have fewer tokens than a column
+        self.resident = 0  # how many of these have pages on the device
+        self.host: object | None = None  # a copy of its pages on the host (host_columns.py)
+        self.stored: object | None = None  # a copy there of a state at its end
+        self.kept = 0  # such states at its end or below it
         self.checkpoint: object | None = None  # a state at its end (checkpoints.py)
         self.covers = 0  # checkpoints at its end or below it
         self.live = 0  # requests that hold a place at it or below it
@@ -44,8 +50,13 @@ class Column:
 
     @property
     def droppable(self) -> bool:
-        """Whether nobody would miss it: nothing is below it, no request lives there and no state is at its end."""
-        return not (self.children or self.live or self.covers or self.gone) and self.parent is not None
+        """Whether nobody would miss its pages: none are below it, no request lives there, no state is at its end."""
+        return not (self.resident or self.live or self.covers or self.gone) and self.pages is not None
+
+    @property
+    def order(self) -> int:
+        """The pages of the least go first."""
+        return self.stamp + (LATER if self.kept else 0)
 
     def path(self) -> list[Column]:
         """From the first column down to this one."""
@@ -63,9 +74,10 @@ class Columns:
         self.q, self.width = q, width
         self.roots: dict[bytes, Column] = {}
         self.count = 0
+        self.away = 0  # columns whose pages are on the host alone
         self.uncovered = 0  # columns at or below which no checkpoint is: they go first
         self.clock = 0
-        self._queue: list[tuple[int, int, Column]] = []  # (stamp, number, column) that could be dropped, oldest first
+        self._queue: list[tuple[int, int, Column]] = []  # (order, number, column) that could be dropped, oldest first
         self._numbers = 0
 
     def tick(self) -> int:
@@ -123,6 +135,7 @@ class Columns:
             column.stamp -= TRIAL
             parent.tails += 1
         parent.children[key] = column
+        parent.resident += 1
         self.count += 1
         self.uncovered += 1
         self._offer(column)
@@ -174,21 +187,61 @@ class Columns:
             self._offer(at)
             at = at.parent
 
+    # ---- pages and states on the host
+
+    def leave_device(self, column: Column) -> np.ndarray:
+        """Its pages go, which are returned, and it stays."""
+        assert column.pages is not None and column.parent is not None and not column.resident
+        pages, column.pages = column.pages, None
+        column.parent.resident -= 1
+        self.away += 1
+        self._offer(column.parent)
+        return pages
+
+    def come_back(self, column: Column, pages: np.ndarray) -> None:
+        """It has pages again."""
+        parent = column.parent
+        assert column.pages is None and parent is not None and (parent.pages is not None or parent.parent is None)
+        column.pages = pages
+        parent.resident += 1
+        self.away -= 1
+        self._offer(column)
+
+    def keep(self, column: Column, stored: object | None) -> None:
+        """A copy of the state at its end is on the host from here on; None: no longer."""
+        more = (stored is not None) - (column.stored is not None)
+        column.stored = stored
+        at: Column | None = column
+        while more and at is not None and at.parent is not None:
+            at.kept += more
+            if not at.kept and at.queued:  # it goes sooner from here on; its old place in the queue is passed over
+                at.queued = False
+                self._offer(at)
+            at = at.parent
+
     # ---- dropping
 
-    def drop_oldest(self) -> Column | None:
-        """Take out the column that was used longest ago, of those that nobody would miss; None: there is none."""
+    def oldest(self) -> Column | None:
+        """The column whose pages go first, of those that nobody would miss; None: there is none. It leaves the queue,
+        so its pages must go.
+        """
         while self._queue:
-            stamp, _, column = heapq.heappop(self._queue)
+            order, _, column = heapq.heappop(self._queue)
             column.queued = False
             if not column.droppable:
                 continue  # it is offered again when that changes
-            if column.stamp != stamp:
+            if column.order != order:
                 self._offer(column)
                 continue
-            self._remove(column)
             return column
         return None
+
+    def drop_oldest(self) -> Column | None:
+        """Take out the column that was used longest ago, of those that nobody would miss; None: there is none."""
+        column = self.oldest()
+        if column is not None:
+            self.cut(column)
+        return column
 
     def cut(self, column: Column) -> list[Column]:
         """Take out a column with all below it, deepest first: a branch that must not be used again. Requests that live
@@ -199,7 +252,7 @@ class Columns:
             found += each.children.values()
         assert not any(each.checkpoint is not None for each in found), "a branch is cut while it has checkpoints"
         lived, at = column.live, column.parent
-        while at is not None and at.parent is not None:
+        while lived and at is not None and at.parent is not None:
             at.live -= lived
             self._offer(at)
             at = at.parent
@@ -210,8 +263,11 @@ class Columns:
     def _remove(self, column: Column) -> None:
         parent = column.parent
         assert parent is not None and not column.children and not column.gone
+        self.keep(column, None)
         del parent.children[column.key]
         parent.tails -= self.is_tail(column)
+        parent.resident -= column.pages is not None
+        self.away -= column.pages is None
         column.gone = True
         self.count -= 1
         self.uncovered -= 1
@@ -225,7 +281,21 @@ class Columns:
         if not column.queued and column.droppable:
             column.queued = True
             self._numbers += 1
-            heapq.heappush(self._queue, (column.stamp, self._numbers, column))
+            heapq.heappush(self._queue, (column.order, self._numbers, column))
+
+    def prune(self, states: bool) -> None:
+        """Take out columns that have pages nowhere, as after an interrupt on their way to the host, and those there
+        that no state needs, where there are `states`. Nothing is counted: `rebuild` does that.
+        """
+        for column in list(self):
+            if column.parent is not None and column.pages is None and column.host is None:
+                column.parent.children.pop(column.key)
+        needed: set[Column | None] = set()
+        for column in reversed(list(self)):
+            if column.stored is not None or column in needed:
+                needed.add(column.parent)
+            elif states and column.parent is not None and column.pages is None:
+                column.parent.children.pop(column.key)
 
     def rebuild(self, lives: list[Column]) -> None:
         """Count everything anew from the columns that are there, and from where requests live: the way back after an
@@ -233,17 +303,21 @@ class Columns:
         """
         every = list(self)
         self.count, self._queue = len(every), []
+        self.away = sum(column.pages is None for column in every)
         for column in [*self.roots.values(), *every]:
             column.tails = sum(map(self.is_tail, column.children.values()))
+            column.resident = sum(child.pages is not None for child in column.children.values())
         for column in every:
-            column.covers = column.live = 0
+            column.covers = column.live = column.kept = 0
             column.gone = column.queued = False
         for column in lives:
             self.occupy(column)
         for column in every:
-            at = column if column.checkpoint is not None else None
+            state, stored = column.checkpoint is not None, column.stored is not None
+            at = column if state or stored else None
             while at is not None and at.parent is not None:
-                at.covers += 1
+                at.covers += state
+                at.kept += stored
                 at = at.parent
         self.uncovered = sum(not column.covers for column in every)
         for column in every:
@@ -272,13 +346,19 @@ class Columns:
         """All counts are what the trie says, or AssertionError."""
         every = list(self)
         covers = {id(c): int(c.checkpoint is not None) for c in every}
+        kept = {id(c): int(c.stored is not None) for c in every}
         for column in reversed(every):
             if column.parent is not None and column.parent.parent is not None:
                 covers[id(column.parent)] += covers[id(column)]
+                kept[id(column.parent)] += kept[id(column)]
+        assert self.away == sum(c.pages is None for c in every), "columns on the host are miscounted"
         assert self.count == len(every), f"{self.count} columns are counted, {len(every)} are there"
         assert self.uncovered == sum(not n for n in covers.values()), "columns without a checkpoint are miscounted"
         for column in every:
             assert column.covers == covers[id(column)], "checkpoints below a column are miscounted"
+            assert column.kept == kept[id(column)], "states on the host below a column are miscounted"
+            assert column.resident == sum(c.pages is not None for c in column.children.values())
+            assert column.pages is not None or not (column.resident or column.covers), "what is needed has no pages"
             assert column.live >= sum(c.live for c in column.children.values()) >= 0, "requests are miscounted"
             assert not column.gone and column.parent is not None
             assert column.end == column.parent.end + len(column.key) // KEY_DTYPE.itemsize <= column.parent.end + self.q
@@ -286,3 +366,8 @@ class Columns:
             assert not (column.children and self.is_tail(column)), "something stands below a tail"
             assert column.parent.children[column.key] is column
             assert column.queued or not column.droppable, "a column that can be dropped is not offered"
+
+
+def on_device(path: list[Column]) -> list[Column]:
+    """The columns of a path, from the first on, that have pages: those behind them are on the host."""
+    return path[: next((i for i, column in enumerate(path) if column.pages is None), len(path))]

@@ -65,6 +65,10 @@ class Facts:
         """What frozen caches own on the host."""
         return [blocks for each in self.frozen.values() for blocks in each.blocks]
 
+    def _spare_blocks(self) -> list[HostBlocks]:
+        """What prefixes that are kept for others own on the host."""
+        return [] if self.reuse is None else self.reuse.host.blocks()
+
     def lengths(self, request: Hashable) -> dict[str, np.ndarray]:
         """Entries that each stream of the request holds, frozen or not."""
         if request in self.frozen:
@@ -173,7 +177,7 @@ class Facts:
         """
         for name, table in self.tables.items():
             table.check(self._free_slots, self.spare_pages(name))
-        self.host.check(self._frozen_blocks())
+        self.host.check(self._frozen_blocks(), self._spare_blocks())
         if sorted([*self._free_slots, *self.slot_of.values()]) != list(range(self.slots)):
             raise AssertionError(f"slots are lost or owned twice: {self._free_slots} free, {self.slot_of} owned")
         self.query_buffers.check(self._free_slots)

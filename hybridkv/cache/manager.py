@@ -513,7 +513,7 @@ class KVCacheManager(SpecificationNames):
         self.reached[free] = 0
         self.fresh[free] = 0
         self.query_buffers.rebuild(free)
-        self.host.rebuild(self._frozen_blocks())
+        self.host.rebuild(self._frozen_blocks(), self._spare_blocks())
         self._free_slots = free
         self.interrupted = False
 

@@ -85,7 +85,9 @@ def pin(manager: KVCacheManager, salt: bytes, tokens: np.ndarray) -> Pin | None:
     check_pin(manager, salt, tokens)
     path = reuse.columns.match(salt, Columns.keys(tokens), len(tokens))
     column = path[-1] if path else None
-    if column is None or column.end < len(tokens) or (reuse.has_state and column.checkpoint is None):
+    if column is None or column.end < len(tokens) or column.pages is None:
+        return None
+    if reuse.has_state and column.checkpoint is None:
         return None
     made = Pin(column)
     for name in reuse.parts:

@@ -8,24 +8,27 @@ A hit is the deepest checkpoint whose columns are all there (without recurrent s
 end of a turn behind them (tails.py). Where columns go on behind it, they are shared as well and their tokens read again
 for the state alone: nothing is stored and no page is taken. Columns are one more owner of pages, one that gives them up
 when they are needed (`reclaim`), but for those that are pinned (pins.py). A state is always copied. Compacted requests
-put nothing in: what they kept depends on the question.
+put nothing in: what they kept depends on the question. What has no room on the device may lie on the host
+(host_columns.py); a prompt that goes on there has it copied back first (`load`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
 import numpy as np
 
 from hybridkv.cache.checkpoints import Checkpoint, Checkpoints, Mark, Policy, grid_marks, spaced
-from hybridkv.cache.columns import KEY_DTYPE, Column, Columns
+from hybridkv.cache.columns import KEY_DTYPE, Column, Columns, on_device
+from hybridkv.cache.host_columns import HostColumns, Load
 from hybridkv.cache.manager import KVCacheManager
 from hybridkv.cache.pins import Pin, drop_pins, first_unpinned, pinned_pages
 from hybridkv.cache.schema import check_column, column_tokens
 from hybridkv.cache.tails import Ended, find_tail, full_pages, tail_rows
+from hybridkv.cache.tiers import Timer
 
 # why not more of a prompt was reused
 Reason = Literal[
@@ -59,6 +62,14 @@ class Hit:
     diverged_at: int | None = None  # the first token that is in no column
     keys: bytes = b""
     tail: Column | None = None  # whose pages are shared, too, behind those of the path
+    load: Load | None = None  # what more there is on the host, if copying it is quicker than reading
+    loaded: int = 0  # of the cached tokens those that came from the host just now
+    timer: Timer | None = None  # how long that took
+
+    @property
+    def reaches(self) -> int:
+        """Tokens that need not be computed, those included that are still on the host."""
+        return self.cached if self.load is None else self.load.cached
 
 
 @dataclass(eq=False)
@@ -118,8 +129,9 @@ class Reuse:
         self.pins: list[Pin] = []  # columns that are not given up
         self.tails = True  # whether the ends of turns are kept
         self.late: list[tuple[Staged, Ended]] = []  # what a step wrote that was launched and not waited for
-        names = ("lookup_tokens", "hit_tokens", "shared_tokens", "checkpoint_hits", "cuts", "columns_dropped")
-        self.counts = dict.fromkeys(names, 0)
+        self.host = HostColumns(self)
+        names = "lookups lookup_tokens hit_tokens host_hit_tokens shared_tokens checkpoint_hits cuts columns_dropped"
+        self.counts = dict.fromkeys(names.split(), 0)
         self.read_again: dict[str, int] = {}  # tokens of prompts that were computed, by reason
         manager.reuse = self
         for name, table in manager.tables.items():
@@ -139,7 +151,8 @@ class Reuse:
         keys = Columns.keys(asked.tokens)
         if not asked.reads:
             return Hit([], None, 0, 0, "off", keys=keys)
-        path = self.columns.match(asked.salt, keys, min(length, asked.reach))
+        whole = self.columns.match(asked.salt, keys, min(length, asked.reach))
+        path = on_device(whole)
         matched = path[-1].end if path else 0
         checkpoint = Checkpoints.deepest(path, asked.most) if self.has_state else None
         if self.has_state:
@@ -154,10 +167,13 @@ class Reuse:
         usable, limit = min(matched, asked.most // q * q), asked.most // q * q
         root = self.columns.roots.get(asked.salt)
         at = None
-        if root is not None and matched < length // q * q:
-            at = matched + self.columns.agrees(path[-1] if path else root, keys)
+        if root is not None and len(whole) < length // q:
+            at = len(whole) * q + self.columns.agrees(whole[-1] if whole else root, keys)
+        load = self.host.offer(whole, asked.most, cached) if whole else None
         reason: Reason
-        if limit < q:
+        if load is not None and not self.host.pays(load, cached):
+            load, reason = None, "loading_slower"
+        elif limit < q:
             reason = "full" if cached else "too_short" if length - 1 < q else asked.limit
         elif not matched and not cached:
             reason = "cold"
@@ -168,12 +184,30 @@ class Reuse:
             reason = asked.limit if matched > usable and limit < (length - 1) // q * q else "full"
         else:
             reason = "diverged"
-        return Hit(path, checkpoint, cached, max(matched, cached), reason, at, keys, tail)
+        return Hit(path, checkpoint, cached, max(matched, cached), reason, at, keys, tail, load)
+
+    def load(self, asked: Asked) -> Hit:
+        """What there is of a prompt once what lies on the host has been copied, or failed to be. The copies come before
+        all that is launched from here on.
+        """
+        hit = self.lookup(asked)  # what was found may have made room for others since
+        timer = self.host.load(hit.load) if hit.load is not None else None
+        found = replace(self.lookup(asked), load=None)
+        if timer is None:
+            return found
+        loaded = max(0, found.cached - hit.cached)
+        self.host.counts["tokens loaded"] += loaded
+        return replace(found, loaded=loaded, timer=timer)
 
     def pages_of(self, hit: Hit) -> dict[str, int]:
         """Pages of each pool that a hit saves its request."""
         whole = {name: len(hit.path) * streams * per for name, (_, streams, per) in self.parts.items()}
         return {name: pages + full_pages(self, hit.tail, name) for name, pages in whole.items()}
+
+    def pages_to_load(self, hit: Hit) -> dict[str, int]:
+        """Pages of each pool that what is copied from the host takes: they are the request's, too."""
+        columns = 0 if hit.load is None else len(hit.load.columns)
+        return {name: columns * streams * per for name, (_, streams, per) in self.parts.items()}
 
     def would_keep(self, hit: Hit) -> dict[str, int]:
         """Pages of each pool that count as to be had, and no longer do once the hit is attached."""
@@ -196,11 +230,15 @@ class Reuse:
             slot = self.manager.admit_request(request)
         if hit.checkpoint is not None:
             self.checkpoints.use(hit.checkpoint)
+            self.host.use(hit.checkpoint.column)
             self.counts["checkpoint_hits"] += 1
         self._begin(request, asked, hit.keys, hit.path, hit.cached)
         self.readings[request].tail = hit.tail
+        self.counts["lookups"] += 1
         self.counts["lookup_tokens"] += len(asked.tokens) if asked.reads else 0
         self.counts["hit_tokens"] += hit.cached
+        self.counts["host_hit_tokens"] += hit.loaded
+        self.host.look_at_costs(self.counts["lookups"])
         self.counts["shared_tokens"] += hit.matched
         self.read_again[hit.reason] = self.read_again.get(hit.reason, 0) + len(asked.tokens) - hit.cached
         return slot
@@ -211,7 +249,7 @@ class Reuse:
         slot = self.manager.slot_of[request]
         position = int(self.manager.positions[slot])
         keys = Columns.keys(asked.tokens)
-        path = self.columns.match(asked.salt, keys, min(position, asked.reach))
+        path = on_device(self.columns.match(asked.salt, keys, min(position, asked.reach)))
         self._begin(request, asked, keys, path, position)
 
     def _begin(self, request: Hashable, asked: Asked, keys: bytes, path: list[Column], position: int) -> None:
@@ -287,7 +325,8 @@ class Reuse:
         last = position // q
         first = column.end // q
         keys = [self._key(reading, tokens, j) for j in range(first, last)]
-        while keys and (child := column.children.get(keys[0])) is not None:  # another request was quicker
+        while keys and (child := column.children.get(keys[0])) is not None and child.pages is not None:
+            # another request was quicker
             self.columns.occupy(child, column)
             column = reading.column = child
             keys.pop(0)
@@ -335,7 +374,8 @@ class Reuse:
         while self.staged:
             staged = self.staged.pop()
             reading, column = staged.reading, staged.below
-            if staged.request in bad or column.gone:  # its branch was cut since
+            away = column.pages is None and column.parent is not None  # it is on the host
+            if staged.request in bad or column.gone or away:  # its branch was cut since
                 self._abandon(staged)
                 continue
             # or it was evicted since, and goes on elsewhere, or has ended
@@ -344,6 +384,10 @@ class Reuse:
                 column = self.columns.root(reading.salt)
             for i, key in enumerate(staged.keys):
                 child, new = self.columns.insert(column, key, staged.pages[i])
+                if child.pages is None:  # it was on the host alone, and was read again
+                    self.host.renew(child)
+                    self.columns.come_back(child, staged.pages[i])
+                    new = True
                 if lives and not self.columns.is_tail(child):
                     self.columns.occupy(child, column)
                     reading.column = child
@@ -353,7 +397,10 @@ class Reuse:
                 elif reading.own is None and not self.columns.is_tail(child):
                     reading.own = child
             if staged.mark is not None and (at := self._at(column, staged.mark.position)).end == staged.mark.position:
-                reading.written = self.checkpoints.add(at, staged.row, staged.mark.kind).position
+                made = self.checkpoints.add(at, staged.row, staged.mark.kind)
+                reading.written = made.position
+                if made.row == staged.row:
+                    self.host.forget_state(at)  # it may have other bits
             elif staged.row >= 0:
                 self.checkpoints.give_back(staged.row)
 
@@ -472,7 +519,16 @@ class Reuse:
             if isinstance(each.checkpoint, Checkpoint):
                 self.checkpoints.drop(each.checkpoint)
         for each in self.columns.cut(column):
-            self._disown(each.pages)
+            self.host.forget(each)
+            if each.pages is not None:
+                self._disown(each.pages)
+
+    def drop(self, column: Column) -> None:
+        """Take out a column that nobody would miss, with what is below it on the host."""
+        assert not (column.covers or column.live or column.resident), "a column is dropped that somebody needs"
+        before = self.columns.count
+        self._cut(column)
+        self.counts["columns_dropped"] += before - self.columns.count
 
     # ---- pages
 
@@ -480,10 +536,11 @@ class Reuse:
         """Drop columns until so many pages of a pool are free, or none is left that nobody needs."""
         allocator = self.manager.tables[name].allocator
         while allocator.free < pages:
-            column = self.columns.drop_oldest()
-            if column is not None:
-                self.counts["columns_dropped"] += 1
-                self._disown(column.pages)
+            column = self.columns.oldest()
+            if column is not None and self.host.takes(column):
+                self.host.lower(column, name, pages)
+            elif column is not None:
+                self.drop(column)
             elif self.late:  # last, since the host waits for a step in flight
                 self.settle_late()
             elif not self.checkpoints.give_way():
@@ -493,8 +550,9 @@ class Reuse:
         """Page ids of a pool that columns, and what is staged, name, as often as they do."""
         begin, streams, per = self.parts[name]
         waiting = [*self.staged, *(staged for staged, _ in self.late)]
-        rows = [column.pages for column in self.columns] + [row for staged in waiting for row in staged.pages]
-        found = np.concatenate([r[begin : begin + streams * per] for r in rows] or [np.zeros(0, np.int32)])  # type: ignore[index]
+        kept = [column.pages for column in self.columns if column.pages is not None]
+        rows = kept + [row for staged in waiting for row in staged.pages]
+        found = np.concatenate([r[begin : begin + streams * per] for r in rows] or [np.zeros(0, np.int32)])
         return found[found >= 0]
 
     def _own(self, pages: np.ndarray) -> None:
@@ -502,8 +560,8 @@ class Reuse:
             ids = pages[..., begin : begin + streams * per].ravel()
             self.manager.tables[name].allocator.share_distinct(ids[ids >= 0], spare=True)
 
-    def _disown(self, pages: np.ndarray | None) -> None:
-        assert pages is not None
+    def _disown(self, pages: np.ndarray) -> None:
+        """[width] page ids that a column no longer names."""
         for name, (begin, streams, per) in self.parts.items():
             ids = pages[begin : begin + streams * per]
             self.manager.tables[name].allocator.release_distinct(ids[ids >= 0], spare=True)
@@ -535,6 +593,7 @@ class Reuse:
     def rebuild(self) -> None:
         """Count everything anew from columns and resident requests, after an interrupt. May be repeated."""
         self.staged, self.late = [], []
+        self.columns.prune(self.has_state)
         resident = self.manager.slot_of
         self.readings = {key: reading for key, reading in self.readings.items() if key in resident}
         for reading in self.readings.values():
@@ -542,6 +601,7 @@ class Reuse:
         lives = [r.column for r in self.readings.values() if not r.column.gone]
         self.columns.rebuild([*lives, *(pin.column for pin in self.pins)])
         self.checkpoints.rebuild()
+        self.host.rebuild()
         for checkpoint in self.checkpoints.all.values():
             checkpoint.pins = sum(pin.column is checkpoint.column for pin in self.pins)
 
@@ -549,6 +609,7 @@ class Reuse:
         """All counts are what columns, rows and requests say, or AssertionError."""
         self.columns.check()
         self.checkpoints.check()
+        self.host.check()
         lives = [r.column for r in self.readings.values() if not r.column.gone and r.column.parent is not None]
         lives += [pin.column for pin in self.pins]
         assert sum(c.live for root in self.columns.roots.values() for c in root.children.values()) == len(lives)

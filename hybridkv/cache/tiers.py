@@ -1,8 +1,9 @@
 """HostTier: bytes of the cache in host memory. What they are is the business of those who put them there.
 
-Host memory is paged as device memory is: blocks of 1 MiB in slabs of 64 MiB, pinned where there is a GPU and taken when
-first needed. What is put there is a sequence of tensors (chunks) whose bytes follow one another over blocks that need
-not be neighbours; several owners may share them.
+Host memory is paged as device memory is: blocks of 256 KiB in slabs of 64 MiB, pinned where there is a GPU and taken
+when first needed. What is put there is a sequence of tensors (chunks) whose bytes follow one another over blocks that
+need not be neighbours; several owners may share them. Owners that give theirs up when room is needed (host_columns.py)
+are counted apart, as they are for pages (`PageAllocator.spare`).
 
     down   compute stream: chunk -> one of two staging buffers | side stream: waits for that, buffer -> blocks
     up     side stream: blocks -> one of two staging buffers   | compute stream: waits for that, then reads the buffer
@@ -15,6 +16,8 @@ staging buffer is not written again before the copy out of it has ended. On a CP
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -28,9 +31,9 @@ from hybridkv.cache.allocator import PageAllocator
 from hybridkv.cache.schema import ceil_div
 from hybridkv.cache.tier_sizes import BLOCK, CPU_LIMIT, MOST, STAGING
 from hybridkv.devices import free_memory
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import HybridKVError, OutOfPages
 
-SLAB_BLOCKS = {"cuda": 64, "cpu": 8}
+SLAB_BLOCKS = {"cuda": (64 << 20) // BLOCK, "cpu": (8 << 20) // BLOCK}
 ALIGN = 16  # bytes; where each chunk begins
 
 
@@ -65,6 +68,30 @@ def default_limit(device: torch.device) -> int:
     return CPU_LIMIT if device.type == "cpu" else min(MOST, free_memory(torch.device("cpu")) // 4)
 
 
+class Timer:
+    """How long copies took that were launched between its making and `stop`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else None
+        self._device, self._seconds = device, -time.perf_counter()
+        if self._events is not None:
+            self._events[0].record(torch.cuda.current_stream(device))
+
+    def stop(self) -> Timer:
+        """All of them have been launched."""
+        self._seconds += time.perf_counter()
+        if self._events is not None:
+            self._events[1].record(torch.cuda.current_stream(self._device))
+        return self
+
+    @property
+    def ms(self) -> float | None:
+        """Milliseconds on the device; None: they have not ended."""
+        if self._events is None:
+            return 1e3 * self._seconds
+        return self._events[0].elapsed_time(self._events[1]) if self._events[1].query() else None
+
+
 class HostTier:
     """Room for `limit` bytes on the host, taken as it is needed.
 
@@ -80,7 +107,9 @@ class HostTier:
         self.blocks = PageAllocator(min(limit // BLOCK, 2**31 - 1), "host")
         self.copied_down = self.copied_up = 0  # bytes, in all
         self.failed = 0  # copies
-        self._slab = SLAB_BLOCKS.get(device.type, 64)
+        self._slab = SLAB_BLOCKS.get(device.type, SLAB_BLOCKS["cuda"])
+        self._rate: float | None = None
+        self._flying: deque[tuple[Any, int]] = deque()  # when a copy to the host has ended, and its bytes
         self._slabs: dict[int, Tensor] = {}
         self._staging: list[Tensor] = []
         self._free_again: list[Any] = [None, None]  # when a staging buffer may be written
@@ -104,8 +133,37 @@ class HostTier:
         return sum(buffer.nbytes for buffer in self._staging)
 
     def room_for(self, nbytes: int) -> bool:
-        """Whether chunks of so many bytes, each with what rounding takes, fit beside what is there."""
-        return ceil_div(nbytes, BLOCK) + 1 <= self.blocks.free
+        """Whether chunks of so many bytes, each with what rounding takes, fit beside what is not given up for them."""
+        need = ceil_div(nbytes, BLOCK) + 1
+        return need <= self.blocks.free or need <= self.blocks.free + self.blocks.reclaimable
+
+    @property
+    def in_flight(self) -> int:
+        """Bytes on their way to the host."""
+        while self._flying and self._flying[0][0].query():
+            self._flying.popleft()
+        return sum(nbytes for _, nbytes in self._flying)
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second from the host to the device, measured when it is first asked for and constant afterwards."""
+        if self._rate is None:
+            slab = self._slab_of(0)
+            for _ in range(2):  # the first one also touches memory for the first time
+                begin = time.perf_counter()
+                if self._side is None:
+                    torch.empty_like(slab).copy_(slab)
+                else:
+                    with torch.cuda.stream(self._side):
+                        which, buffer = self._buffer(self._side)
+                        self._side.synchronize()
+                        begin = time.perf_counter()
+                        buffer[: slab.nbytes].copy_(slab, non_blocking=True)
+                        self._free_again[which] = self._side.record_event()
+                    self._side.synchronize()
+                self._rate = slab.nbytes / max(1e-9, time.perf_counter() - begin)
+        assert self._rate is not None
+        return self._rate
 
     def put(self, chunks: Iterable[Tensor]) -> HostBlocks | None:
         """Copy chunks of at most STAGING bytes, in order; None: there is no room, or a copy failed, and nothing was
@@ -117,9 +175,6 @@ class HostTier:
         try:
             for chunk in chunks:
                 need = ceil_div(at + chunk.nbytes - room, BLOCK)
-                if need > self.blocks.free:
-                    self.drop_ids(ids)
-                    return None
                 if need > 0:
                     ids.append(self.blocks.acquire(need))
                     room += need * BLOCK
@@ -127,6 +182,9 @@ class HostTier:
                 self._down(chunk, np.concatenate(ids) if ids else np.zeros(0, np.int32), at)
                 total += chunk.nbytes
                 at += ceil_div(chunk.nbytes, ALIGN) * ALIGN
+        except OutOfPages:
+            self.drop_ids(ids)
+            return None
         except (RuntimeError, MemoryError):  # of torch: no memory for a slab or a buffer, or no copy
             self.drop_ids(ids)
             self.failed += 1
@@ -192,6 +250,15 @@ class HostTier:
         """One owner less; without owners the blocks are free."""
         self.blocks.release(blocks.ids)
 
+    def lend(self, blocks: HostBlocks) -> None:
+        """Their one owner gives them up when room is needed, from here on; `take_back`: it does so."""
+        self.blocks.share_distinct(blocks.ids, spare=True)
+        self.blocks.release_distinct(blocks.ids)
+
+    def take_back(self, blocks: HostBlocks) -> None:
+        """What was lent is free."""
+        self.blocks.release_distinct(blocks.ids, spare=True)
+
     def drop_ids(self, ids: Sequence[np.ndarray]) -> None:
         """Blocks that were taken and are part of nothing yet."""
         for each in ids:
@@ -252,6 +319,7 @@ class HostTier:
             for part, begin, end in self._ranges(ids, at, nbytes):
                 part.copy_(buffer[begin:end], non_blocking=True)
             self._free_again[which] = self._side.record_event()
+        self._flying.append((self._free_again[which], nbytes))
 
     def _up(self, ids: np.ndarray, at: int, nbytes: int) -> tuple[Tensor, int | None]:
         """Bytes on their way to the device, and the staging buffer that they are in; None: they are there."""
@@ -269,13 +337,17 @@ class HostTier:
 
     # ---- who owns what
 
-    def check(self, owned: Sequence[HostBlocks]) -> None:
-        """Every block is free or owned as often as somebody names it."""
+    def check(self, owned: Sequence[HostBlocks], spare: Sequence[HostBlocks] = ()) -> None:
+        """Every block is free or owned as often as somebody names it; `spare`: of owners that give theirs up."""
         self.blocks.check()
-        named = np.concatenate([np.zeros(0, np.int32), *(each.ids for each in owned)])
-        if not np.array_equal(np.bincount(named, minlength=self.blocks.total), self.blocks.refs):
+        named, given_up = (np.bincount(_ids(each), minlength=self.blocks.total) for each in (owned, spare))
+        if not (np.array_equal(named + given_up, self.blocks.refs) and np.array_equal(given_up, self.blocks.spare)):
             raise AssertionError("blocks on the host and who owns them disagree")
 
-    def rebuild(self, owned: Sequence[HostBlocks]) -> None:
+    def rebuild(self, owned: Sequence[HostBlocks], spare: Sequence[HostBlocks] = ()) -> None:
         """Count owners anew: the way back after an interrupt."""
-        self.blocks.rebuild(np.concatenate([np.zeros(0, np.int32), *(each.ids for each in owned)]))
+        self.blocks.rebuild(_ids(owned), _ids(spare))
+
+
+def _ids(owned: Sequence[HostBlocks]) -> np.ndarray:
+    return np.concatenate([np.zeros(0, np.int32), *(each.ids for each in owned)])

@@ -67,7 +67,7 @@ class PlanOptions(ModelOptions, ReuseOptions):
         Option(
             "--host-cache",
             metavar="SIZE",
-            help="memory on the host for caches that wait for a next turn; a quarter of what is free, 1GiB on a CPU",
+            help="memory on the host for caches that wait to be used again; a quarter of what is free, 1GiB on a CPU",
             rich_help_panel=MEMORY,
         ),
     ] = None

@@ -239,11 +239,12 @@ class Admission(RestingCaches):
             if (
                 given_up is None
                 and found is not None
-                and found.hit.matched
+                and (found.hit.matched or found.hit.load is not None)
                 and not self.running
                 and not self.holding_pages
             ):
-                found = Found(found.asked, replace(found.hit, path=[], checkpoint=None, cached=0, matched=0, tail=None))
+                nothing = {"path": [], "checkpoint": None, "cached": 0, "matched": 0, "tail": None, "load": None}
+                found = Found(found.asked, replace(found.hit, **nothing))
                 given_up = self._to_give_up(request, to_come, found)  # its own pages and shared ones are too many
             if given_up is None:
                 prefix = self.prefix_of(request)
@@ -311,14 +312,14 @@ class Admission(RestingCaches):
         where the two part, and waited for.
         """
         reuse, hit = self.manager.reuse, found.hit
-        if reuse is None or not found.asked.reads or min(found.asked.most, found.asked.reach) - hit.cached < PROMISED:
+        if reuse is None or not found.asked.reads or min(found.asked.most, found.asked.reach) - hit.reaches < PROMISED:
             return False
         for reader in self.running:
             if reader.salt != request.salt or reader.finish_reason is not None:
                 continue
             position = self.manager.position(reader.key)
             shared = reuse.promised(reader.key, hit.keys, min(found.asked.most, found.asked.reach))
-            if shared > position and shared - hit.cached >= PROMISED:
+            if shared > position and shared - hit.reaches >= PROMISED:
                 reuse.ask(reader.key, shared, "branch")
                 request.awaits = reader, shared
                 return True
@@ -348,12 +349,13 @@ class Admission(RestingCaches):
             self.manager.admit_request(request.key)
             request.reuse = report(None, len(request.tokens), 0)
             return
-        reuse.attach(request.key, found.hit, found.asked)
+        hit = found.hit if found.hit.load is None else reuse.load(found.asked)
+        reuse.attach(request.key, hit, found.asked)
         if request.preemptions:  # it reports how it began the first time
             return
-        request.cached_tokens = min(found.hit.cached, request.prompt_tokens)
+        request.cached_tokens, request.loading = min(hit.cached, request.prompt_tokens), hit.timer
         stops = [mark.position for mark in reuse.readings[request.key].stops]
-        request.reuse = report(found.hit, request.prompt_tokens, reuse.q, found.hit.matched in stops)
+        request.reuse = report(hit, request.prompt_tokens, reuse.q, hit.matched in stops)
 
     def _to_give_up(
         self, request: Request, to_come: dict[str, int], found: Found | None = None
@@ -373,7 +375,7 @@ class Admission(RestingCaches):
             need = {name: n + tables[name].schema.streams for name, n in need.items()}  # copies of open pages
         elif own is None:
             need = self.manager.pages_needed(None, self.held_tokens(request, len(request.tokens) + 1))
-            if found is not None and found.hit.matched:
+            if found is not None and (found.hit.matched or found.hit.load is not None):
                 need = self._pages_beside(request, found.hit, need)
         else:
             position = self.manager.position(own.key)
@@ -390,6 +392,7 @@ class Admission(RestingCaches):
         shared, kept = reuse.pages_of(hit), reuse.would_keep(hit)
         if request.eviction is not None or request.evictions:  # what survives moves to pages of its own
             shared = dict.fromkeys(shared, 0)
+            kept = {name: n + reuse.pages_to_load(hit)[name] for name, n in kept.items()}
         return {name: max(0, n - shared[name]) + kept[name] for name, n in need.items()}
 
     def room_to_hold(

@@ -38,6 +38,7 @@ from hybridkv.engine.ahead import evict_after_step
 from hybridkv.engine.copying import calibration_tokens, copying_weights
 from hybridkv.engine.pipeline import InFlightStep, Pipeline
 from hybridkv.engine.replay import ReplayPart, replay
+from hybridkv.engine.reuse_report import finish_report
 from hybridkv.engine.runner import Runner
 from hybridkv.engine.scheduler import Scheduler
 from hybridkv.engine.scoring import score, score_after
@@ -650,6 +651,9 @@ class Engine:
                 continue
             if request.first_token_at is None:
                 request.first_token_at = now
+                if self.manager.reuse is not None and request.started_at is not None:
+                    read = request.prompt_tokens - request.cached_tokens
+                    self.manager.reuse.host.saw_reading(read, now - request.started_at)
             request.last_token_at = now
             request.source = None
             updates.append(self.see(request, token))
@@ -736,8 +740,7 @@ class Engine:
             self._finish(sibling)
         request.stats = stats_of(request, self.manager)
         if self.manager.reuse is not None and request.reuse:
-            kept = min(self.manager.reuse.written(request.key), request.prompt_tokens)
-            request.reuse["written"] = max(0, kept - request.reuse["cached"])
+            finish_report(request, min(self.manager.reuse.written(request.key), request.prompt_tokens))
             if request.pins and request.finish_reason in ("stop", "length"):
                 prompt = np.array(request.tokens[: request.prompt_tokens], np.int32)
                 with suppress(HybridKVError):  # another one was pinned meanwhile: there is no room for both

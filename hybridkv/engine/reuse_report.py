@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hybridkv.cache.reuse import Hit
+from hybridkv.request import Request
 
 
 def report(hit: Hit | None, prompt: int, q: int, taken: bool = False) -> dict[str, Any]:
@@ -12,7 +13,11 @@ def report(hit: Hit | None, prompt: int, q: int, taken: bool = False) -> dict[st
     if hit is None:
         return {"cached": 0, "matched": 0, "read": prompt, "reason": "off", "why": "nothing was looked up"}
     cached = min(hit.cached, prompt)
-    said = {"cached": cached, "matched": hit.matched, "read": prompt - cached, "reason": hit.reason}
+    said: dict[str, Any] = {
+        "cached": cached, "matched": hit.matched, "read": prompt - cached, "reason": hit.reason,
+    }  # fmt: skip
+    if cached:
+        said["tier"] = "host" if hit.loaded else "device"
     if hit.diverged_at is not None:
         said["diverged_at"] = hit.diverged_at
     return said | {"why": _sentence(hit, q, taken)}
@@ -39,3 +44,11 @@ def _sentence(hit: Hit, q: int, taken: bool) -> str:
         "off": "nothing was looked up",
         "full": "all but the end of the prompt was there",
     }[hit.reason]
+
+
+def finish_report(request: Request, written: int) -> None:
+    """What is known when a request ends: `written`, tokens more that others need not read, and the time of copies."""
+    request.reuse["written"] = max(0, written - request.reuse["cached"])
+    taken = None if request.loading is None else request.loading.ms
+    if taken is not None:
+        request.reuse["load_ms"] = round(taken, 3)

@@ -16,6 +16,7 @@ from hybridkv.cache.checkpoints import KINDS
 
 if TYPE_CHECKING:
     from hybridkv.cache.frozen import Frozen
+    from hybridkv.cache.reuse import Reuse
     from hybridkv.llm import LLM
     from hybridkv.server.generation import Generation
 
@@ -147,6 +148,14 @@ def _where(frozen: Frozen | None) -> str:
     return "slot" if frozen is None else "frozen" if frozen.exported is None else "host"
 
 
+COPIES = (
+    "columns stored",
+    "states stored",
+    "columns dropped",
+    "states dropped",
+    "loads",
+    "loads failed",
+)
 WAYS = ("frozen", "thawed", "exported", "imported", "given_up")  # of RestingCaches.counts
 
 
@@ -193,7 +202,7 @@ class _CacheCollector:
         yield from self._reused(gauge)
         host = llm.manager.host
         room: Values = {("used",): float(host.used), ("capacity",): float(host.limit)}
-        yield gauge("host_cache_bytes", "host memory for caches that wait for a next turn", room, "what")
+        yield gauge("host_cache_bytes", "host memory for caches that wait to be used again", room, "what")
         about = "caches that waited for a next turn, by what became of them"
         resting = CounterMetricFamily(self._prefix + "resting_caches", about, labels=["model_name", "what"])
         for what in WAYS:
@@ -215,3 +224,25 @@ class _CacheCollector:
         hits = CounterMetricFamily(self._prefix + "checkpoint_hits", "prompts taken up from one", labels=["model_name"])
         hits.add_metric([self._model], 0 if reuse is None else reuse.counts["checkpoint_hits"])
         yield hits
+        if reuse is not None:
+            yield from self._tiers(gauge, reuse)
+
+    def _tiers(self, gauge: Callable[..., Metric], reuse: Reuse) -> Iterator[Metric]:
+        """The same by where it lies."""
+        device, host, counts = reuse.columns.count - reuse.columns.away, reuse.host, reuse.counts
+        columns: Values = {("device",): float(device), ("host",): float(len(host.alone) + len(host.doubles))}
+        yield gauge("reuse_columns", "columns of prompts that are kept, by where they lie", columns, "tier")
+        held: Values = {("device", "pages"): float(device * reuse.column_bytes)}
+        held |= {("device", "states"): float(reuse.checkpoints.nbytes)}
+        held |= {("host", what): float(nbytes) for what, nbytes in host.nbytes.items()}
+        yield gauge("reuse_bytes", "their bytes", held, "tier", "what")
+        labels, loaded = ["model_name", "tier"], counts["host_hit_tokens"]
+        hits = CounterMetricFamily(self._prefix + "reuse_hit_tokens", "tokens of prompts found there", labels=labels)
+        for tier, tokens in (("device", counts["hit_tokens"] - loaded), ("host", loaded)):
+            hits.add_metric([self._model, tier], tokens)
+        yield hits
+        about = "copies to and from the host, by what became of them"
+        copies = CounterMetricFamily(self._prefix + "reuse_copies", about, labels=["model_name", "what"])
+        for what in COPIES:
+            copies.add_metric([self._model, what.replace(" ", "_")], host.counts[what])
+        yield copies

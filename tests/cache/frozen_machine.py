@@ -13,6 +13,7 @@ from cache.machine import CacheMachine
 from cache.machine_model import HEADS, LANES, MAX_TOKENS, SLOTS, TAIL, Sequence, counts
 from hybridkv.cache import CacheSchema, KVCacheManager, OutOfPages
 from hybridkv.cache.frozen import export_frozen, fork_frozen, freeze_request, import_frozen, thaw_request
+from hybridkv.cache.tier_sizes import BLOCK
 from hybridkv.cache.tiers import HostTier
 from hybridkv.errors import HybridKVError
 
@@ -31,7 +32,7 @@ class FrozenMachine(CacheMachine):
         self.sizes = {"kv": kv_pages, "compressed": compressed_pages}
         cpu = torch.device("cpu")
         self.m = KVCacheManager(
-            self.schema, self.sizes, SLOTS, MAX_TOKENS, host=HostTier(BLOCKS << 20, cpu, pages=True)
+            self.schema, self.sizes, SLOTS, MAX_TOKENS, host=HostTier(BLOCKS * BLOCK, cpu, pages=True)
         )
         self.live: dict[int, Sequence] = {}
         self.frozen: dict[int, Sequence] = {}

@@ -19,7 +19,8 @@ from cache.machine_model import HEADS, INF, LANES, TAIL
 from hybridkv.cache import CacheSchema, KVCacheManager, OutOfPages
 from hybridkv.cache.checkpoints import Checkpoint
 from hybridkv.cache.columns import KEY_DTYPE, Column
-from hybridkv.cache.reuse import Asked, Reuse
+from hybridkv.cache.reuse import Asked, Hit, Reuse
+from hybridkv.cache.tiers import HostTier
 
 SLOTS, MAX_TOKENS, ROWS, Q = 4, 48, 3, 8
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=5)  # one of two texts for every 8 tokens
@@ -58,14 +59,21 @@ class Live:
 class ReuseMachine(RuleBasedStateMachine):
     @initialize(pages=st.sampled_from((28, 48, 80, 160)), stateful=st.booleans())
     def build(self, pages: int, stateful: bool) -> None:
+        self.set_up(pages, stateful)
+
+    def set_up(self, pages: int, stateful: bool) -> None:
         self.stateful = stateful
         self.schema = CacheSchema((HEADS, LANES), (TAIL,) if stateful else ())
         self.sizes = {"kv": pages, "compressed": max(3, pages // 8)}
-        self.m = KVCacheManager(self.schema, self.sizes, SLOTS, MAX_TOKENS, checkpoints=ROWS)
+        self.m = KVCacheManager(self.schema, self.sizes, SLOTS, MAX_TOKENS, checkpoints=ROWS, host=self.tier())
         self.r = Reuse(self.m, every=0)
         assert self.r.q == Q
         self.live: dict[int, Live] = {}
         self.names = 0
+
+    def tier(self) -> HostTier | None:
+        """Memory on the host; None: as a CPU has it, where pages do not go there."""
+        return None
 
     def pick(self, i: int) -> int:
         return list(self.live)[i % len(self.live)]
@@ -103,8 +111,7 @@ class ReuseMachine(RuleBasedStateMachine):
         wished = [(Q * (i + 1), "client") for i in range(5) if marks >> i & 1]
         most = max(0, len(tokens) - window)
         asked = Asked(salt, np.array(tokens, np.int32), most, len(tokens), marks=wished, writes=writes)
-        hit = self.r.lookup(asked)
-        self.check_hit(hit.path, hit.cached, hit.checkpoint, tokens, salt, most)
+        hit = self.look_up(asked)
         counts["ends of turns taken up"] += hit.cached % Q > 0
         self.names += 1
         slot = self.r.attach(self.names, hit, asked)
@@ -114,11 +121,16 @@ class ReuseMachine(RuleBasedStateMachine):
         counts["replays"] += hit.matched > hit.cached > 0
         counts[hit.reason] += 1
 
+    def look_up(self, asked: Asked) -> Hit:
+        hit = self.r.lookup(asked)
+        self.check_hit(hit.path, hit.cached, hit.checkpoint, asked.tokens.tolist(), asked.salt, asked.most)
+        return hit
+
     def check_hit(
         self, path: list[Column], cached: int, checkpoint: Checkpoint | None, tokens: list[int], salt: bytes, most: int
     ) -> None:
         """It is the deepest one that there is, found the slow way."""
-        there = {prefix for prefix, _, of in self.columns() if of == salt}
+        there = {prefix for prefix, column, of in self.columns() if of == salt and column.pages is not None}
         deep = max(
             n for n in range(0, len(tokens) + 1, Q) if all(tuple(tokens[:k]) in there for k in range(Q, n + 1, Q))
         )
@@ -257,7 +269,9 @@ class ReuseMachine(RuleBasedStateMachine):
         """Somebody needs pages, and gives them back; everything is counted anew; a salt is forgotten."""
         if what == "interrupt":
             before = {name: t.allocator.refs.copy() for name, t in self.m.tables.items()}
+            blocks = self.m.host.blocks.refs.copy()
             self.m.rebuild()
+            assert np.array_equal(blocks, self.m.host.blocks.refs)
             assert all(np.array_equal(before[name], t.allocator.refs) for name, t in self.m.tables.items())
         elif what == "forget":
             self.r.forget((b"", b"s", None, b"s")[share - 1])
@@ -302,10 +316,12 @@ class ReuseMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_kept_is_what_its_tokens_give(self) -> None:
         for tokens, column, _ in self.columns() if hasattr(self, "m") else ():
+            if column.pages is None:
+                continue
             known = states(list(tokens))
             for s in self.schema.streams:
                 begin, streams, per = self.r.parts[s.name]
-                ids = column.pages[begin : begin + streams * per].reshape(streams, per)  # type: ignore[index]
+                ids = column.pages[begin : begin + streams * per].reshape(streams, per)
                 first, last = s.entries((column.end - 1) // Q * Q), s.entries(column.end)
                 for row in range(s.streams):
                     table = np.full(first // s.entries_per_page + per, -1)
@@ -316,10 +332,14 @@ class ReuseMachine(RuleBasedStateMachine):
                 counts["checkpoints seen"] += 1
 
     def check_entries(
-        self, s: object, row: int, table: np.ndarray, at: np.ndarray, known: list[int], first: int = 0
-    ) -> None:
-        """Entries number first, first + 1, ... of a stream are those of positions (or of fours of them) `at`."""
-        P, pools = s.entries_per_page, self.m.tables[s.name].pool.tensors  # type: ignore[attr-defined]
+        self, s: object, row: int, table: np.ndarray, at: np.ndarray, known: list[int], first: int = 0,
+        pools: dict[str, torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """Entries number first, first + 1, ... of a stream are those of positions (or of fours of them) `at`; `pools`:
+        where they lie, if not on the device.
+        """
+        P = s.entries_per_page  # type: ignore[attr-defined]
+        pools = self.m.tables[s.name].pool.tensors if pools is None else pools  # type: ignore[attr-defined]
         for i, where in list(enumerate(at.tolist()))[first:]:
             page, offset = int(table[i // P]), i % P
             assert page >= 0
@@ -334,9 +354,12 @@ class ReuseMachine(RuleBasedStateMachine):
     def check_state(self, row: int, position: int, known: list[int]) -> None:
         if self.stateful:
             for lane, layer in enumerate(TAIL.layers):
-                z, n = (self.m.state.tensors["tail", t][lane, row] for t in "zn")
-                want = [-INF] * 3 if not position else [float(known[position]), float(layer), 0.0]
-                assert z.tolist() == want and int(n) == position, "a state is another's"
+                self.check_layer([self.m.state.tensors["tail", t][lane, row] for t in "zn"], layer, position, known)
+
+    @staticmethod
+    def check_layer(state: list[torch.Tensor], layer: int, position: int, known: list[int]) -> None:
+        want = [-INF] * 3 if not position else [float(known[position]), float(layer), 0.0]
+        assert state[0].tolist() == want and int(state[1]) == position, "a state is another's"
 
     @invariant()
     def nobody_reads_what_nobody_owns(self) -> None:
@@ -359,5 +382,7 @@ class ReuseMachine(RuleBasedStateMachine):
             self.m.release_request(name)
         for name, t in self.m.tables.items():
             t.allocator.require(self.sizes[name])
+        self.r.host.make_room(self.m.host.blocks.total)
+        assert not self.m.host.used, "something on the host is never given up"
         assert not self.r.columns.count and not self.r.checkpoints.all, "something is never given up"
         self.m.check_integrity()

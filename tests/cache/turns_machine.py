@@ -93,7 +93,7 @@ class TurnsMachine(ReuseMachine):
         except HybridKVError:
             counts["more than may be pinned"] += 1
             return None
-        assert (found is None) == (self.stateful and column.checkpoint is None)
+        assert (found is None) == (column.pages is None or (self.stateful and column.checkpoint is None))
         if found is not None:
             self.pins.append((found, salt))
             counts["pins"] += 1

@@ -11,6 +11,7 @@ import torch
 from engine.ascii_tokenizer import write_tokenizer
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.reuse import Reuse
+from hybridkv.cache.tiers import HostTier
 from hybridkv.config import CacheConfig
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.mixed_graphs import CapturedMixed, MixedGraphs
@@ -37,12 +38,13 @@ def engine_of(oracle: Callable, open_llm: Callable) -> Callable[..., Engine]:
         kv: str = "f32",
         eviction: CacheConfig | None = None,
         folder: Path | None = None,  # of another model than the kind's
+        host: HostTier | None = None,  # None: as a CPU has it, where pages do not go there
     ) -> Engine:
         llm = open_llm(oracle(kind).folder if folder is None else folder, **({"exact": True} if exact else {}))
         config = CacheConfig(kv, 16) if eviction is None else eviction
         schema = cache_schema(llm.config, config, torch.float32)
         manager = KVCacheManager(
-            schema, schema.pool_pages(1, pool), slots, context, exact=exact, checkpoints=rows,
+            schema, schema.pool_pages(1, pool), slots, context, exact=exact, checkpoints=rows, host=host,
         )  # fmt: skip
         if rows is not None:
             Reuse(manager)

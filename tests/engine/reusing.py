@@ -75,6 +75,21 @@ def poison(engine: Engine) -> None:
             pool.view(torch.uint8)[:, nobodys] = 255
 
 
+def drive_out(engine: Engine) -> None:
+    """Every row and page that is not in use is needed by somebody, and hostile afterwards."""
+    reuse, rows = engine.manager.reuse, []
+    assert reuse is not None
+    while (row := reuse.checkpoints.reserve()) is not None:
+        rows.append(row)
+    for row in rows:
+        reuse.checkpoints.give_back(row)
+    for table in engine.manager.tables.values():
+        table.allocator.release(table.allocator.acquire(table.allocator.free + table.allocator.reclaimable))
+    assert all(column.pages is None for column in reuse.columns), "something stayed"
+    poison(engine)
+    check(engine)
+
+
 class Cold:
     """Answers of an engine that reuses nothing, each computed once."""
 

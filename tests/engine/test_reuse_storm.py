@@ -1,8 +1,8 @@
 """A storm over reuse: thousands of prompts with random shared beginnings where there is hardly room for one of them.
 
-Pages for 1.2 of the longest requests, two checkpoints, and conversations that wait for their next turn on the host, to
-and from which every 50th copy fails or comes late. Every answer has the bits of the same prompt read cold, and in the
-end nothing is held.
+Pages for 1.2 of the longest requests, two checkpoints; on the host conversations that wait for their next turn and what
+prompts begin with, to and from which every 50th copy fails or comes late. Every answer has the bits of the same prompt
+read cold, and in the end nothing is held.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from long_form import LONG
-from torch import Tensor
 
+from cache.late_tier import LateTier
 from engine.driving import assert_nothing_held, prompt
 from engine.reusing import ASK, Cold, check, same
 from hybridkv.cache.reuse import Asked, Hit, Reuse
+from hybridkv.cache.tier_sizes import BLOCK
 from hybridkv.cache.tiers import HostTier
 from hybridkv.engine.engine import Engine
 from hybridkv.request import Request
@@ -31,44 +30,7 @@ ROOM = int(1.2 * LONGEST)
 REQUESTS = 10_000 if LONG else 140
 TROUBLE = 50  # one copy in so many
 STEPS = 40  # that a request may take
-HOST = 12 << 20  # bytes, for a few caches
-MOST_LATE = 40  # copies
-
-
-class Troubled(HostTier):
-    """A host tier as on a GPU, in slow motion: what is to be copied is taken at once, and written to the host when its
-    turn comes, in order. Every `every`th copy fails, or is late: it and all behind it come when somebody needs them.
-    """
-
-    def __init__(self, limit: int, every: int = TROUBLE) -> None:
-        super().__init__(limit, torch.device("cpu"), pages=True)
-        self.every, self.copies, self.trouble = every, 0, Counter[str]()
-        self.late: list[tuple[Tensor, np.ndarray, int]] = []  # written by nobody yet
-
-    def _meet(self) -> str:
-        self.copies += 1
-        what = ("fails", "late")[self.copies // self.every % 2] if self.copies % self.every == 0 else "well"
-        self.trouble[what] += 1
-        if what == "fails":
-            raise RuntimeError("a copy that was made to fail")
-        return what
-
-    def _down(self, chunk: Tensor, ids: np.ndarray, at: int) -> None:
-        late = self._meet() == "late" or bool(self.late)
-        self.late.append((chunk.clone(), ids.copy(), at))
-        if not late or len(self.late) > MOST_LATE:
-            self.arrive()
-
-    def _up(self, ids: np.ndarray, at: int, nbytes: int) -> tuple[Tensor, int | None]:
-        self._meet()
-        self.arrive()
-        return super()._up(ids, at, nbytes)
-
-    def arrive(self) -> None:
-        """All that is late is there."""
-        for chunk, ids, at in self.late:
-            super()._down(chunk, ids, at)
-        self.late = []
+HOST = 40 * BLOCK  # for a few caches, and what prompts begin with
 
 
 @dataclass
@@ -135,6 +97,7 @@ class Storm:
         assert request.error is None, request.error
         assert same(request, self.cold(tokens, request.params)), (request.reuse, request.stats)
         self.counts["hits"] += request.cached_tokens > 0
+        self.counts["hits from the host"] += request.reuse.get("tier") == "host"
         self.counts["replays"] += request.reuse["matched"] > request.reuse["cached"]
         self.counts["cached tokens"] += request.cached_tokens
         self.counts["prompt tokens"] += len(tokens)
@@ -150,10 +113,9 @@ def storm_over(engine_of: Callable, two_layers: Path) -> Callable[[str, int], St
     """`storm_over("qwen3_5", seed)`: on a model of two layers, since in exact mode a CPU reads token by token."""
     sizes = {"exact": True, "context": LONGEST}
 
-    def build(kind: str, seed: int) -> Storm:
+    def build(kind: str, seed: int, every: int = TROUBLE) -> Storm:
         sizes["folder"] = two_layers if kind == "qwen3_5" else None
-        engine = engine_of(kind, rows=2, slots=3, pool=ROOM, step_tokens=128, **sizes)
-        engine.manager.host = Troubled(HOST)
+        engine = engine_of(kind, rows=2, slots=3, pool=ROOM, step_tokens=128, host=LateTier(HOST, every), **sizes)
         engine.launches_ahead = True
         cold = Cold(lambda: engine_of(kind, slots=1, pool=LONGEST + 16, **sizes))
         return Storm(engine, cold, random.Random(seed))
@@ -171,12 +133,13 @@ def test_every_answer_of_a_storm_is_the_cold_one(kind: str, part: int, storm_ove
     storm.run(requests)
     engine, counts = storm.engine, storm.counts
     host, scheduler = engine.manager.host, engine.scheduler
-    assert isinstance(host, Troubled) and engine.manager.reuse is not None
-    seen = counts + scheduler.counts + Counter(engine.manager.reuse.counts) + host.trouble
+    assert isinstance(host, LateTier) and engine.manager.reuse is not None
+    prefixes = engine.manager.reuse.host
+    seen = counts + scheduler.counts + Counter(engine.manager.reuse.counts) + prefixes.counts + host.trouble
     if LONG:
         print(f"\n{kind}: {requests} requests, {host.copies} copies\n{dict(sorted(seen.items()))}")
     # it was one: hits, too little room, and trouble
-    for what in ("hits", "turns", "columns_dropped", "frozen", "thawed", "exported", "imported"):
+    for what in ("hits", "turns", "columns_dropped", "frozen", "thawed", "exported", "imported", "loads"):
         assert seen[what] > requests // 100, (what, dict(seen))
     assert seen["preempted"] or not LONG
     assert (host.trouble["fails"] and host.trouble["late"]) or host.copies < 2 * TROUBLE
@@ -187,14 +150,14 @@ def test_every_answer_of_a_storm_is_the_cold_one(kind: str, part: int, storm_ove
     for held in list(scheduler.held):
         engine.abort(held)
     assert_nothing_held(engine)
-    assert host.used == 0 and not engine.manager.frozen
     engine.manager.reuse.forget()
+    assert host.used == 0 and not engine.manager.frozen
     assert engine.manager.free_pages() == {n: t.allocator.total for n, t in engine.manager.tables.items()}
 
 
 def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes from the host is read before what is late has been written."""
-    monkeypatch.setattr(Troubled, "_up", HostTier._up)
+    monkeypatch.setattr(LateTier, "_up", HostTier._up)
 
 
 def wrong_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,8 +183,7 @@ def page_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_planted_fault_is_found(
     plant: Callable[[pytest.MonkeyPatch], None], storm_over: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storm = storm_over("qwen3_5", 2)
-    storm.engine.manager.host = Troubled(HOST, every=3)
+    storm = storm_over("qwen3_5", 2, 3)
     with monkeypatch.context() as patched:
         plant(patched)
         with pytest.raises(AssertionError):
