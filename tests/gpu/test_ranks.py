@@ -109,7 +109,7 @@ def test_real_widths_on_two_ranks_give_the_logits_of_one() -> None:
 def test_a_rank_that_ends_ends_the_group_and_frees_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device of the other one waits inside a replayed graph, which NCCL's own watchdog does not see."""
     monkeypatch.setattr(ranks, "LIMIT", 20.0)
-    found, codes, errors = ranks.attempt(2, "die", on=ON, kind="llama")
+    found, codes, errors = ranks.attempt(2, "die", grace=40.0, on=ON, kind="llama")
     assert codes == [0, 9], errors[0][-3000:]
     said, launched, joined, is_free = found[0]
     assert "a worker ended, and the model with it" in said and launched < 20
@@ -158,7 +158,8 @@ def test_llm_over_two_ranks_on_one_gpu(tmp_path: Path) -> None:
     evict answer alike too, or are refused.
     """
     folder = write_tiny(tmp_path)
-    env = {**os.environ, "PYTHONPATH": str(ROOT), DEVICES: "0,0", "HYBRIDKV_TP_TIMEOUT": "60"}
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": paths, DEVICES: "0,0", "HYBRIDKV_TP_TIMEOUT": "60"}
     env.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-c", SCRIPT, str(folder), ON, json.dumps(gpu_rank_jobs.prompts()), str(BUDGET)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)

@@ -56,7 +56,7 @@ def wait(left, until):
             continue
         codes[left.pop(pid)] = os.waitstatus_to_exitcode(status)
         if any(codes.values()):
-            until = min(until, time.monotonic() + job["limit"] + 5)
+            until = min(until, time.monotonic() + job["limit"] + job["grace"])
     for pid, number in left.items():
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -79,18 +79,21 @@ for line in sys.stdin:
 @cache
 def server() -> subprocess.Popen[str]:
     """It ends when this process does: its standard input is then closed."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, PATHS)), "OMP_NUM_THREADS": "1"}
+    paths = [*map(str, PATHS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     env.pop("TRITON_INTERPRET", None)
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, "-c", SERVER], env=env, stdin=pipe, stdout=pipe, text=True)
 
 
-def attempt(size: int, job: str, **arguments: Any) -> tuple[list[Any], list[Any], list[str]]:
-    """(what each rank returned or None, its exit code, what it wrote to stderr)."""
+def attempt(size: int, job: str, grace: float = 5.0, **arguments: Any) -> tuple[list[Any], list[Any], list[str]]:
+    """(what each rank returned or None, its exit code, what it wrote to stderr). `grace`: seconds beyond an exchange's
+    limit that ranks have to end in once one has failed.
+    """
     child = server()
     assert child.stdin is not None and child.stdout is not None
     with TemporaryDirectory() as folder:
-        sent = dict(size=size, name=job, arguments=arguments, folder=folder, limit=LIMIT, total=TOTAL)
+        sent = dict(size=size, name=job, arguments=arguments, folder=folder, limit=LIMIT, total=TOTAL, grace=grace)
         try:
             child.stdin.write(json.dumps(sent, default=str) + "\n")
             child.stdin.flush()
