@@ -147,8 +147,8 @@ def test_what_is_cut_away_says_nothing_about_its_kind() -> None:
 
 
 def test_texts_that_come_once_do_not_drive_out_what_is_asked_for_again() -> None:
-    """Eight documents are asked about in turn, and five texts that come once lie between two questions: forty between two
-    about one document, in sixteen rows. By last use, or by worth without chances, hardly one is ever found.
+    """Eight documents are asked about in turn, and five texts that come once lie between two questions: forty between
+    two about one document, in sixteen rows. By last use, or by worth without chances, hardly one is ever found.
     """
     tree, found = Tree(rows=16), []
     documents = [tree.grow(f"document {i}", 50, kind="branch") for i in range(8)]
