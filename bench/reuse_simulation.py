@@ -3,14 +3,15 @@ without a model: which share of the prompt tokens is not read again, in so many 
 
 Sizes are those of Qwen3.5-27B with bf16 pages and f32 states, read at 12,500 tokens a second.
 
-    python bench/reuse_simulation.py [--seeds 3] [--only agent] [--gib 16 6 0]        0: no limit
+    python bench/reuse_simulation.py [--seeds 1 3] [--only agent] [--gib 16 6 0] [--rows 16]        0: no limit
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean, stdev
 
 import numpy as np
@@ -21,6 +22,7 @@ from hybridkv.cache.columns import Column, Columns
 from hybridkv.cache.worth import ByWorth
 
 RATE = 12_500.0  # tokens read a second
+ROWS = 1 << 20  # checkpoints, where bytes alone limit them
 SALT = b""
 
 
@@ -89,7 +91,7 @@ class Simulator:
         policy: str = "value",
         trials: bool = True,
         tails: bool = True,
-        rows: int = 1 << 20,
+        rows: int = ROWS,
         sizes: Sizes | None = None,
     ) -> None:
         self.limit, self.trials, self.tails, self.sizes = limit, trials, tails, sizes or Sizes()
@@ -173,16 +175,19 @@ class Simulator:
             column = column.parent
 
     def _take(self, column: Column, mark: Mark) -> None:
-        if column.checkpoint is None and self._make_room(self.sizes.state_bytes):
+        if column.checkpoint is None and self._make_room(self.sizes.state_bytes, self.checkpoints.give_row):
             row = self.checkpoints.reserve()
             made = None if row is None else self.checkpoints.add(column, row, mark.kind)
             if made is not None and made.on_trial and not self.trials:
                 made.uses = 1
 
-    def _make_room(self, nbytes: int) -> bool:
-        """Whether so many bytes more fit, after what is worth least has gone."""
+    def _make_room(self, nbytes: int, give: Callable[[], bool] | None = None) -> bool:
+        """Whether so many bytes more fit, after what is worth least has gone. `give`: drops a checkpoint; None: one
+        whose pages are not the running request's.
+        """
+        give = partial(self.checkpoints.give_way, rows=True) if give is None else give
         while self.limit and self.nbytes + nbytes > self.limit:
-            if self.columns.drop_oldest() is None and not self.checkpoints.give_way(rows=True):
+            if self.columns.drop_oldest() is None and not give():
                 return False
         return True
 
@@ -190,20 +195,24 @@ class Simulator:
         self._make_room(0)
 
 
-def mean(name: str, seeds: int, limit: int, policy: str, trials: bool) -> tuple[float, float, float]:
+def mean(
+    name: str, seeds: Sequence[int], limit: int, policy: str, trials: bool, rows: int
+) -> tuple[float, float, float]:
     """Share and seconds over some seeds, and how far apart these are (standard deviation of the share)."""
-    results = [Simulator(limit, policy, trials).run(TRACES[name](seed)) for seed in range(1, seeds + 1)]
+    results = [Simulator(limit, policy, trials, rows=rows).run(TRACES[name](seed)) for seed in seeds]
     shares = [r.share for r in results]
-    return fmean(shares), fmean(r.seconds for r in results), stdev(shares) if seeds > 1 else 0.0
+    return fmean(shares), fmean(r.seconds for r in results), stdev(shares) if len(seeds) > 1 else 0.0
 
 
-def lost_to_strangers(seeds: int, limit: int, unique: int = 512, sizes: Sizes | None = None) -> tuple[float, float]:
+def lost_to_strangers(
+    seeds: Sequence[int], limit: int, policy: str = "value", unique: int = 512, sizes: Sizes | None = None
+) -> tuple[float, float]:
     """Share of documents' prompt tokens not read again, without and with `unique` prompts mixed in that come once."""
     found = []
     for more in (0, unique):
         shares = []
-        for seed in range(1, seeds + 1):
-            simulator, hits, tokens = Simulator(limit, sizes=sizes), 0, 0
+        for seed in seeds:
+            simulator, hits, tokens = Simulator(limit, policy, policy == "value", sizes=sizes), 0, 0
             for asked in documents(seed, unique=more):
                 hit = simulator.ask(asked)
                 if asked.who < DOCUMENT_REQUESTS:
@@ -215,20 +224,26 @@ def lost_to_strangers(seeds: int, limit: int, unique: int = 512, sizes: Sizes | 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--seeds", type=int, default=3)
+    options.add_argument("--seeds", type=int, nargs=2, default=[1, 3], metavar=("FIRST", "LAST"))
     options.add_argument("--only", nargs="*", default=list(TRACES), choices=list(TRACES))
     options.add_argument("--gib", nargs="*", type=float, default=[16.0, 6.0, 0.0])
+    options.add_argument("--rows", type=int, default=ROWS, help="checkpoints at the most")
     given = options.parse_args()
+    seeds = range(given.seeds[0], given.seeds[1] + 1)
     print("| GiB, policy | " + " | ".join(given.only) + " |")
     print("|---|" + "---|" * len(given.only))
     for gib in given.gib:
-        for policy, trials in (("value", True), ("lru", False)) if gib else (("value", True),):
-            shown = [mean(name, given.seeds, int(gib * 2**30), policy, trials) for name in given.only]
+        for policy, trials in (("value", True), ("lru", False)) if gib or given.rows < ROWS else (("value", True),):
+            shown = [mean(name, seeds, int(gib * 2**30), policy, trials, given.rows) for name in given.only]
             row = " | ".join(f"{share:.3f} ± {apart:.3f} / {seconds:.2f}" for share, seconds, apart in shown)
             print(f"| {gib:g} {policy} | {row} |", flush=True)
-    if "documents" in given.only:
-        alone, crowded = lost_to_strangers(given.seeds, 16 << 30)
-        print(f"\ndocuments at 16 GiB: {alone:.3f}; with 512 prompts mixed in that come once: {crowded:.3f}")
+    if "documents" in given.only and given.rows == ROWS:
+        print()
+        for policy in ("value", "lru"):
+            alone, crowded = lost_to_strangers(seeds, 16 << 30, policy)
+            print(
+                f"documents at 16 GiB, {policy}: {alone:.3f}; with 512 prompts mixed in that come once: {crowded:.3f}"
+            )
 
 
 if __name__ == "__main__":

@@ -231,8 +231,8 @@ class ReuseConfig:
         checkpoints: bytes for copies of recurrent state, or "2GiB"; 0: none; "auto": up to 16 of them, on a CPU up to
             64 and 1 GiB, within a twentieth of the memory. Models without such state need none.
         every: tokens between checkpoints inside long texts; None: as their bytes suggest; 0: none there.
-        policy: which checkpoint goes when there is no room: "value" (the one that saves least reading for its bytes,
-            aged by use) or "lru" (the one used longest ago).
+        policy: which checkpoint goes when there is no room: "value" (the one that can be expected to save least reading
+            for its bytes, aged by use) or "lru" (the one used longest ago).
     """
 
     checkpoints: int | str = "auto"

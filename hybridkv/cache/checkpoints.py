@@ -7,8 +7,9 @@ decided here (`spaced`), and which goes when rows are short (`reserve`) or pages
     2. checkpoints on trial (the end of a turn) that were not used while half of all were made or used, the oldest first
     3. the one that a `Policy` names
 
-One that is pinned is never taken; one that lies on a running request's path only for a row that is not to be had
-otherwise. Rows are numbers: nothing here copies a state or knows what one is.
+One that is pinned is never taken. One on a running request's path may go for a row: the request has a state of its own,
+and many of a long text are worth less than what other prompts left. For pages it is passed over, since the request
+keeps them. Rows are numbers: nothing here copies a state or knows what one is.
 """
 
 from __future__ import annotations
@@ -95,6 +96,9 @@ class Policy(Protocol):
     def used(self, checkpoint: Checkpoint) -> None:
         """A prompt was taken up at it. Those above it on its path were not used."""
 
+    def dropped(self, checkpoint: Checkpoint) -> None:
+        """It has made room for others."""
+
     def victim(self, candidates: Sequence[Checkpoint]) -> Checkpoint:
         """The one of these, at least one, that is given up."""
         ...
@@ -108,6 +112,9 @@ class LeastRecentlyUsed:
 
     def used(self, checkpoint: Checkpoint) -> None:
         """Its stamp says it already."""
+
+    def dropped(self, checkpoint: Checkpoint) -> None:
+        """It is not missed."""
 
     def victim(self, candidates: Sequence[Checkpoint]) -> Checkpoint:
         """The one with the oldest stamp."""
@@ -150,12 +157,8 @@ class Checkpoints:
 
     def reserve(self) -> int | None:
         """A row to write a state to, or None. Another checkpoint may be dropped for it. Then `add`, or `give_back`."""
-        if not self._free:
-            found = [c for c in self.all.values() if not c.pins]
-            found = [c for c in found if not c.column.live] or found
-            if not found:
-                return None
-            self.drop(self._worst(found), "rows")
+        if not self._free and not self.give_row():
+            return None
         row = self._free.pop()
         self.reserved.add(row)
         return row
@@ -198,6 +201,15 @@ class Checkpoints:
         self._free.append(checkpoint.row)
         self.columns.uncover(checkpoint.column)
         self.dropped[why] += 1
+        if why != "forgotten":
+            self.policy.dropped(checkpoint)
+
+    def give_row(self) -> bool:
+        """Whether one was dropped, on the path of a running request or not: for its row."""
+        found = [c for c in self.all.values() if not c.pins]
+        if found:
+            self.drop(self._worst(found), "rows")
+        return bool(found)
 
     def give_way(self, rows: bool = False) -> bool:
         """Whether one was dropped whose columns only it kept: for pages, after all columns without one have gone.

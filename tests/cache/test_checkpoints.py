@@ -77,15 +77,18 @@ def test_one_on_trial_goes_first_until_it_was_used(columns: Columns) -> None:
     assert [c.kind for c in checkpoints.all.values()].count("turn") == 2, "the new one is the last to go"
 
 
-def test_pinned_ones_stay_and_those_of_running_requests_go_last(columns: Columns) -> None:
-    checkpoints, path = Checkpoints(columns, 2, 100), put(columns, list(range(12)))
+def test_pinned_ones_stay_and_those_of_running_requests_go_for_rows_alone(columns: Columns) -> None:
+    checkpoints, path = Checkpoints(columns, 3, 100), put(columns, list(range(12)))
     pinned, lived = take(checkpoints, path[0]), take(checkpoints, path[1])
+    other = take(checkpoints, put(columns, [7] * 4)[0])
     pinned.pins += 1
     columns.occupy(path[1])
-    assert not checkpoints.give_way()
-    fresh = take(checkpoints, put(columns, [7] * 4)[0])
-    assert set(checkpoints.all.values()) == {pinned, fresh} and lived.column.lost
-    fresh.pins += 1
+    fresh = take(checkpoints, put(columns, [8] * 4)[0])
+    assert set(checkpoints.all.values()) == {pinned, other, fresh} and lived.column.lost, "it was the oldest"
+    columns.occupy(other.column)
+    columns.occupy(fresh.column)
+    assert not checkpoints.give_way() and not checkpoints.give_way(rows=True)
+    other.pins, fresh.pins = 1, 1
     assert checkpoints.reserve() is None
 
 

@@ -11,16 +11,17 @@ from long_form import LONG
 from hybridkv.cache.checkpoints import Checkpoint, Checkpoints, Kind
 from hybridkv.cache.columns import Column, Columns
 from hybridkv.cache.pins import may_pin
-from hybridkv.cache.worth import INTERIOR, ByWorth
+from hybridkv.cache.worth import BELIEVED, INTERIOR, OFTEN, REMEMBERED, ByWorth, Fates
 from hybridkv.config import ReuseConfig
 from hybridkv.errors import HybridKVError
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
-from reuse_simulation import Simulator, Sizes
+from reuse_simulation import Simulator, Sizes, lost_to_strangers
 from reuse_traces import TRACES, agent, chat, documents
 
 STATE, PAGES = 1000, 10
+HALF = 0.5  # the chance that anything is used while nothing is known
 
 
 class Tree:
@@ -50,10 +51,10 @@ def test_worth_is_reading_saved_for_each_byte_that_is_kept() -> None:
     one, other = tree.grow("one", 30, "system"), tree.grow("other", 300, "system")
     worth = tree.policy.worth
     # its columns are needed by the others, too, and those are found before it
-    assert worth(system) == pytest.approx(INTERIOR * 100 / STATE)
-    assert worth(one) == 30 / (STATE + 30 * PAGES) and worth(other) == 300 / (STATE + 300 * PAGES)
+    assert worth(system) == pytest.approx(INTERIOR * HALF * 100 / STATE)
+    assert worth(one) == HALF * 30 / (STATE + 30 * PAGES) and worth(other) == HALF * 300 / (STATE + 300 * PAGES)
     tree.checkpoints.drop(system)
-    assert worth(one) == 130 / (STATE + 30 * PAGES)  # what it alone saves now
+    assert worth(one) == HALF * 130 / (STATE + 30 * PAGES)  # what it alone saves now
 
 
 def test_states_inside_a_document_go_before_its_end() -> None:
@@ -76,7 +77,7 @@ def test_the_least_worth_goes_and_all_later_uses_begin_above_it() -> None:
     small, large = tree.grow("small", 10), tree.grow("large", 500)
     assert tree.policy.victim([small, large]) is small
     level = tree.policy.level
-    assert level == 10 / (STATE + 10 * PAGES)
+    assert level == HALF * 10 / (STATE + 10 * PAGES)
     tree.checkpoints.drop(small)
     tree.checkpoints.use(large)
     assert large.value == level and tree.grow("next", 10).value == level
@@ -111,6 +112,73 @@ def test_ends_of_turns_go_first_once_they_have_waited_unless_they_are_used() -> 
     assert trial not in left and worthless in left and used in left
     tree.grow("and more", 5)
     assert fresh in left and used in left and worthless not in left, "it had no time to be used"
+
+
+def test_chances_are_shares_of_what_became_of_others_like_it() -> None:
+    fates = Fates()
+    assert fates.chance("reply", 0) == fates.chance("grid", 5) == HALF
+    for again in (True, True, True, False):
+        fates.note("reply", 0, again)
+    assert fates.chance("reply", 0) == (3 + BELIEVED / 2) / (4 + BELIEVED)
+    assert fates.chance("grid", 0) == fates.chance("reply", 1) == HALF, "others say nothing about it"
+    fates.note("reply", OFTEN + 7, False)
+    assert fates.chance("reply", OFTEN) == fates.chance("reply", OFTEN + 1) < HALF
+
+
+def test_chances_follow_the_requests() -> None:
+    """Whatever was seen before, after twice as many others as are remembered it hardly counts."""
+    fates = Fates()
+    for _ in range(10_000):
+        fates.note("grid", 0, True)
+    assert fates.chance("grid", 0) > 0.95
+    for _ in range(2 * int(REMEMBERED)):
+        fates.note("grid", 0, False)
+    assert 0 < fates.chance("grid", 0) < 0.1
+
+
+def test_what_is_cut_away_says_nothing_about_its_kind() -> None:
+    """A branch that gave no numbers, or that was forgotten, was not dropped for want of use."""
+    tree = Tree(rows=1)
+    tree.checkpoints.drop(tree.grow("forgotten", 5))
+    assert tree.policy.fates.chance("message", 0) == HALF
+    tree.grow("first", 5)
+    tree.grow("second", 5)
+    assert tree.policy.fates.chance("message", 0) < HALF
+
+
+def test_texts_that_come_once_do_not_drive_out_what_is_asked_for_again() -> None:
+    """Eight documents are asked about in turn, and five texts that come once lie between two questions: forty between
+    two about one document, in sixteen rows. By last use, or by worth without chances, hardly one is ever found.
+    """
+    tree, found = Tree(rows=16), []
+    documents = [tree.grow(f"document {i}", 50, kind="branch") for i in range(8)]
+    for i in range(1200):
+        if i % 5 == 0:
+            asked = documents[i // 5 % 8]
+            found.append(asked in tree.checkpoints.all.values())
+            if not found[-1]:
+                asked = documents[i // 5 % 8] = tree.grow(f"document {i // 5 % 8}", 50, kind="branch")  # read again
+            else:
+                tree.checkpoints.use(asked)
+        tree.grow(f"once {i}", 60, kind="grid")
+    assert all(found[-80:]), f"{sum(found)} of {len(found)} were found"
+
+
+def test_what_is_always_used_in_the_end_is_kept_before_its_first_use() -> None:
+    """Chats: each turn leaves a state that the next one takes up, a while later. Texts that come once lie between, of
+    another kind; they save more for their bytes, and the chats' states outlive them all the same.
+    """
+    tree, found = Tree(rows=24), []
+    waiting = [tree.grow(f"chat {i}", 20, kind="reply") for i in range(8)]
+    for i in range(600):
+        if i % 4 == 0:
+            turn = waiting.pop(0)
+            found.append(turn in tree.checkpoints.all.values())
+            if found[-1]:
+                tree.checkpoints.use(turn)
+            waiting.append(tree.grow(f"turn {i}", 20, kind="reply"))
+        tree.grow(f"once {i}", 60, kind="grid")
+    assert all(found[-100:]) and not all(found)  # it had to be learned
 
 
 def test_what_is_pinned_stays_and_is_half_at_the_most() -> None:
@@ -161,6 +229,12 @@ def test_the_simulator_keeps_to_its_bytes_and_counts() -> None:
         simulator.columns.check()
         simulator.checkpoints.check()
         assert simulator.checkpoints.dropped["pages"] > 0
+
+
+def test_documents_outlast_prompts_that_come_once() -> None:
+    """512 of 6,000 tokens each, mixed into 300 questions, in 16 GiB; columns of 256 tokens, for speed."""
+    alone, crowded = lost_to_strangers(range(1, 4), 16 << 30, sizes=Sizes(q=256))
+    assert alone - crowded < 0.05, (alone, crowded)
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from hybridkv.config import SamplingParams
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 from reuse_simulation import Simulator, Sizes
-from reuse_traces import Segment, agent, shortened
+from reuse_traces import Asked, Segment, agent, documents, shortened
 
 VOCAB = 97
 
@@ -41,11 +41,29 @@ def saying(answer: list[int]) -> SamplingParams:
     return SamplingParams(max_tokens=len(answer), ignore_eos=True, logits_hook=force)
 
 
+def agents(**edits: Any) -> list[Asked]:
+    """Two agents in turn."""
+    return shortened(agent(4, agents=2, **edits), 6, 10, apart=2)
+
+
+def strangers() -> list[Asked]:
+    """Questions about a few documents between prompts that come once."""
+    return shortened(documents(3, requests=24, unique=16), 12, 32)
+
+
+TRACES = {
+    "agents": (agents, "value"),
+    "edits": (lambda: agents(reminders=True, tools_change=0.2), "lru"),
+    "strangers": (strangers, "value"),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("edits", "policy"), [({}, "value"), ({"reminders": True, "tools_change": 0.2}, "lru")])
-def test_the_engine_reuses_what_the_simulator_says(engine_of: Callable, edits: dict[str, Any], policy: str) -> None:
-    """Two agents in turn, with too few rows for both."""
-    trace = shortened(agent(4, agents=2, **edits), 6, 10, apart=2)
+@pytest.mark.parametrize("name", TRACES)
+def test_the_engine_reuses_what_the_simulator_says(engine_of: Callable, name: str) -> None:
+    """With too few rows for all."""
+    make, policy = TRACES[name]
+    trace = make()
     most = max(asked.tokens for asked in trace) + 256
     engine = engine_of("qwen3_5", rows=3, context=most, pool=24 * most, step_tokens=512)
     reuse, schema = engine.manager.reuse, engine.manager.schema
