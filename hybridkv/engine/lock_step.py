@@ -209,7 +209,7 @@ class LockStepEngine(RankCalls):
         if prefix is not None:
             raise RequestError(NOT_OVER_RANKS.format(what="a held prefix"))
         words = eviction_words(self.resolve_eviction(eviction))
-        request = super().add(tokens, params, hold, after, eviction)
+        request = super().add(tokens, params, hold, after, eviction, None, cache, salt, marks)
         self._may_share(request.eviction)
         self._known[request.order] = request
         for sibling in request.siblings:
@@ -294,10 +294,14 @@ class LockStepEngine(RankCalls):
             self._numbers = itertools.count(event["number"])
             continued = None if after is None else self._known.get(after)
             eviction = eviction_of_words(event["eviction"])
-            made = super().add(event["tokens"], params_of_words(event), event["hold"], continued, eviction)
+            marks = [(at, kind) for at, kind in event["marks"]]
+            params = params_of_words(event)
+            made = super().add(event["tokens"], params, event["hold"], continued, eviction, marks=marks)
             self._may_share(made.eviction)
             for request in (made, *made.siblings):
                 self._known[request.order] = request
+                request.reads, request.writes = event["reads"], event["writes"]
+                request.salt = bytes.fromhex(event["salt"])
                 request.banned = tuple(event["banned"])
                 request.following = OF_RANK_0 if event["bound"] else None
             if event["hold"]:

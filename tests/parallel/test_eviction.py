@@ -170,9 +170,12 @@ def test_a_rank_without_scores_ends_the_request_and_no_other(folder: Callable[..
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", (1, *more(2, 3)))
-def test_random_events_never_part_the_ranks(seed: int, folder: Callable[..., Path]) -> None:
-    found = ranks.run(2, "random_evictions", path=folder("llama", 4), seed=seed, events=5000 if LONG else 250)
-    assert found[0] == found[1] and found[0][0] > 60
+@pytest.mark.parametrize("policies", ("shared", "even"))
+@pytest.mark.parametrize("ahead", (False, *more(True)))
+def test_random_events_never_part_the_ranks(policies: str, ahead: bool, seed: int, folder: Callable[..., Path]) -> None:
+    how = dict(seed=seed, events=3000 if LONG else 120, policies=policies, ahead=ahead)
+    found = ranks.run(2, "random_evictions", path=folder("llama", 4), **how)
+    assert found[0] == found[1] and found[0][0] > 30
 
 
 def test_a_policy_is_told_by_its_name_and_settings() -> None:

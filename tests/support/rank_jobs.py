@@ -287,9 +287,9 @@ def evictions(group: Group | Alone, path: str, cases: list[dict[str, Any]], **ho
     return evicting_ranks.evictions(group, open_part(path, group, exact=how.get("exact", False)), cases, **how)
 
 
-def random_evictions(group: Group, path: str, seed: int, events: int) -> list[int]:
+def random_evictions(group: Group, path: str, **how: Any) -> list[int]:
     """evicting_ranks.random_evictions of a model."""
-    return evicting_ranks.random_evictions(group, open_part(path, group), seed, events)
+    return evicting_ranks.random_evictions(group, open_part(path, group), **how)
 
 
 def count_evictions(group: Group, path: str, cases: list[dict[str, Any]]) -> list[int]:
