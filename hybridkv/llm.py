@@ -164,7 +164,8 @@ class LLM:
         self.ranks: Ranks | None = None
         path = locate_model(model, fetch_progress)
         if tp != 1:
-            from hybridkv.ranks import reuse_over_ranks, take_ranks
+            from hybridkv.parallel.rank_bytes import reuse_over_ranks
+            from hybridkv.ranks import take_ranks
 
             given = dict(
                 model=str(path), dtype=dtype, exact=exact, cache=self.cache_config, max_requests=max_requests,

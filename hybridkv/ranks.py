@@ -13,12 +13,11 @@ import torch
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.checkpoint.checkpoint import Checkpoint
-from hybridkv.config import CacheConfig, ReuseConfig
+from hybridkv.config import CacheConfig
 from hybridkv.engine.lock_step import NOT_OVER_RANKS, LockStepEngine
 from hybridkv.engine.rank_sessions import WholeCache, group_fingerprint
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction.policy_words import policy_words
-from hybridkv.eviction.sizes import spread_of
 from hybridkv.models import cache_schema
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Model
@@ -44,14 +43,6 @@ def take_ranks(tp: int | Place, device: torch.device, given: Mapping[str, Any], 
     settings = vars(cache) | {"policy": policy_words(cache.policy)}
     kept = None if reuse is None else asdict(reuse)
     return Ranks(take_place(tp, device, {**given, "cache": settings, "reuse": kept}, timeout))
-
-
-def reuse_over_ranks(reuse: ReuseConfig | None, cache: CacheConfig) -> ReuseConfig | None:
-    """What is kept for others: nothing where heads share the budget of all requests, since ranks then give up unlike
-    numbers of pages.
-    """
-    shared = cache.eviction is not None and spread_of(cache.policy) == "heads" and cache.scope == "head"
-    return None if shared or cache.keep_turns is not None else reuse
 
 
 def _opened(path: str) -> Checkpoint:
