@@ -142,7 +142,8 @@ class LockStepPipeline(Pipeline):
             drawn.copy_(made.found)
             sampled.logprobs = [(some[i], row) for i, row in made.logprobs]
             sampled.failed = {some[i]: said for i, said in made.failed.items()}
-            drawn[1, list(made.failed)] = FAILED_THERE
+            for i in made.failed:
+                drawn[1, i] = FAILED_THERE
         self.group.broadcast(drawn)
         sampled.found[:, some] = drawn
 
@@ -170,11 +171,12 @@ class LockStepEngine(RankCalls):
         eos_ids: frozenset[int],
         evictor: Evictor | None,
         group: Group,
-        whole: WholeCache,
+        whole: WholeCache | None = None,  # None: of an engine that neither evicts nor saves
     ) -> None:
         assert isinstance(model, ShardedDecoder | ShardedV4)
-        ranks = OverRanks(group, whole.counts.kv_heads)
+        ranks = OverRanks(group, 1 if whole is None else whole.counts.kv_heads)
         if evictor is not None:
+            assert whole is not None
             evictor = replace(evictor, deferred=False, ranks=ranks)
         super().__init__(replace(model, parted=True), manager, tokenizer, step_tokens, eos_ids, evictor)
         self.group, self.channel, self.vocabulary = group, Channel(group), model.vocabulary

@@ -44,7 +44,7 @@ class RankCalls(Engine):
     channel: Channel
     agreed: RanksAgree
     vocabulary: Vocabulary
-    whole: WholeCache  # what this rank's cache is a part of
+    whole: WholeCache | None  # what this rank's cache is a part of
     failure: GroupError | None
     _events: list[Event]  # since the last step
     _known: weakref.WeakValueDictionary[int, Request]
@@ -171,6 +171,7 @@ class RankCalls(Engine):
 
     def _session(self, event: Event) -> Session:
         part = self._alike(lambda: super(RankCalls, self).session(self._named(event)))
+        assert self.whole is not None
         return self.whole.joined(self.group, part)
 
     def restore_held(self, session: Session) -> Request:
@@ -181,6 +182,7 @@ class RankCalls(Engine):
 
     def _restore_held(self, event: Event, session: Session | None = None) -> Request:
         self._numbers = itertools.count(event["restored"])
+        assert self.whole is not None
         part = self.whole.cut(self.group, session)
         self._become_uneven(any(not record.alike for record in part.evictions.values()))
         return self._holding(super().restore_held(part))

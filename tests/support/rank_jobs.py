@@ -17,13 +17,11 @@ from hybridkv.config import CacheConfig, SamplingParams
 from hybridkv.devices import resolve_device
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.lock_step import LockStepEngine
-from hybridkv.engine.rank_sessions import WholeCache
 from hybridkv.eviction import Evictor
 from hybridkv.kernels.best_tokens import best_tokens
 from hybridkv.models import cache_schema, load_model, open_checkpoint
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Model
-from hybridkv.models.schemas import head_counts
 from hybridkv.parallel import cuts, loader
 from hybridkv.parallel import group as group_module
 from hybridkv.parallel.group import Alone, Group
@@ -158,14 +156,12 @@ def leave(group: Group, how: str) -> None:
 def lock_step_engine(group: Group, path: str, slots: int, pages: int | None = None) -> LockStepEngine:
     """An engine of this rank. `pages`: of the pool; None: enough."""
     model, config, shard = open_part(path, group)
-    cache = CacheConfig(kv_dtype="f32", page_size=16)
-    schema = cache_schema(local(config, shard), cache, "float32")
+    schema = cache_schema(local(config, shard), CacheConfig(kv_dtype="f32", page_size=16), "float32")
     context = 256
     plan = plan_cache(schema, slots, context, None)
     taken = plan.pages if pages is None else dict.fromkeys(plan.pages, pages * schema.streams[0].streams)
     manager = KVCacheManager(schema, taken, slots, context, CPU, False, plan.query_buffers)
-    whole = WholeCache(cache_schema(config, cache, "float32"), head_counts(config))
-    return LockStepEngine(model, manager, None, 64, frozenset(), None, group, whole)
+    return LockStepEngine(model, manager, None, 64, frozenset(), None, group)
 
 
 def together(
