@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from hybridkv.config import CacheConfig
+from hybridkv.config import CacheConfig, ReuseConfig
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction.policy_words import policy_of_words
 from hybridkv.llm import LLM
@@ -34,6 +34,7 @@ def main() -> NoReturn:
         group = Group.join(rank, told["size"], torch.device(told["device"]), told["meeting"], told["timeout"])
         settings: dict[str, Any] = told["settings"]
         settings["cache"] = CacheConfig(**settings["cache"] | {"policy": policy_of_words(settings["cache"]["policy"])})
+        settings["reuse"] = None if settings["reuse"] is None else ReuseConfig(**settings["reuse"])
         settings["device"] = told["device"]
         LLM(**settings, tp=Place(group))  # it exits at the end of rank 0's
     except SystemExit as end:

@@ -164,14 +164,16 @@ class LLM:
         self.ranks: Ranks | None = None
         path = locate_model(model, fetch_progress)
         if tp != 1:
+            from hybridkv.parallel.rank_bytes import reuse_over_ranks
             from hybridkv.ranks import take_ranks
 
             given = dict(
                 model=str(path), dtype=dtype, exact=exact, cache=self.cache_config, max_requests=max_requests,
                 max_context=max_context, memory=memory, step_tokens=limits.step_tokens, weight_dtype=weight_dtype,
+                reuse=reuse,
             )  # fmt: skip
-            self.ranks = take_ranks(tp, self.device, given, reuse in (REUSE, None), disk_cache is None)
-            self.device, self.reuse_config = self.ranks.device, None
+            self.ranks = take_ranks(tp, self.device, given, disk_cache is None)
+            self.device, self.reuse_config = self.ranks.device, reuse_over_ranks(reuse, self.cache_config)
         try:
             self._open(path, dtype, exact, limits, weight_dtype, load_progress, compile_progress)
         except BaseException as problem:
@@ -567,6 +569,7 @@ class LLM:
 
         Whole columns of it are kept (64 tokens for most models), and the recurrent state at the end of the last.
         """
+        self._alone("a prefix that is kept by name")
         if isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping):
             given: list[Any] = list(prompt)
             tokens = self._common_tokens(given, tools, thinking, template_variables)

@@ -6,6 +6,7 @@ import os
 import sys
 import weakref
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -28,25 +29,20 @@ from hybridkv.parallel.rank_bytes import block_of, rank_model_bytes
 from hybridkv.parallel.shard import Shard, check_size, kv_copies, local
 
 
-def take_ranks(
-    tp: int | Place, device: torch.device, given: Mapping[str, Any], plain_reuse: bool, no_store: bool
-) -> Ranks:
+def take_ranks(tp: int | Place, device: torch.device, given: Mapping[str, Any], no_store: bool) -> Ranks:
     """This process as a rank. What is not there over several ranks is refused before any is started."""
-    cache = given["cache"]
+    cache, reuse = given["cache"], given["reuse"]
     assert isinstance(cache, CacheConfig)
-    for what, asked in (
-        ("reuse with settings of its own", not plain_reuse),
-        ("a folder of saved caches", not no_store),
-    ):
-        if asked:
-            raise HybridKVError(NOT_OVER_RANKS.format(what=what))
+    if not no_store:
+        raise HybridKVError(NOT_OVER_RANKS.format(what="a folder of saved caches"))
     if isinstance(tp, Place):
         return Ranks(tp)
     with _opened(given["model"]) as checkpoint:
         check_size(ModelConfig.from_dict(checkpoint.config), tp, given["exact"])
     timeout = float(os.environ.get("HYBRIDKV_TP_TIMEOUT", TIMEOUT))
     settings = vars(cache) | {"policy": policy_words(cache.policy)}
-    return Ranks(take_place(tp, device, {**given, "cache": settings}, timeout))
+    kept = None if reuse is None else asdict(reuse)
+    return Ranks(take_place(tp, device, {**given, "cache": settings, "reuse": kept}, timeout))
 
 
 def _opened(path: str) -> Checkpoint:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from long_form import LONG, more
 from tiny_ranks import build
 
-from hybridkv import LLM, CacheConfig, EvictionConfig, SamplingParams
+from hybridkv import LLM, CacheConfig, Conversation, EvictionConfig, SamplingParams
 from hybridkv.cli import main
 from hybridkv.engine.engine import INHERIT
 from hybridkv.errors import HybridKVError, RequestError
@@ -161,6 +162,31 @@ def test_a_command_whose_group_has_ended_says_so_by_its_exit_code(
     with pytest.raises(SystemExit) as leaving:
         main(["generate", "-m", str(folder), "--tp", "2", "x"])
     assert leaving.value.code == 3 and "a worker ended" in capsys.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not LONG, reason="in the long form: three processes load SmolLM2")
+def test_a_conversation_on_three_ranks_is_that_of_one(tmp_path: Path) -> None:
+    """A budget, old turns, a fork, a file, and an answer that fits a grammar."""
+    params = SamplingParams(max_tokens=12, temperature=0)
+    bound = replace(params, structured_outputs={"choice": ["yes", "no"]})
+    cache = CacheConfig(budget=96, window=16, recent=16, keep_turns=1, turn_budget=24)
+    found = []
+    for tp in (1, 3):
+        how: dict[str, Any] = dict(dtype="float32", weight_dtype="plain", max_requests=3, max_context=1024)
+        with LLM(tp=tp, device="cpu", cache=cache, **how) as llm:
+            talk, said = Conversation(llm, params=params), []
+            for text in ("Name three rivers. " * 10, "And a lake?", "And the sea?"):
+                said += ["".join(talk.send(text)), talk.last.stats["kept_tokens"], talk.last.stats["cached_tokens"]]
+            said.append("".join(talk.fork().send("Why?")))
+            talk.save(tmp_path / f"{tp}.talk")
+            again = Conversation.load(llm, tmp_path / f"{tp}.talk", params=params)
+            said += ["".join(again.send("Why?")), again.last.stats["cached_tokens"]]
+            said.append(llm.chat([{"role": "user", "content": "Is water wet?"}], bound).text)
+        found.append(said)
+    assert found[0] == found[1] and found[0][-1] in ("yes", "no") and found[0][-2] > 100
+    with LLM(device="cpu", cache=cache, **how) as llm, pytest.raises(RequestError, match="ranks 3 there and none here"):
+        Conversation.load(llm, tmp_path / "3.talk")
 
 
 @pytest.mark.long

@@ -238,16 +238,8 @@ class KVCacheManager(SpecificationNames):
         tables = [(self.tables[name], kept, np.array([len(e) for e in kept])) for name, kept in lists.items()]
         if all((counts == t.lengths[slot]).all() for t, _, counts in tables):
             return 0
-        self._own_what_follows(request)
         for table, _, counts in tables:
-            need = int(table.compaction_pages(slot, counts).sum())
-            try:
-                table.allocator.require(need)
-            except OutOfPages:
-                if self.reuse is None:
-                    raise
-                self.reuse.let_go(request)  # then it is alone with its pages, unless another request runs on them
-                table.allocator.require(int(table.compaction_pages(slot, counts).sum()))
+            self._room_to_compact(request, table, counts)
         earlier = self.compactions[slot].kept if slot in self.compactions else {}
         where = {name: self.entry_positions(request, name) for name in earlier}
         for name, kept in lists.items():  # entries that were never moved are numbered by their positions
@@ -258,6 +250,24 @@ class KVCacheManager(SpecificationNames):
         if self.reuse is not None:
             self.reuse.part(request)
         return sum(before.values()) - sum(self.held_pages(request).values())
+
+    @bookkeeping
+    def room_to_compact(self, request: Hashable, name: str, counts: np.ndarray) -> None:
+        """OutOfPages unless the streams of a schema can be compacted to `counts` [streams] entries."""
+        self._settle(self._slot(request))
+        self._room_to_compact(request, self.tables[name], counts)
+
+    def _room_to_compact(self, request: Hashable, table: PageTable, counts: np.ndarray) -> None:
+        slot = self._slot(request)
+        self._own_what_follows(request)
+        need = int(table.compaction_pages(slot, counts).sum())
+        try:
+            table.allocator.require(need)
+        except OutOfPages:
+            if self.reuse is None:
+                raise
+            self.reuse.let_go(request)  # then it is alone with its pages, unless another request runs on them
+            table.allocator.require(int(table.compaction_pages(slot, counts).sum()))
 
     @bookkeeping
     def start_compaction(

@@ -512,6 +512,12 @@ class Reuse:
                 drop_pins(self, column)
                 self._cut(column)
 
+    def stop(self) -> None:
+        """Forget all of it, and keep nothing of the requests that run."""
+        self.forget()
+        for reading in self.readings.values():
+            reading.writes = False
+
     def _cut(self, column: Column) -> None:
         below = [column]
         for each in below:

@@ -270,7 +270,11 @@ def make_report(
     memory = limits.memory_bytes if card is None else card.usable
     cache = options.cache()
     evicting = (replace(options, budget=BUDGET) if evicts and options.budget is None else options).cache()
-    reuse = options.config() if tp == 1 else None  # over ranks nothing is kept for others
+    reuse = options.config()
+    if tp != 1:
+        from hybridkv.parallel.rank_bytes import reuse_over_ranks
+
+        reuse = reuse_over_ranks(reuse, cache)
     choices = find_choices(source, cache, weights, gpu, options.exact, requests, context, memory, card, reuse, host)
     buys = []
     if evicts:
@@ -297,7 +301,7 @@ def make_report(
         kv_named=cache.kv_dtype != "auto",
         host=shown,
         host_given=host is not None,
-        kept=find_kept(choices, evicting.budget if evicts else None, context, shown, gpu),
+        kept=find_kept(choices, evicting.budget if evicts else None, context, shown, gpu) if tp == 1 else [],
     )
     report = replace(report, notes=notes(report))
     if tp != 1:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from hybridkv.commands.plan_source import Source
 from hybridkv.dtypes import itemsize
+from hybridkv.eviction.sizes import spread_of
 from hybridkv.kernels.linear.packed_planes import BLOCK, GROUP
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.weight_forms import PACKED
@@ -102,6 +103,10 @@ def lines(report: Report, config: ModelConfig, parts: list[Rank], exact: bool) -
         found.append(f"Its cache is whole on each of the {tp} ranks: one latent serves all heads.")
     elif copies > 1 and config.attention_layers:
         found.append(f"Each KV head is on {copies} of {tp} ranks: pages are {copies} x an even share.")
+    cache = report.judged.estimate.cache
+    if cache.budget is not None and spread_of(cache.policy) == "heads" and (shares := tp // copies) > 1:
+        room = ", and its pools are made for that" if cache.bounded else ""
+        found.append(f"Heads share the budget: a rank may keep up to {shares} x its share{room}.")
     least, most = min(rank.weights for rank in parts), max(rank.weights for rank in parts)
     if least != most:
         found.append(f"The weights are {human(most)} on the largest rank and {human(least)} on the smallest.")

@@ -339,8 +339,9 @@ class Admission(RestingCaches):
             most = max(0, min(most, end - max(1, request.eviction.window)))
             limit = "bounded" if cut is not None and cut < request.prompt_tokens else "window"
         reads = request.reads and request.params.prompt_logprobs is None
+        writes = request.writes and not self.agreed.uneven  # ranks would give up other columns
         tokens = np.array(request.tokens, np.int32)
-        return Asked(request.salt, tokens, most, reach, limit, request.marks, reads, request.writes)  # type: ignore[arg-type]
+        return Asked(request.salt, tokens, most, reach, limit, request.marks, reads, writes)  # type: ignore[arg-type]
 
     def _begin(self, request: Request, found: Found | None) -> None:
         """A slot for the request, with what others have read."""

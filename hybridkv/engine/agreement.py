@@ -17,6 +17,7 @@ class Agreement:
     """Of one rank."""
 
     parts = 1  # ranks that hold different streams: the fullest may hold so many times the mean
+    uneven = False  # whether ranks may hold unlike numbers of pages
 
     def any(self, flag: bool) -> bool:
         """Whether it is so on some rank."""

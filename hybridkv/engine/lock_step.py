@@ -178,11 +178,12 @@ class LockStepEngine(RankCalls):
         eos_ids: frozenset[int],
         evictor: Evictor | None,
         group: Group,
-        whole: WholeCache,
+        whole: WholeCache | None = None,  # None: of an engine that neither evicts nor saves
     ) -> None:
         assert isinstance(model, ShardedDecoder | ShardedV4)
-        ranks = OverRanks(group, whole.counts.kv_heads)
+        ranks = OverRanks(group, 1 if whole is None else whole.counts.kv_heads)
         if evictor is not None:
+            assert whole is not None
             evictor = replace(evictor, deferred=False, ranks=ranks)
         super().__init__(replace(model, parted=True), manager, tokenizer, step_tokens, eos_ids, evictor)
         self.group, self.channel, self.vocabulary = group, Channel(group), model.vocabulary
@@ -217,7 +218,7 @@ class LockStepEngine(RankCalls):
         if prefix is not None:
             raise RequestError(NOT_OVER_RANKS.format(what="a held prefix"))
         words = eviction_words(self.resolve_eviction(eviction))
-        request = super().add(tokens, params, hold, after, eviction)
+        request = super().add(tokens, params, hold, after, eviction, None, cache, salt, marks)
         self._may_share(request.eviction)
         self._known[request.order] = request
         for sibling in request.siblings:
@@ -312,10 +313,14 @@ class LockStepEngine(RankCalls):
             self._numbers = itertools.count(event["number"])
             continued = None if after is None else self._known.get(after)
             eviction = eviction_of_words(event["eviction"])
-            made = super().add(event["tokens"], params_of_words(event), event["hold"], continued, eviction)
+            marks = [(at, kind) for at, kind in event["marks"]]
+            params = params_of_words(event)
+            made = super().add(event["tokens"], params, event["hold"], continued, eviction, marks=marks)
             self._may_share(made.eviction)
             for request in (made, *made.siblings):
                 self._known[request.order] = request
+                request.reads, request.writes = event["reads"], event["writes"]
+                request.salt = bytes.fromhex(event["salt"])
                 request.banned = tuple(event["banned"])
                 request.following = OF_RANK_0 if event["bound"] else None
             if event["hold"]:

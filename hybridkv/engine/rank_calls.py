@@ -44,7 +44,7 @@ class RankCalls(Engine):
     channel: Channel
     agreed: RanksAgree
     vocabulary: Vocabulary
-    whole: WholeCache  # what this rank's cache is a part of
+    whole: WholeCache | None  # what this rank's cache is a part of
     failure: GroupError | None
     _events: list[Event]  # since the last step
     _known: weakref.WeakValueDictionary[int, Request]
@@ -140,7 +140,7 @@ class RankCalls(Engine):
         return self._call(event, partial(self._evict_turns, event))
 
     def _evict_turns(self, event: Event) -> dict[str, float]:
-        self.agreed.uneven = True  # heads keep what they have of a turn, which need not be equally much
+        self._become_uneven()  # heads keep what they have of a turn, which need not be equally much
         turns = [(begin, end) for begin, end in event["turns"]]
         return super().evict_turns(self._named(event), turns, event["budget"])
 
@@ -148,7 +148,16 @@ class RankCalls(Engine):
         """From the first budget on that heads may share, ranks hold unlike numbers of pages."""
         if eviction is not None and not self.agreed.uneven:
             asked = [find_policy(eviction.policy, seen, eviction.scope) for seen in (True, False)]
-            self.agreed.uneven = any(policy.spread == "heads" for policy in asked)
+            self._become_uneven(any(policy.spread == "heads" for policy in asked))
+
+    def _become_uneven(self, it_is: bool = True) -> None:
+        """From here on the fullest rank decides. What a rank gives up for its pages is its own choice then, so nothing
+        is kept for others any more.
+        """
+        if it_is and not self.agreed.uneven:
+            self.agreed.uneven = True
+            if self.manager.reuse is not None:
+                self.manager.reuse.stop()
 
     # ---- forks, and what is saved
 
@@ -162,6 +171,7 @@ class RankCalls(Engine):
 
     def _session(self, event: Event) -> Session:
         part = self._alike(lambda: super(RankCalls, self).session(self._named(event)))
+        assert self.whole is not None
         return self.whole.joined(self.group, part)
 
     def restore_held(self, session: Session) -> Request:
@@ -172,8 +182,9 @@ class RankCalls(Engine):
 
     def _restore_held(self, event: Event, session: Session | None = None) -> Request:
         self._numbers = itertools.count(event["restored"])
+        assert self.whole is not None
         part = self.whole.cut(self.group, session)
-        self.agreed.uneven |= any(not record.alike for record in part.evictions.values())
+        self._become_uneven(any(not record.alike for record in part.evictions.values()))
         return self._holding(super().restore_held(part))
 
     def fork_held(self, request: Request) -> Request:
@@ -237,13 +248,17 @@ def of_rank_0(tokens: list[int], row: Tensor) -> NoReturn:
 
 
 def params_words(request: Request) -> dict[str, Any]:
-    """A request's parameters in JSON values, and of what is code, that it is there."""
+    """A request's parameters in JSON values, how it uses what others have read, and, of code, that it is there."""
     params = replace(request.params, structured_outputs=None, logits_hook=None)
     return {
         "params": asdict(params),  # resolved: defaults of rank 0 may have been changed
         "hooked": request.params.logits_hook is not None,
         "bound": request.following is not None,
         "banned": list(request.banned),
+        "reads": request.reads,
+        "writes": request.writes,
+        "salt": request.salt.hex(),
+        "marks": [list(mark) for mark in request.marks],
     }
 
 

@@ -242,7 +242,7 @@ class Scheduler(Admission):
         keys = (
             self.manager.longest(prompts[0][0].key) + (OLDEST - 1) * self.manager.longest(shortest.key)
         ) / OLDEST  # as `_chunks` has it
-        if sizes:  # then both count
+        if sizes and self.cost.seconds:  # then both count
             held, keys = self.agreed.most(held), self.agreed.most(math.ceil(keys))
         return self.cost.tokens_beside(len(decoding), held, sizes, self.step_tokens, keys) - len(decoding)
 

@@ -316,10 +316,10 @@ class Evictor:
         """Over ranks: OutOfPages on all of them where one has no room for survivors whose pages others own too."""
         if self.ranks is None:
             return
-        table, problem = manager.tables[STREAMS], None
+        problem = None
         counts = np.array([len(entries) for layer in keep for entries in layer])
         try:
-            table.allocator.require(int(table.compaction_pages(manager.slot_of[request.key], counts).sum()))
+            manager.room_to_compact(request.key, STREAMS, counts)
         except OutOfPages as short:
             problem = short
         self.ranks.agree(problem)

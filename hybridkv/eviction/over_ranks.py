@@ -30,10 +30,15 @@ class Exchange(Protocol):
     """The part of parallel.Group that is needed here."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """Of this process."""
+
     @property
-    def size(self) -> int: ...
-    def all_gather(self, x: Tensor) -> Tensor: ...
+    def size(self) -> int:
+        """Number of processes."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """x of every rank: [n, ...]."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Bytes of the weights that a rank holds, from the list of weights and the table of cuts. Needs no torch."""
+"""Bytes of the weights that a rank holds, from the list of weights and the table of cuts, and whether it keeps what was
+read for others. Needs no torch."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ from collections.abc import Mapping
 from functools import partial
 
 from hybridkv.checkpoint.gguf_planes import columns_fit
+from hybridkv.config import CacheConfig, ReuseConfig
+from hybridkv.eviction.sizes import spread_of
 from hybridkv.kernels.linear.packed_planes import plane_bytes
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.inventory import Has
@@ -52,3 +55,11 @@ def rank_model_bytes(
 def block_of(cuts: PackedCuts) -> int:
     """Columns at whose multiples every packed feed-forward matrix can be cut: `Shard.block`."""
     return max((step for name, (_, step) in cuts.items() if name.endswith("mlp.down_proj.weight")), default=1)
+
+
+def reuse_over_ranks(reuse: ReuseConfig | None, cache: CacheConfig) -> ReuseConfig | None:
+    """What is kept for others: nothing where heads share the budget of all requests, since ranks then give up unlike
+    numbers of pages.
+    """
+    shared = cache.eviction is not None and spread_of(cache.policy) == "heads" and cache.scope == "head"
+    return None if shared or cache.keep_turns is not None else reuse

@@ -67,3 +67,14 @@ def test_a_conversation_is_saved_whole_and_brought_back_in_parts(kind: str, fold
         build(kind, 5).save_pretrained(path)
     (want, _, free), found = both(path, "saved")
     assert found[0][0] == want and [rank[2] for rank in found] == [free, free]
+
+
+@pytest.mark.parametrize("kind", ("llama", "qwen3_5"))
+def test_ranks_begin_with_what_others_have_read(kind: str, folder: Path, tmp_path: Path) -> None:
+    """Until heads share a budget: the last request finds nothing over ranks, and what one rank finds it evicts too."""
+    path = folder if kind == "llama" else tmp_path
+    if kind != "llama":
+        build(kind, 5).save_pretrained(path)
+    (want, _, free), found = both(path, "reused")
+    assert found[0][0][:-1] == want[:-1] and [rank[2] for rank in found] == [free, free]
+    assert found[0][0][-1][0][0] == 0

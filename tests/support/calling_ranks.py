@@ -30,7 +30,7 @@ def run(group: Group | Alone, part: tuple[Model, ModelConfig, Shard], script: st
     settings: dict[str, Any] = {"cache": replace(CACHE, budget=48)} if script == "score" else {}
     if script in ("bound", "hooked"):
         settings["tokenizer"] = byte_tokenizer()
-    engine = engine_of(group, part, **settings)
+    engine = engine_of(group, part, rows=16 if script == "reused" else None, **settings)
     found: Any = None
     if group.rank == 0:
         found = globals()[script](engine)
@@ -125,6 +125,27 @@ def saved(engine: Engine) -> list[Any]:
         else:
             raise AssertionError("a session was taken that does not fit")
     return found + finish(engine, engine.add(TEXT[:9], GREEDY))
+
+
+def reused(engine: Engine) -> list[Any]:
+    """Prompts that begin alike, by one salt and another; an even budget; and then one that heads share."""
+    found: list[Any] = []
+
+    def ask(*prompts: list[int], **how: Any) -> None:
+        requests = [engine.add(prompt, GREEDY, **how) for prompt in prompts]
+        found.extend(finish(engine, *requests))
+        found.append([[r.cached_tokens, r.reuse.get("why"), r.reuse.get("written")] for r in requests])
+
+    ask(TEXT[:150], marks=[(128, "client")])
+    ask([*TEXT[:140], 5, 6], [*TEXT[:140], 7], TEXT[:90])
+    ask(TEXT[:150], salt=b"other")
+    ask(TEXT[:150], salt=b"other", marks=[(100, "client")])
+    ask(TEXT[:150], cache=False)
+    ask(TEXT[:200], eviction=EvictionConfig(60, 16, 8, "snapkv"))
+    ask(TEXT[:160])
+    assert found[-1][0][0] > 0
+    ask(TEXT[:200], eviction=EvictionConfig(60, 16, 8, "auto"))
+    return found
 
 
 def held(engine: Engine) -> list[Any]:

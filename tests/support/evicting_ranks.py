@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache import KVCacheManager
+from hybridkv.cache.reuse import Reuse
 from hybridkv.config import CacheConfig, EvictionConfig, SamplingParams
 from hybridkv.engine.agreement import RanksAgree
 from hybridkv.engine.engine import Engine
@@ -40,6 +41,7 @@ def engine_of(
     slots: int = 3,
     tokenizer: Tokenizer | None = None,
     cache: CacheConfig = CACHE,
+    rows: int | None = None,  # for checkpoints of what is kept for others; None: nothing is
 ) -> Engine:
     """`pages`: of each pool, for each stream of this rank; None: enough."""
     model, config, shard = part
@@ -47,8 +49,11 @@ def engine_of(
     schema = cache_schema(own, cache, "float32")
     plan = plan_cache(schema, slots, CONTEXT, None)
     taken = plan.pages if pages is None else {"attention": pages * schema.streams[0].streams}
-    manager = KVCacheManager(schema, taken, slots, CONTEXT, torch.device("cpu"), exact, plan.query_buffers)
-    assert pages is not None or manager.memory_bytes() == plan.nbytes
+    device = torch.device("cpu")
+    manager = KVCacheManager(schema, taken, slots, CONTEXT, device, exact, plan.query_buffers, checkpoints=rows)
+    assert pages is not None or rows or manager.memory_bytes() == plan.nbytes
+    if rows is not None:
+        Reuse(manager)
     evictor = Evictor.make(cache, manager, scale=config.attention_scale)
     eos = frozenset() if tokenizer is None else frozenset({0})
     if isinstance(group, Alone):
@@ -171,25 +176,42 @@ def _broken_on(rank: int) -> Callable[[KeyDiff, LayerCache], Tensor]:
     return score
 
 
-POLICIES = ("auto", "snapkv", "snapkv:spread=layer", "keydiff", "tova:spread=all", "random:spread=layer")
+POLICIES = {
+    "shared": ("auto", "snapkv", "snapkv:spread=layer", "keydiff", "tova:spread=all", "random:spread=layer"),
+    "even": ("snapkv", "keydiff", "tova", "peak:spread=pyramid"),
+}
 
 
-def random_evictions(group: Group, part: tuple[Model, ModelConfig, Shard], seed: int, events: int) -> list[int]:
-    """Requests with budgets, next turns, aborts, stops and steps as they come, few pages: all digests were equal."""
-    engine = engine_of(group, part, False, 34, 3)
+def kept_for_others(engine: Engine) -> int:
+    """Columns that were dropped, and checkpoints that there are."""
+    reuse = engine.manager.reuse
+    return -1 if reuse is None else 1000 * reuse.counts["columns_dropped"] + len(reuse.checkpoints.all)
+
+
+def random_evictions(
+    group: Group, part: tuple[Model, ModelConfig, Shard], seed: int, events: int, policies: str, ahead: bool = False
+) -> list[int]:
+    """Requests with budgets, next turns, aborts, stops and steps as they come, few pages: all digests were equal.
+
+    `policies`: "shared" budgets, or "even" ones, beside which what was read is kept for others. `ahead`: steps are
+    launched ahead, as on GPUs.
+    """
+    engine = engine_of(group, part, False, 34, 3, rows=4 if policies == "even" else None)
     assert isinstance(engine, LockStepEngine)
+    engine.launches_ahead = ahead
     if group.rank:
         engine.follow()
         engine.manager.check_integrity()
-        return [engine.pipeline.steps, engine.scheduler.counts["given_up"]]
+        return [engine.pipeline.steps, engine.scheduler.counts["given_up"], kept_for_others(engine)]
     chance, live, held = random.Random(seed), [], []
     for _ in range(events):
         what = chance.choice(("add", "add", "turn", "abort", "stop", "step", "step", "step", "step", "step", "step"))
         live = [request for request in live if not request.finished]
         params = SamplingParams(max_tokens=chance.randint(1, 20), temperature=0, n=chance.choice((1, 1, 1, 2)))
         tokens = [chance.randrange(90) for _ in range(chance.randint(1, 120))]
+        tokens[:60] = list(range(chance.choice((0, 3)), 60))[: len(tokens)]  # many begin alike
         eviction = EvictionConfig(
-            chance.choice((24, 40)), 16, 8, chance.choice(POLICIES), bounded=chance.random() < 0.3,
+            chance.choice((24, 40)), 16, 8, chance.choice(POLICIES[policies]), bounded=chance.random() < 0.3,
             decode_every=chance.choice((0, 0, 5)),
         )  # fmt: skip
         hold = chance.random() < 0.4 and params.n == 1
@@ -208,4 +230,4 @@ def random_evictions(group: Group, part: tuple[Model, ModelConfig, Shard], seed:
     with engine.channel.telling("end"):
         pass
     engine.manager.check_integrity()
-    return [engine.pipeline.steps, engine.scheduler.counts["given_up"]]
+    return [engine.pipeline.steps, engine.scheduler.counts["given_up"], kept_for_others(engine)]

@@ -19,14 +19,12 @@ from hybridkv.devices import resolve_device
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.lock_step import LockStepEngine
 from hybridkv.engine.rank_graphs import RankConsent, WithLimit
-from hybridkv.engine.rank_sessions import WholeCache
 from hybridkv.eviction import Evictor
 from hybridkv.kernels.best_tokens import best_tokens
 from hybridkv.kernels.step_index import StepShape
 from hybridkv.models import cache_schema, load_model, open_checkpoint
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Model
-from hybridkv.models.schemas import head_counts
 from hybridkv.parallel import cuts, loader
 from hybridkv.parallel import group as group_module
 from hybridkv.parallel.group import Alone, Group, GroupError
@@ -170,14 +168,12 @@ def leave(group: Group, how: str) -> None:
 def lock_step_engine(group: Group, path: str, slots: int, pages: int | None = None) -> LockStepEngine:
     """An engine of this rank. `pages`: of the pool; None: enough."""
     model, config, shard = open_part(path, group)
-    cache = CacheConfig(kv_dtype="f32", page_size=16)
-    schema = cache_schema(local(config, shard), cache, "float32")
+    schema = cache_schema(local(config, shard), CacheConfig(kv_dtype="f32", page_size=16), "float32")
     context = 256
     plan = plan_cache(schema, slots, context, None)
     taken = plan.pages if pages is None else dict.fromkeys(plan.pages, pages * schema.streams[0].streams)
     manager = KVCacheManager(schema, taken, slots, context, CPU, False, plan.query_buffers)
-    whole = WholeCache(cache_schema(config, cache, "float32"), head_counts(config))
-    return LockStepEngine(model, manager, None, 64, frozenset(), None, group, whole)
+    return LockStepEngine(model, manager, None, 64, frozenset(), None, group)
 
 
 def together(
@@ -376,9 +372,9 @@ def evictions(group: Group | Alone, path: str, cases: list[dict[str, Any]], **ho
     return evicting_ranks.evictions(group, open_part(path, group, exact=how.get("exact", False)), cases, **how)
 
 
-def random_evictions(group: Group, path: str, seed: int, events: int) -> list[int]:
+def random_evictions(group: Group, path: str, **how: Any) -> list[int]:
     """evicting_ranks.random_evictions of a model."""
-    return evicting_ranks.random_evictions(group, open_part(path, group), seed, events)
+    return evicting_ranks.random_evictions(group, open_part(path, group), **how)
 
 
 def count_evictions(group: Group, path: str, cases: list[dict[str, Any]]) -> list[int]:
