@@ -332,7 +332,8 @@ class HostTier:
             which, buffer = self._buffer(self._side)
             for part, begin, end in self._ranges(ids, at, nbytes):
                 buffer[begin:end].copy_(part, non_blocking=True)
-            self._arrived[which] = self._side.record_event()
+            # until it is used nobody writes there before it has come, also if it never is
+            self._arrived[which] = self._free_again[which] = self._side.record_event()
         return buffer[:nbytes], which
 
     # ---- who owns what

@@ -233,7 +233,7 @@ def test_a_planted_fault_is_found(fault: Callable[[], Patch], monkeypatch: pytes
     where, name, patched = fault()
     monkeypatch.setattr(where, name, patched)
     with pytest.raises(Exception):  # noqa: B017  # whatever it breaks
-        search(25)
+        search(150)
 
 
 # ---- sizes

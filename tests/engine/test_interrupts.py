@@ -247,7 +247,7 @@ def test_an_interrupt_while_siblings_begin_harms_only_the_requests_of_its_step(k
     assert [len(r.generated) for r in want] == [9, 3, 3, 3]
     points = [(number, line) for number, lines in enumerate(watched.lines[2:4], 2) for line in range(1, lines + 1)]
     places = set()
-    for number, line in random.Random(5).sample(points, min(len(points), MORE * 30)):
+    for number, line in random.Random(5).sample(points, min(len(points), MORE * 45)):
         engine, requests, calls = engine_for(kind), [], Calls(number, line)
         with suppress(Interrupted):
             ask(engine, requests, calls)

@@ -63,7 +63,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM], None]:
             with torch.cuda.stream(tier._side):
                 torch.cuda._sleep(next(times) * 1_000_000)
 
-        monkeypatch.setattr(tier, "_down", lambda *what: (down(*what), delay())[0])
+        monkeypatch.setattr(tier, "_down", lambda *what: (delay(), down(*what))[1])
         monkeypatch.setattr(tier, "_up", lambda *what: (delay(), up(*what))[1])
 
     return make
@@ -118,9 +118,7 @@ def test_what_comes_from_the_host_is_waited_for(
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
-def test_many_texts_in_turn_where_there_is_room_for_few(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: Callable[[LLM], None]
-) -> None:
+def test_many_texts_in_turn_where_there_is_room_for_few(kind: str, tmp_path: Path, late: Callable[[LLM], None]) -> None:
     tiny.save(kind, tmp_path)
     sizes = {"cache": CacheConfig("bf16", 16), "max_requests": 2, "max_context": 512}
     llm = LLM(str(tmp_path), "cuda", "bfloat16", exact=True, **sizes)  # type: ignore[arg-type]
