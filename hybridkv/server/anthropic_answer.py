@@ -35,6 +35,7 @@ class MessageFormat:
         self._call, self._id = call, new_id("msg_")
         self._started = False
         self._index, self._open = -1, ""  # the block that is open: its number, and its kind or ""
+        self._arguments: str | None = None  # of the call that is open, not sent yet; None: some were
         self._end: Finish | None = None
 
     # streamed
@@ -56,8 +57,12 @@ class MessageFormat:
                 yield from self._close()
                 block = {"type": "tool_use", "id": f"toolu_{event.id}", "name": event.name, "input": {}}
                 yield from self._begin("tool_use", block)
-            elif isinstance(event, CallArguments) and event.text != "{}":
-                yield self._delta({"type": "input_json_delta", "partial_json": event.text})
+                self._arguments = ""
+            elif isinstance(event, CallArguments):
+                first, text = self._arguments == "", (self._arguments or "") + event.text
+                self._arguments = text if first and text == "{}" else None  # the block began with that already
+                if self._arguments is None:
+                    yield self._delta({"type": "input_json_delta", "partial_json": text})
             elif isinstance(event, CallEnd):
                 yield from self._close()
             elif isinstance(event, Finish):
