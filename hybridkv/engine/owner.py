@@ -154,9 +154,11 @@ class EngineOwner:
         return self._state.closed
 
     @property
-    def stepped(self) -> float:
-        """When a step last came to its end, of time.monotonic(). It waits for nothing."""
-        return self._state.stepped
+    def moved(self) -> float | None:
+        """When the engine last moved, of time.monotonic(): its work began, or a step of it came to its end. None: it
+        has nothing to do. It waits for nothing.
+        """
+        return None if self._state.serving is None else self._state.moved
 
     @property
     def _on_its_thread(self) -> bool:
@@ -258,7 +260,7 @@ class _State:
         self.thread: threading.Thread | None = None
         self.serving: _Serving | None = None  # while there is work
         self.observers: tuple[Callable[[Engine], object], ...] = ()
-        self.stepped = 0.0  # of time.monotonic(): when a step last came to its end
+        self.moved = 0.0  # of time.monotonic(): when work began, or a step last came to its end
 
 
 def _end_thread(inbox: SimpleQueue[_Work | None], state: _State) -> None:
@@ -279,6 +281,7 @@ def _serve(inbox: SimpleQueue[_Work | None], engine_ref: weakref.ref[Engine], st
         serving = _Serving(engine, inbox, state)
         try:
             with engine.owned():
+                state.moved = time.monotonic()
                 state.serving = serving
                 serving.until_idle(work)
         except BaseException as problem:  # another thread is inside the engine
@@ -407,7 +410,7 @@ class _Serving:
             self._failed(problem)
             return
         finally:
-            self.state.stepped = time.monotonic()
+            self.state.moved = time.monotonic()
         self._give(updates)
 
     @gathered()

@@ -48,7 +48,6 @@ class Service:
         self._transfers: Transfers | None = None
         self._names: list[str] = list(settings.names)
         self._pool = ThreadPoolExecutor(TEXT_THREADS, "hybridkv-text")
-        self._stepped = time.monotonic()  # when the engine was last seen to move
         self._answers = 0  # asked for and not ended
 
     def open(self, llm: LLM) -> None:
@@ -105,10 +104,9 @@ class Service:
 
     @property
     def stuck(self) -> bool:
-        """Whether there is work and the engine has not moved for long."""
-        moved = max(self._stepped, self.llm.owner.stepped)
-        most = DEAD_SECONDS.get(self.llm.device.type, 600.0)
-        return bool(self.generations) and time.monotonic() - moved > most
+        """Whether there is work and the engine has not moved for long, whoever has come or left meanwhile."""
+        moved, most = self.llm.owner.moved, DEAD_SECONDS.get(self.llm.device.type, 600.0)
+        return moved is not None and time.monotonic() - moved > most
 
     @property
     def names(self) -> list[str]:
@@ -163,7 +161,6 @@ class Service:
         except BaseException:
             self._answers -= job.choices
             raise
-        self._stepped = time.monotonic()
         self.generations.add(generation)
         try:
             await generation.begin(patience)
