@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -77,9 +78,11 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation, form, started, ends = self._generation, self._form, False, []
+        patience, written = self._service.settings.keep_alive, time.monotonic()
 
         async def write(data: bytes, more: bool = True) -> None:
-            nonlocal started
+            nonlocal started, written
+            written = time.monotonic()
             if not started:
                 started = True
                 await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})
@@ -90,13 +93,12 @@ class EventStream:
                 if not generation.accepted:  # it has been silent for so long already
                     await write(form.alive())
                 while not generation.over:
-                    events = await generation.next(self._service.settings.keep_alive)
-                    if events is None:
-                        await write(form.alive())
-                        continue
+                    events = await generation.next(max(0.0, written + patience - time.monotonic())) or []
                     ends += [event for event in events if isinstance(event, Finish)]
                     if data := b"".join(form.chunks(events, generation)):
                         await write(data)
+                    elif time.monotonic() - written >= patience:  # thoughts that are not shown are silence, too
+                        await write(form.alive())
                 _count(self._service, generation, ends, self._record)
                 await write(b"".join(form.end(generation)), more=False)
             except ApiError as problem:

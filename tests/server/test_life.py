@@ -16,6 +16,7 @@ from hybridkv.engine.owner import Ticket
 from hybridkv.server.generation import Generation
 from hybridkv.server.protocol import GuardedProtocol
 from server.running import HI, Running, failing_at, forward, post_bytes, read_all, serving, slowly, until
+from server.saying import CALL, TOOL, saying
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SHORT = {"messages": HI, "max_tokens": 2, "temperature": 0}
@@ -144,6 +145,32 @@ def test_signs_of_life_come_while_a_request_waits(tiny_llm: LLM) -> None:
     with serving(tiny_llm, keep_alive=0.1) as running:
         found = streamed_late(running, CHAT, {**LONG, "max_tokens": 2}, b": keep-alive\n\n")
     assert found.index(b": keep-alive") < found.index(b'"role":"assistant"') and b"data: [DONE]" in found
+
+
+HIDDEN = {
+    "thoughts of a chat": (CHAT, {"include_reasoning": False}, "{}</think>Yes."),
+    "thoughts of a message": (
+        "/v1/messages",
+        {"thinking": {"type": "adaptive", "display": "omitted"}},
+        "{}</think>Yes.",
+    ),
+    "a number": (CHAT, {"tools": [TOOL]}, f"</think>{CALL}".replace("3", "{}")),
+}
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_signs_of_life_come_while_tokens_come_that_show_nothing(tiny_llm: LLM, kind: str) -> None:
+    path, more, text = HIDDEN[kind]
+    body = {"model": "tiny", "messages": HI, "max_tokens": 300, "temperature": 0, "stream": True, **more}
+    with serving(tiny_llm, names=("tiny",), keep_alive=0.4) as running, forward(tiny_llm, slowly(0.02)):
+        with saying(running, text.format("1" * 60)):  # more than a second
+            _, found = running.post(path, body)
+        running.idle()
+    events = [event for event in found.split("\n\n") if event]
+    signs = [i for i, event in enumerate(events) if event.startswith((": keep-alive", "event: ping"))]
+    shown = max(i for i, event in enumerate(events) if '"Y"' in event or "111" in event)
+    first = min(i for i, event in enumerate(events) if i not in signs)
+    assert any(first < sign < shown for sign in signs), found
 
 
 def test_those_that_are_prepared_count_in_the_queue(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
