@@ -265,6 +265,8 @@ def serve(
 
     server.run(load, _say_ready)
     server.service.llm.close()
+    if server.service.fatal is not None:  # whoever starts servers again is to see it
+        raise HybridKVError(server.service.fatal)
     if server.stopped_by == signal.SIGINT:
         raise Exit(130)
 

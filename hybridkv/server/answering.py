@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hybridkv.server.events import Event, Finish
@@ -64,8 +65,23 @@ async def answer(request: Request, service: Service, job: Job, form: Format, str
             events += await generation.next(3600.0) or ()
         sent = await service.send(generation)
         _count(service, generation, events, record)
+    return Json(await service.work(_whole, form, events, generation, sent))
+
+
+class Json(Response):
+    """JSON that was written already, on a worker thread: much of it would hold up everybody's streams."""
+
+    media_type = "application/json"
+
+
+def _whole(form: Format, events: list[Event], generation: Generation, sent: dict[str, Any] | None) -> bytes:
     found = form.whole(events, generation)
-    return JSONResponse(found if sent is None else found | {"kv_transfer_params": sent})
+    return as_json(found if sent is None else found | {"kv_transfer_params": sent})
+
+
+def as_json(found: Any) -> bytes:
+    """JSON as it is sent."""
+    return json.dumps(found, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 class EventStream:

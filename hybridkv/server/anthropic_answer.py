@@ -33,7 +33,7 @@ class MessageFormat:
 
     def __init__(self, call: MessageCall) -> None:
         self._call, self._id = call, new_id("msg_")
-        self._started = False
+        self._input: dict[str, Any] | None = None  # counts of the prompt, as the beginning of a stream says them
         self._index, self._open = -1, ""  # the block that is open: its number, and its kind or ""
         self._arguments: str | None = None  # of the call that is open, not sent yet; None: some were
         self._end: Finish | None = None
@@ -46,8 +46,8 @@ class MessageFormat:
 
     def chunks(self, events: list[Event], generation: Generation) -> Iterator[bytes]:
         """The events of a step."""
-        if events and not self._started:
-            self._started = True
+        if events and self._input is None:
+            self._input = self._input_counts(generation)
             message = self._message([], None, None) | {"usage": self._usage(generation, output=0)}
             yield named("message_start", message=message)
         for event in events:
@@ -135,16 +135,25 @@ class MessageFormat:
         return about | {"content": content, "stop_reason": reason, "stop_sequence": stop}
 
     def _usage(self, generation: Generation, output: int | None = None) -> dict[str, Any]:
-        """The three counts of input add up to the prompt's tokens. What is kept for others is known at the end."""
+        usage = generation.usage
+        return {
+            **(self._input_counts(generation) if self._input is None else self._input),
+            "output_tokens": usage.completion_tokens if output is None else output,
+            "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+            "hybridkv": kept_object(usage, generation.job),
+        }
+
+    @staticmethod
+    def _input_counts(generation: Generation) -> dict[str, Any]:
+        """The three counts of input add up to the prompt's tokens. What is kept for others is known at the end, so a
+        stream, which says these once, counts that as input.
+        """
         usage, kept = generation.usage, generation.usage.written_tokens
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens - kept,
             "cache_creation_input_tokens": kept,
             "cache_read_input_tokens": usage.cached_tokens,
             "cache_creation": {"ephemeral_5m_input_tokens": kept, "ephemeral_1h_input_tokens": 0},
-            "output_tokens": usage.completion_tokens if output is None else output,
-            "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
-            "hybridkv": kept_object(usage, generation.job),
         }
 
 

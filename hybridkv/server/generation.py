@@ -313,9 +313,9 @@ class Generation:
             self.times.last_token = now
         # half a character at the end of a cut answer is none
         text = news.text if news.finished is None else news.text.rstrip("\ufffd")
-        events = divider.push(text, news.ids)
-        if any(getattr(event, "reasoning", False) for event in events):
+        if divider.thinking:  # before them: white space and the mark that ends thoughts are no text, and were sampled
             self.usage.reasoning_tokens += len(news.ids)
+        events = divider.push(text, news.ids)
         self.usage.completion_tokens += len(news.ids)
         if news.finished is not None:
             events += self._finished(news, divider)

@@ -27,6 +27,7 @@ from hybridkv.server.transfers import Transfers
 T = TypeVar("T")
 TEXT_THREADS = 4  # that tokenise and render
 DEAD_SECONDS = {"cuda": 30.0, "cpu": 600.0}  # without a step while there is work; a large model is slow on a CPU
+DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]")  # of torch's calls and of kernels: no later call works
 RETRY_SECONDS = 2
 SAVE_SECONDS, SAVE_SHARE = 5.0, 0.5  # of the time that a server has to end: for named conversations, if some are saved
 
@@ -200,7 +201,7 @@ class Service:
         for request in generation.requests if generation.sends else ():
             self.llm.owner.discard(request)  # its cache was held to be sent
         problem = generation.problem
-        if problem is not None and "CUDA error" in str(problem):  # it does not go away
+        if problem is not None and any(words in str(problem) for words in DEVICE_ERRORS):
             self.fatal = "the device has failed; the server has to be started again"
 
     def _check_lengths(self, job: Job) -> None:

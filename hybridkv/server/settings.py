@@ -14,6 +14,7 @@ MAX_ANSWERS = 8  # n
 MAX_PROMPTS = 16
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1024
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 1 << 19  # of echo with logprobs: answers x prompt tokens x (1 + logprobs)
 MAX_BIASES = 1024
 MAX_MESSAGES = 1 << 16
 MAX_PARTS = 1 << 12

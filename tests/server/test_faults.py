@@ -97,9 +97,10 @@ def test_a_tokenizer_that_cannot_write_a_token_hurts_its_own_request_alone(
     assert [answer["usage"]["completion_tokens"] for status, answer in found if status == 200] == [12, 12]
 
 
-def test_a_device_that_has_failed_is_told(tiny_llm: LLM) -> None:
+@pytest.mark.parametrize("said", ["CUDA error", "Triton Error [CUDA]"])
+def test_a_device_that_has_failed_is_told(tiny_llm: LLM, said: str) -> None:
     def fail(number: int) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        raise RuntimeError(f"{said}: an illegal memory access was encountered")
 
     with serving(tiny_llm) as running:
         with forward(tiny_llm, fail):

@@ -13,7 +13,9 @@ import pytest
 
 from hybridkv import LLM
 from hybridkv.engine.owner import Ticket
+from hybridkv.server import app
 from hybridkv.server.generation import Generation
+from hybridkv.server.openai_chat import ChatFormat
 from hybridkv.server.protocol import GuardedProtocol
 from server.running import HI, Running, failing_at, forward, post_bytes, read_all, serving, slowly, until
 from server.saying import CALL, TOOL, saying
@@ -86,12 +88,13 @@ def test_who_leaves_in_the_middle_of_a_request_is_forgotten(tiny_one: Running, s
     tiny_one.chat(max_tokens=1)
 
 
-def test_a_client_that_reads_nothing_is_dropped(tiny_llm: LLM) -> None:
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_client_that_reads_nothing_is_dropped(tiny_llm: LLM, stream: bool) -> None:
     with serving(tiny_llm, write_seconds=0.3) as running:
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect((running.host, running.port))
-        body = {"prompt": [[5] * 400] * 8, "max_tokens": 1, "echo": True, "logprobs": 20, "stream": True}
+        body = {"prompt": [[5] * 400] * 8, "max_tokens": 1, "echo": True, "logprobs": 20, "stream": stream}
         connection.sendall(post_bytes(TEXT, body))  # some MB come back
         until(lambda: bool(running.service.generations))
         running.idle()
@@ -125,6 +128,40 @@ def test_many_idle_connections_do_not_matter(tiny_one: Running) -> None:
     assert tiny_one.ask("GET", "/health")[0] == 200
     for connection in held:
         connection.close()
+
+
+# ---- the event loop
+
+
+class Slow(dict[str, Any]):
+    """An answer that takes its time to be written as JSON."""
+
+    def __init__(self, written: threading.Event, go: threading.Event) -> None:
+        super().__init__(x=1)
+        self._written, self._go = written, go
+
+    def items(self) -> Any:
+        self._written.set()
+        assert self._go.wait(20), "nobody else was answered meanwhile"
+        return super().items()
+
+
+@pytest.mark.parametrize("route", ["chat", "tokenize"])
+def test_answers_are_written_beside_the_event_loop(
+    tiny_one: Running, monkeypatch: pytest.MonkeyPatch, route: str
+) -> None:
+    written, go, statuses = threading.Event(), threading.Event(), []
+    slow = Slow(written, go)
+    monkeypatch.setattr(ChatFormat, "whole", lambda *given: slow)
+    monkeypatch.setattr(app, "read_tokenize", lambda *given: slow)
+    path, body = {"chat": (CHAT, SHORT), "tokenize": ("/tokenize", {"prompt": "a"})}[route]
+    asking = threading.Thread(target=lambda: statuses.append(tiny_one.post(path, body)))
+    asking.start()
+    assert written.wait(240)
+    assert tiny_one.ask("GET", "/live")[0] == 200
+    go.set()
+    asking.join()
+    assert statuses == [(200, {"x": 1})]
 
 
 # ---- limits
@@ -268,7 +305,7 @@ def test_health_tells_loading_serving_draining_and_dead(tiny_llm: LLM) -> None:
         until(lambda: running.ask("GET", "/live")[0] == 200)
         status, _, found = running.ask("GET", "/health")
         assert (status, found["status"]) == (503, "loading")
-        assert running.post(CHAT, LONG)[0] == 503
+        assert running.post(CHAT, LONG)[0] == running.ask("GET", "/v1/models")[0] == 503
         go.set()
         until(lambda: running.ask("GET", "/ready")[0] == 200)
         running.service.fatal = "the device has failed"
