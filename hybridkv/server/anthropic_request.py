@@ -51,7 +51,8 @@ def read_message_request(asked: Fields, service: Service) -> MessageCall:
         max_tokens=max(1, most),
         stop=common.stops(asked, "stop_sequences"),
     )
-    job = Job([rendered.prompt], rendered.params(params), common.eviction(asked, llm), most == 0)
+    evicted, given = common.eviction(asked, llm), rendered.params(params)
+    job = Job([rendered.prompt], given, evicted, most == 0, constraint=rendered.constraint)
     thinking = asked.object("thinking")
     show = thinking is None or thinking.text("display", 64) != "omitted"
     return MessageCall(model, job, asked.flag("stream"), show)

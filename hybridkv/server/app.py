@@ -87,12 +87,12 @@ def make_app(service: Service) -> ASGIApp:
     async def sessions(request: Request) -> Response:
         (salt, _), found = _caller(request), service.sessions
         if request.method == "GET":
-            return JSONResponse({"object": "list", "data": await service.work(found.listed, salt)})
+            return JSONResponse({"object": "list", "data": await service.move(found.listed, salt)})
         asked = parse_object(await request.body())
         action, name = asked.choice("action", ACTIONS), asked.text("name", 256)
         if not action or not name:
             raise bad(f"name and action are needed; action is one of {', '.join(ACTIONS)}")
-        return JSONResponse(await service.work(found.act, salt, action, name, asked.text("to", 256)))
+        return JSONResponse(await service.move(found.act, salt, action, name, asked.text("to", 256)))
 
     async def properties(request: Request) -> Response:
         return JSONResponse(props(service))

@@ -28,6 +28,7 @@ from hybridkv.server.events import CallEnd, Divider, Event, Finish, Prompt, Toke
 from hybridkv.server.problems import MODEL_FAILED, ApiError, bad, unavailable
 from hybridkv.server.sessions import Sessions
 from hybridkv.server.transfers import Transfer
+from hybridkv.text.constraint import Constraint
 
 log = logging.getLogger("hybridkv.server")
 
@@ -41,6 +42,7 @@ class Job:
     eviction: Any = INHERIT
     read_only: bool = False  # the prompt is read, and no token is asked for
     transfer: Transfer | None = None  # to or from another server
+    constraint: Callable[[], Constraint | None] | None = None  # what answers must look like: compiles it
 
     @property
     def choices(self) -> int:
@@ -111,7 +113,9 @@ class Generation:
         sessions: Sessions | None = None,
         sends: bool = False,  # the request's cache is held for another server
         moved: Session | None = None,  # what another server has read of it
+        salt: bytes = b"",  # of the key that asked
     ) -> None:
+        self.salt = salt
         self._added, self._sessions, self.sends, self._moved = added, sessions, sends, moved
         self.job, self.usage, self.times = job, Usage(), Times()
         self.over = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hybridkv.llm import LLM
@@ -72,7 +73,6 @@ def read_completion(asked: Fields, service: Service) -> CompletionCall:
         stop=common.stops(asked, "stop"),
         logprobs=logprobs,
         prompt_logprobs=logprobs if echo else None,
-        structured_outputs=compiled(llm.engine.grammars, structure),
         **({"min_tokens": 0} if most == 0 else {}),
     )
     tokens = [_encoded(prompt, llm) for prompt in prompts]
@@ -88,6 +88,7 @@ def read_completion(asked: Fields, service: Service) -> CompletionCall:
         common.eviction(asked, llm),
         read_only=most == 0,
         transfer=read_transfer(asked),
+        constraint=partial(compiled, llm.engine.grammars, structure),
     )
     return CompletionCall(model, job, options, texts, echo, logprobs, asked.flag("return_token_ids"))
 

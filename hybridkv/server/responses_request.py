@@ -47,7 +47,7 @@ def read_response_request(asked: Fields, service: Service) -> ResponseCall:
     rendered = _read_prompt(asked, service, tools)
     most = asked.whole("max_output_tokens", 1, common.MAX_TOKENS)
     params = common.sampling(asked, llm, max_tokens=most)
-    job = Job([rendered.prompt], rendered.params(params), common.eviction(asked, llm))
+    job = Job([rendered.prompt], rendered.params(params), common.eviction(asked, llm), constraint=rendered.constraint)
     echoed = {
         "instructions": asked.raw("instructions"),
         "max_output_tokens": most,

@@ -247,8 +247,11 @@ class _TaggedCalls(Body):
         self._calls = self._given = 0  # functions begun, parameters of this one
         self._stray = ""  # text where none belongs: given out after the call
         self._searched = 0  # characters of the value in which no end was found
-        self._ends = ((self._parameter_end, len(self._parameter_end)), (f"\n{self._parameter}", 1))
-        self._ends += ((f"\n{self._function_end}", 1),)  # what ends a value, and how much of it is used with that
+        self._ends = (  # what ends a value, and how much of it is used with that
+            (self._parameter_end, len(self._parameter_end)),
+            (f"\n{self._parameter}", 1),
+            (f"\n{self._function_end}", 1),
+        )
         # what may yet become one, with the line break before it
         self._endings = (*(end for end, _ in self._ends), *([f"\n{self._parameter_end}"] if self._lines else ()))
         self._is_text = self._opened = False  # the value is a text, whatever it is; its beginning was given out

@@ -240,7 +240,7 @@ def test_a_full_queue_is_a_429(tiny_llm: LLM) -> None:
         threads = [threading.Thread(target=running.post, args=(CHAT, LONG)) for _ in range(room)]
         for thread in threads:
             thread.start()
-        until(lambda: running.service._answers == room)
+        until(lambda: running.service.answers == room)
         status, headers, found = running.ask("POST", CHAT, LONG)
         assert (status, found["error"]["type"]) == (429, "rate_limit_error") and int(headers["retry-after"]) > 0
         assert running.post(TEXT, {"prompt": ["a"] * 6})[0] == 429

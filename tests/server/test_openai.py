@@ -286,6 +286,22 @@ def test_echo_with_logprobs_and_no_answer(smol: Running) -> None:
     assert by_ids["choices"] == found["choices"]
 
 
+def test_openais_client_gets_completions(client: openai.OpenAI, smol: Running) -> None:
+    given: dict[str, Any] = dict(model="smol", prompt="The capital of France is", max_tokens=5, temperature=0)
+    expected = smol.llm.generate(given["prompt"], SamplingParams(max_tokens=5, temperature=0))[0]
+    whole = client.completions.create(**given, logprobs=1)
+    [choice] = whole.choices
+    assert choice.text == expected.text and choice.finish_reason in ("stop", "length")
+    assert whole.usage is not None and whole.usage.completion_tokens == len(expected.token_ids)
+    assert choice.logprobs is not None and "".join(choice.logprobs.tokens or []) == choice.text
+    chunks = list(client.completions.create(**given, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == expected.text
+    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    several = client.completions.create(**given | {"prompt": [given["prompt"], "One, two,"], "n": 2})
+    assert [each.index for each in several.choices] == [0, 1, 2, 3]
+    assert several.choices[0].text == several.choices[1].text == expected.text
+
+
 def test_logprobs_of_prompts_have_a_limit(tiny_one: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "MAX_PROMPT_LOGPROBS", 2 * 10 * 3)
     asked = {"max_tokens": 1, "echo": True, "logprobs": 2, "n": 2}
