@@ -155,10 +155,11 @@ class EngineOwner:
 
     @property
     def moved(self) -> float | None:
-        """When the engine last moved, of time.monotonic(): its work began, or a step of it came to its end. None: it
-        has nothing to do. It waits for nothing.
+        """When the engine last moved, of time.monotonic(): a first request came, or a step came to its end. None: no
+        request is there. It waits for nothing.
         """
-        return None if self._state.serving is None else self._state.moved
+        serving = self._state.serving
+        return self._state.moved if serving is not None and serving.tickets else None
 
     @property
     def _on_its_thread(self) -> bool:
@@ -260,7 +261,7 @@ class _State:
         self.thread: threading.Thread | None = None
         self.serving: _Serving | None = None  # while there is work
         self.observers: tuple[Callable[[Engine], object], ...] = ()
-        self.moved = 0.0  # of time.monotonic(): when work began, or a step last came to its end
+        self.moved = 0.0  # of time.monotonic(): when a first request came, or a step last came to its end
 
 
 def _end_thread(inbox: SimpleQueue[_Work | None], state: _State) -> None:
@@ -281,7 +282,6 @@ def _serve(inbox: SimpleQueue[_Work | None], engine_ref: weakref.ref[Engine], st
         serving = _Serving(engine, inbox, state)
         try:
             with engine.owned():
-                state.moved = time.monotonic()
                 state.serving = serving
                 serving.until_idle(work)
         except BaseException as problem:  # another thread is inside the engine
@@ -381,6 +381,8 @@ class _Serving:
         if ticket.cancelled:
             return
         ticket.request = ticket.add(self.engine)
+        if not self.tickets:
+            self.state.moved = time.monotonic()
         self.tickets[ticket] = None
 
     def cancel(self, tickets: Sequence[Ticket], problem: BaseException | None = None) -> None:
