@@ -269,9 +269,16 @@ class Service:
 
 async def _on(pool: ThreadPoolExecutor, do: Callable[..., T], *given: Any) -> T:
     try:
-        return await asyncio.get_running_loop().run_in_executor(pool, do, *given)
+        return await asyncio.get_running_loop().run_in_executor(pool, _done, do, *given)
     except HybridKVError as problem:
         raise bad(str(problem)) from None
+
+
+def _done(do: Callable[..., T], *given: Any) -> T:
+    try:
+        return do(*given)
+    except StopIteration as problem:  # which no future can hold: whoever waits would do so for ever
+        raise RuntimeError("an iterator ended too early") from problem
 
 
 def _is_pattern(name: str) -> bool:
