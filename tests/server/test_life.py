@@ -94,8 +94,8 @@ def test_a_client_that_reads_nothing_is_dropped(tiny_llm: LLM, stream: bool) -> 
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect((running.host, running.port))
-        body = {"prompt": [[5] * 400] * 8, "max_tokens": 1, "echo": True, "logprobs": 20, "stream": stream}
-        connection.sendall(post_bytes(TEXT, body))  # some MB come back
+        body = {"prompt": [[5] * 500] * 16, "n": 3, "max_tokens": 1, "echo": True, "logprobs": 20, "stream": stream}
+        connection.sendall(post_bytes(TEXT, body))  # more comes back than the system holds
         until(lambda: bool(running.service.generations))
         running.idle()
         until(lambda: not running.server._http.server_state.connections)  # type: ignore[union-attr]
