@@ -2,8 +2,8 @@
 Commands are in `hybridkv/commands/`; here is what they have in common: help, version, and one line for every error a
 user can cause.
 
-Exit codes: 0 done, 1 some of several prompts failed, 2 a wrong argument or a model that cannot be used, 3 a rank
-of several GPUs ended, 130 stopped by Ctrl-C, 141 a pipe was closed.
+Exit codes: 0 done, 1 some of several prompts failed, 2 a wrong argument, a model that cannot be used or a
+device that failed under a server, 3 a rank of several GPUs ended, 130 stopped by Ctrl-C, 141 a pipe was closed.
 """
 
 from __future__ import annotations

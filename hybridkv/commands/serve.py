@@ -177,8 +177,14 @@ def serve(
         ),
     ] = "127.0.0.1",
     kv_port: Annotated[
-        int, Option("--kv-port", metavar="N", help="the same; 0: any that is free", rich_help_panel=ROLE)
-    ] = 0,
+        int | None,
+        Option(
+            "--kv-port",
+            metavar="N",
+            help="the same; 0: any that is free. With --role both nothing is sent without it",
+            rich_help_panel=ROLE,
+        ),
+    ] = None,
     kv_peer: Annotated[
         list[str] | None,
         Option(
@@ -265,6 +271,8 @@ def serve(
 
     server.run(load, _say_ready)
     server.service.llm.close()
+    if server.service.fatal is not None:  # whoever starts servers again is to see it
+        raise HybridKVError(server.service.fatal)
     if server.stopped_by == signal.SIGINT:
         raise Exit(130)
 

@@ -154,9 +154,12 @@ class EngineOwner:
         return self._state.closed
 
     @property
-    def stepped(self) -> float:
-        """When a step last came to its end, of time.monotonic(). It waits for nothing."""
-        return self._state.stepped
+    def moved(self) -> float | None:
+        """When the engine last moved, of time.monotonic(): a first request came, or a step came to its end. None: no
+        request is there. It waits for nothing.
+        """
+        serving = self._state.serving
+        return self._state.moved if serving is not None and serving.tickets else None
 
     @property
     def _on_its_thread(self) -> bool:
@@ -258,7 +261,7 @@ class _State:
         self.thread: threading.Thread | None = None
         self.serving: _Serving | None = None  # while there is work
         self.observers: tuple[Callable[[Engine], object], ...] = ()
-        self.stepped = 0.0  # of time.monotonic(): when a step last came to its end
+        self.moved = 0.0  # of time.monotonic(): when a first request came, or a step last came to its end
 
 
 def _end_thread(inbox: SimpleQueue[_Work | None], state: _State) -> None:
@@ -378,6 +381,8 @@ class _Serving:
         if ticket.cancelled:
             return
         ticket.request = ticket.add(self.engine)
+        if not self.tickets:
+            self.state.moved = time.monotonic()
         self.tickets[ticket] = None
 
     def cancel(self, tickets: Sequence[Ticket], problem: BaseException | None = None) -> None:
@@ -407,7 +412,7 @@ class _Serving:
             self._failed(problem)
             return
         finally:
-            self.state.stepped = time.monotonic()
+            self.state.moved = time.monotonic()
         self._give(updates)
 
     @gathered()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hybridkv.server.events import Event, Finish
@@ -63,8 +65,23 @@ async def answer(request: Request, service: Service, job: Job, form: Format, str
             events += await generation.next(3600.0) or ()
         sent = await service.send(generation)
         _count(service, generation, events, record)
+    return Json(await service.work(_whole, form, events, generation, sent))
+
+
+class Json(Response):
+    """JSON that was written already, on a worker thread: much of it would hold up everybody's streams."""
+
+    media_type = "application/json"
+
+
+def _whole(form: Format, events: list[Event], generation: Generation, sent: dict[str, Any] | None) -> bytes:
     found = form.whole(events, generation)
-    return JSONResponse(found if sent is None else found | {"kv_transfer_params": sent})
+    return as_json(found if sent is None else found | {"kv_transfer_params": sent})
+
+
+def as_json(found: Any) -> bytes:
+    """JSON as it is sent."""
+    return json.dumps(found, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 class EventStream:
@@ -77,9 +94,11 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation, form, started, ends = self._generation, self._form, False, []
+        patience, written = self._service.settings.keep_alive, time.monotonic()
 
         async def write(data: bytes, more: bool = True) -> None:
-            nonlocal started
+            nonlocal started, written
+            written = time.monotonic()
             if not started:
                 started = True
                 await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})
@@ -90,13 +109,12 @@ class EventStream:
                 if not generation.accepted:  # it has been silent for so long already
                     await write(form.alive())
                 while not generation.over:
-                    events = await generation.next(self._service.settings.keep_alive)
-                    if events is None:
-                        await write(form.alive())
-                        continue
+                    events = await generation.next(max(0.0, written + patience - time.monotonic())) or []
                     ends += [event for event in events if isinstance(event, Finish)]
                     if data := b"".join(form.chunks(events, generation)):
                         await write(data)
+                    elif time.monotonic() - written >= patience:  # thoughts that are not shown are silence, too
+                        await write(form.alive())
                 _count(self._service, generation, ends, self._record)
                 await write(b"".join(form.end(generation)), more=False)
             except ApiError as problem:

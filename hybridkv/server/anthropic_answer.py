@@ -33,8 +33,9 @@ class MessageFormat:
 
     def __init__(self, call: MessageCall) -> None:
         self._call, self._id = call, new_id("msg_")
-        self._started = False
+        self._input: dict[str, Any] | None = None  # counts of the prompt, as the beginning of a stream says them
         self._index, self._open = -1, ""  # the block that is open: its number, and its kind or ""
+        self._arguments: str | None = None  # of the call that is open, not sent yet; None: some were
         self._end: Finish | None = None
 
     # streamed
@@ -45,8 +46,8 @@ class MessageFormat:
 
     def chunks(self, events: list[Event], generation: Generation) -> Iterator[bytes]:
         """The events of a step."""
-        if events and not self._started:
-            self._started = True
+        if events and self._input is None:
+            self._input = self._input_counts(generation)
             message = self._message([], None, None) | {"usage": self._usage(generation, output=0)}
             yield named("message_start", message=message)
         for event in events:
@@ -56,8 +57,12 @@ class MessageFormat:
                 yield from self._close()
                 block = {"type": "tool_use", "id": f"toolu_{event.id}", "name": event.name, "input": {}}
                 yield from self._begin("tool_use", block)
-            elif isinstance(event, CallArguments) and event.text != "{}":
-                yield self._delta({"type": "input_json_delta", "partial_json": event.text})
+                self._arguments = ""
+            elif isinstance(event, CallArguments):
+                first, text = self._arguments == "", (self._arguments or "") + event.text
+                self._arguments = text if first and text == "{}" else None  # the block began with that already
+                if self._arguments is None:
+                    yield self._delta({"type": "input_json_delta", "partial_json": text})
             elif isinstance(event, CallEnd):
                 yield from self._close()
             elif isinstance(event, Finish):
@@ -130,16 +135,25 @@ class MessageFormat:
         return about | {"content": content, "stop_reason": reason, "stop_sequence": stop}
 
     def _usage(self, generation: Generation, output: int | None = None) -> dict[str, Any]:
-        """The three counts of input add up to the prompt's tokens. What is kept for others is known at the end."""
+        usage = generation.usage
+        return {
+            **(self._input_counts(generation) if self._input is None else self._input),
+            "output_tokens": usage.completion_tokens if output is None else output,
+            "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+            "hybridkv": kept_object(usage, generation.job),
+        }
+
+    @staticmethod
+    def _input_counts(generation: Generation) -> dict[str, Any]:
+        """The three counts of input add up to the prompt's tokens. What is kept for others is known at the end, so a
+        stream, which says these once, counts that as input.
+        """
         usage, kept = generation.usage, generation.usage.written_tokens
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens - kept,
             "cache_creation_input_tokens": kept,
             "cache_read_input_tokens": usage.cached_tokens,
             "cache_creation": {"ephemeral_5m_input_tokens": kept, "ephemeral_1h_input_tokens": 0},
-            "output_tokens": usage.completion_tokens if output is None else output,
-            "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
-            "hybridkv": kept_object(usage, generation.job),
         }
 
 

@@ -11,7 +11,7 @@ from hybridkv.server.fields import Fields
 from hybridkv.server.generation import Job
 from hybridkv.server.problems import bad
 from hybridkv.server.prompting import Chat, Message, Rendered, render_chat, with_joined_turns
-from hybridkv.server.record import log
+from hybridkv.server.record import log_left_out
 from hybridkv.server.reusing import MARKED, is_marked, sharing_of
 from hybridkv.server.service import Service
 from hybridkv.server.structure import read_format
@@ -51,7 +51,8 @@ def read_message_request(asked: Fields, service: Service) -> MessageCall:
         max_tokens=max(1, most),
         stop=common.stops(asked, "stop_sequences"),
     )
-    job = Job([rendered.prompt], rendered.params(params), common.eviction(asked, llm), most == 0)
+    evicted, given = common.eviction(asked, llm), rendered.params(params)
+    job = Job([rendered.prompt], given, evicted, most == 0, constraint=rendered.constraint)
     thinking = asked.object("thinking")
     show = thinking is None or thinking.text("display", 64) != "omitted"
     return MessageCall(model, job, asked.flag("stream"), show)
@@ -141,15 +142,19 @@ def read_messages(asked: Fields) -> list[Message]:
         raise asked.wrong("messages", "it is missing")
     found: list[Message] = []
     calls: set[str] = set()
+    left_out: list[str] = []
     for message in asked.objects("messages", settings.MAX_MESSAGES):
-        found += _read_message(message, calls)
+        found += _read_message(message, calls, left_out)
+    log_left_out(len(left_out), "blocks of Anthropic's own tools")
     if not found:
         raise asked.wrong("messages", "there must be at least one")
     return with_joined_turns(found, ("user", "assistant"))
 
 
-def _read_message(message: Fields, calls: set[str]) -> list[Message]:
-    """A message as turns: results of tools come before text. `calls`: ids of all calls so far."""
+def _read_message(message: Fields, calls: set[str], left_out: list[str]) -> list[Message]:
+    """A message as turns: results of tools come before text. `calls`: ids of all calls so far; `left_out`: kinds of
+    blocks that were.
+    """
     role = message.choice("role", ("user", "assistant", "system"))
     if role is None:
         raise message.wrong("role", "it is missing")
@@ -177,7 +182,7 @@ def _read_message(message: Fields, calls: set[str]) -> list[Message]:
         elif kind in MEDIA:
             raise block.wrong("type", f"{kind} blocks are not served: this is a text model")
         elif kind in DROPPED:
-            log.info("a %s block was left out: nothing here can read it", kind)
+            left_out.append(kind)
         else:
             raise block.wrong("type", f"such a block is not known in a message of the {role}")
     turn: Message = {"role": role, **texts.content}

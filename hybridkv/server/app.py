@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 
 from hybridkv import __version__
 from hybridkv.server.about import props, slots
-from hybridkv.server.answering import answer
+from hybridkv.server.answering import Json, answer, as_json
 from hybridkv.server.anthropic_answer import MessageFormat
 from hybridkv.server.anthropic_request import MessageCall, read_count, read_message_request
 from hybridkv.server.fields import Fields, parse_object
@@ -33,6 +33,9 @@ SESSION_HEADER = "x-session-id"
 
 def make_app(service: Service) -> ASGIApp:
     """The server as an ASGI application."""
+
+    async def told(read: Any, request: Request) -> Response:
+        return Json(await service.work(_told, read, await request.body(), service, _caller(request)))
 
     async def chat(request: Request) -> Any:
         call: ChatCall = await service.work(_read, read_chat, await request.body(), service, _caller(request))
@@ -61,9 +64,10 @@ def make_app(service: Service) -> ASGIApp:
         return await answer(request, service, call.job, ResponseFormat(call), call.stream)
 
     async def count_tokens(request: Request) -> Response:
-        return JSONResponse(await service.work(_read, read_count, await request.body(), service, _caller(request)))
+        return await told(read_count, request)
 
     async def models(request: Request) -> Response:
+        service.llm  # noqa: B018  503 while it is loading
         names = service.names
         found = {"object": "list", "data": [_model(service, name) for name in names], "has_more": False}
         return JSONResponse(found | {"first_id": names[0], "last_id": names[-1]})
@@ -72,23 +76,23 @@ def make_app(service: Service) -> ASGIApp:
         return JSONResponse(_model(service, service.model_name(request.path_params["id"])))
 
     async def tokenize(request: Request) -> Response:
-        return JSONResponse(await service.work(_read, read_tokenize, await request.body(), service, _caller(request)))
+        return await told(read_tokenize, request)
 
     async def detokenize(request: Request) -> Response:
-        return JSONResponse(await service.work(_read, read_detokenize, await request.body(), service, _caller(request)))
+        return await told(read_detokenize, request)
 
     async def apply_template(request: Request) -> Response:
-        return JSONResponse(await service.work(_read, read_template, await request.body(), service, _caller(request)))
+        return await told(read_template, request)
 
     async def sessions(request: Request) -> Response:
         (salt, _), found = _caller(request), service.sessions
         if request.method == "GET":
-            return JSONResponse({"object": "list", "data": await service.work(found.listed, salt)})
+            return JSONResponse({"object": "list", "data": await service.move(found.listed, salt)})
         asked = parse_object(await request.body())
         action, name = asked.choice("action", ACTIONS), asked.text("name", 256)
         if not action or not name:
             raise bad(f"name and action are needed; action is one of {', '.join(ACTIONS)}")
-        return JSONResponse(await service.work(found.act, salt, action, name, asked.text("to", 256)))
+        return JSONResponse(await service.move(found.act, salt, action, name, asked.text("to", 256)))
 
     async def properties(request: Request) -> Response:
         return JSONResponse(props(service))
@@ -159,6 +163,11 @@ def _read(read: Any, raw: bytes, service: Service, caller: Caller) -> Any:
     asked: Fields = parse_object(raw)
     asked.salt, asked.session = caller
     return read(asked, service)
+
+
+def _told(read: Any, raw: bytes, service: Service, caller: Caller) -> bytes:
+    """The same for what is answered at once, as JSON."""
+    return as_json(_read(read, raw, service, caller))
 
 
 def _caller(request: Request) -> Caller:

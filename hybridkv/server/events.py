@@ -105,6 +105,11 @@ class Divider:
         return [Said(self._choice, piece.text, piece.reasoning) for piece in self._splitter.finish()]
 
     @property
+    def thinking(self) -> bool:
+        """Whether what comes next belongs to thoughts."""
+        return not self._splitter.answering
+
+    @property
     def made_calls(self) -> bool:
         """Whether a whole call was made, and none was cut."""
         return False
@@ -128,7 +133,7 @@ class CallDivider(Divider):
     def __init__(
         self, choice: int, parser: CallParser, tokenizer: Tokenizer, token: int | None = None, most: int = MAX_CALLS
     ) -> None:
-        super().__init__(choice, ReasoningSplitter(None))
+        super().__init__(choice, parser.splitter)
         self._parser, self._token, self._most = parser, token, most
         self._text, self._length = TextStream(tokenizer), 0  # the answer once more, to count its characters
         self._width = 0 if token is None else len(tokenizer.token_text(token))

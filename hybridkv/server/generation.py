@@ -28,6 +28,7 @@ from hybridkv.server.events import CallEnd, Divider, Event, Finish, Prompt, Toke
 from hybridkv.server.problems import MODEL_FAILED, ApiError, bad, unavailable
 from hybridkv.server.sessions import Sessions
 from hybridkv.server.transfers import Transfer
+from hybridkv.text.constraint import Constraint
 
 log = logging.getLogger("hybridkv.server")
 
@@ -41,6 +42,7 @@ class Job:
     eviction: Any = INHERIT
     read_only: bool = False  # the prompt is read, and no token is asked for
     transfer: Transfer | None = None  # to or from another server
+    constraint: Callable[[], Constraint | None] | None = None  # what answers must look like: compiles it
 
     @property
     def choices(self) -> int:
@@ -111,7 +113,9 @@ class Generation:
         sessions: Sessions | None = None,
         sends: bool = False,  # the request's cache is held for another server
         moved: Session | None = None,  # what another server has read of it
+        salt: bytes = b"",  # of the key that asked
     ) -> None:
+        self.salt = salt
         self._added, self._sessions, self.sends, self._moved = added, sessions, sends, moved
         self.job, self.usage, self.times = job, Usage(), Times()
         self.over = False
@@ -313,9 +317,9 @@ class Generation:
             self.times.last_token = now
         # half a character at the end of a cut answer is none
         text = news.text if news.finished is None else news.text.rstrip("\ufffd")
-        events = divider.push(text, news.ids)
-        if any(getattr(event, "reasoning", False) for event in events):
+        if divider.thinking:  # before them: white space and the mark that ends thoughts are no text, and were sampled
             self.usage.reasoning_tokens += len(news.ids)
+        events = divider.push(text, news.ids)
         self.usage.completion_tokens += len(news.ids)
         if news.finished is not None:
             events += self._finished(news, divider)

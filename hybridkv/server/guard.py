@@ -26,6 +26,7 @@ from hybridkv.server.settings import LOOPBACK
 SALTED = b"hybridkv: who may begin with what another one has read"
 OPEN_PATHS = frozenset({"/", "/page.css", "/page.js", "/health", "/live", "/ready"})  # without a key
 PROBED = frozenset({"/health", "/live", "/ready", "/metrics"})  # asked every few seconds: logged only if they fail
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 FLUSH_BYTES, FLUSH_SECONDS = 64 << 20, 2.0  # of a body that is refused, read so that its client sees the answer
 INTERNAL = "the server failed; its log has the reason under this request's id"
 
@@ -48,7 +49,8 @@ class Guard:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         path, allowed = scope["path"], self._service.settings.allowed_origins
         route = next((known for known in (path, path.rpartition("/")[0] + "/{id}") if known in self._known), "other")
-        record = Record(request_id(headers.get("x-request-id")), f"{scope['method']} {route}"[:80])
+        method = scope["method"] if scope["method"] in METHODS else "other"  # lines are counted by it
+        record = Record(request_id(headers.get("x-request-id")), f"{method} {route}")
         trace = headers.get("traceparent", "")
         record.trace = trace if trace.isascii() and trace.isprintable() and 0 < len(trace) <= 64 else None
         scope["state"] = {**scope.get("state", {}), "record": record}

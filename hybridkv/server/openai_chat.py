@@ -70,8 +70,8 @@ def read_chat(asked: Fields, service: Service) -> ChatCall:
         stop=common.stops(asked, "stop"),
         logprobs=(top or 0) if logprobs else None,
     )
-    transfer = read_transfer(asked)
-    job = Job([rendered.prompt], rendered.params(params), common.eviction(asked, llm), transfer=transfer)
+    evicted, transfer = common.eviction(asked, llm), read_transfer(asked)
+    job = Job([rendered.prompt], rendered.params(params), evicted, transfer=transfer, constraint=rendered.constraint)
     show = asked.flag("include_reasoning", True)
     return ChatCall(model, job, options, show, logprobs, asked.flag("return_token_ids"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hybridkv.llm import LLM
@@ -72,10 +73,14 @@ def read_completion(asked: Fields, service: Service) -> CompletionCall:
         stop=common.stops(asked, "stop"),
         logprobs=logprobs,
         prompt_logprobs=logprobs if echo else None,
-        structured_outputs=compiled(llm.engine.grammars, structure),
         **({"min_tokens": 0} if most == 0 else {}),
     )
     tokens = [_encoded(prompt, llm) for prompt in prompts]
+    if echo and logprobs is not None:
+        count, most_scores = n * sum(map(len, tokens)) * (1 + logprobs), settings.MAX_PROMPT_LOGPROBS
+        if count > most_scores:
+            told = f"echo would repeat {count} logprobs of prompts (n x tokens x (1 + logprobs)), at most {most_scores}"
+            raise asked.wrong("logprobs", f"{told} are given; ask for fewer, or send shorter prompts one by one")
     texts = [_text(prompt, llm) for prompt in prompts] if echo else []
     job = Job(
         [Prompt(ids, sharing=sharing_of(asked)) for ids in tokens],
@@ -83,6 +88,7 @@ def read_completion(asked: Fields, service: Service) -> CompletionCall:
         common.eviction(asked, llm),
         read_only=most == 0,
         transfer=read_transfer(asked),
+        constraint=partial(compiled, llm.engine.grammars, structure),
     )
     return CompletionCall(model, job, options, texts, echo, logprobs, asked.flag("return_token_ids"))
 
@@ -140,7 +146,7 @@ class CompletionFormat(OpenAIFormat):
                     yield self._chunk(generation, choice, text, logprobs=scores)
             text, tokens = _joined(mine)
             scores = self._scores(choice, tokens)
-            if text or (self._call.logprobs is not None and tokens.ids):
+            if text or (tokens.ids and (self._call.token_ids or self._call.logprobs is not None)):
                 more = {"token_ids": list(tokens.ids)} if self._call.token_ids else {}
                 yield self._chunk(generation, choice, text, logprobs=scores, **more)
             for end in mine:

@@ -72,9 +72,8 @@ class Rendered:
     text: str = ""  # of the prompt; control tokens that a message spells cannot be told from real ones in it
 
     def params(self, given: SamplingParams) -> SamplingParams:
-        """Sampling parameters with all of that, or RequestError where it cannot be compiled."""
-        words = given.bad_words if self.banned_text is None else (*given.bad_words, self.banned_text)
-        return replace(given, structured_outputs=self.constraint(), bad_words=words)
+        """Sampling parameters without that text."""
+        return given if self.banned_text is None else replace(given, bad_words=(*given.bad_words, self.banned_text))
 
 
 def render_chat(llm: LLM, chat: Chat) -> Rendered:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hybridkv.server.problems import ApiError
-from hybridkv.server.settings import HEADER_SECONDS
+from hybridkv.server.settings import HEADER_SECONDS, ServerSettings
 
 STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -23,15 +23,19 @@ STREAM_HEADERS = (
 
 
 class GuardedProtocol(H11Protocol):
-    """One connection. `most`: connections open at once."""
+    """One connection. `most`: connections open at once; `write_seconds`: after which a client that reads nothing is
+    dropped, whether an answer is being written to it or lies here to the end.
+    """
 
     most = 1024
     header_seconds = HEADER_SECONDS
+    write_seconds = ServerSettings.write_seconds
 
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
         self.app = self._with_abort(self.app)  # type: ignore[assignment,arg-type]
         self._timer: asyncio.TimerHandle | None = None
+        self._reading: asyncio.TimerHandle | None = None  # the next look at whether the client reads
 
     def _with_abort(self, app: ASGIApp) -> ASGIApp:
         async def run(scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,7 +54,30 @@ class GuardedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self._reading is not None:
+            self._reading.cancel()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Called by the transport: much lies unread."""
+        super().pause_writing()
+        self._watch_reading()
+
+    def on_response_complete(self) -> None:
+        """All of an answer was handed to the transport."""
+        super().on_response_complete()
+        self._watch_reading()
+
+    def _watch_reading(self) -> None:
+        if self._reading is None:
+            self._look(-1)
+
+    def _look(self, before: int) -> None:
+        """Nothing else is written meanwhile, so the same number of bytes means that none was read."""
+        unread = self.transport.get_write_buffer_size()
+        self._reading = self.loop.call_later(self.write_seconds, self._look, unread) if unread else None
+        if unread == before:
+            self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._between_requests:

@@ -25,6 +25,12 @@ def request_id(asked: str | None) -> str:
     return asked if asked is not None and _GOOD_ID.fullmatch(asked) else f"req_{secrets.token_hex(12)}"
 
 
+def log_left_out(count: int, what: str) -> None:
+    """What of a request nothing here can read: one line, however much it is."""
+    if count:
+        log.info("left out of a request, since nothing here can read or run them: %d %s", count, what)
+
+
 @dataclass
 class Record:
     """What is known of a request; filled in on its way."""

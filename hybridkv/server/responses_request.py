@@ -12,7 +12,7 @@ from hybridkv.server.generation import Job
 from hybridkv.server.openai_chat import EFFORTS, template_variables
 from hybridkv.server.openai_common import refuse
 from hybridkv.server.prompting import Chat, Message, Rendered, render_chat, with_joined_turns
-from hybridkv.server.record import log
+from hybridkv.server.record import log_left_out
 from hybridkv.server.reusing import sharing_of
 from hybridkv.server.service import Service
 from hybridkv.server.structure import read_format
@@ -26,6 +26,7 @@ TEXTS = {
     "text": "text",
     "refusal": "refusal",
 }  # a part's kind -> its field
+UNKNOWN: Message = {}  # an item that nothing here can read
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def read_response_request(asked: Fields, service: Service) -> ResponseCall:
     rendered = _read_prompt(asked, service, tools)
     most = asked.whole("max_output_tokens", 1, common.MAX_TOKENS)
     params = common.sampling(asked, llm, max_tokens=most)
-    job = Job([rendered.prompt], rendered.params(params), common.eviction(asked, llm))
+    job = Job([rendered.prompt], rendered.params(params), common.eviction(asked, llm), constraint=rendered.constraint)
     echoed = {
         "instructions": asked.raw("instructions"),
         "max_output_tokens": most,
@@ -91,17 +92,16 @@ def read_items(asked: Fields) -> list[Message]:
         return [{"role": "user", "content": given}]
     if given is None:
         raise asked.wrong("input", "it is missing")
-    found: list[Message] = []
-    for item in asked.objects("input", settings.MAX_MESSAGES):
-        message = _read_item(item)
-        if message is not None:
-            found.append(message)
+    items = [_read_item(item) for item in asked.objects("input", settings.MAX_MESSAGES)]
+    log_left_out(items.count(UNKNOWN), "items of unknown kinds")
+    found = [message for message in items if message]
     if not found:
         raise asked.wrong("input", "there must be at least one message")
     return with_joined_turns(found, ("assistant",))
 
 
 def _read_item(item: Fields) -> Message | None:
+    """An item as a message; None: it says nothing; UNKNOWN: nothing here can read it."""
     kind = item.text("type", 64) or ("message" if "role" in item else None)
     if kind == "message":
         role = item.choice("role", ROLES)
@@ -119,8 +119,7 @@ def _read_item(item: Fields) -> Message | None:
     if kind == "reasoning":
         thoughts = _read_texts(item, "content", {"reasoning_text": "text", "text": "text"}) if "content" in item else ""
         return {"role": "assistant", "content": "", "reasoning_content": thoughts} if thoughts else None
-    log.info("an input item was left out: nothing here can read its kind")
-    return None
+    return UNKNOWN
 
 
 def _read_texts(item: Fields, name: str, kinds: dict[str, str]) -> str:

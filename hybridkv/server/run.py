@@ -63,7 +63,8 @@ class Server:
         if signals:
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._loop.add_signal_handler(number, self._on_signal, number)
-        protocol = type("Protocol", (GuardedProtocol,), {"most": self.settings.connections})
+        limits = {"most": self.settings.connections, "write_seconds": self.settings.write_seconds}
+        protocol = type("Protocol", (GuardedProtocol,), limits)
         config = uvicorn.Config(
             make_app(self.service),
             http=protocol,  # type: ignore[arg-type]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeVar
@@ -23,10 +25,14 @@ from hybridkv.server.problems import ApiError, bad, busy, too_long, unavailable
 from hybridkv.server.sessions import Sessions
 from hybridkv.server.settings import ServerSettings
 from hybridkv.server.transfers import Transfers
+from hybridkv.server.turns import share_of, take_turns
 
 T = TypeVar("T")
-TEXT_THREADS = 4  # that tokenise and render
+TEXT_THREADS = 4  # that tokenise and render, and write answers
+GRAMMAR_THREADS = 8  # that compile what answers must look like, two of them at a time; the others wait for their turn
+MOVE_THREADS = 4  # that read and write caches, on disk or at other servers
 DEAD_SECONDS = {"cuda": 30.0, "cpu": 600.0}  # without a step while there is work; a large model is slow on a CPU
+DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]")  # of torch's calls and of kernels: no later call works
 RETRY_SECONDS = 2
 SAVE_SECONDS, SAVE_SHARE = 5.0, 0.5  # of the time that a server has to end: for named conversations, if some are saved
 
@@ -43,13 +49,15 @@ class Service:
         self.fatal: str | None = None  # why nothing can be answered any more
         self._llm: LLM | None = None
         self._feed: CacheFeed | None = None
-        self._unobserve: Callable[[], None] = lambda: None
+        self._unobserve: list[Callable[[], None]] = []
         self._sessions: Sessions | None = None
         self._transfers: Transfers | None = None
         self._names: list[str] = list(settings.names)
-        self._pool = ThreadPoolExecutor(TEXT_THREADS, "hybridkv-text")
-        self._stepped = time.monotonic()  # when the engine was last seen to move
-        self._answers = 0  # asked for and not ended
+        # apart, so that neither a client's grammar nor a peer that does not answer keeps others from being read
+        self._text = ThreadPoolExecutor(TEXT_THREADS, "hybridkv-text")
+        self._grammars = ThreadPoolExecutor(GRAMMAR_THREADS, "hybridkv-grammar")
+        self._moves = ThreadPoolExecutor(MOVE_THREADS, "hybridkv-move")
+        self._answers: Counter[bytes] = Counter()  # asked for and not ended, by the salt of the key
 
     def open(self, llm: LLM) -> None:
         """From here on this model is served."""
@@ -58,7 +66,9 @@ class Service:
             self._names.insert(0, llm.path.stem if llm.path.suffix == ".gguf" else llm.path.name)
         self.metrics.watch(llm, self.names[0])
         recorder = Recorder(llm.manager)
-        self._feed, self._unobserve = CacheFeed(self, recorder), llm.owner.observe(recorder.observe)
+        self._feed = CacheFeed(self, recorder)
+        looks = [recorder.observe, take_turns] if len(self.settings.api_keys) > 1 else [recorder.observe]
+        self._unobserve = [llm.owner.observe(look) for look in looks]
         self._sessions = Sessions(llm)
         count = self.metrics.transfers
         self._transfers = Transfers(llm, self.settings, lambda what: count.labels(self.names[0], what).inc())
@@ -105,10 +115,14 @@ class Service:
 
     @property
     def stuck(self) -> bool:
-        """Whether there is work and the engine has not moved for long."""
-        moved = max(self._stepped, self.llm.owner.stepped)
-        most = DEAD_SECONDS.get(self.llm.device.type, 600.0)
-        return bool(self.generations) and time.monotonic() - moved > most
+        """Whether there is work and the engine has not moved for long, whoever has come or left meanwhile."""
+        moved, most = self.llm.owner.moved, DEAD_SECONDS.get(self.llm.device.type, 600.0)
+        return moved is not None and time.monotonic() - moved > most
+
+    @property
+    def answers(self) -> int:
+        """Asked for and not ended."""
+        return self._answers.total()
 
     @property
     def names(self) -> list[str]:
@@ -140,10 +154,11 @@ class Service:
 
     async def work(self, do: Callable[..., T], *given: Any) -> T:
         """Run something that takes time on a worker thread; what the caller can mend is a 400."""
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, do, *given)
-        except HybridKVError as problem:
-            raise bad(str(problem)) from None
+        return await _on(self._text, do, *given)
+
+    async def move(self, do: Callable[..., T], *given: Any) -> T:
+        """The same for what waits for disks and other servers."""
+        return await _on(self._moves, do, *given)
 
     async def begin(self, job: Job, patience: float | None = None, whose: tuple[bytes, str] = (b"", "")) -> Generation:
         """Hand a job to the engine, once all is checked that can be checked. `patience`: as in Generation.begin;
@@ -154,16 +169,13 @@ class Service:
         if self.status == "dead":
             raise unavailable(self.fatal or "the engine does not answer")
         self._check_lengths(job)
-        room = self.llm.plan.slots + self.settings.queue
-        if self._answers + job.choices > room:
-            raise busy(f"{self._answers} answers are running or waiting, at most {room} are taken", RETRY_SECONDS)
-        self._answers += job.choices  # before anything is waited for: others look for room meanwhile
+        self._check_room(job.choices, whose[0])
+        self._answers[whose[0]] += job.choices  # before anything is waited for: others look for room meanwhile
         try:
             generation = await self._prepared(job, whose)
         except BaseException:
-            self._answers -= job.choices
+            self._answers[whose[0]] -= job.choices
             raise
-        self._stepped = time.monotonic()
         self.generations.add(generation)
         try:
             await generation.begin(patience)
@@ -172,38 +184,49 @@ class Service:
             raise
         return generation
 
+    def _check_room(self, choices: int, salt: bytes) -> None:
+        room, taken, own = self.llm.plan.slots + self.settings.queue, self.answers, self._answers[salt]
+        if taken + choices > room:
+            raise busy(f"{taken} answers are running or waiting, at most {room} are taken", RETRY_SECONDS)
+        share = share_of(room)
+        if len(self.settings.api_keys) > 1 and own and own + choices > share:
+            raise busy(f"{own} answers of this key are running or waiting, at most {share} are taken", RETRY_SECONDS)
+
     async def _prepared(self, job: Job, whose: tuple[bytes, str]) -> Generation:
         """A generation that has not begun; what it goes on from has been fetched from disk or from another server."""
         settings = self.settings
+        if job.constraint is not None:
+            outputs = await _on(self._grammars, job.constraint)
+            job = replace(job, params=replace(job.params, structured_outputs=outputs), constraint=None)
         for prompt in job.prompts:
             if prompt.sharing.conversation:
-                await self.work(self.sessions.restore, prompt.sharing)
+                await self.move(self.sessions.restore, prompt.sharing)
         own = partial(self.feed.recorder.own, whose=whose)
         queued, longest = settings.queue_seconds, settings.request_seconds
         sends, moved = self.transfers.may_send(job.transfer, job.choices), None
         if job.transfer is not None and not sends and job.choices == 1:
-            moved = await self.work(self.transfers.fetch, job.transfer, job.prompts[0].tokens, job.params)
-        return Generation(self.llm.owner, job, queued, longest, own, self.sessions, sends, moved)
+            moved = await self.move(self.transfers.fetch, job.transfer, job.prompts[0].tokens, job.params)
+        return Generation(self.llm.owner, job, queued, longest, own, self.sessions, sends, moved, salt=whose[0])
 
     async def send(self, generation: Generation) -> dict[str, Any] | None:
         """What the client is to tell the server that goes on with the answer; None: nothing."""
         if not generation.sends or not generation.requests:
             return None
-        return await self.work(self.transfers.send, generation.requests[0])
+        return await self.move(self.transfers.send, generation.requests[0])
 
     def end(self, generation: Generation) -> None:
         """Whatever became of it: nothing of it is left, here or, soon, in the engine."""
         if generation not in self.generations:
             return
         self.generations.discard(generation)
-        self._answers -= generation.job.choices
+        self._answers[generation.salt] -= generation.job.choices
         if not generation.over:
             self.metrics.cancelled(generation)
         generation.cancel()
         for request in generation.requests if generation.sends else ():
             self.llm.owner.discard(request)  # its cache was held to be sent
         problem = generation.problem
-        if problem is not None and "CUDA error" in str(problem):  # it does not go away
+        if problem is not None and any(words in str(problem) for words in DEVICE_ERRORS):
             self.fatal = "the device has failed; the server has to be started again"
 
     def _check_lengths(self, job: Job) -> None:
@@ -222,7 +245,7 @@ class Service:
         until = time.monotonic() + seconds
         saving = self._llm is not None and self.fatal is None and self.sessions.saves
         answered_until = until - (min(SAVE_SECONDS, SAVE_SHARE * seconds) if saving else 0.0)
-        while self._answers and time.monotonic() < answered_until:  # those that are prepared, too
+        while self.answers and time.monotonic() < answered_until:  # those that are prepared, too
             await asyncio.sleep(0.05)
         for generation in list(self.generations):
             generation.fail(unavailable("the server is shutting down; the answer was cut"))
@@ -236,10 +259,26 @@ class Service:
 
     def close(self) -> None:
         """End the threads. The model is its owner's to close."""
-        self._unobserve()
+        for end in self._unobserve:
+            end()
         if self._transfers is not None:
             self._transfers.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._text, self._grammars, self._moves):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+async def _on(pool: ThreadPoolExecutor, do: Callable[..., T], *given: Any) -> T:
+    try:
+        return await asyncio.get_running_loop().run_in_executor(pool, _done, do, *given)
+    except HybridKVError as problem:
+        raise bad(str(problem)) from None
+
+
+def _done(do: Callable[..., T], *given: Any) -> T:
+    try:
+        return do(*given)
+    except StopIteration as problem:  # which no future can hold: whoever waits would do so for ever
+        raise RuntimeError("an iterator ended too early") from problem
 
 
 def _is_pattern(name: str) -> bool:

@@ -14,6 +14,7 @@ MAX_ANSWERS = 8  # n
 MAX_PROMPTS = 16
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1024
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 1 << 19  # of echo with logprobs: answers x prompt tokens x (1 + logprobs)
 MAX_BIASES = 1024
 MAX_MESSAGES = 1 << 16
 MAX_PARTS = 1 << 12
@@ -56,7 +57,8 @@ class ServerSettings:
         role: prefill reads prompts for other servers, decode writes answers to prompts that others have read, both
             does either; all answer plain requests.
         kv_host: the address at which other servers fetch what was read; on a private network.
-        kv_port: 0 takes one that is free.
+        kv_port: 0 takes one that is free, and so does None where the role is prefill; a server whose role is both opens
+            none, and sends nothing, unless one is given.
         kv_peers: from which prompts are fetched, HOST or HOST:PORT. With API keys, whose holders may be elsewhere, each
             has its port; without, a server whose role is decode fetches from this machine as well.
         kv_bytes: of requests that wait to be fetched.
@@ -81,7 +83,7 @@ class ServerSettings:
     tool_format: str | None = None
     role: str = "both"
     kv_host: str = "127.0.0.1"
-    kv_port: int = 0
+    kv_port: int | None = None
     kv_peers: tuple[str, ...] = ()
     kv_bytes: int = 4 << 30
 
@@ -99,7 +101,7 @@ class ServerSettings:
             raise HybridKVError(f"tool_format must be one of {', '.join(FORMATS)}, not {self.tool_format!r}")
         if self.role not in ROLES:
             raise HybridKVError(f"role must be one of {', '.join(ROLES)}, not {self.role!r}")
-        if not 0 <= self.kv_port <= 65535:
+        if self.kv_port is not None and not 0 <= self.kv_port <= 65535:
             raise HybridKVError(f"kv_port must be from 0 (any that is free) to 65535, not {self.kv_port}")
         if self.kv_host in ("", "0.0.0.0", "::"):
             raise HybridKVError("kv_host must be the address by which other servers reach this one, not all of them")
@@ -117,6 +119,11 @@ class ServerSettings:
         if self.role == "decode" and not self.api_keys and host in LOOPBACK:
             return True
         return any(peer in ((host, None), (host, port)) for peer in map(peer_of, self.kv_peers))
+
+    @property
+    def sends(self) -> bool:
+        """Whether a client may have its request kept for another server, which takes memory and a port."""
+        return self.role == "prefill" or (self.role == "both" and self.kv_port is not None)
 
     @property
     def is_loopback(self) -> bool:

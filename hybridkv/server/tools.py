@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridkv.server import settings
 from hybridkv.server.fields import Fields
-from hybridkv.server.record import log
+from hybridkv.server.record import log_left_out
 from hybridkv.text.call_formats import FORMATS, CallFormat
 
 INTRODUCTION = """# Tools
@@ -90,12 +90,13 @@ def _openai_choice(asked: Fields, listed: list[dict[str, Any]], strict: set[str]
 
 def read_anthropic_tools(asked: Fields, form: str | None) -> Tools:
     """`tools` and `tool_choice`; tools that Anthropic's own servers run are left out."""
-    listed, strict = [], set()
+    listed, strict, others = [], set(), 0
     for tool in asked.objects("tools", settings.MAX_TOOLS):
         if tool.text("type", 64) in (None, "custom"):
             listed.append(_tool(tool, "input_schema", strict))
         else:
-            log.info("a tool that only its own server runs was left out")
+            others += 1
+    log_left_out(others, "tools that only their own server runs")
     given = asked.object("tool_choice")
     kind = None if given is None else given.choice("type", ("auto", "any", "tool", "none"))
     if kind not in (None, "none", "auto") and not listed:
@@ -110,12 +111,13 @@ def read_responses_tools(asked: Fields, form: str | None) -> Tools:
     """`tools`, `tool_choice` and `parallel_tool_calls`; agents list tools that their own servers run beside functions,
     which are left out.
     """
-    listed, strict = [], set()
+    listed, strict, others = [], set(), 0
     for tool in asked.objects("tools", settings.MAX_TOOLS):
         if tool.needed_text("type", 64) == "function":
             listed.append(_tool(tool, "parameters", strict))
         else:
-            log.info("a tool that is no function was left out")
+            others += 1
+    log_left_out(others, "tools that are no functions")
     return _openai_choice(asked, listed, strict, form)
 
 

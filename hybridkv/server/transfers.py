@@ -85,7 +85,7 @@ class Transfers:
 
     def may_send(self, transfer: Transfer | None, choices: int) -> bool:
         """Whether a request is kept for another server."""
-        return transfer is not None and transfer.sends and choices == 1 and self._settings.role != "decode"
+        return transfer is not None and transfer.sends and choices == 1 and self._settings.sends
 
     def send(self, request: Request) -> dict[str, Any] | None:
         """Lay down a request that has ended with its first token; returns what leg 2 is to say. None: it cannot be
@@ -142,7 +142,7 @@ class Transfers:
     def _open(self) -> ShelfServer:
         with self._lock:
             if self._server is None:
-                self._server = ShelfServer(self.shelf, self._settings.kv_host, self._settings.kv_port)
+                self._server = ShelfServer(self.shelf, self._settings.kv_host, self._settings.kv_port or 0)
             return self._server
 
     def close(self) -> None:

@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from hybridkv.text.argument_types import convert
+from hybridkv.text.argument_types import DEPTH, convert, schema_types
 from hybridkv.text.call_formats import CallFormat
+from hybridkv.text.reasoning import begun
 
 MAX_HEADER = 512  # characters of a function's name, or of a parameter's
 
@@ -246,6 +247,14 @@ class _TaggedCalls(Body):
         self._calls = self._given = 0  # functions begun, parameters of this one
         self._stray = ""  # text where none belongs: given out after the call
         self._searched = 0  # characters of the value in which no end was found
+        self._ends = (  # what ends a value, and how much of it is used with that
+            (self._parameter_end, len(self._parameter_end)),
+            (f"\n{self._parameter}", 1),
+            (f"\n{self._function_end}", 1),
+        )
+        # what may yet become one, with the line break before it
+        self._endings = (*(end for end, _ in self._ends), *([f"\n{self._parameter_end}"] if self._lines else ()))
+        self._is_text = self._opened = False  # the value is a text, whatever it is; its beginning was given out
 
     def _read(self, text: str, at: int, last: bool) -> int:
         return getattr(self, f"_read_{self._state}")(text, at, last)
@@ -282,8 +291,13 @@ class _TaggedCalls(Body):
         return used
 
     def _read_key(self, text: str, at: int, last: bool) -> int:
-        self._searched = 0
-        return self._read_header(text, at, self._after_key, "value")
+        self._searched, self._opened = 0, False
+        used = self._read_header(text, at, self._after_key, "value")
+        if used and self._state == "value":
+            _, about, wanted, schema = self._wanted()
+            types = schema_types(wanted, schema, DEPTH)
+            self._is_text = 'string="false' not in about and ('string="true' in about or types <= {"string"})
+        return used
 
     def _read_header(self, text: str, at: int, end: str, then: str) -> int:
         """A name up to its end; one without an end is text."""
@@ -314,28 +328,53 @@ class _TaggedCalls(Body):
         return len(found) if found == self._function_end else self._read_between(text, at, last)
 
     def _read_value(self, text: str, at: int, last: bool) -> int:
-        ends = ((self._parameter_end, len(self._parameter_end)), (f"\n{self._parameter}", 1))
-        ends += ((f"\n{self._function_end}", 1),)
-        found = [(place, used) for end, used in ends if (place := text.find(end, at + self._searched)) >= 0]
-        if not found:
-            self._searched = max(0, len(text) - at - max(len(end) for end, _ in ends))
-            return 0
-        place, used = min(found)
-        self._give_value(text[at:place])
-        return place + used - at
+        found = [(place, used) for end, used in self._ends if (place := text.find(end, at + self._searched)) >= 0]
+        if found:
+            place, used = min(found)
+            self._give_value(text[at:place])
+            return place + used - at
+        if self._is_text:  # given out as it comes, but for what may be its end
+            sure = len(text) - at - max(begun(text[at:], end) for end in self._endings)
+            self._searched = 0
+            self._give_text(text[at : at + sure])
+            return sure
+        self._searched = max(0, len(text) - at - max(len(end) for end, _ in self._ends))
+        return 0
 
-    def _give_value(self, value: str) -> None:
-        if self._lines:  # exactly one line break goes at each end
-            value = value.removeprefix("\n").removesuffix("\n")
+    def _wanted(self) -> tuple[str, str, Any, Any]:
+        """The parameter's key, what its tag says of it, its schema and the function's."""
         key, _, about = self._header.partition('"')
         schema = self._tools.get(self._name)
         properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        wanted = properties.get(key) if isinstance(properties, Mapping) else None
-        found = value if 'string="true' in about else convert(value, wanted, schema)
-        if 'string="false' in about:
-            found = _json_or_text(value)
-        written = f"{json.dumps(key, ensure_ascii=False)}: {json.dumps(found, ensure_ascii=False)}"
-        self._give("arguments", (", " if self._given else "{") + written)
+        return key, about, properties.get(key) if isinstance(properties, Mapping) else None, schema
+
+    def _give_text(self, piece: str) -> None:
+        """More of a value that is a text, without its quotation mark at the end."""
+        if not piece:
+            return
+        if not self._opened:
+            self._opened = True
+            piece = piece.removeprefix("\n") if self._lines else piece
+            self._give("arguments", self._before() + '"')
+        self._give("arguments", json.dumps(piece, ensure_ascii=False)[1:-1])
+
+    def _before(self) -> str:
+        """What stands before a value."""
+        return (", " if self._given else "{") + json.dumps(self._wanted()[0], ensure_ascii=False) + ": "
+
+    def _give_value(self, value: str) -> None:
+        """The whole of a value, or the rest of one that was begun."""
+        if self._lines:  # exactly one line break goes at each end
+            value = (value if self._opened else value.removeprefix("\n")).removesuffix("\n")
+        if self._opened:
+            self._give_text(value)
+            self._give("arguments", '"')
+        else:
+            _, about, wanted, schema = self._wanted()
+            found = value if 'string="true' in about else convert(value, wanted, schema)
+            if 'string="false' in about:
+                found = _json_or_text(value)
+            self._give("arguments", self._before() + json.dumps(found, ensure_ascii=False))
         self._given += 1
         self._state = "inside"
 

@@ -37,7 +37,7 @@ class CallParser:
         by_token: bool = False,
         mark: str = "",
     ) -> None:
-        self._form, self._splitter, self._tools = form, splitter, tools
+        self._form, self.splitter, self._tools = form, splitter, tools
         self._by_token, self._mark = by_token, mark
         self._held, self._at = "", 0  # text that is not given out, and where in the answer it begins
         self._places: set[int] = set()
@@ -66,7 +66,7 @@ class CallParser:
             self._body, self._held, self.ends = None, "", self._at
         found += self._divided(self._held)
         self._held = ""
-        found += self._pieces(self._splitter.finish())
+        found += self._pieces(self.splitter.finish())
         if self._space and not self._called:
             found.append(CallPiece("text", self._space))
         return found
@@ -105,12 +105,12 @@ class CallParser:
         found += self._divided(self._take(at))
         if tag == self._mark:
             text = self._take(len(tag))
-            if not self._splitter.answering:
+            if not self.splitter.answering:
                 found += self._divided(text)
         elif self._opens():
             self._opened = self._at
             self._take(len(tag))
-            found += self._pieces(self._splitter.end_thoughts())
+            found += self._pieces(self.splitter.end_thoughts())
             self._body, self._space = body_of(self._form, self._tools), ""
         else:
             found += self._divided(self._take(1))
@@ -119,12 +119,12 @@ class CallParser:
     def _opens(self) -> bool:
         if self._by_token:
             return self._at in self._places
-        return not self._fenced and self._splitter.answering
+        return not self._fenced and self.splitter.answering
 
     def _begin_bare(self, last: bool) -> bool:
         """An object at the very beginning of the answer, or after another one: perhaps a call. Whether to wait."""
         text = self._held.lstrip("; \n\t\r" if self._called else None)
-        if not self._splitter.marked and text.startswith("{"):
+        if not self.splitter.marked and text.startswith("{"):
             self._take(len(self._held) - len(text))
             self._opened = self._at
             self._body = bare_object(self._tools)
@@ -141,7 +141,7 @@ class CallParser:
             self._ticks = self._ticks + 1 if char == "`" else 0
             if self._ticks == 3:
                 self._fenced, self._ticks = not self._fenced, 0
-        return self._pieces(self._splitter.push(text)) if text else []
+        return self._pieces(self.splitter.push(text)) if text else []
 
     def _pieces(self, pieces: list[Any]) -> list[CallPiece]:
         found = []

@@ -141,6 +141,32 @@ def test_bad_requests_in_numbers_are_one_line_a_second(tiny_one: Running, lines:
     assert 1 <= sum("code=400" in line for line in lines.messages) < 10
 
 
+def test_methods_that_nobody_knows_are_one_kind(tiny_one: Running, lines: Any) -> None:
+    before = len(tiny_one.server._http.config.app._log._quiet)  # type: ignore[union-attr]
+    for number in range(40):
+        assert tiny_one.ask(f"M{number}", "/nowhere")[0] == 404
+    until(lambda: any('route="other other"' in line for line in lines.messages))
+    assert sum("code=404" in line for line in lines.messages) < 10
+    assert len(tiny_one.server._http.config.app._log._quiet) <= before + 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": [{"type": "tool_reference"}] * 3000}]}),
+        ("/v1/messages/count_tokens", {"messages": HI, "tools": [{"type": "web_search_1", "name": "w"}] * 300}),
+        ("/v1/responses", {"input": [{"type": "x"}] * 3000 + HI, "max_output_tokens": 1}),
+        ("/v1/responses", {"input": "a", "tools": [{"type": "web_search"}] * 300, "max_output_tokens": 1}),
+    ],
+)
+def test_what_is_left_out_is_one_line_a_request(tiny_one: Running, lines: Any, path: str, body: dict[str, Any]) -> None:
+    status, found = tiny_one.post(path, {"model": "tiny", **body})
+    assert status == 200, found
+    until(lambda: any("code=200" in line for line in lines.messages))
+    said = [line for line in lines.messages if "left out" in line]
+    assert len(said) == 1 and ("3000 " in said[0] or "300 " in said[0]), said[:3]
+
+
 def test_lines_can_be_json(tiny_llm: LLM, lines: Any) -> None:
     with serving(tiny_llm, log_json=True, names=('odd "name"',)) as running:
         running.chat(max_tokens=1)

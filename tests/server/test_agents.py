@@ -22,9 +22,10 @@ from hybridkv.cache import checkpoints
 from hybridkv.server.anthropic_request import read_message_request
 from hybridkv.server.fields import Fields
 from server.running import HI, Running, serving
+from server.saying import TOOL as WEATHER
+from server.saying import saying
 from server.test_anthropic import body, prompt_text
-from server.test_tools import CHAT, MESSAGES, openai_turns, saying
-from server.test_tools import TOOL as WEATHER
+from server.test_tools import CHAT, MESSAGES, openai_turns
 
 SYSTEM = "You look after the weather of the north. " * 2
 RESULT = "Wind from the west, rain until noon, then sun; " * 2

@@ -70,6 +70,20 @@ def test_the_order_of_events(smol: Running) -> None:
     assert last["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
 
 
+def test_a_stream_says_one_count_of_its_prompt(smol: Running) -> None:
+    """Once for a text that is new, and kept for others, and once for one that is there."""
+    text = "count " * 300
+    for known in (False, True):
+        pairs = events_of(smol, messages=[{"role": "user", "content": text}], ignore_eos=True)
+        first, last = pairs[0][1]["message"]["usage"], pairs[-2][1]["usage"]
+        names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "cache_creation")
+        assert [first[name] for name in names] == [last[name] for name in names]
+        counted = smol.post(COUNT, body(messages=[{"role": "user", "content": text}]))[1]["input_tokens"]
+        assert prompt_count(first) == prompt_count(last) == counted
+        assert (first["cache_read_input_tokens"] > 0) == known
+        assert (last["hybridkv"]["reuse"]["written"] > 0) != known
+
+
 def test_fields_that_ask_for_nothing_are_accepted(smol: Running) -> None:
     many = dict(metadata={"user_id": "x"}, context_management={}, service_tier="auto", container=None, unknown=[1],
                 cache_control={"type": "ephemeral"}, tool_choice={"type": "auto"}, output_config={"effort": "high"},

@@ -97,9 +97,10 @@ def test_a_tokenizer_that_cannot_write_a_token_hurts_its_own_request_alone(
     assert [answer["usage"]["completion_tokens"] for status, answer in found if status == 200] == [12, 12]
 
 
-def test_a_device_that_has_failed_is_told(tiny_llm: LLM) -> None:
+@pytest.mark.parametrize("said", ["CUDA error", "Triton Error [CUDA]"])
+def test_a_device_that_has_failed_is_told(tiny_llm: LLM, said: str) -> None:
     def fail(number: int) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        raise RuntimeError(f"{said}: an illegal memory access was encountered")
 
     with serving(tiny_llm) as running:
         with forward(tiny_llm, fail):
@@ -122,7 +123,31 @@ def test_an_engine_that_does_not_move_is_told(tiny_llm: LLM, monkeypatch: pytest
         assert (status, found["status"]) == (503, "dead") and running.post(CHAT, ASK)[0] == 503
         go.set()
         asking.join()
-        assert running.ask("GET", "/health")[0] == 200, "it moves again"
+        until(lambda: running.ask("GET", "/health")[0] == 200)  # it moves again, and rests
+        running.idle()
+
+
+def test_an_engine_that_does_not_move_is_told_whoever_comes_meanwhile(
+    tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+    with (
+        serving(tiny_llm, queue_seconds=0.2) as running,
+        forward(tiny_llm, lambda number: go.wait(240) and None) as calls,
+    ):
+        asking = threading.Thread(target=running.post, args=(CHAT, ASK))
+        asking.start()
+        until(lambda: len(calls) == 1)
+        monkeypatch.setitem(service.DEAD_SECONDS, "cpu", 0.5)
+        try:
+            for _ in range(6):  # each waits in vain for 0.2 s; together that is longer than the engine has
+                assert running.post(CHAT, ASK)[0] == 503
+            status, _, found = running.ask("GET", "/health")
+            assert (status, found["status"]) == (503, "dead")
+        finally:
+            go.set()
+            asking.join()
+        until(lambda: running.ask("GET", "/health")[0] == 200)
         running.idle()
 
 

@@ -13,9 +13,12 @@ import pytest
 
 from hybridkv import LLM
 from hybridkv.engine.owner import Ticket
+from hybridkv.server import app
 from hybridkv.server.generation import Generation
+from hybridkv.server.openai_chat import ChatFormat
 from hybridkv.server.protocol import GuardedProtocol
 from server.running import HI, Running, failing_at, forward, post_bytes, read_all, serving, slowly, until
+from server.saying import CALL, TOOL, saying
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SHORT = {"messages": HI, "max_tokens": 2, "temperature": 0}
@@ -85,13 +88,14 @@ def test_who_leaves_in_the_middle_of_a_request_is_forgotten(tiny_one: Running, s
     tiny_one.chat(max_tokens=1)
 
 
-def test_a_client_that_reads_nothing_is_dropped(tiny_llm: LLM) -> None:
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_client_that_reads_nothing_is_dropped(tiny_llm: LLM, stream: bool) -> None:
     with serving(tiny_llm, write_seconds=0.3) as running:
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect((running.host, running.port))
-        body = {"prompt": [[5] * 400] * 8, "max_tokens": 1, "echo": True, "logprobs": 20, "stream": True}
-        connection.sendall(post_bytes(TEXT, body))  # some MB come back
+        body = {"prompt": [[5] * 500] * 16, "n": 3, "max_tokens": 1, "echo": True, "logprobs": 20, "stream": stream}
+        connection.sendall(post_bytes(TEXT, body))  # more comes back than the system holds
         until(lambda: bool(running.service.generations))
         running.idle()
         until(lambda: not running.server._http.server_state.connections)  # type: ignore[union-attr]
@@ -126,6 +130,40 @@ def test_many_idle_connections_do_not_matter(tiny_one: Running) -> None:
         connection.close()
 
 
+# ---- the event loop
+
+
+class Slow(dict[str, Any]):
+    """An answer that takes its time to be written as JSON."""
+
+    def __init__(self, written: threading.Event, go: threading.Event) -> None:
+        super().__init__(x=1)
+        self._written, self._go = written, go
+
+    def items(self) -> Any:
+        self._written.set()
+        assert self._go.wait(20), "nobody else was answered meanwhile"
+        return super().items()
+
+
+@pytest.mark.parametrize("route", ["chat", "tokenize"])
+def test_answers_are_written_beside_the_event_loop(
+    tiny_one: Running, monkeypatch: pytest.MonkeyPatch, route: str
+) -> None:
+    written, go, statuses = threading.Event(), threading.Event(), []
+    slow = Slow(written, go)
+    monkeypatch.setattr(ChatFormat, "whole", lambda *given: slow)
+    monkeypatch.setattr(app, "read_tokenize", lambda *given: slow)
+    path, body = {"chat": (CHAT, SHORT), "tokenize": ("/tokenize", {"prompt": "a"})}[route]
+    asking = threading.Thread(target=lambda: statuses.append(tiny_one.post(path, body)))
+    asking.start()
+    assert written.wait(240)
+    assert tiny_one.ask("GET", "/live")[0] == 200
+    go.set()
+    asking.join()
+    assert statuses == [(200, {"x": 1})]
+
+
 # ---- limits
 
 
@@ -144,6 +182,32 @@ def test_signs_of_life_come_while_a_request_waits(tiny_llm: LLM) -> None:
     with serving(tiny_llm, keep_alive=0.1) as running:
         found = streamed_late(running, CHAT, {**LONG, "max_tokens": 2}, b": keep-alive\n\n")
     assert found.index(b": keep-alive") < found.index(b'"role":"assistant"') and b"data: [DONE]" in found
+
+
+HIDDEN = {
+    "thoughts of a chat": (CHAT, {"include_reasoning": False}, "{}</think>Yes."),
+    "thoughts of a message": (
+        "/v1/messages",
+        {"thinking": {"type": "adaptive", "display": "omitted"}},
+        "{}</think>Yes.",
+    ),
+    "a number": (CHAT, {"tools": [TOOL]}, f"</think>{CALL}".replace("3", "{}")),
+}
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_signs_of_life_come_while_tokens_come_that_show_nothing(tiny_llm: LLM, kind: str) -> None:
+    path, more, text = HIDDEN[kind]
+    body = {"model": "tiny", "messages": HI, "max_tokens": 300, "temperature": 0, "stream": True, **more}
+    with serving(tiny_llm, names=("tiny",), keep_alive=0.4) as running, forward(tiny_llm, slowly(0.02)):
+        with saying(running, text.format("1" * 60)):  # more than a second
+            _, found = running.post(path, body)
+        running.idle()
+    events = [event for event in found.split("\n\n") if event]
+    signs = [i for i, event in enumerate(events) if event.startswith((": keep-alive", "event: ping"))]
+    shown = max(i for i, event in enumerate(events) if '"Y"' in event or "111" in event)
+    first = min(i for i, event in enumerate(events) if i not in signs)
+    assert any(first < sign < shown for sign in signs), found
 
 
 def test_those_that_are_prepared_count_in_the_queue(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +240,7 @@ def test_a_full_queue_is_a_429(tiny_llm: LLM) -> None:
         threads = [threading.Thread(target=running.post, args=(CHAT, LONG)) for _ in range(room)]
         for thread in threads:
             thread.start()
-        until(lambda: running.service._answers == room)
+        until(lambda: running.service.answers == room)
         status, headers, found = running.ask("POST", CHAT, LONG)
         assert (status, found["error"]["type"]) == (429, "rate_limit_error") and int(headers["retry-after"]) > 0
         assert running.post(TEXT, {"prompt": ["a"] * 6})[0] == 429
@@ -241,7 +305,7 @@ def test_health_tells_loading_serving_draining_and_dead(tiny_llm: LLM) -> None:
         until(lambda: running.ask("GET", "/live")[0] == 200)
         status, _, found = running.ask("GET", "/health")
         assert (status, found["status"]) == (503, "loading")
-        assert running.post(CHAT, LONG)[0] == 503
+        assert running.post(CHAT, LONG)[0] == running.ask("GET", "/v1/models")[0] == 503
         go.set()
         until(lambda: running.ask("GET", "/ready")[0] == 200)
         running.service.fatal = "the device has failed"

@@ -8,8 +8,9 @@ import pytest
 
 from hybridkv import LLM
 from server.running import HI, Running, post_bytes, serving, until
+from server.saying import CALL, TOOL, saying
 from server.test_life import end_all, forward, slowly
-from server.test_tools import CALL, TOOL, saying, token_server  # noqa: F401
+from server.test_tools import token_server  # noqa: F401
 
 CHAT = "/v1/chat/completions"
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"

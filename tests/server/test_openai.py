@@ -8,9 +8,11 @@ import openai
 import pytest
 
 from hybridkv import LLM, SamplingParams
+from hybridkv.server import settings
 from hybridkv.server.service import Service
 from hybridkv.server.settings import ServerSettings
 from server.running import HI, Running
+from server.saying import TOOL, saying
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -282,6 +284,56 @@ def test_echo_with_logprobs_and_no_answer(smol: Running) -> None:
     assert logprobs["text_offset"][0] == 0 and found["usage"]["completion_tokens"] == 0
     status, by_ids = smol.post(TEXT, asked | {"prompt": ids})
     assert by_ids["choices"] == found["choices"]
+
+
+def test_openais_client_gets_completions(client: openai.OpenAI, smol: Running) -> None:
+    given: dict[str, Any] = dict(model="smol", prompt="The capital of France is", max_tokens=5, temperature=0)
+    expected = smol.llm.generate(given["prompt"], SamplingParams(max_tokens=5, temperature=0))[0]
+    whole = client.completions.create(**given, logprobs=1)
+    [choice] = whole.choices
+    assert choice.text == expected.text and choice.finish_reason in ("stop", "length")
+    assert whole.usage is not None and whole.usage.completion_tokens == len(expected.token_ids)
+    assert choice.logprobs is not None and "".join(choice.logprobs.tokens or []) == choice.text
+    chunks = list(client.completions.create(**given, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == expected.text
+    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    several = client.completions.create(**given | {"prompt": [given["prompt"], "One, two,"], "n": 2})
+    assert [each.index for each in several.choices] == [0, 1, 2, 3]
+    assert several.choices[0].text == several.choices[1].text == expected.text
+
+
+def test_logprobs_of_prompts_have_a_limit(tiny_one: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "MAX_PROMPT_LOGPROBS", 2 * 10 * 3)
+    asked = {"max_tokens": 1, "echo": True, "logprobs": 2, "n": 2}
+    assert tiny_one.post("/v1/completions", asked | {"prompt": [5] * 10})[0] == 200
+    status, found = tiny_one.post("/v1/completions", asked | {"prompt": [5] * 11})
+    assert status == 400 and found["error"]["param"] == "logprobs" and "66 logprobs" in found["error"]["message"]
+    assert tiny_one.post("/v1/completions", asked | {"prompt": [5] * 11, "echo": False})[0] == 200
+
+
+def test_tokens_whose_text_is_held_back_reach_a_stream(tiny_one: Running) -> None:
+    """Two tokens that may begin a stop text, which then does not come."""
+    tokenizer = tiny_one.llm.tokenizer
+    assert tokenizer is not None
+    asked = {"prompt": "a", "max_tokens": 6, "temperature": 0, "stop": "~~~", "return_token_ids": True}
+    with saying(tiny_one, "b~~c~d"):
+        events = tiny_one.stream("/v1/completions", asked)
+    choices = [json.loads(event)["choices"][0] for event in events[:-1]]
+    assert "".join(choice["text"] for choice in choices) == "b~~c~d"
+    ids = [token for choice in choices for token in choice.get("token_ids", ())]
+    assert ids == tokenizer.encode("b~~c~d", bos=False)
+
+
+def test_tokens_of_thoughts_are_all_counted(tiny_one: Running) -> None:
+    """White space and the mark that ends them, too, with tools and without."""
+    tokenizer = tiny_one.llm.tokenizer
+    assert tokenizer is not None
+    thought = "Hm, so.   </think>"
+    for tools in ([], [TOOL]):
+        with saying(tiny_one, thought + "Yes."):
+            usage = tiny_one.chat(max_tokens=60, tools=tools)["usage"]
+        counted = usage["completion_tokens_details"]["reasoning_tokens"]
+        assert counted == len(tokenizer.encode(thought, bos=False)) < usage["completion_tokens"]
 
 
 def test_a_list_of_prompts_gives_choices_in_order(smol: Running) -> None:

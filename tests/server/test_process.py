@@ -1,13 +1,15 @@
 """A server's process from outside: stopped and continued, killed, and with a log that nobody reads."""
 
 import http.client
+import os
 import re
 import signal
 import socket
+from pathlib import Path
 
 from hybridkv import LLM
 from server.running import SECONDS, post_bytes, read_all
-from server.test_command import LONG, port_of, started
+from server.test_command import LONG, ROOT, port_of, started
 
 CHAT = "/v1/chat/completions"
 PIPE = 1 << 16  # bytes that a pipe holds
@@ -66,3 +68,30 @@ def test_clients_of_a_process_that_is_killed_see_that_at_once(tiny_llm: LLM) -> 
         with socket.socket() as again:  # the port is free for the next one
             again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             again.bind(("127.0.0.1", port))
+
+
+FAILING = """
+import sys
+
+if "serve" in sys.orig_argv:  # and not a worker process of it
+    from hybridkv.engine.runner import Runner
+
+    def forward(*given):
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    Runner.forward = forward
+"""
+
+
+def test_a_process_whose_device_has_failed_ends_with_an_error(tiny_llm: LLM, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(FAILING)
+    more = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    arguments = ("-m", tiny_llm.path, "--context", 512, "--alias", "tiny", "--dtype", "float32")
+    with started(*arguments, **more) as (process, lines):
+        port = port_of(lines)
+        with ask(port, post_bytes(CHAT, LONG)) as connection:
+            assert b" 500 " in read_all(connection)[:20]
+        assert health(port, SECONDS) == 503
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(SECONDS) not in (0, None)
+        assert process.stderr is not None and "the device has failed" in process.stderr.read()

@@ -10,8 +10,9 @@ from hybridkv import LLM, SamplingParams
 from hybridkv.server.fields import Fields
 from hybridkv.server.responses_request import read_response_request
 from server.running import HI, Running, post_bytes, read_all, serving
+from server.saying import CALL, FUNCTION, saying
 from server.test_life import failing_at, forward, slowly, streamed_late
-from server.test_tools import ANSWER, CALL, CITIES, FUNCTION, QUESTION, RESULT, saying, token_server  # noqa: F401
+from server.test_tools import ANSWER, CITIES, QUESTION, RESULT, token_server  # noqa: F401
 
 PATH = "/v1/responses"
 TOOL = {"type": "function", **FUNCTION, "strict": False}

@@ -1,6 +1,7 @@
 """Structured answers through a server: schemas, forced calls, thoughts, hostile schemas and a grammar that fails."""
 
 import json
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer
 from engine.ascii_tokenizer import write_tokenizer
 from hybridkv import LLM
 from hybridkv.text import grammar
-from server.running import HI, Running, serving
+from server.running import HI, SECONDS, Running, serving, until
 from server.test_anthropic import body, events_of
 
 pytest.importorskip("llguidance")
@@ -308,18 +309,50 @@ def test_a_hostile_schema_is_refused_before_anything_runs(tiny_one: Running, cas
     parameters = {"type": "object", "properties": {"a": schema}}
     function = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     form = {"type": "json_schema", "schema": schema}
-    requests: list[tuple[str, dict[str, Any], str]] = [
+    requests: list[tuple[str, dict[str, Any], str | tuple[str, ...]]] = [
         (CHAT, {"messages": HI, "response_format": schema_format(schema)}, "response_format"),
         (MESSAGES, body(model="tiny", output_config={"format": form}), "output_config"),
         (RESPONSES, {"input": "x", "stream": True, "text": {"format": form}}, "text.format"),
         (TEXT, {"prompt": "x", "guided_json": schema}, "guided_json"),
     ]
     if case != "large":  # all tools of a request together may have more
-        requests.append((CHAT, {"messages": HI, "tool_choice": "required", "tools": [function]}, "tool"))
+        said = ("tool", "prompt is too long")  # it stands in the prompt, too
+        requests.append((CHAT, {"messages": HI, "tool_choice": "required", "tools": [function]}, said))
     for path, asked, said in requests:
         status, found = tiny_one.post(path, asked)
         assert status == 400 and found["error"]["message"].startswith(said), (path, found)
         assert len(found["error"]["message"]) < 500
+
+
+def test_grammars_that_take_long_keep_nobody_else_waiting(tiny_one: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, compiling, in_time = threading.Event(), [], []
+    original = grammar.Grammars.compile
+
+    def compile_slowly(self: grammar.Grammars, *given: Any) -> Any:
+        compiling.append(1)
+        in_time.append(go.wait(SECONDS / 2))
+        return original(self, *given)
+
+    monkeypatch.setattr(grammar.Grammars, "compile", compile_slowly)
+    asked = {"messages": HI, "max_tokens": 2, "structured_outputs": {"choice": ["a", "b"]}}
+    with ThreadPoolExecutor(6) as pool:
+        answers = [pool.submit(tiny_one.post, CHAT, asked) for _ in range(6)]
+        until(lambda: len(compiling) >= 4)
+        assert tiny_one.post("/tokenize", {"prompt": "a"})[0] == 200
+        tiny_one.chat()
+        go.set()
+        assert [answer.result()[0] for answer in answers] == [200] * 6
+    assert len(in_time) == 6 and all(in_time), "the others waited for them"
+
+
+def test_openais_client_gets_what_its_schema_says(smol: Running) -> None:
+    client = openai.OpenAI(base_url=f"{smol.address}/v1", api_key="any", max_retries=0)
+    form: Any = {"type": "json_schema", "json_schema": {"name": "all", "schema": SCHEMA, "strict": True}}
+    given: dict[str, Any] = dict(model="smol", messages=HI, response_format=form, max_tokens=60, temperature=0)
+    whole = client.chat.completions.create(**given).choices[0]
+    assert whole.finish_reason == "stop" and fits(json.loads(whole.message.content or ""))
+    pieces = [chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**given, stream=True)]
+    assert len(pieces) > 3 and "".join(pieces) == whole.message.content
 
 
 def test_a_schema_without_end_is_given_up(tiny_one: Running, monkeypatch: pytest.MonkeyPatch) -> None:

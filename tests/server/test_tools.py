@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import anthropic
@@ -14,20 +13,13 @@ from tokenizers import AddedToken, Tokenizer
 
 from engine.ascii_tokenizer import write_tokenizer
 from hybridkv import LLM
-from hybridkv.engine.sampler import SampledTokens
 from hybridkv.server.tools import _one_call_a_turn
 from server.running import HI, QUIET, Running, serving
+from server.saying import CALL, FUNCTION, SCHEMA, TOOL, saying
 from server.test_anthropic import ask as ask_anthropic
 from server.test_anthropic import body, events_of, prompt_count, prompt_text
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-    "required": ["city"],
-}
-FUNCTION = {"name": "get_weather", "description": "Weather of a city", "parameters": SCHEMA}
-TOOL = {"type": "function", "function": FUNCTION}
 ANTHROPIC_TOOL = {"name": "get_weather", "description": "Weather of a city", "input_schema": SCHEMA}
 CITIES = ("Rome", "Oslo", "Lima")
 QUESTION, RESULT, ANSWER = "What is the weather in {}?", "sunny, 20 degrees", "It is sunny in {}, 20 degrees."
@@ -180,28 +172,6 @@ def token_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
-@contextmanager
-def saying(running: Running, text: str | list[int]) -> Iterator[None]:
-    """The model's answer is this text, in which <tool_call> is the token; then it ends."""
-    tokenizer = running.llm.tokenizer
-    assert tokenizer is not None
-    left = [*(tokenizer.encode(text, bos=False) if isinstance(text, str) else text), 2]
-    original = SampledTokens.wait
-
-    def wait(self: SampledTokens) -> Any:
-        tokens, problems = original(self)
-        return [left.pop(0) for _ in tokens], problems
-
-    SampledTokens.wait = wait  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        SampledTokens.wait = original  # type: ignore[method-assign]
-
-
-CALL = "<tool_call><function=get_weather><parameter=days>3</parameter></function></tool_call>"
-
-
 def scripted(running: Running, text: str | list[int], **more: Any) -> Any:
     """The choice that a chat gets for an answer of this text."""
     with saying(running, text):
@@ -245,6 +215,28 @@ def test_the_events_of_a_call(token_server: Running) -> None:
     assert json.loads("".join(parts)) == {"days": 3}
     stops = [data["index"] for name, data in pairs if name == "content_block_stop"]
     assert stops == [0, 1, 2, 3] and pairs[-2][1]["delta"]["stop_reason"] == "tool_use"
+
+
+def test_empty_objects_inside_arguments_reach_a_stream(smol: Running) -> None:
+    tokenizer = smol.llm.tokenizer
+    assert tokenizer is not None
+
+    def streamed(*pieces: str) -> tuple[list[str], str]:
+        ids = [token for piece in pieces for token in tokenizer.encode(piece, bos=False)]
+        with saying(smol, ids):
+            pairs = events_of(smol, tools=[ANTHROPIC_TOOL], max_tokens=200)
+        deltas = [d["delta"] for n, d in pairs if n == "content_block_delta"]
+        return [d["partial_json"] for d in deltas if d["type"] == "input_json_delta"], pairs[-2][1]["delta"][
+            "stop_reason"
+        ]
+
+    assert len(tokenizer.encode("{}", bos=False)) == 1
+    begin, end = '<tool_call>\n{"name": "get_weather", "arguments": ', "}\n</tool_call>"
+    parts, reason = streamed(begin, '{"a": ', "{}", ', "b": [', "{}", ", ", "{}", "]", "}", end)
+    assert "{}" in parts and json.loads("".join(parts)) == {"a": {}, "b": [{}, {}]} and reason == "tool_use"
+    assert streamed(begin, "{}", end) == ([], "tool_use")  # an empty one is said when its block begins
+    parts, _ = streamed(begin, "{}", end, "\n", begin, '{"a":', "{}", "}", end)
+    assert json.loads("".join(parts)) == {"a": {}}
 
 
 def test_a_call_that_the_limit_cuts_is_none(token_server: Running) -> None:

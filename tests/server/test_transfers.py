@@ -52,7 +52,7 @@ def said(answer: dict[str, Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def both(tiny_llm: LLM) -> Iterator[Running]:
-    with serving(tiny_llm, names=("tiny",), keep_alive=QUIET, kv_peers=("127.0.0.1",)) as running:
+    with serving(tiny_llm, names=("tiny",), keep_alive=QUIET, kv_port=0, kv_peers=("127.0.0.1",)) as running:
         yield running
 
 
@@ -211,7 +211,7 @@ def test_an_evicted_request_is_sent_after_its_cut(tiny_llm: LLM) -> None:
     path, body = ASKED["seeded"]
     cache = CacheConfig(budget=48, window=8, recent=8)
     opened = LLM(tiny_llm.path, device="cpu", dtype="float32", max_context=512, exact=True, cache=cache)
-    with opened as llm, serving(llm, names=("tiny",), kv_peers=("127.0.0.1",)) as server:
+    with opened as llm, serving(llm, names=("tiny",), kv_port=0, kv_peers=("127.0.0.1",)) as server:
         want = alone(server, path, body)
         first, second = two_legs(server, path, body)
         assert said(second) == said(want) and second["usage"]["hybridkv"]["kept_tokens"] < 80
@@ -265,8 +265,17 @@ def test_roles_say_which_legs_a_server_goes(tiny_llm: LLM) -> None:
         assert said(found) == want and found["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
 
 
+def test_no_client_opens_a_port_of_a_server_that_was_not_told_to(tiny_llm: LLM) -> None:
+    path, body = ASKED["greedy"]
+    with serving(tiny_llm) as server:
+        status, found = server.post(path, first_leg(body))
+        assert status == 200 and found["choices"] and "kv_transfer_params" not in found
+        assert server.service.transfers._server is None and not server.service.transfers.shelf.used
+        server.idle()
+
+
 def test_what_nobody_fetches_goes_after_a_minute_and_takes_no_more_than_it_may(tiny_llm: LLM) -> None:
-    with serving(tiny_llm, kv_bytes=1 << 10) as server:
+    with serving(tiny_llm, kv_port=0, kv_bytes=1 << 10) as server:
         path, body = ASKED["greedy"]
         status, found = server.post(path, first_leg(body))
         assert status == 200 and "kv_transfer_params" not in found, "it is larger than all that may wait"

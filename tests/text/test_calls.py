@@ -353,3 +353,25 @@ def test_families_are_known_by_their_templates() -> None:
         template = ChatTemplate(source, bos=None, eos=None)
         assert format_of(template) is form
         template.close()
+
+
+@pytest.mark.parametrize("form", [QWEN_XML, DSML], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "code", ['say "a\\b"\n\n\tif x </para and <function é\n', "\n", "\n\nx", "", 'a\n<param\n</func\n"', "\\"]
+)
+def test_texts_between_tags_are_given_out_as_they_come(form: CallFormat, code: str) -> None:
+    text = written(form, "f", code=code, days=2)
+    assert calls_of(every_cut(form, text)) == [("f", {"code": code, "days": 2})]
+    reading, given, late = parser(form), "", 0
+    for i, char in enumerate(text):
+        given += said(reading.push(char), "arguments")
+        known = json.dumps(code, ensure_ascii=False)[1:-1]
+        begin = text.index(code) if code else len(text)
+        read = i + 1 - begin  # characters of the value that have come
+        if 0 < read <= len(code):  # what may be the end of a value is held, and its own line break
+            shown = given.partition('"code": "')[2]
+            assert known.startswith(shown)
+            late = max(late, len(json.dumps(code[:read], ensure_ascii=False)) - 2 - len(shown))
+    longest = max(len(end) for end in (form.parameter or ("",))) + 2
+    assert late <= 2 * longest
+    every_cut(form, text[: text.index("days")], complete=False)
