@@ -12,6 +12,8 @@ from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
 from engine.driving import assert_nothing_held
 from hybridkv import LLM, CacheConfig
 from hybridkv.cache.store import Store
+from hybridkv.engine.engine import Engine
+from hybridkv.server import sessions
 from server.running import Running, serving
 
 ROUTE = "/v1/cache/sessions"
@@ -110,6 +112,92 @@ def test_saved_forked_forgotten_by_name(server: Running) -> None:
         assert wrong[0] == 404
     assert act("fork")[0] == 400 and act("break")[0] == 400 and act("save", "")[0] == 400
     assert act("save", "n" * 300)[0] == 400
+
+
+def act(server: Running, action: str, name: str = "talk", **more: str) -> tuple[int, Any]:
+    return server.post(ROUTE, {"action": action, "name": name, **more}, authorization="Bearer one")
+
+
+def listed(server: Running) -> dict[str, Any]:
+    """What the server says of each conversation, by name."""
+    found = server.ask("GET", ROUTE, headers={"authorization": "Bearer one"})[2]["data"]
+    return {each["name"]: each for each in found}
+
+
+def give_up(server: Running) -> None:
+    """All held caches go, as they do where running requests need their pages."""
+
+    def give(engine: Engine) -> None:
+        for request in list(engine.scheduler.held):
+            engine.scheduler.give_up(request)
+
+    server.llm.owner.run(give)
+
+
+def test_forget_takes_a_restored_conversation_off_the_disk(llm: LLM, tmp_path: Path) -> None:
+    with one_server(llm, tmp_path, **KEYS) as running:
+        first, _ = turn(running, FIRST)
+    second = then(FIRST, first, "And now?")
+    with one_server(llm, tmp_path, **KEYS) as running:
+        assert turn(running, second)[1] > 0, "it came back"
+        assert act(running, "forget")[0] == 200 and not llm.open_store().saved()
+    with one_server(llm, tmp_path, **KEYS) as running:
+        assert turn(running, second)[1] == 0
+
+
+def test_a_saved_conversation_that_was_given_up_is_restored(server: Running) -> None:
+    first, _ = turn(server, FIRST)
+    second = then(FIRST, first, "And now?")
+    assert act(server, "save")[0] == 200
+    want = server.llm.owner.run(lambda engine: engine.manager.position(engine.scheduler.held[0].key))
+    for _ in range(2):
+        give_up(server)
+        assert listed(server)["talk"]["where"] == "given up"
+        assert act(server, "save")[0] == 409, "there is nothing to save, and what is on the disk stays"
+        assert act(server, "restore")[0] == 200
+        assert listed(server)["talk"]["cached_tokens"] == want
+    give_up(server)
+    assert turn(server, second)[1] == want, "a turn restores it, too"
+
+
+def test_what_was_not_saved_or_is_damaged_is_not_restored(server: Running, tmp_path: Path) -> None:
+    turn(server, FIRST)
+    assert act(server, "restore")[0] == 200, "it is here"
+    give_up(server)
+    status, said = act(server, "restore")
+    assert status == 404 and "not saved" in said["error"]["message"]
+    turn(server, FIRST)
+    assert act(server, "save")[0] == 200
+    give_up(server)
+    for path in (tmp_path / "store" / "parts").iterdir():
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    assert act(server, "restore")[0] == 409
+    assert turn(server, FIRST)[1] == 0
+
+
+def test_store_false_is_not_saved_by_an_action_either(server: Running) -> None:
+    turn(server, FIRST, store=False)
+    status, said = act(server, "save")
+    assert status == 409 and "store" in said["error"]["message"] and not server.llm.open_store().saved()
+    assert act(server, "fork", to="copy")[0] == 200 and act(server, "save", "copy")[0] == 409
+    assert listed(server).keys() == {"talk", "copy"}
+
+
+def test_no_cache_is_held_without_a_name(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def held() -> int:
+        return server.llm.owner.run(lambda engine: len(engine.scheduler.held))
+
+    turn(server, FIRST)
+    turn(server, [{"role": "user", "content": "Something else altogether, if you please."}], name="other")
+    assert held() == 2 and act(server, "save")[0] == 200
+    assert act(server, "fork", to="other")[0] == 200
+    assert held() == 2, "the fork has the name, and the cache that had it is gone"
+    assert act(server, "fork", to="talk")[0] == 200 and held() == 2, "onto itself"
+    give_up(server)
+    turn(server, FIRST, name="other")
+    monkeypatch.setattr(sessions, "MOST", 1)
+    assert act(server, "restore")[0] == 200
+    assert listed(server).keys() == {"talk"} and held() == 1
 
 
 def test_a_damaged_conversation_is_read_again(llm: LLM, tmp_path: Path) -> None:
