@@ -210,6 +210,9 @@ class Sessions:
             said = f"the conversation's cache was given up{why}; its next turn reads it again"
             raise ApiError(status, said, param="name")
         if action == "save":
+            if not named.to_disk:
+                said = "the conversation was asked for with store: false, and never goes to the disk; send its next turn"
+                raise ApiError(409, f"{said} without that to save it", param="name")
             self._save(key, named)
         elif action == "fork":
             if not to:
