@@ -350,6 +350,7 @@ class Admission(RestingCaches):
             return
         reuse.attach(request.key, found.hit, found.asked)
         if request.preemptions:  # it reports how it began the first time
+            request.cached_tokens = request.reuse.get("cached", 0)
             return
         request.cached_tokens = min(found.hit.cached, request.prompt_tokens)
         stops = [mark.position for mark in reuse.readings[request.key].stops]
