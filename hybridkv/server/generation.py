@@ -158,8 +158,9 @@ class Generation:
             if news or piece is None:
                 self._mail.send(self._arrived, news, piece is None, ticket.problem)
 
-        for number in range(len(self.job.prompts)):
-            self._tickets.append(Ticket(partial(add, number), partial(tell, number), every_step=False))
+        for number, prompt in enumerate(self.job.prompts):
+            named = bool(prompt.sharing.conversation)  # what was read of it stays, also if its client leaves
+            self._tickets.append(Ticket(partial(add, number), partial(tell, number), hold=named, every_step=False))
         # the last ticket's turn: all before it were taken
         last, first_add = self._tickets[-1], self._tickets[-1].add
 

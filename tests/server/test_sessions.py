@@ -1,5 +1,6 @@
 """Conversations that clients name: kept for the next turn, saved when a server ends, restored by the next one."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from hybridkv import LLM, CacheConfig
 from hybridkv.cache.store import Store
 from hybridkv.engine.engine import Engine
 from hybridkv.server import sessions
-from server.running import Running, serving
+from server.running import SECONDS, Running, forward, post_bytes, serving, until
 
 ROUTE = "/v1/cache/sessions"
 CHAT = "/v1/chat/completions"
@@ -29,7 +30,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     tiny.save("qwen3_5", model)
     write_tokenizer(model, TEMPLATE)
     cache = CacheConfig(kv_dtype="f32", budget=24, window=8, recent=8, page_size=8)
-    more: dict[str, Any] = {"max_requests": 2, "max_context": 512, "exact": True, "reuse": None}
+    more: dict[str, Any] = {"max_requests": 2, "max_context": 512, "exact": True, "reuse": None, "step_tokens": 64}
     with LLM(model, device="cpu", dtype="float32", cache=cache, **more) as opened:
         yield opened
 
@@ -173,6 +174,32 @@ def test_what_was_not_saved_or_is_damaged_is_not_restored(server: Running, tmp_p
         path.write_bytes(path.read_bytes()[:-1] + b"x")
     assert act(server, "restore")[0] == 409
     assert turn(server, FIRST)[1] == 0
+
+
+@pytest.mark.parametrize("name", ["talk", None])
+def test_a_client_that_left_while_its_prompt_was_read_goes_on_there(server: Running, name: str | None) -> None:
+    long = [{"role": "user", "content": " ".join(f"Day {day}: {day * 7 % 17} miles." for day in range(12))}]
+    named = {} if name is None else {"prompt_cache_key": name}
+    asked = {"messages": long, "temperature": 0, "max_tokens": 8, **named}
+    begun, go_on = threading.Event(), threading.Event()
+
+    def before(number: int) -> None:
+        if number == 2:  # of its prompt, whose first parts are read
+            begun.set()
+            assert go_on.wait(SECONDS)
+
+    with forward(server.llm, before):
+        with server.connect() as connection:
+            connection.sendall(post_bytes(CHAT, asked, authorization="Bearer one"))
+            assert begun.wait(SECONDS)
+        until(lambda: not server.llm.owner._inbox.empty())  # it is cancelled after this step
+        go_on.set()
+        until(lambda: not server.service.generations)
+    held = server.llm.owner.run(lambda engine: [engine.manager.position(r.key) for r in engine.scheduler.held])
+    assert held == ([] if name is None else [192]), "after three steps of 64"
+    answer, cached = turn(server, long, name)
+    assert cached == sum(held)
+    assert answer == turn(server, long, "another")[0]
 
 
 def test_store_false_is_not_saved_by_an_action_either(server: Running) -> None:
