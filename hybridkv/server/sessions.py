@@ -211,8 +211,8 @@ class Sessions:
             raise ApiError(status, said, param="name")
         if action == "save":
             if not named.to_disk:
-                said = "the conversation was asked for with store: false, and never goes to the disk; send its next turn"
-                raise ApiError(409, f"{said} without that to save it", param="name")
+                said = "the conversation came with store: false, and never goes to the disk; send a turn without that"
+                raise ApiError(409, said, param="name")
             self._save(key, named)
         elif action == "fork":
             if not to:
@@ -231,6 +231,8 @@ class Sessions:
             self._unreadable.discard(file)
         if named is not None:
             self._llm.owner.run(lambda engine: engine.abort(named.request))
+            if self._llm.ranks is None:
+                self._llm.forget(key[0], named.request.tokens)
         if on_disk:
             self._store().remove(file)
         if named is None and not on_disk:

@@ -67,8 +67,8 @@ def test_a_preempted_request_says_how_it_began(fresh: Running) -> None:
     with forward(fresh.llm, before):
         found = usage(fresh, "What is it?", max_tokens=6, ignore_eos=True)
     assert [request.preemptions for request in preempted] == [1]
-    said = found["hybridkv"]["reuse"]
-    assert found["prompt_tokens_details"]["cached_tokens"] == said["cached"] == found["prompt_tokens"] - said["read"] > 0
+    said, cached = found["hybridkv"]["reuse"], found["prompt_tokens_details"]["cached_tokens"]
+    assert cached == said["cached"] == found["prompt_tokens"] - said["read"] > 0
 
 
 def test_a_stream_says_the_same(fresh: Running) -> None:

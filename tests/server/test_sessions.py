@@ -14,6 +14,7 @@ from engine.driving import assert_nothing_held
 from hybridkv import LLM, CacheConfig
 from hybridkv.cache.store import Store
 from hybridkv.engine.engine import Engine
+from hybridkv.errors import RequestError
 from hybridkv.server import sessions
 from server.running import SECONDS, Running, forward, post_bytes, serving, until
 
@@ -208,6 +209,30 @@ def test_store_false_is_not_saved_by_an_action_either(server: Running) -> None:
     assert status == 409 and "store" in said["error"]["message"] and not server.llm.open_store().saved()
     assert act(server, "fork", to="copy")[0] == 200 and act(server, "save", "copy")[0] == 409
     assert listed(server).keys() == {"talk", "copy"}
+
+
+def test_forget_drops_what_is_kept_of_its_text_and_of_no_other(smol_llm: LLM, tmp_path: Path) -> None:
+    smol_llm.forget()
+    text = " ".join(f"Item {i} of the list costs {3 * i} coins." for i in range(18))
+    said = {each: [{"role": "user", "content": f"{text} What is it? {each * 90}"}] for each in ("a ", "b ")}
+    smol_llm.store = Store(tmp_path)
+    try:
+        with serving(smol_llm, **KEYS) as running:
+            for each, first in said.items():
+                turn(running, first, name=each)
+            known, later = len(smol_llm.chat_memory.texts), then(said["a "], "x", "And now?")
+            before = turn(running, later, name=None)[1]
+            assert known == 2 and act(running, "forget", "b ")[0] == 200
+            assert len(smol_llm.chat_memory.texts) == known - 1 + 1  # and the answer just now
+            assert turn(running, later, name=None)[1] >= before
+            assert 0 < turn(running, said["b "], name=None)[1] < before - 64, "what both begin with"
+    finally:
+        smol_llm.store = None
+        smol_llm.forget()
+    assert not smol_llm.chat_memory.texts.nbytes
+    smol_llm.owner.run(assert_nothing_held)
+    with pytest.raises(RequestError, match="salt is bytes"):
+        smol_llm.forget("me")  # type: ignore[arg-type]
 
 
 def test_no_cache_is_held_without_a_name(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
