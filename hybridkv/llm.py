@@ -160,6 +160,7 @@ class LLM:
         if not isinstance(reuse, ReuseConfig | None):
             raise HybridKVError(f"reuse must be a ReuseConfig or None, not {type(reuse).__name__}")
         self.reuse_config = reuse
+        self.documents: dict[str, Document] = {}  # that a server offers, by name
         self.fp8 = resolve_fp8(weight_dtype)
         self.cache_config = overridden(cache or CacheConfig())
         self.device = resolve_device(device)

@@ -143,6 +143,9 @@ class Generation:
                 request = self._go_on(engine, how)
             if request is not None:
                 pass
+            elif prompt.prefix is not None:
+                how.pop("marks")
+                request = engine.add(prompt.tokens, job.params, eviction=None, prefix=prompt.prefix, **how)
             elif self.sends:
                 request = engine.add(prompt.tokens, job.params, hold=True, eviction=job.eviction, **how)
             elif self._sessions is not None and prompt.sharing.conversation:
