@@ -248,8 +248,8 @@ def serve(
         )
     except HybridKVError as problem:
         raise BadParameter(_in_options(str(problem))) from None
-    # oneDNN keeps a kernel for every number of rows that a CPU has met, 1,024 of them: some 200 MiB more for no speed. It
-    # is read when torch first computes something
+    # oneDNN keeps a kernel for every number of rows that a CPU has met, 1,024 of them: some 200 MiB more for no speed.
+    # It looks at this when torch first computes something
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     documents = _documents(document or [])
     cache = model.cache()
