@@ -162,7 +162,8 @@ class Generation:
                 self._mail.send(self._arrived, news, piece is None, ticket.problem)
 
         for number, prompt in enumerate(self.job.prompts):
-            named = bool(prompt.sharing.conversation)  # what was read of it stays, also if its client leaves
+            # what was read of a named conversation stays, also if its client leaves
+            named = bool(prompt.sharing.conversation) and self.job.params.n == 1
             self._tickets.append(Ticket(partial(add, number), partial(tell, number), hold=named, every_step=False))
         # the last ticket's turn: all before it were taken
         last, first_add = self._tickets[-1], self._tickets[-1].add
