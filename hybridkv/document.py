@@ -220,6 +220,10 @@ class Document:
 
         return [(adding(tokens, one), split) for (tokens, split), one in zip(followed, each, strict=True)]
 
+    def asked(self, question: Question) -> list[int]:
+        """Token ids of the document and of a `question` after it, as `generate` has them."""
+        return [*self.tokens, *self._followed_by(question, None, {})[0]]
+
     def continued(self, pieces: Pieces) -> list[int]:
         """Token ids of a chat that begins with the document, its text rendered to `pieces`; or RequestError."""
         tokenizer, _ = self.llm.chat_parts()

@@ -14,6 +14,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,6 +54,7 @@ from hybridkv.document import Document, compress, load_document
 from hybridkv.document import Progress as DocumentProgress
 from hybridkv.embedded import Progress
 from hybridkv.engine.engine import INHERIT, Engine
+from hybridkv.engine.lock_step import NOT_OVER_RANKS
 from hybridkv.engine.owner import EngineOwner, Ticket
 from hybridkv.engine.precompile import precompile
 from hybridkv.engine.workspace import workspace
@@ -158,6 +160,7 @@ class LLM:
         if not isinstance(reuse, ReuseConfig | None):
             raise HybridKVError(f"reuse must be a ReuseConfig or None, not {type(reuse).__name__}")
         self.reuse_config = reuse
+        self.documents: dict[str, Document] = {}  # that a server offers, by name
         self.fp8 = resolve_fp8(weight_dtype)
         self.cache_config = overridden(cache or CacheConfig())
         self.device = resolve_device(device)
@@ -659,6 +662,33 @@ class LLM:
         if isinstance(name, Path) or (isinstance(name, str) and os.sep in name):
             return kind.load(self, name, params)
         return kind.load_from(self, self.open_store(), name, params, convert=convert)
+
+    def forget(self, salt: bytes | None = None, text: Sequence[int] | None = None) -> None:
+        """Drop what is kept for later prompts: entries that were read and states at their ends, wherever they lie,
+        pinned prefixes, and answers and calls as they were sampled. What runs goes on; conversations keep their own
+        caches, and saved ones stay in their folder (`hybridkv cache rm`).
+
+        Args:
+            salt: only what is kept under it, b"" being that of prompts without one; None: all there is.
+            text: token ids. Only what is kept of this text goes, as far as no other text shares it: its last columns,
+                up to where another kept text leaves it, a request reads or something is pinned.
+        """
+        if not isinstance(salt, bytes | None):
+            raise RequestError(f"a salt is bytes, or None for all there is, not {type(salt).__name__}")
+        tokens = None if text is None else self.engine.check_tokens(self.encode(text))
+
+        def drop(engine: Engine) -> None:
+            reuse = engine.manager.reuse
+            if reuse is not None and tokens is None:
+                reuse.forget(salt)
+            elif reuse is not None:
+                reuse.forget_text(salt or b"", np.array(tokens, np.int32))
+
+        if self.ranks is not None:
+            raise RequestError(NOT_OVER_RANKS.format(what="forgetting what is kept"))
+        self.owner.run(drop)
+        if self.chat_template is not None and self.tokenizer is not None:
+            self.chat_memory.forget(salt, tokens)
 
     def open_store(self) -> Store:
         """The folder of saved caches, or RequestError."""

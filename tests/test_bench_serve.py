@@ -1,16 +1,18 @@
 """The benchmarks of a running server in their short forms: counts and pools, and that what is wrong is seen."""
 
 import asyncio
+import itertools
 import json
 from typing import Any
 
 import pytest
 
-from hybridkv.bench import soak
+from hybridkv.bench import serve, soak
 from hybridkv.bench.http_client import Answer
 from hybridkv.bench.options import BenchOptions
 from hybridkv.bench.serve import Tally, wishes
 from hybridkv.bench.suite import run_bench
+from hybridkv.server.service import Service
 
 
 def rows_of(result: dict[str, Any]) -> dict[str, Any]:
@@ -88,6 +90,43 @@ def test_memory_that_grows_is_seen() -> None:
         growing.memory.append((second, 400 + second / 30))
     assert abs(flat.slope()) < 1 < soak.FLAT < 19 < growing.slope() < 21
     assert abs(flat.grown()) < 1 and growing.grown() > 10
+
+
+def test_memory_that_grows_for_long_enough_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = itertools.count(400)
+    monkeypatch.setattr(soak, "resident", lambda: float(next(seen)))
+    short = run_bench("soak", BenchOptions(seconds=3, clients=1))
+    assert "memory grew" not in str(short["failures"]), "three seconds cannot tell"
+    monkeypatch.setattr(soak, "SECONDS", 3.0)
+    [failure] = run_bench("soak", BenchOptions(seconds=3, clients=1))["failures"]
+    assert "memory grew by" in failure["problem"]
+
+
+def test_requests_that_stay_in_memory_are_a_failure_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, leak = Service.end, []
+
+    def end(self: Service, generation: Any) -> None:
+        leak.append(generation)
+        original(self, generation)
+
+    monkeypatch.setattr(Service, "end", end)
+    result = run_bench("soak", BenchOptions(seconds=3, clients=1))
+    [failure] = result["failures"]
+    assert "requests in memory" in failure["problem"]
+    assert result["left_over"]["requests in memory"] >= len(leak) > 0
+
+
+def test_a_slow_server_is_a_failure_where_it_ran_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert serve.too_slow([0.1, 0.2], 20.0) == ""
+    for health, lag in (([0.1, 1.2], 20.0), ([0.1], 251.0), ([], 0.0)):
+        assert "slower" in serve.too_slow(health, lag)
+    monkeypatch.setattr(serve, "too_slow", lambda health, lag: "slower than it should be")
+    few = run_bench("serve", BenchOptions(clients=1, requests=2))
+    assert few["failures"] == [] and "slower than it should be" in few["notes"]
+    monkeypatch.setattr(serve, "REQUESTS", 2)
+    monkeypatch.setattr(serve, "CLIENTS", 1)
+    [failure] = run_bench("serve", BenchOptions(clients=1, requests=2))["failures"]
+    assert "slower than it should be" in failure["problem"]
 
 
 def test_what_is_left_over_is_told() -> None:

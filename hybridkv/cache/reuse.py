@@ -27,7 +27,7 @@ from hybridkv.cache.host_columns import HostColumns, Load
 from hybridkv.cache.manager import KVCacheManager
 from hybridkv.cache.pins import Pin, drop_pins, first_unpinned, pinned_pages
 from hybridkv.cache.schema import check_column, column_tokens
-from hybridkv.cache.tails import Ended, find_tail, full_pages, tail_rows
+from hybridkv.cache.tails import Ended, find_tail, full_pages, tail_rows, tails_below
 from hybridkv.cache.tiers import Timer
 
 # why not more of a prompt was reused
@@ -517,6 +517,22 @@ class Reuse:
         self.forget()
         for reading in self.readings.values():
             reading.writes = False
+
+    def forget_text(self, salt: bytes, tokens: np.ndarray) -> None:
+        """Drop the tails of a text, and its columns from the last one up to where another text, a request or a pin
+        needs them.
+        """
+        self.settle_late()
+        keys, root = Columns.keys(tokens), self.columns.roots.get(salt)
+        path = self.columns.match(salt, keys, len(tokens))
+        for column in [root, *path] if root is not None else []:
+            for tail in list(tails_below(self.columns, column, keys, len(tokens))):
+                self._cut(tail)
+        free = first_unpinned(self, path)
+        for column in reversed(path[path.index(free) :] if free is not None else []):
+            if column.children or column.live:
+                return
+            self._cut(column)
 
     def _cut(self, column: Column) -> None:
         below = [column]

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import BadParameter, Exit, Option
@@ -105,6 +106,16 @@ def serve(
             max=1e4,
             help="of requests that name none, as agents' do; 0 takes the likeliest token; the model's own, or 1",
             rich_help_panel=SERVER,
+        ),
+    ] = None,
+    document: Annotated[
+        list[str] | None,
+        Option(
+            "--document",
+            metavar="FILE",
+            help="one that hybridkv compress wrote; requests go on from it by the file's name; repeatable",
+            rich_help_panel=SERVER,
+            autocompletion=completion.any_file,
         ),
     ] = None,
     log_json: Annotated[bool, Option("--log-json", help="log lines as JSON", rich_help_panel=SERVER)] = False,
@@ -243,9 +254,14 @@ def serve(
         )
     except HybridKVError as problem:
         raise BadParameter(_in_options(str(problem))) from None
+    # oneDNN keeps a kernel for every number of rows that a CPU has met, 1,024 of them: some 200 MiB more for no speed.
+    # It looks at this when torch first computes something
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+    documents = _documents(document or [])
     cache = model.cache()
     reuse.config()  # refused before anything is loaded
     try:
+        from hybridkv.server.documents import load_documents
         from hybridkv.server.record import log_to_stderr
         from hybridkv.server.run import Server
         from hybridkv.server.warm import capture_graphs
@@ -266,6 +282,7 @@ def serve(
             llm.ranks.end_process()
         if temperature is not None:
             llm.sampling_defaults["temperature"] = temperature
+        load_documents(llm, documents)
         capture_graphs(llm)  # while /health still says loading: no client waits for them
         return llm
 
@@ -275,6 +292,19 @@ def serve(
         raise HybridKVError(server.service.fatal)
     if server.stopped_by == signal.SIGINT:
         raise Exit(130)
+
+
+def _documents(paths: list[str]) -> dict[str, str]:
+    """Files by the names of documents, or BadParameter."""
+    found: dict[str, str] = {}
+    for path in paths:
+        name = Path(path).stem
+        if not Path(path).is_file():
+            raise BadParameter(f"--document: there is no file {path!r}; hybridkv compress writes one")
+        if name in found:
+            raise BadParameter(f"--document: {path!r} and {found[name]!r} would both be called {name!r}; rename one")
+        found[name] = path
+    return found
 
 
 def _in_options(text: str) -> str:

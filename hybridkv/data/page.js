@@ -647,6 +647,7 @@ async function send(text) {
   box.classList.remove("busy");
   $("log").setAttribute("aria-busy", "false");
   $("send").disabled = false;
+  if (!box.isConnected) return; // a new chat has begun meanwhile
   if (problem) {
     const told = element("p", problem, "problem");
     told.setAttribute("role", "alert");

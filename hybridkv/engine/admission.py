@@ -353,6 +353,7 @@ class Admission(RestingCaches):
         hit = found.hit if found.hit.load is None else reuse.load(found.asked)
         reuse.attach(request.key, hit, found.asked)
         if request.preemptions:  # it reports how it began the first time
+            request.cached_tokens = request.reuse.get("cached", 0)
             return
         request.cached_tokens, request.loading = min(hit.cached, request.prompt_tokens), hit.timer
         stops = [mark.position for mark in reuse.readings[request.key].stops]
@@ -474,9 +475,9 @@ class Admission(RestingCaches):
         request.key = held.key  # from here on the cache is the request's
         self.held.remove(held)
         request.continues = None
+        request.reuse = continued(request.cached_tokens, request.prompt_tokens)
         if self.manager.reuse is not None and resident:
             self.manager.reuse.adopt(request.key, self.asked(request))
-            request.reuse = continued(request.cached_tokens, request.prompt_tokens)
         return True
 
     def prefix_of(self, request: Request) -> Request | None:
@@ -492,6 +493,7 @@ class Admission(RestingCaches):
         if prefix is None or not self._fork(prefix, request):
             return False
         request.cached_tokens = self.manager.position(prefix.key)
+        request.reuse = continued(request.cached_tokens, request.prompt_tokens, "a held prefix")
         self.held.remove(prefix)
         self.held.append(prefix)  # used last
         return True

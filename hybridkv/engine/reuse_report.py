@@ -23,10 +23,10 @@ def report(hit: Hit | None, prompt: int, q: int, taken: bool = False) -> dict[st
     return said | {"why": _sentence(hit, q, taken)}
 
 
-def continued(cached: int, prompt: int) -> dict[str, Any]:
-    """The same for a turn that goes on in its conversation's own cache."""
+def continued(cached: int, prompt: int, what: str = "the conversation's own cache") -> dict[str, Any]:
+    """The same for a turn that goes on in its conversation's own cache, or in that of a document."""
     said = {"cached": cached, "matched": cached, "read": prompt - cached, "reason": "full"}
-    return said | {"why": "the conversation's own cache goes on"}
+    return said | {"why": f"{what} goes on"}
 
 
 def _sentence(hit: Hit, q: int, taken: bool) -> str:

@@ -15,7 +15,7 @@ from hybridkv.server.problems import bad
 
 MAX_TOKENS = 2**31 - 1
 EVICTION_FIELDS = tuple(f.name for f in fields_of(EvictionConfig))
-OTHER_FIELDS = ("cache",)  # of `hybridkv`
+OTHER_FIELDS = ("cache", "prefix")  # of `hybridkv`
 
 
 def sampling(asked: Fields, llm: LLM, **more: Any) -> SamplingParams:
@@ -79,11 +79,14 @@ def stops(asked: Fields, name: str) -> tuple[str, ...]:
 def eviction(asked: Fields, llm: LLM) -> Any:
     """What the request keeps: `hybridkv: {budget, policy, ...}`, or what the server was opened with."""
     given = asked.object("hybridkv")
+    on_document = given is not None and bool(given.text("prefix", 256))
     if given is None or not given.data.keys() - OTHER_FIELDS:
-        return INHERIT
+        return None if on_document else INHERIT  # what follows a document is kept whole
     known = (*EVICTION_FIELDS, *OTHER_FIELDS)
     if unknown := [name for name in given.data if name not in known]:
         raise given.wrong(unknown[0][:40], f"there is no such setting; there are {', '.join(known)}")
+    if on_document:
+        raise given.wrong("prefix", "what follows a document is kept whole: leave out the settings of eviction")
     if "budget" in given.data and given.raw("budget") is None:
         return None  # all is kept, whatever the server's own budget is
     values: dict[str, Any] = {

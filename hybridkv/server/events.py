@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from hybridkv.request import Request, TokenLogprobs
 from hybridkv.text.call_bodies import CallPiece
@@ -210,6 +211,7 @@ class Sharing:
     cache: bool | str = True
     conversation: str = ""  # that it is a turn of, by the client's name for it; "": of none
     to_disk: bool = True  # whether the conversation may be saved
+    prefix: str = ""  # the document that it goes on from; "": none
 
 
 COMMON = Sharing()  # by all without a key
@@ -227,3 +229,5 @@ class Prompt:
     remembered: int = 0  # tokens that were taken as an earlier answer had them
     replayed: int = 0  # answers whose calls stand in it as they were written
     ended: Callable[[Request, Divider], None] | None = None  # told of each answer
+    prefix: Request | None = None  # whose cache it goes on from
+    about_prefix: Mapping[str, Any] = field(default_factory=dict)  # what is told of that

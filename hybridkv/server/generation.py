@@ -147,6 +147,9 @@ class Generation:
                 request = self._go_on(engine, how)
             if request is not None:
                 pass
+            elif prompt.prefix is not None:
+                how.pop("marks")
+                request = engine.add(prompt.tokens, job.params, eviction=None, prefix=prompt.prefix, **how)
             elif self.sends:
                 request = engine.add(prompt.tokens, job.params, hold=True, eviction=job.eviction, **how)
             elif self._sessions is not None and prompt.sharing.conversation:
@@ -162,8 +165,10 @@ class Generation:
             if news or piece is None:
                 self._mail.send(self._arrived, news, piece is None, ticket.problem)
 
-        for number in range(len(self.job.prompts)):
-            self._tickets.append(Ticket(partial(add, number), partial(tell, number), every_step=False))
+        for number, prompt in enumerate(self.job.prompts):
+            # what was read of a named conversation stays, also if its client leaves
+            named = bool(prompt.sharing.conversation) and self.job.params.n == 1
+            self._tickets.append(Ticket(partial(add, number), partial(tell, number), hold=named, every_step=False))
         # the last ticket's turn: all before it were taken
         last, first_add = self._tickets[-1], self._tickets[-1].add
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 import time
 from collections import Counter as Counts
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 
 from hybridkv.cache.checkpoints import KINDS
+from hybridkv.cache.reuse import Reason
 
 if TYPE_CHECKING:
     from hybridkv.cache.frozen import Frozen
@@ -200,6 +201,7 @@ class _CacheCollector:
             kept[name, "full"] = float(sum(table.schema.pages(position) for position in positions) * size[name])
         yield gauge("cache_bytes", "bytes by stream", kept, "kind", "what")
         yield from self._reused(gauge)
+        yield from self._read_again(gauge)
         host = llm.manager.host
         room: Values = {("used",): float(host.used), ("capacity",): float(host.limit)}
         yield gauge("host_cache_bytes", "host memory for caches that wait to be used again", room, "what")
@@ -246,3 +248,29 @@ class _CacheCollector:
         for what in COPIES:
             copies.add_metric([self._model, what.replace(" ", "_")], host.counts[what])
         yield copies
+
+    def _read_again(self, gauge: Callable[..., Metric]) -> Iterator[Metric]:
+        """Why prompts were read, and what went that might have spared it."""
+        reuse = self._llm.manager.reuse
+
+        def counter(name: str, about: str, values: Values, *labels: str) -> Metric:
+            found = CounterMetricFamily(self._prefix + name, about, labels=["model_name", *labels])
+            for key, value in values.items():
+                found.add_metric([self._model, *key], value)
+            return found
+
+        counts = {} if reuse is None else reuse.counts
+        looked, cuts = counts.get("lookup_tokens", 0), counts.get("cuts", 0)
+        read = {} if reuse is None else reuse.read_again
+        dropped = {} if reuse is None else reuse.checkpoints.dropped
+        why: Values = {(reason,): float(read.get(reason, 0)) for reason in get_args(Reason)}
+        gone: Values = {
+            ("checkpoint", reason): float(dropped.get(reason, 0)) for reason in ("rows", "pages", "forgotten")
+        }
+        gone["column", "pages"] = float(counts.get("columns_dropped", 0))
+        bare = reuse.columns.uncovered if reuse is not None and reuse.has_state else 0
+        yield counter("reuse_lookup_tokens", "tokens of prompts that were looked for", {(): looked})
+        yield counter("reuse_read_again_tokens", "tokens of prompts that were read, by reason", why, "why")
+        yield counter("reuse_cuts", "steps that ended early for a checkpoint", {(): cuts})
+        yield counter("reuse_dropped", "what was kept and had to go, and for what", gone, "what", "why")
+        yield gauge("reuse_uncovered_columns", "those that no checkpoint lets a prompt use", {(): bare})

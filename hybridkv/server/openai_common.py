@@ -95,6 +95,8 @@ def kept_object(usage: Usage, job: Job) -> dict[str, Any]:
         "kv_bytes": usage.kv_bytes,
         "full_bytes": usage.full_bytes,
     }
+    if job.prompts[0].prefix is not None:
+        found["prefix"] = {"name": job.prompts[0].sharing.prefix, **job.prompts[0].about_prefix}
     if isinstance(job.eviction, EvictionConfig):
         found["budget"] = job.eviction.budget
     if usage.policy is not None:

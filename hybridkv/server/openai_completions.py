@@ -12,6 +12,7 @@ from hybridkv.llm import LLM
 from hybridkv.request import TokenLogprobs
 from hybridkv.server import asked as common
 from hybridkv.server import settings
+from hybridkv.server.documents import document_of, on_document
 from hybridkv.server.events import Event, Finish, Prompt, Said, Tokens
 from hybridkv.server.fields import Fields
 from hybridkv.server.generation import Generation, Job
@@ -75,7 +76,12 @@ def read_completion(asked: Fields, service: Service) -> CompletionCall:
         prompt_logprobs=logprobs if echo else None,
         **({"min_tokens": 0} if most == 0 else {}),
     )
-    tokens = [_encoded(prompt, llm) for prompt in prompts]
+    sharing = sharing_of(asked)
+    document = document_of(llm, sharing)
+    if document is not None and echo:
+        raise asked.wrong("echo", "the text of a document that an answer goes on from is not repeated")
+    tokens = [llm.encode(prompt) if document is None else document.asked(prompt) for prompt in prompts]
+    prefix, about = on_document(document)
     if echo and logprobs is not None:
         count, most_scores = n * sum(map(len, tokens)) * (1 + logprobs), settings.MAX_PROMPT_LOGPROBS
         if count > most_scores:
@@ -83,7 +89,7 @@ def read_completion(asked: Fields, service: Service) -> CompletionCall:
             raise asked.wrong("logprobs", f"{told} are given; ask for fewer, or send shorter prompts one by one")
     texts = [_text(prompt, llm) for prompt in prompts] if echo else []
     job = Job(
-        [Prompt(ids, sharing=sharing_of(asked)) for ids in tokens],
+        [Prompt(ids, sharing=sharing, prefix=prefix, about_prefix=about) for ids in tokens],
         params,
         common.eviction(asked, llm),
         read_only=most == 0,
@@ -112,10 +118,6 @@ def _ids(asked: Fields, ids: Any, llm: LLM) -> list[int]:
     if not good or not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab for i in ids):
         raise asked.wrong("prompt", f"a list must hold texts, or token ids from 0 to {vocab - 1}, and not be empty")
     return ids
-
-
-def _encoded(prompt: str | list[int], llm: LLM) -> list[int]:
-    return llm.encode(prompt)
 
 
 def _text(prompt: str | list[int], llm: LLM) -> str:

@@ -10,9 +10,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from hybridkv.config import SamplingParams
+from hybridkv.document import Document
 from hybridkv.errors import RequestError
 from hybridkv.llm import LLM
 from hybridkv.request import Request
+from hybridkv.server.documents import document_of, following, on_document
 from hybridkv.server.events import COMMON, MAX_CALLS, CallDivider, Divider, Prompt, Sharing
 from hybridkv.server.problems import bad
 from hybridkv.server.reusing import MARKED, joined_marks, marked_tokens, named_marks
@@ -24,7 +26,7 @@ from hybridkv.text.chat import RESERVED, ChatTemplate
 from hybridkv.text.constraint import Constraint, thoughts_of
 from hybridkv.text.framed import Pieces, text_of
 from hybridkv.text.marks import MOST_CLIENT_MARKS
-from hybridkv.text.memory import Replays
+from hybridkv.text.memory import Replays, Spelled
 from hybridkv.text.prompt import render_pieces
 from hybridkv.text.reasoning import marks_in, reasoning_of
 from hybridkv.text.thinking import MODE, SWITCHES
@@ -81,6 +83,9 @@ def render_chat(llm: LLM, chat: Chat) -> Rendered:
     if llm.tokenizer is None or llm.chat_template is None:
         raise bad("this model has no chat template; use /v1/completions with text or token ids")
     tokenizer, template = llm.tokenizer, llm.chat_template
+    document = document_of(llm, chat.sharing)
+    if document is not None:
+        chat = replace(chat, messages=following(document, chat.messages))
     if taken := sorted((RESERVED | {"tools", "documents"}) & chat.variables.keys()):
         raise bad(f"chat_template_kwargs: {', '.join(taken)} cannot be set by a request", "chat_template_kwargs")
     read = template.variables
@@ -108,7 +113,7 @@ def render_chat(llm: LLM, chat: Chat) -> Rendered:
         )
         return pieces, names
 
-    known = _Known(llm, chat, form, render)
+    known = _Known(llm, chat, form, render, document)
     pieces = known.pieces
     text = text_of(pieces)
     make = partial(reasoning_of, template, text)
@@ -139,6 +144,7 @@ class _Known:
         chat: the conversation.
         form: how calls are written; None: there are none.
         render: messages, and whether with names at the client's marks, to pieces and these names.
+        document: that it goes on from; its tokens are the document's own then, and nothing of it is remembered.
     """
 
     def __init__(
@@ -147,7 +153,9 @@ class _Known:
         chat: Chat,
         form: CallFormat | None,
         render: Callable[[list[Message], bool], tuple[Pieces, list[str]]],
+        document: Document | None = None,
     ) -> None:
+        self._document = document
         self._memory, self._sharing, self._replayed = llm.chat_memory, chat.sharing, 0
         tokenizer, messages, salt = llm.chat_parts()[0], chat.messages, chat.sharing.salt
         put_back: Callable[[Pieces], Pieces | None] = lambda found: found  # noqa: E731
@@ -161,7 +169,10 @@ class _Known:
                 if pieces is not None:
                     messages, put_back, self._replayed = named, replays.put_back, len(replays)
         self.pieces = render(messages, False)[0] if pieces is None else pieces
-        self._spelled = self._memory.spell(self.pieces, salt, self._sharing.cache)
+        if document is None:
+            self._spelled = self._memory.spell(self.pieces, salt, self._sharing.cache)
+        else:
+            self._spelled = Spelled(document.continued(self.pieces))
         ids, client = self._spelled.ids, list[int]()
         if any(message.get(MARKED) for message in messages):
             with suppress(RequestError):
@@ -183,6 +194,7 @@ class _Known:
             self._spelled.remembered,
             self._replayed,
             self._ended,
+            *on_document(self._document),
         )
 
     def _ended(self, request: Request, divider: Divider) -> None:

@@ -20,7 +20,7 @@ MARKED = "cache_marks"  # of a message: characters of its content up to each mar
 
 def sharing_of(asked: Fields) -> Sharing:
     """The salt of the key that the request came with, mixed with its `cache_salt`; `hybridkv: {"cache": false}`;
-    `prompt_cache_key`, and `store`: false, which keeps it off the disk.
+    `prompt_cache_key`, and `store`: false, which keeps it off the disk; the document that it goes on from.
     """
     given, words, cache = asked.object("hybridkv"), asked.text("cache_salt", 256), True
     if given is not None and "cache" in given:
@@ -29,9 +29,10 @@ def sharing_of(asked: Fields) -> Sharing:
             raise asked.wrong("hybridkv", "its cache must be true, false, 'read' or 'write'")
     salt = asked.salt if words is None else hashlib.sha256(asked.salt + b"\0" + words.encode()).digest()
     conversation = asked.text("prompt_cache_key", 256) or asked.session
-    if cache is True and not salt and not conversation:
+    prefix = (given.text("prefix", 256) if given is not None else None) or ""
+    if cache is True and not salt and not conversation and not prefix:
         return COMMON
-    return Sharing(salt, cache, conversation, asked.raw("store") is not False)
+    return Sharing(salt, cache, conversation, asked.raw("store") is not False, prefix)
 
 
 def is_marked(block: Fields) -> bool:

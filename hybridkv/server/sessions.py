@@ -54,6 +54,7 @@ class Sessions:
         self._lock = threading.Lock()
         self._restoring: dict[Name, threading.Lock] = {}
         self._on_disk = {each.name for each in llm.store.saved()} if llm.store is not None else set()
+        self._unreadable = set[str]()  # those that could not be restored: a turn does not try them again
 
     # ---- requests
 
@@ -73,21 +74,26 @@ class Sessions:
             position = engine.manager.position(before.request.key)
             after = before.request if before.request.tokens[:position] == tokens[:position] else None
         request = engine.add(tokens, params, hold=True, after=after, eviction=eviction, **how)
-        gone = self._remember(name, Named(request, sharing.to_disk))
-        if before is not None and after is None:
-            gone.append(before.request)
-        for each in gone:
-            if each.finished:
-                engine.abort(each)
+        _let_go(engine, [each for each in self._remember(name, Named(request, sharing.to_disk)) if each is not after])
         return request
 
     def _remember(self, name: Name, named: Named) -> list[Request]:
-        """Requests of conversations that are forgotten for it."""
+        """Requests that lose their name by it: the one that had this name, and those of the oldest conversations."""
         with self._lock:
+            before = self._found.pop(name, None)
+            gone = [] if before is None else [before.request]
             self._found[name] = named
-            self._found.move_to_end(name)
-            most = len(self._found) - MOST
-            return [self._found.popitem(last=False)[1].request for _ in range(most)] if most > 0 else []
+            while len(self._found) > MOST:
+                gone.append(self._found.popitem(last=False)[1].request)
+            return gone
+
+    def _is_here(self, name: Name) -> bool:
+        """Whether the conversation is being written, or its cache is held. Called with the lock."""
+        named = self._found.get(name)
+        return named is not None and (not named.request.finished or self._is_held(named.request))
+
+    def _is_held(self, request: Request) -> bool:
+        return request in tuple(self._llm.engine.scheduler.held)  # a copy: the engine's thread changes it
 
     # ---- on the disk
 
@@ -95,26 +101,35 @@ class Sessions:
         """What it is called in the store."""
         return PREFIX + hashlib.sha256(name[0] + b"\0" + name[1].encode("utf-8", "surrogatepass")).hexdigest()[:40]
 
-    def restore(self, sharing: Sharing) -> None:
-        """A conversation that is on the disk, and not here, comes back; what cannot be restored is a miss."""
+    def restore(self, sharing: Sharing, again: bool = False) -> str | None:
+        """A conversation that is on the disk, and not here, comes back; returns why it does not: it is read again then.
+
+        again: it is tried also where it could not be restored before.
+        """
         name = (sharing.salt, sharing.conversation)
         file = self.file_name(name)
         with self._lock:
-            if not sharing.conversation or name in self._found or file not in self._on_disk:
-                return
+            if not sharing.conversation or file not in self._on_disk or self._is_here(name):
+                return None
             lock = self._restoring.setdefault(name, threading.Lock())
-        with lock:
+        with lock:  # one of several requests that name it does it
             with self._lock:
-                if name in self._found:
-                    return
-                self._on_disk.discard(file)  # once
+                known = file in self._on_disk and (again or file not in self._unreadable)
+                if not known or self._is_here(name):
+                    return None
+                before = self._found.get(name)
             try:
                 request = load_request(self._llm.owner, self._store(), file, self._key(name))[0]
             except HybridKVError as problem:
                 log.warning("a saved conversation is read again: %s", problem)
-                return
+                with self._lock:
+                    self._unreadable.add(file)
+                return str(problem)
             if request is not None:
-                self._remember(name, Named(request))
+                with self._lock:
+                    changed = self._found.get(name) is not before or file not in self._on_disk
+                self._drop([request] if changed else self._remember(name, Named(request)))
+            return None
 
     @property
     def saves(self) -> bool:
@@ -131,6 +146,8 @@ class Sessions:
             now = time.monotonic()
             if now > until or now - named.used > RECENT or not named.to_disk or not named.request.finished:
                 continue
+            if not self._is_held(named.request):  # what is on the disk of it stays
+                continue
             try:
                 self._save(name, named)
                 done += 1
@@ -142,6 +159,7 @@ class Sessions:
         save_request(self._llm.owner, self._store(), self.file_name(name), named.request, {}, self._key(name))
         with self._lock:
             self._on_disk.add(self.file_name(name))
+            self._unreadable.discard(self.file_name(name))
 
     def _store(self) -> Store:
         if self._llm.store is None:
@@ -175,18 +193,26 @@ class Sessions:
     def act(self, salt: bytes, action: str, name: str, to: str | None) -> dict[str, Any]:
         """Save, restore, fork or forget a conversation; or ApiError."""
         key = (salt, name)
-        if action == "restore":
-            self.restore(Sharing(salt, conversation=name))
+        problem = self.restore(Sharing(salt, conversation=name), again=True) if action == "restore" else None
         with self._lock:
-            named = self._found.get(key)
+            named, here = self._found.get(key), self._is_here(key)
         if action == "forget":
             self._forget(key, named)
             return {"name": name, "forgotten": True}
+        if problem is not None:
+            raise ApiError(409, f"the conversation cannot be restored: {problem}", param="name")
         if named is None:
             raise ApiError(404, "there is no conversation of that name", param="name")
         if not named.request.finished:
             raise ApiError(409, "the conversation's last answer is still being written", param="name")
+        if not here:
+            status, why = (404, ", and it was not saved") if action == "restore" else (409, "")
+            said = f"the conversation's cache was given up{why}; its next turn reads it again"
+            raise ApiError(status, said, param="name")
         if action == "save":
+            if not named.to_disk:
+                said = "the conversation came with store: false, and never goes to the disk; send a turn without that"
+                raise ApiError(409, said, param="name")
             self._save(key, named)
         elif action == "fork":
             if not to:
@@ -202,20 +228,19 @@ class Sessions:
             self._found.pop(key, None)
             on_disk = file in self._on_disk
             self._on_disk.discard(file)
+            self._unreadable.discard(file)
         if named is not None:
-            self._drop([named.request])
+            self._llm.owner.run(lambda engine: engine.abort(named.request))
+            if self._llm.ranks is None:
+                self._llm.forget(key[0], named.request.tokens)
         if on_disk:
             self._store().remove(file)
         if named is None and not on_disk:
             raise ApiError(404, "there is no conversation of that name", param="name")
 
     def _drop(self, requests: list[Request]) -> None:
-        def forget(engine: Engine) -> None:
-            for request in requests:
-                engine.abort(request)
-
         if requests:
-            self._llm.owner.run(forget)
+            self._llm.owner.run(lambda engine: _let_go(engine, requests))
 
     def close(self) -> None:
         """Give all of them back."""
@@ -224,3 +249,12 @@ class Sessions:
             self._found.clear()
         if not self._llm.owner.closed:
             self._drop(requests)
+
+
+def _let_go(engine: Engine, requests: list[Request]) -> None:
+    """Requests that no name leads to any more: held caches go; answers that are being written leave none behind."""
+    for request in requests:
+        if request.finished:
+            engine.abort(request)
+        else:
+            request.hold = False

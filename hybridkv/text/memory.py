@@ -165,11 +165,25 @@ class TextMemory:
             while self.nbytes > self.limit:
                 self._drop(next(iter(self._known)))
 
-    def forget(self, salt: bytes) -> None:
-        """All that was said under a salt."""
+    def forget(self, salt: bytes | None) -> None:
+        """All that was said under a salt; None: all there is."""
         with self._lock:
-            for key in [key for key, known in self._known.items() if known.salt == salt]:
+            for key in [key for key, known in self._known.items() if salt in (None, known.salt)]:
                 self._drop(key)
+
+    def forget_text(self, salt: bytes, tokens: Sequence[int]) -> None:
+        """Answers of a text, from the last one up to where another text continues it."""
+        said = array("i", tokens)
+        with self._lock:
+            found = {}
+            for known in self._known.values():
+                own = array("i", [token for each in known.path() for token in each.own])
+                if known.salt == salt and said[: len(own)] == own:
+                    found[len(own)] = known
+            for _, known in sorted(found.items(), reverse=True):
+                if any(other.before is known for other in self._known.values()):
+                    return
+                self._drop(known.key)
 
     def _touch(self, known: _Known) -> None:
         """It was used, and all that it continues: those stand behind it, so that none goes before what needs it."""
@@ -246,11 +260,12 @@ class CallMemory:
             self._made.move_to_end(key)
             return made
 
-    def forget(self, salt: bytes) -> None:
-        """All that was called under a salt."""
+    def forget(self, salt: bytes | None, said: str | None = None) -> None:
+        """All that was called under a salt (None: all there is), or what a text says of it."""
         with self._lock:
-            for key in [key for key in self._made if key[0] == salt]:
-                self._drop(key)
+            for key in [key for key in self._made if salt in (None, key[0])]:
+                if said is None or self._made[key].text in said:
+                    self._drop(key)
 
     def _drop(self, key: tuple[bytes, str]) -> None:
         made = self._made.pop(key)
@@ -347,7 +362,7 @@ class ChatMemory:
         self.marks = ChatMarks.probe(template, tokenizer)
         self.texts = TextMemory(tokenizer, self.marks.answer_end if on else "")
         self.calls = CallMemory() if on else CallMemory(0, 0)
-        self._nothing = TextMemory(tokenizer, "")
+        self._nothing, self._tokenizer = TextMemory(tokenizer, ""), tokenizer
 
     def spell(self, pieces: Pieces, salt: bytes = b"", cache: bool | str = True) -> Spelled:
         """Token ids of a prompt. `cache`: as in `LLM.generate`; nothing is taken over unless it is read."""
@@ -358,10 +373,14 @@ class ChatMemory:
         if cache is True:
             self.texts.remember(prompt, text, ids[:-1] if ended else ids)
 
-    def forget(self, salt: bytes) -> None:
-        """All that was said under a salt."""
-        self.texts.forget(salt)
-        self.calls.forget(salt)
+    def forget(self, salt: bytes | None, tokens: Sequence[int] | None = None) -> None:
+        """All that was said under a salt (None: all there is), or what was said and called in one text."""
+        if tokens is None:
+            self.texts.forget(salt)
+            self.calls.forget(salt)
+        else:
+            self.texts.forget_text(salt or b"", tokens)
+            self.calls.forget(salt or b"", self._tokenizer.decode(tokens, skip_special=False))
 
 
 def guarded(tokenizer: Tokenizer, text: str) -> Pieces:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -283,6 +284,23 @@ def test_another_salt_sees_nothing(engine_of: Callable) -> None:
     reuse_of(engine).forget(b"one")
     assert ask(engine, BASE, salt=b"one").cached_tokens == 0
     check(engine)
+
+
+def test_a_text_is_forgotten_as_far_as_no_other_shares_it(engine_of: Callable) -> None:
+    engine = engine_of("qwen3_5", rows=16)
+    reuse, one, two = reuse_of(engine), ask(engine, BASE, marks=MARKS), ask(engine, parting(200, 300), marks=MARKS)
+    reuse.forget_text(b"another", np.array(one.tokens, np.int32))
+    assert ask(engine, BASE).cached_tokens == 256
+    reuse.forget_text(b"", np.array(one.tokens, np.int32))
+    found = reuse.lookup(engine.scheduler.asked(two))
+    assert found.cached >= 256, "the other text is as it was"
+    again = ask(engine, BASE)
+    assert again.cached_tokens == again.reuse["matched"] == 192, "they part at token 200"
+    check(engine)
+    for each in (again, two):
+        reuse.forget_text(b"", np.array(each.tokens, np.int32))
+    assert not reuse.columns.count and not reuse.checkpoints.all, "nothing else was read"
+    assert_nothing_held(engine)
 
 
 def test_every_reason_is_given_where_it_holds(engine_of: Callable) -> None:

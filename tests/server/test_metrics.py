@@ -77,6 +77,32 @@ def test_every_name_is_on_its_page_and_every_name_of_the_page_is_there(tiny_one:
     assert found == written
 
 
+def test_what_was_read_again_and_why_is_counted(tiny_llm: LLM) -> None:
+    prompts = ([5] * 200, [5] * 200 + [6] * 40)  # the second goes on where the first ended
+
+    def counts(running: Running) -> dict[str, float]:
+        return {name.removeprefix("hybridkv_reuse_"): n for name, n in values_of(running).items() if "_reuse_" in name}
+
+    with serving(tiny_llm, names=("tiny",)) as running:
+        tiny_llm.forget()
+        before = counts(running)
+        answers = [running.post("/v1/completions", {"prompt": each, "max_tokens": 1}) for each in prompts]
+        usages = [answer["usage"] for _, answer in answers]
+        after = counts(running)
+        new = {name: after[name] - before[name] for name in after}
+        for usage in usages:
+            said = usage["hybridkv"]["reuse"]
+            new[f'read_again_tokens_total{{model_name="tiny",why="{said["reason"]}"}}'] -= said["read"]
+        assert not any(n for name, n in new.items() if name.startswith("read_again"))
+        assert new[f"lookup_tokens_total{LABEL}"] == sum(usage["prompt_tokens"] for usage in usages)
+        assert new[f"columns{LABEL}"] == tiny_llm.manager.reuse.columns.count > 0  # type: ignore[union-attr]
+        assert [usage["hybridkv"]["reuse"]["read"] for usage in usages] == [200, 40]
+        tiny_llm.forget()
+        last = counts(running)
+        name = 'dropped_total{model_name="tiny",what="checkpoint",why="forgotten"}'
+        assert last[name] > after[name] and last[f"columns{LABEL}"] == last[f"uncovered_columns{LABEL}"] == 0
+
+
 def test_what_requests_hold_is_counted_while_they_run(tiny_llm: LLM) -> None:
     asked: dict[str, Any] = dict(messages=[{"role": "user", "content": "y" * 300}], hybridkv={"budget": 96})
     with serving(tiny_llm, names=("tiny",)) as running, forward(tiny_llm, slowly(0.01)):
@@ -108,7 +134,7 @@ def test_what_is_kept_for_later_and_grammars_are_counted(tiny_llm: LLM) -> None:
         before = values_of(running)
         marked = [{"type": "text", "text": "k" * 200, "cache_control": {"type": "ephemeral"}}]
         asked = {"model": "tiny", "max_tokens": 2, "system": marked, "messages": HI}
-        usages = [running.post("/v1/messages", asked)[1]["usage"] for _ in range(2)]
+        usages = [running.post("/v1/messages", asked)[1]["usage"] for _ in range(3)]
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["a", "b"]}}}
         running.chat(response_format=form, max_tokens=9, chat_template_kwargs={"enable_thinking": False})
         values = values_of(running)

@@ -1,6 +1,7 @@
 """The page at / in a real browser: a chat that streams, and the cache that changes beside it."""
 
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from browser import Browser, Page
 
 from hybridkv import LLM
-from server.running import Running, serving
+from server.running import SECONDS, Running, forward, serving
 
 WIDTHS = (320, 390, 768, 1200, 1600)
 IDLE = re.compile("Page map: 0 pages in use")
@@ -308,3 +309,27 @@ def test_it_fits_and_can_be_read_at_every_width(tiny_new: Running, browser: Brow
         assert page.low_contrasts() == [], width
     assert page.evaluate("document.getAnimations().filter(a => a.playState === 'running').length") == 0
     check_quiet(page, tiny_new)
+
+
+def test_a_new_chat_during_an_answer_begins_with_nothing(browser: Browser, tiny_new: Running) -> None:
+    asked: list[list[Any]] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def before(number: int) -> None:
+        if number == 3:  # in the middle of the first answer
+            begun.set()
+            assert go_on.wait(SECONDS)
+
+    page = visit(browser, tiny_new)
+    page.sheet.on("request", lambda sent: asked.append(sent.post_data_json["messages"]) if sent.post_data else None)
+    with forward(tiny_new.llm, before):
+        ask(page, "one", longest=40)
+        assert begun.wait(SECONDS)
+        page.click("#new")
+        go_on.set()
+        wait_for_end(page)
+    expect(page.sheet.locator("#send")).to_be_enabled()
+    ask(page, "two")
+    wait_for_end(page)
+    assert [[each["content"] for each in said] for said in asked] == [["one"], ["two"]]
+    assert page.sheet.locator("#log > *").count() == 2

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from hybridkv import LLM
-from server.running import Running, serving
+from hybridkv.engine.engine import Engine
+from server.running import Running, forward, serving, until
 
 TEXT = " ".join(f"Item {i} of the list costs {3 * i} coins." for i in range(18))
 
@@ -19,7 +21,7 @@ def messages(question: str, text: str = TEXT) -> list[dict[str, str]]:
 
 
 def usage(running: Running, question: str, **asked: Any) -> dict[str, Any]:
-    return running.chat(messages=messages(question), max_tokens=2, **asked)["usage"]
+    return running.chat(**{"messages": messages(question), "max_tokens": 2, **asked})["usage"]
 
 
 @pytest.fixture
@@ -45,6 +47,28 @@ def test_a_second_prompt_says_how_much_was_there_and_why_not_more(fresh: Running
     assert again["prompt_tokens_details"]["cached_tokens"] == 0 and again["hybridkv"]["reuse"]["reason"] == "off"
     status, said = fresh.post("/v1/chat/completions", {"messages": messages("?"), "hybridkv": {"cache": "some"}})
     assert status == 400 and "cache must be true" in said["error"]["message"]
+
+
+def test_a_preempted_request_says_how_it_began(fresh: Running) -> None:
+    usage(fresh, "What is it?")
+    owner, preempted = fresh.llm.owner, []
+
+    def preempt(engine: Engine) -> None:
+        with engine.changing():
+            [request] = engine.scheduler.running
+            engine.scheduler.preempt(request)
+            preempted.append(request)
+
+    def before(number: int) -> None:
+        if number == 2:  # its prompt is read
+            threading.Thread(target=owner.run, args=(preempt,), daemon=True).start()
+            until(lambda: not owner._inbox.empty())
+
+    with forward(fresh.llm, before):
+        found = usage(fresh, "What is it?", max_tokens=6, ignore_eos=True)
+    assert [request.preemptions for request in preempted] == [1]
+    said, cached = found["hybridkv"]["reuse"], found["prompt_tokens_details"]["cached_tokens"]
+    assert cached == said["cached"] == found["prompt_tokens"] - said["read"] > 0
 
 
 def test_a_stream_says_the_same(fresh: Running) -> None:
