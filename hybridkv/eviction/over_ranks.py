@@ -5,9 +5,9 @@ the queries of all query heads of the KV head: where those are spread over ranks
 ranks computes the scores that one rank would. What compares streams, a list for several heads or a budget that they
 share, is decided on every rank for all heads, by today's code and the same numbers, and each takes its own part.
 
-    queries     of a KV head that lies on several ranks              gathered before its entries are scored
-    attention   of all heads of a layer (TOVA), peaks of all streams gathered while they are
-    scores      of all heads: scope layer and global, shared budgets gathered before the choice; else nothing is
+    queries     of a KV head that lies on several ranks: gathered before its entries are scored
+    attention   of all heads of a layer (TOVA), the strongest peak of each position (Peak): while they are
+    scores      of all heads, for scope layer and global and for shared budgets: before the choice
 
 So the lists are those of one rank, up to the rounding of keys and queries.
 """
