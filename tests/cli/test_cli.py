@@ -15,7 +15,7 @@ import hybridkv
 from cli.commands import LONG, ROOT, TINY, Run, short_prompt
 from hybridkv import LLM, SamplingParams, llm
 from hybridkv.cli import main
-from hybridkv.commands import demo, display, options
+from hybridkv.commands import declaring, demo, display, options
 from hybridkv.config import CacheConfig, EngineConfig
 from hybridkv.overrides import overridden
 
@@ -95,12 +95,12 @@ def test_help_groups_options_and_says_whose_the_defaults_are(command: str, run: 
 
 
 def test_paragraphs_of_help_flow() -> None:
-    assert options.flowing("One\n    two.\n\n    Three\n    four.") == "One two.\n\nThree four."
-    assert options.flowing("One.\n\n      code\n      more\n\n    End.") == "One.\n\n  code\n  more\n\nEnd."
+    assert declaring.flowing("One\n    two.\n\n    Three\n    four.") == "One two.\n\nThree four."
+    assert declaring.flowing("One.\n\n      code\n      more\n\n    End.") == "One.\n\n  code\n  more\n\nEnd."
 
 
 def test_numbers_of_tokens_may_be_written_short(run: Run) -> None:
-    assert [options.tokens(text) for text in ("32768", "32k", "32K", "1m", " 2k ")] == [
+    assert [declaring.tokens(text) for text in ("32768", "32k", "32K", "1m", " 2k ")] == [
         32768,
         32768,
         32768,
