@@ -175,4 +175,4 @@ def test_a_planted_fault_is_found(fault: Callable[[], Patch], monkeypatch: pytes
     where, name, patched = fault()
     monkeypatch.setattr(where, name, patched)
     with pytest.raises(Exception):  # noqa: B017  # whatever it breaks
-        search(150, machine=HostMachine)
+        search(900, machine=HostMachine)

@@ -95,12 +95,15 @@ def test_what_was_read_again_and_why_is_counted(tiny_llm: LLM) -> None:
             new[f'read_again_tokens_total{{model_name="tiny",why="{said["reason"]}"}}'] -= said["read"]
         assert not any(n for name, n in new.items() if name.startswith("read_again"))
         assert new[f"lookup_tokens_total{LABEL}"] == sum(usage["prompt_tokens"] for usage in usages)
-        assert new[f"columns{LABEL}"] == tiny_llm.manager.reuse.columns.count > 0  # type: ignore[union-attr]
+        assert new['columns{model_name="tiny",tier="device"}'] == tiny_llm.manager.reuse.columns.count > 0  # type: ignore[union-attr]
         assert [usage["hybridkv"]["reuse"]["read"] for usage in usages] == [200, 40]
         tiny_llm.forget()
         last = counts(running)
         name = 'dropped_total{model_name="tiny",what="checkpoint",why="forgotten"}'
-        assert last[name] > after[name] and last[f"columns{LABEL}"] == last[f"uncovered_columns{LABEL}"] == 0
+        assert (
+            last[name] > after[name]
+            and last['columns{model_name="tiny",tier="device"}'] == last[f"uncovered_columns{LABEL}"] == 0
+        )
 
 
 def test_what_requests_hold_is_counted_while_they_run(tiny_llm: LLM) -> None:
