@@ -216,7 +216,7 @@ def test_copies_that_save_less_than_they_take_are_left_for_a_while(with_host: Ca
 def test_more_than_may_be_in_flight_is_dropped(with_host: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = with_host("llama")
     ask(engine, BASE)
-    monkeypatch.setattr(HostTier, "in_flight", property(lambda self: 256 << 20))
+    monkeypatch.setattr(HostTier, "in_flight", property(lambda self: (256 << 20) + 1))
     drive_out(engine)
     assert not reuse_of(engine).columns.count and not engine.manager.host.used
     assert reuse_of(engine).host.counts["columns dropped"] > 0
