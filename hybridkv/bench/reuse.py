@@ -161,7 +161,7 @@ class ReuseBench:
                 self.wait()  # only so much may be on its way to the host at once
             for table in manager.tables.values():
                 many = table.allocator.free + table.allocator.reclaimable
-                step = max(1, many // 64)
+                step = max(1, many // 128)
                 for n in range(step, many + 1, step):
                     table.allocator.release(table.allocator.acquire(n))
                     self.wait()

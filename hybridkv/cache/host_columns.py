@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -80,6 +81,7 @@ class HostColumns:
         self.states: dict[Column, Stored] = {}  # likewise
         self.speed = 0.0  # tokens read a second, the most that was seen; 0: not known, any load is worth it
         self.loading: Column | None = None  # the end of what is being loaded: it does not make room
+        self._decided: bool | None = None  # whether what is needed now goes down; None: it is found out
         self.resting = False  # copies took longer than what they saved: nothing is stored until this is looked at again
         self.counts: Counter[str] = Counter()
         self._looked = (0, 0, 0)  # lookups, bytes copied, tokens saved when costs were looked at last
@@ -119,8 +121,7 @@ class HostColumns:
             return
         stored = self.states.pop(column, None)
         if stored is None:
-            nbytes = self.manager.schema.slot_bytes
-            if self.resting or self.tier.in_flight + nbytes > IN_FLIGHT:
+            if not self._stores():
                 self.counts["states dropped"] += 1
                 return
             rows = self.manager.state.rows(checkpoint.row).values()
@@ -134,6 +135,22 @@ class HostColumns:
         stored.kind, stored.uses, stored.value = checkpoint.kind, checkpoint.uses, checkpoint.value
         self.states[column] = stored
         self.reuse.columns.keep(column, stored)
+
+    @contextmanager
+    def one_need(self) -> Iterator[None]:
+        """Inside, whether anything goes down is decided once, for all that one step needs: columns go deepest first,
+        and if one of them were dropped half way, those below it would be lost with it.
+        """
+        self._decided = self._stores()
+        try:
+            yield
+        finally:
+            self._decided = None
+
+    def _stores(self) -> bool:
+        if self._decided is not None:
+            return self._decided
+        return not self.resting and self.tier.in_flight <= IN_FLIGHT
 
     def takes(self, column: Column) -> bool:
         """Whether a column goes to the host when its pages are needed."""
@@ -168,9 +185,7 @@ class HostColumns:
 
     def _put(self, group: list[Column], ids: np.ndarray) -> None:
         """Copy the pages of columns, ids [columns, width], to the host, and give them back."""
-        blocks, nbytes = None, len(group) * self.each * BLOCK
-        if not self.resting and self.tier.in_flight + nbytes <= IN_FLIGHT:
-            blocks = self.tier.put(self._gathered(ids))
+        blocks = self.tier.put(self._gathered(ids)) if self._stores() else None
         if blocks is None:
             self.counts["columns dropped"] += len(group)
             for column, pages in zip(group, ids, strict=True):
@@ -408,7 +423,7 @@ class HostColumns:
 
     def rebuild(self) -> None:
         """Sort what there is anew, after an interrupt. The trie has been counted."""
-        there, self.loading = list(self.reuse.columns), None
+        there, self.loading, self._decided = list(self.reuse.columns), None, None
         known = [*self.alone, *self.doubles]
         copies = dict.fromkeys([c for c in known if c.host is not None and self.reuse.columns.holds(c)])
         copies |= dict.fromkeys(c for c in reversed(there) if c.host is not None)

@@ -557,16 +557,17 @@ class Reuse:
     def reclaim(self, name: str, pages: int) -> None:
         """Drop columns until so many pages of a pool are free, or none is left that nobody needs."""
         allocator = self.manager.tables[name].allocator
-        while allocator.free < pages:
-            column = self.columns.oldest()
-            if column is not None and self.host.takes(column):
-                self.host.lower(column, name, pages)
-            elif column is not None:
-                self.drop(column)
-            elif self.late:  # last, since the host waits for a step in flight
-                self.settle_late()
-            elif not self.checkpoints.give_way():
-                return
+        with self.host.one_need():
+            while allocator.free < pages:
+                column = self.columns.oldest()
+                if column is not None and self.host.takes(column):
+                    self.host.lower(column, name, pages)
+                elif column is not None:
+                    self.drop(column)
+                elif self.late:  # last, since the host waits for a step in flight
+                    self.settle_late()
+                elif not self.checkpoints.give_way():
+                    return
 
     def pages(self, name: str) -> np.ndarray:
         """Page ids of a pool that columns, and what is staged, name, as often as they do."""

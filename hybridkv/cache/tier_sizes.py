@@ -6,7 +6,7 @@ from hybridkv.cache.schema import CacheSchema, ceil_div
 
 BLOCK = 256 << 10  # bytes; what is put there takes whole blocks
 STAGING = 64 << 20  # bytes of one of two buffers on the device, and of the largest chunk
-IN_FLIGHT = 256 << 20  # bytes of prefixes on their way to the host at the most; more are dropped instead
+IN_FLIGHT = 256 << 20  # bytes on their way to the host: while there are more, prefixes are dropped instead
 CPU_LIMIT = 1 << 30  # bytes on a CPU, where only the state of frozen caches goes there
 MOST = 32 << 30  # bytes where nobody says how many; a quarter of what is free at the most
 

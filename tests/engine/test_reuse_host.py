@@ -18,7 +18,7 @@ import hybridkv
 from engine.driving import assert_nothing_held, count_tokens, prompt, run
 from engine.reusing import ASK, Cold, apart, ask, check, drive_out, poison, same
 from hybridkv import LLM, CacheConfig
-from hybridkv.cache import KVCacheManager
+from hybridkv.cache import KVCacheManager, host_columns
 from hybridkv.cache.reuse import Reuse
 from hybridkv.cache.tier_sizes import BLOCK
 from hybridkv.cache.tiers import HostTier
@@ -216,10 +216,23 @@ def test_copies_that_save_less_than_they_take_are_left_for_a_while(with_host: Ca
 def test_more_than_may_be_in_flight_is_dropped(with_host: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = with_host("llama")
     ask(engine, BASE)
-    monkeypatch.setattr(HostTier, "in_flight", property(lambda self: 256 << 20))
+    monkeypatch.setattr(HostTier, "in_flight", property(lambda self: (256 << 20) + 1))
     drive_out(engine)
     assert not reuse_of(engine).columns.count and not engine.manager.host.used
     assert reuse_of(engine).host.counts["columns dropped"] > 0
+
+
+def test_what_one_step_needs_goes_down_whole(with_host: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it fills what may be in flight: a column that is dropped half way takes those below it along."""
+    engine = with_host("llama")
+    ask(engine, BASE)
+    monkeypatch.setattr(host_columns, "GROUP", BLOCK)
+    monkeypatch.setattr(HostTier, "in_flight", property(lambda self: self.copied_down << 20))
+    drive_out(engine)
+    assert reuse_of(engine).columns.away == 18 and reuse_of(engine).host.counts["columns stored"] == 18
+    ask(engine, prompt(100, 8))
+    drive_out(engine)
+    assert reuse_of(engine).columns.away == 18, "more went down than may be on its way"
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
