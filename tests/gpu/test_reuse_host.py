@@ -38,8 +38,8 @@ def parting(shared: int, length: int, seed: int = 1) -> list[int]:
     return [*BASE[:shared], *tiny.token_ids(length, seed=seed)[shared:]]
 
 
-def ask_beside(llm: LLM, prompts: list[list[int]], **how: object) -> list[Request]:
-    """All at once, beside one that answers all the while."""
+def ask_beside(llm: LLM, prompts: list[list[int]], sound: bool = True, **how: object) -> list[Request]:
+    """All at once, beside one that answers all the while. `sound`: all of them get answers."""
     engine = llm.engine
     beside = engine.add(tiny.token_ids(30, seed=99), SamplingParams(max_tokens=40, ignore_eos=True), cache=False)
     for _ in range(4):
@@ -47,7 +47,7 @@ def ask_beside(llm: LLM, prompts: list[list[int]], **how: object) -> list[Reques
     asked = [engine.add(tokens, PARAMS, **how) for tokens in prompts]  # type: ignore[arg-type]
     run(engine)
     check(engine)
-    assert beside.error is None and all(request.error is None for request in asked)
+    assert beside.error is None and not (sound and any(request.error for request in asked))
     return asked
 
 
@@ -94,7 +94,7 @@ def test_hits_from_the_host_give_the_bits_of_a_cold_run(
 def test_what_comes_from_the_host_is_waited_for(
     models: Models, late: Callable[[LLM], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the wait answers are others: so the tests above would find it."""
+    """Without the wait answers are others, or no numbers: so the tests above would find it."""
     llm = models.open("qwen3_5", "float32", "f32", None, context=1024)
     assert llm.manager.reuse is not None
     llm.manager.reuse.forget()
@@ -110,8 +110,9 @@ def test_what_comes_from_the_host_is_waited_for(
         buffer.fill_(1)
     with monkeypatch.context() as broken:
         broken.setattr(HostTier, "_used", at_once)
-        [warm], [cold] = ask_beside(llm, [parting(640, 700)]), ask_beside(llm, [parting(640, 700)], cache=False)
-    assert warm.reuse["tier"] == "host" and not same(warm, cold)
+        [warm] = ask_beside(llm, [parting(640, 700)], sound=False)
+    [cold] = ask_beside(llm, [parting(640, 700)], cache=False)
+    assert warm.reuse["tier"] == "host" and (warm.error is not None or not same(warm, cold))
     torch.cuda.synchronize()
     llm.manager.reuse.forget()
     assert_nothing_held(llm.engine)
