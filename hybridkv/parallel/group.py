@@ -238,21 +238,29 @@ class Group:
             before()
             self.close()
             return
+        backend = _backend(self.device)
+        abort = getattr(backend, "abort", None) or getattr(backend, "_abort", None) or (lambda: None)
+        # Kernels that wait for other ranks are told to stop first: graphs may not go while they run. That may wait for
+        # graphs that hold NCCL's calls, so they go beside it.
+        aborting = _begin("abort", abort)
+        aborting.join(ABANDON / 10)
+        _begin("before", before).join(ABANDON)
+        aborting.join(ABANDON)
+        _begin("destroy", dist.destroy_process_group).join(ABANDON)
+        if dist.is_initialized():
+            dist.distributed_c10d._update_default_pg(None)
 
-        def end() -> None:
-            before()
-            backend = _backend(self.device)
-            abort = getattr(backend, "abort", None) or getattr(backend, "_abort", None)
-            with contextlib.suppress(Exception):  # what is left of it is of no use, and the next model may be opened
-                if abort is not None:  # kernels that wait are told to stop
-                    abort()
-                dist.destroy_process_group()
-            if dist.is_initialized():
-                dist.distributed_c10d._update_default_pg(None)
 
-        ending = threading.Thread(target=end, name="hybridkv-abandon", daemon=True)
-        ending.start()
-        ending.join(ABANDON)
+def _begin(name: str, do: Callable[[], object]) -> threading.Thread:
+    """A thread that does something which may hang, or fail: what is left of the group is of no use."""
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            do()
+
+    found = threading.Thread(target=run, name=f"hybridkv-{name}", daemon=True)
+    found.start()
+    return found
 
 
 def _backend(device: torch.device) -> object:
