@@ -359,6 +359,13 @@ class Engine:
                 request.finish_reason = "abort"
                 self._finish(request)
 
+    def let_go(self, request: Request) -> None:
+        """Nobody will go on from a request: its held cache goes; an answer that is being written leaves none behind."""
+        if request.finished:
+            self.abort(request)
+        else:
+            request.hold = False
+
     # ---- requests that move (moving.py)
 
     def export(self, request: Request) -> Session:

@@ -246,6 +246,11 @@ class LockStepEngine(RankCalls):
             self._events.append({"event": "stop", "number": request.order})
         super().stop(request)
 
+    def let_go(self, request: Request) -> None:
+        if not request.finished and self.failure is None:
+            self._events.append({"event": "let go", "number": request.order})
+        super().let_go(request)
+
     def step(self) -> list[Update]:
         return self._together("step", super().step)
 
@@ -323,17 +328,19 @@ class LockStepEngine(RankCalls):
                 request.salt = bytes.fromhex(event["salt"])
                 request.banned = tuple(event["banned"])
                 request.following = OF_RANK_0 if event["bound"] else None
+            self._to_hold.pop(after, None)  # whose cache it has taken over
             if event["hold"]:
                 self._to_hold[made.order] = made
             return
-        if event["event"] not in ("abort", "stop"):
+        ways = {"abort": super().abort, "stop": super().stop, "let go": super().let_go}
+        if event["event"] not in ways:
             self._do_call(event)
             return
         request = self._known.get(event["number"])
-        if event["event"] == "abort":
+        if event["event"] != "stop":
             self._to_hold.pop(event["number"], None)
         if request is not None:
-            (super().abort if event["event"] == "abort" else super().stop)(request)
+            ways[event["event"]](request)
 
     # ---- what is not there yet
 

@@ -67,7 +67,8 @@ class Service:
         self.metrics.watch(llm, self.names[0])
         recorder = Recorder(llm.manager)
         self._feed = CacheFeed(self, recorder)
-        looks = [recorder.observe, take_turns] if len(self.settings.api_keys) > 1 else [recorder.observe]
+        turns = len(self.settings.api_keys) > 1 and llm.ranks is None  # ranks must all have one order: that of arrival
+        looks = [recorder.observe, take_turns] if turns else [recorder.observe]
         self._unobserve = [llm.owner.observe(look) for look in looks]
         self._sessions = Sessions(llm)
         count = self.metrics.transfers

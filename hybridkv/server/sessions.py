@@ -74,7 +74,9 @@ class Sessions:
             position = engine.manager.position(before.request.key)
             after = before.request if before.request.tokens[:position] == tokens[:position] else None
         request = engine.add(tokens, params, hold=True, after=after, eviction=eviction, **how)
-        _let_go(engine, [each for each in self._remember(name, Named(request, sharing.to_disk)) if each is not after])
+        for lost in self._remember(name, Named(request, sharing.to_disk)):
+            if lost is not after:
+                engine.let_go(lost)
         return request
 
     def _remember(self, name: Name, named: Named) -> list[Request]:
@@ -240,7 +242,7 @@ class Sessions:
 
     def _drop(self, requests: list[Request]) -> None:
         if requests:
-            self._llm.owner.run(lambda engine: _let_go(engine, requests))
+            self._llm.owner.run(lambda engine: [engine.let_go(request) for request in requests])
 
     def close(self) -> None:
         """Give all of them back."""
@@ -249,12 +251,3 @@ class Sessions:
             self._found.clear()
         if not self._llm.owner.closed:
             self._drop(requests)
-
-
-def _let_go(engine: Engine, requests: list[Request]) -> None:
-    """Requests that no name leads to any more: held caches go; answers that are being written leave none behind."""
-    for request in requests:
-        if request.finished:
-            engine.abort(request)
-        else:
-            request.hold = False

@@ -249,10 +249,12 @@ def random_events(group: Group, path: str, seed: int, events: int, ahead: bool =
     engine.launches_ahead, launched = ahead, count_ahead(engine)
     if group.rank:
         engine.follow()
-        return [engine.pipeline.steps, launched[0], engine.channel.received]
+        return [engine.pipeline.steps, launched[0], engine.channel.received, len(engine._to_hold)]
     chance, live, held = random.Random(seed), [], []
+    ever: set[Any] = set()  # requests whose caches were to be held
+    lost: set[Any] = set()  # those that nobody can go on from
     for _ in range(events):
-        what = chance.choice(("add", "add", "turn", "abort", "stop", "step", "step", "step", "step"))
+        what = chance.choice(("add", "add", "turn", "let go", "abort", "stop", "step", "step", "step", "step"))
         live = [request for request in live if not request.finished]
         params = SamplingParams(
             max_tokens=chance.randint(1, 9), temperature=chance.choice((0, 0, 0.9)), n=chance.choice((1, 1, 1, 2))
@@ -262,18 +264,26 @@ def random_events(group: Group, path: str, seed: int, events: int, ahead: bool =
         if what == "add" and len(live) < 6:
             live.append(engine.add(tokens, params, hold))
             held += [live[-1]] if hold else []
+            ever |= {live[-1]} if hold else set()
         elif what == "turn" and held and held[-1].finished:
             after = held.pop()
+            lost.add(after)
             live.append(engine.add([*after.tokens, *tokens][:90], replace(params, n=1), False, after))
+        elif what == "let go" and held:
+            one = held.pop(chance.randrange(len(held)))
+            lost.add(one)
+            engine.let_go(one)
         elif what in ("abort", "stop") and live:
-            getattr(engine, what)(chance.choice(live))
+            one = chance.choice(live)
+            lost |= {one} if what == "abort" else set()
+            getattr(engine, what)(one)
         elif what == "step" and not engine.idle:
             engine.step()
     while not engine.idle:
         engine.step()
     with engine.channel.telling("end"):
         pass
-    return [engine.pipeline.steps, launched[0], engine.channel.sent]
+    return [engine.pipeline.steps, launched[0], engine.channel.sent, len(ever - lost)]
 
 
 def diverge(group: Group, path: str, how: str) -> None:
