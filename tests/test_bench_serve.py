@@ -92,6 +92,7 @@ def test_memory_that_grows_is_seen() -> None:
     assert abs(flat.grown()) < 1 and growing.grown() > 10
 
 
+@pytest.mark.slow
 def test_memory_that_grows_for_long_enough_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = itertools.count(400)
     monkeypatch.setattr(soak, "resident", lambda: float(next(seen)))

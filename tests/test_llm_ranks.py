@@ -92,6 +92,7 @@ def test_it_answers_as_one_process_does_and_says_what_it_cannot(folder: Path, tm
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_it_evicts_as_one_process_does(folder: Path) -> None:
     """Opened with a policy that is an object and a bounded budget; a request brings another one."""
     prompts = [tiny.token_ids(length, seed=length) for length in (200, 150, 170)]

@@ -343,6 +343,7 @@ def test_where_turns_begin() -> None:
     assert turn_begins(tokens[5:], messages, encode) == [0, 0], "tokens that are not those of the messages"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (cache_folder() / FILE_NAME).exists(), reason="the embedded model was not fetched")
 def test_what_was_said_in_the_first_turn_is_still_known_in_the_eighth() -> None:
     cache = CacheConfig(kv_dtype="f32", page_size=16, keep_turns=2, turn_budget=64)

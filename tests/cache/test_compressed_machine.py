@@ -249,6 +249,7 @@ FAULTS = (
 NOTICED = (AssertionError, ValueError, IndexError, pytest.fail.Exception)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
 def test_a_planted_fault_is_found(fault: Callable[[], Patch], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*fault())

@@ -275,6 +275,7 @@ class Truncating(CacheMachine):
     restore = compact = preempt = misuse = None  # type: ignore[assignment]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
 def test_a_planted_fault_is_found(fault: Callable[[], Patch], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*fault())

@@ -87,6 +87,7 @@ def random_settings(rng: random.Random) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_its_numbers_are_those_of_the_command(
     browser: Browser, written: Path, capsys: pytest.CaptureFixture[str]

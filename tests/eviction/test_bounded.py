@@ -50,6 +50,7 @@ def finished(llm: LLM, *requests: Request) -> None:
     assert all(r.error is None for r in requests), [r.error for r in requests]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ("auto", "snapkv", "peak:spread=all"))
 @pytest.mark.parametrize(("kind", "prompt", "answer"), (("llama", 10, 500), ("qwen3_5", 300, 300)))
 def test_answers_of_any_length(kind: str, prompt: int, answer: int, policy: str, open_bounded: Callable) -> None:

@@ -138,6 +138,7 @@ def test_a_bounded_prompt_runs_in_a_pool_of_budget_and_chunk(policy: str, more: 
     assert_nothing_held(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("scale", (16, *and_more(64)))
 def test_a_prompt_of_512_windows_is_read_in_budget_and_one_step(scale: int, evicting: Callable) -> None:

@@ -47,6 +47,7 @@ def log_likelihood(kv_dtype: str) -> Tensor:
     return logits.log_softmax(-1).gather(1, said[:, None])[:, 0]
 
 
+@pytest.mark.slow
 def test_needles_found_with_an_f32_cache_are_found_with_fp8() -> None:
     wide, narrow = log_likelihood("f32"), log_likelihood("fp8")
     assert wide.min() > -1  # found: without its needle a token is one of thousands

@@ -31,6 +31,7 @@ for name, kernel in built:
 """
 
 
+@pytest.mark.slow
 def test_every_default_shape_compiles_and_fits() -> None:
     """In a process without the interpreter. Both kernels come early and wait; FP8 is converted in pairs."""
     printed = compile_alone(COMPILE)

@@ -32,6 +32,7 @@ for name, kernel in built:
 """
 
 
+@pytest.mark.slow
 def test_it_compiles_over_pages_and_over_dequantised_keys() -> None:
     """In a process without the interpreter, which would take the place of the compiler."""
     printed = compile_alone(COMPILE)
@@ -63,6 +64,7 @@ for name, kernel in built:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_it_compiles_for_exact_mode() -> None:
     """Splits joined by a program, and left for another kernel to join; the long form has every width with both."""
