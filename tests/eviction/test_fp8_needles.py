@@ -3,6 +3,7 @@
 from functools import cache
 from importlib.resources import files
 
+import pytest
 import torch
 from numerics import rel_rms
 from torch import Tensor
