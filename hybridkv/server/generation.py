@@ -156,6 +156,8 @@ class Generation:
                 request = self._sessions.add(engine, prompt.tokens, job.params, job.eviction, prompt.sharing, how)
             else:
                 request = engine.add(prompt.tokens, self.job.params, eviction=self.job.eviction, **how)
+            for each in (request, *request.siblings):
+                each.whose = self.salt  # of the key alone: turns are a key's, however many salts it sends
             self._added(request)
             return request
 
