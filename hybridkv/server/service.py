@@ -201,6 +201,10 @@ class Service:
         for prompt in job.prompts:
             if prompt.sharing.conversation:
                 await self.move(self.sessions.restore, prompt.sharing)
+        document = job.prompts[0].document  # one for all of them
+        if document is not None:  # its text may be read again: the threads that read requests do not wait for that
+            prefix = await self.move(document.held)
+            job = replace(job, prompts=[replace(prompt, prefix=prefix) for prompt in job.prompts])
         own = partial(self.feed.recorder.own, whose=whose)
         queued, longest = settings.queue_seconds, settings.request_seconds
         sends, moved = self.transfers.may_send(job.transfer, job.choices), None

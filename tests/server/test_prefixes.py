@@ -1,5 +1,6 @@
 """Compressed documents on a server: a request names one, and its answer is what Python gives."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
 from engine.driving import assert_nothing_held
 from hybridkv import LLM, SamplingParams
 from hybridkv.cli import main
+from hybridkv.document import Document
 from hybridkv.engine.engine import Engine
+from hybridkv.request import Request
 from hybridkv.server.documents import load_documents
 from server.running import Running, serving
 
@@ -91,6 +94,24 @@ def test_a_completion_goes_on_from_text_and_from_token_ids(llm: LLM, server: Run
         status, found = server.post(TEXT, asked)
         assert status == 200 and found["choices"][0]["text"] == want.text, name
         assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == len(llm.documents[name].tokens)
+
+
+def test_threads_that_read_requests_wait_for_no_document(
+    llm: LLM, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are few of them; a document whose cache was given up is read again, which may take long."""
+    held, threads = Document.held, list[str]()
+
+    def watched(document: Document) -> Request:
+        threads.append(threading.current_thread().name)
+        return held(document)
+
+    monkeypatch.setattr(Document, "held", watched)
+    llm.owner.run(lambda engine: [engine.scheduler.give_up(each) for each in list(engine.scheduler.held)])
+    asked = {"prompt": ["Which month?", "Why?"], "temperature": 0, "max_tokens": 4, "hybridkv": {"prefix": "report"}}
+    status, found = server.post(TEXT, asked)
+    assert status == 200 and len(found["choices"]) == 2 and chat(server, "Which month?")[0] == 200
+    assert len(threads) == 2 and all(name.startswith("hybridkv-move") for name in threads), threads
 
 
 def test_what_cannot_follow_a_document_is_refused(server: Running) -> None:
