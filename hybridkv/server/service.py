@@ -237,8 +237,9 @@ class Service:
         engine, asked = self.llm.engine, job.eviction
         config = engine.resolve_eviction(INHERIT) if asked is INHERIT else asked
         bounded = isinstance(config, EvictionConfig) and config.bounded
-        limit = engine.manager.max_tokens if bounded else engine.tokens_alone
         for prompt in job.prompts:
+            evicted = bounded or (prompt.document is not None and prompt.document.evicted)
+            limit = engine.manager.max_tokens if evicted else engine.tokens_alone
             if len(prompt.tokens) >= limit:
                 raise too_long(len(prompt.tokens), limit - 1)
 

@@ -10,7 +10,7 @@ import tiny
 
 from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
 from engine.driving import assert_nothing_held
-from hybridkv import LLM, SamplingParams
+from hybridkv import LLM, CacheConfig, SamplingParams
 from hybridkv.cli import main
 from hybridkv.document import Document
 from hybridkv.engine.engine import Engine
@@ -112,6 +112,33 @@ def test_threads_that_read_requests_wait_for_no_document(
     status, found = server.post(TEXT, asked)
     assert status == 200 and len(found["choices"]) == 2 and chat(server, "Which month?")[0] == 200
     assert len(threads) == 2 and all(name.startswith("hybridkv-move") for name in threads), threads
+
+
+def test_a_document_is_asked_where_the_whole_text_would_not_fit(tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path)
+    write_tokenizer(tmp_path, TEMPLATE)
+    cache = CacheConfig(page_size=8, kv_dtype="f32", budget=48, window=8, recent=8, bounded=True)
+    common: Any = {"device": "cpu", "dtype": "float32", "max_context": 1024, "step_tokens": 64}
+    whole = CacheConfig(page_size=8, kv_dtype="f32")
+    with LLM(tmp_path, max_requests=4, **common, cache=whole) as large, large.compress(REPORT, ratio=8) as document:
+        document.save(tmp_path / "report.kv")
+        need = len(document.tokens)
+    with LLM(tmp_path, max_requests=2, memory="2.2MiB", **common, cache=cache) as small:
+        load_documents(small, {"report": str(tmp_path / "report.kv")})
+        assert small.engine.tokens_alone < need < small.manager.max_tokens, "the pools must be too small for the whole"
+        with serving(small, names=("tiny",)) as running:
+            [want] = small.documents["report"].generate(["Why?"], GREEDY)
+            status, found = chat(running, "Why?")
+            assert status == 200 and found["choices"][0]["message"]["content"] == want.text, found
+            room = small.manager.max_tokens
+            status, found = chat(running, "a" * room)
+            assert status == 400 and str(room - 1) in found["error"]["message"], found
+            status, found = running.post(
+                CHAT, {"messages": [{"role": "user", "content": "a" * need}], "hybridkv": {"budget": None}}
+            )
+            assert status == 400 and str(small.engine.tokens_alone - 1) in found["error"]["message"], found
+        small.documents["report"].close()
+        small.owner.run(assert_nothing_held)
 
 
 def test_what_cannot_follow_a_document_is_refused(server: Running) -> None:
