@@ -235,6 +235,23 @@ def test_forget_drops_what_is_kept_of_its_text_and_of_no_other(smol_llm: LLM, tm
         smol_llm.forget("me")  # type: ignore[arg-type]
 
 
+def test_forget_ends_the_turn_that_has_the_name_by_then(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another turn ends while a client forgets the conversation."""
+    kept, file_name = server.service.sessions, server.service.sessions.file_name
+    turn(server, FIRST)
+    other = [{"role": "user", "content": "Something else altogether, if you please."}]
+
+    def interrupted(name: sessions.Name) -> str:
+        monkeypatch.setattr(kept, "file_name", file_name)
+        turn(server, other)
+        return file_name(name)
+
+    monkeypatch.setattr(kept, "file_name", interrupted)
+    assert act(server, "forget")[0] == 200 and kept.file_name != interrupted
+    assert not server.llm.owner.run(lambda engine: len(engine.scheduler.held)), "no name leads to it"
+    assert not listed(server)
+
+
 def test_no_cache_is_held_without_a_name(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     def held() -> int:
         return server.llm.owner.run(lambda engine: len(engine.scheduler.held))
