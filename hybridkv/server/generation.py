@@ -352,7 +352,8 @@ class Generation:
         ended = request.finish_reason == "stop"
         events = divider.finish(ended)
         prompt = self.job.prompts[news.choice // self.job.params.n]
-        if prompt.ended is not None:
+        forgotten = request.finish_reason == "abort"  # with its conversation: none of its text stays
+        if prompt.ended is not None and not forgotten:
             prompt.ended(request, divider)
         reason = request.finish_reason or "stop"
         if reason == "length" and request.answer_tokens < (request.params.max_tokens or 1 << 62):
