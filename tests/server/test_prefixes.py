@@ -153,6 +153,10 @@ def test_what_cannot_follow_a_document_is_refused(server: Running) -> None:
     refused(400, "its own system prompt", chat(server, messages=[{"role": "system", "content": "Shout."}]))
     asked = {"prompt": "a", "echo": True, "hybridkv": {"prefix": "report"}}
     refused(400, "not repeated", server.post(TEXT, asked))
+    sends = {"kv_transfer_params": {"do_remote_decode": True}}
+    refused(400, "do_remote_decode: what goes on from a document", chat(server, "Hello", **sends))
+    asked = {"prompt": "a", "hybridkv": {"prefix": "report"}, **sends}
+    refused(400, "do_remote_decode: what goes on from a document", server.post(TEXT, asked))
     assert chat(server, "Which month?")[0] == 200
 
     def held(engine: Engine) -> int:
