@@ -147,6 +147,11 @@ class Document:
         """The text; None where token ids were given."""
         return self.form.text
 
+    @property
+    def evicted(self) -> bool:
+        """Whether entries were dropped: then the context bounds what follows, as far as what was kept has room."""
+        return bool(self._open().evictions)
+
     def generate(
         self,
         questions: Question | Sequence[Question],

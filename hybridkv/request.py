@@ -75,6 +75,7 @@ class Request:
     reads: bool = True  # it may begin with what others have read
     writes: bool = True  # others may begin with what it reads
     salt: bytes = b""  # only requests of the same salt see what it has read, and it sees only theirs
+    whose: bytes = b""  # who asked, where a server's clients take turns; what they share says nothing of that
     marks: tuple[tuple[int, str], ...] = ()  # positions at which a checkpoint is wished (cache/checkpoints.py: Mark)
     awaits: tuple[Request, int] | None = None  # who reads what it begins with too, and up to where
     reuse: dict[str, Any] = field(default_factory=dict)  # what of its prompt was there already, and why not more

@@ -11,7 +11,6 @@ from typing import Any
 from hybridkv.document import Document
 from hybridkv.errors import RequestError
 from hybridkv.llm import LLM
-from hybridkv.request import Request
 from hybridkv.server.events import Sharing
 from hybridkv.server.problems import ApiError, bad
 from hybridkv.text.framed import BETWEEN
@@ -47,11 +46,10 @@ def following(document: Document, messages: list[Message]) -> list[Message]:
     return [*own, first, *messages[1:]]
 
 
-def on_document(document: Document | None) -> tuple[Request | None, dict[str, Any]]:
-    """The request whose cache a prompt goes on from, read again where it was given up; and what is told of it."""
-    if document is None:
-        return None, {}
-    return document.held(), {name: document.stats[name] for name in ("tokens", "kept_tokens") if name in document.stats}
+def told_of(document: Document, sharing: Sharing) -> dict[str, Any]:
+    """What an answer says of the document that it goes on from."""
+    stats = document.stats
+    return {"name": sharing.prefix, **{name: stats[name] for name in ("tokens", "kept_tokens") if name in stats}}
 
 
 def load_documents(llm: LLM, files: dict[str, str]) -> None:

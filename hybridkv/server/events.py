@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from hybridkv.document import Document
 from hybridkv.request import Request, TokenLogprobs
 from hybridkv.text.call_bodies import CallPiece
 from hybridkv.text.calls import CallParser
@@ -229,5 +229,5 @@ class Prompt:
     remembered: int = 0  # tokens that were taken as an earlier answer had them
     replayed: int = 0  # answers whose calls stand in it as they were written
     ended: Callable[[Request, Divider], None] | None = None  # told of each answer
-    prefix: Request | None = None  # whose cache it goes on from
-    about_prefix: Mapping[str, Any] = field(default_factory=dict)  # what is told of that
+    document: Document | None = None  # that it goes on from
+    prefix: Request | None = None  # whose cache that is; known when nothing else is waited for

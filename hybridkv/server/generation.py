@@ -156,6 +156,8 @@ class Generation:
                 request = self._sessions.add(engine, prompt.tokens, job.params, job.eviction, prompt.sharing, how)
             else:
                 request = engine.add(prompt.tokens, self.job.params, eviction=self.job.eviction, **how)
+            for each in (request, *request.siblings):
+                each.whose = self.salt  # of the key alone: turns are a key's, however many salts it sends
             self._added(request)
             return request
 
@@ -350,7 +352,8 @@ class Generation:
         ended = request.finish_reason == "stop"
         events = divider.finish(ended)
         prompt = self.job.prompts[news.choice // self.job.params.n]
-        if prompt.ended is not None:
+        forgotten = request.finish_reason == "abort"  # with its conversation: none of its text stays
+        if prompt.ended is not None and not forgotten:
             prompt.ended(request, divider)
         reason = request.finish_reason or "stop"
         if reason == "length" and request.answer_tokens < (request.params.max_tokens or 1 << 62):

@@ -11,6 +11,7 @@ from typing import Any
 from hybridkv.config import EvictionConfig
 from hybridkv.request import TokenLogprobs
 from hybridkv.server import settings
+from hybridkv.server.documents import told_of
 from hybridkv.server.fields import Fields
 from hybridkv.server.generation import Job, Usage
 from hybridkv.server.problems import ApiError
@@ -95,8 +96,9 @@ def kept_object(usage: Usage, job: Job) -> dict[str, Any]:
         "kv_bytes": usage.kv_bytes,
         "full_bytes": usage.full_bytes,
     }
-    if job.prompts[0].prefix is not None:
-        found["prefix"] = {"name": job.prompts[0].sharing.prefix, **job.prompts[0].about_prefix}
+    first = job.prompts[0]
+    if first.document is not None:
+        found["prefix"] = told_of(first.document, first.sharing)
     if isinstance(job.eviction, EvictionConfig):
         found["budget"] = job.eviction.budget
     if usage.policy is not None:

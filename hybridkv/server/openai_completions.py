@@ -12,7 +12,7 @@ from hybridkv.llm import LLM
 from hybridkv.request import TokenLogprobs
 from hybridkv.server import asked as common
 from hybridkv.server import settings
-from hybridkv.server.documents import document_of, on_document
+from hybridkv.server.documents import document_of
 from hybridkv.server.events import Event, Finish, Prompt, Said, Tokens
 from hybridkv.server.fields import Fields
 from hybridkv.server.generation import Generation, Job
@@ -81,7 +81,6 @@ def read_completion(asked: Fields, service: Service) -> CompletionCall:
     if document is not None and echo:
         raise asked.wrong("echo", "the text of a document that an answer goes on from is not repeated")
     tokens = [llm.encode(prompt) if document is None else document.asked(prompt) for prompt in prompts]
-    prefix, about = on_document(document)
     if echo and logprobs is not None:
         count, most_scores = n * sum(map(len, tokens)) * (1 + logprobs), settings.MAX_PROMPT_LOGPROBS
         if count > most_scores:
@@ -89,7 +88,7 @@ def read_completion(asked: Fields, service: Service) -> CompletionCall:
             raise asked.wrong("logprobs", f"{told} are given; ask for fewer, or send shorter prompts one by one")
     texts = [_text(prompt, llm) for prompt in prompts] if echo else []
     job = Job(
-        [Prompt(ids, sharing=sharing, prefix=prefix, about_prefix=about) for ids in tokens],
+        [Prompt(ids, sharing=sharing, document=document) for ids in tokens],
         params,
         common.eviction(asked, llm),
         read_only=most == 0,

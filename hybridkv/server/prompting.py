@@ -14,7 +14,7 @@ from hybridkv.document import Document
 from hybridkv.errors import RequestError
 from hybridkv.llm import LLM
 from hybridkv.request import Request
-from hybridkv.server.documents import document_of, following, on_document
+from hybridkv.server.documents import document_of, following
 from hybridkv.server.events import COMMON, MAX_CALLS, CallDivider, Divider, Prompt, Sharing
 from hybridkv.server.problems import bad
 from hybridkv.server.reusing import MARKED, joined_marks, marked_tokens, named_marks
@@ -194,7 +194,7 @@ class _Known:
             self._spelled.remembered,
             self._replayed,
             self._ended,
-            *on_document(self._document),
+            self._document,
         )
 
     def _ended(self, request: Request, divider: Divider) -> None:

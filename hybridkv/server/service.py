@@ -202,6 +202,10 @@ class Service:
         for prompt in job.prompts:
             if prompt.sharing.conversation:
                 await self.move(self.sessions.restore, prompt.sharing)
+        document = job.prompts[0].document  # one for all of them
+        if document is not None:  # its text may be read again: the threads that read requests do not wait for that
+            prefix = await self.move(document.held)
+            job = replace(job, prompts=[replace(prompt, prefix=prefix) for prompt in job.prompts])
         own = partial(self.feed.recorder.own, whose=whose)
         queued, longest = settings.queue_seconds, settings.request_seconds
         sends, moved = self.transfers.may_send(job.transfer, job.choices), None
@@ -234,8 +238,9 @@ class Service:
         engine, asked = self.llm.engine, job.eviction
         config = engine.resolve_eviction(INHERIT) if asked is INHERIT else asked
         bounded = isinstance(config, EvictionConfig) and config.bounded
-        limit = engine.manager.max_tokens if bounded else engine.tokens_alone
         for prompt in job.prompts:
+            evicted = bounded or (prompt.document is not None and prompt.document.evicted)
+            limit = engine.manager.max_tokens if evicted else engine.tokens_alone
             if len(prompt.tokens) >= limit:
                 raise too_long(len(prompt.tokens), limit - 1)
 

@@ -195,12 +195,12 @@ class Sessions:
     def act(self, salt: bytes, action: str, name: str, to: str | None) -> dict[str, Any]:
         """Save, restore, fork or forget a conversation; or ApiError."""
         key = (salt, name)
+        if action == "forget":
+            self._forget(key)
+            return {"name": name, "forgotten": True}
         problem = self.restore(Sharing(salt, conversation=name), again=True) if action == "restore" else None
         with self._lock:
             named, here = self._found.get(key), self._is_here(key)
-        if action == "forget":
-            self._forget(key, named)
-            return {"name": name, "forgotten": True}
         if problem is not None:
             raise ApiError(409, f"the conversation cannot be restored: {problem}", param="name")
         if named is None:
@@ -223,11 +223,11 @@ class Sessions:
             self._drop(self._remember((salt, to), Named(fork, named.to_disk)))
         return {"name": to if action == "fork" else name, "tokens": len(named.request.tokens)}
 
-    def _forget(self, key: Name, named: Named | None) -> None:
+    def _forget(self, key: Name) -> None:
         """On all tiers at once."""
         file = self.file_name(key)
         with self._lock:
-            self._found.pop(key, None)
+            named = self._found.pop(key, None)
             on_disk = file in self._on_disk
             self._on_disk.discard(file)
             self._unreadable.discard(file)

@@ -59,6 +59,10 @@ def read_transfer(asked: Fields) -> Transfer | None:
     sends, fetches = given.flag("do_remote_decode"), given.flag("do_remote_prefill")
     if sends and asked.flag("stream"):
         raise given.wrong("do_remote_decode", "the answer that says where the request waits is not streamed")
+    own = asked.object("hybridkv")
+    if sends and own is not None and own.text("prefix", 256):
+        why = "what goes on from a document is not sent to another server: leave this out, or hybridkv.prefix"
+        raise given.wrong("do_remote_decode", why)
     return Transfer(sends, _waiting(given) if fetches else None)
 
 

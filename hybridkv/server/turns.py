@@ -21,9 +21,9 @@ def take_turns(engine: Engine) -> None:
     scheduler = engine.scheduler
     if len(scheduler.waiting) < 2:
         return
-    before, rank = Counter(request.salt for request in scheduler.running), {}
+    before, rank = Counter(request.whose for request in scheduler.running), {}
     for request in sorted(scheduler.waiting, key=lambda request: request.order):
-        rank[request] = before[request.salt]
-        before[request.salt] += 1
+        rank[request] = before[request.whose]
+        before[request.whose] += 1
     fair = sorted(scheduler.waiting, key=lambda request: (not request.preemptions, rank[request], request.order))
     scheduler.waiting = deque(fair)

@@ -18,7 +18,7 @@ import json
 import secrets
 import threading
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -36,6 +36,7 @@ CALL_IDS = 100_000
 CALL_BYTES = 64 << 20
 OVERHEAD = 512  # bytes of an entry beside its tokens or its text
 NAME_DIGITS = 24
+DIFFERS = -1
 Message = dict[str, Any]
 
 
@@ -173,16 +174,17 @@ class TextMemory:
 
     def forget_text(self, salt: bytes, tokens: Sequence[int]) -> None:
         """Answers of a text, from the last one up to where another text continues it."""
-        said = array("i", tokens)
+        said, ends, found = array("i", tokens), dict[_Known | None, int]({None: 0}), dict[int, _Known]()
         with self._lock:
-            found = {}
-            for known in self._known.values():
-                own = array("i", [token for each in known.path() for token in each.own])
-                if known.salt == salt and said[: len(own)] == own:
-                    found[len(own)] = known
+            mine = [known for known in self._known.values() if known.salt == salt]
+            for known in mine:
+                if (end := _end_in(said, known, ends)) != DIFFERS:
+                    found[end] = known
+            continued = Counter(known.before for known in mine)
             for _, known in sorted(found.items(), reverse=True):
-                if any(other.before is known for other in self._known.values()):
+                if continued[known]:
                     return
+                continued[known.before] -= 1
                 self._drop(known.key)
 
     def _touch(self, known: _Known) -> None:
@@ -193,6 +195,22 @@ class TextMemory:
 
     def _drop(self, key: bytes) -> None:
         self.nbytes -= self._known.pop(key).nbytes
+
+
+def _end_in(said: array, known: _Known, ends: dict[_Known | None, int]) -> int:
+    """How many tokens a text has, if `said` begins with them, else DIFFERS. `ends`: of those that were asked before,
+    so that no tokens are compared twice; others wait meanwhile.
+    """
+    path: list[_Known] = []
+    at: _Known | None = known
+    while at is not None and at not in ends:
+        path.append(at)
+        at = at.before
+    begin = ends[at]
+    for each in reversed(path):
+        end = begin + len(each.own)
+        begin = ends[each] = end if begin != DIFFERS and said[begin:end] == each.own else DIFFERS
+    return begin
 
 
 # ---- calls

@@ -1,5 +1,6 @@
 """Compressed documents on a server: a request names one, and its answer is what Python gives."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ import tiny
 
 from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
 from engine.driving import assert_nothing_held
-from hybridkv import LLM, SamplingParams
+from hybridkv import LLM, CacheConfig, SamplingParams
 from hybridkv.cli import main
+from hybridkv.document import Document
 from hybridkv.engine.engine import Engine
+from hybridkv.request import Request
 from hybridkv.server.documents import load_documents
 from server.running import Running, serving
 
@@ -93,6 +96,51 @@ def test_a_completion_goes_on_from_text_and_from_token_ids(llm: LLM, server: Run
         assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == len(llm.documents[name].tokens)
 
 
+def test_threads_that_read_requests_wait_for_no_document(
+    llm: LLM, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are few of them; a document whose cache was given up is read again, which may take long."""
+    held, threads = Document.held, list[str]()
+
+    def watched(document: Document) -> Request:
+        threads.append(threading.current_thread().name)
+        return held(document)
+
+    monkeypatch.setattr(Document, "held", watched)
+    llm.owner.run(lambda engine: [engine.scheduler.give_up(each) for each in list(engine.scheduler.held)])
+    asked = {"prompt": ["Which month?", "Why?"], "temperature": 0, "max_tokens": 4, "hybridkv": {"prefix": "report"}}
+    status, found = server.post(TEXT, asked)
+    assert status == 200 and len(found["choices"]) == 2 and chat(server, "Which month?")[0] == 200
+    assert len(threads) == 2 and all(name.startswith("hybridkv-move") for name in threads), threads
+
+
+def test_a_document_is_asked_where_the_whole_text_would_not_fit(tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path)
+    write_tokenizer(tmp_path, TEMPLATE)
+    cache = CacheConfig(page_size=8, kv_dtype="f32", budget=48, window=8, recent=8, bounded=True)
+    common: Any = {"device": "cpu", "dtype": "float32", "max_context": 1024, "step_tokens": 64}
+    whole = CacheConfig(page_size=8, kv_dtype="f32")
+    with LLM(tmp_path, max_requests=4, **common, cache=whole) as large, large.compress(REPORT, ratio=8) as document:
+        document.save(tmp_path / "report.kv")
+        need = len(document.tokens)
+    with LLM(tmp_path, max_requests=2, memory="2.2MiB", **common, cache=cache) as small:
+        load_documents(small, {"report": str(tmp_path / "report.kv")})
+        assert small.engine.tokens_alone < need < small.manager.max_tokens, "the pools must be too small for the whole"
+        with serving(small, names=("tiny",)) as running:
+            [want] = small.documents["report"].generate(["Why?"], GREEDY)
+            status, found = chat(running, "Why?")
+            assert status == 200 and found["choices"][0]["message"]["content"] == want.text, found
+            room = small.manager.max_tokens
+            status, found = chat(running, "a" * room)
+            assert status == 400 and str(room - 1) in found["error"]["message"], found
+            status, found = running.post(
+                CHAT, {"messages": [{"role": "user", "content": "a" * need}], "hybridkv": {"budget": None}}
+            )
+            assert status == 400 and str(small.engine.tokens_alone - 1) in found["error"]["message"], found
+        small.documents["report"].close()
+        small.owner.run(assert_nothing_held)
+
+
 def test_what_cannot_follow_a_document_is_refused(server: Running) -> None:
     def refused(status: int, word: str, answer: tuple[int, Any]) -> None:
         assert answer[0] == status and word in answer[1]["error"]["message"], answer
@@ -105,6 +153,10 @@ def test_what_cannot_follow_a_document_is_refused(server: Running) -> None:
     refused(400, "its own system prompt", chat(server, messages=[{"role": "system", "content": "Shout."}]))
     asked = {"prompt": "a", "echo": True, "hybridkv": {"prefix": "report"}}
     refused(400, "not repeated", server.post(TEXT, asked))
+    sends = {"kv_transfer_params": {"do_remote_decode": True}}
+    refused(400, "do_remote_decode: what goes on from a document", chat(server, "Hello", **sends))
+    asked = {"prompt": "a", "hybridkv": {"prefix": "report"}, **sends}
+    refused(400, "do_remote_decode: what goes on from a document", server.post(TEXT, asked))
     assert chat(server, "Which month?")[0] == 200
 
     def held(engine: Engine) -> int:

@@ -235,6 +235,41 @@ def test_forget_drops_what_is_kept_of_its_text_and_of_no_other(smol_llm: LLM, tm
         smol_llm.forget("me")  # type: ignore[arg-type]
 
 
+def test_an_answer_that_forgetting_ends_is_not_remembered(smol: Running) -> None:
+    """It may come to its end on the event loop after its text was forgotten."""
+    engine, texts = smol.llm.engine, smol.llm.chat_memory.texts
+    smol.llm.forget()
+
+    def abort(number: int) -> None:  # on the engine's thread, as `forget` has it
+        for request in list(engine.scheduler.running) if number == 6 else ():
+            assert request.answer_tokens
+            engine.abort(request)
+
+    with forward(smol.llm, abort):
+        said, _ = turn(smol, FIRST, max_tokens=30, ignore_eos=True)
+    assert said and not len(texts)
+    turn(smol, FIRST, max_tokens=30)
+    assert len(texts) == 1, "one that came to its end is"
+    smol.llm.forget()
+
+
+def test_forget_ends_the_turn_that_has_the_name_by_then(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another turn ends while a client forgets the conversation."""
+    kept, file_name = server.service.sessions, server.service.sessions.file_name
+    turn(server, FIRST)
+    other = [{"role": "user", "content": "Something else altogether, if you please."}]
+
+    def interrupted(name: sessions.Name) -> str:
+        monkeypatch.setattr(kept, "file_name", file_name)
+        turn(server, other)
+        return file_name(name)
+
+    monkeypatch.setattr(kept, "file_name", interrupted)
+    assert act(server, "forget")[0] == 200 and kept.file_name != interrupted
+    assert not server.llm.owner.run(lambda engine: len(engine.scheduler.held)), "no name leads to it"
+    assert not listed(server)
+
+
 def test_no_cache_is_held_without_a_name(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     def held() -> int:
         return server.llm.owner.run(lambda engine: len(engine.scheduler.held))

@@ -34,7 +34,8 @@ def test_keys_take_turns_whoever_floods(tiny_llm: LLM) -> None:
     ):
         scheduler, slots = tiny_llm.engine.scheduler, tiny_llm.plan.slots
         try:
-            flood = [pool.submit(asking(running, KEYS[0]), ASK) for _ in range(slots + 6)]
+            salted = [ASK | {"cache_salt": f"salt {i}"} for i in range(slots + 6)]  # which give it no more turns
+            flood = [pool.submit(asking(running, KEYS[0]), body) for body in salted]
             until(lambda: sum(answer.done() for answer in flood) == 5)  # of which half may come in
             assert {answer.result()[0] for answer in flood if answer.done()} == {429}
             others = [pool.submit(asking(running, key), ASK) for key in KEYS[1:]]
@@ -45,8 +46,8 @@ def test_keys_take_turns_whoever_floods(tiny_llm: LLM) -> None:
         assert [answer.result()[0] for answer in others] == [200, 200]
         assert sorted(answer.result()[0] for answer in flood) == [200] * 5 + [429] * 5
         assert not scheduler.waiting
-        salts = [request.salt for request in started]
-        assert len(salts) == 7 and len(set(salts)) == 3
+        salts = [request.whose for request in started]
+        assert len(salts) == 7 and len(set(salts)) == 3 and len({request.salt for request in started}) == 7
         n = len(first)  # of the flood, that ran before the others came
         assert len(set(salts[:n])) == 1 and {*salts[n : n + 2]} == {*salts} - {salts[0]}, "the flood went first"
         status, found = asking(running, KEYS[1])(ASK | {"n": 8})

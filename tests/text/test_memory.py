@@ -11,7 +11,7 @@ import pytest
 from hybridkv.text.call_formats import FORMATS
 from hybridkv.text.chat import ChatTemplate
 from hybridkv.text.marks import ChatMarks
-from hybridkv.text.memory import OVERHEAD, CallMemory, MadeCalls, Replays, Spelled, TextMemory, bare_id
+from hybridkv.text.memory import OVERHEAD, CallMemory, MadeCalls, Replays, Spelled, TextMemory, _Known, bare_id
 from hybridkv.text.prompt import encode_pieces, render_pieces
 from hybridkv.text.tokenizer import Tokenizer
 from text.chat_families import FAMILIES, write_bytes_tokenizer
@@ -153,6 +153,68 @@ def test_bytes_are_limited_and_no_text_goes_before_what_continues_it(tokenizer: 
         for place, known in enumerate(there):
             assert known.before is None or known.before in there[place:]
     assert len(memory) > 10
+
+
+def talked(tokenizer: Tokenizer, seed: int, most: int) -> tuple[TextMemory, list[tuple[bytes, list[int]]]]:
+    """A memory of talks that begin alike, under three salts; and the salt and tokens of each."""
+    end, rng = "<|im_end|>", random.Random(seed)
+    memory, talks = TextMemory(tokenizer, end), [(salt, "", list[int]()) for salt in (b"", b"me", b"you")]
+    for _ in range(most):
+        salt, before, _ = rng.choice(talks[-8:])
+        prompt, answer = f"{before}{rng.choice('ab')}:", rng.choice(("yes", "no"))
+        spelled = memory.spell([(prompt, True)], salt)
+        ids = odd_tokens(tokenizer, answer) if rng.random() < 0.5 else tokenizer.encode(answer, bos=False)
+        memory.remember(spelled, answer, ids)
+        talks.append((salt, f"{prompt}{answer}{end}", [*spelled.ids, *ids]))
+    return memory, [(salt, tokens) for salt, _, tokens in talks[3:]]
+
+
+def forgotten(memory: TextMemory, salt: bytes, tokens: list[int]) -> list[bytes]:
+    """Keys of the answers of a text that nobody else continues, by the definition."""
+    found = {}
+    for known in memory._known.values():
+        own = [token for each in known.path() for token in each.own]
+        if known.salt == salt and tokens[: len(own)] == own:
+            found[len(own)] = known
+    gone: list[Any] = []
+    for _, known in sorted(found.items(), reverse=True):
+        if any(other.before is known and other not in gone for other in memory._known.values()):
+            break
+        gone.append(known)
+    return [known.key for known in gone]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_text_is_forgotten_up_to_where_another_continues_it(tokenizer: Tokenizer, seed: int) -> None:
+    memory, talks = talked(tokenizer, seed, 60)
+    random.Random(seed).shuffle(talks)
+    gone = 0
+    for salt, tokens in talks:
+        want = forgotten(memory, salt, tokens)
+        before = list(memory._known)
+        memory.forget_text(salt, tokens)
+        assert list(memory._known) == [key for key in before if key not in want]
+        assert memory.nbytes == sum(known.nbytes for known in memory._known.values())
+        gone += len(want) > 1
+    assert gone > 2, "no text of several answers was forgotten"
+
+
+def test_forgetting_reads_no_tokens_twice_and_none_of_others(tokenizer: Tokenizer) -> None:
+    """Whoever remembers waits for it, on the event loop of a server."""
+    memory, talks = talked(tokenizer, 1, 60)
+    reads = dict.fromkeys(memory._known.values(), 0)
+
+    class Watched(_Known):
+        def __getattribute__(self, name: str) -> Any:
+            reads[self] += name == "own"
+            return super().__getattribute__(name)
+
+    for known in reads:
+        known.__class__ = Watched
+    memory.forget_text(*talks[-1])
+    mine = {known: count for known, count in reads.items() if known.__dict__["salt"] == talks[-1][0]}
+    assert not any(count for known, count in reads.items() if known not in mine)
+    assert len(mine) > 10 and max(mine.values()) <= 4, "its length, its tokens, and both as bytes where it goes"
 
 
 def test_a_text_larger_than_the_limit_is_not_remembered(tokenizer: Tokenizer) -> None:
