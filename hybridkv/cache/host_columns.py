@@ -265,7 +265,7 @@ class HostColumns:
             done = self._load(load)
         except OutOfPages:
             pass
-        except HybridKVError:
+        except (HybridKVError, RuntimeError, MemoryError):  # of torch, too: no memory to copy with
             failed = True
         finally:
             self.loading = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -19,6 +19,7 @@ from engine.driving import assert_nothing_held, count_tokens, prompt, run
 from engine.reusing import ASK, Cold, apart, ask, check, drive_out, poison, same
 from hybridkv import LLM, CacheConfig
 from hybridkv.cache import KVCacheManager, host_columns
+from hybridkv.cache.host_columns import HostColumns
 from hybridkv.cache.reuse import Reuse
 from hybridkv.cache.tier_sizes import BLOCK
 from hybridkv.cache.tiers import HostTier
@@ -187,6 +188,27 @@ def test_a_copy_that_fails_costs_its_hit_alone(
     found = ask(engine, [*other[:130], 3, 4])
     assert found.reuse["tier"] == "host" and found.cached_tokens == 128, "another hit was lost with it"
     assert reuse_of(engine).host.counts["loads failed"] == 1
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+def test_where_the_device_has_no_memory_to_copy_with_the_prompt_is_read(
+    kind: str, with_host: Callable, engine_of: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, cold, tokens = with_host(kind), Cold(lambda: engine_of(kind, exact=True)), parting(256, 290)
+    ask(engine, BASE, marks=MARKS)
+    drive_out(engine)
+    views = HostColumns._views
+
+    def broken(self: HostColumns, *args: Any) -> Iterator[Any]:
+        yield next(views(self, *args))  # some of it has been written
+        raise torch.OutOfMemoryError("made to fail")
+
+    monkeypatch.setattr(HostColumns, "_views", broken)
+    warm = ask(engine, tokens, marks=MARKS)
+    assert warm.cached_tokens == 0 and same(warm, cold(tokens))
+    assert reuse_of(engine).host.counts["loads failed"] == 1 and not reuse_of(engine).columns.away
+    assert ask(engine, tokens).reuse["tier"] == "device"
     assert_nothing_held(engine)
 
 
