@@ -84,6 +84,7 @@ class HostColumns:
         self._decided: bool | None = None  # whether what is needed now goes down; None: it is found out
         self.resting = False  # copies took longer than what they saved: nothing is stored until this is looked at again
         self.counts: Counter[str] = Counter()
+        self.copied = 0  # bytes, both ways; those of conversations are not counted here
         self._looked = (0, 0, 0)  # lookups, bytes copied, tokens saved when costs were looked at last
         self.layout: list[tuple[str, Tensor, int, int]] = []  # pool's name, its tensor, where a column's begins, bytes
         at = 0
@@ -130,6 +131,7 @@ class HostColumns:
                 self.counts["states dropped"] += 1
                 return
             self.tier.lend(blocks)
+            self.copied += blocks.nbytes
             stored = Stored(blocks, checkpoint.kind, 0, 0.0)
             self.counts["states stored"] += 1
         stored.kind, stored.uses, stored.value = checkpoint.kind, checkpoint.uses, checkpoint.value
@@ -194,6 +196,7 @@ class HostColumns:
                 self.reuse._disown(pages)
             return
         self.tier.lend(blocks)
+        self.copied += blocks.nbytes
         self.counts["columns stored"] += len(group)
         for i, (column, pages) in enumerate(zip(group, ids, strict=True)):
             mine = blocks.ids[i * self.each : (i + 1) * self.each]
@@ -325,11 +328,13 @@ class HostColumns:
             for pool, places, part in self._views(chunk, ids[at : at + len(chunk)]):
                 pool[:, places] = part.flatten(1, 2)
             at += len(chunk)
+            self.copied += chunk.nbytes
         if load.stored is not None:
             rows = self.manager.state.rows(row).values()
             places = (chunk for each in rows for chunk in chunks_of(each))
             for place, chunk in zip(places, self.tier.get(load.stored.blocks), strict=True):
                 place.copy_(chunk)
+                self.copied += chunk.nbytes
 
     def _lose(self, load: Load) -> None:
         """What could not be copied is given up: it would fail the next time, too."""
@@ -413,7 +418,7 @@ class HostColumns:
         before, copied, saved = self._looked
         if lookups - before < LOOKUPS:
             return
-        now = lookups, self.tier.copied_down + self.tier.copied_up, self.counts["tokens loaded"]
+        now = lookups, self.copied, self.counts["tokens loaded"]
         took = (now[1] - copied) / self.tier.rate if self.speed and now[1] > copied else 0.0
         self.resting = took > 0 and took > (now[2] - saved) / self.speed
         self.counts["rests"] += self.resting
