@@ -161,6 +161,23 @@ def test_reading_is_timed_on_long_prompts_alone(engine_of: Callable) -> None:
     assert engine.manager.host.rate > 0 and engine.manager.host.rate == engine.manager.host.rate
 
 
+def test_an_answer_that_waits_for_a_slot_does_not_count_as_reading(
+    engine_of: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first token comes from the prompt that the first answer read, most of which was there."""
+    engine, seen, saw = engine_of("llama", rows=0, slots=1), [], HostColumns.saw_reading
+
+    def see(self: HostColumns, tokens: int, seconds: float) -> None:
+        seen.append(tokens)
+        saw(self, tokens, seconds)
+
+    monkeypatch.setattr(HostColumns, "saw_reading", see)
+    ask(engine, BASE[:200])
+    several = ask(engine, [*BASE[:192], 1, 2, 3], replace(ASK, n=3, temperature=1.0))
+    assert several.cached_tokens == 192 and len(several.siblings) == 2 and all(s.generated for s in several.siblings)
+    assert seen == [200, 3]
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
 @pytest.mark.parametrize("failing", [1, 2])
 def test_a_copy_that_fails_costs_its_hit_alone(
@@ -233,6 +250,24 @@ def test_copies_that_save_less_than_they_take_are_left_for_a_while(with_host: Ca
     assert ask(engine, BASE).reuse["tier"] == "host"
     host.look_at_costs(3000)
     assert not host.resting, "what was loaded saved more than it took"
+
+
+def test_copies_of_conversations_are_no_cost_of_prefixes(with_host: Callable) -> None:
+    engine = with_host("qwen3_5")
+    host, tier = reuse_of(engine).host, engine.manager.host
+    host.speed, tier._rate = 1e9, 1e6
+    blocks = tier.put([torch.zeros(BLOCK, dtype=torch.uint8)])  # as a conversation that is sent there
+    assert blocks is not None and len(list(tier.get(blocks))) == 1
+    host.look_at_costs(1000)
+    assert not host.resting and not host.copied
+    tier.drop(blocks)
+    down, up = tier.copied_down, tier.copied_up
+    ask(engine, BASE, marks=MARKS)
+    drive_out(engine)
+    assert host.copied == tier.copied_down - down > 0
+    host.speed = 0.0
+    assert ask(engine, parting(256, 290)).reuse["tier"] == "host"
+    assert host.copied == tier.copied_down - down + tier.copied_up - up > tier.copied_down - down
 
 
 def test_more_than_may_be_in_flight_is_dropped(with_host: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
