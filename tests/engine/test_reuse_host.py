@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_v4
 import torch
@@ -17,10 +18,11 @@ import torch
 import hybridkv
 from engine.driving import assert_nothing_held, count_tokens, prompt, run
 from engine.reusing import ASK, Cold, apart, ask, check, drive_out, poison, same
+from engine.test_tails import turn as end_turn
 from hybridkv import LLM, CacheConfig
 from hybridkv.cache import KVCacheManager, host_columns
 from hybridkv.cache.host_columns import HostColumns
-from hybridkv.cache.reuse import Reuse
+from hybridkv.cache.reuse import Asked, Reading, Reuse, Staged
 from hybridkv.cache.tier_sizes import BLOCK
 from hybridkv.cache.tiers import HostTier
 from hybridkv.engine.engine import Engine
@@ -342,6 +344,33 @@ def test_what_makes_room_between_lookup_and_load_is_not_loaded(with_host: Callab
     assert 128 <= warm.cached_tokens < 192 and warm.reuse["tier"] == "host", "its last columns made room"
     engine.abort(held)
     assert_nothing_held(engine)
+
+
+def test_a_turn_that_waits_for_its_step_does_not_bring_what_is_being_loaded(
+    with_host: Callable, engine_of: Callable
+) -> None:
+    """It ends where a column does that lies on the host; pages are short, so that it would be waited for half way."""
+    engine, cold = with_host("qwen3_5"), Cold(lambda: engine_of("qwen3_5", exact=True))
+    engine.launches_ahead, reuse = True, reuse_of(engine)
+    goes_on = [*end_turn(engine, cold, 128).tokens, 5, 6]
+    assert ask(engine, goes_on).cached_tokens == 128  # the end of the turn was used: it has a place on the host
+    drive_out(engine)
+    ask(engine, prompt(140, 40), marks=[(128, "client")])  # what goes only after all is settled
+    end_turn(engine, cold, 128)  # its prompt ends before the state on the host, and is read
+    [end] = [column for column in reuse.columns if column.stored is not None]
+    assert reuse.late and end.end == 128 and end.pages is None
+    nobody = Reading(b"", b"", True, 0, reuse.columns.root(b""))
+    waits = Staged("one that runs", nobody, nobody.column, [], np.zeros((0, reuse.columns.width), np.int32), None, -1)
+    reuse.staged.append(waits)
+    taken = {table.allocator: table.allocator.acquire(table.allocator.free) for table in engine.manager.tables.values()}
+    hit = reuse.load(Asked(b"", np.array(goes_on, np.int32), 129, 130))
+    assert hit.cached == 128 and not hit.loaded and end.pages is not None and end.host is None
+    assert reuse.staged == [waits], "what is not known to be sound is there for others"
+    reuse.publish()
+    for allocator, pages in taken.items():
+        allocator.release(pages)
+    check(engine)
+    assert same(ask(engine, goes_on), cold(goes_on))
 
 
 def test_a_request_with_a_budget_begins_with_what_comes_from_the_host(with_host: Callable, engine_of: Callable) -> None:
