@@ -192,6 +192,7 @@ class HostColumns:
             self.counts["columns dropped"] += len(group)
             for column, pages in zip(group, ids, strict=True):
                 if not column.gone:  # else it stood below one of these
+                    self._tell(_branch(column))
                     self.reuse.drop(column)
                 self.reuse._disown(pages)
             return
@@ -397,12 +398,20 @@ class HostColumns:
         if state is None:
             state = next((c for c in self.states if c is not self.loading), None)
         if state is not None:
+            self._tell([state])
             self.forget_state(state)
             return True
         last = next((c for c in self.alone if not c.children and not c.live), None)
         if last is not None:
             self.reuse.drop(last)
         return last is not None
+
+    def _tell(self, columns: Sequence[Column]) -> None:
+        """States at their ends make room for others: of those that lie nowhere else the policy learns."""
+        for column in columns:
+            stored = self.states.get(column)
+            if stored is not None and column.checkpoint is None:
+                self.reuse.checkpoints.policy.dropped(stored.kind, stored.uses)
 
     # ---- what it is worth
 
@@ -449,6 +458,14 @@ class HostColumns:
         for column in self.alone:
             assert column.host is not None and not column.live and column.checkpoint is None
             assert column.kept or not self.reuse.has_state, "columns are on the host that nobody can use"
+
+
+def _branch(column: Column) -> list[Column]:
+    """It and all below it."""
+    found = [column]
+    for each in found:
+        found += each.children.values()
+    return found
 
 
 def _copy_of(column: Column) -> HostBlocks:

@@ -25,6 +25,7 @@ from hybridkv.cache.host_columns import HostColumns
 from hybridkv.cache.reuse import Asked, Reading, Reuse, Staged
 from hybridkv.cache.tier_sizes import BLOCK
 from hybridkv.cache.tiers import HostTier
+from hybridkv.cache.worth import BELIEVED, ByWorth, policy_of
 from hybridkv.engine.engine import Engine
 
 BASE = prompt(300)
@@ -131,6 +132,35 @@ def test_a_state_alone_comes_back_where_its_columns_stayed(with_host: Callable, 
     warm = ask(engine, tokens)
     assert warm.cached_tokens == 128 and warm.reuse["tier"] == "host" and same(warm, cold(tokens))
     assert len(reuse_of(engine).host.states) == 2, "it came and made room for the other one"
+
+
+def test_a_state_on_the_host_is_not_dropped_until_it_goes_from_there(with_host: Callable) -> None:
+    """A policy learns from what becomes of states: one that comes back and is used was not dropped before."""
+    engine = with_host("qwen3_5", rows=1)
+    reuse, policy = reuse_of(engine), policy_of("value", engine.manager.schema)
+    assert isinstance(policy, ByWorth)
+    reuse.checkpoints.policy, fates = policy, policy.fates
+
+    def chance(good: int, known: int) -> float:
+        return (good + BELIEVED / 2) / (known + BELIEVED)
+
+    for seed in (1, 2):
+        ask(engine, prompt(200, seed), marks=[(128, "client")])
+    assert len(reuse.host.states) == 1 and fates.chance("client", 0) == chance(0, 0)
+    assert ask(engine, [*prompt(200, 1)[:140], 5, 6]).reuse["tier"] == "host"
+    assert len(reuse.host.states) == 2 and fates.chance("client", 0) == chance(1, 1)
+    reuse.host.make_room(engine.manager.host.blocks.total)
+    assert not reuse.host.states and fates.chance("client", 0) == chance(1, 2)
+    assert fates.chance("client", 1) == chance(0, 0), "the one that was used is on the device"
+    ask(engine, prompt(200, 3), marks=[(128, "client")])
+    assert [stored.uses for stored in reuse.host.states.values()] == [1] and fates.chance("client", 1) == chance(0, 0)
+    reuse.host.resting = True
+    drive_out(engine)  # columns find no place on the host, and the state there goes with those before it
+    assert (
+        not reuse.host.states
+        and fates.chance("client", 1) == chance(0, 1)
+        and fates.chance("client", 0) == chance(1, 3)
+    )
 
 
 def test_a_load_that_does_not_pay_is_left_and_said(with_host: Callable, engine_of: Callable) -> None:
