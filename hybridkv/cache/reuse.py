@@ -130,8 +130,8 @@ class Reuse:
         self.tails = True  # whether the ends of turns are kept
         self.late: list[tuple[Staged, Ended]] = []  # what a step wrote that was launched and not waited for
         self.host = HostColumns(self)
-        names = "lookups lookup_tokens hit_tokens host_hit_tokens shared_tokens checkpoint_hits cuts columns_dropped"
-        self.counts = dict.fromkeys(names.split(), 0)
+        tokens = "lookup_tokens device_hit_tokens host_hit_tokens shared_tokens"
+        self.counts: dict[str, int] = dict.fromkeys(f"lookups {tokens} checkpoint_hits cuts columns_dropped".split(), 0)
         self.read_again: dict[str, int] = {}  # tokens of prompts that were computed, by reason
         manager.reuse = self
         for name, table in manager.tables.items():
@@ -237,7 +237,7 @@ class Reuse:
         self.readings[request].tail = hit.tail
         self.counts["lookups"] += 1
         self.counts["lookup_tokens"] += len(asked.tokens) if asked.reads else 0
-        self.counts["hit_tokens"] += hit.cached
+        self.counts["device_hit_tokens"] += hit.cached - hit.loaded
         self.counts["host_hit_tokens"] += hit.loaded
         self.host.look_at_costs(self.counts["lookups"])
         self.counts["shared_tokens"] += hit.matched

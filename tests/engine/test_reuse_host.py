@@ -60,6 +60,7 @@ def with_host(engine_of: Callable) -> Callable[..., Engine]:
 def test_a_hit_from_the_host_gives_the_bits_of_a_cold_run(kind: str, with_host: Callable, engine_of: Callable) -> None:
     engine, cold = with_host(kind), Cold(lambda: engine_of(kind, exact=True))
     ask(engine, BASE, marks=MARKS)
+    found = {"device": 0, "host": 0}
     for shared, length in ((256, 300), (133, 197), (192, 196), (300, 300), (200, 290)):
         drive_out(engine)
         tokens, counts = parting(shared, length), count_tokens(engine)
@@ -71,6 +72,9 @@ def test_a_hit_from_the_host_gives_the_bits_of_a_cold_run(kind: str, with_host: 
         assert same(warm, cold(tokens))
         again = ask(engine, tokens)
         assert again.reuse["tier"] == "device" and "load_ms" not in again.reuse and same(again, cold(tokens))
+        found["host"] += warm.cached_tokens
+        found["device"] += again.cached_tokens
+        assert {tier: reuse_of(engine).counts[f"{tier}_hit_tokens"] for tier in found} == found
     assert_nothing_held(engine)
     reuse_of(engine).forget()
     assert not engine.manager.host.used
