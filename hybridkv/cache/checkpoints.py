@@ -96,8 +96,8 @@ class Policy(Protocol):
     def used(self, checkpoint: Checkpoint) -> None:
         """A prompt was taken up at it. Those above it on its path were not used."""
 
-    def dropped(self, checkpoint: Checkpoint) -> None:
-        """It has made room for others."""
+    def dropped(self, kind: str, uses: int) -> None:
+        """One of this kind that was used so often has made room for others, and lies nowhere else."""
 
     def victim(self, candidates: Sequence[Checkpoint]) -> Checkpoint:
         """The one of these, at least one, that is given up."""
@@ -113,7 +113,7 @@ class LeastRecentlyUsed:
     def used(self, checkpoint: Checkpoint) -> None:
         """Its stamp says it already."""
 
-    def dropped(self, checkpoint: Checkpoint) -> None:
+    def dropped(self, kind: str, uses: int) -> None:
         """It is not missed."""
 
     def victim(self, candidates: Sequence[Checkpoint]) -> Checkpoint:
@@ -201,8 +201,8 @@ class Checkpoints:
         self._free.append(checkpoint.row)
         self.columns.uncover(checkpoint.column)
         self.dropped[why] += 1
-        if why != "forgotten":
-            self.policy.dropped(checkpoint)
+        if why != "forgotten" and checkpoint.column.stored is None:  # else it may yet be used
+            self.policy.dropped(checkpoint.kind, checkpoint.uses)
 
     def give_row(self) -> bool:
         """Whether one was dropped, on the path of a running request or not: for its row."""

@@ -84,6 +84,7 @@ class HostColumns:
         self._decided: bool | None = None  # whether what is needed now goes down; None: it is found out
         self.resting = False  # copies took longer than what they saved: nothing is stored until this is looked at again
         self.counts: Counter[str] = Counter()
+        self.copied = 0  # bytes, both ways; those of conversations are not counted here
         self._looked = (0, 0, 0)  # lookups, bytes copied, tokens saved when costs were looked at last
         self.layout: list[tuple[str, Tensor, int, int]] = []  # pool's name, its tensor, where a column's begins, bytes
         at = 0
@@ -130,6 +131,7 @@ class HostColumns:
                 self.counts["states dropped"] += 1
                 return
             self.tier.lend(blocks)
+            self.copied += blocks.nbytes
             stored = Stored(blocks, checkpoint.kind, 0, 0.0)
             self.counts["states stored"] += 1
         stored.kind, stored.uses, stored.value = checkpoint.kind, checkpoint.uses, checkpoint.value
@@ -190,10 +192,12 @@ class HostColumns:
             self.counts["columns dropped"] += len(group)
             for column, pages in zip(group, ids, strict=True):
                 if not column.gone:  # else it stood below one of these
+                    self._tell(_branch(column))
                     self.reuse.drop(column)
                 self.reuse._disown(pages)
             return
         self.tier.lend(blocks)
+        self.copied += blocks.nbytes
         self.counts["columns stored"] += len(group)
         for i, (column, pages) in enumerate(zip(group, ids, strict=True)):
             mine = blocks.ids[i * self.each : (i + 1) * self.each]
@@ -265,7 +269,7 @@ class HostColumns:
             done = self._load(load)
         except OutOfPages:
             pass
-        except HybridKVError:
+        except (HybridKVError, RuntimeError, MemoryError):  # of torch, too: no memory to copy with
             failed = True
         finally:
             self.loading = None
@@ -325,11 +329,13 @@ class HostColumns:
             for pool, places, part in self._views(chunk, ids[at : at + len(chunk)]):
                 pool[:, places] = part.flatten(1, 2)
             at += len(chunk)
+            self.copied += chunk.nbytes
         if load.stored is not None:
             rows = self.manager.state.rows(row).values()
             places = (chunk for each in rows for chunk in chunks_of(each))
             for place, chunk in zip(places, self.tier.get(load.stored.blocks), strict=True):
                 place.copy_(chunk)
+                self.copied += chunk.nbytes
 
     def _lose(self, load: Load) -> None:
         """What could not be copied is given up: it would fail the next time, too."""
@@ -392,12 +398,20 @@ class HostColumns:
         if state is None:
             state = next((c for c in self.states if c is not self.loading), None)
         if state is not None:
+            self._tell([state])
             self.forget_state(state)
             return True
         last = next((c for c in self.alone if not c.children and not c.live), None)
         if last is not None:
             self.reuse.drop(last)
         return last is not None
+
+    def _tell(self, columns: Sequence[Column]) -> None:
+        """States at their ends make room for others: of those that lie nowhere else the policy learns."""
+        for column in columns:
+            stored = self.states.get(column)
+            if stored is not None and column.checkpoint is None:
+                self.reuse.checkpoints.policy.dropped(stored.kind, stored.uses)
 
     # ---- what it is worth
 
@@ -413,7 +427,7 @@ class HostColumns:
         before, copied, saved = self._looked
         if lookups - before < LOOKUPS:
             return
-        now = lookups, self.tier.copied_down + self.tier.copied_up, self.counts["tokens loaded"]
+        now = lookups, self.copied, self.counts["tokens loaded"]
         took = (now[1] - copied) / self.tier.rate if self.speed and now[1] > copied else 0.0
         self.resting = took > 0 and took > (now[2] - saved) / self.speed
         self.counts["rests"] += self.resting
@@ -444,6 +458,14 @@ class HostColumns:
         for column in self.alone:
             assert column.host is not None and not column.live and column.checkpoint is None
             assert column.kept or not self.reuse.has_state, "columns are on the host that nobody can use"
+
+
+def _branch(column: Column) -> list[Column]:
+    """It and all below it."""
+    found = [column]
+    for each in found:
+        found += each.children.values()
+    return found
 
 
 def _copy_of(column: Column) -> HostBlocks:

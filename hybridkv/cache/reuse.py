@@ -130,8 +130,8 @@ class Reuse:
         self.tails = True  # whether the ends of turns are kept
         self.late: list[tuple[Staged, Ended]] = []  # what a step wrote that was launched and not waited for
         self.host = HostColumns(self)
-        names = "lookups lookup_tokens hit_tokens host_hit_tokens shared_tokens checkpoint_hits cuts columns_dropped"
-        self.counts = dict.fromkeys(names.split(), 0)
+        tokens = "lookup_tokens device_hit_tokens host_hit_tokens shared_tokens"
+        self.counts: dict[str, int] = dict.fromkeys(f"lookups {tokens} checkpoint_hits cuts columns_dropped".split(), 0)
         self.read_again: dict[str, int] = {}  # tokens of prompts that were computed, by reason
         manager.reuse = self
         for name, table in manager.tables.items():
@@ -190,6 +190,7 @@ class Reuse:
         """What there is of a prompt once what lies on the host has been copied, or failed to be. The copies come before
         all that is launched from here on.
         """
+        self.settle_late()  # else it might bring the same columns while they are copied
         hit = self.lookup(asked)  # what was found may have made room for others since
         timer = self.host.load(hit.load) if hit.load is not None else None
         found = replace(self.lookup(asked), load=None)
@@ -236,7 +237,7 @@ class Reuse:
         self.readings[request].tail = hit.tail
         self.counts["lookups"] += 1
         self.counts["lookup_tokens"] += len(asked.tokens) if asked.reads else 0
-        self.counts["hit_tokens"] += hit.cached
+        self.counts["device_hit_tokens"] += hit.cached - hit.loaded
         self.counts["host_hit_tokens"] += hit.loaded
         self.host.look_at_costs(self.counts["lookups"])
         self.counts["shared_tokens"] += hit.matched
@@ -365,44 +366,46 @@ class Reuse:
             staged, ended = self.late[-1]
             well = ended()
             self.late.pop()
-            self.staged.append(staged)
-            self.publish([] if well else [staged.request])
+            self._publish(staged, well)  # no others: what the step in hand has written is not known to be sound
 
     def publish(self, failed: Iterable[Hashable] = ()) -> None:
         """The step has ended well, but for requests that have failed: from here on its columns are for all to see."""
         bad = set(failed)
         while self.staged:
             staged = self.staged.pop()
-            reading, column = staged.reading, staged.below
-            away = column.pages is None and column.parent is not None  # it is on the host
-            if staged.request in bad or column.gone or away:  # its branch was cut since
-                self._abandon(staged)
-                continue
-            # or it was evicted since, and goes on elsewhere, or has ended
-            lives = reading.column is column and self.readings.get(staged.request) is reading
-            if column.parent is None:
-                column = self.columns.root(reading.salt)
-            for i, key in enumerate(staged.keys):
-                child, new = self.columns.insert(column, key, staged.pages[i])
-                if child.pages is None:  # it was on the host alone, and was read again
-                    self.host.renew(child)
-                    self.columns.come_back(child, staged.pages[i])
-                    new = True
-                if lives and not self.columns.is_tail(child):
-                    self.columns.occupy(child, column)
-                    reading.column = child
-                column = child
-                if not new:
-                    self._disown(staged.pages[i])
-                elif reading.own is None and not self.columns.is_tail(child):
-                    reading.own = child
-            if staged.mark is not None and (at := self._at(column, staged.mark.position)).end == staged.mark.position:
-                made = self.checkpoints.add(at, staged.row, staged.mark.kind)
-                reading.written = made.position
-                if made.row == staged.row:
-                    self.host.forget_state(at)  # it may have other bits
-            elif staged.row >= 0:
-                self.checkpoints.give_back(staged.row)
+            self._publish(staged, staged.request not in bad)
+
+    def _publish(self, staged: Staged, well: bool) -> None:
+        reading, column = staged.reading, staged.below
+        away = column.pages is None and column.parent is not None  # it is on the host
+        if not well or column.gone or away:  # its branch was cut since
+            self._abandon(staged)
+            return
+        # or it was evicted since, and goes on elsewhere, or has ended
+        lives = reading.column is column and self.readings.get(staged.request) is reading
+        if column.parent is None:
+            column = self.columns.root(reading.salt)
+        for i, key in enumerate(staged.keys):
+            child, new = self.columns.insert(column, key, staged.pages[i])
+            if child.pages is None:  # it was on the host alone, and was read again
+                self.host.renew(child)
+                self.columns.come_back(child, staged.pages[i])
+                new = True
+            if lives and not self.columns.is_tail(child):
+                self.columns.occupy(child, column)
+                reading.column = child
+            column = child
+            if not new:
+                self._disown(staged.pages[i])
+            elif reading.own is None and not self.columns.is_tail(child):
+                reading.own = child
+        if staged.mark is not None and (at := self._at(column, staged.mark.position)).end == staged.mark.position:
+            made = self.checkpoints.add(at, staged.row, staged.mark.kind)
+            reading.written = made.position
+            if made.row == staged.row:
+                self.host.forget_state(at)  # it may have other bits
+        elif staged.row >= 0:
+            self.checkpoints.give_back(staged.row)
 
     @staticmethod
     def _at(column: Column, position: int) -> Column:

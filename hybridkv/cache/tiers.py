@@ -140,8 +140,7 @@ class HostTier:
     @property
     def in_flight(self) -> int:
         """Bytes on their way to the host."""
-        while self._flying and self._flying[0][0].query():
-            self._flying.popleft()
+        self._land()
         return sum(nbytes for _, nbytes in self._flying)
 
     @property
@@ -319,7 +318,13 @@ class HostTier:
             for part, begin, end in self._ranges(ids, at, nbytes):
                 part.copy_(buffer[begin:end], non_blocking=True)
             self._free_again[which] = self._side.record_event()
+        self._land()  # here, too: not everybody asks what is in flight
         self._flying.append((self._free_again[which], nbytes))
+
+    def _land(self) -> None:
+        """Forget the copies that have ended."""
+        while self._flying and self._flying[0][0].query():
+            self._flying.popleft()
 
     def _up(self, ids: np.ndarray, at: int, nbytes: int) -> tuple[Tensor, int | None]:
         """Bytes on their way to the device, and the staging buffer that they are in; None: they are there."""

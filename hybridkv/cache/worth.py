@@ -74,9 +74,9 @@ class ByWorth:
         checkpoint.value = self.level
         self.fates.note(checkpoint.kind, checkpoint.uses - 1, True)
 
-    def dropped(self, checkpoint: Checkpoint) -> None:
+    def dropped(self, kind: str, uses: int) -> None:
         """It was not used once more."""
-        self.fates.note(checkpoint.kind, checkpoint.uses, False)
+        self.fates.note(kind, uses, False)
 
     def worth(self, checkpoint: Checkpoint) -> float:
         """H: its gain and its bytes depend on which others are there, so it is worked out when it is asked for."""

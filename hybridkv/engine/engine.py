@@ -658,9 +658,10 @@ class Engine:
                 continue
             if request.first_token_at is None:
                 request.first_token_at = now
-                if self.manager.reuse is not None and request.started_at is not None:
+                reuse, began = self.manager.reuse, request.started_at
+                if reuse is not None and began is not None and request.source is None:  # a sibling has read nothing
                     read = request.prompt_tokens - request.cached_tokens
-                    self.manager.reuse.host.saw_reading(read, now - request.started_at)
+                    reuse.host.saw_reading(read, now - began)
             request.last_token_at = now
             request.source = None
             updates.append(self.see(request, token))

@@ -238,10 +238,10 @@ class _CacheCollector:
         held |= {("device", "states"): float(reuse.checkpoints.nbytes)}
         held |= {("host", what): float(nbytes) for what, nbytes in host.nbytes.items()}
         yield gauge("reuse_bytes", "their bytes", held, "tier", "what")
-        labels, loaded = ["model_name", "tier"], counts["host_hit_tokens"]
+        labels = ["model_name", "tier"]
         hits = CounterMetricFamily(self._prefix + "reuse_hit_tokens", "tokens of prompts found there", labels=labels)
-        for tier, tokens in (("device", counts["hit_tokens"] - loaded), ("host", loaded)):
-            hits.add_metric([self._model, tier], tokens)
+        for tier in ("device", "host"):
+            hits.add_metric([self._model, tier], counts[f"{tier}_hit_tokens"])
         yield hits
         about = "copies to and from the host, by what became of them"
         copies = CounterMetricFamily(self._prefix + "reuse_copies", about, labels=["model_name", "what"])

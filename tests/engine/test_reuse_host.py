@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_v4
 import torch
@@ -17,11 +18,14 @@ import torch
 import hybridkv
 from engine.driving import assert_nothing_held, count_tokens, prompt, run
 from engine.reusing import ASK, Cold, apart, ask, check, drive_out, poison, same
+from engine.test_tails import turn as end_turn
 from hybridkv import LLM, CacheConfig
 from hybridkv.cache import KVCacheManager, host_columns
-from hybridkv.cache.reuse import Reuse
+from hybridkv.cache.host_columns import HostColumns
+from hybridkv.cache.reuse import Asked, Reading, Reuse, Staged
 from hybridkv.cache.tier_sizes import BLOCK
 from hybridkv.cache.tiers import HostTier
+from hybridkv.cache.worth import BELIEVED, ByWorth, policy_of
 from hybridkv.engine.engine import Engine
 
 BASE = prompt(300)
@@ -56,6 +60,7 @@ def with_host(engine_of: Callable) -> Callable[..., Engine]:
 def test_a_hit_from_the_host_gives_the_bits_of_a_cold_run(kind: str, with_host: Callable, engine_of: Callable) -> None:
     engine, cold = with_host(kind), Cold(lambda: engine_of(kind, exact=True))
     ask(engine, BASE, marks=MARKS)
+    found = {"device": 0, "host": 0}
     for shared, length in ((256, 300), (133, 197), (192, 196), (300, 300), (200, 290)):
         drive_out(engine)
         tokens, counts = parting(shared, length), count_tokens(engine)
@@ -67,6 +72,9 @@ def test_a_hit_from_the_host_gives_the_bits_of_a_cold_run(kind: str, with_host: 
         assert same(warm, cold(tokens))
         again = ask(engine, tokens)
         assert again.reuse["tier"] == "device" and "load_ms" not in again.reuse and same(again, cold(tokens))
+        found["host"] += warm.cached_tokens
+        found["device"] += again.cached_tokens
+        assert {tier: reuse_of(engine).counts[f"{tier}_hit_tokens"] for tier in found} == found
     assert_nothing_held(engine)
     reuse_of(engine).forget()
     assert not engine.manager.host.used
@@ -130,6 +138,35 @@ def test_a_state_alone_comes_back_where_its_columns_stayed(with_host: Callable, 
     assert len(reuse_of(engine).host.states) == 2, "it came and made room for the other one"
 
 
+def test_a_state_on_the_host_is_not_dropped_until_it_goes_from_there(with_host: Callable) -> None:
+    """A policy learns from what becomes of states: one that comes back and is used was not dropped before."""
+    engine = with_host("qwen3_5", rows=1)
+    reuse, policy = reuse_of(engine), policy_of("value", engine.manager.schema)
+    assert isinstance(policy, ByWorth)
+    reuse.checkpoints.policy, fates = policy, policy.fates
+
+    def chance(good: int, known: int) -> float:
+        return (good + BELIEVED / 2) / (known + BELIEVED)
+
+    for seed in (1, 2):
+        ask(engine, prompt(200, seed), marks=[(128, "client")])
+    assert len(reuse.host.states) == 1 and fates.chance("client", 0) == chance(0, 0)
+    assert ask(engine, [*prompt(200, 1)[:140], 5, 6]).reuse["tier"] == "host"
+    assert len(reuse.host.states) == 2 and fates.chance("client", 0) == chance(1, 1)
+    reuse.host.make_room(engine.manager.host.blocks.total)
+    assert not reuse.host.states and fates.chance("client", 0) == chance(1, 2)
+    assert fates.chance("client", 1) == chance(0, 0), "the one that was used is on the device"
+    ask(engine, prompt(200, 3), marks=[(128, "client")])
+    assert [stored.uses for stored in reuse.host.states.values()] == [1] and fates.chance("client", 1) == chance(0, 0)
+    reuse.host.resting = True
+    drive_out(engine)  # columns find no place on the host, and the state there goes with those before it
+    assert (
+        not reuse.host.states
+        and fates.chance("client", 1) == chance(0, 1)
+        and fates.chance("client", 0) == chance(1, 3)
+    )
+
+
 def test_a_load_that_does_not_pay_is_left_and_said(with_host: Callable, engine_of: Callable) -> None:
     engine, cold = with_host("qwen3_5"), Cold(lambda: engine_of("qwen3_5", exact=True))
     ask(engine, BASE, marks=MARKS)
@@ -158,6 +195,23 @@ def test_reading_is_timed_on_long_prompts_alone(engine_of: Callable) -> None:
     ask(engine, prompt(1100, 4))
     assert reuse_of(engine).host.speed > 0
     assert engine.manager.host.rate > 0 and engine.manager.host.rate == engine.manager.host.rate
+
+
+def test_an_answer_that_waits_for_a_slot_does_not_count_as_reading(
+    engine_of: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first token comes from the prompt that the first answer read, most of which was there."""
+    engine, seen, saw = engine_of("llama", rows=0, slots=1), [], HostColumns.saw_reading
+
+    def see(self: HostColumns, tokens: int, seconds: float) -> None:
+        seen.append(tokens)
+        saw(self, tokens, seconds)
+
+    monkeypatch.setattr(HostColumns, "saw_reading", see)
+    ask(engine, BASE[:200])
+    several = ask(engine, [*BASE[:192], 1, 2, 3], replace(ASK, n=3, temperature=1.0))
+    assert several.cached_tokens == 192 and len(several.siblings) == 2 and all(s.generated for s in several.siblings)
+    assert seen == [200, 3]
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
@@ -190,6 +244,27 @@ def test_a_copy_that_fails_costs_its_hit_alone(
     assert_nothing_held(engine)
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+def test_where_the_device_has_no_memory_to_copy_with_the_prompt_is_read(
+    kind: str, with_host: Callable, engine_of: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, cold, tokens = with_host(kind), Cold(lambda: engine_of(kind, exact=True)), parting(256, 290)
+    ask(engine, BASE, marks=MARKS)
+    drive_out(engine)
+    views = HostColumns._views
+
+    def broken(self: HostColumns, *args: Any) -> Iterator[Any]:
+        yield next(views(self, *args))  # some of it has been written
+        raise torch.OutOfMemoryError("made to fail")
+
+    monkeypatch.setattr(HostColumns, "_views", broken)
+    warm = ask(engine, tokens, marks=MARKS)
+    assert warm.cached_tokens == 0 and same(warm, cold(tokens))
+    assert reuse_of(engine).host.counts["loads failed"] == 1 and not reuse_of(engine).columns.away
+    assert ask(engine, tokens).reuse["tier"] == "device"
+    assert_nothing_held(engine)
+
+
 def test_copies_that_save_less_than_they_take_are_left_for_a_while(with_host: Callable) -> None:
     engine = with_host("llama")
     host, tier = reuse_of(engine).host, engine.manager.host
@@ -211,6 +286,24 @@ def test_copies_that_save_less_than_they_take_are_left_for_a_while(with_host: Ca
     assert ask(engine, BASE).reuse["tier"] == "host"
     host.look_at_costs(3000)
     assert not host.resting, "what was loaded saved more than it took"
+
+
+def test_copies_of_conversations_are_no_cost_of_prefixes(with_host: Callable) -> None:
+    engine = with_host("qwen3_5")
+    host, tier = reuse_of(engine).host, engine.manager.host
+    host.speed, tier._rate = 1e9, 1e6
+    blocks = tier.put([torch.zeros(BLOCK, dtype=torch.uint8)])  # as a conversation that is sent there
+    assert blocks is not None and len(list(tier.get(blocks))) == 1
+    host.look_at_costs(1000)
+    assert not host.resting and not host.copied
+    tier.drop(blocks)
+    down, up = tier.copied_down, tier.copied_up
+    ask(engine, BASE, marks=MARKS)
+    drive_out(engine)
+    assert host.copied == tier.copied_down - down > 0
+    host.speed = 0.0
+    assert ask(engine, parting(256, 290)).reuse["tier"] == "host"
+    assert host.copied == tier.copied_down - down + tier.copied_up - up > tier.copied_down - down
 
 
 def test_more_than_may_be_in_flight_is_dropped(with_host: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,6 +378,33 @@ def test_what_makes_room_between_lookup_and_load_is_not_loaded(with_host: Callab
     assert 128 <= warm.cached_tokens < 192 and warm.reuse["tier"] == "host", "its last columns made room"
     engine.abort(held)
     assert_nothing_held(engine)
+
+
+def test_a_turn_that_waits_for_its_step_does_not_bring_what_is_being_loaded(
+    with_host: Callable, engine_of: Callable
+) -> None:
+    """It ends where a column does that lies on the host; pages are short, so that it would be waited for half way."""
+    engine, cold = with_host("qwen3_5"), Cold(lambda: engine_of("qwen3_5", exact=True))
+    engine.launches_ahead, reuse = True, reuse_of(engine)
+    goes_on = [*end_turn(engine, cold, 128).tokens, 5, 6]
+    assert ask(engine, goes_on).cached_tokens == 128  # the end of the turn was used: it has a place on the host
+    drive_out(engine)
+    ask(engine, prompt(140, 40), marks=[(128, "client")])  # what goes only after all is settled
+    end_turn(engine, cold, 128)  # its prompt ends before the state on the host, and is read
+    [end] = [column for column in reuse.columns if column.stored is not None]
+    assert reuse.late and end.end == 128 and end.pages is None
+    nobody = Reading(b"", b"", True, 0, reuse.columns.root(b""))
+    waits = Staged("one that runs", nobody, nobody.column, [], np.zeros((0, reuse.columns.width), np.int32), None, -1)
+    reuse.staged.append(waits)
+    taken = {table.allocator: table.allocator.acquire(table.allocator.free) for table in engine.manager.tables.values()}
+    hit = reuse.load(Asked(b"", np.array(goes_on, np.int32), 129, 130))
+    assert hit.cached == 128 and not hit.loaded and end.pages is not None and end.host is None
+    assert reuse.staged == [waits], "what is not known to be sound is there for others"
+    reuse.publish()
+    for allocator, pages in taken.items():
+        allocator.release(pages)
+    check(engine)
+    assert same(ask(engine, goes_on), cold(goes_on))
 
 
 def test_a_request_with_a_budget_begins_with_what_comes_from_the_host(with_host: Callable, engine_of: Callable) -> None:

@@ -18,6 +18,7 @@ from exactness import Models
 from engine.driving import assert_nothing_held, run
 from engine.reusing import ASK, apart, check, drive_out, same
 from hybridkv import LLM, CacheConfig, SamplingParams
+from hybridkv.cache.tier_sizes import BLOCK
 from hybridkv.cache.tiers import HostTier
 from hybridkv.request import Request
 
@@ -156,3 +157,13 @@ def test_deepseek_v4(tmp_path: Path) -> None:
         drive_out(engine)
         warm, cold = ask(tokens), ask(tokens, cache=False)
         assert warm.reuse["tier"] == "host" and apart(warm, cold) < 1e-4  # f32; the CPU's tests have the bound's reason
+
+
+def test_copies_that_have_ended_are_forgotten_also_where_nobody_asks_for_them() -> None:
+    tier = HostTier(8 * BLOCK, torch.device("cuda"))
+    for _ in range(20):
+        blocks = tier.put([torch.ones(BLOCK, dtype=torch.uint8, device="cuda")])
+        assert blocks is not None
+        torch.cuda.synchronize()
+        tier.drop(blocks)
+    assert len(tier._flying) == 1 and tier.in_flight == 0

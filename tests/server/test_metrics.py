@@ -155,7 +155,7 @@ def test_what_is_kept_for_later_and_grammars_are_counted(tiny_llm: LLM) -> None:
         assert values[f'hybridkv_reuse_bytes{{model_name="tiny",tier="{tier}",what="{what}"}}'] == nbytes
     assert values['hybridkv_reuse_columns{model_name="tiny",tier="device"}'] == reuse.columns.count > 0
     tiers = [values[f'hybridkv_reuse_hit_tokens_total{{model_name="tiny",tier="{t}"}}'] for t in ("device", "host")]
-    assert tiers == [reuse.counts["hit_tokens"], 0] and tiers[0] >= sum(cached)
+    assert tiers == [reuse.counts["device_hit_tokens"], 0] and tiers[0] >= sum(cached)
     assert values['hybridkv_reuse_copies_total{model_name="tiny",what="loads_failed"}'] == 0
     for phase in ("compile", "mask"):
         name = f'hybridkv_grammar_seconds_count{{model_name="tiny",phase="{phase}"}}'
