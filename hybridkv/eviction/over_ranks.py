@@ -3,7 +3,7 @@
 A rank holds some KV heads, or one that other ranks hold too. Most scores are a stream's own, and need nothing more than
 the queries of all query heads of the KV head: where those are spread over ranks, they are gathered, and each of these
 ranks computes the scores that one rank would. What compares streams, a list for several heads or a budget that they
-share, is decided on every rank for all heads, by today's code and the same numbers, and each takes its own part.
+share, is decided on every rank for all heads, by the same code and numbers, and each takes its own part.
 
     queries     of a KV head that lies on several ranks: gathered before its entries are scored
     attention   of all heads of a layer (TOVA), the strongest peak of each position (Peak): while they are
