@@ -244,6 +244,23 @@ def test_parts_that_are_asked_for_run(capsys: pytest.CaptureFixture[str]) -> Non
     assert online["case"] == "30 requests/s" and online["requests"] == len(arrivals(30.0, 0.3, 0))
 
 
+def test_what_others_keep_is_measured_but_never_found(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine with reuse reads every prompt whole, although the warm-up has read them all. Without forgetting, the
+    run is reported as wrong.
+    """
+    options = BenchOptions(
+        **{**vars(TINY), "only": "^offline", "reuse": True, "prompt_tokens": "1100:1200", "answer_tokens": "5"}
+    )
+    result = run_bench("load", options)
+    assert result["reuse"] is True and not result["failures"]
+    assert [row["op"] for row in result["rows"]][:1] == ["offline greedy"]
+    monkeypatch.setattr("hybridkv.bench.load_serve.forget", lambda engine: None)
+    [failure] = run_bench("load", options)["failures"]
+    assert "were not read, but found" in str(failure)
+
+
 def test_prompts_with_a_budget_are_evicted_and_compared_with_one_alone(capsys: pytest.CaptureFixture[str]) -> None:
     options = BenchOptions(
         **{

@@ -74,7 +74,7 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
     about = {
         "model": shape.name, "layers": shape.config.layers, "weights": options.weight_dtype, "kv": kind,
         "requests": count, "prompts": str(mix.prompts), "answers": str(mix.answers), "spread": mix.spread,
-        "seed": options.seed, "budget": options.budget,
+        "seed": options.seed, "budget": options.budget, "reuse": options.reuse,
     }  # fmt: skip
     report = Report("load", "s", COLUMNS, shape.device, ceilings, about, deadline=options.deadline)
     report.start()

@@ -17,7 +17,7 @@ from tokenizers import decoders, models
 
 from hybridkv.async_llm import AsyncLLM
 from hybridkv.bench.load_samples import percentile
-from hybridkv.bench.load_serve import serve
+from hybridkv.bench.load_serve import forget, serve
 from hybridkv.bench.load_workload import Asked
 from hybridkv.bench.report import Report
 from hybridkv.config import SamplingParams
@@ -107,6 +107,7 @@ def client_rows(
             )
             report.doing(f"clients, round {number + 1}")
             engine.tokenizer = tokenizer
+            forget(engine)
             try:
                 clients.append(asyncio.run(stream_all(llm, asked, params)))
             finally:

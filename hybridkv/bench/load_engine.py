@@ -8,7 +8,7 @@ from hybridkv.bench.options import BenchOptions
 from hybridkv.bench.shapes import Shape
 from hybridkv.bench.standin import fill_pages, make_engine
 from hybridkv.bench.timing import GIB
-from hybridkv.config import CacheConfig
+from hybridkv.config import CacheConfig, ReuseConfig
 from hybridkv.engine.engine import Engine
 from hybridkv.errors import HybridKVError
 from hybridkv.models import cache_schema
@@ -26,10 +26,13 @@ def load_engine(
     shape: Shape, model: Model, options: BenchOptions, cache: CacheConfig, slots: int, context: int, least: int = 1
 ) -> Engine:
     """An engine for up to `slots` requests of up to `context` tokens, in the memory that is free. Where not all of that
-    fits, requests wait for slots and pages as they would in a service; there are at least `least` slots.
+    fits, requests wait for slots and pages as they would in a service; there are at least `least` slots. With
+    `options.reuse` it keeps what is read, with as many checkpoints as an LLM has by default.
     """
     schema = cache_schema(shape.config, cache, shape.dtype)
-    room = free_bytes(shape.device) - (RESERVE if shape.device == "cuda" else 0)
+    free = free_bytes(shape.device)
+    checkpoints = ReuseConfig().rows(schema.slot_bytes, free, shape.device == "cpu") if options.reuse else None
+    room = free - (RESERVE if shape.device == "cuda" else 0) - (checkpoints or 0) * schema.slot_bytes
     each = schema.slot_bytes + (schema.query_buffer_bytes if cache.budget is not None else 0)
     if each and slots * (each + schema.kv_bytes(context)) > room:
         slots = max(least, min(slots, int(max(room, 0) * STATE_SHARE // each)))
@@ -41,8 +44,9 @@ def load_engine(
             f"{(each + schema.kv_bytes(context)) / GIB:.2f} GiB; lower the lengths, --slots or --layers"
         )
     engine = make_engine(
-        model, cache, shape.device, shape.dtype, slots, context, held, step_tokens=step_tokens_of(shape, options)
-    )
+        model, cache, shape.device, shape.dtype, slots, context, held, step_tokens=step_tokens_of(shape, options),
+        checkpoints=checkpoints,
+    )  # fmt: skip
     fill_pages(engine.manager)
     return engine
 

@@ -188,6 +188,14 @@ class Served:
             if request.answer_tokens != sample.answer:
                 got = f"{request.answer_tokens} of {sample.answer} tokens ({request.finish_reason})"
                 raise RuntimeError(f"a request of {sample.prompt} tokens ended with {got}")
+            if request.cached_tokens and not request.preemptions:
+                raise RuntimeError(f"{request.cached_tokens} of {sample.prompt} tokens were not read, but found")
+
+
+def forget(engine: Engine) -> None:
+    """What earlier runs of the same prompts have left, so that all of them are read."""
+    if engine.manager.reuse is not None:
+        engine.manager.reuse.forget()
 
 
 def serve(
@@ -195,8 +203,10 @@ def serve(
     until: float | None = None, say: Callable[[str], None] = lambda _: None,
 ) -> Served:  # fmt: skip
     """Serve all requests; `at`: the second at which each arrives, all at once without. `until`: of time.monotonic(),
-    when it stops whatever is left. Token by token times are noted where requests arrive one by one.
+    when it stops whatever is left. Token by token times are noted where requests arrive one by one. Nothing that was
+    kept before is found.
     """
+    forget(engine)
     due = at if at is not None else [0.0] * len(asked)
     samples = [Sample(len(a.prompt), a.answer, t) for a, t in zip(asked, due, strict=True)]
     times, requests, index, waits = StepTimes(), [], {}, []

@@ -66,6 +66,9 @@ class BenchOptions:
     spread: str = option("uniform", "NAME", "load: lengths of prompts: uniform, or log: each factor of two has as many")
     seed: int = option(0, "N", "load: of lengths, tokens, arrivals and sampling")
     slots: int | None = option(None, "N", "load: requests that run at once; by default all, as far as memory goes")
+    reuse: bool = option(
+        False, "", "load: keep what is read for others, as an LLM does; all prompts differ, so this is what it costs"
+    )
     load: tuple[float, ...] = option(
         (), "SHARES", "load: arrivals, as shares of the measured capacity, such as 0.4,0.8"
     )

@@ -194,8 +194,9 @@ def random_tokens(vocab: int, count: int) -> list[int]:
 
 
 def read(engine: Engine, length: int) -> Meter:
-    """Until the first token is there."""
-    request = engine.add(random_tokens(engine.vocab, length), SamplingParams(max_tokens=1, ignore_eos=True))
+    """Until the first token is there. The whole prompt is read, whatever the engine keeps of earlier ones."""
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    request = engine.add(random_tokens(engine.vocab, length), params, cache=False)
     with Meter(engine.manager.device.type) as meter:
         while not request.finished:
             engine.step()
