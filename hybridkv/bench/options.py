@@ -40,7 +40,8 @@ class BenchOptions:
         None,
         "PATTERN",
         "kernels: ops and cases; decode: budget, context, batch, weights, state, peers; "
-        "load: offline, sampled, clients, mixed, online, peers; start: cold, warm; ranks: decode, prefill, group",
+        "load: offline, sampled, clients, mixed, online, peers; start: cold, warm; "
+        "reuse: hits, host, misses, sessions; ranks: decode, prefill, group",
     )
     quick: bool = option(False, "", "few cases")
     kv_dtypes: tuple[str, ...] = option((), "NAMES", "of the cache, such as bf16,fp8", "kv-dtype")

@@ -11,6 +11,7 @@ after one on the device.
 
 from __future__ import annotations
 
+import re
 import statistics
 
 import torch
@@ -59,14 +60,21 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
     if error is None:
         return report
     report.note(f"logits after a hit and of a cold run agree to {error:.0e}")
-    report.attempt("checkpoint", "one state copied", bench.copies)
-    for length in lengths:
-        report.attempt("reuse", f"T={length}", lambda n=length: bench.hits(n, news, repeats))
-    if bench.engine.manager.host.pages:
+
+    def wanted(part: str) -> bool:
+        return re.search(options.only or "", part) is not None
+
+    if wanted("hits"):
+        report.attempt("checkpoint", "one state copied", bench.copies)
+        for length in lengths:
+            report.attempt("reuse", f"T={length}", lambda n=length: bench.hits(n, news, repeats))
+    if wanted("host") and bench.engine.manager.host.pages:
         for length in lengths:
             report.attempt("host", f"T={length}", lambda n=length: bench.host_hits(n, news[0], repeats))
-    report.attempt("misses", f"T={min(lengths)}", lambda: bench.misses(min(lengths), repeats))
-    report.attempt("sessions", f"{sessions} x T={system}", lambda: bench.sessions(system, sessions))
+    if wanted("misses"):
+        report.attempt("misses", f"T={min(lengths)}", lambda: bench.misses(min(lengths), repeats))
+    if wanted("sessions"):
+        report.attempt("sessions", f"{sessions} x T={system}", lambda: bench.sessions(system, sessions))
     bench.close()
     return report
 
