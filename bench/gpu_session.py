@@ -5,7 +5,10 @@
 Where a machine is lent for less, two calls do the same, on two machines if need be:
 
     python bench/gpu_session.py 580 --only 'tests|memcheck|kernels|v4'
-    python bench/gpu_session.py 360 --only 'decode|peers|prefill|eviction|capacity|load|start'
+    python bench/gpu_session.py 360 --only 'decode|peers|prefill|eviction|capacity|load$|start'
+    python bench/gpu_session.py 590 --only 'load_|exact|sessions_of_one|released|ranks'
+
+Tests alone cost the card little: give them a call of their own, since nothing may be timed beside them.
 
 Each has a limit of its own, is asked to stop when it is reached (what it has measured by then counts), and writes a
 log. The JSON lines of all benchmarks are added to results.jsonl. Needs no typer. The folder may be used again: what is
@@ -68,10 +71,23 @@ def steps() -> list[Step]:
     bench("eviction", 25)
     bench("capacity", 25)
     bench("load", 120, "--model-shape", "0.8b", "--load", "0.4,0.8", "--seconds", "10", "--skip-peers")
+    long = ["--model-shape", "4b", "--requests", "64", "--prompt-tokens", "6000:8000", "--answer-tokens", "128"]
+    long += ["--budget", "2048", "--only", "offline", "--skip-peers"]
+    for step in ("load_4b", "load_4b_again"):  # two runs must agree
+        bench(step, 80, *long, name="load")
+    bench("load_4b_reuse", 80, *long, "--reuse", name="load")
+    bench("load_reuse", 60, "--model-shape", "0.8b", "--only", "offline", "--skip-peers", "--reuse", name="load")
+    many = ["--layers", "16", "--requests", "256", "--prompt-tokens", "500:16384", "--answer-tokens", "100:512"]
+    many += ["--spread", "log", "--budget", "2048", "--only", "clients", "--quick", "--skip-peers", "--reuse"]
+    bench("load_clients", 120, *many, name="load")
+    bench("decode_exact", 90, "--only", "exact", "--skip-peers", name="decode")
     bench("start", 75, "--model-shape", "0.8b")
     bench("reuse", 60)
+    bench("sessions_of_one", 95, "--contexts", "4096", "--only", "sessions", name="reuse")
     bench("sessions", 45, "--contexts", "16384")
     bench("ranks", 75)
+    released = ["--weight-dtype", "released", "--skip-peers", "--contexts", "16384", "--kv-dtype", "fp8"]
+    bench("released", 100, *released, name="v4_model")
     bench("prefill_long", 45, "--contexts", "65536", "--skip-peers", name="prefill")
     return found
 
