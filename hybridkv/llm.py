@@ -212,10 +212,6 @@ class LLM:
                     f"weight_dtype='{weight_dtype}' is not there for DeepSeek-V4; use 'released', 'plain' or 'auto'"
                 )
             self.released = weight_dtype == "released"
-            if self.released and self.ranks is not None:
-                raise HybridKVError(
-                    "weight_dtype='released' is not cut over several GPUs yet; use 'auto' or 'plain', or tp=1"
-                )
             if self.released and not checkpoint.block_forms():
                 raise HybridKVError(
                     "weight_dtype='released' keeps FP8 and FP4 codes that have a scale for each block, and "
@@ -232,7 +228,7 @@ class LLM:
                     f"{self.path.name} has none; use 'f16', 'plain' or another file"
                 )
             if self.ranks is not None:  # from here on `config` is of this rank's part
-                self.config = self.ranks.cut(checkpoint, self.config, exact, self.packed)
+                self.config = self.ranks.cut(checkpoint, self.config, exact, self.packed, self.released)
             self.plan = self._plan(checkpoint, limits, exact)
             self.weights = WeightsIdentity(checkpoint.files)
             how = (self.device, self.dtype, load_progress, exact, self.fp8, self.packed, self.half)

@@ -19,7 +19,7 @@ from hybridkv.checkpoint.safetensors_file import SafetensorsFile
 from hybridkv.checkpoint.safetensors_store import SafetensorsStore
 from hybridkv.config import shown
 from hybridkv.errors import ModelFileError, UnsupportedModel
-from hybridkv.kernels.linear.block_form import FP4_BLOCK, BlockForm
+from hybridkv.kernels.linear.block_form import FP4_BLOCK, BlockForm, Span
 from hybridkv.kernels.linear.block_form import FP8_BLOCK as BLOCK
 from hybridkv.kernels.linear.block_scaled import BlockScaled, dequantise_ref
 
@@ -96,12 +96,14 @@ class QuantisedStore(SafetensorsStore):
         bits, block = (8, self.block) if self.stored(name).dtype == "F8_E4M3" else (4, FP4_BLOCK)
         return BlockForm(bits, *block, 1 if self.stored(self.scales[name]).dtype in POWERS else 4)
 
-    def read_blocks(self, name: str) -> BlockScaled:
+    def read_blocks(self, name: str, rows: Span | None = None) -> BlockScaled:
         """Codes and scales of a weight that has them, as they are stored."""
-        form, scale = self.block_form(name), super().read(self.scales[name])
+        form = self.block_form(name)
         assert form is not None
+        blocks = None if rows is None else (rows[0] // form.rows, -(-rows[1] // form.rows))
+        scale = self.read_rows(self.scales[name], blocks)
         scale = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
-        return BlockScaled(super().read(name).view(torch.uint8), scale, form)
+        return BlockScaled(self.read_rows(name, rows).view(torch.uint8), scale, form)
 
     def read(self, name: str) -> Tensor:
         return dequantise_ref(self.read_blocks(name), self.dtype(name)) if name in self.scales else super().read(name)

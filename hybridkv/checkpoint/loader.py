@@ -163,6 +163,10 @@ class Loader:
         self._take(name, out.shape)
         self.checkpoint.read_blocks_into(out, name)
 
+    def held(self, name: str, *shape: int) -> tuple[int, ...]:
+        """Of a tensor of this shape: the shape of what is loaded, which is less where a rank has a part."""
+        return shape
+
     def experts(self, name: str, *shape: int) -> Tensor | BlockScaled:
         """A stack [E, rows, columns], as codes where they stay."""
         form = self.block_form(name)
