@@ -242,20 +242,25 @@ class Checkpoint:
         self, out: BlockScaled, name: str, parts: Sequence[str], rows: Sequence[Span] | None, columns: Span | None
     ) -> None:
         """Stored matrices, one below the other, of which these rows are wanted."""
-        assert isinstance(self._store, SafetensorsStore)
         row = first = 0
         for part in parts:
             N = self._store.shape(part)[0]
             for begin, end in ((first, first + N),) if rows is None else rows:
                 low, high = max(begin - first, 0), min(end - first, N)
-                if low >= high:
-                    continue
-                found = self._store.read_blocks(part, None if high - low == N else (low, high))
-                if not found.finite():
-                    raise ModelFileError(f"{str(self.path)!r}: tensor {name!r} {NOT_FINITE}")
-                put_blocks(out, row, found, low % found.form.rows, columns)
-                row += high - low
+                if low < high:
+                    self._put_rows(out, row, name, part, None if high - low == N else (low, high), columns)
+                    row += high - low
             first += N
+
+    def _put_rows(
+        self, out: BlockScaled, row: int, name: str, part: str, rows: Span | None, columns: Span | None
+    ) -> None:
+        """Of one stored matrix, which is let go before the next one is read."""
+        assert isinstance(self._store, SafetensorsStore)
+        found = self._store.read_blocks(part, rows)
+        if not found.finite():
+            raise ModelFileError(f"{str(self.path)!r}: tensor {name!r} {NOT_FINITE}")
+        put_blocks(out, row, found, 0 if rows is None else rows[0] % found.form.rows, columns)
 
     def _recipe(self, name: str) -> Recipe:
         if name not in self._recipes:
