@@ -122,7 +122,6 @@ class ShardedLoader(Loader):
 
     def fill_blocks(self, out: BlockScaled, name: str) -> None:
         """Where the cut is of rows, or of experts, no others are read."""
-        assert isinstance(self.checkpoint, Checkpoint)
         self._take(name, out.shape)
         cut, dims = self.cut(name), len(self.shapes[name])
         if cut is None:

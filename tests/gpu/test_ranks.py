@@ -31,7 +31,7 @@ from hybridkv.parallel.launch import DEVICES
 
 pytestmark = pytest.mark.gpu
 ON, ROOT = "cuda", Path(__file__).parents[2]
-FAMILIES = ("llama", "qwen3_5", "qwen3_5_moe", "qwen3_next", "deepseek_v4")
+FAMILIES = ("llama", "qwen3_5", "qwen3_5_moe", "qwen3_next", "deepseek_v4", "v4 in codes", "v4, whole experts")
 USUAL, MOST = 2e-4, 5e-3  # of the logits' scale: the median row, and nine rows of ten
 CLEAR = 1e-2  # by which a token's logit must be above the next one's for rounding not to choose: ten times what differs
 
@@ -72,7 +72,7 @@ def check_captured(kind: str, found: dict[str, Any]) -> None:
     assert_alike(gpu_rank_jobs.reference(kind)[0], found["logits"])
     assert found["scored"] == 10, f"{kind}: single steps were not replayed"
     assert found["replays"]["decode"] > 5 and found["ahead"] > 10, (kind, found["replays"], found["ahead"])
-    assert (found["replays"]["mixed"] > 0) == (kind != "deepseek_v4"), kind  # whose prompts are not captured
+    assert (found["replays"]["mixed"] > 0) == ("v4" not in kind), kind  # whose prompts are not captured
     assert not found["said"], kind
 
 
@@ -93,9 +93,12 @@ def test_a_graph_that_one_rank_cannot_have_is_had_by_none() -> None:
 
 
 def test_real_widths_on_two_ranks_give_the_logits_of_one() -> None:
-    """Twelve query heads and half of all widths; Flash: half of the heads, groups and experts' widths."""
-    found = ranks.run(2, "wide", on=ON, kinds=("27b", "flash"))
-    for kind in ("27b", "flash"):
+    """Twelve query heads and half of all widths; Flash: half of the heads, groups and experts' widths, in bf16 and with
+    its weights in codes.
+    """
+    kinds = ("27b", "flash", "flash in codes")
+    found = ranks.run(2, "wide", on=ON, kinds=kinds)
+    for kind in kinds:
         first, second = (rank[kind] for rank in found)
         whole = first.get("whole", second.get("whole"))
         assert first["scored"] == second["scored"] == 10, f"{kind}: single steps were not replayed"
