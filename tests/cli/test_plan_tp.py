@@ -66,7 +66,8 @@ def whole_on_every_rank() -> int:
     codes = (q + d) * D  # FP8; scales are 1/16384 of it
     maps = 2 * (24 * 4 * D + 24 + 3 + D) * 4 + (q + d) * 4  # hyper-connections and norms, f32
     csa = (2 * 2 * d + 2 * 2 * 128 + 64) * D * 2 + 64 * 128 * q  # compressors and index weights, bf16; index queries
-    hca = 2 * d * D * 2
+    csa += 4 * (2 * d + 2 * 128) * 4  # position biases, f32
+    hca = 2 * d * D * 2 + 128 * d * 4
     router = 256 * D * 2
     tables = 3 * tokens * 6 * 8  # int64
     return 43 * (codes + maps + router) + 21 * csa + 20 * hca + tables
