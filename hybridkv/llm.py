@@ -212,6 +212,10 @@ class LLM:
                     f"weight_dtype='{weight_dtype}' is not there for DeepSeek-V4; use 'released', 'plain' or 'auto'"
                 )
             self.released = weight_dtype == "released"
+            if self.released and exact:
+                raise HybridKVError(
+                    "exact mode computes with plain weights, not with weight_dtype='released'; use 'auto' or 'plain'"
+                )
             if self.released and not checkpoint.block_forms():
                 raise HybridKVError(
                     "weight_dtype='released' keeps FP8 and FP4 codes that have a scale for each block, and "
@@ -294,7 +298,7 @@ class LLM:
             form += " and 4 bits" if self.int4 else ""
             form = "packed" if weights < plain else f"in {form}"
             less = "dtype='bfloat16', " if self.dtype == torch.float32 and not self.half else ""
-            less = "weight_dtype='released', " if not self.released and checkpoint.block_forms() else less
+            less = "weight_dtype='released', " if not (self.released or exact) and checkpoint.block_forms() else less
             less = "weight_dtype='auto', " if packed < weights else less
             raise HybridKVError(
                 f"the weights take {human(weights)} {form}, {given} is {human(memory)}; use {less}a smaller model or "

@@ -134,8 +134,8 @@ def _released(source: Source) -> dict[str, BlockForm]:
     forms = released_forms(source.whole or source.config, source.has)
     if not forms:
         raise HybridKVError(
-            f"released is the form of files that store FP8 or FP4 codes with a scale for each block, as DeepSeek-V4's; "
-            f"{source.name} is not released so: choose another"
+            "a plan knows the released FP8 and FP4 codes of DeepSeek-V4 alone (an FP8 folder of Qwen3.5 is loaded in "
+            f"them, and not planned); {source.name} is not released so: choose another"
         )
     if source.whole is not None and source.shard is not None:
         return rank_forms(source.whole, source.shard, source.has, forms)

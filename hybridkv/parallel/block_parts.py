@@ -51,39 +51,41 @@ def block_shard(config: ModelConfig, shard: Shard, has: Has, forms: Forms) -> Sh
     """How a model is cut some of whose matrices are codes: widths at borders that codes allow; experts by width where
     there are such borders, else whole ones. HybridKVError with the numbers of ranks that work where neither is so.
     """
-    coded = [name for name in forms if name.endswith(EXPERTS)]
-    if not coded:
+    if not forms:
         return shard
-    how = _how(config, replace(shard, block=LEAST_COLUMNS), has, forms)
+    shard = replace(shard, block=LEAST_COLUMNS)
+    how = _how(config, shard, has, forms)
     if how is not None:
         return how
-    works = [n for n in sizes_that_work(config) if _how(config, _of(shard, n), has, forms) is not None]
+    works = [n for n in sizes_that_work(config) if _how(config, replace(shard, rank=0, size=n), has, forms) is not None]
     other = f"use {', '.join(map(str, works))} or 1" if works else "use 1"
-    assert config.v4 is not None
-    by_width = f"its expert width of {config.v4.expert_width} has no borders of {LEAST_COLUMNS} columns for that"
-    whole = "" if shard.experts == "width" else f", and its {config.v4.experts} experts are too few to be dealt out"
+    experts, width = _experts(config)
+    by_width = f"its expert width of {width} has no borders of {LEAST_COLUMNS} columns for that"
+    whole = "" if shard.experts == "width" else f", and its {experts} experts are too few to be dealt out"
     raise HybridKVError(
         f"tp={shard.size} does not fit the codes of this {config.architecture} model: {by_width}{whole}; {other}"
     )
 
 
-def _of(shard: Shard, size: int) -> Shard:
-    return replace(shard, rank=0, size=size, block=LEAST_COLUMNS)
+def _experts(config: ModelConfig) -> tuple[int, int]:
+    """How many, and their width."""
+    if config.v4 is not None:
+        return config.v4.experts, config.v4.expert_width
+    return (0, 0) if config.moe is None else (config.moe.experts, config.moe.intermediate)
 
 
 def _how(config: ModelConfig, shard: Shard, has: Has, forms: Forms) -> Shard | None:
     """By width if all ranks keep the codes of all experts, else whole experts if there are enough; None: neither."""
-    assert config.v4 is not None
-    if shard.experts != "whole":
-        stacks = {weight.shape: weight for weight in family_of(config).weights(config, has) if weight.name in forms}
-        stacks = {shape: weight for shape, weight in stacks.items() if weight.name.endswith(EXPERTS)}
+    if shard.by_width(config):
+        weights = (weight for weight in family_of(config).weights(config, has) if weight.name in forms)
+        stacks = {(w.shape, forms[w.name]): w.name for w in weights if w.name.endswith(EXPERTS)}  # layers are alike
         parts = [
-            part_form(forms[weight.name], cut_of(config, replace(shard, rank=rank), weight.name, shape), shape)
-            for shape, weight in stacks.items()
+            part_form(form, cut_of(config, replace(shard, rank=rank), name, shape), shape)
+            for (shape, form), name in stacks.items()
             for rank in range(shard.size)
         ]
         if None not in parts:
             return shard
-    if shard.experts == "width" or config.v4.experts < shard.size:
+    if shard.experts == "width" or _experts(config)[0] < shard.size:
         return None
     return replace(shard, experts="whole")

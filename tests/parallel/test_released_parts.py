@@ -11,6 +11,7 @@ import pytest
 import torch
 from block_cases import FORMS, FP4, FP8, random_blocks
 from numerics import assert_same_bytes
+from qwen_fp8 import fp8_model
 from tiny_ranks import fixed_bytes
 from torch import Tensor
 from v4_files import CONFIG, Made, write
@@ -92,6 +93,7 @@ SIZES: dict[str, tuple[BlockForm, dict[str, Any], int]] = {
     "whole experts": (FP4, dict(moe_intermediate_size=40), 4),
     "crossing": (FP8, dict(moe_intermediate_size=192), 4),
     "even": (FP4, dict(moe_intermediate_size=256, hidden_size=256), 2),
+    "qwen": (FP8, dict(moe_intermediate_size=160), 4),  # rows and columns of sections, of heads; whole experts
 }
 
 
@@ -99,14 +101,17 @@ SIZES: dict[str, tuple[BlockForm, dict[str, Any], int]] = {
 def test_the_codes_of_all_ranks_are_those_of_the_whole_model(kind: str, tmp_path: Path) -> None:
     """Bit for bit, and with the same scales; each rank's bytes are those that were planned, in either dtype."""
     form, changes, size = SIZES[kind]
-    released_model(tmp_path, form, **HEADS, **changes)
+    if kind == "qwen":
+        fp8_model(tmp_path, **changes)
+    else:
+        released_model(tmp_path, form, **HEADS, **changes)
     with open_checkpoint(tmp_path) as checkpoint:
         config, forms = ModelConfig.from_dict(checkpoint.config), checkpoint.block_forms()
         has, plain = checkpoint.__contains__, Loader(checkpoint, CPU, F32, released=True)
         smaller = 0
         for rank in range(size):
             shard = block_shard(config, Shard(rank, size), has, forms)
-            assert shard.by_width(config) == (kind != "whole experts")
+            assert shard.by_width(config) == (kind not in ("whole experts", "qwen"))
             loader = ShardedLoader(config, shard, Alone(), checkpoint, CPU, F32, released=True)
             kept = rank_forms(config, shard, has, forms)
             assert kept.keys() == forms.keys()
@@ -129,7 +134,10 @@ def test_the_codes_of_all_ranks_are_those_of_the_whole_model(kind: str, tmp_path
                 assert model.nbytes - fixed_bytes(model) == rank_model_bytes(
                     config, shard, has, name, "cpu", blocks=forms
                 )
-        assert (smaller > 0) == (kind == "crossing")
+        assert (smaller > 0) == (kind in ("crossing", "qwen"))
+        if kind == "qwen":
+            assert isinstance(model.layers[1].feed.part.down, BlockScaled)
+            return
         experts = model.layers[1].experts.part
         assert isinstance(experts.gate_up, BlockScaled) and isinstance(experts.shared.gate_up, BlockScaled)
         assert isinstance(model.layers[1].attention.out, SplitLinear)

@@ -1,5 +1,5 @@
-"""DeepSeek-V4 on several ranks with its weights in the codes they are released in: what one rank gives, and what was
-planned. The bounds are those of test_parity.py: only the order of sums differs, the codes are the same.
+"""DeepSeek-V4, and Qwen3.5 in FP8, on several ranks with their weights in the codes of the files: what one rank gives,
+and what was planned. The bounds are those of test_parity.py: only the order of sums differs, the codes are the same.
 """
 
 from collections.abc import Callable
@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import rank_jobs
 import ranks
+import tiny
 import tiny_v4
 import torch
 from block_cases import FP4, FP8
 from long_form import LONG, more
+from qwen_fp8 import fp8_model
 from v4_released import released_model
 
 from hybridkv.parallel.group import Alone
@@ -66,6 +68,31 @@ def test_logits_tokens_and_bytes(kind: str, size: int, folder: Callable[[str], P
         assert planned == held < want["bytes"][1] and planned_cache == held_cache
         assert all(torch.equal(a, b) for a, b in zip(found[0]["logits"], rank["logits"], strict=True))
         assert rank["whole"] == (kind == "ragged" and size == 4)
+
+
+QWEN: dict[str, tuple[str, dict[str, Any]]] = {
+    "whole experts": ("qwen3_5_moe", {}),
+    "by width": ("qwen3_5_moe", dict(moe_intermediate_size=256, num_hidden_layers=4)),
+    "dense": ("qwen3_5", dict(intermediate_size=320)),  # borders inside of blocks
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kind", "size"), (("by width", 2), *more(("whole experts", 2), ("whole experts", 4), ("dense", 4)))
+)
+def test_qwen_in_fp8_too(kind: str, size: int, tmp_path: Path) -> None:
+    family, changes = QWEN[kind]
+    fp8_model(tmp_path, family, **changes)
+    ids = tiny.token_ids(100, seed=23)
+    given = {"texts": [[ids[:41], 37, 19], [ids[:1]]], "prompts": [ids[50:53], ids[53:90]]}
+    want = rank_jobs.coded(Alone(), str(tmp_path), **given)
+    for rank in ranks.run(size, "coded", path=tmp_path, **given):
+        for one, other in zip(want["logits"], rank["logits"], strict=True):
+            assert_alike(family, one, other)
+        assert rank["tokens"] == want["tokens"] and rank["whole"] == (kind == "whole experts")
+        planned, held, planned_cache, held_cache = rank["bytes"]
+        assert planned == held < want["bytes"][1] and planned_cache == held_cache
 
 
 @pytest.mark.parametrize("fault", ("another block's scale", "an expert of another rank"))
