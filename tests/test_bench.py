@@ -223,7 +223,7 @@ def test_both_command_lines_take_the_same_options(run: Run, capsys: pytest.Captu
         bench_main(["--help"])
     by_argparse = capsys.readouterr().out
     flags = {flag_of(f) for f in OPTIONS.values()} | {"--base", "--json"}
-    assert len(flags) == 32
+    assert len(flags) == 34
     for said in (by_argparse, "\n".join(by_typer)):
         assert flags | {"--help"} == set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", said)) - {"--model-shape tiny"}
 
