@@ -63,6 +63,8 @@ def steps() -> list[Step]:
         found.append(Step(step, seconds, command))
 
     bench("v4_model", 70)
+    parts = ["--weight-dtype", "released", "--ranks", "2,4,8", "--skip-peers", "--kv-dtype", "fp8"]
+    bench("released_ranks", 110, *parts, "--contexts", "16384", name="v4_model")
     bench("kernels", 90, "--warm", "8")
     bench("v4_kernels", 55)
     bench("decode", 80, "--skip-peers")

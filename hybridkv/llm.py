@@ -106,9 +106,9 @@ class LLM:
         weight_dtype: "fp8": matrices as E4M3 codes, a scale for each row; "f16": on a CPU, multiplied with float32;
             "int4": f16 and, for up to 4 rows, the 4-bit codes of a GGUF file, whose products are rounded to bfloat16: a
             request beside others may answer otherwise than alone; "released": the FP8 and FP4 codes of DeepSeek-V4's
-            files with their scales, as they are (not yet run on a GPU); "plain": as dtype; "auto": plain, but on a
-            GPU those of a GGUF file stay packed, and on a CPU they are f16 (with AVX-512 int4) where `dtype` is left to
-            "auto" and comes to float32 and the files have 16 bits a weight or fewer.
+            files, or FP8 ones of Qwen3.5's, with their scales (not timed on a GPU yet); "plain": as dtype; "auto":
+            plain, but on a GPU those of a GGUF file stay packed, and on a CPU they are f16 (with AVX-512 int4) where
+            `dtype` is left to "auto" and comes to float32 and the files have 16 bits a weight or fewer.
         host_cache: bytes on the host, or "16GiB", for caches that wait for a next turn: state of those without a slot,
             and on a GPU the pages of those that made room for others; there also what prompts may begin with and the
             GPU has no room for; None: a quarter of what is free, at most 32 GiB, on a CPU 1 GiB.
@@ -212,9 +212,9 @@ class LLM:
                     f"weight_dtype='{weight_dtype}' is not there for DeepSeek-V4; use 'released', 'plain' or 'auto'"
                 )
             self.released = weight_dtype == "released"
-            if self.released and self.ranks is not None:
+            if self.released and exact:
                 raise HybridKVError(
-                    "weight_dtype='released' is not cut over several GPUs yet; use 'auto' or 'plain', or tp=1"
+                    "exact mode computes with plain weights, not with weight_dtype='released'; use 'auto' or 'plain'"
                 )
             if self.released and not checkpoint.block_forms():
                 raise HybridKVError(
@@ -232,7 +232,7 @@ class LLM:
                     f"{self.path.name} has none; use 'f16', 'plain' or another file"
                 )
             if self.ranks is not None:  # from here on `config` is of this rank's part
-                self.config = self.ranks.cut(checkpoint, self.config, exact, self.packed)
+                self.config = self.ranks.cut(checkpoint, self.config, exact, self.packed, self.released)
             self.plan = self._plan(checkpoint, limits, exact)
             self.weights = WeightsIdentity(checkpoint.files)
             how = (self.device, self.dtype, load_progress, exact, self.fp8, self.packed, self.half)
@@ -298,7 +298,7 @@ class LLM:
             form += " and 4 bits" if self.int4 else ""
             form = "packed" if weights < plain else f"in {form}"
             less = "dtype='bfloat16', " if self.dtype == torch.float32 and not self.half else ""
-            less = "weight_dtype='released', " if not self.released and checkpoint.block_forms() else less
+            less = "weight_dtype='released', " if not (self.released or exact) and checkpoint.block_forms() else less
             less = "weight_dtype='auto', " if packed < weights else less
             raise HybridKVError(
                 f"the weights take {human(weights)} {form}, {given} is {human(memory)}; use {less}a smaller model or "

@@ -18,10 +18,13 @@ from hybridkv.engine.lock_step import NOT_OVER_RANKS, LockStepEngine
 from hybridkv.engine.rank_sessions import WholeCache, group_fingerprint
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction.policy_words import policy_words
+from hybridkv.kernels.linear.block_form import BlockForm
 from hybridkv.models import cache_schema
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Model
 from hybridkv.models.schemas import head_counts
+from hybridkv.models.weight_forms import RELEASED
+from hybridkv.parallel.block_parts import block_shard
 from hybridkv.parallel.group import TIMEOUT, GroupError
 from hybridkv.parallel.launch import FAILED, LEAVE, Place, sharers, take_place
 from hybridkv.parallel.loader import load_sharded
@@ -38,7 +41,10 @@ def take_ranks(tp: int | Place, device: torch.device, given: Mapping[str, Any], 
     if isinstance(tp, Place):
         return Ranks(tp)
     with _opened(given["model"]) as checkpoint:
-        check_size(ModelConfig.from_dict(checkpoint.config), tp, given["exact"])
+        config = ModelConfig.from_dict(checkpoint.config)
+        check_size(config, tp, given["exact"])
+        if given["weight_dtype"] == RELEASED and isinstance(tp, int):
+            block_shard(config, Shard(0, tp), checkpoint.__contains__, checkpoint.block_forms())
     timeout = float(os.environ.get("HYBRIDKV_TP_TIMEOUT", TIMEOUT))
     settings = vars(cache) | {"policy": policy_words(cache.policy)}
     kept = None if reuse is None else asdict(reuse)
@@ -60,13 +66,19 @@ class Ranks:
         self.whole: ModelConfig | None = None
         self.shard = Shard(self.group.rank, self.group.size)
         self.exact = False
+        self.blocks: dict[str, BlockForm] | None = None  # of what stays codes with a scale for each block
         self._engine: LockStepEngine | None = None
 
-    def cut(self, checkpoint: Checkpoint, config: ModelConfig, exact: bool, packed: bool) -> ModelConfig:
+    def cut(
+        self, checkpoint: Checkpoint, config: ModelConfig, exact: bool, packed: bool, released: bool
+    ) -> ModelConfig:
         """The config of this rank's part."""
         check_size(config, self.group.size, exact)
         self.whole, self.exact = config, exact
+        self.blocks = checkpoint.block_forms() if released else None
         self.shard = self.place.shard(block_of(checkpoint.column_steps()) if packed else 1)
+        if self.blocks is not None:
+            self.shard = block_shard(config, self.shard, checkpoint.__contains__, self.blocks)
         return local(config, self.shard)
 
     def weight_bytes(self, checkpoint: Checkpoint, dtype: torch.dtype, fp8: bool, packed: bool, half: bool) -> int:
@@ -74,8 +86,10 @@ class Ranks:
         assert self.whole is not None
         name = str(dtype).removeprefix("torch.")
         cuts = checkpoint.column_steps() if packed else None
-        has = checkpoint.__contains__
-        return rank_model_bytes(self.whole, self.shard, has, name, self.device.type, fp8, cuts, half, self.exact)
+        has, kind = checkpoint.__contains__, self.device.type
+        return rank_model_bytes(
+            self.whole, self.shard, has, name, kind, fp8, cuts, half, self.exact, blocks=self.blocks
+        )
 
     def agree(self, memory: int, weights: int, shared: bool) -> tuple[int, int]:
         """(memory, weights) that all ranks plan by, so that all have as many pages. `shared`: `memory` is what the
@@ -98,7 +112,8 @@ class Ranks:
     def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, *how: Any) -> Model:
         """This rank's part of the model."""
         assert self.whole is not None
-        return load_sharded(self.whole, self.shard, self.group, checkpoint, device, dtype, *how)
+        released = self.blocks is not None
+        return load_sharded(self.whole, self.shard, self.group, checkpoint, device, dtype, *how, released=released)
 
     def engine(
         self, cache: CacheConfig, dtype: torch.dtype, model: Model, manager: KVCacheManager, *parts: Any

@@ -150,6 +150,12 @@ def test_weights_as_they_are_released_are_timed_beside_plain_ones(capsys: pytest
     assert not result["failures"]
     assert [row["op"] for row in result["rows"]] == ["hybridkv f32", "hybridkv f32, released"]
     assert any("products of codes agree" in note for note in result["notes"])
+    result = run_bench("v4_model", replace(TINY, weight_dtype="released", ranks=(2,)))
+    assert not result["failures"]
+    assert [row["op"] for row in result["rows"]][2:] == ["hybridkv f32, released, a rank of 2"]
+    assert any("a rank of 2 has 0.00 GiB of weights" in note for note in result["notes"])
+    with pytest.raises(HybridKVError, match="3 ranks do not divide its 4 attention heads; use 2 or 1"):
+        run_bench("v4_model", replace(TINY, ranks=(3,)))
     with pytest.raises(HybridKVError, match="is not released in codes"):
         run_bench("decode", replace(TINY, weight_dtype="released"))
     with pytest.raises(HybridKVError, match="auto or released, not fp8"):
@@ -217,7 +223,7 @@ def test_both_command_lines_take_the_same_options(run: Run, capsys: pytest.Captu
         bench_main(["--help"])
     by_argparse = capsys.readouterr().out
     flags = {flag_of(f) for f in OPTIONS.values()} | {"--base", "--json"}
-    assert len(flags) == 32
+    assert len(flags) == 34
     for said in (by_argparse, "\n".join(by_typer)):
         assert flags | {"--help"} == set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", said)) - {"--model-shape tiny"}
 

@@ -12,15 +12,18 @@ from typing import Any
 
 import pytest
 import tiny
+import tiny_v4
 import torch.distributed as dist
 from long_form import LONG, more
 from tiny_ranks import build
+from v4_released import released_model
 
 from hybridkv import LLM, CacheConfig, Conversation, EvictionConfig, SamplingParams
 from hybridkv.cli import main
 from hybridkv.engine.engine import INHERIT
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.eviction import Ada, Policy, SnapKV
+from hybridkv.kernels.linear.block_scaled import BlockScaled
 from hybridkv.parallel.group import GroupError, free_port
 
 HOW: dict[str, Any] = dict(device="cpu", dtype="float32", max_requests=4, max_context=256)
@@ -89,6 +92,28 @@ def test_it_answers_as_one_process_does_and_says_what_it_cannot(folder: Path, tm
             LLM(folder, tp=size, **HOW)
     with pytest.raises(HybridKVError, match="KiB are needed|weights take"):  # after the workers were started
         LLM(folder, tp=2, memory="100KiB", **HOW)
+    assert not dist.is_initialized()
+
+
+def test_weights_as_released_are_cut_and_answer_as_one_process_does(tmp_path: Path) -> None:
+    prompts = [tiny_v4.token_ids(length, seed=length) for length in (3, 40)]
+    released_model(tmp_path, num_attention_heads=8, o_groups=4, index_topk=512, moe_intermediate_size=40)
+    found = []
+    for tp in (1, 2):
+        with LLM(tmp_path, tp=tp, weight_dtype="released", **HOW) as llm:
+            found.append([answer.token_ids for answer in llm.generate(prompts, GREEDY)])
+            assert llm.weight_form == "released" and llm.engine.about["weights"] == "released"
+            layer: Any = llm.model.layers[1]
+            held = layer.experts.part if tp > 1 else layer.experts
+            assert isinstance(held.down, BlockScaled) and held.down.shape == (4, 64, 40 if tp == 1 else 32)
+            assert llm.manager.memory_bytes() == llm.plan.nbytes
+    assert found[0] == found[1] and [len(tokens) for tokens in found[0]] == [8, 8]
+    for settings, said in (
+        (dict(tp=2, exact=True), "exact mode over several ranks is not available for deepseek_v4"),
+        (dict(tp=3), "3 ranks do not divide its 8 attention heads; use 2, 4 or 1"),
+    ):
+        with pytest.raises(HybridKVError, match=said):
+            LLM(tmp_path, weight_dtype="released", **HOW, **settings)
     assert not dist.is_initialized()
 
 

@@ -169,7 +169,8 @@ def test_the_released_form_is_the_size_of_the_files(capsys: pytest.CaptureFixtur
     same = json.loads(plan(capsys, FLASH, "--weight-dtype", "released", "--kv-dtype", "fp8", "--json"))
     assert same["weights_bytes"] == found["weights_bytes"] and same["choices"] == found["choices"]
     assert any(
-        "over 1, 2, 4, 8 cards they are 145.3 GiB, 72.7 GiB, 36.3 GiB, 18.2 GiB" in note for note in same["notes"]
+        "Over 1, 2, 4, 8 cards (--tp) they are 145.3 GiB, 73.3 GiB, 37.2 GiB, 19.2 GiB" in note
+        for note in same["notes"]
     )
 
 

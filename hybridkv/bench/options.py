@@ -59,6 +59,9 @@ class BenchOptions:
     peer_layers: int = option(8, "N", "decode: layers of the model that transformers runs")
     compiled_layers: tuple[int, ...] = option((4,), "LIST", "decode: layers that transformers runs compiled")
     warm: int = option(0, "N", "kernels: compile first, in N processes")
+    ranks: tuple[int, ...] = option(
+        (), "LIST", "v4_model: numbers of GPUs, such as 2,4,8: the first rank of each is timed, without its sums"
+    )
     trace: str | None = option(None, "DIR", "decode, prefill: write a profiler trace there, print the largest costs")
     requests: int | None = option(None, "N", "load: asked at once, 256 by default; serve: of each client, 500")
     clients: int | None = option(None, "N", "serve: at once, 64 by default; soak: 12")
@@ -91,7 +94,7 @@ class BenchOptions:
             raise HybridKVError(f"kv_dtype {wrong[0]!r} is not supported; choose {', '.join(KV_DTYPES)}")
         if self.weight_dtype not in WEIGHT_DTYPES:
             raise HybridKVError(f"weight_dtype must be one of {', '.join(WEIGHT_DTYPES)}, not {self.weight_dtype!r}")
-        for name in ("contexts", "batches", "chunks", "compiled_layers"):
+        for name in ("contexts", "batches", "chunks", "compiled_layers", "ranks"):
             if any(n < 1 for n in getattr(self, name)):
                 raise HybridKVError(f"{name} must be positive numbers")
         for name in ("budget", "peer_layers", "requests", "clients", "slots", "seconds", "ttft_limit", "tbt_limit"):

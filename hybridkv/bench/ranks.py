@@ -35,7 +35,7 @@ from hybridkv.errors import HybridKVError
 from hybridkv.models.decoder import Model
 from hybridkv.models.schemas import head_counts
 from hybridkv.parallel.group import LOOPBACK, Alone, Group, free_port
-from hybridkv.parallel.layers import ShardedDecoder
+from hybridkv.parallel.layers import ShardedDecoder, ShardedV4
 from hybridkv.parallel.random_part import RandomTensors, random_part
 from hybridkv.parallel.shard import Shard, sizes_that_work
 
@@ -43,6 +43,7 @@ SIZES = (1, 2, 4, 8)
 BARS = {2: 1.10, 4: 1.25}  # of the whole model's time divided by the ranks
 GAP = 0.01  # of a step, that a group of one may add
 GROUP_LAYERS = 16  # of the model that is run in a group of one
+PARTED = (ShardedDecoder, ShardedV4)
 TURNS = 3  # of both engines, one after the other: the medians are compared
 COLUMNS = (
     Column("ms", "step ms", 9, ".2f"),
@@ -191,17 +192,17 @@ class RankBench:
 
 def parted(model: Model) -> Model:
     """Its steps give the logits of the rank's own tokens, from which the ranks would choose."""
-    return replace(model, parted=True) if isinstance(model, ShardedDecoder) else model
+    return replace(model, parted=True) if isinstance(model, PARTED) else model
 
 
 def own_tokens(model: Model) -> int:
     """The rank's tokens, from 0 on. Those of others would be rows of zeros here, which a card multiplies faster."""
-    return model.vocabulary.sizes[0] if isinstance(model, ShardedDecoder) else model.config.vocab
+    return model.vocabulary.sizes[0] if isinstance(model, PARTED) else model.config.vocab
 
 
 def own_logits(engine: Engine) -> Engine:
     """So do steps with prompts, which are of the rank's tokens."""
     model = engine.runner.model
-    if isinstance(model, ShardedDecoder):
+    if isinstance(model, PARTED):
         engine.runner.logits, engine.vocab = model.own_logits, own_tokens(model)
     return engine

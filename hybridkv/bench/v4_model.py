@@ -5,8 +5,9 @@ which compiles) and peak memory beyond the weights, caches included. Decode: one
 by a forward of transformers and by a step of the engine (graph replay, sampling and bookkeeping included), and the
 graph's own time. transformers reads all prompts, too, and after the first one the last logits of both are compared;
 --skip-peers leaves out both. With --weight-dtype released the same steps are timed on random FP8 and FP4 codes, too,
-whose products are compared with their definition first. While the models are made, a process for each kind of cache
-compiles on four layers. What matters most comes first.
+whose products are compared with their definition first. With --ranks 2,4,8 they are timed on the first of so many ranks
+alone, its sums left out (ranks.py), in the form that was asked for. While the models are made, a process for each kind
+of cache compiles on four layers. What matters most comes first.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from hybridkv import CacheConfig, SamplingParams
 from hybridkv.bench.options import BenchOptions
+from hybridkv.bench.ranks import Silent, own_logits, own_tokens, parted
 from hybridkv.bench.report import Column, Report, WrongResult, check, rounding
 from hybridkv.bench.shapes import Shape, find_shape, first_layers, make_shape
 from hybridkv.bench.timing import GIB, Ceilings, Meter, free_memory
@@ -37,6 +39,8 @@ from hybridkv.models.decoder import Model
 from hybridkv.models.deepseek_v4 import DeepseekV4
 from hybridkv.models.random_weights import random_decoder
 from hybridkv.models.weight_forms import RELEASED
+from hybridkv.parallel.random_part import RandomCodes, RandomTensors, random_part
+from hybridkv.parallel.shard import Shard, check_size
 
 if TYPE_CHECKING:
     from hybridkv.bench.peers_v4 import V4Peer
@@ -59,6 +63,8 @@ COLUMNS = (
 
 def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
     shape = smaller(shape, options.layers)
+    for size in options.ranks:
+        check_size(shape.config, size)
     chunk = options.chunks[0] if options.chunks else 64 if shape.tiny else CHUNK
     prompts = options.contexts or ((192,) if shape.tiny else (16384, 65536))
     kinds = options.kv_dtypes or (("fp8", "bf16") if shape.device == "cuda" else ("f32",))
@@ -92,6 +98,9 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
         if prompt == prompts[0]:
             report.attempt("agreement", f"prompt {CHECKED}", lambda peer=peer: bench.agreement(peer))
             free_memory(shape.device)
+    for size in options.ranks:
+        report.attempt(f"a rank of {size}", "alone", lambda n=size: bench.rank(n, prompts, kinds))
+        free_memory(shape.device)
     return report
 
 
@@ -142,12 +151,25 @@ class V4Bench:
             f"weights {sizes[0]:.2f} GiB, as released {sizes[1]:.2f}; products of codes agree to {max(errors):.0e}"
         )
 
-    def ours(self, tokens: Tensor, kind: str, model: Model | None = None) -> None:
-        engine = engine_for(model or self.model, self.shape, kind, len(tokens) + 64, self.chunk)
+    def rank(self, size: int, prompts: tuple[int, ...], kinds: tuple[str, ...]) -> None:
+        """The first rank of so many, which hears nothing of the others."""
+        shape, coded = self.shape, self.coded is not None
+        made, device = RandomCodes if coded else RandomTensors, torch.device(shape.device)
+        model = random_part(made(shape.config, device, shape.dtype), Shard(0, size), Silent(size), device)
+        self.report.note(f"a rank of {size} has {model.nbytes / GIB:.2f} GiB of weights")
+        form = f", {RELEASED}" if coded else ""
+        for prompt in prompts:
+            tokens = torch.randint(0, own_tokens(model), (prompt,), device=device)
+            for kind in kinds:
+                self.ours(tokens, kind, parted(model), f"hybridkv {kind}{form}, a rank of {size}")
+                free_memory(shape.device)
+
+    def ours(self, tokens: Tensor, kind: str, model: Model | None = None, name: str | None = None) -> None:
+        engine = own_logits(engine_for(model or self.model, self.shape, kind, len(tokens) + 64, self.chunk))
         run_ours(engine, tokens, 2)  # compiles what is not compiled yet
         meter, seconds = run_ours(engine, tokens, STEPS)
         graph = graph_ms(engine) if self.shape.device == "cuda" else None
-        name = f"hybridkv {kind}" if model is None else f"hybridkv {kind}, {RELEASED}"
+        name = name or (f"hybridkv {kind}" if model is None else f"hybridkv {kind}, {RELEASED}")
         self.report.add(
             name, f"prompt {len(tokens)}", s=meter.seconds, ms=seconds * 1e3, graph_ms=graph,
             peak_gib=meter.peak + engine.manager.memory_bytes() / GIB, tokens=len(tokens), kv_dtype=kind,

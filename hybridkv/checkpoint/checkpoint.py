@@ -9,7 +9,7 @@ ever run and pickle is never loaded. What is special about one model family's fi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from math import prod
@@ -29,7 +29,7 @@ from hybridkv.checkpoint.safetensors_store import SafetensorsStore
 from hybridkv.dtypes import torch_dtype
 from hybridkv.errors import ModelFileError, UnsupportedModel
 from hybridkv.files import read_json, read_json_if_any
-from hybridkv.kernels.linear.block_form import BlockForm
+from hybridkv.kernels.linear.block_form import BlockForm, Span
 from hybridkv.kernels.linear.block_scaled import BlockScaled, put_blocks
 from hybridkv.kernels.linear.int4 import Codes4
 from hybridkv.kernels.linear.packed_weights import Packed, pack, unpack_codes4
@@ -207,23 +207,30 @@ class Checkpoint:
         """Name -> form, for all that can be kept so."""
         return {name: form for name in self._recipes if (form := self.block_form(name)) is not None}
 
-    def read_blocks_into(self, out: BlockScaled, name: str) -> None:
-        """Codes and scales into room that has the form of block_form, or one with blocks of fewer rows. Experts are
-        read by several threads, each with one matrix in memory beside `out`.
+    def read_blocks_into(
+        self,
+        out: BlockScaled,
+        name: str,
+        experts: range | None = None,  # some of them; None: all
+        rows: Sequence[Span] | None = None,  # of a matrix, or of each expert; no others are read
+        columns: Span | None = None,
+    ) -> None:
+        """Codes and scales, or a part of them, into room that has the form of block_form, or one with smaller blocks.
+        Experts are read by several threads, each with one matrix in memory beside `out`.
         """
         recipe = self._recipe(name)
         assert isinstance(self._store, SafetensorsStore)
         if not recipe.experts:
-            self._put_blocks(out, 0, name, recipe.parts[0])
-        each = len(recipe.parts) // max(recipe.experts, 1)
+            self._put_blocks(out, name, recipe.parts, rows, columns)
+            return
+        each = len(recipe.parts) // recipe.experts
 
-        def put(expert: int) -> None:
-            row = 0
-            for part in recipe.parts[expert * each : (expert + 1) * each]:
-                row += self._put_blocks(out[expert], row, name, part)
+        def put(place: int, expert: int) -> None:
+            self._put_blocks(out[place], name, recipe.parts[expert * each : (expert + 1) * each], rows, columns)
 
         with ThreadPoolExecutor(READERS) as readers:
-            waiting = [readers.submit(put, expert) for expert in range(recipe.experts)]
+            wanted = range(recipe.experts) if experts is None else experts
+            waiting = [readers.submit(put, place, expert) for place, expert in enumerate(wanted)]
             try:
                 for one in waiting:
                     one.result()
@@ -231,13 +238,29 @@ class Checkpoint:
                 for one in waiting:
                     one.cancel()  # after an error, or Ctrl-C, nothing more is read
 
-    def _put_blocks(self, out: BlockScaled, row: int, name: str, part: str) -> int:
+    def _put_blocks(
+        self, out: BlockScaled, name: str, parts: Sequence[str], rows: Sequence[Span] | None, columns: Span | None
+    ) -> None:
+        """Stored matrices, one below the other, of which these rows are wanted."""
+        row = first = 0
+        for part in parts:
+            N = self._store.shape(part)[0]
+            for begin, end in ((first, first + N),) if rows is None else rows:
+                low, high = max(begin - first, 0), min(end - first, N)
+                if low < high:
+                    self._put_rows(out, row, name, part, None if high - low == N else (low, high), columns)
+                    row += high - low
+            first += N
+
+    def _put_rows(
+        self, out: BlockScaled, row: int, name: str, part: str, rows: Span | None, columns: Span | None
+    ) -> None:
+        """Of one stored matrix, which is let go before the next one is read."""
         assert isinstance(self._store, SafetensorsStore)
-        found = self._store.read_blocks(part)
+        found = self._store.read_blocks(part, rows)
         if not found.finite():
             raise ModelFileError(f"{str(self.path)!r}: tensor {name!r} {NOT_FINITE}")
-        put_blocks(out, row, found)
-        return len(found)
+        put_blocks(out, row, found, 0 if rows is None else rows[0] % found.form.rows, columns)
 
     def _recipe(self, name: str) -> Recipe:
         if name not in self._recipes:

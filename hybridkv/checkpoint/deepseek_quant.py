@@ -1,11 +1,13 @@
-"""DeepSeek-V4's quantised weights: a store that pairs each with its scales and gives the values, or both as they are.
+"""FP8 and FP4 weights with block scales: a store that pairs each with its scales and gives the values, or both as they
+are. DeepSeek-V4's files, and those of Qwen3.5 in FP8.
 
     FP8   weight F8_E4M3 [rows, columns]          one scale for each block of 128 x 128, ragged at the edges
     FP4   weight I8, U8 or F4 [rows, columns / 2]  two E2M1 values in a byte, the even column in the low half;
                                                   one scale for 32 columns of a row
 
-A weight `x.weight` has its scales in `x.scale` or `x.weight_scale_inv`: powers of two (F8_E8M0, or the same byte as U8)
-or, in base models, F32. value = quantised value * scale, which is exact in bfloat16 if the scale is a power of two.
+A weight `x.weight` has its scales in `x.scale` or `x.weight_scale_inv`: powers of two (F8_E8M0, or the same byte as
+U8), or F32 in DeepSeek's base models, or BF16 in Qwen's, which is kept as F32. value = quantised value * scale, which
+is exact in bfloat16 if the scale is a power of two.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ from hybridkv.checkpoint.safetensors_file import SafetensorsFile
 from hybridkv.checkpoint.safetensors_store import SafetensorsStore
 from hybridkv.config import shown
 from hybridkv.errors import ModelFileError, UnsupportedModel
-from hybridkv.kernels.linear.block_form import FP4_BLOCK, BlockForm
+from hybridkv.kernels.linear.block_form import FP4_BLOCK, BlockForm, Span
 from hybridkv.kernels.linear.block_form import FP8_BLOCK as BLOCK
 from hybridkv.kernels.linear.block_scaled import BlockScaled, dequantise_ref
 
 FP4 = ("I8", "U8", "F4")
 POWERS = ("F8_E8M0", "U8")  # scales that are a power of two
+FLOATS = ("F32", "BF16")
 INDICES = ("I32", "I64")
 _SCALE = re.compile(r"(?P<of>.+)\.(scale|weight_scale_inv)")
 _NO_SCALE = re.compile(r"(.+\.)?(attn_hc|ffn_hc)\.scale|(model\.)?mtp\..+")  # parameters; and draft layers
@@ -96,12 +99,14 @@ class QuantisedStore(SafetensorsStore):
         bits, block = (8, self.block) if self.stored(name).dtype == "F8_E4M3" else (4, FP4_BLOCK)
         return BlockForm(bits, *block, 1 if self.stored(self.scales[name]).dtype in POWERS else 4)
 
-    def read_blocks(self, name: str) -> BlockScaled:
+    def read_blocks(self, name: str, rows: Span | None = None) -> BlockScaled:
         """Codes and scales of a weight that has them, as they are stored."""
-        form, scale = self.block_form(name), super().read(self.scales[name])
+        form = self.block_form(name)
         assert form is not None
-        scale = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
-        return BlockScaled(super().read(name).view(torch.uint8), scale, form)
+        blocks = None if rows is None else (rows[0] // form.rows, -(-rows[1] // form.rows))
+        scale = self.read_rows(self.scales[name], blocks)
+        scale = scale.view(torch.uint8) if scale.element_size() == 1 else scale.float()
+        return BlockScaled(self.read_rows(name, rows).view(torch.uint8), scale, form)
 
     def read(self, name: str) -> Tensor:
         return dequantise_ref(self.read_blocks(name), self.dtype(name)) if name in self.scales else super().read(name)
@@ -112,8 +117,8 @@ class QuantisedStore(SafetensorsStore):
         what = f"{self.where(weight)}: tensor {weight[:200]!r}"
         if stored.dtype != "F8_E4M3" and stored.dtype not in FP4:
             raise ModelFileError(f"{what} is {stored.dtype} and has scales; F8_E4M3 and packed FP4 (I8, U8, F4) do")
-        if scale.dtype not in (*POWERS, "F32"):
-            raise ModelFileError(f"{what} has scales in {scale.dtype}; they must be F8_E8M0, U8 or F32")
+        if scale.dtype not in (*POWERS, *FLOATS):
+            raise ModelFileError(f"{what} has scales in {scale.dtype}; they must be F8_E8M0, U8, F32 or BF16")
         shape = self.shape(weight)
         if len(shape) != 2 or 0 in shape:
             raise ModelFileError(f"{what} has shape {list(shape)}; with scales it must be a matrix")

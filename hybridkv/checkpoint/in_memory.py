@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
+
+from hybridkv.kernels.linear.block_form import BlockForm, Span
+from hybridkv.kernels.linear.block_scaled import BlockScaled
 
 
 class InMemory:
@@ -27,6 +30,21 @@ class InMemory:
 
     def packed_form(self, name: str) -> None:
         """Nothing is packed."""
+
+    def block_form(self, name: str) -> BlockForm | None:
+        """Nothing is in codes."""
+        return None
+
+    def read_blocks_into(
+        self,
+        out: BlockScaled,
+        name: str,
+        experts: range | None = None,
+        rows: Sequence[Span] | None = None,
+        columns: Span | None = None,
+    ) -> None:
+        """As `Checkpoint` has it, where block_form says that there are codes."""
+        raise NotImplementedError(f"{name} is at hand as its values")
 
     def experts(self, name: str) -> int:
         """Everything is read whole."""

@@ -147,9 +147,7 @@ class Loader:
 
     def block_form(self, name: str) -> BlockForm | None:
         """How a matrix, or a stack of experts, is kept as codes; None: in a plain dtype."""
-        if not self.released or not isinstance(self.checkpoint, Checkpoint) or name not in self.checkpoint:
-            return None
-        return self.checkpoint.block_form(name)
+        return self.checkpoint.block_form(name) if self.released and name in self.checkpoint else None
 
     def blocks(self, name: str, *shape: int, form: BlockForm) -> BlockScaled:
         """A matrix, or a stack of experts, as its codes and scales."""
@@ -159,9 +157,12 @@ class Loader:
 
     def fill_blocks(self, out: BlockScaled, name: str) -> None:
         """Codes and scales of a tensor into room for them, which may be rows of a larger one."""
-        assert isinstance(self.checkpoint, Checkpoint)
         self._take(name, out.shape)
         self.checkpoint.read_blocks_into(out, name)
+
+    def held(self, name: str, *shape: int) -> tuple[int, ...]:
+        """Of a tensor of this shape: the shape of what is loaded, which is less where a rank has a part."""
+        return shape
 
     def experts(self, name: str, *shape: int) -> Tensor | BlockScaled:
         """A stack [E, rows, columns], as codes where they stay."""

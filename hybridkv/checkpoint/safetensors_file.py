@@ -59,17 +59,20 @@ class SafetensorsFile:
             self._file.close()
             raise
 
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor in memory of its own, in the dtype it is stored in; F4 as bytes that hold two values."""
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        """The tensor, or some of its rows, in memory of its own, in the dtype it is stored in; F4 as bytes that hold
+        two values.
+        """
         stored = self.tensors[name]
         if stored.dtype not in _READ:
             raise UnsupportedModel(f"{str(self.path)!r}: tensor {name[:200]!r} is {stored.dtype}, which is not loaded")
         self._file.check_unchanged()
+        taken = stored.nbytes if rows is None else stored.nbytes * (rows[1] - rows[0]) // stored.shape[0]
         try:
             with self._lock:  # of the mapping; what is mapped is then copied by several threads at once
-                self._touched += stored.nbytes
+                self._touched += taken
                 if self._touched > TOUCHED_LIMIT:  # mapped pages count as ours until they are unmapped
-                    self._handle, self._touched = None, stored.nbytes
+                    self._handle, self._touched = None, taken
                 if self._handle is None:
                     self._handle = safe_open(self.path, framework="pt", device="cpu")
                 tensor = self._handle.get_tensor(name)
@@ -79,7 +82,8 @@ class SafetensorsFile:
         shape = (*tensor.shape[:-1], 2 * tensor.shape[-1]) if is_f4 else tensor.shape
         if tuple(shape) != stored.shape or tensor.dtype != _READ[stored.dtype]:
             raise ModelFileError(f"{str(self.path)!r} changed while it was in use; open the model again")
-        return (tensor.view(torch.uint8) if is_f4 else tensor).clone()
+        tensor = tensor.view(torch.uint8) if is_f4 else tensor
+        return (tensor if rows is None else tensor[rows[0] : rows[1]]).clone()
 
     def close(self) -> None:
         self._handle = None  # unmaps

@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridkv.checkpoint.recipe import Recipe
 from hybridkv.checkpoint.safetensors_file import DTYPES, SafetensorsFile, StoredTensor
 from hybridkv.errors import ModelFileError, UnsupportedModel
-from hybridkv.kernels.linear.block_form import BlockForm
+from hybridkv.kernels.linear.block_form import BlockForm, Span
 from hybridkv.kernels.linear.block_scaled import BlockScaled
 
 
@@ -57,8 +57,14 @@ class SafetensorsStore:
         """How a matrix is stored as codes with scales; None: it is not."""
         return None
 
-    def read_blocks(self, name: str) -> BlockScaled:
-        """Codes and scales, where block_form says that there are any."""
+    def read_rows(self, name: str, rows: Span | None = None) -> Tensor:
+        """A tensor as it is stored, or some of its rows: no others are read."""
+        return self.home[name].read(name, rows)
+
+    def read_blocks(self, name: str, rows: Span | None = None) -> BlockScaled:
+        """Codes and scales, where block_form says that there are any. Of `rows`: the first scales are of the block in
+        which the first one lies.
+        """
         raise NotImplementedError(f"{name} is stored without scales")
 
     def expert(self, recipe: Recipe, expert: int) -> Iterator[Tensor]:

@@ -375,7 +375,7 @@ def notes(report: Report) -> list[str]:
     from hybridkv.commands.plan_weights import card_shares
 
     refused = [c.refused for c in report.choices if c.refused and c is not report.judged]
-    about = [note for note in (report.weights.note, card_shares(report.weights)) if note]
+    about = [note for note in (report.weights.note, card_shares(report.weights, report.source)) if note]
     return about + [f"{clause}." for clause in refused]
 
 

@@ -12,7 +12,8 @@ from hybridkv.dtypes import itemsize
 from hybridkv.eviction.sizes import spread_of
 from hybridkv.kernels.linear.packed_planes import BLOCK, GROUP
 from hybridkv.models.config import ModelConfig
-from hybridkv.models.weight_forms import PACKED
+from hybridkv.models.weight_forms import PACKED, RELEASED, released_forms
+from hybridkv.parallel.block_parts import block_shard
 from hybridkv.parallel.cuts import share_of
 from hybridkv.parallel.rank_bytes import block_of, rank_packed_bytes
 from hybridkv.parallel.shard import Shard, check_size, kv_copies, local
@@ -59,6 +60,8 @@ def rank_of(source: Source, options: ModelOptions, gpu: bool, form: str | None, 
         shard = replace(shard, block=GROUP if form == "q8_0" else BLOCK)
     elif form is None and packs and source.cuts:
         shard = replace(shard, block=block_of(source.cuts))
+    elif RELEASED in (form, options.weight_dtype):
+        shard = block_shard(config, shard, source.has, released_forms(config, source.has))
     return replace(
         source,
         config=local(config, shard),
@@ -67,6 +70,7 @@ def rank_of(source: Source, options: ModelOptions, gpu: bool, form: str | None, 
         ffn_layer_bytes=None,
         whole=config,
         share=partial(share_of, config, shard, exact=options.exact),
+        shard=shard,
     )
 
 

@@ -16,6 +16,7 @@ from hybridkv.models.config import ModelConfig
 from hybridkv.models.inventory import Weight
 from hybridkv.models.known import KNOWN, known_config, unknown_model
 from hybridkv.models.weight_forms import form_bytes
+from hybridkv.parallel.shard import Shard
 from hybridkv.planner import model_bytes, planned_tensors
 
 PackedCut = tuple[tuple[int, int], int]  # bits and columns for one d; the columns at whose multiples it can be cut
@@ -38,6 +39,7 @@ class Source:
     # one rank of several (plan_parallel.py): `config` is the rank's then
     whole: ModelConfig | None = None  # the model that is cut
     share: Callable[[Weight], Weight] | None = None  # what the rank has of a tensor of it
+    shard: Shard | None = None  # which rank it is
 
     def model_bytes(self, dtype: str, device: str, **how: Any) -> int:
         """`planner.model_bytes` of it, or of the rank's part."""

@@ -10,6 +10,9 @@ from hybridkv.errors import HybridKVError
 from hybridkv.kernels.linear.block_form import BlockForm
 from hybridkv.models import check_fp8
 from hybridkv.models.weight_forms import DTYPES, FORMS, PACKED, RELEASED, held_today, released_forms
+from hybridkv.parallel.block_parts import block_shard, rank_forms
+from hybridkv.parallel.rank_bytes import rank_model_bytes
+from hybridkv.parallel.shard import Shard, sizes_that_work
 from hybridkv.planner import human
 
 LABELS = {"bfloat16": "bf16", "float32": "f32", "q8_0": "Q8_0", "q6_k": "Q6_K", "q5_k": "Q5_K", "q4_k": "Q4_K"}
@@ -127,25 +130,31 @@ def find_weights(
 
 
 def _released(source: Source) -> dict[str, BlockForm]:
-    """The forms of the released files, or HybridKVError."""
+    """The forms of the released files, or of a rank's part of them, or HybridKVError."""
     forms = released_forms(source.whole or source.config, source.has)
     if not forms:
         raise HybridKVError(
-            f"released is the form of files that store FP8 or FP4 codes with a scale for each block, as DeepSeek-V4's; "
-            f"{source.name} is not released so: choose another"
+            "a plan knows the released FP8 and FP4 codes of DeepSeek-V4 alone (an FP8 folder of Qwen3.5 is loaded in "
+            f"them, and not planned); {source.name} is not released so: choose another"
         )
+    if source.whole is not None and source.shard is not None:
+        return rank_forms(source.whole, source.shard, source.has, forms)
     return forms
 
 
-def card_shares(weights: Weights) -> str | None:
-    """One sentence about weights in their released form: what an even cut leaves on each of several cards."""
+def card_shares(weights: Weights, source: Source) -> str | None:
+    """One sentence about weights in their released form: what they take on each of several cards."""
     if weights.form != RELEASED:
         return None
-    shares = ", ".join(human(weights.nbytes / n) for n in CARDS)
-    return (
-        f"Released: the codes and scales of the files, as they are (not yet run on a GPU); cut evenly over "
-        f"{', '.join(map(str, CARDS))} cards they are {shares} a card."
-    )
+    said = "Released: the codes and scales of the files, as they are"
+    if source.whole is not None:
+        return f"{said}, cut to ranks."
+    config, has, works = source.config, source.has, sizes_that_work(source.config)
+    cards, forms = [n for n in CARDS if n > 1 and n in works], _released(source)
+    ranks = [block_shard(config, Shard(0, n), has, forms) for n in cards]
+    shares = [rank_model_bytes(config, rank, has, weights.dtype, "cuda", blocks=forms) for rank in ranks]
+    listed = ", ".join(human(size) for size in (weights.nbytes, *shares))
+    return f"{said}. Over {', '.join(map(str, (1, *cards)))} cards (--tp) they are {listed} a card."
 
 
 def _held(nbytes: int, form: str, plain: int, dtype: str, card: Card | None) -> Weights:

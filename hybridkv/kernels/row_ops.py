@@ -15,6 +15,7 @@ from hybridkv.kernels.activation import silu_mul_exact
 from hybridkv.kernels.backend import use_triton
 from hybridkv.kernels.exact import sigmoid_exact, softmax_exact, tree_sum
 from hybridkv.kernels.linear.exact import linear_exact, linear_ref
+from hybridkv.kernels.moe.block_experts import Stack
 from hybridkv.kernels.moe.expert_loop import loop_experts, run_softmax_experts, weighted_sum_exact
 from hybridkv.kernels.moe.grouped import run_experts_triton
 from hybridkv.kernels.moe.shared_expert import add_shared, add_shared_triton
@@ -27,7 +28,7 @@ class RowOps:
     linear: Callable[[Tensor, Tensor], Tensor]  # x [T, K], weight [N, K] -> [T, N]
     add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]  # (x + delta, its norm)
     route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]  # moe.softmax_router.route_softmax
-    run_experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # moe.expert_loop.run_softmax_experts
+    run_experts: Callable[[Tensor, Tensor, Tensor, Stack, Stack], Tensor]  # moe.expert_loop.run_softmax_experts
     add_shared: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # moe.shared_expert.add_shared
 
 
@@ -43,7 +44,8 @@ def route_exact(logits: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tens
     return weights / tree_sum(weights) if renormalise else weights, chosen[:, :k]
 
 
-def run_experts_exact(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def run_experts_exact(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Stack, down: Stack) -> Tensor:
+    assert isinstance(gate_up, Tensor) and isinstance(down, Tensor), "exact mode computes with plain weights"
     if use_triton(x):
         return run_experts_triton(x, weights, chosen, gate_up, down, math.inf, exact=True)
     return loop_experts(x, weights, chosen, gate_up, down, linear_exact, silu_mul_exact, weighted_sum_exact)

@@ -98,9 +98,12 @@ class ModelConfig:
         return parse_config(raw)
 
 
-def common_fields(read: Reader, architecture: str) -> dict[str, Any]:
-    """Those fields of ModelConfig that every Llama-like family reads alike. What no such family computes is refused."""
-    if read.raw.get("quantization_config") is not None:
+def common_fields(read: Reader, architecture: str, fp8: bool = False) -> dict[str, Any]:
+    """Those fields of ModelConfig that every Llama-like family reads alike. What no such family computes is refused.
+    `fp8`: folders of FP8 with block scales are read.
+    """
+    quantised = read.raw.get("quantization_config")
+    if quantised is not None and not (fp8 and isinstance(quantised, dict) and quantised.get("quant_method") == "fp8"):
         raise UnsupportedModel("the checkpoint is quantised (quantization_config); use its bf16 form or a GGUF file")
     hidden = read.size("hidden_size")
     layers = read.size("num_hidden_layers", limit=MAX_LAYERS)

@@ -15,7 +15,7 @@ its first token. Nothing here reads a value back from the device, so a step can 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -168,12 +168,13 @@ class Experts:
     down: Stack  # [E + 1, hidden, I]
     limit: float
     shared: ExpertStack | None = None  # where some are codes: the shared expert, and [E, ...] above
+    run: Callable[..., Tensor] = run_block_experts  # of both
 
     def __call__(self, x: Tensor, tokens: Tensor) -> Tensor:
         weights, chosen = route(linear_wide(x, self.gate), tokens, self.router)
         if self.shared is not None:
             stacks = ExpertStack(self.gate_up, self.down), self.shared
-            return run_block_experts(x, weights, chosen, stacks, self.limit)
+            return self.run(x, weights, chosen, stacks, self.limit)
         assert isinstance(self.gate_up, Tensor) and isinstance(self.down, Tensor)
         return run_experts(x, weights, chosen, self.gate_up, self.down, self.limit)
 
@@ -384,11 +385,11 @@ def _shared_expert(loader: Loader, name: str, I: int, D: int) -> ExpertStack:
 def _experts(config: ModelConfig, v: DeepseekV4Config, loader: Loader, name: str, hashed: bool) -> Experts:
     E, I, D = v.experts, v.expert_width, config.hidden
     shared = f"{name}.shared_experts"
-    own = None
-    if any(loader.block_form(f"{name}.{part}") for part in EXPERT_PARTS):
+    own, shared_width = None, loader.held(f"{shared}.gate_proj.weight", I, D)[0]
+    if shared_width != I or any(loader.block_form(f"{name}.{part}") for part in EXPERT_PARTS):
         gate_up = loader.experts(f"{name}.experts.gate_up_proj", E, 2 * I, D)
         down = loader.experts(f"{name}.experts.down_proj", E, D, I)
-        own = _shared_expert(loader, shared, I, D)
+        own = _shared_expert(loader, shared, shared_width, D)
     else:
         gate_up = torch.empty(E + 1, 2 * I, D, dtype=loader.dtype, device=loader.device)
         down = torch.empty(E + 1, D, I, dtype=loader.dtype, device=loader.device)

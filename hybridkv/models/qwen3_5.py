@@ -15,6 +15,7 @@ from torch import Tensor
 from hybridkv.checkpoint.loader import Loader, Part
 from hybridkv.kernels.gdn.weights import DeltaNet
 from hybridkv.kernels.linear.linear import Linear
+from hybridkv.kernels.moe.block_experts import Stack
 from hybridkv.kernels.row_ops import RowOps
 from hybridkv.models.attention import load_attention
 from hybridkv.models.config import GdnConfig, ModelConfig
@@ -27,8 +28,8 @@ class SparseMoe:
     """A weighted sum of each token's best experts, and one gated expert that all tokens share."""
 
     router: Tensor  # [E, hidden]
-    gate_up: Tensor  # [E, 2 I, hidden]
-    down: Tensor  # [E, hidden, I]
+    gate_up: Stack  # [E, 2 I, hidden]
+    down: Stack  # [E, hidden, I]
     shared: GatedMlp
     shared_gate: Tensor  # [1, hidden]
     per_token: int
@@ -116,8 +117,8 @@ def _feed_forward(config: ModelConfig, loader: Loader, name: str, layer: int) ->
         return gated_mlp(loader, name, hidden, config.intermediate)
     return SparseMoe(
         router=loader.weight(f"{name}.gate.weight", moe.experts, hidden),
-        gate_up=loader.weight(f"{name}.experts.gate_up_proj", moe.experts, 2 * moe.intermediate, hidden),
-        down=loader.weight(f"{name}.experts.down_proj", moe.experts, hidden, moe.intermediate),
+        gate_up=loader.experts(f"{name}.experts.gate_up_proj", moe.experts, 2 * moe.intermediate, hidden),
+        down=loader.experts(f"{name}.experts.down_proj", moe.experts, hidden, moe.intermediate),
         shared=gated_mlp(loader, f"{name}.shared_expert", hidden, moe.shared_intermediate),
         shared_gate=loader.weight(f"{name}.shared_expert_gate.weight", 1, hidden),
         per_token=moe.per_token,

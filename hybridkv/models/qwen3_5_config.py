@@ -20,7 +20,7 @@ ROTATED = 0.25  # of each head, unless the config says otherwise
 
 def parse_qwen3_5(read: Reader, architecture: str, has_experts: bool) -> ModelConfig:
     """A `config.json` of Qwen3.5 or Qwen3-Next, checked. `has_experts`: its feed-forwards are mixtures of experts."""
-    common = common_fields(read, architecture)
+    common = common_fields(read, architecture, fp8=architecture != "qwen3_next")
     refuse_biases(read, architecture)
     layers = common["layers"]
     moe = _moe(read, layers) if has_experts else None

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
+from hybridkv.checkpoint.layouts import FolderLayout
 from hybridkv.models import inventory
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.family import NO_INDEX, Family
@@ -15,6 +17,10 @@ from hybridkv.models.inventory import Has, Weight, linear, vector
 from hybridkv.models.qwen3_5_config import parse_qwen3_5
 from hybridkv.models.qwen3_5_gguf import QWEN3_NEXT, QWEN35, QWEN35_MOE
 from hybridkv.models.schemas import gdn_schema
+
+if TYPE_CHECKING:
+    from hybridkv.checkpoint.safetensors_file import SafetensorsFile
+    from hybridkv.checkpoint.safetensors_store import SafetensorsStore
 
 
 def weights(config: ModelConfig, has: Has) -> Iterator[Weight]:
@@ -65,6 +71,20 @@ def _feed_forward(config: ModelConfig, has: Has, name: str, layer: int) -> Itera
     yield Weight(f"{name}.shared_expert_gate.weight", (1, hidden), "plain")
 
 
+def _rename(name: str) -> str:
+    from hybridkv.checkpoint.checkpoint import hugging_face_name
+
+    return hugging_face_name(name)
+
+
+def _open_store(files: list[SafetensorsFile], quantised: object) -> SafetensorsStore:
+    """A folder as Hugging Face writes it, or one whose matrices are FP8 with block scales."""
+    from hybridkv.checkpoint.deepseek_quant import QuantisedStore, block_size
+    from hybridkv.checkpoint.safetensors_store import SafetensorsStore
+
+    return QuantisedStore(files, block_size(quantised)) if quantised else SafetensorsStore(files)
+
+
 DENSE = Family(
     name="qwen3_5",
     model_types=("qwen3_5", "qwen3_5_text"),
@@ -73,6 +93,7 @@ DENSE = Family(
     weights=weights,
     module="hybridkv.models.qwen3_5",
     gguf=(QWEN35,),
+    folder=FolderLayout(_rename, _open_store),
     refuses={"index_dtype": NO_INDEX},
 )
 MOE = Family(
@@ -83,6 +104,7 @@ MOE = Family(
     weights=weights,
     module="hybridkv.models.qwen3_5",
     gguf=(QWEN35_MOE,),
+    folder=FolderLayout(_rename, _open_store),
     refuses={"index_dtype": NO_INDEX},
 )
 NEXT = Family(

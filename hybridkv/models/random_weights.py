@@ -101,12 +101,17 @@ class RandomReleasedLoader(RandomLoader):
         return self.forms.get(name)
 
     def fill_blocks(self, out: BlockScaled, name: str) -> None:
-        bits = out.form.bits
-        out.codes.random_(0, 256, generator=self.generator)
-        if bits == 8:
-            out.codes.masked_fill_(out.codes & 127 == NAN8, 0)
-        power = round(-math.log2(CODES_RMS[bits] * out.shape[-1] ** 0.5))
-        out.scales.fill_(127 + power if out.form.scale_bytes == 1 else 2.0**power)
+        draw_codes(out, self.generator)
+
+
+def draw_codes(out: BlockScaled, generator: torch.Generator) -> None:
+    """Random codes, with scales that keep activations near 1."""
+    bits = out.form.bits
+    out.codes.random_(0, 256, generator=generator)
+    if bits == 8:
+        out.codes.masked_fill_(out.codes & 127 == NAN8, 0)
+    power = round(-math.log2(CODES_RMS[bits] * out.shape[-1] ** 0.5))
+    out.scales.fill_(127 + power if out.form.scale_bytes == 1 else 2.0**power)
 
 
 def random_packed(bits: int, rows: int, columns: int, generator: torch.Generator) -> Packed:

@@ -6,6 +6,7 @@
     layers    products, embedding, head and experts that hold a part
     loader    tensors taken out of a checkpoint, cut
     random_part  a part with random weights, for benchmarks
+    block_parts  parts of matrices that are codes with block scales
     rank_bytes  what a rank's weights take
     events    what rank 0 tells the others
     launch    ranks are started, watched and ended

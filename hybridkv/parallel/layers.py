@@ -7,7 +7,7 @@ outputs, and these are gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridkv.kernels.linear.linear import Linear
+from hybridkv.kernels.moe.block_experts import ExpertStack, run_block_experts
 from hybridkv.kernels.moe.expert_loop import run_softmax_experts
 from hybridkv.models.decoder import Decoder, DecoderLayer, Model
 from hybridkv.models.deepseek_v4 import Block, DeepseekV4, Experts
@@ -111,6 +112,21 @@ def run_own_experts(
     return run(x, weights.masked_fill(beyond, 0.0), own, gate_up, down, others=True)
 
 
+def run_own_v4_experts(
+    x: Tensor, weights: Tensor, chosen: Tensor, stacks: Sequence[ExpertStack], limit: float, first: int
+) -> Tensor:
+    """run_block_experts of the routed experts that are here, of which the first has this number, and of this rank's
+    part of the shared one, which every token takes last.
+    """
+    here = len(stacks[0].down)
+    own = chosen - first
+    beyond = (own < 0) | (own >= here)
+    beyond[:, -1] = False
+    own = own.masked_fill(beyond, here + 1)  # sorted last, and not run
+    own[:, -1] = here
+    return run_block_experts(x, weights.masked_fill(beyond, 0.0), own, stacks, limit, others=True)
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """A rank's rows of embedding and head."""
@@ -190,15 +206,18 @@ def sharded(model: Model, vocabulary: Vocabulary, first_expert: int | None) -> M
     """A model that was loaded in parts, with its sums. `first_expert`: of the rank's own, where experts are whole."""
     group = vocabulary.group
     if isinstance(model, DeepseekV4):
-        blocks = tuple(_summed_block(block, group) for block in model.layers)
+        blocks = tuple(_summed_block(block, group, first_expert) for block in model.layers)
         return ShardedV4(**_fields(model, layers=blocks, vocabulary=vocabulary))
     assert isinstance(model, Decoder)
     layers = tuple(_summed(layer, group, first_expert) for layer in model.layers)
     return ShardedDecoder(**_fields(model, layers=layers, vocabulary=vocabulary))
 
 
-def _summed_block(block: Block, group: AnyGroup) -> Block:
-    return replace(block, experts=SummedExperts(block.experts, group))  # type: ignore[arg-type]
+def _summed_block(block: Block, group: AnyGroup, first_expert: int | None) -> Block:
+    experts = block.experts
+    if first_expert is not None:
+        experts = replace(experts, run=partial(run_own_v4_experts, first=first_expert))
+    return replace(block, experts=SummedExperts(experts, group))  # type: ignore[arg-type]
 
 
 def _summed(layer: DecoderLayer, group: AnyGroup, first_expert: int | None) -> DecoderLayer:

@@ -18,6 +18,9 @@ from hybridkv.checkpoint.gguf_planes import columns_fit
 from hybridkv.checkpoint.in_memory import InMemory
 from hybridkv.checkpoint.loader import Loader, Part, Progress, count
 from hybridkv.errors import ModelFileError
+from hybridkv.kernels.linear.block_form import BlockForm
+from hybridkv.kernels.linear.block_linear import BlockLinear
+from hybridkv.kernels.linear.block_scaled import BlockScaled
 from hybridkv.kernels.linear.fp8 import encode_weight, keeps_codes, round_weight_
 from hybridkv.kernels.linear.linear import Linear
 from hybridkv.kernels.linear.packed_linear import PackedLinear
@@ -25,6 +28,7 @@ from hybridkv.kernels.linear.packed_weights import Packed
 from hybridkv.models import check_exact, check_fp8, family_of
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Model
+from hybridkv.parallel.block_parts import part_form
 from hybridkv.parallel.cuts import Cut, cut_of, summed_later
 from hybridkv.parallel.layers import AnyGroup, GatheredLinear, SplitLinear, Vocabulary, sharded
 from hybridkv.parallel.shard import Shard, Span, check_size, expert_span, local, spans, vocabulary_span, width_spans
@@ -54,8 +58,9 @@ class ShardedLoader(Loader):
         fp8: bool = False,
         packed: bool = False,
         half: bool = False,
+        released: bool = False,
     ) -> None:
-        super().__init__(checkpoint, device, dtype, progress, exact, fp8, packed, half)
+        super().__init__(checkpoint, device, dtype, progress, exact, fp8, packed, half, released=released)
         self.config, self.shard, self.group = config, shard, group
         has = checkpoint.__contains__
         self.steps = checkpoint.column_steps() if packed and isinstance(checkpoint, Checkpoint) else {}
@@ -100,6 +105,33 @@ class ShardedLoader(Loader):
         assert isinstance(self.checkpoint, Checkpoint)
         for at, expert in enumerate(self._experts(cut, self.shapes[name][0])):
             self._fill_expert(out[at], name, expert, cut)
+
+    # ---- codes with a scale for each block
+
+    def block_form(self, name: str) -> BlockForm | None:
+        """Of this rank's part."""
+        form = super().block_form(name)
+        return None if form is None else part_form(form, self.cut(name), self.shapes[name])
+
+    def held(self, name: str, *shape: int) -> tuple[int, ...]:
+        return self.own_shape(name)
+
+    def blocks(self, name: str, *shape: int, form: BlockForm) -> BlockScaled:
+        own = self.own_shape(name)
+        return super().blocks(name, *(own if shape == self.shapes[name] else shape), form=form)
+
+    def fill_blocks(self, out: BlockScaled, name: str) -> None:
+        """Where the cut is of rows, or of experts, no others are read."""
+        self._take(name, out.shape)
+        cut, dims = self.cut(name), len(self.shapes[name])
+        if cut is None:
+            self.checkpoint.read_blocks_into(out, name)
+        elif cut.dim == dims - 3:
+            self.checkpoint.read_blocks_into(out, name, experts=range(*cut.spans[0]))
+        elif cut.dim == dims - 2:
+            self.checkpoint.read_blocks_into(out, name, rows=cut.spans)
+        else:
+            self.checkpoint.read_blocks_into(out, name, columns=cut.spans[0])
 
     def _experts(self, cut: Cut | None, all_of_them: int) -> range:
         return range(*cut.spans[0]) if cut is not None and cut.dim == 0 else range(all_of_them)
@@ -146,6 +178,8 @@ class ShardedLoader(Loader):
     def _columns(self, name: str) -> Linear:
         """The product with this rank's columns of a matrix, without a bias."""
         full, cut = self.shapes[name], self.cut(name)
+        if form := self.block_form(name):
+            return BlockLinear([self.blocks(name, *full, form=form)])
         if self.stays_packed(name):
             return self.packed_linear(full[1], [(name, full[0])], None)
         if not self.fp8:
@@ -209,6 +243,7 @@ def load_sharded(
     fp8: bool = False,
     packed: bool = False,
     half: bool = False,
+    released: bool = False,  # `shard`: of block_shard (block_parts.py)
 ) -> Model:
     """One rank's part of a model, with its sums. The arguments are those of `load_model`; `config`: of the whole."""
     check_exact(config, exact)
@@ -216,10 +251,11 @@ def load_sharded(
     check_size(config, shard.size, exact, shard.experts)
     family = family_of(config)
     family.check_weights(config, checkpoint.__contains__)
-    loader = ShardedLoader(config, shard, group, checkpoint, device, dtype, progress, exact, fp8, packed, half)
+    loader = ShardedLoader(
+        config, shard, group, checkpoint, device, dtype, progress, exact, fp8, packed, half, released
+    )
     model = family.load(local(config, shard), loader)
     loader.finish()
     sizes = [vocabulary_span(config.vocab, Shard(rank, shard.size)) for rank in range(shard.size)]
     vocabulary = Vocabulary(vocabulary_span(config.vocab, shard), _sizes(sizes), group)
-    by_width = config.moe is None or shard.by_width(config)
-    return sharded(model, vocabulary, None if by_width else expert_span(config, shard)[0])
+    return sharded(model, vocabulary, None if shard.by_width(config) else expert_span(config, shard)[0])

@@ -7,14 +7,20 @@ that were made by themselves belong together, and nothing is held but what a ran
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from hybridkv.checkpoint.in_memory import InMemory
+from hybridkv.kernels.linear.block_form import BlockForm, Span
+from hybridkv.kernels.linear.block_scaled import BlockScaled, empty_blocks, put_blocks
 from hybridkv.models import family_of, load_model
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Model
+from hybridkv.models.random_weights import draw_codes
+from hybridkv.models.weight_forms import released_forms
+from hybridkv.parallel.block_parts import block_shard
 from hybridkv.parallel.layers import AnyGroup
 from hybridkv.parallel.loader import load_sharded
 from hybridkv.parallel.shard import Shard
@@ -57,13 +63,47 @@ class RandomTensors(InMemory):
         out.copy_(self.read(name))
 
 
+class RandomCodes(RandomTensors):
+    """The same, with random codes for all that the model's released files have in codes."""
+
+    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
+        super().__init__(config, device, dtype, seed)
+        self.forms = released_forms(config, self.__contains__)
+
+    def block_form(self, name: str) -> BlockForm | None:
+        return self.forms.get(name)
+
+    def read_blocks_into(
+        self,
+        out: BlockScaled,
+        name: str,
+        experts: range | None = None,
+        rows: Sequence[Span] | None = None,
+        columns: Span | None = None,
+    ) -> None:
+        whole, device = empty_blocks(self.forms[name], self.weights[name].shape, self.device), self.device
+        draw_codes(whole, torch.Generator(device).manual_seed(zlib.crc32(name.encode()) + self.seed))
+        places = [(out, whole)]
+        if whole.codes.ndim == 3:
+            places = [(out[i], whole[e]) for i, e in enumerate(experts or range(len(whole)))]
+        for there, matrix in places:
+            row, R = 0, whole.form.rows
+            for begin, end in rows or ((0, matrix.shape[0]),):
+                scales = matrix.scales[begin // R : -(-end // R)]
+                put_blocks(there, row, BlockScaled(matrix.codes[begin:end], scales, whole.form), begin % R, columns)
+                row += end - begin
+
+
 def random_part(
     tensors: RandomTensors, shard: Shard, group: AnyGroup, device: torch.device, fp8: bool = False
 ) -> Model:
     """A rank's part of the model."""
-    return load_sharded(tensors.config, shard, group, tensors, device, tensors.dtype, fp8=fp8)
+    coded = isinstance(tensors, RandomCodes)
+    if coded:
+        shard = block_shard(tensors.config, shard, tensors.__contains__, tensors.forms)
+    return load_sharded(tensors.config, shard, group, tensors, device, tensors.dtype, fp8=fp8, released=coded)
 
 
 def random_whole(tensors: RandomTensors, device: torch.device) -> Model:
     """The model of which `random_part` gives parts."""
-    return load_model(tensors.config, tensors, device, tensors.dtype)
+    return load_model(tensors.config, tensors, device, tensors.dtype, released=isinstance(tensors, RandomCodes))

@@ -13,6 +13,7 @@ from hybridkv.kernels.linear.packed_planes import plane_bytes
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.inventory import Has
 from hybridkv.models.registry import family_of
+from hybridkv.parallel.block_parts import Forms, rank_forms
 from hybridkv.parallel.cuts import cut_of, share_of
 from hybridkv.parallel.shard import Shard
 from hybridkv.planner import model_bytes
@@ -45,11 +46,13 @@ def rank_model_bytes(
     cuts: PackedCuts | None = None,  # of a GGUF file whose matrices stay packed
     half: bool = False,
     exact: bool = False,
+    blocks: Forms | None = None,  # of a checkpoint whose matrices stay codes
 ) -> int:
-    """`planner.model_bytes` of one rank. `config`: of the whole model."""
+    """`planner.model_bytes` of one rank. `config`, `blocks`: of the whole model."""
     packed = None if cuts is None else rank_packed_bytes(config, shard, has, cuts)
     share = partial(share_of, config, shard, exact=exact)
-    return model_bytes(config, has, dtype, device, fp8, packed, half, share=share)
+    coded = None if blocks is None else rank_forms(config, shard, has, blocks)
+    return model_bytes(config, has, dtype, device, fp8, packed, half, share=share, blocks=coded)
 
 
 def block_of(cuts: PackedCuts) -> int:

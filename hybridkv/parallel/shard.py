@@ -33,7 +33,7 @@ class Shard:
     def by_width(self, config: ModelConfig) -> bool:
         """Whether a rank has a part of every expert, or some experts whole."""
         if config.moe is None or self.experts == "width":
-            return True
+            return config.v4 is None or self.experts != "whole"
         return self.experts != "whole" and config.moe.intermediate // self.size >= LEAST_WIDTH
 
 
@@ -60,8 +60,9 @@ def vocabulary_span(vocab: int, shard: Shard) -> Span:
 
 def expert_span(config: ModelConfig, shard: Shard) -> Span:
     """The experts that a rank has whole."""
-    assert config.moe is not None
-    return spans(config.moe.experts, shard.size)[shard.rank]
+    experts = config.v4 or config.moe
+    assert experts is not None
+    return spans(experts.experts, shard.size)[shard.rank]
 
 
 def head_sizes(config: ModelConfig) -> dict[str, int]:
@@ -115,8 +116,10 @@ def check_size(config: ModelConfig, size: object, exact: bool = False, experts: 
             f"exact mode over several ranks is not available for {config.architecture}: its experts would be summed in "
             "parts; leave out exact, or use tp=1"
         )
-    if config.v4 is not None and experts == "whole":
-        raise HybridKVError("DeepSeek-V4's experts are cut by width; leave experts at auto")
+    if config.v4 is not None and experts == "whole" and config.v4.experts < size:
+        raise HybridKVError(
+            f"{config.v4.experts} experts are too few to be dealt out to {size} ranks; leave experts at auto"
+        )
     return size
 
 
@@ -130,9 +133,11 @@ def local(config: ModelConfig, shard: Shard) -> ModelConfig:
     n, width = shard.size, width_spans(config.intermediate, shard)[shard.rank]
     found = replace(config, heads=config.heads // n, intermediate=width[1] - width[0])
     if config.v4 is not None:
+        v4 = replace(config.v4, o_groups=config.v4.o_groups // n)
+        if not shard.by_width(config):  # the shared expert's part has a width of its own (Loader.held)
+            return replace(found, v4=v4, intermediate=config.intermediate)
         begin, end = width_spans(config.v4.expert_width, shard)[shard.rank]
-        v4 = replace(config.v4, o_groups=config.v4.o_groups // n, expert_width=end - begin)
-        return replace(found, v4=v4, intermediate=end - begin)
+        return replace(found, v4=replace(v4, expert_width=end - begin), intermediate=end - begin)
     found = replace(found, kv_heads=max(1, config.kv_heads // n))
     if config.gdn is not None:
         gdn = replace(config.gdn, key_heads=config.gdn.key_heads // n, value_heads=config.gdn.value_heads // n)

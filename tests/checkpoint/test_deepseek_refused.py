@@ -66,7 +66,7 @@ AT_ONCE = {
         put(f"{W1}.scale", lambda s: s[:, :2]), ModelFileError,
         r"of \[40, 144\] needs scales of \[40, 5\], not \[40, 2\]",
     ),
-    "scale dtype": (put(f"{WQ}.scale", lambda s: s.float().bfloat16()), ModelFileError, "has scales in BF16"),
+    "scale dtype": (put(f"{WQ}.scale", lambda s: s.float().half()), ModelFileError, "has scales in F16"),
     "scaled vector": (
         put(f"{WQ}.weight", lambda w: w.flatten()), ModelFileError, r"shape \[1536\]; with scales it must be a matrix",
     ),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_ranks import fixed_bytes
 from v4_files import QUANTISED, Made, write
 
 from hybridkv.checkpoint import checkpoint as reading
@@ -19,6 +20,11 @@ from hybridkv.kernels.linear.block_scaled import BlockScaled
 from hybridkv.models import load_model, open_checkpoint
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.known import KNOWN
+from hybridkv.parallel.block_parts import block_shard
+from hybridkv.parallel.group import Alone
+from hybridkv.parallel.loader import load_sharded
+from hybridkv.parallel.rank_bytes import rank_model_bytes
+from hybridkv.parallel.shard import Shard
 from hybridkv.planner import model_bytes
 
 SIZES = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4, "I64": 8}
@@ -130,6 +136,28 @@ def test_all_tensors_of_flash_are_loaded(tmp_path: Path) -> None:
     assert model.nbytes - model.window_freq.nbytes - model.compress_freq.nbytes == planned
 
 
+@pytest.mark.slow
+def test_all_tensors_of_flash_are_loaded_by_two_ranks(tmp_path: Path) -> None:
+    raw = {**KNOWN["DeepSeek-V4-Flash"], **SMALL}
+    tensors = all_tensors(raw)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    write_sparse(tmp_path, tensors)
+    config, seen, cpu = ModelConfig.from_dict(raw), [], torch.device("cpu")
+    with open_checkpoint(tmp_path) as checkpoint:
+        has, forms = checkpoint.__contains__, checkpoint.block_forms()
+        for rank in range(2):
+            shard = block_shard(config, Shard(rank, 2), has, forms)
+            seen.clear()
+            model: Any = load_sharded(
+                config, shard, Alone(), checkpoint, cpu, torch.bfloat16, lambda *at: seen.append(at), released=True
+            )
+            planned = rank_model_bytes(config, shard, has, "bfloat16", "cpu", blocks=forms)
+            assert seen == [(i + 1, len(seen)) for i in range(len(seen))] and len(seen) == len(checkpoint.names())
+            experts = model.layers[42].experts.part
+            assert isinstance(experts.down, BlockScaled) and experts.down.shape == (256, 64, 16)
+            assert model.nbytes - fixed_bytes(model) == planned
+
+
 def test_experts_are_read_by_several_threads_and_few_are_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,12 +167,12 @@ def test_experts_are_read_by_several_threads_and_few_are_in_memory(
     write_sparse(tmp_path, all_tensors(raw))
     read, meet, held, most, threads = QuantisedStore.read_blocks, threading.Barrier(2), [], [], set()
 
-    def watched(self: QuantisedStore, name: str) -> BlockScaled:
+    def watched(self: QuantisedStore, name: str, rows: Any = None) -> BlockScaled:
         threads.add(threading.get_ident())
         if len(held) < 2:
             held.append(lambda: None)
             meet.wait(timeout=60)
-        found = read(self, name)
+        found = read(self, name, rows)
         held.append(weakref.ref(found.codes))
         most.append(sum(ref() is not None for ref in list(held)))
         return found

@@ -11,6 +11,7 @@ from tiny_ranks import build, fixed_bytes, packed_model
 from cli.test_plan import numbers, plan
 from hybridkv.models import open_checkpoint
 from hybridkv.models.config import ModelConfig
+from hybridkv.models.known import KNOWN
 from hybridkv.parallel.group import Alone
 from hybridkv.parallel.loader import load_sharded
 from hybridkv.parallel.rank_bytes import block_of
@@ -37,6 +38,39 @@ def test_a_rank_of_a_large_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "s over NVLink at 350 GB/s" in text and "(computed)" in text
     alone = numbers(capsys, "Qwen3.5-27B", "--context", 16384)
     assert alone["ranks"] is None
+
+
+def test_a_rank_of_flash_as_it_is_released(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is cut evenly and what is whole, by hand: 43 layers' latents, compressors, index queries, routers, maps."""
+    whole = numbers(capsys, "DeepSeek-V4-Flash", "--weight-dtype", "released")
+    shares = "Over 1, 2, 4, 8 cards (--tp) they are 145.3 GiB, 73.3 GiB, 37.2 GiB, 19.2 GiB a card."
+    assert any(shares in note for note in whole["notes"])
+    for size, gib in ((2, 73.3), (4, 37.2), (8, 19.2)):
+        for asked in ("--weight-dtype", "--weights"):
+            found = numbers(capsys, "DeepSeek-V4-Flash", asked, "released", "--tp", size)
+            assert round(found["weights_bytes"] / GIB, 1) == gib and found["weights_form"] == "released"
+        weights = [rank["weights"] for rank in found["ranks"]]
+        assert len(weights) == size and len(set(weights)) == 1  # 129,280 tokens are divided, too
+        # all ranks together: the whole model, and size - 1 times what each has whole
+        copies = (sum(weights) - whole["weights_bytes"]) / (size - 1)
+        assert copies == pytest.approx(whole_on_every_rank(), rel=1e-3)
+    raw = KNOWN["DeepSeek-V4-Flash"] | dict(moe_intermediate_size=96, n_routed_experts=6)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    said = " ".join(plan(capsys, tmp_path, "--weights", "released", "--tp", 8, code=2).split())
+    assert "tp=8 does not fit the codes" in said and "use 2, 4 or 1" in said
+
+
+def whole_on_every_rank() -> int:
+    """Bytes of V4-Flash that no rank shares with another."""
+    D, d, q, tokens = 4096, 512, 1024, 129_280
+    codes = (q + d) * D  # FP8; scales are 1/16384 of it
+    maps = 2 * (24 * 4 * D + 24 + 3 + D) * 4 + (q + d) * 4  # hyper-connections and norms, f32
+    csa = (2 * 2 * d + 2 * 2 * 128 + 64) * D * 2 + 64 * 128 * q  # compressors and index weights, bf16; index queries
+    csa += 4 * (2 * d + 2 * 128) * 4  # position biases, f32
+    hca = 2 * d * D * 2 + 128 * d * 4
+    router = 256 * D * 2
+    tables = 3 * tokens * 6 * 8  # int64
+    return 43 * (codes + maps + router) + 21 * csa + 20 * hca + tables
 
 
 def test_what_does_not_fit_says_so_and_its_suggestions_keep_the_ranks(capsys: pytest.CaptureFixture[str]) -> None:

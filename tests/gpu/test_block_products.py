@@ -4,12 +4,15 @@ The small cases are in tests/kernels/linear and tests/kernels/moe, which run her
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tiny
 import tiny_v4
 import torch
 from numerics import assert_close_rms, assert_same_bytes, logit_gap
+from qwen_fp8 import fp8_model
 from torch import Tensor
 from v4_released import released_model
 
@@ -44,7 +47,8 @@ def random_codes(form: BlockForm, *shape: int) -> BlockScaled:
     if form.bits == 8:
         out.codes[out.codes & 127 == 127] = 0
     middle = 127 - (13 if form.bits == 8 else 8)
-    out.scales.copy_(torch.randint(middle - 1, middle + 2, out.scales.shape))
+    powers = torch.randint(middle - 1, middle + 2, out.scales.shape)
+    out.scales.copy_(powers if form.scale_bytes == 1 else 1.5 * 2.0 ** (powers - 127))
     return out
 
 
@@ -52,7 +56,9 @@ def random_codes(form: BlockForm, *shape: int) -> BlockScaled:
 @pytest.mark.parametrize(
     ("form", "rows", "columns", "groups"),
     ((RELEASED_FP8, 40960, 1024, 1), (RELEASED_FP8, 4096, 8192, 1), (RELEASED_FP8, 8192, 4096, 8),
-     (RELEASED_FP4, 4096, 2048, 1)),
+     (RELEASED_FP4, 4096, 2048, 1),
+     # parts of Pro on sixteen ranks, whose borders lie inside of blocks; scales of Qwen
+     (replace(RELEASED_FP8, columns=64), 7168, 192, 1), (replace(RELEASED_FP8, scale_bytes=4), 4096, 2048, 1)),
 )  # fmt: skip
 def test_matrices(form: BlockForm, rows: int, columns: int, groups: int, T: int, on_the_gpu: None) -> None:
     weight, x = random_codes(form, rows, columns), torch.randn(T, groups * columns).to(BF16)
@@ -92,6 +98,12 @@ def test_a_captured_step_follows_its_inputs(on_the_gpu: None) -> None:
             kept.copy_(new)
         graph.replay()
         assert_same_bytes(run_block_experts(x, weights, chosen, stacks, 10.0), out)
+
+
+def test_qwen_in_fp8_in_f32_is_that_of_transformers(tmp_path: Path) -> None:
+    model, ids = fp8_model(tmp_path, moe_intermediate_size=160, hidden_size=192), tiny.token_ids(60)
+    llm = LLM(tmp_path, "cuda", "float32", max_requests=1, max_context=128, weight_dtype="released", reuse=None)
+    assert logit_gap(tiny.reference_logits(model, ids), llm.logits(ids, prefill=41, chunk=17)) <= 1e-3
 
 
 def test_a_whole_model_in_f32_is_that_of_transformers(tmp_path: Path) -> None:

@@ -79,11 +79,14 @@ def test_logits_are_those_of_one_rank(kind: str, size: int, folder: Callable[...
         assert all(torch.equal(a, b) for a, b in zip(found[0], got, strict=True))
 
 
-@pytest.mark.parametrize("kind", ("qwen3_5_moe", *more("qwen3_next")))
-def test_experts_cut_by_width_add_up_too(kind: str, folder: Callable[..., Path]) -> None:
-    """Tiny experts are dealt out whole unless they are asked for by width."""
+OTHERWISE = (("qwen3_5_moe", "width"), ("deepseek_v4", "whole"), *more(("qwen3_next", "width")))
+
+
+@pytest.mark.parametrize(("kind", "experts"), OTHERWISE)
+def test_experts_that_are_cut_otherwise_add_up_too(kind: str, experts: str, folder: Callable[..., Path]) -> None:
+    """Tiny experts are dealt out whole unless they are asked for by width; DeepSeek-V4's the other way round."""
     path, texts = folder(kind), texts_of(kind)
-    for got in ranks.run(2, "scores", path=path, texts=[list(text) for text in texts], experts="width"):
+    for got in ranks.run(2, "scores", path=path, texts=[list(text) for text in texts], experts=experts):
         for one, other in zip(alone(path, texts), got, strict=True):
             assert_alike(kind, one, other)
 

@@ -64,7 +64,7 @@ def test_the_bytes_of_every_rank_are_those_of_the_plan(kind: str, tmp_path: Path
         for size in (2, 4):
             held = []
             for rank in range(size):
-                for experts in ("whole", "width") if config.moe else ("auto",):
+                for experts in ("whole", "width") if config.moe else ("whole", "auto") if config.v4 else ("auto",):
                     shard = Shard(rank, size, experts)
                     for dtype in (torch.float32, torch.bfloat16):
                         model = load_sharded(config, shard, Alone(), checkpoint, CPU, dtype)

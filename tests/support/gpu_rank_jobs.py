@@ -33,7 +33,7 @@ from hybridkv.models.decoder import Model
 from hybridkv.models.known import KNOWN
 from hybridkv.models.schemas import head_counts
 from hybridkv.parallel.group import Group, GroupError
-from hybridkv.parallel.random_part import RandomTensors, random_part, random_whole
+from hybridkv.parallel.random_part import RandomCodes, RandomTensors, random_part, random_whole
 from hybridkv.parallel.shard import Shard, local
 from hybridkv.planner import plan_cache
 
@@ -51,6 +51,10 @@ QWEN: dict[str, Any] = LLAMA | dict(
 )  # fmt: skip
 MOE = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=64)
 FLASH = KNOWN["DeepSeek-V4-Flash"]
+FEW_LAYERS = FLASH | dict(num_hidden_layers=2, compress_ratios=[4, 128], num_hash_layers=1, n_routed_experts=32)
+# widths of more than one block, and borders inside of blocks
+CODED = TINY_V4 | dict(num_attention_heads=8, o_groups=4, index_topk=512, moe_intermediate_size=192)
+CODES = ("v4 in codes", "v4, whole experts", "flash in codes")  # with weights as they are released
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "qwen3_5": QWEN,
@@ -59,7 +63,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     # all entries are read: with a choice of few, noise may choose another one
     "deepseek_v4": TINY_V4 | dict(num_attention_heads=8, o_groups=4, index_topk=512, moe_intermediate_size=64),
     "27b": KNOWN["Qwen3.5-27B"] | {"num_hidden_layers": 4},
-    "flash": FLASH | dict(num_hidden_layers=2, compress_ratios=[4, 128], num_hash_layers=1, n_routed_experts=32),
+    "v4 in codes": CODED,
+    "v4, whole experts": CODED | {"moe_intermediate_size": 30},  # half of which is no whole byte of FP4
+    "flash": FEW_LAYERS,
+    "flash in codes": FEW_LAYERS,
 }
 GREEDY = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=9, temperature=0.9, seed=3, top_p=0.9, ignore_eos=True, n=2)
@@ -77,7 +84,13 @@ def prompts() -> list[list[int]]:
 
 def tensors_of(kind: str) -> RandomTensors:
     """Drawn on the CPU, so that they are the same there and on a GPU."""
-    return RandomTensors(ModelConfig.from_dict(CONFIGS[kind]), CPU, torch.float32, seed=7)
+    return drawn(kind, CPU, torch.float32, seed=7)
+
+
+def drawn(kind: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> RandomTensors:
+    """Values, or codes."""
+    made = RandomCodes if kind in CODES else RandomTensors
+    return made(ModelConfig.from_dict(CONFIGS[kind]), device, dtype, seed)
 
 
 def reference(kind: str) -> tuple[Tensor, list[list[int]], list[list[float]]]:
@@ -130,7 +143,8 @@ def families(group: Group, kinds: list[str], stand_in: bool = False) -> dict[str
     for kind in kinds:
         tensors = tensors_of(kind)
         shard = Shard(group.rank, group.size)
-        model, config = random_part(tensors, shard, group, group.device), local(tensors.config, shard)
+        model = random_part(tensors, shard, group, group.device)
+        config = model.config
         logits, replays = scored(group, model, config, token_ids(150, seed=1), 140)
         found[kind] = {"logits": logits, "scored": replays, **answered(group, model, config, tensors.config)}
         del model
@@ -227,7 +241,7 @@ def wide(group: Group, kinds: list[str]) -> dict[str, dict[str, Any]]:
     ids = token_ids(150, seed=1)
     for at, kind in enumerate(kinds):  # each rank computes another one's
         if at % group.size == group.rank:
-            tensors = RandomTensors(ModelConfig.from_dict(CONFIGS[kind]), group.device, torch.bfloat16)
+            tensors = drawn(kind, group.device, torch.bfloat16)
             model = random_whole(tensors, group.device)
             engine = Engine(model, manager_of(model, tensors.config, group.device), step_tokens=64)
             found[kind]["whole"] = engine.score(ids, 140, 50)[-20:].cpu()
@@ -235,10 +249,10 @@ def wide(group: Group, kinds: list[str]) -> dict[str, dict[str, Any]]:
             free(group)
     group.meet("whole models", limit=200)
     for kind in kinds:
-        tensors = RandomTensors(ModelConfig.from_dict(CONFIGS[kind]), group.device, torch.bfloat16)
+        tensors = drawn(kind, group.device, torch.bfloat16)
         shard = Shard(group.rank, group.size)
         model = random_part(tensors, shard, group, group.device)
-        logits, replays = scored(group, model, local(tensors.config, shard), ids, 140)
+        logits, replays = scored(group, model, model.config, ids, 140)
         found[kind] |= {"logits": logits[-20:], "scored": replays}
         del model
         free(group)

@@ -11,6 +11,7 @@ import calling_ranks
 import evicting_ranks
 import torch
 import torch.distributed as dist
+from tiny_ranks import fixed_bytes
 from torch import Tensor
 
 from hybridkv.cache import KVCacheManager
@@ -21,16 +22,18 @@ from hybridkv.engine.lock_step import LockStepEngine
 from hybridkv.engine.rank_graphs import RankConsent, WithLimit
 from hybridkv.eviction import Evictor
 from hybridkv.kernels.best_tokens import best_tokens
+from hybridkv.kernels.linear import block_scaled
 from hybridkv.kernels.step_index import StepShape
 from hybridkv.models import cache_schema, load_model, open_checkpoint
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Model
-from hybridkv.parallel import cuts, loader
+from hybridkv.parallel import cuts, layers, loader
 from hybridkv.parallel import group as group_module
+from hybridkv.parallel.block_parts import block_shard
 from hybridkv.parallel.group import Alone, Group, GroupError
 from hybridkv.parallel.layers import SplitLinear
 from hybridkv.parallel.loader import load_sharded
-from hybridkv.parallel.rank_bytes import block_of
+from hybridkv.parallel.rank_bytes import block_of, rank_model_bytes
 from hybridkv.parallel.shard import Shard, local
 from hybridkv.planner import plan_cache
 
@@ -69,6 +72,8 @@ def open_part(
             return load_model(config, checkpoint, CPU, numbers, **how), config, Shard(0, 1)
         block = block_of(checkpoint.column_steps()) if how.get("packed") else 1
         shard = Shard(group.rank, group.size, experts, block)
+        if how.get("released"):
+            shard = block_shard(config, shard, checkpoint.__contains__, checkpoint.block_forms())
         return load_sharded(config, shard, group, checkpoint, CPU, numbers, **how), config, shard
 
 
@@ -107,6 +112,42 @@ def scores(group: Group | Alone, path: str, texts: list[list[Any]], **how: Any) 
     return [engine.score(*text) for text in texts]
 
 
+def coded(
+    group: Group | Alone, path: str, texts: list[list[Any]], prompts: list[list[int]], dtype: str = "float32"
+) -> dict[str, Any]:
+    """A model whose weights stay codes: logits, greedy tokens, and bytes: planned and held, of weights and of cache."""
+    model, config, shard = open_part(path, group, dtype, released=True)
+    own = local(config, shard) if group.size > 1 else config
+    engine = engine_of(model, own, CacheConfig(kv_dtype="f32"), slots=len(prompts))
+    found: dict[str, Any] = {"logits": [engine.score(*text) for text in texts]}
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    requests = [engine.add(prompt, params) for prompt in prompts]
+    while not engine.idle:
+        engine.step()
+    found["tokens"] = [list(request.generated) for request in requests]
+    with open_checkpoint(path) as checkpoint:
+        has, forms = checkpoint.__contains__, checkpoint.block_forms()
+        planned = rank_model_bytes(config, shard, has, dtype, "cpu", blocks=forms)
+    schema = cache_schema(own, CacheConfig(kv_dtype="f32"), "float32")
+    cache = plan_cache(schema, len(prompts), 512, None).nbytes
+    found["bytes"] = [planned, model.nbytes - fixed_bytes(model), cache, engine.manager.memory_bytes()]
+    found["whole"] = group.size > 1 and not shard.by_width(config)
+    return found
+
+
+def faulty_codes(group: Group, fault: str, **given: Any) -> dict[str, Any]:
+    """`coded` with a mistake made on purpose."""
+    if fault == "another block's scale":
+        right = block_scaled._scales_of
+        block_scaled._scales_of = lambda count, block, first, stored: right(count, block, first, stored) * 0
+    elif fault == "an expert of another rank":
+        plain = layers.run_own_v4_experts
+        layers.run_own_v4_experts = lambda *args, first: plain(*args, first=(first + 1) % group.size)  # type: ignore[assignment]
+    else:
+        raise ValueError(fault)
+    return coded(group, **given)
+
+
 def faulty(group: Group, path: str, ids: list[int], fault: str) -> Tensor:
     """`score` with something planted that must be seen."""
     if fault == "no sum":
@@ -130,9 +171,9 @@ def faulty(group: Group, path: str, ids: list[int], fault: str) -> Tensor:
     return score(group, path, ids)
 
 
-def greedy(group: Group | Alone, path: str, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+def greedy(group: Group | Alone, path: str, prompts: list[list[int]], tokens: int, **how: bool) -> list[list[int]]:
     """The best next tokens of all prompts in one batch, by an engine of its own on every rank."""
-    model, config, shard = open_part(path, group)
+    model, config, shard = open_part(path, group, **how)
     own = local(config, shard) if group.size > 1 else config
     engine = engine_of(model, own, CacheConfig(kv_dtype="f32"), slots=len(prompts))
     params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)

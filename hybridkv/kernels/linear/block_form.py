@@ -9,12 +9,15 @@ A scale is a byte of E8M0, which is a power of two, or an f32. The tensors are i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd, prod
 
 FP8_BLOCK = (128, 128)
 FP4_BLOCK = (1, 32)
 LEAST_COLUMNS = 32  # of a block that the kernels take, which are powers of two
+
+Span = tuple[int, int]  # first, and one past the last
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,12 @@ class BlockForm:
         """
         return replace(self, rows=gcd(self.rows, *parts[:-1]))
 
+    def part(self, rows: Sequence[Span] = (), columns: Sequence[Span] = ()) -> BlockForm:
+        """Of some rows or columns of a matrix, one span after the other: smaller blocks where a span begins or ends
+        inside of one and reaches over its border. Each has the scale of the block that it lies in.
+        """
+        return replace(self, rows=_block_of_spans(self.rows, rows), columns=_block_of_spans(self.columns, columns))
+
     def code_shape(self, rows: int, columns: int) -> tuple[int, int]:
         """Bytes of the codes of a matrix."""
         return rows, columns * self.bits // 8
@@ -48,6 +57,12 @@ class BlockForm:
     def nbytes(self, rows: int, columns: int) -> int:
         """Of codes and scales of a matrix."""
         return prod(self.code_shape(rows, columns)) + self.scale_bytes * prod(self.scale_shape(rows, columns))
+
+
+def _block_of_spans(block: int, spans: Sequence[Span]) -> int:
+    inside = [begin // block == (end - 1) // block for begin, end in spans]
+    begins = (begin for (begin, _), one in zip(spans, inside, strict=True) if not one)
+    return gcd(block, *begins, *(end - begin for begin, end in spans[:-1]))
 
 
 RELEASED_FP8 = BlockForm(8, *FP8_BLOCK, 1)  # DeepSeek-V4: attention and the shared experts

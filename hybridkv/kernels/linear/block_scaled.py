@@ -23,7 +23,7 @@ from hybridkv.kernels.formats.small_floats import (
     e8m0_value_tile,
     unpack_pairs,
 )
-from hybridkv.kernels.linear.block_form import BlockForm
+from hybridkv.kernels.linear.block_form import BlockForm, Span
 from hybridkv.kernels.linear.gemv import upcast
 
 TILE = 1 << 22  # values dequantised at once where there is no kernel
@@ -83,14 +83,31 @@ def empty_blocks(form: BlockForm, shape: Sequence[int], device: torch.device) ->
     return BlockScaled(codes, torch.empty((*stack, *form.scale_shape(N, K)), dtype=scale, device=device), form)
 
 
-def put_blocks(out: BlockScaled, row: int, part: BlockScaled) -> None:
-    """A matrix into rows of a larger one, whose blocks may have fewer rows (BlockForm.joined)."""
-    N, R = part.shape[0], out.form.rows
-    out.codes[row : row + N] = part.codes.to(out.codes.device)
-    scales = part.scales.to(out.scales.device)
-    if part.form.rows != R:
-        scales = scales.repeat_interleave(part.form.rows // R, 0)[: -(-N // R)]
-    out.scales[row // R : row // R + len(scales)] = scales
+def put_blocks(
+    out: BlockScaled,
+    row: int,
+    part: BlockScaled,  # whose first scales are of the block in which its first row lies
+    inside: int = 0,  # rows of that block before it
+    columns: Span | None = None,  # that `out` has; None: all
+) -> None:
+    """A matrix, or some of its rows or columns, into rows of one whose blocks may be smaller (BlockForm.part)."""
+    N, (begin, end) = part.shape[0], columns or (0, part.shape[1])
+    rows = _scales_of(N, out.form.rows, inside, part.form.rows)
+    places = _scales_of(end - begin, out.form.columns, begin, part.form.columns)
+    each, R = 8 // part.form.bits, out.form.rows
+    assert begin % each == end % each == 0 == row % R, f"rows from {row}, columns {begin} to {end}: no whole blocks"
+    out.codes[row : row + N] = part.codes[:, begin // each : -(-end // each)].to(out.codes.device)
+    scales = part.scales[rows][:, places] if part.form.rows != R or columns else part.scales
+    out.scales[row // R : row // R + len(scales)] = scales.to(out.scales.device)
+
+
+def _scales_of(count: int, block: int, first: int, stored: int) -> Tensor:
+    """Which stored block each block of a part lies in, whose first row (or column) is number `first` of the stored."""
+    begins = torch.arange(0, count, block)
+    ends = (begins + block).clamp(max=count) - 1
+    found = (first + begins) // stored
+    assert torch.equal(found, (first + ends) // stored), f"blocks of {block} reach over those of {stored}"
+    return found
 
 
 def dequantise_rows(weight: BlockScaled, begin: int, end: int, dtype: torch.dtype) -> Tensor:

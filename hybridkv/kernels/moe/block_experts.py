@@ -50,12 +50,12 @@ def multiply(x: Tensor, stack: Stack, expert: int) -> Tensor:
 
 
 def run_block_experts_ref(
-    x: Tensor, weights: Tensor, chosen: Tensor, stacks: Sequence[ExpertStack], limit: float
+    x: Tensor, weights: Tensor, chosen: Tensor, stacks: Sequence[ExpertStack], limit: float, others: bool = False
 ) -> Tensor:
     k, flat = chosen.shape[1], chosen.flatten().long()
     order = flat.argsort(stable=True)
     counts = torch.bincount(flat, minlength=sum(len(stack.down) for stack in stacks)).tolist()
-    y, at = x.new_empty(len(flat), x.shape[1]), 0
+    y, at = (x.new_zeros if others else x.new_empty)(len(flat), x.shape[1]), 0
     for stack in stacks:
         for expert in range(len(stack.down)):
             pairs = order[at : at + counts[0]]
@@ -206,18 +206,19 @@ def _launch(
 
 
 def run_block_experts_triton(
-    x: Tensor, weights: Tensor, chosen: Tensor, stacks: Sequence[ExpertStack], limit: float
+    x: Tensor, weights: Tensor, chosen: Tensor, stacks: Sequence[ExpertStack], limit: float, others: bool = False
 ) -> Tensor:
-    (T, D), K, I = x.shape, chosen.shape[1], stacks[0].down.shape[2]
+    (T, D), K = x.shape, chosen.shape[1]
     out = torch.empty((T, D), dtype=x.dtype, device=x.device)
     if T == 0:
         return out
     order, offsets = sort_pairs_triton(chosen, sum(len(stack.down) for stack in stacks))
-    inner = torch.empty((T * K, I), dtype=x.dtype, device=x.device)
-    parts = torch.empty((T * K, D), dtype=x.dtype, device=x.device)
+    make = torch.zeros if others else torch.empty  # rows of experts that are not here are not written
+    parts = make((T * K, D), dtype=x.dtype, device=x.device)
     x, at = x.contiguous(), 0
     for gate_up, down in stacks:
-        E, mine = len(down), (order, offsets[at:])
+        (E, _, I), mine = down.shape, (order, offsets[at:])
+        inner = torch.empty((T * K, I), dtype=x.dtype, device=x.device)
         _launch(block_up_kernel, expert_up_kernel, x, gate_up, mine, inner, (E, D, I, K, limit), I, T)
         _launch(block_down_kernel, expert_down_kernel, inner, down, mine, parts, (E, D, I), D, T)
         at += E
@@ -232,7 +233,10 @@ def run_block_experts(
     chosen: Tensor,  # [T, k] int32: numbers of experts, counted through all stacks
     stacks: Sequence[ExpertStack],
     limit: float,  # of what goes into silu and of its factor; inf: none
+    others: bool = False,
 ) -> Tensor:  # [T, D]
-    """The weighted sum of each token's experts."""
+    """The weighted sum of each token's experts. `others`: a choice may be of the number after the last expert's, of one
+    that is not here, with a weight of zero: no tile runs for it.
+    """
     op = run_block_experts_triton if use_triton(x) else run_block_experts_ref
-    return op(x, weights, chosen, stacks, limit)
+    return op(x, weights, chosen, stacks, limit, others)

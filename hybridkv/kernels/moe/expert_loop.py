@@ -10,7 +10,9 @@ from torch import Tensor
 
 from hybridkv.kernels.activation import silu_mul_ref
 from hybridkv.kernels.backend import use_triton
+from hybridkv.kernels.linear.block_scaled import BlockScaled
 from hybridkv.kernels.linear.exact import linear_ref
+from hybridkv.kernels.moe.block_experts import ExpertStack, Stack, run_block_experts
 from hybridkv.kernels.moe.grouped import run_experts_triton
 
 
@@ -58,11 +60,13 @@ def loop_experts(
 
 
 def run_softmax_experts(
-    x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, others: bool = False
+    x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Stack, down: Stack, others: bool = False
 ) -> Tensor:
     """The weighted sum [T, D] of each token's experts; arguments as run_experts', without a limit. `others`: a choice
     may be of number E, of an expert that is not here, with a weight of zero.
     """
+    if isinstance(gate_up, BlockScaled) or isinstance(down, BlockScaled):
+        return run_block_experts(x, weights, chosen, [ExpertStack(gate_up, down)], math.inf, others)
     if use_triton(x):
         return run_experts_triton(x, weights, chosen, gate_up, down, math.inf, others=others)
     return loop_experts(x, weights, chosen, gate_up, down)

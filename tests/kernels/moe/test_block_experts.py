@@ -141,6 +141,25 @@ def test_no_token_one_expert_of_all_and_one_token_of_nan(op) -> None:
     assert_close_rms("others", by_hand(x[keep], weights[keep], chosen[keep], up, down), got[keep], BOUND[F32])
 
 
+@pytest.mark.parametrize("T", (1, 5, 40))
+def test_experts_that_are_not_here_add_nothing(op, T: int) -> None:
+    """A rank with two of four experts and a part of the shared one, which is of another width: choices of experts of
+    other ranks have the last number and a weight of zero.
+    """
+    (first, up, down), (last, last_up, last_down) = stacks(FP4, 4, 64, 40), stacks(FP8, 1, 64, 24)
+    x, (weights, chosen) = torch.randn(T, 64) / 4, pairs(T, 4, 2)
+    beyond = chosen < 2  # experts 2 and 3 are here
+    weights = weights.masked_fill(beyond, 0.0)
+    own = torch.where(beyond, 3, chosen - 2).int()
+    routed, shared = (by_hand(x, w, c, *m) for w, c, m in (
+        (weights[:, :2], chosen[:, :2], (up, down)), (weights[:, 2:], chosen[:, 2:] * 0, (last_up, last_down))
+    ))  # fmt: skip
+    here = ExpertStack(*(BlockScaled(m.codes[2:].clone(), m.scales[2:].clone(), m.form) for m in first))
+    given = (x, weights, own, [put(here, F32), put(last, F32)])
+    got = op(*(t.to(DEVICE) for t in given[:3]), given[3], LIMIT, others=True)
+    assert_close_rms("experts", routed + shared, got, BOUND[F32])
+
+
 def test_codes_past_two_gigabytes_are_reached() -> None:
     """514 experts of 4 MiB, of which all but the last are pages that were never touched."""
     E, D, I = 514, 8192, 256
@@ -170,14 +189,18 @@ from hybridkv.kernels.moe import block_experts
 from hybridkv.kernels.moe.block_experts import ExpertStack
 
 block_experts.has_pdl = lambda device: True
-D, I, cpu = 4096, 2048, torch.device("cpu")
-stacks = [
-    ExpertStack(empty_blocks(form, (E, 2 * I, D), cpu), empty_blocks(form, (E, D, I), cpu))
-    for form, E in ((RELEASED_FP4, 2), (RELEASED_FP8, 1))
-]
-for T in (1, *more(64)):
-    x, weights = torch.zeros(T, D, dtype=torch.bfloat16), torch.zeros(T, 3)
-    block_experts.run_block_experts_triton(x, weights, torch.zeros(T, 3, dtype=torch.int32), stacks, 10.0)
+cpu = torch.device("cpu")
+# Flash; and one of sixteen ranks of Pro, whose part of the shared expert has blocks of 64
+halves = [RELEASED_FP8.part(rows=[(192, 384)]), RELEASED_FP8.part(columns=[(192, 384)])]
+assert [halves[0].rows, halves[1].columns] == [64, 64]
+for D, I, shared, many in ((4096, 2048, [RELEASED_FP8] * 2, more(64)), (7168, 192, halves, more(64))):
+    stacks = [
+        ExpertStack(empty_blocks(up, (E, 2 * I, D), cpu), empty_blocks(down, (E, D, I), cpu))
+        for (up, down), E in (([RELEASED_FP4] * 2, 2), (shared, 1))
+    ]
+    for T in (1, *many):
+        x, weights = torch.zeros(T, D, dtype=torch.bfloat16), torch.zeros(T, 3)
+        block_experts.run_block_experts_triton(x, weights, torch.zeros(T, 3, dtype=torch.int32), stacks, 10.0)
 for name, kernel in built:
     if name.startswith("block_"):
         assert kernel.metadata.shared <= SHARED_MEMORY
@@ -187,8 +210,8 @@ for name, kernel in built:
 
 @pytest.mark.long
 def test_the_released_widths_compile_for_hopper_and_nothing_spills() -> None:
-    """FP4 and FP8 experts; the long form has many rows too."""
+    """FP4 and FP8 experts, whole and as a rank has them; the long form has many rows too."""
     built = [line.split() for line in compile_alone(COMPILE).splitlines()]
-    assert [name for name, *_ in built] == ["block_up_kernel", "block_down_kernel"] * 2 * len((1, *more(64)))
+    assert [name for name, *_ in built] == ["block_up_kernel", "block_down_kernel"] * 4 * len((1, *more(64)))
     assert all(int(registers) <= 255 and spilled == local == "0" for _, registers, spilled, local, _ in built), built
     assert all(int(products) > 0 for *_, products in built), built  # tensor cores of Hopper, codes from registers
