@@ -31,7 +31,7 @@ def load_engine(
     """
     schema = cache_schema(shape.config, cache, shape.dtype)
     free = free_bytes(shape.device)
-    checkpoints = ReuseConfig().rows(schema.slot_bytes, free, shape.device == "cpu") if options.reuse else None
+    checkpoints = ReuseConfig().rows(schema.slot_bytes, int(free), shape.device == "cpu") if options.reuse else None
     room = free - (RESERVE if shape.device == "cuda" else 0) - (checkpoints or 0) * schema.slot_bytes
     each = schema.slot_bytes + (schema.query_buffer_bytes if cache.budget is not None else 0)
     if each and slots * (each + schema.kv_bytes(context)) > room:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from hybridkv.engine.engine import Engine, Update
 from hybridkv.engine.loop_mail import gathered
@@ -85,6 +85,18 @@ class Ticket:
                 self.listener(None)
 
 
+class Background(Protocol):
+    """What the engine's thread does when nobody asks for anything."""
+
+    def step(self, engine: Engine) -> bool:
+        """Do a little of it; whether there was anything to do. Nothing is raised."""
+        ...
+
+    def pause(self, engine: Engine) -> None:
+        """Hold nothing of the engine's from here on: somebody asks."""
+        ...
+
+
 class EngineOwner:
     """Runs one engine on a thread of its own. All methods may be called from any thread."""
 
@@ -140,6 +152,11 @@ class EngineOwner:
             state.observers = tuple(other for other in state.observers if other is not look)
 
         return end
+
+    def in_background(self, work: Background) -> Callable[[], None]:
+        """From here on this is done when nobody asks for anything. Returns what has the thread look for some to do."""
+        self._state.background, inbox = work, self._inbox
+        return lambda: inbox.put(_Work(lambda serving: None, lambda problem: None))
 
     def close(self) -> None:
         """End all requests and the thread. What is asked for later is refused."""
@@ -261,6 +278,7 @@ class _State:
         self.thread: threading.Thread | None = None
         self.serving: _Serving | None = None  # while there is work
         self.observers: tuple[Callable[[Engine], object], ...] = ()
+        self.background: Background | None = None
         self.moved = 0.0  # of time.monotonic(): when a first request came, or a step last came to its end
 
 
@@ -322,16 +340,25 @@ class _Serving:
         self.tickets: dict[Ticket, None] = {}  # in the order they came
 
     def until_idle(self, work: _Work) -> None:
-        work.carry_out(self)
-        while True:
-            self.take_calls()
-            self._show()
-            if self.state.closed:
-                self.cancel(list(self.tickets), RequestError("this model was closed while the answer was written"))
-                return
-            if not self.tickets:
-                return
-            self.step()
+        try:
+            work.carry_out(self)
+            while True:
+                self.take_calls()
+                self._show()
+                if self.state.closed:
+                    self.cancel(list(self.tickets), RequestError("this model was closed while the answer was written"))
+                    return
+                if self.tickets:
+                    self.step()
+                elif self.state.background is None or not self.state.background.step(self.engine):
+                    return
+        finally:
+            self.pause()
+
+    def pause(self) -> None:
+        """What is done in the background holds nothing of the engine's from here on."""
+        if self.state.background is not None:
+            self.state.background.pause(self.engine)
 
     def take_calls(self) -> None:
         """All that callers ask for by the time when the next step must be launched."""
@@ -380,6 +407,7 @@ class _Serving:
     def _add(self, ticket: Ticket) -> None:
         if ticket.cancelled:
             return
+        self.pause()
         ticket.request = ticket.add(self.engine)
         if not self.tickets:
             self.state.moved = time.monotonic()
@@ -396,6 +424,7 @@ class _Serving:
             self._end(ticket, problem)
 
     def run(self, work: Callable[[Engine], T], drained: bool) -> T:
+        self.pause()
         if drained:
             self._advance(self.engine.drain)
         return work(self.engine)
