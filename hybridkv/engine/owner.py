@@ -30,6 +30,7 @@ from hybridkv.errors import RequestError
 from hybridkv.request import Request
 
 T = TypeVar("T")
+QUIET_SECONDS = 0.1  # without a call, before anything is done in the background
 EXIT_SECONDS = 10.0  # that an interpreter which ends waits for a step to end
 
 
@@ -87,6 +88,11 @@ class Ticket:
 
 class Background(Protocol):
     """What the engine's thread does when nobody asks for anything."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether there may be something to do."""
+        ...
 
     def step(self, engine: Engine) -> bool:
         """Do a little of it; whether there was anything to do. Nothing is raised."""
@@ -338,6 +344,7 @@ class _Serving:
     def __init__(self, engine: Engine, inbox: SimpleQueue[_Work | None], state: _State) -> None:
         self.engine, self.inbox, self.state = engine, inbox, state
         self.tickets: dict[Ticket, None] = {}  # in the order they came
+        self.asked = True  # for something, since a little was done in the background
 
     def until_idle(self, work: _Work) -> None:
         try:
@@ -350,13 +357,28 @@ class _Serving:
                     return
                 if self.tickets:
                     self.step()
-                elif self.state.background is None or not self.state.background.step(self.engine):
+                elif not self.in_background():
                     return
         finally:
             self.pause()
 
+    def in_background(self) -> bool:
+        """Do a little of what nobody waits for; whether there was some. Who has just asked may ask for more."""
+        background = self.state.background
+        if background is None:
+            return False
+        if self.asked and background.waits:
+            self.asked = False
+            with contextlib.suppress(Empty):
+                work = self.inbox.get(timeout=QUIET_SECONDS)
+                if work is not None:
+                    work.carry_out(self)
+                return True
+        return background.step(self.engine)
+
     def pause(self) -> None:
         """What is done in the background holds nothing of the engine's from here on."""
+        self.asked = True
         if self.state.background is not None:
             self.state.background.pause(self.engine)
 

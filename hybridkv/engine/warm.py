@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -131,6 +131,11 @@ class WarmReader:
 
     # ---- on the engine's thread
 
+    @property
+    def waits(self) -> bool:
+        """Whether there may be something to read."""
+        return bool(self._waiting)
+
     def step(self, engine: Engine) -> bool:
         """Read a chunk, if there is nothing else to do; whether there was one to read."""
         if not engine.idle:
@@ -192,12 +197,13 @@ class WarmReader:
                     self._makers = ThreadPoolExecutor(1, "hybridkv-warm")
                 with suppress(RuntimeError):  # it was closed
                     self._makers.submit(self._make, view)
-                continue
-            self._now = view
-            with engine.changing():
-                if self._begin(engine, view):
-                    return True
-            self._now = None
+                    continue
+            else:
+                self._now = view
+                with engine.changing():
+                    if self._begin(engine, view):
+                        return True
+                self._now = None
             with self._lock:
                 self._drop(view)
         return False
@@ -229,11 +235,13 @@ class WarmReader:
         asked = Asked(view.salt, view.tokens[:most], most, most, marks=view.marks)
         hit = reuse.lookup(asked)
         least = min(self.least, NEAR) if view.begun else self.least
-        if most - hit.reaches <= least or len(view.tokens) > engine.manager.max_tokens:
+        if most - hit.cached <= least or len(view.tokens) > engine.manager.max_tokens:
             return False
-        if not self._is_there(reuse, view) or not _has_room(engine, replace(hit, load=None), most):
+        if hit.load is not None or len(hit.path) < view.parts // reuse.q:  # it is not all on the device
             return False
-        reuse.attach(self._key, replace(hit, load=None), asked, counted=False)
+        if not self._is_there(reuse, view) or not _has_room(engine, hit, most):
+            return False
+        reuse.attach(self._key, hit, asked, counted=False)
         view.begun = True
         return True
 
