@@ -146,7 +146,10 @@ class WarmReader:
             self.pause(engine)  # it was forgotten, or an interrupt has taken its slot
             view = None
         try:
-            return self._read(engine, view) if view is not None else self._begin_next(engine)
+            view = view or self._begin_next(engine)
+            if view is not None:
+                self._read(engine, view)
+            return view is not None
         except Exception as problem:  # it costs no request: what was read until then stays
             log.warning("a next turn was not read ahead: %s", problem)
             if self._now is not None:
@@ -189,8 +192,8 @@ class WarmReader:
                 self._drop(view)
             return None
 
-    def _begin_next(self, engine: Engine) -> bool:
-        """Whether one was begun. Those whose tokens are not known are made on a thread of their own, and come back."""
+    def _begin_next(self, engine: Engine) -> View | None:
+        """One that was begun. Those whose tokens are not known are made on a thread of their own, and come back."""
         while (view := self._take()) is not None:
             if view.tokens is None:
                 if self._makers is None:
@@ -202,11 +205,11 @@ class WarmReader:
                 self._now = view
                 with engine.changing():
                     if self._begin(engine, view):
-                        return True
+                        return view
                 self._now = None
             with self._lock:
                 self._drop(view)
-        return False
+        return None
 
     def _make(self, view: View) -> None:
         """What the next prompt begins with, where that is not what was computed."""
@@ -252,8 +255,8 @@ class WarmReader:
         path = reuse.columns.match(view.salt, Columns.keys(view.said), known)
         return len(path) == known // reuse.q
 
-    def _read(self, engine: Engine, view: View) -> bool:
-        """One chunk. Whether there is more to do."""
+    def _read(self, engine: Engine, view: View) -> None:
+        """One chunk."""
         manager, runner, reuse = engine.manager, engine.runner, engine.manager.reuse
         assert reuse is not None and view.tokens is not None
         end, position = len(view.tokens) // reuse.q * reuse.q, manager.position(self._key)
@@ -275,7 +278,6 @@ class WarmReader:
         self._learn(reuse, n, time.perf_counter() - begin, engine.scheduler.step_tokens)
         if view.cancelled or position + n >= end:
             self.pause(engine, again=False)
-        return True
 
     def _next(self, reuse: Reuse, position: int, end: int, most: int) -> int:
         """Tokens of the next chunk. It ends where a state can be kept."""

@@ -21,7 +21,7 @@ LOOP: list[dict[str, Any]] = [
     {"role": "system", "content": " ".join(f"Rule {i}: be brief." for i in range(30))},
     {"role": "user", "content": "How deep is it?"},
     {"role": "assistant", "content": "", "reasoning_content": "I have to look.", "tool_calls": [CALL]},
-    {"role": "tool", "tool_call_id": "call_1", "content": " ".join(f"At {i} m it is dark." for i in range(18))},
+    {"role": "tool", "tool_call_id": "call_1", "content": " ".join(f"At {i} m it is dark." for i in range(12))},
 ]
 ASK: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "stop_token_ids": list(range(3, 97, 2)), "tools": [TOOL]}
 
@@ -122,7 +122,9 @@ def test_anthropics_clients_have_it_too(served: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [{"hybridkv": {"cache": False}}, {"hybridkv": {"cache": "read"}}, {"hybridkv": {"budget": 256}}]
+    "more",
+    [{"hybridkv": more} for more in ({"cache": False}, {"cache": "read"}, {"cache": "write"}, {"budget": 256})],
+    ids=["off", "read", "write", "budget"],
 )
 def test_what_is_not_kept_is_not_read_ahead(served: Running, more: dict[str, Any]) -> None:
     before = warm_tokens(served.llm)
