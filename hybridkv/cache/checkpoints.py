@@ -23,7 +23,7 @@ from hybridkv.cache.columns import Column, Columns
 
 NEAR = 512  # tokens: no checkpoint is taken so near behind another one, but where a client asks for it
 
-Kind = Literal["client", "message", "reply", "branch", "call", "grid", "turn", "warm", "begin"]
+Kind = Literal["client", "message", "reply", "branch", "call", "grid", "warm", "turn", "begin"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 ORDER: dict[str, int] = {kind: i for i, kind in enumerate(KINDS)}  # at one place the first of these counts
 MOST_CLIENT_MARKS = 4  # of one prompt

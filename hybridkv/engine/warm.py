@@ -221,6 +221,7 @@ class WarmReader:
             fits = view.parts < len(view.said) - 1  # else it goes on as it is
         except Exception as problem:  # of a template, most likely
             log.debug("a next turn is not read ahead: %s", problem)
+        view.make = _made  # what it holds may go
         with self._lock:
             if fits and not view.cancelled:
                 view.tokens = made
@@ -238,6 +239,8 @@ class WarmReader:
         asked = Asked(view.salt, view.tokens[:most], most, most, marks=view.marks)
         hit = reuse.lookup(asked)
         least = min(self.least, NEAR) if view.begun else self.least
+        if reuse.has_state and not reuse.checkpoints.rows:  # nobody could go on from what is read
+            return False
         if most - hit.cached <= least or len(view.tokens) > engine.manager.max_tokens:
             return False
         if hit.load is not None or len(hit.path) < view.parts // reuse.q:  # it is not all on the device
@@ -315,6 +318,10 @@ def _has_room(engine: Engine, hit: Hit, tokens: int) -> bool:
         return False
     engine.scheduler.counts["frozen"] += 1
     return manager.free_slots > 0
+
+
+def _made() -> Seen:
+    raise AssertionError("a view is made once")
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:
