@@ -132,10 +132,20 @@ def test_only_what_is_new_and_long_enough_is_read(build: Callable) -> None:
     for least, view in ((0, [*said, 5, 6]), (0, said[:150]), (4 * q, [*said[:100], *prompt(3 * q, seed=4)])):
         read(engine, WarmReader(least), said, view, salt=b"")
         assert not reuse_of(engine).counts["warm_tokens"], (least, len(view))
-    read(engine, WarmReader(4 * q), prompt(64, seed=9), [*prompt(32, seed=9), *prompt(300, seed=4)], salt=b"")
-    assert not reuse_of(engine).counts["warm_tokens"], "its conversation is not kept"
+    for parts in (5, 32):
+        read(engine, WarmReader(4 * q), prompt(64, seed=9), [*prompt(parts, seed=9), *prompt(300, seed=4)], salt=b"")
+        assert not reuse_of(engine).counts["warm_tokens"], "its conversation is not kept"
     read(engine, WarmReader(4 * q), said, [*said[:100], *prompt(7 * q, seed=4)], salt=b"")
     assert reuse_of(engine).counts["warm_tokens"] > 4 * q
+
+
+def test_what_goes_on_as_it_was_computed_is_not_read_again(build: Callable) -> None:
+    """Its conversation has a cache of its own, or a tail; there is no other state here."""
+    engine, said = build("qwen3_5", rows=4), prompt(200)
+    reuse_of(engine).tails = False
+    ask(engine, said)
+    read(engine, WarmReader(0), said, [*said, 5, 6, 7], salt=b"")
+    assert not reuse_of(engine).counts["warm_tokens"]
 
 
 def test_of_many_the_oldest_are_passed_over_and_those_that_were_closed(build: Callable) -> None:
@@ -180,9 +190,10 @@ def test_an_interrupt_in_a_chunk_leaves_nothing(build: Callable, cold: Callable)
 
     def torn(inputs: object) -> torch.Tensor:
         calls.append(inputs)
-        if len(calls) == 2:
+        logits = forward(inputs)  # type: ignore[arg-type]
+        if len(calls) == 2:  # its state is ahead of its position
             raise KeyboardInterrupt
-        return forward(inputs)  # type: ignore[arg-type]
+        return logits
 
     engine.runner.forward = torn  # type: ignore[method-assign]
     reader.offer(b"", said, 199, lambda: (view, []))
