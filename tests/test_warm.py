@@ -200,7 +200,7 @@ def test_a_request_that_comes_is_served_at_the_next_chunk_and_what_was_read_stay
 
 @pytest.mark.parametrize("what", ["all", "salt", "text"])
 def test_what_is_forgotten_is_not_read_any_further(what: str, opened: Callable[..., LLM]) -> None:
-    llm, reading, go = opened(), threading.Event(), threading.Event()
+    llm, reading, go = opened(step_tokens=64), threading.Event(), threading.Event()  # it takes several chunks
 
     def wait(number: int, tokens: int) -> None:
         if llm.warm._now is not None and counts(llm)["warm_tokens"]:  # type: ignore[union-attr]
