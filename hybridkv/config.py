@@ -233,11 +233,16 @@ class ReuseConfig:
         every: tokens between checkpoints inside long texts; None: as their bytes suggest; 0: none there.
         policy: which checkpoint goes when there is no room: "value" (the one that can be expected to save least reading
             for its bytes, aged by use) or "lru" (the one used longest ago).
+        warm: read the next turn of a chat before it comes, when nothing else is to be done, where the chat template
+            shows it otherwise than it was computed (it drops thoughts); not over several ranks.
+        warm_least: tokens; only where more of them would be read again.
     """
 
     checkpoints: int | str = "auto"
     every: int | None = None
     policy: str = "value"
+    warm: bool = False
+    warm_least: int = 2048
 
     MOST_ROWS = 16
     MOST_ROWS_CPU = 64
@@ -251,6 +256,10 @@ class ReuseConfig:
             parse_bytes(self.checkpoints, "checkpoints")
         if self.policy not in REUSE_POLICIES:
             raise HybridKVError(f"policy must be {' or '.join(REUSE_POLICIES)}, not {shown(self.policy)}")
+        if not isinstance(self.warm, bool):
+            raise HybridKVError(f"warm must be True or False, not {shown(self.warm)}")
+        if not is_whole(self.warm_least) or not 0 <= self.warm_least <= 1 << 24:
+            raise HybridKVError(f"warm_least must be a number of tokens, 0 or more, not {shown(self.warm_least)}")
 
     def rows(self, state_bytes: int, memory: int | None, cpu: bool) -> int:
         """Checkpoints that there is room for, each of `state_bytes`. `memory`: that is given in all; None: any. `cpu`:

@@ -32,10 +32,12 @@ from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.llm import LLM, Eviction, Messages, Tools, one_answer
 from hybridkv.request import Request
 from hybridkv.saved import AS_SAVED, SETTINGS, SavedConversation
+from hybridkv.text.call_formats import calls_in
 from hybridkv.text.constraint import thoughts_of
 from hybridkv.text.framed import BETWEEN, Pieces, text_of, without_beginning
 from hybridkv.text.prompt import encode_pieces, render_pieces
 from hybridkv.text.reasoning import ChatPiece, assistant_message, reasoning_of
+from hybridkv.warming import offer_next_turn
 
 
 class Conversation:
@@ -166,12 +168,30 @@ class Conversation:
                     self.messages.append(assistant_message(answer.text, answer.reasoning))
                     self.last = answer
                     self._evict_old_turns()
+                    if asked is None and prefix is None:
+                        self._offer_next_turn(stream.request)
                 else:
                     self.messages.pop()  # the turn did not happen, and its cache is gone
                     self._request = None
                     self.llm.owner.discard(stream.request)
         if asked is not None and needs_replay(asked):
             self._replay(stream.request, asked)
+
+    def _offer_next_turn(self, request: Request) -> None:
+        """The next turn may be read before it comes. One whose old turns were evicted goes on in its own cache."""
+        template, said = self.llm.chat_parts()[1], request.tokens
+        if request.finish_reason != "stop" or self._turns[0] is not None:
+            return
+        if self.tools and calls_in(template, request.text.text):
+            return
+        messages = list(self.messages)
+
+        def spell(text: str) -> list[int]:
+            if self._request is not request:
+                raise RequestError("the conversation has gone on")
+            return self._tokens(self._rendered([*messages, {"role": "user", "content": text}]))[0]
+
+        offer_next_turn(self.llm.warm, self.llm.chat_memory.marks, said, request.prompt_tokens, spell)
 
     def _rendered(self, messages: Messages) -> Pieces:
         tokenizer, template = self.llm.chat_parts()
@@ -206,6 +226,8 @@ class Conversation:
         """Give the cache back. A later turn computes all of the conversation again."""
         request, self._request = self._request, None
         if request is not None and not self.llm.owner.closed:
+            if self.llm.warm is not None:
+                self.llm.warm.forget(b"", request.tokens)
             self.llm.owner.run(lambda engine: engine.abort(request))
 
     @classmethod

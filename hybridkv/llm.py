@@ -57,6 +57,7 @@ from hybridkv.engine.engine import INHERIT, Engine
 from hybridkv.engine.lock_step import NOT_OVER_RANKS
 from hybridkv.engine.owner import EngineOwner, Ticket
 from hybridkv.engine.precompile import precompile
+from hybridkv.engine.warm import WarmReader
 from hybridkv.engine.workspace import workspace
 from hybridkv.errors import HybridKVError, RequestError, UnsupportedModel
 from hybridkv.eviction import Evictor, most_held, query_buffers_for
@@ -71,13 +72,15 @@ from hybridkv.overrides import overridden
 from hybridkv.planner import CachePlan, fewer_checkpoints, human, model_bytes, plan_cache
 from hybridkv.prefix import Prefix, read_prefix
 from hybridkv.request import Request
+from hybridkv.text.call_formats import calls_in
 from hybridkv.text.chat import ChatTemplate
 from hybridkv.text.constraint import Thoughts, thoughts_of
 from hybridkv.text.memory import ChatMemory
 from hybridkv.text.messages import check_messages
 from hybridkv.text.prompt import encode_pieces, render_pieces
-from hybridkv.text.reasoning import ReasoningSplitter, reasoning_of
+from hybridkv.text.reasoning import ReasoningSplitter, assistant_message, reasoning_of
 from hybridkv.text.tokenizer import Tokenizer
+from hybridkv.warming import offer_next_turn
 
 if TYPE_CHECKING:
     from hybridkv.parallel.launch import Place
@@ -262,6 +265,10 @@ class LLM:
         if self.ranks is None:
             precompile(self.engine, compile_progress)
         self.owner = EngineOwner(self.engine)
+        self.warm: WarmReader | None = None  # reads next turns before they come
+        if self.reuse_config is not None and self.reuse_config.warm and self.ranks is None:
+            self.warm = WarmReader(self.reuse_config.warm_least)
+            self.warm.wake = self.owner.in_background(self.warm)
         plain = "int4" if self.int4 else "f16" if self.half else str(self.dtype).removeprefix("torch.")
         form = "released" if self.released else "fp8" if self.fp8 else "packed" if self.packed else plain
         self.engine.about = {"model": self.path.name, "weights": form}
@@ -351,7 +358,7 @@ class LLM:
         try:
             check_column(schema)
         except HybridKVError as problem:
-            if self.reuse_config != REUSE:
+            if replace(self.reuse_config, warm=REUSE.warm, warm_least=REUSE.warm_least) != REUSE:
                 raise
             print(f"hybridkv: nothing is reused: {problem}", file=sys.stderr)
             self.reuse_config = None
@@ -546,6 +553,18 @@ class LLM:
                 if sample.finish_reason in ("stop", "length"):
                     ended = sample.finish_reason == "stop"
                     memory.remember(spelled, sample.text, sample.token_ids, ended, cache)
+            if cache is not True or found.others or self.engine.resolve_eviction(eviction) is not None:
+                return
+            if found.finish_reason != "stop" or (tools and calls_in(template, found.text)):
+                return
+            answer = found.divided(splitter)
+            said = [*messages, assistant_message(answer.text, answer.reasoning)]
+
+            def spell(text: str) -> list[int]:
+                question = {"role": "user", "content": text}
+                return memory.spell(self._chat_pieces([*said, question], tools, thinking, template_variables)).ids
+
+            offer_next_turn(self.warm, memory.marks, [*spelled.ids, *found.token_ids], len(spelled.ids), spell)
 
         return ChatRequest(add, splitter, ended)
 
@@ -686,6 +705,8 @@ class LLM:
 
         if self.ranks is not None:
             raise RequestError(NOT_OVER_RANKS.format(what="forgetting what is kept"))
+        if self.warm is not None:
+            self.warm.forget(salt if tokens is None else salt or b"", tokens)
         self.owner.run(drop)
         if self.chat_template is not None and self.tokenizer is not None:
             self.chat_memory.forget(salt, tokens)
@@ -733,6 +754,8 @@ class LLM:
 
     def close(self) -> None:
         """End what runs, and the engine's thread. Memory goes back when nothing refers to the LLM any more."""
+        if self.warm is not None:
+            self.warm.close()
         self.owner.close()
         if self.ranks is not None:
             self.ranks.end()

@@ -23,7 +23,7 @@ from hybridkv.cache.columns import Column, Columns
 
 NEAR = 512  # tokens: no checkpoint is taken so near behind another one, but where a client asks for it
 
-Kind = Literal["client", "message", "reply", "branch", "call", "grid", "turn", "begin"]
+Kind = Literal["client", "message", "reply", "branch", "call", "grid", "warm", "turn", "begin"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 ORDER: dict[str, int] = {kind: i for i, kind in enumerate(KINDS)}  # at one place the first of these counts
 MOST_CLIENT_MARKS = 4  # of one prompt
@@ -34,8 +34,9 @@ class Mark(NamedTuple):
     """A position of a prompt at which a checkpoint is wished.
 
     client: where the client asks; message: before the last message; reply: where the reply to the last user message
-    begins; branch: where prompts part; call: where an answer opens a call; grid: inside a long text; turn: the end of
-    an answer; begin: a message begins, which is no wish, but parts of a prompt that are long are long messages.
+    begins; branch: where prompts part; call: where an answer opens a call; grid: inside a long text; turn: the end
+    of an answer; warm: how far a next turn was read before it came (warm.py); begin: a message begins, which is no
+    wish, but parts of a prompt that are long are long messages.
     """
 
     position: int

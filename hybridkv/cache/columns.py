@@ -30,7 +30,7 @@ class Column:
 
     __slots__ = (
         "checkpoint", "children", "covers", "end", "gone", "host", "kept", "key", "live", "lost", "pages", "parent",
-        "queued", "resident", "stamp", "stored", "tails",
+        "queued", "resident", "stamp", "stored", "tails", "warm",
     )  # fmt: skip
 
     def __init__(self, parent: Column | None, key: bytes, pages: np.ndarray | None, end: int, stamp: int) -> None:
@@ -47,6 +47,7 @@ class Column:
         self.lost = False  # a checkpoint was here and was dropped
         self.gone = False  # it is no longer part of the trie
         self.queued = False  # it stands in the queue of those that can be dropped
+        self.warm = False  # it was read before anybody asked for it, and nobody has used it yet (warm.py)
 
     @property
     def droppable(self) -> bool:

@@ -29,6 +29,8 @@ from hybridkv.cache.pins import Pin, drop_pins, first_unpinned, pinned_pages
 from hybridkv.cache.schema import check_column, column_tokens
 from hybridkv.cache.tails import Ended, find_tail, full_pages, tail_rows, tails_below
 from hybridkv.cache.tiers import Timer
+from hybridkv.cache.warm import COUNTS as WARM
+from hybridkv.cache.warm import count_hit, drop_unused
 
 # why not more of a prompt was reused
 Reason = Literal[
@@ -130,7 +132,7 @@ class Reuse:
         self.tails = True  # whether the ends of turns are kept
         self.late: list[tuple[Staged, Ended]] = []  # what a step wrote that was launched and not waited for
         self.host = HostColumns(self)
-        tokens = "lookup_tokens device_hit_tokens host_hit_tokens shared_tokens"
+        tokens = f"lookup_tokens device_hit_tokens host_hit_tokens shared_tokens {WARM}"
         self.counts: dict[str, int] = dict.fromkeys(f"lookups {tokens} checkpoint_hits cuts columns_dropped".split(), 0)
         self.read_again: dict[str, int] = {}  # tokens of prompts that were computed, by reason
         manager.reuse = self
@@ -219,8 +221,10 @@ class Reuse:
             found[name] = int(np.count_nonzero(allocator.refs[ids] == allocator.spare[ids]))
         return found
 
-    def attach(self, request: Hashable, hit: Hit, asked: Asked) -> int:
-        """A slot that begins with a hit, before anything is dropped for it. Returns the slot."""
+    def attach(self, request: Hashable, hit: Hit, asked: Asked, counted: bool = True) -> int:
+        """A slot that begins with a hit, before anything is dropped for it. Returns the slot. What nobody has asked for
+        is not `counted`, nor is what it begins with used by it.
+        """
         whole = {name: self._rows(hit.path, name) for name in self.parts}
         shared = {name: np.concatenate((ids, tail_rows(self, hit.tail, name)), 1) for name, ids in whole.items()}
         row = hit.checkpoint.row if hit.checkpoint is not None else -1
@@ -229,12 +233,15 @@ class Reuse:
             self.columns.touch(hit.path if hit.tail is None else [*hit.path, hit.tail])
         else:
             slot = self.manager.admit_request(request)
-        if hit.checkpoint is not None:
+        if hit.checkpoint is not None and counted:
             self.checkpoints.use(hit.checkpoint)
             self.host.use(hit.checkpoint.column)
             self.counts["checkpoint_hits"] += 1
         self._begin(request, asked, hit.keys, hit.path, hit.cached)
         self.readings[request].tail = hit.tail
+        if not counted:
+            return slot
+        count_hit(self, hit)
         self.counts["lookups"] += 1
         self.counts["lookup_tokens"] += len(asked.tokens) if asked.reads else 0
         self.counts["device_hit_tokens"] += hit.cached - hit.loaded
@@ -522,8 +529,8 @@ class Reuse:
             reading.writes = False
 
     def forget_text(self, salt: bytes, tokens: np.ndarray) -> None:
-        """Drop the tails of a text, and its columns from the last one up to where another text, a request or a pin
-        needs them.
+        """Drop the tails of a text, what was read ahead of its next turn, and its columns from the last one up to where
+        another text, a request or a pin needs them.
         """
         self.settle_late()
         keys, root = Columns.keys(tokens), self.columns.roots.get(salt)
@@ -531,6 +538,7 @@ class Reuse:
         for column in [root, *path] if root is not None else []:
             for tail in list(tails_below(self.columns, column, keys, len(tokens))):
                 self._cut(tail)
+        drop_unused(self, [root, *path] if root is not None else [])
         free = first_unpinned(self, path)
         for column in reversed(path[path.index(free) :] if free is not None else []):
             if column.children or column.live:

@@ -22,8 +22,8 @@ from hybridkv.commands.options import (
     PROMPT,
     ChatOptions,
     ModelOptions,
-    ReuseOptions,
     SamplingOptions,
+    TurnReuseOptions,
     in_flags,
     refuse_beside_document,
 )
@@ -71,7 +71,7 @@ def chat(
     document: Annotated[str | None, DOCUMENT] = None,
     chat: ChatOptions,
     model: ModelOptions,
-    reuse: ReuseOptions,
+    reuse: TurnReuseOptions,
     keep_turns: Annotated[
         int | None,
         Option(

@@ -340,6 +340,11 @@ class ReuseOptions:
         ),
     ] = ReuseConfig.every
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether next turns are read before they come: there are none."""
+        return False
+
     def config(self) -> ReuseConfig | None:
         """What an LLM is opened with."""
         if not self.reuse:
@@ -347,10 +352,37 @@ class ReuseOptions:
                 raise BadParameter("--checkpoints and --checkpoint-every say what is kept, which --no-reuse rules out")
             return None
         try:
-            return ReuseConfig(0 if self.checkpoints == "0" else self.checkpoints, self.checkpoint_every)
+            found = ReuseConfig(0 if self.checkpoints == "0" else self.checkpoints, self.checkpoint_every)
+            return replace(found, warm=self.reads_ahead)
         except HybridKVError as problem:
             flag = "--checkpoint-every" if str(problem).startswith("every") else "--checkpoints"
             raise BadParameter(f"{flag}: {problem}") from None
+
+
+@dataclass(frozen=True)
+class TurnReuseOptions(ReuseOptions):
+    """The same where conversations have next turns."""
+
+    warm: Annotated[
+        bool | None,
+        Option(
+            "--warm/--no-warm",
+            help="read the next turn before it comes, while nothing else is asked, where the chat template drops "
+            f"earlier thoughts and more than {ReuseConfig.warm_least} tokens would be read again; on",
+            rich_help_panel=MEMORY,
+        ),
+    ] = None
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether next turns are read before they come."""
+        return self.warm is not False
+
+    def config(self) -> ReuseConfig | None:
+        """What an LLM is opened with."""
+        if self.warm and not self.reuse:
+            raise BadParameter("--warm reads what is kept for a next turn, which --no-reuse rules out")
+        return super().config()
 
 
 # who publishes the models whose shapes are known, by the beginning of their names

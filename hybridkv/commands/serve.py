@@ -13,7 +13,7 @@ from typer import BadParameter, Exit, Option
 
 from hybridkv.commands import completion
 from hybridkv.commands.declaring import with_options
-from hybridkv.commands.options import ModelOptions, ReuseOptions
+from hybridkv.commands.options import ModelOptions, TurnReuseOptions
 from hybridkv.config import EngineConfig, parse_bytes
 from hybridkv.errors import HybridKVError
 
@@ -219,7 +219,7 @@ def serve(
         ),
     ] = 1,
     model: ModelOptions,
-    reuse: ReuseOptions,
+    reuse: TurnReuseOptions,
 ) -> None:
     """Serve a model over HTTP, for clients of OpenAI (chat completions, completions) and Anthropic (messages).
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from hybridkv.engine.engine import Engine, Update
 from hybridkv.engine.loop_mail import gathered
@@ -30,6 +30,7 @@ from hybridkv.errors import RequestError
 from hybridkv.request import Request
 
 T = TypeVar("T")
+QUIET_SECONDS = 0.1  # without a call, before anything is done in the background
 EXIT_SECONDS = 10.0  # that an interpreter which ends waits for a step to end
 
 
@@ -83,6 +84,23 @@ class Ticket:
         if self.listener is not None:
             with contextlib.suppress(Exception):  # a caller that is gone
                 self.listener(None)
+
+
+class Background(Protocol):
+    """What the engine's thread does when nobody asks for anything."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether there may be something to do."""
+        ...
+
+    def step(self, engine: Engine) -> bool:
+        """Do a little of it; whether there was anything to do. Nothing is raised."""
+        ...
+
+    def pause(self, engine: Engine) -> None:
+        """Hold nothing of the engine's from here on: somebody asks."""
+        ...
 
 
 class EngineOwner:
@@ -140,6 +158,11 @@ class EngineOwner:
             state.observers = tuple(other for other in state.observers if other is not look)
 
         return end
+
+    def in_background(self, work: Background) -> Callable[[], None]:
+        """From here on this is done when nobody asks for anything. Returns what has the thread look for some to do."""
+        self._state.background, inbox = work, self._inbox
+        return lambda: inbox.put(_Work(lambda serving: None, lambda problem: None))
 
     def close(self) -> None:
         """End all requests and the thread. What is asked for later is refused."""
@@ -261,6 +284,7 @@ class _State:
         self.thread: threading.Thread | None = None
         self.serving: _Serving | None = None  # while there is work
         self.observers: tuple[Callable[[Engine], object], ...] = ()
+        self.background: Background | None = None
         self.moved = 0.0  # of time.monotonic(): when a first request came, or a step last came to its end
 
 
@@ -320,18 +344,43 @@ class _Serving:
     def __init__(self, engine: Engine, inbox: SimpleQueue[_Work | None], state: _State) -> None:
         self.engine, self.inbox, self.state = engine, inbox, state
         self.tickets: dict[Ticket, None] = {}  # in the order they came
+        self.asked = True  # for something, since a little was done in the background
 
     def until_idle(self, work: _Work) -> None:
-        work.carry_out(self)
-        while True:
-            self.take_calls()
-            self._show()
-            if self.state.closed:
-                self.cancel(list(self.tickets), RequestError("this model was closed while the answer was written"))
-                return
-            if not self.tickets:
-                return
-            self.step()
+        try:
+            work.carry_out(self)
+            while True:
+                self.take_calls()
+                self._show()
+                if self.state.closed:
+                    self.cancel(list(self.tickets), RequestError("this model was closed while the answer was written"))
+                    return
+                if self.tickets:
+                    self.step()
+                elif not self.in_background():
+                    return
+        finally:
+            self.pause()
+
+    def in_background(self) -> bool:
+        """Do a little of what nobody waits for; whether there was some. Who has just asked may ask for more."""
+        background = self.state.background
+        if background is None:
+            return False
+        if self.asked and background.waits:
+            self.asked = False
+            with contextlib.suppress(Empty):
+                work = self.inbox.get(timeout=QUIET_SECONDS)
+                if work is not None:
+                    work.carry_out(self)
+                return True
+        return background.step(self.engine)
+
+    def pause(self) -> None:
+        """What is done in the background holds nothing of the engine's from here on."""
+        self.asked = True
+        if self.state.background is not None:
+            self.state.background.pause(self.engine)
 
     def take_calls(self) -> None:
         """All that callers ask for by the time when the next step must be launched."""
@@ -380,6 +429,7 @@ class _Serving:
     def _add(self, ticket: Ticket) -> None:
         if ticket.cancelled:
             return
+        self.pause()
         ticket.request = ticket.add(self.engine)
         if not self.tickets:
             self.state.moved = time.monotonic()
@@ -396,6 +446,7 @@ class _Serving:
             self._end(ticket, problem)
 
     def run(self, work: Callable[[Engine], T], drained: bool) -> T:
+        self.pause()
         if drained:
             self._advance(self.engine.drain)
         return work(self.engine)

@@ -9,13 +9,14 @@ import secrets
 import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from hybridkv.document import Document
 from hybridkv.request import Request, TokenLogprobs
 from hybridkv.text.call_bodies import CallPiece
 from hybridkv.text.calls import CallParser
 from hybridkv.text.memory import MadeCalls
-from hybridkv.text.reasoning import ReasoningSplitter
+from hybridkv.text.reasoning import ReasoningSplitter, assistant_message
 from hybridkv.text.stream import TextStream
 from hybridkv.text.tokenizer import Tokenizer
 
@@ -106,6 +107,11 @@ class Divider:
         return [Said(self._choice, piece.text, piece.reasoning) for piece in self._splitter.finish()]
 
     @property
+    def message(self) -> dict[str, Any]:
+        """The answer given out so far as clients send it back, without calls."""
+        return assistant_message(self._splitter.answer, self._splitter.reasoning)
+
+    @property
     def thinking(self) -> bool:
         """Whether what comes next belongs to thoughts."""
         return not self._splitter.answering
@@ -113,6 +119,11 @@ class Divider:
     @property
     def made_calls(self) -> bool:
         """Whether a whole call was made, and none was cut."""
+        return False
+
+    @property
+    def called(self) -> bool:
+        """Whether a call was begun."""
         return False
 
     def written(self, text: str) -> MadeCalls | None:
@@ -183,6 +194,11 @@ class CallDivider(Divider):
     def made_calls(self) -> bool:
         """Whether a whole call was made, and none was cut."""
         return min(self._parser.made, self._most) > 0 and not self._cut
+
+    @property
+    def called(self) -> bool:
+        """Whether a call was begun."""
+        return self._calls > 0
 
     def written(self, text: str) -> MadeCalls | None:
         """The calls of an answer that has ended with this text, as they were written; None: there are none, or not all

@@ -271,6 +271,11 @@ class _CacheCollector:
         bare = reuse.columns.uncovered if reuse is not None and reuse.has_state else 0
         yield counter("reuse_lookup_tokens", "tokens of prompts that were looked for", {(): looked})
         yield counter("reuse_read_again_tokens", "tokens of prompts that were read, by reason", why, "why")
+        read_ahead = {name: counts.get(f"warm_{name}", 0) for name in ("tokens", "hits", "hit_tokens")}
+        about = "tokens of next turns that were read before these came"
+        yield counter("reuse_warm_tokens", about, {(): read_ahead["tokens"]})
+        yield counter("reuse_warm_hits", "prompts that began with such", {(): read_ahead["hits"]})
+        yield counter("reuse_warm_hit_tokens", "their tokens of it", {(): read_ahead["hit_tokens"]})
         yield counter("reuse_cuts", "steps that ended early for a checkpoint", {(): cuts})
         yield counter("reuse_dropped", "what was kept and had to go, and for what", gone, "what", "why")
         yield gauge("reuse_uncovered_columns", "those that no checkpoint lets a prompt use", {(): bare})

@@ -30,6 +30,7 @@ from hybridkv.text.memory import Replays, Spelled
 from hybridkv.text.prompt import render_pieces
 from hybridkv.text.reasoning import marks_in, reasoning_of
 from hybridkv.text.thinking import MODE, SWITCHES
+from hybridkv.warming import offer_next_turn
 
 Message = dict[str, Any]
 REMINDER = "<system-reminder>\n{}\n</system-reminder>"
@@ -155,22 +156,12 @@ class _Known:
         render: Callable[[list[Message], bool], tuple[Pieces, list[str]]],
         document: Document | None = None,
     ) -> None:
-        self._document = document
-        self._memory, self._sharing, self._replayed = llm.chat_memory, chat.sharing, 0
-        tokenizer, messages, salt = llm.chat_parts()[0], chat.messages, chat.sharing.salt
-        put_back: Callable[[Pieces], Pieces | None] = lambda found: found  # noqa: E731
-        pieces: Pieces | None = None
-        if form is not None and self._sharing.cache in (True, "read"):
-            replays = Replays(tokenizer, form, self._memory.calls, salt)
-            named = replays.named(messages)
-            if len(replays):
-                with suppress(RequestError):  # a template may refuse what the text stands for
-                    pieces = replays.put_back(render(named, False)[0])
-                if pieces is not None:
-                    messages, put_back, self._replayed = named, replays.put_back, len(replays)
-        self.pieces = render(messages, False)[0] if pieces is None else pieces
+        self._llm, self._chat, self._form, self._render, self._document = llm, chat, form, render, document
+        self._memory, self._sharing = llm.chat_memory, chat.sharing
+        tokenizer = llm.chat_parts()[0]
+        self.pieces, messages, put_back, self._replayed = self._written(chat.messages)
         if document is None:
-            self._spelled = self._memory.spell(self.pieces, salt, self._sharing.cache)
+            self._spelled = self._memory.spell(self.pieces, chat.sharing.salt, self._sharing.cache)
         else:
             self._spelled = Spelled(document.continued(self.pieces))
         ids, client = self._spelled.ids, list[int]()
@@ -182,6 +173,21 @@ class _Known:
         if chat.marked_tools and begins:
             client = sorted({*client[: MOST_CLIENT_MARKS - 1], begins[0]})
         self._marks = self._memory.marks.marks(ids, client)
+
+    def _written(self, messages: list[Message]) -> tuple[Pieces, list[Message], Callable[[Pieces], Pieces | None], int]:
+        """Messages in pieces, with calls as they were written. With it what was rendered for them, what puts the text
+        of calls back into that, and in how many answers.
+        """
+        if self._form is not None and self._sharing.cache in (True, "read"):
+            tokenizer, pieces = self._llm.chat_parts()[0], None
+            replays = Replays(tokenizer, self._form, self._memory.calls, self._sharing.salt)
+            named = replays.named(messages)
+            if len(replays):
+                with suppress(RequestError):  # a template may refuse what the text stands for
+                    pieces = replays.put_back(self._render(named, False)[0])
+                if pieces is not None:
+                    return pieces, named, replays.put_back, len(replays)
+        return self._render(messages, False)[0], messages, lambda found: found, 0
 
     def prompt(self, divider: Callable[[int], Divider], call_format: str = "") -> Prompt:
         """What is handed to the engine."""
@@ -205,6 +211,20 @@ class _Known:
         made = divider.written(text)
         if made is not None and self._sharing.cache in (True, "write"):
             self._memory.calls.remember(made, self._sharing.salt)
+        evicts = request.eviction is not None or bool(request.evictions)  # then a next turn goes on in that cache
+        plain = self._sharing.cache is True and self._document is None and self._chat.ending == "answer"
+        if plain and not evicts and request.finish_reason == "stop" and request.params.n == 1 and not divider.called:
+            self._offer_next_turn(request, divider.message)
+
+    def _offer_next_turn(self, request: Request, answer: Message) -> None:
+        """The conversation's next turn may be read before it comes."""
+        salt, said = self._sharing.salt, [*self._chat.messages, answer]
+
+        def spell(text: str) -> list[int]:
+            pieces = self._written([*said, {"role": "user", "content": text}])[0]
+            return self._memory.spell(pieces, salt, self._sharing.cache).ids
+
+        offer_next_turn(self._llm.warm, self._memory.marks, request.tokens, request.prompt_tokens, spell, salt)
 
 
 # ---- turns

@@ -73,6 +73,8 @@ class Service:
         self._sessions = Sessions(llm)
         count = self.metrics.transfers
         self._transfers = Transfers(llm, self.settings, lambda what: count.labels(self.names[0], what).inc())
+        if llm.warm is not None:
+            llm.warm.rest(on=True)
         self._llm = llm
 
     # ---- state
@@ -247,6 +249,8 @@ class Service:
     async def drain(self) -> None:
         """Take nothing new; wait until all has ended, or the time for that is over, end what is left, and save."""
         self.draining = True
+        if self._llm is not None and self._llm.warm is not None:
+            self._llm.warm.rest()
         seconds = self.settings.shutdown_seconds
         until = time.monotonic() + seconds
         saving = self._llm is not None and self.fatal is None and self.sessions.saves

@@ -70,6 +70,12 @@ def format_of(template: ChatTemplate) -> CallFormat:
     return PLAIN
 
 
+def calls_in(template: ChatTemplate, answer: str) -> bool:
+    """Whether an answer may have calls in it, by its letters alone."""
+    form = format_of(template)
+    return form.open in answer if form.open else answer.lstrip().startswith("{")
+
+
 def opening_token(tokenizer: Tokenizer, form: CallFormat) -> int | None:
     """The token that opens a call, where the tag is one."""
     if not form.open:

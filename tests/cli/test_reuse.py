@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from typer import BadParameter
 
-from hybridkv.commands.options import ReuseOptions
+from hybridkv.commands.options import ReuseOptions, TurnReuseOptions
 from hybridkv.config import ReuseConfig
 from hybridkv.errors import HybridKVError
 
@@ -17,12 +17,19 @@ def test_options_become_settings() -> None:
     assert ReuseOptions(checkpoints="0").config() == ReuseConfig(0)
 
 
+def test_next_turns_are_read_ahead_where_there_are_some() -> None:
+    assert TurnReuseOptions().config() == TurnReuseOptions(warm=True).config() == ReuseConfig(warm=True)
+    assert TurnReuseOptions(warm=False, checkpoints="2GiB").config() == ReuseConfig("2GiB")
+    assert TurnReuseOptions(reuse=False).config() is TurnReuseOptions(reuse=False, warm=False).config() is None
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (ReuseOptions(checkpoints="much"), "--checkpoints: checkpoints must be a size in bytes"),
         (ReuseOptions(checkpoint_every=-1), "--checkpoint-every: every must be"),
         (ReuseOptions(reuse=False, checkpoints="1GiB"), "--no-reuse"),
+        (TurnReuseOptions(reuse=False, warm=True), "--warm .* --no-reuse rules out"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: ReuseOptions, words: str) -> None:

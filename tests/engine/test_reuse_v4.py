@@ -15,10 +15,12 @@ import torch
 
 from engine.driving import assert_nothing_held, run
 from engine.reusing import ASK, apart, ask, check, poison
+from engine.test_warm import read
 from hybridkv import LLM, CacheConfig
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.reuse import Reuse
 from hybridkv.engine.engine import Engine
+from hybridkv.engine.warm import WarmReader
 
 BASE = tiny_v4.token_ids(300)
 MARKS = [(at, "client") for at in (64, 128, 192, 256)]
@@ -102,4 +104,21 @@ def test_requests_that_crowd_give_what_they_give_alone(engine_of: Callable[..., 
     for request, tokens in zip(asked, prompts, strict=True):
         assert request.error is None
         assert request.generated == ask(engine_of(step_tokens=64), tokens, replace(PARAMS, max_tokens=20)).generated
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("stops", [0, 1])
+def test_a_view_that_was_read_ahead_is_as_near_to_cold_as_another_cut(
+    engine_of: Callable[..., Engine], stops: int
+) -> None:
+    engine, view = engine_of(6), [*BASE[:100], *tiny_v4.token_ids(170, seed=5)]
+    ask(engine, BASE[:200], PARAMS)
+    read(engine, WarmReader(0), BASE[:200], view, stops, salt=b"")
+    poison(engine)
+    tokens = [*view, *tiny_v4.token_ids(9, seed=6)]
+    known = ask(engine_of(), tokens, PARAMS)
+    spread = max(apart(ask(engine_of(step_tokens=n), tokens, PARAMS), known) for n in (64, 128))
+    found = ask(engine, tokens, PARAMS)
+    assert found.cached_tokens == 256 and found.generated == known.generated
+    assert apart(found, known) <= max(2 * spread, 1e-5)  # f32: some units in the last place where cuts agree
     assert_nothing_held(engine)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hybridkv import LLM
+from hybridkv.cache.checkpoints import KINDS
 from server.running import HI, Running, post_bytes, serving, until
 from server.saying import CALL, TOOL, saying
 from server.test_life import end_all, forward, slowly
@@ -144,7 +145,7 @@ def test_what_is_kept_for_later_and_grammars_are_counted(tiny_llm: LLM) -> None:
     later = 'hybridkv_cache_pages{kind="attention",model_name="tiny",state="later"}'
     assert values[later] > before[later] and values[f"hybridkv_kv_cache_usage_perc{LABEL}"] == 0
     kinds = {name: value for name, value in values.items() if name.startswith("hybridkv_checkpoints{")}
-    assert len(kinds) == 8 and sum(kinds.values()) == len(tiny_llm.manager.reuse.checkpoints.all) > 0  # type: ignore[union-attr]
+    assert len(kinds) == len(KINDS) and sum(kinds.values()) == len(tiny_llm.manager.reuse.checkpoints.all) > 0  # type: ignore[union-attr]
     cached = [usage["cache_read_input_tokens"] for usage in usages]
     assert cached[1] > 100 and values[f"hybridkv_prompt_tokens_cached_total{LABEL}"] >= sum(cached)
     hits = f"hybridkv_checkpoint_hits_total{LABEL}"
