@@ -16,7 +16,7 @@ help:
 	@echo "make test-long   run the tests that have a longer form, in that form"
 	@echo "make test-replicas   run two servers behind vllm-router, on a machine that does nothing else"
 	@echo "make test-ray   run the tests of replicas under Ray Serve, in an environment of their own (0.5 GB more)"
-	@echo "make test-nixl   run the tests of what goes from server to server by NIXL, too, in an environment of their own (0.2 GB more)"
+	@echo "make test-nixl   run the tests of what goes from server to server by NIXL, too, in an environment of their own (0.4 GB more)"
 	@echo "make test-interrupts   interrupt an engine at thousands of lines"
 	@echo "make test-old-cpu   run the tests of numbers as a CPU without AVX-512 would"
 	@echo "make test-install   install the built wheel with all it needs into a fresh environment, and try it"
