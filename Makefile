@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-replicas test-ray test-long test-old-cpu test-interrupts test-install docs lint bench clean
+.PHONY: help demo test test-slow test-replicas test-ray test-nixl test-long test-old-cpu test-interrupts test-install docs lint bench clean
 
 help:
 	@echo "make demo    build the environment if needed, then run the demo with the embedded model"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-long   run the tests that have a longer form, in that form"
 	@echo "make test-replicas   run two servers behind vllm-router, on a machine that does nothing else"
 	@echo "make test-ray   run the tests of replicas under Ray Serve, in an environment of their own (0.5 GB more)"
+	@echo "make test-nixl   run the tests of what goes from server to server by NIXL, too, in an environment of their own (0.4 GB more)"
 	@echo "make test-interrupts   interrupt an engine at thousands of lines"
 	@echo "make test-old-cpu   run the tests of numbers as a CPU without AVX-512 would"
 	@echo "make test-install   install the built wheel with all it needs into a fresh environment, and try it"
@@ -71,6 +72,18 @@ $(VENV)-ray/.stamp: $(VENV)/.stamp-dev
 test-ray: $(VENV)-ray/.stamp
 	OMP_NUM_THREADS=1 $(VENV)-ray/bin/python -m pytest tests/ray_serve $(ARGS)
 
+# NIXL, likewise. The tests are those of TCP, by both, and what NIXL alone can do wrong.
+$(VENV)-nixl/.stamp: $(VENV)/.stamp-dev
+	@$(BIN)/python -m venv $(VENV)-nixl
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(VENV)-nixl/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/parent.pth
+	@$(VENV)-nixl/bin/python -m pip install --quiet -c constraints.txt nixl
+	@$(VENV)-nixl/bin/python -c 'import nixl._api'
+	@touch $@
+
+test-nixl: $(VENV)-nixl/.stamp
+	@$(BIN)/python -m hybridkv.embedded
+	PATH="$(CURDIR)/$(BIN):$$PATH" OMP_NUM_THREADS=1 $(VENV)-nixl/bin/python -m pytest tests/cache/test_nixl_agents.py tests/cache/test_shelves.py tests/server/test_transfers.py $(ARGS)
+
 # Libraries pick their products by what the CPU can do. Here they do without AVX-512; test_old_cpu.py checks that they did.
 # The state machines and the interrupts compute nothing whose bits could differ, and take long.
 OLD_CPU := OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 FBGEMM_ENABLE_INSTRUCTIONS=AVX2
@@ -99,5 +112,5 @@ bench: $(VENV)/.stamp-dev
 	@$(BIN)/hybridkv bench $(or $(BENCH),all) $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(VENV)-ray build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-ray $(VENV)-nixl build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

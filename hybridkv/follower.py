@@ -7,6 +7,7 @@ Exit codes: 0 rank 0 has closed the model, 2 it cannot be opened here, 3 the gro
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -21,11 +22,12 @@ from hybridkv.errors import HybridKVError
 from hybridkv.eviction.policy_words import policy_of_words
 from hybridkv.llm import LLM
 from hybridkv.parallel.group import Group, GroupError
-from hybridkv.parallel.launch import FAILED, Place
+from hybridkv.parallel.launch import DUMP, FAILED, Place
 
 
 def main() -> NoReturn:
     """The whole life of a rank."""
+    faulthandler.register(DUMP)
     told = json.loads(_first_line())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's, which ends the others
     threading.Thread(target=_watch, daemon=True).start()

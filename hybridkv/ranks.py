@@ -132,7 +132,7 @@ class Ranks:
         self.group.meet("loaded", self.place.check)
         if self.group.rank == 0:
             weakref.finalize(llm, self.place.kill)
-            self._engine.on_failure = lambda problem: self.place.kill()
+            self._engine.on_failure = lambda problem: self._end_others()
             self._engine.watch(self.place.check)
             self._engine.channel.begin_beat()
             return
@@ -153,11 +153,15 @@ class Ranks:
         assert self._engine is not None
 
         def leave(problem: BaseException) -> None:
-            self.place.kill()
+            self._end_others()
             print(f"hybridkv: error: a worker ended, and the model with it: {problem}", file=sys.stderr, flush=True)
             os._exit(FAILED)
 
         self._engine.on_failure = self._engine.channel.on_problem = leave
+
+    def _end_others(self) -> None:
+        self.place.dump_stacks()
+        self.place.kill()
 
     def failed(self, problem: BaseException) -> None:
         """The model could not be opened on this rank, so it is on none."""

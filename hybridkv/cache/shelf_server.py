@@ -3,6 +3,8 @@
     client   HKV1 | what: G or P | key, 64 characters
     G, get   server: 1 | head's length, 4 bytes | head | parts, in order; or 0. client: 1 once it has all: then the
              server drops it
+    N, get   by NIXL (nixl_agents.py). server: 1 | head's length | head | length | where the parts lie; or 0. client: +
+             for each piece that it has read, 1 once it has all: then the server drops it
     P, put   client: head's length | head. server: 1, if the key is expected and the sizes fit; or 0. client: parts.
              server: 1 once it lies there
 
@@ -13,6 +15,7 @@ the port can neither read nor store anything.
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 import time
@@ -22,12 +25,14 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache.buffers import HEAD_BYTES, Buffers, check_head, parse_head
-from hybridkv.cache.part_file import as_bytes
+from hybridkv.cache.nixl_agents import Agent, Agents
+from hybridkv.cache.part_file import TensorForm, as_bytes
 from hybridkv.cache.shelves import SECONDS, Shelf, check_key
 from hybridkv.errors import HybridKVError
 
 MAGIC = b"HKV1"
-YES, NO = b"1", b"0"
+YES, NO, MORE = b"1", b"0", b"+"
+LOOK = 0.5  # milliseconds between two looks at a transfer by NIXL
 SILENCE = 10.0  # seconds that a peer may say nothing
 CONNECTIONS = 16  # at once
 PIECE = 1 << 20  # bytes
@@ -43,12 +48,19 @@ class ShelfServer:
         port: 0 takes one that is free.
         room: bytes that somebody may put at the most.
         silence: seconds that a peer may say nothing.
+        agents: by which peers may read, too; None: NIXL is not offered. They are closed by who has made them.
     """
 
     def __init__(
-        self, shelf: Shelf, host: str = "127.0.0.1", port: int = 0, room: int = 0, silence: float = SILENCE
+        self,
+        shelf: Shelf,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        room: int = 0,
+        silence: float = SILENCE,
+        agents: Agents | None = None,
     ) -> None:
-        self.shelf, self.room, self.silence = shelf, room, silence
+        self.shelf, self.room, self.silence, self.agents = shelf, room, silence, agents
         self.sent = self.received = 0  # buffers
         self._expected: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -113,6 +125,8 @@ class ShelfServer:
             what, key = asked[len(MAGIC) : len(MAGIC) + 1], asked[len(MAGIC) + 1 :].decode("ascii", "replace")
             if asked.startswith(MAGIC) and what == b"G":
                 self._give(connection, check_key(key))
+            elif asked.startswith(MAGIC) and what == b"N":
+                self._offer(connection, check_key(key))
             elif asked.startswith(MAGIC) and what == b"P":
                 self._take(connection, check_key(key))
         except (OSError, HybridKVError):  # it has stopped, or is none of ours
@@ -132,6 +146,32 @@ class ShelfServer:
         if _read(connection, 1) == YES:
             self.shelf.drop(key)
             self.sent += 1
+
+    def _offer(self, connection: socket.socket, key: str) -> None:
+        found = self.shelf.get(key)
+        if self.agents is None or found is None or not found.sealed:
+            connection.sendall(NO)
+            return
+        with self.agents.one() as agent, agent.offered(found.parts) as place:
+            connection.sendall(YES)
+            for data in (found.head_bytes, place):
+                connection.sendall(len(data).to_bytes(4, "big") + data)
+            while (said := self._hear(connection, agent)) == MORE:
+                pass
+            if said != YES:
+                raise ConnectionError("it has not read all of it")
+        self.shelf.drop(key)
+        self.sent += 1
+
+    def _hear(self, connection: socket.socket, agent: Agent) -> bytes:
+        """What the peer says next; meanwhile it reads."""
+        until, waiting = time.monotonic() + self.silence, select.poll()
+        waiting.register(connection, select.POLLIN)
+        while not waiting.poll(LOOK):
+            agent.drive()
+            if time.monotonic() > until:
+                raise TimeoutError("it reads nothing any more")
+        return connection.recv(1)
 
     def _take(self, connection: socket.socket, key: str) -> None:
         head = parse_head(_read(connection, _length(connection)))
@@ -158,16 +198,24 @@ class RemoteShelf:
         room: bytes that are taken at the most.
         pinned: whether what comes is to lie in pinned memory, for a GPU.
         silence: seconds that the peer may say nothing.
+        agents: by which parts are read, if the peer offers that; None: they come over TCP.
     """
 
-    def __init__(self, address: Address, room: int, pinned: bool = False, silence: float = SILENCE) -> None:
-        self.address, self.room, self.pinned, self.silence = address, room, pinned, silence
+    def __init__(
+        self,
+        address: Address,
+        room: int,
+        pinned: bool = False,
+        silence: float = SILENCE,
+        agents: Agents | None = None,
+    ) -> None:
+        self.address, self.room, self.pinned, self.silence, self.agents = address, room, pinned, silence, agents
 
     def get(self, key: str, digest: str | None = None) -> Buffers | None:
         """What lies there, which is gone there then; None: nothing does. HybridKVError: the peer cannot be reached, or
         stops, or sends what is not well-formed, too large, or has another `digest` than was said.
         """
-        with self._asking(b"G", key) as connection:
+        with self._asking(b"G" if self.agents is None else b"N", key) as connection:
             try:
                 if _read(connection, 1) != YES:
                     return None
@@ -177,15 +225,25 @@ class RemoteShelf:
                     raise HybridKVError("the peer sends something else than was said: its digest differs")
                 if not found.sealed:
                     raise HybridKVError("the peer sends buffers without checksums")
-                for form in check_head(found.head, self.room):
-                    found.parts.append(_part(connection, form.nbytes, self.pinned))
+                forms = check_head(found.head, self.room)
+                if self.agents is not None:
+                    found.parts.extend(self._read_parts(connection, forms, self.agents))
+                else:
+                    found.parts.extend(_part(connection, form.nbytes, self.pinned) for form in forms)
                 connection.sendall(YES)
                 return found
             except OSError as problem:
                 raise self._stopped(problem) from None
 
+    def _read_parts(self, connection: socket.socket, forms: list[TensorForm], agents: Agents) -> list[Tensor]:
+        place = _read(connection, _length(connection))
+        parts = [torch.empty(form.nbytes, dtype=torch.uint8, pin_memory=self.pinned) for form in forms]
+        with agents.one() as agent:
+            agent.read(place, parts, self.silence, lambda: connection.sendall(MORE))
+        return parts
+
     def put(self, key: str, buffers: Buffers) -> None:
-        """Send something; it lies there when this returns. Its key was expected there."""
+        """Send something, over TCP; it lies there when this returns. Its key was expected there."""
         buffers = buffers.seal()
         with self._asking(b"P", key) as connection:
             try:

@@ -209,6 +209,15 @@ def serve(
         str,
         Option("--kv-memory", metavar="SIZE", help="of requests that wait to be fetched", rich_help_panel=ROLE),
     ] = "4GiB",
+    kv_transport: Annotated[
+        str,
+        Option(
+            "--kv-transport",
+            metavar="NAME",
+            help="tcp, or nixl: from memory to memory, by RDMA (extra: nixl); on both servers",
+            rich_help_panel=ROLE,
+        ),
+    ] = "tcp",
     replicas: Annotated[
         int,
         Option(
@@ -251,6 +260,7 @@ def serve(
             kv_port=kv_port,
             kv_peers=tuple(kv_peer or ()),
             kv_bytes=parse_bytes(kv_memory, "--kv-memory") or 0,
+            kv_transport=kv_transport,
         )
     except HybridKVError as problem:
         raise BadParameter(_in_options(str(problem))) from None
@@ -310,7 +320,7 @@ def _documents(paths: list[str]) -> dict[str, str]:
 def _in_options(text: str) -> str:
     """What is wrong, by the names of the options."""
     names = {"an API key": "--api-key", "kv_host": "--kv-host", "kv_port": "--kv-port", "role must": "--role must"}
-    names["kv_peers"] = "--kv-peer"
+    names |= {"kv_peers": "--kv-peer", "kv_transport": "--kv-transport"}
     for name, option in names.items():
         text = text.replace(name, option)
     return text if "--kv-host" in text else text.replace("host ", "--host ", 1)

@@ -12,8 +12,11 @@ A rank that ends takes the group with it (`FAILED`, the exit code 3): the others
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -31,6 +34,8 @@ from hybridkv.parallel.shard import Shard
 FAILED = 3  # exit code of a rank whose group has ended
 FOLLOWER = "hybridkv.follower"  # the module that the other ranks run
 LEAVE = 10.0  # seconds that ranks have to end by themselves
+DUMP = signal.SIGUSR1  # has a rank write where it stands
+DUMP_SECONDS = 0.3  # it has for that
 DEVICES = "HYBRIDKV_TP_DEVICES"
 
 
@@ -65,6 +70,19 @@ class Place:
                 self.group.abandon()
         end_workers(self.workers, LEAVE)
         self.group.close()
+
+    def dump_stacks(self) -> None:
+        """Where this rank and those that it has started stand, on stderr: one that hangs is about to be ended."""
+        left = [worker for worker in self.workers if worker.poll() is None]
+        if not left:
+            return
+        sys.stderr.flush()
+        print("hybridkv: where the ranks stand:", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError):  # no file behind stderr
+            faulthandler.dump_traceback()
+        for worker in left:
+            worker.send_signal(DUMP)
+        time.sleep(DUMP_SECONDS)
 
     def kill(self) -> None:
         """The same at once: nothing more is expected of them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from hybridkv.errors import HybridKVError
 from hybridkv.text.call_formats import FORMATS
@@ -26,6 +27,7 @@ LEAST_BODY = 2 << 20
 MAX_HEADERS = 64 << 10  # bytes of all headers together
 HEADER_SECONDS = 10.0  # for a request's headers, from its connection or its first byte on
 ROLES = ("both", "prefill", "decode")
+TRANSPORTS = ("tcp", "nixl")
 PEER = re.compile(
     r"(?P<bare>[0-9a-fA-F]*:[0-9a-fA-F:]*:[0-9a-fA-F.:]*)|(\[(?P<six>[^]]+)\]|(?P<host>[^:\[\]\s]+))(:(?P<port>\d{1,5}))?"
 )
@@ -62,6 +64,8 @@ class ServerSettings:
         kv_peers: from which prompts are fetched, HOST or HOST:PORT. With API keys, whose holders may be elsewhere, each
             has its port; without, a server whose role is decode fetches from this machine as well.
         kv_bytes: of requests that wait to be fetched.
+        kv_transport: how they are fetched, where both servers say the same: tcp, or nixl (from memory to memory, by
+            RDMA). What is said about them goes over TCP in any case.
     """
 
     host: str = "127.0.0.1"
@@ -86,6 +90,7 @@ class ServerSettings:
     kv_port: int | None = None
     kv_peers: tuple[str, ...] = ()
     kv_bytes: int = 4 << 30
+    kv_transport: str = "tcp"
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -101,6 +106,10 @@ class ServerSettings:
             raise HybridKVError(f"tool_format must be one of {', '.join(FORMATS)}, not {self.tool_format!r}")
         if self.role not in ROLES:
             raise HybridKVError(f"role must be one of {', '.join(ROLES)}, not {self.role!r}")
+        if self.kv_transport not in TRANSPORTS:
+            raise HybridKVError(f"kv_transport must be one of {', '.join(TRANSPORTS)}, not {self.kv_transport!r}")
+        if self.kv_transport == "nixl" and find_spec("nixl") is None:
+            raise HybridKVError("kv_transport nixl needs the package nixl: pip install 'hybridkv[nixl]'")
         if self.kv_port is not None and not 0 <= self.kv_port <= 65535:
             raise HybridKVError(f"kv_port must be from 0 (any that is free) to 65535, not {self.kv_port}")
         if self.kv_host in ("", "0.0.0.0", "::"):
@@ -126,14 +135,30 @@ class ServerSettings:
         return self.role == "prefill" or (self.role == "both" and self.kv_port is not None)
 
     @property
+    def fetches(self) -> bool:
+        """Whether there is a server from which it may fetch."""
+        return self.role == "decode" or (self.role == "both" and bool(self.kv_peers))
+
+    @property
     def is_loopback(self) -> bool:
         """Whether only this machine reaches it."""
-        if self.host in LOOPBACK:
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:  # a name: who knows where it leads
-            return False
+        return _is_here(self.host)
+
+    @property
+    def kv_is_loopback(self) -> bool:
+        """Whether all servers that it sends to, or fetches from, are on this machine."""
+        hosts = [self.kv_host] if self.sends else []
+        hosts += [peer_of(peer)[0] for peer in self.kv_peers] if self.fetches else []
+        return all(map(_is_here, hosts))
+
+
+def _is_here(host: str) -> bool:
+    if host in LOOPBACK:
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name: who knows where it leads
+        return False
 
 
 def peer_of(text: str) -> tuple[str, int | None]:

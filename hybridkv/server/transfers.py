@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridkv.cache.manifest import DIGEST
+from hybridkv.cache.nixl_agents import Agents
 from hybridkv.cache.session import RECORD_BYTES, Session
 from hybridkv.cache.shelf_server import Address, RemoteShelf, ShelfServer
 from hybridkv.cache.shelves import KEY, SECONDS, RamShelf, new_key
@@ -41,6 +42,7 @@ class Waiting:
     address: Address
     key: str
     digest: str
+    nixl: bool = False  # whether it may be read so, too
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def _waiting(given: Fields) -> Waiting | None:
     if not isinstance(host, str) or not isinstance(key, str) or not isinstance(digest, str):
         return None
     good = type(port) is int and 0 < port < 65536 and KEY.match(key) and DIGEST.match(digest)
-    return Waiting((host, port), key, digest) if good else None
+    return Waiting((host, port), key, digest, found.get("transport") == "nixl") if good else None
 
 
 class Transfers:
@@ -84,6 +86,9 @@ class Transfers:
         self.shelf = RamShelf(settings.kv_bytes)
         self._lock = threading.Lock()
         self._server: ShelfServer | None = None
+        self.agents: Agents | None = None
+        if settings.kv_transport == "nixl" and (settings.sends or settings.fetches):
+            self.agents = Agents(settings.kv_is_loopback)
         if settings.role == "prefill":
             self._open()
 
@@ -107,6 +112,7 @@ class Transfers:
         self._count("sent")
         host, port = server.address
         own = {"key": key, "digest": buffers.digest, "bytes": buffers.nbytes, "expires": time.time() + SECONDS}
+        own["transport"] = self._settings.kv_transport
         asked = {"do_remote_prefill": True, "do_remote_decode": False}
         where = {"remote_host": host, "remote_port": port, "remote_engine_id": ENGINE, "remote_block_ids": []}
         return asked | where | {ENGINE: own}
@@ -129,7 +135,8 @@ class Transfers:
         if not self._settings.may_fetch(*waiting.address):
             raise HybridKVError("its server is none of this one's peers; name it with --kv-peer HOST:PORT")
         room = llm.manager.memory_bytes() + RECORD_BYTES
-        remote = RemoteShelf(waiting.address, room, pinned=llm.device.type == "cuda")
+        agents = self.agents if waiting.nixl else None
+        remote = RemoteShelf(waiting.address, room, pinned=llm.device.type == "cuda", agents=agents)
         buffers = remote.get(waiting.key, waiting.digest)
         if buffers is None:
             raise HybridKVError("it does not wait there any more")
@@ -146,7 +153,8 @@ class Transfers:
     def _open(self) -> ShelfServer:
         with self._lock:
             if self._server is None:
-                self._server = ShelfServer(self.shelf, self._settings.kv_host, self._settings.kv_port or 0)
+                host, port = self._settings.kv_host, self._settings.kv_port or 0
+                self._server = ShelfServer(self.shelf, host, port, agents=self.agents)
             return self._server
 
     def close(self) -> None:
@@ -155,3 +163,5 @@ class Transfers:
             server, self._server = self._server, None
         if server is not None:
             server.close()
+        if self.agents is not None:
+            self.agents.close()

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transports import TRANSPORTS
 
 from hybridkv.cache import shelf_server
 from hybridkv.cache.buffers import HEAD_BYTES, Buffers, pack, unpack
+from hybridkv.cache.nixl_agents import Agents
 from hybridkv.cache.shelf_server import MAGIC, RemoteShelf, ShelfServer
 from hybridkv.cache.shelves import DiskShelf, RamShelf, Shelf, new_key
 from hybridkv.errors import HybridKVError
@@ -50,9 +52,18 @@ class Clock:
         return self.now
 
 
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def agents(request: pytest.FixtureRequest) -> Iterator[Agents | None]:
+    """What both ends fetch by; None: TCP."""
+    found = Agents(loopback=True) if request.param == "nixl" else None
+    yield found
+    if found is not None:
+        found.close()
+
+
 @contextmanager
-def served(shelf: Shelf, silence: float = 5.0) -> Iterator[ShelfServer]:
-    server = ShelfServer(shelf, room=ROOM, silence=silence)
+def served(shelf: Shelf, silence: float = 5.0, agents: Agents | None = None) -> Iterator[ShelfServer]:
+    server = ShelfServer(shelf, room=ROOM, silence=silence, agents=agents)
     try:
         yield server
     finally:
@@ -61,10 +72,10 @@ def served(shelf: Shelf, silence: float = 5.0) -> Iterator[ShelfServer]:
 
 
 @pytest.mark.parametrize("kind", ("ram", "disk", "remote"))
-def test_what_is_put_comes_back(kind: str, tmp_path: Path) -> None:
+def test_what_is_put_comes_back(kind: str, agents: Agents | None, tmp_path: Path) -> None:
     ram = RamShelf(ROOM)
-    with served(ram) as server:
-        remote = RemoteShelf(server.address, ROOM)
+    with served(ram, agents=agents) as server:
+        remote = RemoteShelf(server.address, ROOM, agents=agents)
         shelf: Shelf = {"ram": ram, "disk": DiskShelf(tmp_path / "shelf", ROOM), "remote": remote}[kind]
         first, second = some(seed=1), some(70_000, seed=2)
         keys = [new_key(), new_key()]
@@ -116,15 +127,15 @@ def test_a_damaged_file_is_not_there(tmp_path: Path) -> None:
     assert shelf.get(key) is None and not file.exists()
 
 
-def test_what_was_fetched_is_gone_there_and_what_was_not_stays() -> None:
+def test_what_was_fetched_is_gone_there_and_what_was_not_stays(agents: Agents | None) -> None:
     ram, key = RamShelf(ROOM), new_key()
     ram.put(key, some().seal())
-    with served(ram) as server:
+    with served(ram, agents=agents) as server:
         raw = socket.create_connection(server.address, timeout=5)
-        raw.sendall(MAGIC + b"G" + key.encode())
+        raw.sendall(MAGIC + (b"N" if agents else b"G") + key.encode())
         assert raw.recv(1) == b"1"
         raw.close()  # in the middle
-        remote = RemoteShelf(server.address, ROOM)
+        remote = RemoteShelf(server.address, ROOM, agents=agents)
         same(remote.get(key), some())
         until(lambda: ram.get(key) is None)
         assert remote.get(key) is None
@@ -245,20 +256,21 @@ def test_a_server_leaves_who_says_nothing_or_nonsense_and_serves_the_others() ->
 
 FETCH = """
 import sys
+from hybridkv.cache.nixl_agents import Agents
 from hybridkv.cache.shelf_server import RemoteShelf
-from hybridkv.cache.shelves import check_key
-found = RemoteShelf(("127.0.0.1", int(sys.argv[1])), 1 << 20).get(sys.argv[2], sys.argv[3])
+agents = Agents(loopback=True) if sys.argv[5] == "nixl" else None
+found = RemoteShelf(("127.0.0.1", int(sys.argv[1])), 1 << 20, agents=agents).get(sys.argv[2], sys.argv[3])
 RemoteShelf(("127.0.0.1", int(sys.argv[1])), 1 << 20).put(sys.argv[4], found)
 """
 
 
-def test_another_process_fetches_and_sends_back() -> None:
+def test_another_process_fetches_and_sends_back(agents: Agents | None) -> None:
     ram, key, back = RamShelf(ROOM), new_key(), new_key()
     sent = some(90_000).seal()
     ram.put(key, sent)
-    with served(ram) as server:
+    with served(ram, agents=agents) as server:
         server.expect(back)
-        arguments = [str(server.address[1]), key, sent.digest, back]
+        arguments = [str(server.address[1]), key, sent.digest, back, "nixl" if agents else "tcp"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             [sys.executable, "-c", FETCH, *arguments], env=environment, capture_output=True, text=True, timeout=120

@@ -81,15 +81,24 @@ def test_random_events_never_part_the_ranks(seed: int, ahead: bool, folder: Path
     assert found[0] == found[1] and found[0][0] > 60 and (found[0][1] > 20) == ahead
 
 
-@pytest.mark.parametrize("how", ("a shorter prompt", "a lost event", "another graph"))
-def test_ranks_that_part_are_seen_before_the_step_runs(how: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("how", "at"), (("a shorter prompt", 1), ("a lost event", 1), ("another graph", 1), ("another graph", 4))
+)
+def test_ranks_that_part_are_seen_before_the_step_runs(
+    how: str, at: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ranks, "LIMIT", 5.0)
-    _, codes, errors = ranks.attempt(2, "diverge", path=folder, how=how)
+    _, codes, errors = ranks.attempt(2, "diverge", path=folder, how=how, at=at)
     assert codes == [1, 1]
     if how != "a lost event":
         assert "ranks [1] are about to run another step" in errors[0]
-        assert all(f"rank {rank} was about to run [1, [0]" in said for rank, said in enumerate(errors))
+        assert all(f"rank {rank} was about to run [{at}, [0]" in said for rank, said in enumerate(errors))
+        assert all(f"{at - 1} forward passes" in said for said in errors)
     assert all("GroupError" in said for said in errors)
+
+
+def test_ranks_go_by_the_least_room_and_the_largest_need_of_any() -> None:
+    assert ranks.run(3, "agree") == [[98, 7, 7]] * 3
 
 
 def test_a_graph_is_had_by_all_ranks_or_by_none() -> None:

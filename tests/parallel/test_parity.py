@@ -139,9 +139,14 @@ def test_tiled_value_heads_of_a_gguf_file_are_put_in_order_before_they_are_cut(s
     assert float((want - got).abs().max() / want.abs().max()) > 0.05
 
 
-def test_a_step_sums_twice_a_layer_and_once_for_the_embedding(folder: Callable[..., Path]) -> None:
-    for kind, layers in (("llama", 3), ("qwen3_5_moe", 4)):
-        for calls in ranks.run(2, "counted", path=folder(kind), ids=texts_of(kind)[0][0][:9]):
+def test_a_step_sums_twice_a_layer_and_once_for_the_embedding(folder: Callable[..., Path], tmp_path: Path) -> None:
+    build("qwen3_5", 2, num_hidden_layers=64).save_pretrained(tmp_path)
+    for kind, path, layers in (
+        ("llama", folder("llama"), 3),
+        ("qwen3_5_moe", folder("qwen3_5_moe"), 4),
+        ("qwen3_5", tmp_path, 64),  # as many as the 27B: 129
+    ):
+        for calls in ranks.run(2, "counted", path=path, ids=texts_of(kind)[0][0][:9]):
             assert calls == {"all_reduce": 2 * layers + 1, "all_gather_single": 1}
 
 

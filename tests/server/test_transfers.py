@@ -13,8 +13,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from transports import TRANSPORTS
 
 from hybridkv import LLM, CacheConfig
+from hybridkv.cache import shelf_server
 from hybridkv.cache.buffers import Buffers
 from hybridkv.errors import HybridKVError
 from hybridkv.server.settings import ServerSettings
@@ -50,9 +52,15 @@ def said(answer: dict[str, Any]) -> Any:
     return answer["choices"], answer["usage"]["completion_tokens"]
 
 
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def both(tiny_llm: LLM) -> Iterator[Running]:
-    with serving(tiny_llm, names=("tiny",), keep_alive=QUIET, kv_port=0, kv_peers=("127.0.0.1",)) as running:
+def both(transport: str, tiny_llm: LLM) -> Iterator[Running]:
+    ways = {"kv_port": 0, "kv_peers": ("127.0.0.1",), "kv_transport": transport}
+    with serving(tiny_llm, names=("tiny",), keep_alive=QUIET, **ways) as running:
         yield running
 
 
@@ -81,11 +89,15 @@ def counted(server: Running) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_the_answer_is_that_of_one_server(name: str, both: Running) -> None:
+def test_the_answer_is_that_of_one_server(
+    name: str, both: Running, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, body = ASKED[name]
+    if transport == "nixl":
+        monkeypatch.setattr(shelf_server, "_send_parts", None)  # they do not come over TCP
     want, before = alone(both, path, body), counted(both)
     first, second = two_legs(both, path, body)
-    assert said(second) == said(want)
+    assert said(second) == said(want) and first["kv_transfer_params"]["hybridkv"]["transport"] == transport
     prompt = want["usage"]["prompt_tokens"]
     assert first["usage"]["completion_tokens"] == 1 and second["usage"]["prompt_tokens"] == prompt > 100
     after = counted(both)
@@ -207,11 +219,12 @@ def test_a_client_that_leaves_after_the_first_leg_leaves_nothing_held(both: Runn
     both.idle()
 
 
-def test_an_evicted_request_is_sent_after_its_cut(tiny_llm: LLM) -> None:
+def test_an_evicted_request_is_sent_after_its_cut(tiny_llm: LLM, transport: str) -> None:
     path, body = ASKED["seeded"]
     cache = CacheConfig(budget=48, window=8, recent=8)
     opened = LLM(tiny_llm.path, device="cpu", dtype="float32", max_context=512, exact=True, cache=cache)
-    with opened as llm, serving(llm, names=("tiny",), kv_port=0, kv_peers=("127.0.0.1",)) as server:
+    ways = {"kv_port": 0, "kv_peers": ("127.0.0.1",), "kv_transport": transport}
+    with opened as llm, serving(llm, names=("tiny",), **ways) as server:
         want = alone(server, path, body)
         first, second = two_legs(server, path, body)
         assert said(second) == said(want) and second["usage"]["hybridkv"]["kept_tokens"] < 80
@@ -249,9 +262,10 @@ def test_a_server_with_keys_fetches_only_from_ports_that_it_was_told() -> None:
             ServerSettings(kv_peers=(wrong,))
 
 
-def test_roles_say_which_legs_a_server_goes(tiny_llm: LLM) -> None:
+def test_roles_say_which_legs_a_server_goes(tiny_llm: LLM, transport: str) -> None:
     path, body = ASKED["greedy"]
-    with serving(tiny_llm, role="decode") as writer, serving(tiny_llm, role="prefill") as reader:
+    way = {"kv_transport": transport}
+    with serving(tiny_llm, role="decode", **way) as writer, serving(tiny_llm, role="prefill", **way) as reader:
         want = said(alone(writer, path, body))
         status, found = writer.post(path, first_leg(body))
         assert status == 200 and "kv_transfer_params" not in found
@@ -292,6 +306,25 @@ def test_settings_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[s
     assert "--kv-host must be the address" in refused(capsys, "--kv-host", "0.0.0.0")
     assert "--kv-port must be" in refused(capsys, "--kv-port", "70000")
     assert "--kv-memory must be a size" in refused(capsys, "--kv-memory", "many")
+    assert "--kv-transport must be one of tcp, nixl" in refused(capsys, "--kv-transport", "rdma")
+
+
+def test_nixl_that_is_not_installed_is_said_before_a_model_is_opened(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybridkv.server.settings.find_spec", lambda name: None)
+    assert "pip install 'hybridkv[nixl]'" in refused(capsys, "--kv-transport", "nixl", "--role", "prefill")
+
+
+def test_nixl_is_kept_to_this_machine_where_all_servers_are_on_it() -> None:
+    def local(**how: Any) -> bool:
+        return ServerSettings(api_keys=("k",), **how).kv_is_loopback
+
+    assert local(role="prefill") and not local(role="prefill", kv_host="10.0.0.5")
+    assert local(role="decode", kv_peers=("127.0.0.1:8101", "[::1]:8102"), kv_host="10.0.0.5")
+    assert not local(role="decode", kv_peers=("127.0.0.1:8101", "10.0.0.5:8101"))
+    assert not local(role="decode", kv_peers=("localhost.example:8101",))
+    assert local(kv_port=0, kv_peers=("127.0.0.1:1",)) and not local(kv_port=0, kv_peers=("10.0.0.5:8101",))
 
 
 # ---- two processes
@@ -311,9 +344,10 @@ def post(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_two_processes_answer_as_one_and_the_one_that_reads_may_be_killed_between_the_legs(
-    tiny_llm: LLM, both: Running
+    tiny_llm: LLM, both: Running, transport: str
 ) -> None:
     model = ("-m", tiny_llm.path, "--context", 512, "--alias", "tiny", "--dtype", "float32", "--exact")
+    model += ("--kv-transport", transport)
     with (
         started(*model, "--role", "prefill") as (reader, lines),
         started(*model, "--role", "decode") as (writer, more),
@@ -369,8 +403,9 @@ def answers(port: int) -> bool:
 
 
 @pytest.mark.skipif(ROUTER is None, reason="vllm-router is not installed")
-def test_a_router_that_exists_drives_both_legs(tiny_llm: LLM, both: Running) -> None:
+def test_a_router_that_exists_drives_both_legs(tiny_llm: LLM, both: Running, transport: str) -> None:
     model = ("-m", tiny_llm.path, "--context", 512, "--alias", "tiny", "--dtype", "float32", "--exact")
+    model += ("--kv-transport", transport)
     with (
         started(*model, "--role", "prefill") as (_, lines),
         started(*model, "--role", "decode") as (_, more),

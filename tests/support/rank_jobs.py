@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import sys
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -31,6 +32,7 @@ from hybridkv.parallel import cuts, layers, loader
 from hybridkv.parallel import group as group_module
 from hybridkv.parallel.block_parts import block_shard
 from hybridkv.parallel.group import Alone, Group, GroupError
+from hybridkv.parallel.launch import Place
 from hybridkv.parallel.layers import SplitLinear
 from hybridkv.parallel.loader import load_sharded
 from hybridkv.parallel.rank_bytes import block_of, rank_model_bytes
@@ -327,8 +329,8 @@ def random_events(group: Group, path: str, seed: int, events: int, ahead: bool =
     return [engine.pipeline.steps, launched[0], engine.channel.sent, len(ever - lost)]
 
 
-def diverge(group: Group, path: str, how: str) -> None:
-    """One rank is about to run something else than the others."""
+def diverge(group: Group, path: str, how: str, at: int = 1) -> None:
+    """One rank is about to run something else than the others, in step `at`."""
     engine = lock_step_engine(group, path, 2)
     if group.rank == 1 and how == "a shorter prompt":
         own = engine._apply
@@ -340,15 +342,26 @@ def diverge(group: Group, path: str, how: str) -> None:
 
         def padded(step: Any) -> None:
             shape = StepShape(64, 0, 3)
-            step.batch = replace(step.batch, step=replace(step.batch.step, shape=shape))
+            if engine.pipeline.steps == at - 1:
+                step.batch = replace(step.batch, step=replace(step.batch.step, shape=shape))
             plain(step)
 
         engine.pipeline._run = padded  # type: ignore[method-assign]
-    if group.rank:
-        engine.follow()
-        return
-    engine.add(list(range(40)), SamplingParams(max_tokens=3, temperature=0))
-    engine.step()
+    forwards = count_calls(engine.runner, "forward")["forward"]
+    try:
+        if group.rank:
+            engine.follow()
+            return
+        engine.add(list(range(40)), SamplingParams(max_tokens=9, temperature=0, ignore_eos=True))
+        for _ in range(at):
+            engine.step()
+    finally:
+        print(f"{forwards[0]} forward passes", file=sys.stderr)
+
+
+def agree(group: Group) -> list[int]:
+    """What ranks with unlike numbers go by."""
+    return Place(group).agree(100 - group.rank, 5 + group.rank, 7 - group.rank)
 
 
 def vote(group: Group, without: list[int]) -> list[str]:

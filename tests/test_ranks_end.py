@@ -1,0 +1,157 @@
+"""What ends a group of ranks: whatever befalls one of them, all of them end, say so, and leave no process behind."""
+
+import json
+import os
+import resource
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from tiny_ranks import build
+
+from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
+from hybridkv import LLM, SamplingParams
+from hybridkv.parallel import launch
+from hybridkv.parallel.group import GroupError
+from server.running import SECONDS, post_bytes, read_all, until
+from server.test_command import port_of, started
+
+HOW: dict[str, Any] = dict(device="cpu", dtype="float32", max_requests=2, max_context=256)
+LONG = SamplingParams(max_tokens=240, temperature=0, ignore_eos=True)
+SERVED = ("--device", "cpu", "--dtype", "float32", "--context", 256, "--tp", 2)
+ASKED = {"prompt": "Say", "max_tokens": 240, "ignore_eos": True, "temperature": 0, "stream": True}
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def found_by_workers() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("ends")
+    build("qwen3_5", 9).save_pretrained(place)
+    write_tokenizer(place, TEMPLATE)
+    return place
+
+
+def followers_of(parent: int) -> list[int]:
+    """Processes that this one has started for its ranks."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and state(int(entry.name))[1] == parent:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            found += [int(entry.name)] if b"hybridkv.follower" in words else []
+    return found
+
+
+def state(pid: int) -> tuple[str, int]:
+    """Its letter in /proc and its parent; Z: it has ended."""
+    try:
+        letter, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return "Z", 0
+    return letter, int(parent)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "limit"), ((signal.SIGKILL, 2 * SECONDS), (signal.SIGSTOP, 3)))
+def test_a_server_whose_worker_is_killed_or_hangs_ends_with_code_3(
+    how: signal.Signals, limit: float, folder: Path
+) -> None:
+    """The limit of an exchange is longer than this test waits for one that was killed: that is seen without it."""
+    with started("-m", folder, *SERVED, HYBRIDKV_TP_TIMEOUT=str(limit)) as (process, lines):
+        [worker] = followers_of(process.pid)
+        with socket.create_connection(("127.0.0.1", port_of(lines)), timeout=SECONDS) as connection:
+            connection.sendall(post_bytes("/v1/completions", ASKED))
+            assert connection.recv(1) == b"H"
+            os.kill(worker, how)
+            begin = time.monotonic()
+            assert process.wait(SECONDS) == 3
+            print(f"{how.name}: the server had ended after {time.monotonic() - begin:.2f} s")
+            assert b"[DONE]" not in read_all(connection)
+        assert state(worker)[0] == "Z"
+        assert process.stderr is not None
+        said = process.stderr.read()
+        assert "a worker ended, and the model with it" in said
+        assert ("where the ranks stand" in said) == (how == signal.SIGSTOP)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", (signal.SIGKILL, signal.SIGTERM))
+def test_a_worker_ends_with_the_process_that_started_it(how: signal.Signals, folder: Path) -> None:
+    with started("-m", folder, *SERVED) as (process, _):
+        [worker] = followers_of(process.pid)
+        process.send_signal(how)
+        assert process.wait(SECONDS) == (-9 if how == signal.SIGKILL else 0)
+        until(lambda: state(worker)[0] == "Z")
+
+
+def ends(llm: LLM, prompt: list[int], params: SamplingParams = LONG) -> None:
+    """It answers no more, and its workers are gone."""
+    assert llm.ranks is not None
+    with pytest.raises(GroupError, match="a worker ended, and the model with it"):
+        llm.generate([prompt], params)
+    with pytest.raises(GroupError, match="open it again"):
+        llm.generate([[1, 2]], LONG)
+    assert all(worker.poll() is not None for worker in llm.ranks.place.workers)
+
+
+def test_a_rank_that_is_out_of_memory_ends_the_group(folder: Path) -> None:
+    """Its memory is what it has: the next page that it asks for is refused."""
+    with LLM(folder, tp=2, **HOW) as llm:
+        assert llm.ranks is not None
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0))
+        resource.prlimit(llm.ranks.place.workers[0].pid, resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY))
+        ends(llm, [5] * 200, SamplingParams(max_tokens=50, temperature=0, ignore_eos=True))
+    assert not dist.is_initialized()
+
+
+def test_an_exception_in_a_forward_pass_of_one_rank_ends_the_group(folder: Path) -> None:
+    with LLM(folder, tp=2, **HOW) as llm:
+        plain, calls = llm.engine.runner.forward, []
+
+        def forward(inputs: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 3:
+                raise RuntimeError("injected")
+            return plain(inputs)
+
+        llm.engine.runner.forward = forward  # type: ignore[method-assign]
+        ends(llm, [1, 2, 3])
+        assert len(calls) == 3
+    assert not dist.is_initialized()
+
+
+def test_a_rank_that_cannot_open_its_part_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, begun = launch._start, []
+
+    def start(told: dict[str, Any], tp: int) -> Any:
+        begun.append(plain(json.loads(json.dumps(told)) | {"settings": told["settings"] | {"model": "/nowhere"}}, tp))
+        return begun[-1]
+
+    monkeypatch.setattr(launch, "_start", start)
+    with pytest.raises(GroupError, match="rank 1 ended with exit code 2; what it said is above"):
+        LLM(folder, tp=2, **HOW)
+    assert begun[0].poll() == 2 and not dist.is_initialized()
+
+
+def test_where_every_rank_stands_is_written_before_those_that_hang_are_ended(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with LLM(folder, tp=2, **HOW) as llm:
+        assert llm.ranks is not None
+        llm.ranks.place.dump_stacks()
+        found = capfd.readouterr().err
+        assert found.count("Current thread") == 2 and "in follow\n" in found and "in dump_stacks\n" in found
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0))  # no harm is done by it
+    assert [worker.returncode for worker in llm.ranks.place.workers] == [0]
