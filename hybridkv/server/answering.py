@@ -15,17 +15,10 @@ from starlette.types import Receive, Scope, Send
 
 from hybridkv.server.events import Event, Finish
 from hybridkv.server.generation import Generation, Job
-from hybridkv.server.problems import MODEL_FAILED, ApiError
+from hybridkv.server.problems import MODEL_FAILED, ApiError, ClientGone
 from hybridkv.server.protocol import STREAM_HEADERS
 from hybridkv.server.record import Record
 from hybridkv.server.service import Service
-
-
-class ClientGone(ApiError):
-    """The client has closed its connection, or reads nothing; there is nobody to tell."""
-
-    def __init__(self) -> None:
-        super().__init__(499, "the client has left")
 
 
 class Format(Protocol):

@@ -17,6 +17,7 @@ from hybridkv.engine.engine import INHERIT
 from hybridkv.errors import HybridKVError
 from hybridkv.llm import LLM
 from hybridkv.server import settings as limits
+from hybridkv.server.bodies import Bodies
 from hybridkv.server.feed import CacheFeed
 from hybridkv.server.generation import Generation, Job
 from hybridkv.server.metrics import Metrics
@@ -44,6 +45,7 @@ class Service:
         self.settings = settings
         self.metrics = Metrics(settings.metrics_prefix)
         self.created = int(time.time())
+        self.bodies = Bodies(settings.body_bytes, shared=len(settings.api_keys) > 1)
         self.generations: set[Generation] = set()
         self.draining = False
         self.fatal: str | None = None  # why nothing can be answered any more
