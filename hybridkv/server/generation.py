@@ -292,6 +292,10 @@ class Generation:
                 return []
             return [event for item in news for event in self._events(item)]
 
+    def check(self) -> None:
+        """Raises what has ended it meanwhile: its client has left, its time is over."""
+        self._check_time(time.monotonic())
+
     def _deadlines(self) -> list[float]:
         found = []
         if self._request_seconds:

@@ -1,5 +1,5 @@
-"""Bodies that come slowly, many at once: all of them together have a limit, and whatever becomes of a request, nothing of
-its body is held afterwards.
+"""Bodies that come slowly, many at once: all of them together have a limit, and whatever becomes of a request, nothing
+of its body is held afterwards.
 """
 
 import json
