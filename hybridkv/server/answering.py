@@ -52,7 +52,7 @@ class Format(Protocol):
 async def answer(request: Request, service: Service, job: Job, form: Format, stream: bool) -> Any:
     """Run a job and answer with it; whatever is wrong with it is told before the first byte."""
     record: Record = request.scope["state"]["record"]
-    patience = service.settings.keep_alive if stream else None
+    record.stream, patience = stream, service.settings.keep_alive if stream else None
     generation = await service.begin(job, patience, (request.scope["state"].get("salt", b""), record.id))
     if stream:
         return EventStream(service, generation, form, record)
@@ -163,5 +163,6 @@ def _watched(service: Service, generation: Generation, receive: Receive, record:
         yield
     finally:
         watching.cancel()
-        record.usage, record.cause = generation.usage, record.cause or generation.problem
+        record.usage, record.times, record.params = generation.usage, generation.times, generation.job.params
+        record.cause = record.cause or generation.problem
         service.end(generation)

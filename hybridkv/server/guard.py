@@ -10,6 +10,7 @@ import hmac
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -50,7 +51,9 @@ class Guard:
         record = Record(request_id(headers.get("x-request-id")), f"{method} {route}")
         trace = headers.get("traceparent", "")
         record.trace = trace if trace.isascii() and trace.isprintable() and 0 < len(trace) <= 64 else None
-        scope["state"] = {**scope.get("state", {}), "record": record}
+        record.trace_state = headers.get("tracestate", "")[:512] or None  # as much as W3C wants to be passed on
+        state: dict[str, Any] = {**scope.get("state", {}), "record": record}
+        scope["state"] = state
         scope["app"] = self  # so that Starlette's router raises what it would answer in plain text
         started, body = False, None
 
@@ -74,8 +77,8 @@ class Guard:
                 await guarded_send({"type": "http.response.body"})
                 return
             if scope["method"] == "POST":
-                body = scope["state"]["body"] = Body(self._service.bodies, scope["state"].get("salt", b""))
-                seconds = self._service.settings.body_seconds
+                body = Body(self._service.bodies, state.get("salt", b""))
+                state["body"], seconds = body, self._service.settings.body_seconds
                 await body.receive(headers, receive, self._service.body_limit, seconds)
             await self._routes(scope, receive, guarded_send)
         except ClientGone:
@@ -98,6 +101,8 @@ class Guard:
                 log.error("%s failed", record.id, exc_info=record.cause)
             if path not in PROBED or record.status >= 500:
                 self._log.write(record)
+            if self._service.tracing is not None:
+                self._service.tracing.finished(record)
 
     # ---- who may ask
 
