@@ -26,6 +26,7 @@ from hybridkv.commands.demo import demo
 from hybridkv.commands.evaluate import evaluate
 from hybridkv.commands.generate import generate
 from hybridkv.commands.inspect import inspect
+from hybridkv.commands.launch import launch
 from hybridkv.commands.options import OUTPUT, in_flags
 from hybridkv.commands.plan import plan
 from hybridkv.commands.serve import serve
@@ -36,7 +37,7 @@ app = typer.Typer(
 )
 COMPLETE = "_HYBRIDKV_COMPLETE"  # set by the shell's completion script
 UsageError = typer.BadParameter.__bases__[0]  # click's, wherever this version of typer keeps click
-for command in (generate, chat, serve, compress, cache, plan, inspect, demo, evaluate, bench):
+for command in (generate, chat, serve, launch, compress, cache, plan, inspect, demo, evaluate, bench):
     name = "eval" if command is evaluate else None  # else the function's own
     app.command(name, help=flowing(command.__doc__ or ""))(command)
 

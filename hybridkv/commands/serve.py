@@ -75,7 +75,7 @@ def serve(
         Option(
             "--allowed-host",
             metavar="TEXT",
-            help="a name by which clients may call this server, besides localhost; repeatable",
+            help="a name by which clients may call this server, besides localhost and addresses; *: any; repeatable",
             rich_help_panel=SERVER,
         ),
     ] = None,

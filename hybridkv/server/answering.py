@@ -15,17 +15,10 @@ from starlette.types import Receive, Scope, Send
 
 from hybridkv.server.events import Event, Finish
 from hybridkv.server.generation import Generation, Job
-from hybridkv.server.problems import MODEL_FAILED, ApiError
+from hybridkv.server.problems import MODEL_FAILED, ApiError, ClientGone
 from hybridkv.server.protocol import STREAM_HEADERS
 from hybridkv.server.record import Record
 from hybridkv.server.service import Service
-
-
-class ClientGone(ApiError):
-    """The client has closed its connection, or reads nothing; there is nobody to tell."""
-
-    def __init__(self) -> None:
-        super().__init__(499, "the client has left")
 
 
 class Format(Protocol):
@@ -37,6 +30,10 @@ class Format(Protocol):
 
     def chunks(self, events: list[Event], generation: Generation) -> Iterable[bytes]:
         """A step's events as server-sent events."""
+        ...
+
+    def weighs(self, events: list[Event]) -> bool:
+        """Whether their chunks may be so much that another thread has to write them."""
         ...
 
     def end(self, generation: Generation) -> Iterable[bytes]:
@@ -55,7 +52,7 @@ class Format(Protocol):
 async def answer(request: Request, service: Service, job: Job, form: Format, stream: bool) -> Any:
     """Run a job and answer with it; whatever is wrong with it is told before the first byte."""
     record: Record = request.scope["state"]["record"]
-    patience = service.settings.keep_alive if stream else None
+    record.stream, patience = stream, service.settings.keep_alive if stream else None
     generation = await service.begin(job, patience, (request.scope["state"].get("salt", b""), record.id))
     if stream:
         return EventStream(service, generation, form, record)
@@ -91,42 +88,59 @@ class EventStream:
 
     def __init__(self, service: Service, generation: Generation, form: Format, record: Record) -> None:
         self._service, self._generation, self._form, self._record = service, generation, form, record
+        self._started, self._written = False, time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        generation, form, started, ends = self._generation, self._form, False, []
-        patience, written = self._service.settings.keep_alive, time.monotonic()
-
-        async def write(data: bytes, more: bool = True) -> None:
-            nonlocal started, written
-            written = time.monotonic()
-            if not started:
-                started = True
-                await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})
-            await send({"type": "http.response.body", "body": data, "more_body": more})
-
+        generation, form, ends = self._generation, self._form, []
         with _watched(self._service, generation, receive, self._record):
             try:
                 if not generation.accepted:  # it has been silent for so long already
-                    await write(form.alive())
+                    await self._write(send, form.alive())
                 while not generation.over:
-                    events = await generation.next(max(0.0, written + patience - time.monotonic())) or []
+                    events = await generation.next(self._patience) or []
                     ends += [event for event in events if isinstance(event, Finish)]
-                    if data := b"".join(form.chunks(events, generation)):
-                        await write(data)
-                    elif time.monotonic() - written >= patience:  # thoughts that are not shown are silence, too
-                        await write(form.alive())
+                    if data := await self._chunks(events, send):
+                        await self._write(send, data)
+                    elif not self._patience:  # thoughts that are not shown are silence, too
+                        await self._write(send, form.alive())
                 _count(self._service, generation, ends, self._record)
-                await write(b"".join(form.end(generation)), more=False)
+                await self._write(send, b"".join(form.end(generation)), more=False)
             except ApiError as problem:
-                if not started or isinstance(problem, ClientGone):
+                if not self._started or isinstance(problem, ClientGone):
                     raise
                 self._record.problem = problem
-                await write(form.error(problem), more=False)
+                await self._write(send, form.error(problem), more=False)
             except Exception as problem:  # ours; a stream that is only cut looks whole to clients
                 self._record.cause = problem
-                if not started:
+                if not self._started:
                     raise
-                await write(form.error(ApiError(500, MODEL_FAILED)), more=False)
+                await self._write(send, form.error(ApiError(500, MODEL_FAILED)), more=False)
+
+    @property
+    def _patience(self) -> float:
+        """Seconds until the stream has been silent for too long."""
+        return max(0.0, self._written + self._service.settings.keep_alive - time.monotonic())
+
+    async def _write(self, send: Send, data: bytes, more: bool = True) -> None:
+        self._written = time.monotonic()
+        if not self._started:
+            self._started = True
+            await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})
+        await send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def _chunks(self, events: list[Event], send: Send) -> bytes:
+        """A step's events as they are sent. What takes long is written beside the loop, with signs of life."""
+        form, generation = self._form, self._generation
+        if not form.weighs(events):
+            return b"".join(form.chunks(events, generation))
+        writing = asyncio.ensure_future(self._service.work(lambda: b"".join(form.chunks(events, generation))))
+        try:
+            while not (await asyncio.wait([writing], timeout=self._patience))[0]:
+                await self._write(send, form.alive())
+                generation.check()
+            return writing.result()
+        finally:
+            writing.cancel()
 
 
 def _count(service: Service, generation: Generation, events: Iterable[Event], record: Record) -> None:
@@ -149,5 +163,6 @@ def _watched(service: Service, generation: Generation, receive: Receive, record:
         yield
     finally:
         watching.cancel()
-        record.usage, record.cause = generation.usage, record.cause or generation.problem
+        record.usage, record.times, record.params = generation.usage, generation.times, generation.job.params
+        record.cause = record.cause or generation.problem
         service.end(generation)

@@ -44,6 +44,10 @@ class MessageFormat:
         """A sign of life."""
         return named("ping")
 
+    def weighs(self, events: list[Event]) -> bool:
+        """A step's events are little."""
+        return False
+
     def chunks(self, events: list[Event], generation: Generation) -> Iterator[bytes]:
         """The events of a step."""
         if events and self._input is None:

@@ -34,32 +34,31 @@ SESSION_HEADER = "x-session-id"
 def make_app(service: Service) -> ASGIApp:
     """The server as an ASGI application."""
 
+    async def asked(do: Any, read: Any, request: Request) -> Any:
+        """What `read` makes of the body, on a worker thread; afterwards nobody holds it."""
+        with request.scope["state"]["body"] as raw:
+            return await service.work(do, read, raw, service, _caller(request))
+
     async def told(read: Any, request: Request) -> Response:
-        return Json(await service.work(_told, read, await request.body(), service, _caller(request)))
+        return Json(await asked(_told, read, request))
 
     async def chat(request: Request) -> Any:
-        call: ChatCall = await service.work(_read, read_chat, await request.body(), service, _caller(request))
+        call: ChatCall = await asked(_read, read_chat, request)
         _record(request, call.model)
         return await answer(request, service, call.job, ChatFormat(call, service), call.options.stream)
 
     async def completions(request: Request) -> Any:
-        call: CompletionCall = await service.work(
-            _read, read_completion, await request.body(), service, _caller(request)
-        )
+        call: CompletionCall = await asked(_read, read_completion, request)
         _record(request, call.model)
         return await answer(request, service, call.job, CompletionFormat(call, service), call.options.stream)
 
     async def messages(request: Request) -> Any:
-        call: MessageCall = await service.work(
-            _read, read_message_request, await request.body(), service, _caller(request)
-        )
+        call: MessageCall = await asked(_read, read_message_request, request)
         _record(request, call.model)
         return await answer(request, service, call.job, MessageFormat(call), call.stream)
 
     async def responses(request: Request) -> Any:
-        call: ResponseCall = await service.work(
-            _read, read_response_request, await request.body(), service, _caller(request)
-        )
+        call: ResponseCall = await asked(_read, read_response_request, request)
         _record(request, call.model)
         return await answer(request, service, call.job, ResponseFormat(call), call.stream)
 
@@ -88,11 +87,11 @@ def make_app(service: Service) -> ASGIApp:
         (salt, _), found = _caller(request), service.sessions
         if request.method == "GET":
             return JSONResponse({"object": "list", "data": await service.move(found.listed, salt)})
-        asked = parse_object(await request.body())
-        action, name = asked.choice("action", ACTIONS), asked.text("name", 256)
+        given: Fields = await asked(_read, _as_it_is, request)
+        action, name = given.choice("action", ACTIONS), given.text("name", 256)
         if not action or not name:
             raise bad(f"name and action are needed; action is one of {', '.join(ACTIONS)}")
-        return JSONResponse(await service.move(found.act, salt, action, name, asked.text("to", 256)))
+        return JSONResponse(await service.move(found.act, salt, action, name, given.text("to", 256)))
 
     async def properties(request: Request) -> Response:
         return JSONResponse(props(service))
@@ -163,6 +162,10 @@ def _read(read: Any, raw: bytes, service: Service, caller: Caller) -> Any:
     asked: Fields = parse_object(raw)
     asked.salt, asked.session = caller
     return read(asked, service)
+
+
+def _as_it_is(given: Fields, service: Service) -> Fields:
+    return given
 
 
 def _told(read: Any, raw: bytes, service: Service, caller: Caller) -> bytes:

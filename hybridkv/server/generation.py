@@ -62,6 +62,7 @@ class Usage:
     kv_bytes: int = 0
     full_bytes: int = 0
     policy: str | None = None
+    evictions: int = 0
     reuse: dict[str, Any] = field(default_factory=dict)  # of the first prompt: what of it was there, and why not more
     written_tokens: int = 0  # of prompts: others that begin alike need not read them
     preemptions: int = 0
@@ -97,6 +98,7 @@ class Times:
     posted: float = field(default_factory=time.monotonic)
     first_token: float | None = None
     last_token: float | None = None
+    evicted: float | None = None  # when the first eviction was seen
     gaps: list[float] = field(default_factory=list)  # between steps that gave tokens
 
 
@@ -243,6 +245,8 @@ class Generation:
             given = self._given[choice]
             if given.finished:
                 continue
+            if request.evictions and self.times.evicted is None:
+                self.times.evicted = time.monotonic()
             text = request.text.text[given.characters :]
             ids = tuple(request.tokens[request.prompt_tokens + given.tokens :])
             logprobs = tuple(request.logprobs[given.tokens :])
@@ -291,6 +295,10 @@ class Generation:
                 self.over = True
                 return []
             return [event for item in news for event in self._events(item)]
+
+    def check(self) -> None:
+        """Raises what has ended it meanwhile: its client has left, its time is over."""
+        self._check_time(time.monotonic())
 
     def _deadlines(self) -> list[float]:
         found = []
@@ -381,6 +389,7 @@ class Generation:
         usage.full_bytes += int(stats.get("kv_bytes_full", 0))
         usage.preemptions += request.preemptions
         usage.policy = request.policy or usage.policy
+        usage.evictions += len(request.evictions)
         for name in ("wait_s", "prefill_s", "decode_s"):
             if name in stats and getattr(usage, name) is None:
                 setattr(usage, name, stats[name])

@@ -8,26 +8,24 @@ import asyncio
 import hashlib
 import hmac
 import json
-import time
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybridkv.errors import HybridKVError
-from hybridkv.server.answering import ClientGone
-from hybridkv.server.origins import check_head, cross_origin_headers, is_preflight, settle_target
-from hybridkv.server.problems import ApiError, bad, unavailable
+from hybridkv.server.bodies import Body
+from hybridkv.server.origins import check_head, cross_origin_headers, is_preflight, own_names, settle_target
+from hybridkv.server.problems import ApiError, ClientGone, bad, unavailable
 from hybridkv.server.record import Record, RequestLog, log, request_id
 from hybridkv.server.service import RETRY_SECONDS, Service
-from hybridkv.server.settings import LOOPBACK
 
 SALTED = b"hybridkv: who may begin with what another one has read"
 OPEN_PATHS = frozenset({"/", "/page.css", "/page.js", "/health", "/live", "/ready"})  # without a key
 PROBED = frozenset({"/health", "/live", "/ready", "/metrics"})  # asked every few seconds: logged only if they fail
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-FLUSH_BYTES, FLUSH_SECONDS = 64 << 20, 2.0  # of a body that is refused, read so that its client sees the answer
 INTERNAL = "the server failed; its log has the reason under this request's id"
 
 
@@ -40,7 +38,7 @@ class Guard:
         self._keys = [_digest(key) for key in service.settings.api_keys]
         # requests of different keys share nothing that they have read
         self._salts = {key: hmac.digest(SALTED, key, "sha256") for key in self._keys}
-        self._hosts = {*LOOPBACK, service.settings.host.lower(), *map(str.lower, service.settings.allowed_hosts)}
+        self._is_own = own_names(service.settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -53,9 +51,11 @@ class Guard:
         record = Record(request_id(headers.get("x-request-id")), f"{method} {route}")
         trace = headers.get("traceparent", "")
         record.trace = trace if trace.isascii() and trace.isprintable() and 0 < len(trace) <= 64 else None
-        scope["state"] = {**scope.get("state", {}), "record": record}
+        record.trace_state = headers.get("tracestate", "")[:512] or None  # as much as W3C wants to be passed on
+        state: dict[str, Any] = {**scope.get("state", {}), "record": record}
+        scope["state"] = state
         scope["app"] = self  # so that Starlette's router raises what it would answer in plain text
-        started = False
+        started, body = False, None
 
         async def guarded_send(message: Message) -> None:
             nonlocal started
@@ -76,8 +76,11 @@ class Guard:
                 await guarded_send({"type": "http.response.start", "status": 204})
                 await guarded_send({"type": "http.response.body"})
                 return
-            body = await self._body(headers, receive) if scope["method"] == "POST" else b""
-            await self._routes(scope, _replay(body, receive), guarded_send)
+            if scope["method"] == "POST":
+                body = Body(self._service.bodies, state.get("salt", b""))
+                state["body"], seconds = body, self._service.settings.body_seconds
+                await body.receive(headers, receive, self._service.body_limit, seconds)
+            await self._routes(scope, receive, guarded_send)
         except ClientGone:
             record.status = 499
         except BaseException as found:
@@ -91,11 +94,15 @@ class Guard:
                 with suppress(ClientGone):
                     await self._tell(problem, path, record, guarded_send)
         finally:
+            if body is not None:
+                body.drop()
             self._service.metrics.http.labels(route, str(record.status)).inc()
             if record.cause is not None and not isinstance(record.cause, HybridKVError | ApiError):
                 log.error("%s failed", record.id, exc_info=record.cause)
             if path not in PROBED or record.status >= 500:
                 self._log.write(record)
+            if self._service.tracing is not None:
+                self._service.tracing.finished(record)
 
     # ---- who may ask
 
@@ -103,7 +110,7 @@ class Guard:
         """Host, Origin and key, then what kind of body comes; or ApiError."""
         check_head(scope)
         host, settings = headers.get("host", ""), self._service.settings
-        if (settings.is_loopback or settings.allowed_hosts) and _name(host) not in self._hosts:
+        if not self._is_own(headers.get("host")):
             raise ApiError(403, "this server does not answer to that Host; allow it with --allowed-host")
         origin = headers.get("origin")
         own = (f"http://{host}", f"https://{host}", *settings.allowed_origins)
@@ -141,31 +148,6 @@ class Guard:
                     found = mine
         return found
 
-    # ---- bodies
-
-    async def _body(self, headers: Mapping[str, str], receive: Receive) -> bytes:
-        limit = self._service.body_limit
-        length = headers.get("content-length", "0")
-        if length.isdigit() and int(length[:20]) > limit:
-            await _flush(receive)
-            raise _too_large(limit)
-        found, more = bytearray(), True
-        try:
-            async with asyncio.timeout(self._service.settings.body_seconds):
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientGone
-                    found += message.get("body", b"")
-                    more = message.get("more_body", False)
-                    if len(found) > limit:
-                        found.clear()
-                        await _flush(receive)
-                        raise _too_large(limit)
-        except TimeoutError:
-            raise ApiError(408, "the body did not come in time", headers={"connection": "close"}, again=True) from None
-        return bytes(found)
-
     # ---- what went wrong
 
     async def _tell(self, problem: ApiError, path: str, record: Record, send: Send) -> None:
@@ -198,45 +180,5 @@ def _own_headers(record: Record) -> list[tuple[bytes, bytes]]:
     return [(b"x-request-id", name), (b"request-id", name), (b"x-content-type-options", b"nosniff")]
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """A body that was read, once more; then what comes after it."""
-    given = False
-
-    async def again() -> Message:
-        nonlocal given
-        if not given:
-            given = True
-            return {"type": "http.request", "body": body, "more_body": False}
-        return await receive()
-
-    return again
-
-
-async def _flush(receive: Receive) -> None:
-    """Read a body that is refused, for a while: a client that is still sending would not see the answer."""
-    read, until = 0, time.monotonic() + FLUSH_SECONDS
-    with suppress(TimeoutError):
-        async with asyncio.timeout(FLUSH_SECONDS):
-            while read < FLUSH_BYTES and time.monotonic() < until:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGone
-                read += len(message.get("body", b""))
-                if not message.get("more_body", False):
-                    return
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the body has more than {limit} bytes", headers={"connection": "close"})
-
-
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
-
-
-def _name(host: str) -> str:
-    """A Host header without its port."""
-    host = host.lower()
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.rpartition(":")[0] if host.count(":") == 1 else host

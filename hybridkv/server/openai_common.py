@@ -12,6 +12,7 @@ from hybridkv.config import EvictionConfig
 from hybridkv.request import TokenLogprobs
 from hybridkv.server import settings
 from hybridkv.server.documents import told_of
+from hybridkv.server.events import Event
 from hybridkv.server.fields import Fields
 from hybridkv.server.generation import Job, Usage
 from hybridkv.server.problems import ApiError
@@ -71,6 +72,10 @@ class OpenAIFormat:
     def alive(self) -> bytes:
         """A sign of life: a comment, which clients skip."""
         return b": keep-alive\n\n"
+
+    def weighs(self, events: list[Event]) -> bool:
+        """A step's events are little."""
+        return False
 
     def error(self, problem: ApiError) -> bytes:
         """A failure in the middle of a stream; nothing follows it."""

@@ -137,6 +137,10 @@ class CompletionFormat(OpenAIFormat):
 
     # streamed
 
+    def weighs(self, events: list[Event]) -> bool:
+        """A prompt that is repeated may be long, and each of its tokens has its logprobs."""
+        return self._call.echo and any(event.choice not in self._offsets for event in events)
+
     def chunks(self, events: list[Event], generation: Generation) -> Iterator[bytes]:
         """The chunks of a step's events; with echo the prompt comes first."""
         for choice in dict.fromkeys(event.choice for event in events):

@@ -1,18 +1,20 @@
-"""What a request says of itself before anybody believes it: the form of its target, headers that stand there twice, and
-pages of other origins that were allowed (CORS).
+"""What a request says of itself before anybody believes it: the form of its target, the name that it came by, headers
+that stand there twice, and pages of other origins that were allowed (CORS).
 """
 
 from __future__ import annotations
 
+import ipaddress
 import re
+import socket
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from urllib.parse import unquote
 
 from starlette.types import Scope
 
 from hybridkv.server.problems import ApiError, bad
-from hybridkv.server.settings import MAX_HEADERS
+from hybridkv.server.settings import LOOPBACK, MAX_HEADERS, ServerSettings
 
 # what is decided by them must not depend on which of two is read
 SINGLE = (b"host", b"origin", b"authorization", b"x-api-key", b"content-type", b"content-length", b"x-request-id")
@@ -28,6 +30,42 @@ def settle_target(scope: Scope) -> None:
     path = found[2] or b"/"
     scope["raw_path"], scope["path"] = path, unquote(path.decode("ascii", "replace"))
     scope["headers"] = [(name, value) for name, value in scope["headers"] if name != b"host"] + [(b"host", found[1])]
+
+
+def own_names(settings: ServerSettings) -> Callable[[str | None], bool]:
+    """Whether a Host header is a name of this server. DNS can make any other name lead here, and the pages of that name
+    would be of this server's origin.
+
+    At a public address clients also come by addresses, which DNS cannot take, by the machine's name, and, old ones,
+    without a Host; no browser does.
+    """
+    names = {*LOOPBACK, settings.host.lower(), *map(str.lower, settings.allowed_hosts)}
+    public = not settings.is_loopback
+    if public:
+        names.add(socket.gethostname().lower())
+
+    def is_own(host: str | None) -> bool:
+        if "*" in names or (public and host is None):
+            return True
+        name = _without_port(host or "")
+        return name in names or (public and _is_address(name))
+
+    return is_own
+
+
+def _without_port(host: str) -> str:
+    host = host.lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.rpartition(":")[0] if host.count(":") == 1 else host
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def check_head(scope: Scope) -> None:

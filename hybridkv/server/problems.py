@@ -67,6 +67,13 @@ class ApiError(Exception):
         return 529 if self.status == 503 or self.code == "queue_full" else self.status
 
 
+class ClientGone(ApiError):
+    """The client has closed its connection, or reads nothing; there is nobody to tell."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the client has left")
+
+
 def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """A request that its client has to change."""
     return ApiError(400, message, param=param, code=code)

@@ -10,7 +10,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridkv.server.generation import Usage
+from hybridkv.config import SamplingParams
+from hybridkv.server.generation import Times, Usage
 from hybridkv.server.log_writer import LineWriter
 from hybridkv.server.problems import ApiError
 
@@ -45,6 +46,10 @@ class Record:
     problem: ApiError | None = None
     cause: BaseException | None = None  # of a failure that is ours
     trace: str | None = None  # traceparent
+    trace_state: str | None = None
+    times: Times | None = None
+    params: SamplingParams | None = None
+    stream: bool = False
 
     def fields(self) -> dict[str, Any]:
         """The line as names and values."""
@@ -100,6 +105,8 @@ class RequestLog:
 
 def log_to_stderr() -> None:
     """The lines go to standard error, and nowhere else; whoever reads that slowly, or not at all, is not waited for."""
-    log.handlers[:] = logging.getLogger("asyncio").handlers[:] = [LineWriter(STDERR)]
+    writer, others = LineWriter(STDERR), [logging.getLogger(name) for name in ("asyncio", "opentelemetry")]
+    for logger in (log, *others):
+        logger.handlers[:] = [writer]
     log.setLevel(logging.INFO)
     log.propagate = False

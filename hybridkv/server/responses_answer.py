@@ -65,6 +65,10 @@ class ResponseFormat:
         """A sign of life is an event: clients that wait for one do not count comments."""
         return b"".join(self._begun()) or self._event("in_progress", response=self._response("in_progress"))
 
+    def weighs(self, events: list[Event]) -> bool:
+        """A step's events are little."""
+        return False
+
     def chunks(self, events: list[Event], generation: Generation) -> Iterator[bytes]:
         """The events of a step."""
         if events:

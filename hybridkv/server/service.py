@@ -17,6 +17,7 @@ from hybridkv.engine.engine import INHERIT
 from hybridkv.errors import HybridKVError
 from hybridkv.llm import LLM
 from hybridkv.server import settings as limits
+from hybridkv.server.bodies import Bodies
 from hybridkv.server.feed import CacheFeed
 from hybridkv.server.generation import Generation, Job
 from hybridkv.server.metrics import Metrics
@@ -24,6 +25,7 @@ from hybridkv.server.picture import Recorder
 from hybridkv.server.problems import ApiError, bad, busy, too_long, unavailable
 from hybridkv.server.sessions import Sessions
 from hybridkv.server.settings import ServerSettings
+from hybridkv.server.tracing import open_tracing
 from hybridkv.server.transfers import Transfers
 from hybridkv.server.turns import share_of, take_turns
 
@@ -43,7 +45,9 @@ class Service:
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
         self.metrics = Metrics(settings.metrics_prefix)
+        self.tracing = open_tracing()
         self.created = int(time.time())
+        self.bodies = Bodies(settings.body_bytes, shared=len(settings.api_keys) > 1)
         self.generations: set[Generation] = set()
         self.draining = False
         self.fatal: str | None = None  # why nothing can be answered any more
@@ -273,6 +277,8 @@ class Service:
             end()
         if self._transfers is not None:
             self._transfers.close()
+        if self.tracing is not None:
+            self.tracing.close()
         for pool in (self._text, self._grammars, self._moves):
             pool.shutdown(wait=False, cancel_futures=True)
 

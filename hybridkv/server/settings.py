@@ -43,7 +43,8 @@ class ServerSettings:
         port: 0 takes one that is free.
         api_keys: without one only this machine may ask.
         names: what the model is called; empty: the name of its file. Those with * or ? are patterns.
-        allowed_hosts: names besides the loopback ones by which clients may call this server.
+        allowed_hosts: names besides the loopback ones by which clients may call this server; * is any. At a public
+            address they also may by any address, and by the machine's name.
         allowed_origins: web pages that may ask, such as http://localhost:3000.
         queue: requests that may wait beside those that run.
         queue_seconds: that a request may wait; 0: for ever.
@@ -51,6 +52,7 @@ class ServerSettings:
         shutdown_seconds: for answers to end, and named conversations to be saved, when the server is told to end.
         write_seconds: that a client may take to accept what is sent to it.
         body_seconds: that it may take to send its body.
+        body_bytes: of all bodies that have come and are not read yet; one of the largest size always fits.
         keep_alive: seconds of silence in a stream after which a sign of life is sent.
         connections: open at once.
         metrics_prefix: of the names at /metrics.
@@ -80,6 +82,7 @@ class ServerSettings:
     shutdown_seconds: float = 30.0
     write_seconds: float = 60.0
     body_seconds: float = 30.0
+    body_bytes: int = 256 << 20
     keep_alive: float = 5.0
     connections: int = 1024
     metrics_prefix: str = "hybridkv_"

@@ -67,6 +67,7 @@ def test_every_block_is_run_or_says_why_not() -> None:
 def refused(arguments: str) -> str | None:
     """What the command line has against these arguments, without running them."""
     command, *rest = shlex.split(arguments, comments=True)
+    rest = rest[: rest.index("--")] if "--" in rest else rest  # what follows is for another program
     if command.startswith("-"):
         return None if command in ("-h", "--help", "--version", "--install-completion") else f"there is no {command}"
     group = typer.main.get_command(app)

@@ -3,6 +3,7 @@
 import hmac
 import json
 import logging
+import socket
 from typing import Any
 
 import pytest
@@ -91,6 +92,30 @@ def test_names_and_pages_can_be_allowed(tiny_llm: LLM) -> None:
     with serving(tiny_llm, allowed_hosts=("box",), allowed_origins=("http://page",)) as running:
         assert running.ask("GET", "/health", None, {"host": "box:80", "origin": "http://page"})[0] == 200
         assert running.ask("GET", "/health", None, {"host": "bax"})[0] == 403
+
+
+def test_a_public_address_answers_to_addresses_and_names_that_it_was_told(
+    tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "Box7")
+    key = {"x-api-key": "k"}
+    with serving(tiny_llm, host="0.0.0.0", api_keys=("k",), allowed_hosts=("llm.example",)) as running:
+        for host, status in (
+            ("10.1.2.3:8000", 200),
+            ("[2001:db8::1]:8000", 200),
+            ("localhost", 200),
+            ("box7:8000", 200),
+            ("LLM.example", 200),
+            ("evil.example", 403),
+            ("10.1.2.3.nip.io", 403),
+            ("box7.evil.example", 403),
+            ("", 403),
+        ):
+            assert running.ask("POST", CHAT, BODY, {"host": host, **key})[0] == status, host
+            assert running.ask("GET", "/health", None, {"host": host})[0] == status, host
+        assert b" 200 " in running.raw(b"GET /health HTTP/1.0\r\n\r\n")[:20]  # a probe without a Host
+    with serving(tiny_llm, host="0.0.0.0", api_keys=("k",), allowed_hosts=("*",)) as running:
+        assert running.ask("POST", CHAT, BODY, {"host": "any.example", **key})[0] == 200
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.1", "example.org"])

@@ -16,6 +16,7 @@ from hybridkv.engine.owner import Ticket
 from hybridkv.server import app
 from hybridkv.server.generation import Generation
 from hybridkv.server.openai_chat import ChatFormat
+from hybridkv.server.openai_completions import CompletionFormat
 from hybridkv.server.protocol import GuardedProtocol
 from server.running import HI, Running, failing_at, forward, post_bytes, read_all, serving, slowly, until
 from server.saying import CALL, TOOL, saying
@@ -162,6 +163,37 @@ def test_answers_are_written_beside_the_event_loop(
     go.set()
     asking.join()
     assert statuses == [(200, {"x": 1})]
+
+
+def test_a_prompt_that_a_stream_repeats_is_written_beside_the_event_loop(
+    tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, go, found = threading.Event(), threading.Event(), []
+    original = CompletionFormat._echoed
+
+    def echoed(*given: Any) -> Any:
+        written.set()
+        assert go.wait(240), "nobody else was answered meanwhile"
+        return original(*given)
+
+    body = {"prompt": "a b c d", "max_tokens": 2, "echo": True, "logprobs": 1, "temperature": 0}
+    with serving(tiny_llm, names=("tiny",), keep_alive=0.1) as running:
+        _, whole = running.post(TEXT, body)
+        monkeypatch.setattr(CompletionFormat, "_echoed", echoed)
+        asking = threading.Thread(target=lambda: found.extend(running.stream(TEXT, body)))
+        asking.start()
+        assert written.wait(240)
+        for _ in range(3):
+            assert running.ask("GET", "/live")[0] == 200
+        time.sleep(0.3)  # long enough for signs of life
+        go.set()
+        asking.join()
+        running.idle()
+    said = [json.loads(line)["choices"][0] for line in found if line[0] == "{"]
+    assert "".join(choice["text"] for choice in said) == whole["choices"][0]["text"]
+    scores = [score for choice in said if choice["logprobs"] for score in choice["logprobs"]["token_logprobs"]]
+    assert scores == whole["choices"][0]["logprobs"]["token_logprobs"]
+    assert found[0] == ": keep-alive" and found[-1] == "[DONE]"
 
 
 # ---- limits
