@@ -27,8 +27,9 @@ class Completion:
             "abort" (its caller left) or "error".
         prompt_tokens: how many tokens were asked with.
         stats: kept_tokens, kv_bytes_full, kv_bytes_kept, state_bytes, cached_tokens, prefill_s, prefill_tok_s,
-            decode_s, decode_tok_s, wait_s, preemptions, eviction_record_bytes; of a conversation that says keep_turns,
-            old_turns and turn_budget.
+            decode_s, decode_tok_s, wait_s, preemptions, eviction_record_bytes; where it came back from the host after a
+            preemption, restored (how often) and restored_tokens; of a conversation that says keep_turns, old_turns
+            and turn_budget.
         logprobs: of each token of the answer, where asked for.
         error: what went wrong, where finish_reason is "error".
         reasoning: the thoughts before the answer, where the chat template marks them; None elsewhere.

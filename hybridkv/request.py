@@ -15,7 +15,9 @@ from hybridkv.text.stream import TextStream
 class Status(Enum):
     """Where a request stands."""
 
-    WAITING = "waiting"  # holds nothing; its tokens, generated ones included, are computed (again) once it is admitted
+    # holds nothing on the device; its tokens, generated ones included, are computed (again) once it is admitted, unless
+    # its cache waits on the host
+    WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -72,6 +74,8 @@ class Request:
     sampler: Any = None  # what engine/sampler.py keeps for it; it can be dropped at any time, and is then made again
     unseen: int = 0  # tokens that are on the device and the host does not know yet
     preemptions: int = 0
+    restored: int = 0  # of these, those after which its cache came back from the host, and nothing was computed again
+    restored_tokens: int = 0  # that had not to be computed again, in all
     reads: bool = True  # it may begin with what others have read
     writes: bool = True  # others may begin with what it reads
     salt: bytes = b""  # only requests of the same salt see what it has read, and it sees only theirs

@@ -15,6 +15,7 @@ from hybridkv.cache.state import StatePool
 from hybridkv.errors import RequestError
 
 if TYPE_CHECKING:
+    from hybridkv.cache.away import Away
     from hybridkv.cache.frozen import Frozen
     from hybridkv.cache.reuse import Reuse
     from hybridkv.cache.tiers import HostBlocks, HostTier
@@ -47,6 +48,7 @@ class Facts:
     _has_running_state: bool
     slot_of: dict[Hashable, int]
     frozen: dict[Hashable, Frozen]  # caches without a slot
+    away: dict[Hashable, Away]  # of requests that had to make room and come back
     host: HostTier
     reuse: Reuse | None
     _free_slots: list[int]
@@ -62,8 +64,8 @@ class Facts:
         return np.concatenate([np.zeros(0, np.int32), *(each.page_ids(name) for each in self.frozen.values())])
 
     def _frozen_blocks(self) -> list[HostBlocks]:
-        """What frozen caches own on the host."""
-        return [blocks for each in self.frozen.values() for blocks in each.blocks]
+        """What frozen caches, and those that are away, own on the host."""
+        return [blocks for each in (*self.frozen.values(), *self.away.values()) for blocks in each.blocks]
 
     def _spare_blocks(self) -> list[HostBlocks]:
         """What prefixes that are kept for others own on the host."""

@@ -84,7 +84,7 @@ def freeze_request(manager: KVCacheManager, request: Hashable) -> Frozen:
     manager._settle(slot)
     manager.check_committed(slot)
     buffer = int(manager.query_buffers.of[slot])
-    state = manager.host.put(_state_chunks(manager, slot, buffer))
+    state = manager.host.put(state_chunks(manager, slot, buffer))
     if state is None:
         raise HybridKVError(
             f"{manager.host.used} of {manager.host.limit} bytes on the host are taken, and the request's state does "
@@ -124,7 +124,7 @@ def thaw_request(manager: KVCacheManager, request: Hashable) -> int:
     if frozen.since >= 0:
         manager.query_buffers.require(slot, frozen.since)
     try:
-        _restore_state(manager, slot, frozen)
+        restore_state(manager, slot, frozen.state)
     except HybridKVError:
         manager._release(request)
         raise
@@ -357,14 +357,16 @@ def _used_rows(table: PageTable, slot: int) -> np.ndarray:
     return np.where(np.arange(rows.shape[1]) < used[:, None], rows, -1)
 
 
-def _state_chunks(manager: KVCacheManager, slot: int, buffer: int) -> Iterator[Tensor]:
+def state_chunks(manager: KVCacheManager, slot: int, buffer: int) -> Iterator[Tensor]:
+    """The rows of a slot and of a query buffer (-1: none), in parts that can be copied to the host."""
     for row in manager.state.rows(slot, buffer).values():
         yield from chunks_of(row)
 
 
-def _restore_state(manager: KVCacheManager, slot: int, frozen: Frozen) -> None:
-    places = _state_chunks(manager, slot, int(manager.query_buffers.of[slot]))
-    for place, chunk in zip(places, manager.host.get(frozen.state), strict=True):
+def restore_state(manager: KVCacheManager, slot: int, state: HostBlocks) -> None:
+    """The rows of a slot, and of its query buffer if it has one, become what `state_chunks` gave."""
+    places = state_chunks(manager, slot, int(manager.query_buffers.of[slot]))
+    for place, chunk in zip(places, manager.host.get(state), strict=True):
         place.copy_(chunk)
 
 

@@ -43,9 +43,6 @@ from hybridkv.errors import HybridKVError, OutOfPages
 if TYPE_CHECKING:
     from hybridkv.cache.reuse import Reuse
 
-LAUNCHES = 1e-3  # seconds that a load takes whatever its bytes are
-SURELY = 0.7  # of the time of reading: a load has to be quicker than that
-MEASURED = 1024  # tokens of a prompt whose reading is timed, at the least
 LOOKUPS = 1000  # after so many what copies took is compared with what they saved
 GROUP = STAGING // 2  # bytes of columns that are copied together
 
@@ -79,7 +76,6 @@ class HostColumns:
         self.alone: dict[Column, None] = {}  # columns whose pages are nowhere else, used longest ago first
         self.doubles: dict[Column, None] = {}  # columns with a copy there, likewise
         self.states: dict[Column, Stored] = {}  # likewise
-        self.speed = 0.0  # tokens read a second, the most that was seen; 0: not known, any load is worth it
         self.loading: Column | None = None  # the end of what is being loaded: it does not make room
         self._decided: bool | None = None  # whether what is needed now goes down; None: it is found out
         self.resting = False  # copies took longer than what they saved: nothing is stored until this is looked at again
@@ -251,11 +247,9 @@ class HostColumns:
 
     def pays(self, load: Load, cached: int) -> bool:
         """Whether a load is quicker than reading the tokens that it saves."""
-        if not self.speed:
-            return True
         nbytes = len(load.columns) * self.each * BLOCK
         nbytes += load.stored.blocks.nbytes if load.stored is not None else 0
-        return nbytes / self.tier.rate + LAUNCHES < SURELY * (load.cached - cached) / self.speed
+        return self.tier.pays(nbytes, load.cached - cached)
 
     def load(self, load: Load) -> Timer | None:
         """Bring it to the device; what that took. None: pages, or a row, are not to be had, or a copy failed: nothing
@@ -415,11 +409,6 @@ class HostColumns:
 
     # ---- what it is worth
 
-    def saw_reading(self, tokens: int, seconds: float) -> None:
-        """A prompt's tokens were computed in so many seconds, beside whatever else ran."""
-        if tokens >= MEASURED and seconds > 0:
-            self.speed = max(self.speed, tokens / seconds)
-
     def look_at_costs(self, lookups: int) -> None:
         """Whether copies have saved more time than they took, since this was looked at last; if not, nothing is stored
         until it is looked at again.
@@ -428,8 +417,8 @@ class HostColumns:
         if lookups - before < LOOKUPS:
             return
         now = lookups, self.copied, self.counts["tokens loaded"]
-        took = (now[1] - copied) / self.tier.rate if self.speed and now[1] > copied else 0.0
-        self.resting = took > 0 and took > (now[2] - saved) / self.speed
+        took = (now[1] - copied) / self.tier.rate if self.tier.speed and now[1] > copied else 0.0
+        self.resting = took > 0 and took > (now[2] - saved) / self.tier.speed
         self.counts["rests"] += self.resting
         self._looked = now
 

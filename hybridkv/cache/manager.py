@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybridkv.cache.away import Away, drop_away
 from hybridkv.cache.bookkeeping import bookkeeping
 from hybridkv.cache.compacting import Compacting
 from hybridkv.cache.compressed_handle import CompressedHandle
@@ -38,7 +39,7 @@ from hybridkv.cache.schema import CacheSchema, ceil_div
 from hybridkv.cache.specification import SpecificationNames
 from hybridkv.cache.state import StatePool
 from hybridkv.cache.step import ForwardStep, build_step, upload
-from hybridkv.cache.tiers import HostTier, default_limit
+from hybridkv.cache.tiers import Arrival, HostTier, default_limit
 from hybridkv.errors import HybridKVError, OutOfPages, RequestError
 from hybridkv.kernels.eviction.to_fresh import most_pages, to_fresh
 from hybridkv.kernels.eviction.to_front import to_front
@@ -87,6 +88,8 @@ class KVCacheManager(SpecificationNames):
         self.slot_of: dict[Hashable, int] = {}
         self.host = HostTier(default_limit(self.device), self.device) if host is None else host
         self.frozen: dict[Hashable, Frozen] = {}  # caches without a slot (frozen.py)
+        self.away: dict[Hashable, Away] = {}  # of requests that had to make room and come back (away.py)
+        self.arriving: dict[int, Arrival] = {}  # slots to which something is still being copied from the host
         for name, table in self.tables.items():
             table.other_owners += [partial(self._frozen_pages, name), partial(self._fresh_pages, name)]
         self.interrupted = False  # whether a bookkeeping method did not come to its end
@@ -165,9 +168,11 @@ class KVCacheManager(SpecificationNames):
 
     @bookkeeping
     def release_request(self, request: Hashable) -> None:
-        """Everything the request held goes back, frozen or not."""
+        """Everything the request held goes back, frozen, away or neither."""
         if request in self.frozen:
             drop_frozen(self, request)
+        elif request in self.away:
+            drop_away(self, request)
         else:
             self._release(request)
 
@@ -322,6 +327,7 @@ class KVCacheManager(SpecificationNames):
 
     def _own_what_follows(self, request: Hashable) -> None:
         slot = self._slot(request)
+        self._land(slot)
         if self.fresh[slot] > self.positions[slot]:
             self._drop_after(slot)
             if self.reuse is not None:
@@ -339,6 +345,7 @@ class KVCacheManager(SpecificationNames):
 
     def _settle(self, slot: int) -> None:
         """May be repeated: an interrupt leaves it to be done, from what is known of it alone."""
+        self._land(slot)
         found = self.compacting.get(slot)
         if found is None:
             return
@@ -355,6 +362,25 @@ class KVCacheManager(SpecificationNames):
             return
         found.settled = True
         self._stop_compacting(slot)
+
+    def has_arrived(self, request: Hashable) -> bool:
+        """Whether a step of the request waits for nothing that is still being copied from the host."""
+        arrival = self.arriving.get(self._slot(request))
+        return arrival is None or arrival.ready()
+
+    def await_arrivals(self) -> bool:
+        """Whether something is being copied from the host: what the device is given from here on comes after it."""
+        slots = list(self.arriving)
+        for slot in slots:
+            self._land(slot)
+        return bool(slots)
+
+    def _land(self, slot: int) -> None:
+        """What the device is given from here on comes after the copies from the host to a slot, if there are any."""
+        arrival = self.arriving.get(slot)
+        if arrival is not None:
+            arrival.wait()
+            del self.arriving[slot]
 
     def _stop_compacting(self, slot: int) -> None:
         """A compaction that is under way leaves nothing behind. What moves on the device comes before all that is
@@ -376,7 +402,7 @@ class KVCacheManager(SpecificationNames):
             shape: make it a step of this shape, what is missing padding.
         """
         slots = [self._slot(request) for request, _ in plan]
-        for slot in [slot for slot in slots if slot in self.compacting]:
+        for slot in [slot for slot in slots if slot in self.compacting or slot in self.arriving]:
             self._settle(slot)
         counts = [tokens for _, tokens in plan]
         if not plan or len(set(slots)) != len(slots) or min(counts) < 1:
@@ -508,11 +534,13 @@ class KVCacheManager(SpecificationNames):
 
     def rebuild(self) -> None:
         """Make all free lists and counts anew from who holds what: the way back after an interrupt. May be repeated."""
-        for request in self.frozen.keys() & self.slot_of.keys():  # what is frozen is whole, the slot may not be
+        # what is frozen or away is whole, the slot may not be
+        for request in (self.frozen.keys() | self.away.keys()) & self.slot_of.keys():
             del self.slot_of[request]
         owned = set(self.slot_of.values())
         free = [slot for slot in range(self.slots - 1, -1, -1) if slot not in owned]
         for slot in free:  # before pages are counted: a compaction may own some
+            self._land(slot)
             self.compactions.pop(slot, None)
             self.compacting.pop(slot, None)
         if self.reuse is not None:
@@ -542,6 +570,7 @@ class KVCacheManager(SpecificationNames):
     def _release(self, request: Hashable) -> None:
         slot = self._slot(request)
         del self.slot_of[request]  # from here on the slot has no owner, whatever is still in it
+        self._land(slot)
         self._stop_compacting(slot)
         for table in self.tables.values():
             table.drop(slot)

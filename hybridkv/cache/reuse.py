@@ -225,7 +225,7 @@ class Reuse:
         """A slot that begins with a hit, before anything is dropped for it. Returns the slot. What nobody has asked for
         is not `counted`, nor is what it begins with used by it.
         """
-        whole = {name: self._rows(hit.path, name) for name in self.parts}
+        whole = {name: self.rows_of(hit.path, name) for name in self.parts}
         shared = {name: np.concatenate((ids, tail_rows(self, hit.tail, name)), 1) for name, ids in whole.items()}
         row = hit.checkpoint.row if hit.checkpoint is not None else -1
         if hit.matched:
@@ -606,7 +606,7 @@ class Reuse:
         joined = np.concatenate(rows).reshape(len(rows), -1) if rows else np.zeros((0, self.columns.width), np.int32)  # type: ignore[arg-type]
         return joined[:, begin : begin + streams * per]
 
-    def _rows(self, path: list[Column], name: str) -> np.ndarray:
+    def rows_of(self, path: list[Column], name: str) -> np.ndarray:
         """[streams, pages] of a path, as page tables have them."""
         _, streams, per = self.parts[name]
         ids = self._ids(path, name).reshape(len(path), streams, per)
@@ -630,9 +630,11 @@ class Reuse:
         self.columns.prune(self.has_state)
         resident = self.manager.slot_of
         self.readings = {key: reading for key, reading in self.readings.items() if key in resident}
-        for reading in self.readings.values():
-            reading.column.gone = not self.columns.holds(reading.column)
-        lives = [r.column for r in self.readings.values() if not r.column.gone]
+        places = [reading.column for reading in self.readings.values()]
+        places += [away.column for away in self.manager.away.values() if away.column is not None]
+        for column in places:
+            column.gone = not self.columns.holds(column)
+        lives = [column for column in places if not column.gone]
         self.columns.rebuild([*lives, *(pin.column for pin in self.pins)])
         self.checkpoints.rebuild()
         self.host.rebuild()
@@ -645,6 +647,9 @@ class Reuse:
         self.checkpoints.check()
         self.host.check()
         lives = [r.column for r in self.readings.values() if not r.column.gone and r.column.parent is not None]
+        lives += [
+            away.column for away in self.manager.away.values() if away.column is not None and not away.column.gone
+        ]
         lives += [pin.column for pin in self.pins]
         assert sum(c.live for root in self.columns.roots.values() for c in root.children.values()) == len(lives)
         assert self.readings.keys() <= self.manager.slot_of.keys(), "a request is gone and still reads"

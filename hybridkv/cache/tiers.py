@@ -12,6 +12,9 @@ All copies between host and device are launched on the one side stream, so they 
 blocks that were dropped and taken again are written after they were read. Rows and pages may be given away as soon as
 `put` returns, since whatever writes them later comes after the copy into the staging buffer on the compute stream. A
 staging buffer is not written again before the copy out of it has ended. On a CPU all of it is plain copies.
+
+What nobody waits for (`aside`) is also written to its pages and rows on the side stream, after all that the compute
+stream was given before; the compute stream waits for it (`Arrival`) before it reads or gives away any of them.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -35,6 +39,9 @@ from hybridkv.errors import HybridKVError, OutOfPages
 
 SLAB_BLOCKS = {"cuda": (64 << 20) // BLOCK, "cpu": (8 << 20) // BLOCK}
 ALIGN = 16  # bytes; where each chunk begins
+LAUNCHES = 1e-3  # seconds that a load takes whatever its bytes are
+SURELY = 0.7  # of the time of reading: a load has to be quicker than that
+MEASURED = 1024  # tokens of a prompt whose reading is timed, at the least
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,30 @@ class Timer:
         return self._events[0].elapsed_time(self._events[1]) if self._events[1].query() else None
 
 
+class Arrival:
+    """Copies that run on the side stream, and that nobody waits for yet."""
+
+    def __init__(self, side: torch.cuda.Stream, device: torch.device) -> None:
+        self._side, self._device = side, device
+        self._event: Any = None  # after the last of them; None: they are still being launched
+
+    def launched(self) -> None:
+        """All of them have been."""
+        self._event = self._side.record_event()
+
+    def ready(self) -> bool:
+        """Whether they have ended."""
+        return self._event is not None and self._event.query()
+
+    def wait(self) -> None:
+        """What the compute stream is given from here on comes after them."""
+        compute = torch.cuda.current_stream(self._device)
+        if self._event is None:  # interrupted while they were launched
+            compute.wait_stream(self._side)
+        else:
+            compute.wait_event(self._event)
+
+
 class HostTier:
     """Room for `limit` bytes on the host, taken as it is needed.
 
@@ -107,6 +138,7 @@ class HostTier:
         self.blocks = PageAllocator(min(limit // BLOCK, 2**31 - 1), "host")
         self.copied_down = self.copied_up = 0  # bytes, in all
         self.failed = 0  # copies
+        self.speed = 0.0  # tokens read a second, the most that was seen; 0: not known, any load is worth it
         self._slab = SLAB_BLOCKS.get(device.type, SLAB_BLOCKS["cuda"])
         self._rate: float | None = None
         self._flying: deque[tuple[Any, int]] = deque()  # when a copy to the host has ended, and its bytes
@@ -164,6 +196,15 @@ class HostTier:
         assert self._rate is not None
         return self._rate
 
+    def saw_reading(self, tokens: int, seconds: float) -> None:
+        """A prompt's tokens were computed in so many seconds, beside whatever else ran."""
+        if tokens >= MEASURED and seconds > 0:
+            self.speed = max(self.speed, tokens / seconds)
+
+    def pays(self, nbytes: int, tokens: int) -> bool:
+        """Whether copying so many bytes back is quicker than reading so many tokens. No clock is looked at."""
+        return not self.speed or nbytes / self.rate + LAUNCHES < SURELY * tokens / self.speed
+
     def put(self, chunks: Iterable[Tensor]) -> HostBlocks | None:
         """Copy chunks of at most STAGING bytes, in order; None: there is no room, or a copy failed, and nothing was
         taken.
@@ -214,6 +255,22 @@ class HostTier:
                 yield from self._used(waiting.pop(0))
         for each in waiting:
             yield from self._used(each)
+
+    @contextmanager
+    def aside(self) -> Iterator[Arrival | None]:
+        """Inside, `get` and whatever is done with its chunks run on the side stream; None: on a CPU they are done when
+        they return.
+        """
+        if self._side is None:
+            yield None
+            return
+        self._side.wait_stream(torch.cuda.current_stream(self.device))  # whoever had these pages and rows is done
+        arrival = Arrival(self._side, self.device)
+        with torch.cuda.stream(self._side):
+            try:
+                yield arrival
+            finally:
+                arrival.launched()
 
     def _used(self, chunk: tuple[Tensor, int | None]) -> Iterator[Tensor]:
         tensor, which = chunk

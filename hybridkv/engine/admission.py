@@ -4,8 +4,8 @@ Requests that wait are admitted in order of arrival, as long as their pages are 
 cache waits in the same order; it needs no slot. One that begins with a held cache that others share (`Request.prefix`)
 takes a slot of its own and a fork of that cache, which stays held. A prompt that will be evicted needs a query buffer;
 while all are taken, it waits where it is. When pages run out, caches held for a next turn go first, then the youngest
-running request is preempted: its pages are released and it waits at the front to be computed again. The oldest request
-is never preempted, so work always ends.
+running request is preempted: its pages are released and it waits at the front. Its cache waits on the host
+(preempted.py), or it is computed again. The oldest request is never preempted, so work always ends.
 
 A held cache needs no slot. Where one is short, the cache that was unused longest is frozen (cache/frozen.py), and it is
 thawed when its turn comes. Where pages are short, its pages go to the host, if there is room for them, or it is given
@@ -29,6 +29,7 @@ import numpy as np
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.reuse import Asked, Hit
+from hybridkv.engine.preempted import come_back, keep_away
 from hybridkv.engine.resting import RestingCaches
 from hybridkv.engine.reuse_report import continued, report
 from hybridkv.errors import HybridKVError
@@ -228,6 +229,11 @@ class Admission(RestingCaches):
             request = next((r for r in self.waiting if not self._awaits(r)), None)
             if request is None or request in preempted:
                 return
+            if request.key in self.manager.away:
+                if not come_back(self, request):
+                    return
+                to_come = None
+                continue
             found = self._look_up(request)
             if found is not None and self._is_promised(request, found):
                 continue
@@ -523,14 +529,16 @@ class Admission(RestingCaches):
         return gone
 
     def preempt(self, request: Request) -> None:
-        """Release the cache; the tokens stay, and are computed again later."""
+        """Release slot and pages. The cache waits on the host; or the tokens stay, and are computed again later."""
         self.settle(request)  # what was kept is kept again then
         self.waiting.appendleft(request)  # in one queue at least at any moment, or an interrupt would lose it
-        self.manager.release_request(request.key)
+        if not keep_away(self, request):
+            self.counts["read_again"] += self.manager.position(request.key) > 0
+            self.manager.release_request(request.key)
+            request.cached_tokens = 0
         request.status = Status.WAITING
         request.preemptions += 1
         request.sampler = None
-        request.cached_tokens = 0
         self.running.remove(request)
 
     def finish(self, request: Request) -> None:
@@ -543,6 +551,8 @@ class Admission(RestingCaches):
             elif request.continues is not None:
                 self.release_held(request.continues)
                 request.continues = None
+            if request.key in self.manager.away:
+                self.manager.release_request(request.key)
             request.status = Status.FINISHED  # before it leaves its queue: an interrupt then finds it in one or ended
             self.waiting.remove(request)
         if request in self.running:
@@ -565,7 +575,7 @@ class Admission(RestingCaches):
             if request.source is not None and request.source.finish_reason is not None and not request.finish_reason:
                 request.error, request.finish_reason = request.source.error, request.source.finish_reason
         self._sorting = known  # until the queues are whole again
-        resident, frozen = self.manager.slot_of, self.manager.frozen
+        resident, frozen, away = self.manager.slot_of, self.manager.frozen, self.manager.away
         ended = [r for r in known if r.finish_reason is not None]
         live = [r for r in known if r.finish_reason is None and r.source is None]  # others wait for a prompt
         for request in ended:
@@ -575,13 +585,15 @@ class Admission(RestingCaches):
         never_began = {r.continues for r in ended}  # what a turn would have gone on with has no other owner
         keeping = [r for r in ended if r.keeps_cache and r not in never_began]
         keeping = [r for r in keeping if r.key in frozen or (r.key in resident and self.manager.can_continue(r.key))]
-        rest = [r for r in live if r.key in resident]
+        rest = [r for r in live if r.key in resident or r.key in away]
         owner = {r.key: r for r in sorted([*keeping, *rest], key=lambda r: r.order)}
         self.held = [r for r in keeping if owner.get(r.key) is r]
-        self.running = [r for r in live if owner.get(r.key) is r]
+        self.running = [r for r in live if r.key in resident and owner.get(r.key) is r]
         self.waiting = deque(sorted((r for r in live if r.key not in resident), key=lambda r: r.order))
         for key in [
-            key for key in (*resident, *frozen) if isinstance(key, RequestKey) and key not in {*owner, *self.lent}
+            key
+            for key in (*resident, *frozen, *away)
+            if isinstance(key, RequestKey) and key not in {*owner, *self.lent}
         ]:
             self.manager.release_request(key)
         for request in ended:

@@ -658,10 +658,9 @@ class Engine:
                 continue
             if request.first_token_at is None:
                 request.first_token_at = now
-                reuse, began = self.manager.reuse, request.started_at
-                if reuse is not None and began is not None and request.source is None:  # a sibling has read nothing
+                if request.started_at is not None and request.source is None:  # a sibling has read nothing
                     read = request.prompt_tokens - request.cached_tokens
-                    reuse.host.saw_reading(read, now - began)
+                    self.manager.host.saw_reading(read, now - request.started_at)
             request.last_token_at = now
             request.source = None
             updates.append(self.see(request, token))

@@ -49,6 +49,8 @@ def _sentence(hit: Hit, q: int, taken: bool) -> str:
 def finish_report(request: Request, written: int) -> None:
     """What is known when a request ends: `written`, tokens more that others need not read, and the time of copies."""
     request.reuse["written"] = max(0, written - request.reuse["cached"])
+    if request.restored:
+        request.reuse["restored"] = request.restored_tokens
     taken = None if request.loading is None else request.loading.ms
     if taken is not None:
         request.reuse["load_ms"] = round(taken, 3)

@@ -3,8 +3,8 @@
 Every running request that has one pending token decodes. The rest of the step's token budget goes to prompt chunks:
 an eighth to the oldest, the rest to the shortest, so that a long prompt neither stalls others nor starves.
 
-A request whose eviction is under way on the device is left out of steps while others can run. It is waited for where
-nothing else is left to do.
+A request whose eviction is under way on the device, or whose cache is on its way back from the host, is left out of
+steps while others can run. It is waited for where nothing else is left to do.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from functools import cached_property, partial
 from torch import Tensor
 
 from hybridkv.cache import ForwardStep, KVCacheManager
+from hybridkv.cache.away import leave_columns
 from hybridkv.config import CHUNK_QUANTUM
 from hybridkv.engine.admission import Admission, DoesNotFit
 from hybridkv.engine.graphs import DecodeGraphs
@@ -41,6 +42,7 @@ class Batch:
     step: ForwardStep
     sampled: list[int]  # indices of the requests that get a next token: their last one is in this step
     tokens: Tensor | None = None  # [B] the input token of each request, where all of these are on the device already
+    preemptions: list[int] | None = None  # of each request, where it was prepared: since then its pages are others
 
     @staticmethod
     def of(plan: Plan, step: ForwardStep) -> Batch:
@@ -67,7 +69,7 @@ class Batch:
 
     def is_for(self, plan: Plan, manager: KVCacheManager) -> bool:
         """Whether this decode step, prepared earlier, is the one that the plan asks for."""
-        if len(plan) != len(self.requests):
+        if len(plan) != len(self.requests) or self.preemptions != [r.preemptions for r in self.requests]:
             return False
         return all(
             request is mine and n == 1 and manager.position(request.key) == position
@@ -101,7 +103,7 @@ class Scheduler(Admission):
         while True:
             self._admit(preempted)
             plan = self._plan()
-            if not plan and self._settle_some():
+            if not plan and (self._settle_some() or self.manager.await_arrivals()):
                 continue
             if self.failed:
                 return None
@@ -120,7 +122,7 @@ class Scheduler(Admission):
                 if self._settle_some():
                     continue
                 gone = self.make_room()
-                if gone is None and self._give_up_columns():
+                if gone is None and (self._give_up_columns() or leave_columns(self.manager)):
                     continue
                 if gone is None:
                     raise
@@ -207,11 +209,12 @@ class Scheduler(Admission):
             step = self.reserve([(request.key, 1) for request in batch.requests])
         except (OutOfPages, RequestError):  # `schedule` will say which
             return None
-        return Batch(batch.requests, step, batch.sampled, tokens)
+        return Batch(batch.requests, step, batch.sampled, tokens, [r.preemptions for r in batch.requests])
 
     def _plan(self, ahead: bool = False) -> Plan:
         """`ahead`: without requests that end with the token that is pending, or must be seen first."""
         running = [r for r in self.running if r.finish_reason is None and r.evicting is None]
+        running = [r for r in running if self.manager.has_arrived(r.key)]
         if ahead:
             going = [r for r in running if not self._ends(r)]
             running = [r for r in going if not r.must_see]

@@ -9,6 +9,8 @@ from hybridkv.request import Request
 
 def stats_of(request: Request, manager: KVCacheManager) -> dict[str, float]:
     stats: dict[str, float] = {"preemptions": request.preemptions, "cached_tokens": request.cached_tokens}
+    if request.restored:
+        stats |= {"restored": request.restored, "restored_tokens": request.restored_tokens}
     if request.given_up:
         stats["cache_given_up"] = 1  # it was to go on in a held cache, which made room for others
     if request.key in manager.slot_of:

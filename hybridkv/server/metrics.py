@@ -157,6 +157,7 @@ COPIES = (
     "loads",
     "loads failed",
 )
+PREEMPTED = ("sent_away", "came_back", "read_again")
 WAYS = ("frozen", "thawed", "exported", "imported", "given_up")  # of RestingCaches.counts
 
 
@@ -210,6 +211,11 @@ class _CacheCollector:
         for what in WAYS:
             resting.add_metric([model, what], scheduler.counts[what])
         yield resting
+        about = "requests that had to make room, by what became of their caches"
+        preempted = CounterMetricFamily(self._prefix + "preempted_requests", about, labels=["model_name", "what"])
+        for what in PREEMPTED:
+            preempted.add_metric([model, what], scheduler.counts[what])
+        yield preempted
         grammar = SummaryMetricFamily(
             self._prefix + "grammar_seconds", "what grammars take", labels=["model_name", "phase"]
         )

@@ -214,7 +214,7 @@ def planted(what: str) -> tuple[object, str, Callable]:
             "fork_frozen",
             lambda m, source, name: m.frozen.__setitem__(name, m.frozen[source]),
         ),
-        "state is not brought back": (module, "_restore_state", lambda m, slot, frozen: None),
+        "state is not brought back": (module, "restore_state", lambda m, slot, frozen: None),
         "pages are exported and not freed": (Frozen, "page_ids", lambda self, name: np.zeros(0, np.int32)),
         "reserved pages are lost": (
             module.PageTable,

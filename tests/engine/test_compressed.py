@@ -1,16 +1,21 @@
 """The engine over DeepSeek-V4's cache: requests that come, go, wait and go on give the tokens of each alone."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tiny_v4
 import torch
 
-from engine.driving import run
+from engine.driving import count_tokens, run
+from engine.reusing import ASK, poison
 from hybridkv import LLM, CacheConfig, SamplingParams
 from hybridkv.cache import KVCacheManager
+from hybridkv.cache.tier_sizes import BLOCK
+from hybridkv.cache.tiers import HostTier
 from hybridkv.engine.engine import Engine
+from hybridkv.request import Request
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +56,41 @@ def test_preempted_requests_give_what_they_would_alone(llm: LLM, engine: Callabl
         assert r.error is None
         assert r.generated == llm.generate([p], r.params)[0].token_ids
     e.manager.check_integrity()
+
+
+def test_preempted_requests_come_back_from_the_host_wherever_they_stand(
+    llm: LLM, engine: Callable[..., Engine]
+) -> None:
+    """Also between two blocks, where a cache cannot be shared. One alone runs in the same steps: the same bits."""
+    want, e = engine(40, 4), engine(40, 4)
+    e.manager.host = HostTier(100 * BLOCK, torch.device("cpu"), pages=True)
+    how, counts = replace(ASK, max_tokens=20), count_tokens(e)
+    one, other = (each.add(tiny_v4.token_ids(150, seed=4), how) for each in (want, e))
+    run(want)
+    while not e.idle:
+        e.step()
+        if other in e.scheduler.running:
+            e.scheduler.preempt(other)
+            poison(e)
+    assert other.error is None and torch.equal(v4_logprobs(one), v4_logprobs(other))
+    assert other.restored == other.preemptions == len(counts) - 1 and sum(counts) == 150 + 19
+    small = engine(14, 4)
+    small.manager.host = HostTier(100 * BLOCK, torch.device("cpu"), pages=True)
+    prompts, requests = [tiny_v4.token_ids(n, seed=n) for n in (1, 3, 60, 15, 16, 17, 90, 100)], []
+    for i, p in enumerate(prompts):
+        requests.append(small.add(p, greedy(9 + 3 * i)))
+        small.step()
+    run(small)
+    assert sum(r.restored for r in requests) == sum(r.preemptions for r in requests) > 0
+    for r, p in zip(requests, prompts, strict=True):
+        assert r.generated == llm.generate([p], r.params)[0].token_ids
+    for each in (e, small):
+        each.manager.check_integrity()
+        assert not each.manager.away and not each.manager.host.used
+
+
+def v4_logprobs(request: Request) -> torch.Tensor:
+    return torch.tensor([[each.token, *sorted(each.top.values())] for each in request.logprobs], dtype=torch.float64)
 
 
 @pytest.mark.parametrize(("first", "more"), [(14, 1), (15, 3), (16, 5), (40, 40), (3, 1)])

@@ -25,11 +25,14 @@ from long_form import LONG
 import hybridkv
 from engine.driving import assert_nothing_held, prompt
 from hybridkv import CacheConfig, SamplingParams
-from hybridkv.cache import CacheSchema, KVCacheManager, StreamSchema, TensorSpec
+from hybridkv.cache import CacheSchema, KVCacheManager, StreamSchema, TensorSpec, away
 from hybridkv.cache.allocator import PageAllocator
 from hybridkv.cache.compacting import Compacting
 from hybridkv.cache.page_table import PageTable
 from hybridkv.cache.reuse import Reuse
+from hybridkv.cache.tier_sizes import BLOCK
+from hybridkv.cache.tiers import HostTier
+from hybridkv.engine import preempted
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.runner import Runner
 from hybridkv.engine.scheduler import Scheduler
@@ -47,6 +50,7 @@ WATCHED = ("/engine/", "/cache/", "/eviction/", "/request.py", "/eviction_record
 MORE = int(os.environ.get("HYBRIDKV_INTERRUPTS", "1"))
 LEFT = " left to the device"  # evictions of this kind of engine are
 SHARED = f", shared{LEFT}"  # and columns share its pages
+HOST = ", with a host"  # requests that make room go there
 SHARES = {
     "llama": 30,
     "qwen3_5": 30,
@@ -55,6 +59,8 @@ SHARES = {
     "deepseek_v4": 5,
     f"llama{LEFT}": 30,
     f"llama{SHARED}": 30,
+    f"llama{SHARED}{HOST}": 20,
+    f"qwen3_5{HOST}": 30,
 }
 POINTS = {kind: MORE * share for kind, share in SHARES.items()}
 
@@ -137,13 +143,15 @@ def model_of(kind: str) -> Any:
 
 def engine_for(kind: str) -> Engine:
     """Small pools, so that requests are preempted; a budget where there is something to evict."""
+    host = HostTier(64 * BLOCK, torch.device("cpu"), pages=True) if kind.endswith(HOST) else None
+    kind = kind.removesuffix(HOST)
     model = model_of(kind.removesuffix(SHARED).removesuffix(LEFT))
     compressed = kind == "deepseek_v4"
     config = CacheConfig("f32", block=16) if compressed else CacheConfig("f32", 2, budget=8, window=2, recent=2)
     schema = cache_schema(model.config, config, torch.float32)
     shared = kind.endswith(SHARED)
     pages = schema.pool_pages(1, 48 if compressed else 34 if shared else 18)
-    manager = KVCacheManager(schema, pages, 3, 64, checkpoints=0 if shared else None)
+    manager = KVCacheManager(schema, pages, 3, 64, checkpoints=0 if shared else None, host=host)
     if shared:
         Reuse(manager)
     evictor = Evictor.make(config, manager, scale=model.config.attention_scale)
@@ -188,6 +196,9 @@ def finish(engine: Engine, requests: list[Request]) -> None:
     for request in requests:
         engine.abort(request)
     assert_nothing_held(engine)
+    if engine.manager.reuse is not None:
+        engine.manager.reuse.forget()
+    assert not engine.manager.away and not engine.manager.host.used
 
 
 @pytest.mark.slow
@@ -199,6 +210,7 @@ def test_an_interrupt_at_any_line_harms_only_the_requests_of_its_step(kind: str)
     assert [r.finish_reason for r in want] == ["length"] * 4 + ["abort", "length", "abort"]
     assert sum(r.preemptions for r in want) > 0 and want[5].cached_tokens > 0
     assert kind == "deepseek_v4" or any(r.evictions for r in want)
+    assert any(r.restored for r in want) == kind.endswith(HOST)
     points = [(number, line) for number, lines in enumerate(watched.lines) for line in range(1, lines + 1)]
     places, ended = set(), 0
     for number, line in sorted(random.Random(7).sample(points, POINTS[kind])):
@@ -304,8 +316,16 @@ PLACES = {
     "start beside shared pages": KVCacheManager.start_compaction.__wrapped__,
     "replace": PageTable.replace,
     "stop": KVCacheManager._stop_compacting,
+    "preempt": Scheduler.preempt,
+    "send away": away.send_away.__wrapped__,  # type: ignore[attr-defined]
+    "come back": preempted.come_back,
+    "bring back": away.bring_back.__wrapped__,  # type: ignore[attr-defined]
+    "take pages": away._take_pages,
+    "drop away": away.drop_away,
+    "runs again": preempted._bring_back,
 }
 BESIDE_SHARED = {"start beside shared pages", "replace", "stop"}
+ON_HOST = {"preempt", "send away", "come back", "bring back", "take pages", "drop away", "runs again"}
 ON_DEVICE = {"start compaction", "settle", "shrink", "finish eviction"} | BESIDE_SHARED
 
 
@@ -315,10 +335,12 @@ ON_DEVICE = {"start compaction", "settle", "shrink", "finish eviction"} | BESIDE
 def test_every_line_of_the_bookkeeping_may_be_the_last(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     want: list[Request] = []
     kind = f"llama{SHARED if place in BESIDE_SHARED else LEFT}" if place in ON_DEVICE else "llama"
+    kind = f"qwen3_5{HOST}" if place in ON_HOST else kind
     monkeypatch.setattr(Compacting, "ready", lambda compacting: False)  # as long under way as can be
     work(engine_for(kind), want)
     interrupted = 0
-    for n in range(1, 40, 1 if LONG else 2) if place in ON_DEVICE else range(1, 12):
+    lines = range(1, 40, 1 if LONG else 2) if place in ON_DEVICE else range(1, 14 if place in ON_HOST else 12)
+    for n in lines:
         engine, requests = engine_for(kind), []
         if place in ("rebuild", "sort"):
             engine.manager.interrupted = engine._changing = True  # as after an interrupt: the next call begins with it

@@ -172,7 +172,7 @@ def test_a_load_that_does_not_pay_is_left_and_said(with_host: Callable, engine_o
     ask(engine, BASE, marks=MARKS)
     drive_out(engine)
     host, tokens = reuse_of(engine).host, parting(256, 290)
-    engine.manager.host._rate, host.speed = 1e6, 1e9  # a slow host, a quick model
+    engine.manager.host._rate, engine.manager.host.speed = 1e6, 1e9  # a slow host, a quick model
     warm = ask(engine, tokens)
     assert warm.cached_tokens == 0 and warm.reuse["reason"] == "loading_slower" and "tier" not in warm.reuse
     assert "quicker" in warm.reuse["why"] and same(warm, cold(tokens))
@@ -184,16 +184,16 @@ def test_a_load_that_does_not_pay_is_left_and_said(with_host: Callable, engine_o
         reuse_of(engine).forget()
         ask(engine, BASE, marks=MARKS)
         drive_out(engine)
-        host.speed = speed
+        engine.manager.host.speed = speed
         assert (ask(engine, tokens).cached_tokens == 256) == pays
 
 
 def test_reading_is_timed_on_long_prompts_alone(engine_of: Callable) -> None:
     engine = engine_of("llama", rows=0, context=2048, pool=4096)
     ask(engine, prompt(1000, 3))
-    assert reuse_of(engine).host.speed == 0
+    assert engine.manager.host.speed == 0
     ask(engine, prompt(1100, 4))
-    assert reuse_of(engine).host.speed > 0
+    assert engine.manager.host.speed > 0
     assert engine.manager.host.rate > 0 and engine.manager.host.rate == engine.manager.host.rate
 
 
@@ -201,13 +201,13 @@ def test_an_answer_that_waits_for_a_slot_does_not_count_as_reading(
     engine_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first token comes from the prompt that the first answer read, most of which was there."""
-    engine, seen, saw = engine_of("llama", rows=0, slots=1), [], HostColumns.saw_reading
+    engine, seen, saw = engine_of("llama", rows=0, slots=1), [], HostTier.saw_reading
 
-    def see(self: HostColumns, tokens: int, seconds: float) -> None:
+    def see(self: HostTier, tokens: int, seconds: float) -> None:
         seen.append(tokens)
         saw(self, tokens, seconds)
 
-    monkeypatch.setattr(HostColumns, "saw_reading", see)
+    monkeypatch.setattr(HostTier, "saw_reading", see)
     ask(engine, BASE[:200])
     several = ask(engine, [*BASE[:192], 1, 2, 3], replace(ASK, n=3, temperature=1.0))
     assert several.cached_tokens == 192 and len(several.siblings) == 2 and all(s.generated for s in several.siblings)
@@ -268,7 +268,7 @@ def test_where_the_device_has_no_memory_to_copy_with_the_prompt_is_read(
 def test_copies_that_save_less_than_they_take_are_left_for_a_while(with_host: Callable) -> None:
     engine = with_host("llama")
     host, tier = reuse_of(engine).host, engine.manager.host
-    host.speed, tier._rate = 1e9, 1e6  # nothing is ever loaded
+    tier.speed, tier._rate = 1e9, 1e6  # nothing is ever loaded
     ask(engine, BASE)
     drive_out(engine)
     assert host.counts["columns stored"] > 0
@@ -282,7 +282,7 @@ def test_copies_that_save_less_than_they_take_are_left_for_a_while(with_host: Ca
     assert host.counts["columns stored"] == stored and host.counts["columns dropped"] > 0
     host.look_at_costs(2000)  # nothing was copied since: it is tried again
     assert not host.resting
-    host.speed = 1.0
+    tier.speed = 1.0
     assert ask(engine, BASE).reuse["tier"] == "host"
     host.look_at_costs(3000)
     assert not host.resting, "what was loaded saved more than it took"
@@ -291,7 +291,7 @@ def test_copies_that_save_less_than_they_take_are_left_for_a_while(with_host: Ca
 def test_copies_of_conversations_are_no_cost_of_prefixes(with_host: Callable) -> None:
     engine = with_host("qwen3_5")
     host, tier = reuse_of(engine).host, engine.manager.host
-    host.speed, tier._rate = 1e9, 1e6
+    tier.speed, tier._rate = 1e9, 1e6
     blocks = tier.put([torch.zeros(BLOCK, dtype=torch.uint8)])  # as a conversation that is sent there
     assert blocks is not None and len(list(tier.get(blocks))) == 1
     host.look_at_costs(1000)
@@ -301,7 +301,7 @@ def test_copies_of_conversations_are_no_cost_of_prefixes(with_host: Callable) ->
     ask(engine, BASE, marks=MARKS)
     drive_out(engine)
     assert host.copied == tier.copied_down - down > 0
-    host.speed = 0.0
+    tier.speed = 0.0
     assert ask(engine, parting(256, 290)).reuse["tier"] == "host"
     assert host.copied == tier.copied_down - down + tier.copied_up - up > tier.copied_down - down
 

@@ -141,7 +141,7 @@ def test_every_answer_of_a_storm_is_the_cold_one(kind: str, part: int, storm_ove
     # it was one: hits, too little room, and trouble
     for what in ("hits", "turns", "columns_dropped", "frozen", "thawed", "exported", "imported", "loads"):
         assert seen[what] > requests // 100, (what, dict(seen))
-    assert seen["preempted"] or not LONG
+    assert (seen["preempted"] and seen["came_back"]) or not LONG
     assert (host.trouble["fails"] and host.trouble["late"]) or host.copies < 2 * TROUBLE
     assert host.failed == host.trouble["fails"]
     assert 0 < counts["cached tokens"] < counts["prompt tokens"]
@@ -151,7 +151,7 @@ def test_every_answer_of_a_storm_is_the_cold_one(kind: str, part: int, storm_ove
         engine.abort(held)
     assert_nothing_held(engine)
     engine.manager.reuse.forget()
-    assert host.used == 0 and not engine.manager.frozen
+    assert host.used == 0 and not engine.manager.frozen and not engine.manager.away
     assert engine.manager.free_pages() == {n: t.allocator.total for n, t in engine.manager.tables.items()}
 
 

@@ -1,0 +1,226 @@
+"""Requests that wait on the host, and other parts: too little room, copies that fail or are late, ends of all kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from engine.driving import count_tokens, prompt, run
+from engine.preempting import CPU, TEXT, alone, assert_back, builder, computed, halfway, host, params, two, ways
+from engine.reusing import check, same
+from hybridkv import SamplingParams
+from hybridkv.cache import away
+from hybridkv.cache.tier_sizes import BLOCK
+from hybridkv.cache.tiers import Arrival, HostTier
+from hybridkv.engine.engine import Engine
+
+
+@pytest.fixture(scope="module")
+def built(engine_of: Callable) -> Callable[..., Engine]:
+    return builder(engine_of)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("why", ["full", "slow", "off", "down", "up", "later"])
+def test_what_does_not_reach_the_host_or_come_back_is_read_again(
+    why: str, kind: str, built: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host is full, slow or off; a copy to it fails, or the one back, or the one after that."""
+    want = alone(built(kind), prompt(90, 4), params(1))
+    engine = built(kind, host=host(1 if why == "full" else 400))
+    manager, copies = engine.manager, []
+    request = engine.add(prompt(90, 4), params(1))
+    halfway(engine, request)
+    if why == "slow":  # beside the model
+        manager.host._rate, manager.host.speed = 1e6, 1e9
+    manager.host.pages = why != "off"
+    name = "_down" if why == "down" else "_up"
+    copy, fails = getattr(HostTier, name), {"down": 2, "up": 1, "later": 2}.get(why, 0)
+
+    def broken(self: HostTier, *args: Any) -> Any:
+        copies.append(1)
+        if len(copies) == fails:
+            raise RuntimeError("a copy that was made to fail")
+        return copy(self, *args)
+
+    monkeypatch.setattr(HostTier, name, broken)
+    engine.scheduler.preempt(request)
+    check(engine)
+    sent = why in ("up", "later")
+    assert (request.key in manager.away) == sent and (manager.host.used > 0) == sent
+    counts = count_tokens(engine)
+    run(engine)
+    assert same(request, want) and request.preemptions == 1 and request.restored == 0
+    assert sum(counts) == computed([want]), "all of it is computed again"
+    assert ways(engine) == (int(sent), 0, 1) and manager.host.failed == (why in ("down", "up", "later"))
+    assert "restored" not in request.stats
+    assert_back(engine)
+
+
+def test_where_the_device_has_no_memory_to_copy_with_it_is_read_again(
+    built: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of it is on the device when that shows."""
+    want = alone(built("qwen3_5"), prompt(90, 4), params(1))
+    engine = built("qwen3_5")
+    request = engine.add(prompt(90, 4), params(1))
+    halfway(engine, request)
+    engine.scheduler.preempt(request)
+
+    def broken(*args: Any) -> None:
+        raise torch.OutOfMemoryError("made to fail")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(away, "restore_state", broken)
+        engine.step()
+    assert ways(engine) == (1, 0, 1) and engine.manager.host.failed == 1
+    check(engine)
+    run(engine)
+    assert same(request, want)
+    assert_back(engine)
+
+
+def test_what_pays_is_decided_by_bytes_rate_and_tokens_alone(built: Callable) -> None:
+    engine = built("qwen3_5")
+    manager, request = engine.manager, engine.add(prompt(90, 4), params(1))
+    halfway(engine, request)
+    manager.host._rate = 1e6
+    for speed, pays in ((0.69, True), (0.71, False)):
+        nbytes = manager.used_bytes(request.key) + BLOCK  # the state takes a whole one
+        manager.host.speed = speed * manager.position(request.key) / (1e-3 + nbytes / 1e6)
+        engine.scheduler.preempt(request)
+        assert (request.key in manager.away) == pays
+        halfway(engine, request, request.answer_tokens + 1)
+    run(engine)
+    assert_back(engine)
+
+
+def test_it_takes_the_room_of_held_caches_and_gives_them_none(built: Callable) -> None:
+    """On the host there is room for one of them; then for none."""
+    engine = built("qwen3_5", host=host(3))
+    held = alone(engine, prompt(40, 1), SamplingParams(max_tokens=3), hold=True)
+    engine.scheduler.spare(held)
+    assert engine.manager.frozen[held.key].exported is not None
+    first, second = (engine.add(prompt(70, i), params(i)) for i in (4, 5))
+    halfway(engine, second)
+    engine.scheduler.preempt(second)
+    assert engine.manager.away and held not in engine.scheduler.held
+    engine.scheduler.preempt(first)
+    assert list(engine.manager.away) == [second.key] and ways(engine) == (1, 0, 1)
+    run(engine)
+    assert (first.restored, second.restored) == (0, 1)
+    assert_back(engine)
+
+
+def test_no_held_cache_goes_where_that_would_not_be_enough(built: Callable) -> None:
+    engine = built("qwen3_5", host=host(3))
+    held = alone(engine, prompt(40, 1), SamplingParams(max_tokens=3), hold=True)
+    engine.scheduler.spare(held)
+    request = engine.add(prompt(450, 4), params(4))
+    halfway(engine, request)
+    engine.scheduler.preempt(request)
+    assert not engine.manager.away and held in engine.scheduler.held
+    run(engine)
+    engine.abort(held)
+    assert_back(engine)
+
+
+@pytest.mark.parametrize("end", ["abort", "stop", "forget", "export"])
+def test_one_that_is_away_can_be_ended_or_moved(end: str, built: Callable) -> None:
+    engine = built("qwen3_5", rows=6)
+    first, second = two(engine)
+    engine.scheduler.preempt(second)
+    assert engine.manager.away
+    if end == "forget":  # what it was to share is gone
+        engine.manager.reuse.forget()  # type: ignore[union-attr]
+    elif end == "export":  # as its tokens
+        assert engine.export(second).snapshot is None
+    else:
+        getattr(engine, end)(second)
+        assert not engine.manager.away and second.finish_reason == "abort"
+    check(engine)
+    run(engine)
+    want = alone(built("qwen3_5"), [*TEXT, *prompt(20, 7)], params(1))
+    assert end in ("abort", "stop") or same(second, want)
+    assert second.restored == (end == "export") and first.error is None
+    assert_back(engine)
+
+
+class Slow(Arrival):
+    """Copies that are there when they have been asked for often enough, or are waited for."""
+
+    def __init__(self, asked: int) -> None:
+        self.left, self.waited = asked, 0
+
+    def ready(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+    def wait(self) -> None:
+        self.waited += 1
+
+
+class SlowTier(HostTier):
+    """The same copies, as if they were on their way for some steps."""
+
+    def __init__(self, asked: int) -> None:
+        super().__init__(400 * BLOCK, CPU, pages=True)
+        self.asked, self.arrivals = asked, list[Slow]()
+
+    @contextmanager
+    def aside(self) -> Iterator[Arrival | None]:
+        self.arrivals.append(Slow(self.asked))
+        yield self.arrivals[-1]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+def test_others_go_on_while_it_is_on_its_way_back(kind: str, built: Callable) -> None:
+    want = [alone(built(kind), prompt(50, i), params(i)) for i in (4, 5)]
+    tier = SlowTier(5)
+    engine = built(kind, host=tier)
+    first, second = (engine.add(prompt(50, i), params(i)) for i in (4, 5))
+    halfway(engine, second)
+    engine.scheduler.preempt(second)
+    ahead = [(len(first.tokens), len(second.tokens))]
+    for _ in range(8):
+        engine.step()
+        ahead.append((len(first.tokens), len(second.tokens)))
+    grown = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(ahead)]
+    assert grown[:3] == [(1, 0)] * 3 and grown[-2:] == [(1, 1)] * 2, grown
+    assert [a.waited for a in tier.arrivals] == [1] and not engine.manager.arriving
+    run(engine)
+    assert same(first, want[0]) and same(second, want[1])
+    assert_back(engine)
+
+
+@pytest.mark.parametrize("then", ["alone", "abort", "preempt", "stop", "rebuild"])
+def test_what_is_on_its_way_is_waited_for_by_whoever_needs_its_pages(then: str, built: Callable) -> None:
+    tier = SlowTier(10**6)
+    engine = built("qwen3_5", host=tier)
+    first, second = (engine.add(prompt(50, i), params(i), hold=i == 5) for i in (4, 5))
+    halfway(engine, second)
+    engine.scheduler.preempt(second)
+    engine.step()
+    [arrival] = tier.arrivals
+    assert len(engine.manager.arriving) == 1 and not arrival.waited
+    if then == "alone":  # nothing else is left to do
+        engine.abort(first)
+        engine.step()
+    elif then == "preempt":
+        engine.scheduler.preempt(second)
+    elif then == "rebuild":  # as where an interrupt came while it was released
+        del engine.manager.slot_of[second.key]
+        engine.manager.rebuild()
+        engine.scheduler.rebuild()
+    else:
+        getattr(engine, then)(second)
+    assert arrival.waited == 1
+    run(engine)
+    for request in (first, second):
+        engine.abort(request)
+    assert_back(engine)
