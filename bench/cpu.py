@@ -56,9 +56,9 @@ console = Console(stderr=True)
 
 def ours(form: str) -> Generate:
     if form in DTYPES:
-        llm = LLM(device="cpu", dtype=form, weight_dtype="plain")
+        llm = LLM(device="cpu", dtype=form, weight_dtype="plain", reuse=None)
     else:
-        llm = LLM(device="cpu", dtype="float32", weight_dtype=form)
+        llm = LLM(device="cpu", dtype="float32", weight_dtype=form, reuse=None)
 
     def run(prompt: list[int], tokens: int) -> list[int]:
         [out] = llm.generate([prompt], SamplingParams(max_tokens=tokens, ignore_eos=True))

@@ -187,6 +187,7 @@ class EngineConfig:
         step_tokens: tokens one step computes: all decoding requests, then prompt chunks (at least 64 tokens).
         host_cache: bytes on the host for caches that wait for a next turn and, on a GPU, for what prompts begin with,
             or "16GiB"; 0: none; None: as the device has it.
+        keep_preempted: requests that make room for others wait there with their caches, and are not computed again.
     """
 
     max_requests: int = 8
@@ -194,6 +195,7 @@ class EngineConfig:
     memory: int | str | None = None
     step_tokens: int = 512
     host_cache: int | str | None = None
+    keep_preempted: bool = False
 
     def __post_init__(self) -> None:
         if not is_whole(self.max_requests) or not 1 <= self.max_requests <= 4096:

@@ -115,6 +115,8 @@ class LLM:
         host_cache: bytes on the host, or "16GiB", for caches that wait for a next turn: state of those without a slot,
             and on a GPU the pages of those that made room for others; there also what prompts may begin with and the
             GPU has no room for; None: a quarter of what is free, at most 32 GiB, on a CPU 1 GiB.
+        keep_preempted: running requests that make room for others wait on the host with their caches, and are not
+            computed again (not over ranks; not run on a GPU yet).
         disk_cache: a folder for `save` and `load`; it is made when something is saved.
         disk_size: bytes that all that is saved there may have, or "100GiB"; None: what the disk holds.
         fetch_progress: called with (bytes done, all bytes) while the embedded model is fetched.
@@ -140,6 +142,7 @@ class LLM:
         step_tokens: int | None = None,
         weight_dtype: str = "auto",
         host_cache: int | str | None = EngineConfig.host_cache,
+        keep_preempted: bool = EngineConfig.keep_preempted,
         disk_cache: str | Path | None = None,
         disk_size: int | str | None = None,
         fetch_progress: Progress | None = None,
@@ -156,6 +159,7 @@ class LLM:
             memory,
             EngineConfig.step_tokens if step_tokens is None else step_tokens,
             host_cache,
+            keep_preempted,
         )
         self.store = None if disk_cache is None else Store(disk_cache, parse_bytes(disk_size, "disk_size"))
         if not isinstance(cache, CacheConfig | None) or not isinstance(model, str | Path | None):
@@ -252,6 +256,7 @@ class LLM:
             plan.schema, plan.pages, plan.slots, plan.max_tokens, self.device, exact, plan.query_buffers,
             checkpoints=rows, host=host,
         )  # fmt: skip
+        self.manager.host.preempted = limits.keep_preempted and self.ranks is None
         if self.reuse_config is not None:
             reuse = Reuse(self.manager, self.reuse_config.every, policy_of(self.reuse_config.policy, plan.schema))
             reuse.host.on = self.ranks is None  # what a rank's host has room for, others do not know

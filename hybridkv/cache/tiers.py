@@ -131,10 +131,12 @@ class HostTier:
         device: where chunks come from and go to.
         pages: whether whole caches go there, too, and not only the state of frozen ones; None: where there is a GPU. On
             a CPU both lie in the same memory.
+        preempted: whether running requests that make room wait here (engine/preempted.py).
     """
 
-    def __init__(self, limit: int, device: torch.device, pages: bool | None = None) -> None:
+    def __init__(self, limit: int, device: torch.device, pages: bool | None = None, preempted: bool = False) -> None:
         self.device, self.pages = device, device.type == "cuda" if pages is None else pages
+        self.preempted = preempted
         self.blocks = PageAllocator(min(limit // BLOCK, 2**31 - 1), "host")
         self.copied_down = self.copied_up = 0  # bytes, in all
         self.failed = 0  # copies

@@ -155,6 +155,14 @@ def serve(
             rich_help_panel=LIMITS,
         ),
     ] = None,
+    keep_preempted: Annotated[
+        bool,
+        Option(
+            "--keep-preempted",
+            help="answers that make room for others wait in the host's memory, and are not computed again",
+            rich_help_panel=LIMITS,
+        ),
+    ] = False,
     disk_cache: Annotated[
         str | None,
         Option(
@@ -286,7 +294,8 @@ def serve(
     log_to_stderr()
 
     def load() -> LLM:
-        kept = {"host_cache": host_cache, "disk_cache": disk_cache, "disk_size": disk_size}
+        kept = {"host_cache": host_cache, "keep_preempted": keep_preempted}
+        kept |= {"disk_cache": disk_cache, "disk_size": disk_size}
         llm = model.open(EngineConfig.max_requests, cache, reuse, **kept)
         if llm.ranks is not None:
             llm.ranks.end_process()

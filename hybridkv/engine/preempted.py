@@ -4,8 +4,9 @@ A request goes there if there is room, and if copying it back is quicker than re
 changes: tokens, text, seed, grammar and records of evictions are the request's own, and it goes on with its next token.
 On the host it goes before the caches of conversations and what prompts begin with, and never makes room for them.
 
-What does not go there, or cannot come back (a copy fails, its columns are gone, there is too little room even alone),
-is read again. Over several ranks nothing goes there: what lies on the host, and what copies take, differs between them.
+It is asked for (`EngineConfig.keep_preempted`). What does not go there, or cannot come back (a copy fails, its columns
+are gone, there is too little room even alone), is read again. Over several ranks nothing goes there: what lies on the
+host, and what copies take, differs between them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 def keep_away(admission: Admission, request: Request) -> bool:
     """Whether the cache of a running request is on the host now; else it is as it was."""
     manager, host = admission.manager, admission.manager.host
-    if not host.pages or not _can_go_on(admission, request):
+    if not host.preempted or not _can_go_on(admission, request):
         return False
     shared = shared_column(manager.reuse, request.key) if admission.asked(request).reads else None
     nbytes = bytes_away(manager, request.key, shared)

@@ -20,7 +20,7 @@ class LateTier(HostTier):
     """
 
     def __init__(self, limit: int, every: int = 50) -> None:
-        super().__init__(limit, torch.device("cpu"), pages=True)
+        super().__init__(limit, torch.device("cpu"), pages=True, preempted=True)
         self.every, self.copies, self.trouble = every, 0, Counter[str]()
         self.late: list[tuple[Tensor, np.ndarray, int]] = []  # written by nobody yet
 

@@ -27,7 +27,7 @@ TEXT = prompt(128, 5)
 
 
 def host(blocks: int = 400) -> HostTier:
-    return HostTier(blocks * BLOCK, CPU, pages=True)
+    return HostTier(blocks * BLOCK, CPU, pages=True, preempted=True)
 
 
 def params(i: int, tokens: int = 18) -> SamplingParams:

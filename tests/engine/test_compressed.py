@@ -63,7 +63,7 @@ def test_preempted_requests_come_back_from_the_host_wherever_they_stand(
 ) -> None:
     """Also between two blocks, where a cache cannot be shared. One alone runs in the same steps: the same bits."""
     want, e = engine(40, 4), engine(40, 4)
-    e.manager.host = HostTier(100 * BLOCK, torch.device("cpu"), pages=True)
+    e.manager.host = HostTier(100 * BLOCK, torch.device("cpu"), pages=True, preempted=True)
     how, counts = replace(ASK, max_tokens=20), count_tokens(e)
     one, other = (each.add(tiny_v4.token_ids(150, seed=4), how) for each in (want, e))
     run(want)
@@ -75,7 +75,7 @@ def test_preempted_requests_come_back_from_the_host_wherever_they_stand(
     assert other.error is None and torch.equal(v4_logprobs(one), v4_logprobs(other))
     assert other.restored == other.preemptions == len(counts) - 1 and sum(counts) == 150 + 19
     small = engine(14, 4)
-    small.manager.host = HostTier(100 * BLOCK, torch.device("cpu"), pages=True)
+    small.manager.host = HostTier(100 * BLOCK, torch.device("cpu"), pages=True, preempted=True)
     prompts, requests = [tiny_v4.token_ids(n, seed=n) for n in (1, 3, 60, 15, 16, 17, 90, 100)], []
     for i, p in enumerate(prompts):
         requests.append(small.add(p, greedy(9 + 3 * i)))

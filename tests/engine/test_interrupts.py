@@ -143,7 +143,7 @@ def model_of(kind: str) -> Any:
 
 def engine_for(kind: str) -> Engine:
     """Small pools, so that requests are preempted; a budget where there is something to evict."""
-    host = HostTier(64 * BLOCK, torch.device("cpu"), pages=True) if kind.endswith(HOST) else None
+    host = HostTier(64 * BLOCK, torch.device("cpu"), pages=True, preempted=True) if kind.endswith(HOST) else None
     kind = kind.removesuffix(HOST)
     model = model_of(kind.removesuffix(SHARED).removesuffix(LEFT))
     compressed = kind == "deepseek_v4"

@@ -22,7 +22,7 @@ from engine.preempting import (
     ways,
 )
 from engine.reusing import ASK, check, poison, same
-from hybridkv import SamplingParams
+from hybridkv import LLM, SamplingParams
 from hybridkv.cache.away import leave_columns
 from hybridkv.engine.engine import Engine
 from hybridkv.errors import OutOfPages
@@ -204,3 +204,9 @@ def test_a_held_turn_that_is_preempted_goes_on_in_its_own_cache(built: Callable)
         engine.abort(turn)
         assert_back(engine)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("keep", (False, True))
+def test_an_llm_keeps_them_where_it_was_asked_to(keep: bool) -> None:
+    with LLM("tiny-hybrid", device="cpu", max_requests=2, max_context=256, keep_preempted=keep) as llm:
+        assert llm.manager.host.preempted is keep

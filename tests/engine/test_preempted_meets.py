@@ -38,7 +38,7 @@ def test_what_does_not_reach_the_host_or_come_back_is_read_again(
     halfway(engine, request)
     if why == "slow":  # beside the model
         manager.host._rate, manager.host.speed = 1e6, 1e9
-    manager.host.pages = why != "off"
+    manager.host.preempted = why != "off"
     name = "_down" if why == "down" else "_up"
     copy, fails = getattr(HostTier, name), {"down": 2, "up": 1, "later": 2}.get(why, 0)
 
@@ -169,7 +169,7 @@ class SlowTier(HostTier):
     """The same copies, as if they were on their way for some steps."""
 
     def __init__(self, asked: int) -> None:
-        super().__init__(400 * BLOCK, CPU, pages=True)
+        super().__init__(400 * BLOCK, CPU, pages=True, preempted=True)
         self.asked, self.arrivals = asked, list[Slow]()
 
     @contextmanager

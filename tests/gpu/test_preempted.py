@@ -60,6 +60,7 @@ def test_what_comes_back_gives_the_bits_of_a_request_that_never_left(
     llm = models.open(kind, dtype, kv, budget, context=1024)
     engine = llm.engine
     assert engine.launches_ahead and llm.manager.host.pages
+    llm.manager.host.preempted = True
     want = crowd(llm, preempts=False)
     late(llm)
     before, failed = engine.scheduler.counts["came_back"], llm.manager.host.failed
@@ -74,6 +75,7 @@ def test_what_comes_back_gives_the_bits_of_a_request_that_never_left(
 def test_others_decode_while_it_is_on_its_way(models: Models, late: Callable[[LLM], None]) -> None:  # noqa: F811
     """Copies take longer than steps: nobody is held up by them, and nobody reads too early."""
     llm = models.open("qwen3_5", "float32", "f32", None, context=1024)
+    llm.manager.host.preempted = True
     engine = llm.engine
     first, second = (engine.add(tiny.token_ids(200, seed=i), params(i, 60), cache=False) for i in (4, 5))
     while second.answer_tokens < 4:
