@@ -29,12 +29,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import tiny
 import torch
 from browser import browser, chromium  # noqa: F401  # fixtures
 from hypothesis import settings
 
 if TYPE_CHECKING:
+    import tiny
+
     from hybridkv import LLM
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # `make test &` in a script: processes inherit that
@@ -115,8 +116,10 @@ def weights_measured_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tiny.Oracle]:
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> "Callable[[str], tiny.Oracle]":
     """`oracle(kind)`: a tiny model, its folder, token ids and the logits transformers gives for them."""
+    import tiny  # here: it imports transformers, which takes seconds, and xdist's own process needs none of it
+
     return cache(lambda kind: tiny.Oracle(kind, tmp_path_factory.mktemp(kind)))
 
 
