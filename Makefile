@@ -85,16 +85,25 @@ test-nixl: $(VENV)-nixl/.stamp
 	PATH="$(CURDIR)/$(BIN):$$PATH" OMP_NUM_THREADS=1 $(VENV)-nixl/bin/python -m pytest tests/cache/test_nixl_agents.py tests/cache/test_shelves.py tests/server/test_transfers.py $(ARGS)
 
 # Libraries pick their products by what the CPU can do. Here they do without AVX-512; test_old_cpu.py checks that they did.
-# The state machines and the interrupts compute nothing whose bits could differ, and take long.
+# What is run again is what those libraries compute: products, softmax and its sums, norms, conversions between formats,
+# whole models, and engines whose answers are compared with other products (alone and together, cold and reused). Left
+# out is what computes nothing whose bits could differ: configs, pages, lists, copies, refusals, what is compiled for a
+# GPU; and crowds, storms, moves and interrupts, whose steps multiply as those above do.
 OLD_CPU := OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 FBGEMM_ENABLE_INSTRUCTIONS=AVX2
-NUMBERS := tests/test_old_cpu.py tests/test_exact.py tests/kernels tests/models tests/eviction tests/cache tests/engine
+NUMBERS := tests/test_old_cpu.py tests/test_exact.py \
+  $(addprefix tests/kernels/,attention formats gdn linear moe sampling v4 test_activation.py test_exact_ops.py test_norm.py test_rope.py) \
+  $(patsubst %,tests/kernels/eviction/test_%.py,key_difference peak peak_pool score standing) \
+  $(patsubst %,tests/models/test_%.py,cpu_forms deepseek_v4 deepseek_v4_quantised deepseek_v4_released gguf_parity packed_models parity qwen3 smollm2 state_dtype v4_stream) \
+  $(patsubst %,tests/eviction/test_%.py,capture decode_after_eviction end_to_end fp8_needles known_sums policies scores) \
+  $(patsubst %,tests/cache/test_%.py,compressed_layer compressed_layer_rounding compressed_reads layer_handle) \
+  $(patsubst %,tests/engine/test_%.py,batching compressed copying prompt_logprobs replay reuse reuse_v4 sampler)
 
 test-interrupts: $(VENV)/.stamp-dev
 	HYBRIDKV_INTERRUPTS=32 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/engine/test_interrupts.py -k any_line $(ARGS)
 
 test-old-cpu: $(VENV)/.stamp-dev
 	@$(BIN)/python -m hybridkv.embedded
-	$(OLD_CPU) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -k "not machine and not interrupts" $(NUMBERS) $(ARGS)
+	$(OLD_CPU) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(NUMBERS) $(ARGS)
 
 test-install: $(VENV)/.stamp-dev
 	@$(BIN)/python -m hybridkv.embedded

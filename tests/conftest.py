@@ -6,9 +6,11 @@ NaN, or with the largest value for integers. An output that some path never writ
 """
 
 # ruff: noqa: E402  what is set here must be set before those imports
+import gc
 import os
 import sys
 
+gc.disable()  # until all tests are collected: a third of that time would be spent on walking what stays anyway
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported; several test processes share the cores
 
 import triton_interpreter  # before anything that imports triton
@@ -27,12 +29,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import tiny
 import torch
 from browser import browser, chromium  # noqa: F401  # fixtures
 from hypothesis import settings
 
 if TYPE_CHECKING:
+    import tiny
+
     from hybridkv import LLM
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # `make test &` in a script: processes inherit that
@@ -63,6 +66,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: the collector of garbage looks from here on at what came later alone."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
 def poison_fresh_memory() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -79,7 +90,9 @@ def fixed_surroundings(request: pytest.FixtureRequest) -> Iterator[None]:
     seed = zlib.crc32((request.node.name + os.environ.get("HYBRIDKV_TEST_SEED", "")).encode())
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 0.5 ms: without a GPU it notes who called it
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
     poison_fresh_memory()
     yield
 
@@ -103,8 +116,10 @@ def weights_measured_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tiny.Oracle]:
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> "Callable[[str], tiny.Oracle]":
     """`oracle(kind)`: a tiny model, its folder, token ids and the logits transformers gives for them."""
+    import tiny  # here: it imports transformers, which takes seconds, and xdist's own process needs none of it
+
     return cache(lambda kind: tiny.Oracle(kind, tmp_path_factory.mktemp(kind)))
 
 

@@ -139,12 +139,12 @@ def test_an_answer_that_ended_itself_is_continued_with_one_end_token(
 ) -> None:
     llm = chat_model(kind)
     first = Conversation(llm, params=ASK)
-    list(first.send("Hello"))
+    list(first.send("Hello there"))
     assert first.last is not None
     ends = SamplingParams(max_tokens=10, stop_token_ids=(first.last.token_ids[4],))
     first.close()
     talk = Conversation(llm, params=ends)
-    text = "".join(talk.send("Hello"))
+    text = "".join(talk.send("Hello there"))
     assert talk.last is not None and talk.last.finish_reason == "stop"
     assert talk.messages[-1]["content"] == text == llm.tokenizer.decode(talk.last.token_ids[:-1])
     counts = ran(llm)
@@ -184,10 +184,10 @@ def test_an_answer_stopped_early_is_kept_and_continued(
 def test_a_turn_cut_by_a_stop_string_is_continued_without_what_was_cut(kind: str, chat_model: Callable) -> None:
     llm = chat_model(kind)
     talk = Conversation(llm, params=ASK)
-    whole = "".join(talk.send("Hello"))
+    whole = "".join(talk.send("Hello there"))
     talk.close()
     talk = Conversation(llm, params=SamplingParams(max_tokens=10, stop=whole[4:6]))
-    text = "".join(talk.send("Hello"))
+    text = "".join(talk.send("Hello there"))
     assert text == whole[: whole.index(whole[4:6])]
     text = "".join(talk.send("Go on"))
     assert reads(llm, talk) == llm.render(talk.messages[:-1])

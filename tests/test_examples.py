@@ -17,7 +17,7 @@ def test_a_request_is_forked_saved_and_restored(
     kind: str, oracle: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
     example = runpy.run_path(str(EXAMPLES / "fork_and_save.py"))
-    found = example["main"](str(oracle(kind).folder), tiny.token_ids(40))
+    found = example["main"](str(oracle(kind).folder), tiny.token_ids(40, seed=8))
     assert len(found["request"]) == 12 and found["restored"] == found["request"]
     assert len(found["fork"]) == 12 and found["fork"] != found["request"]
     assert "a request of 47 tokens" in capsys.readouterr().out

@@ -125,11 +125,11 @@ def test_the_first_turn_after_loading_computes_only_what_is_new(kind: str, model
 def test_an_answer_that_a_stop_string_ended(kind: str, model: Callable, tmp_path: Path) -> None:
     here, there = model(kind), model(kind, "plain", 1)
     talk = Conversation(here, params=GREEDY)
-    list(talk.send("Hello"))
+    list(talk.send("Hello there"))
     stop = talk.messages[-1]["content"][4:6]
     talk.close()
     talk = Conversation(here, params=SamplingParams(max_tokens=10, stop=stop))
-    list(talk.send("Hello"))
+    list(talk.send("Hello there"))
     assert talk._request is not None and talk._request.text.stopped == stop
     talk.save(tmp_path / "talk")
     other = Conversation.load(there, tmp_path / "talk")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,35 @@ from cli.commands import TINY
 from cli.terminal import Terminal, terminal
 
 
-@pytest.fixture
-def screen(folder: Path, tmp_path: Path) -> Iterator[Terminal]:
-    """A chat that waits for its first message."""
-    history = str(tmp_path / "history")
-    with terminal("chat", "-m", folder, *TINY, "--max-tokens", 5, "--ignore-eos", HYBRIDKV_HISTORY=history) as found:
+@contextmanager
+def chat(folder: Path, history: Path) -> Iterator[Terminal]:
+    settings = (*TINY, "--max-tokens", 5, "--ignore-eos")
+    with terminal("chat", "-m", folder, *settings, HYBRIDKV_HISTORY=str(history)) as found:
         found.expect("> ")
         yield found
+
+
+@pytest.fixture
+def screen(folder: Path, tmp_path: Path) -> Iterator[Terminal]:
+    """A chat that waits for its first message, for a test that leaves it."""
+    with chat(folder, tmp_path / "history") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def shared_screen(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Terminal, Path]]:
+    history = tmp_path_factory.mktemp("shared") / "history"
+    with chat(folder, history) as found:
+        yield found, history
+
+
+@pytest.fixture
+def same_screen(shared_screen: tuple[Terminal, Path]) -> Terminal:
+    """A chat that was started once for all, and begins afresh."""
+    screen, _ = shared_screen
+    ask(screen, "/budget off")
+    assert "started afresh" in ask(screen, "/reset")
+    return screen
 
 
 def ask(screen: Terminal, text: str) -> str:
@@ -26,18 +49,19 @@ def ask(screen: Terminal, text: str) -> str:
     return screen.expect("\n> ")
 
 
-def test_the_start_says_what_runs_and_how_tokens_are_chosen(screen: Terminal) -> None:
-    assert "tiny-llama, context of 512 tokens. /help lists commands" in screen.seen
-    assert "sampling: greedy (the model names no sampling settings)" in screen.seen
+def test_the_start_says_what_runs_and_how_tokens_are_chosen(same_screen: Terminal) -> None:
+    assert "tiny-llama, context of 512 tokens. /help lists commands" in same_screen.seen
+    assert "sampling: greedy (the model names no sampling settings)" in same_screen.seen
 
 
-def test_pasted_lines_are_one_turn(screen: Terminal, tmp_path: Path) -> None:
+def test_pasted_lines_are_one_turn(same_screen: Terminal, shared_screen: tuple[Terminal, Path]) -> None:
+    screen, (_, history) = same_screen, shared_screen
     screen.paste("one\ntwo\nthree")
     screen.type("\r")
     said = screen.expect("\n> ")
     assert said.count("[read ") == 1 and "wrote 5 tokens" in said and "cut at 5 tokens: raise --max-tokens" in said
     assert "1 turn, " in ask(screen, "/stats")
-    assert [json.loads(line) for line in (tmp_path / "history").read_text().splitlines()][0] == "one\ntwo\nthree"
+    assert [json.loads(line) for line in history.read_text().splitlines()].count("one\ntwo\nthree") == 1
 
 
 def test_commands_say_what_they_did(screen: Terminal) -> None:
@@ -82,13 +106,15 @@ def test_a_conversation_is_saved_and_loaded(screen: Terminal, folder: Path, tmp_
         later.expect("loaded 2 turns from")
 
 
-def test_a_budget_of_a_chat_is_seen_in_its_stats(screen: Terminal) -> None:
+def test_a_budget_of_a_chat_is_seen_in_its_stats(same_screen: Terminal) -> None:
+    screen = same_screen
     assert "100 tokens a stream are kept from the next turn on" in ask(screen, "/budget 100")
     ask(screen, "The ship left the harbour at dawn. " * 8)
     assert "evicted: " in ask(screen, "/stats")
 
 
-def test_a_mistake_in_a_turn_leaves_the_chat_as_it_was(screen: Terminal) -> None:
+def test_a_mistake_in_a_turn_leaves_the_chat_as_it_was(same_screen: Terminal) -> None:
+    screen = same_screen
     said = ask(screen, "x" * 600)
     assert "the context holds 512" in said and "--context" in said and "max_context" not in said
     assert "[read " in ask(screen, "Hello")

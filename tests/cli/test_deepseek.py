@@ -96,10 +96,10 @@ def test_an_id_outside_the_vocabulary_is_refused(run: Run, folder: Path) -> None
 def test_a_config_of_another_checkpoint_is_refused(run: Run, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
-    config["layer_types"][2], config["layer_types"][3] = config["layer_types"][3], config["layer_types"][2]
+    config["layer_types"][1], config["layer_types"][2] = config["layer_types"][2], config["layer_types"][1]
     (tmp_path / "config.json").write_text(json.dumps(config))
     code, out, err = run("generate", "-m", tmp_path, *TINY, TEXT)
-    assert code == 2 and out == "" and "layer 2 is HCA by the config" in err and "weights of CSA" in err
+    assert code == 2 and out == "" and "layer 1 is HCA by the config" in err and "weights of CSA" in err
 
 
 def test_token_ids() -> None:

@@ -4,6 +4,7 @@ Everything else is real: bash, pipes, files, exit codes, the command line itself
 """
 
 import array
+import gc
 import json
 import os
 import runpy
@@ -12,6 +13,7 @@ import stat
 import subprocess
 import sys
 import traceback
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +37,13 @@ sys.exit(answer[0] if answer else 255)
 
 def serve(address: str) -> None:
     """Import what commands need, then fork for each that comes."""
-    import hybridkv.cli
+    import hybridkv.commands.display
     import hybridkv.conversation  # noqa: F401
+    from hybridkv.cli import main
+
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), suppress(SystemExit):
+        main(["plan", "Qwen3.5-4B", "--device", "cpu", "--memory", "1GiB"])  # what commands import once they run
+    gc.freeze()  # so that no child walks, and so copies, what all of them share
 
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)

@@ -15,6 +15,7 @@ import torch
 
 from engine.driving import assert_nothing_held, count_tokens, prompt, run
 from engine.reusing import ASK, Cold, apart, ask, ask_only, check, logprobs, poison, same
+from hybridkv.cache import checkpoints
 from hybridkv.cache.reuse import Reuse
 from hybridkv.config import CacheConfig, SamplingParams
 from hybridkv.engine.engine import Engine
@@ -113,16 +114,19 @@ def test_tokens_between_a_checkpoint_and_the_columns_end_take_no_page(engine_of:
         )
 
 
-def test_the_second_reader_leaves_a_checkpoint_where_prompts_part(engine_of: Callable, cold: Callable) -> None:
-    engine = engine_of("qwen3_5", exact=True, rows=6, context=1024)
-    long = prompt(700, 9)
-    first, second, third = ([*long[:650], *prompt(20, seed)] for seed in (11, 12, 13))
+def test_the_second_reader_leaves_a_checkpoint_where_prompts_part(
+    engine_of: Callable, cold: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "NEAR", 64)  # so that short prompts do
+    engine = engine_of("qwen3_5", exact=True, rows=6)
+    long = prompt(300, 9)
+    first, second, third = ([*long[:270], *prompt(20, seed)] for seed in (11, 12, 13))
     assert ask(engine, first).reuse["reason"] == "cold"
     found = ask(engine, second)
-    assert found.cached_tokens == 0 and found.reuse["matched"] == 640 and "taken at 640" in found.reuse["why"]
+    assert found.cached_tokens == 0 and found.reuse["matched"] == 256 and "taken at 256" in found.reuse["why"]
     hit = ask(engine, third)
-    assert hit.cached_tokens == 640 and hit.reuse["reason"] == "full"
-    assert same(hit, cold("qwen3_5", context=1024)(third))
+    assert hit.cached_tokens == 256 and hit.reuse["reason"] == "full"
+    assert same(hit, cold("qwen3_5")(third))
     assert sorted({c.kind for c in reuse_of(engine).checkpoints.all.values()}) == ["branch", "turn"]
 
 

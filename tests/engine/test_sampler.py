@@ -289,7 +289,7 @@ class LiveBytes(TorchDispatchMode):
 
 @pytest.mark.parametrize("ask", ASKS, ids=str)
 def test_temporaries_stay_below_a_bound_and_blocks_change_no_token(ask: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    S, V = 40, 3000
+    S, V = 20, 3000
     logits = 3 * torch.randn(S, V)
     whole = [request([1, 2], seed=i, **ask) for i in range(S)]
     blocks = [request([1, 2], seed=i, **ask) for i in range(S)]

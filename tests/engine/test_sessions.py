@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from long_form import LONG
+from long_form import LONG, few
 from safetensors import safe_open
 from torch import Tensor
 
@@ -78,8 +78,8 @@ def held_positions(engine: Engine, request: Request) -> list[list[int]]:
     return [at.tolist() for at in engine.manager.entry_positions(request.key, "attention")]
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("kind", ("llama", "qwen3_5"))
+@pytest.mark.long
+@few("cache, kind", [*CACHES], ("llama", "qwen3_5"))
 def test_a_restored_request_goes_on_as_the_first_one_does(kind: str, cache: str, tmp_path: Path) -> None:
     here, there = engine_with(kind, **CACHES[cache]), engine_with(kind, **CACHES[cache] | dict(page_size=6))
     first = ask(here, None, 40)
@@ -182,8 +182,8 @@ def test_a_compressed_cache_is_saved_where_its_pages_are_full_and_left_out_elsew
 # ---- forks
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("kind", ("llama", "qwen3_5"))
+@pytest.mark.long
+@few("cache, kind", [*CACHES], ("qwen3_5", "llama"))
 def test_a_fork_and_its_origin_go_on_as_each_would_alone(kind: str, cache: str) -> None:
     engine, other = engine_with(kind, **CACHES[cache]), engine_with(kind, **CACHES[cache])
     first = ask(engine, None, 40)
@@ -351,8 +351,8 @@ def interrupted_at(line: int, function: Callable[[], Any]) -> bool:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("call", ("session", "restore_held", "fork_held"))
-def test_an_interrupt_at_any_line_leaves_nothing_behind(call: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("call", "apart"), (("session", 24), ("restore_held", 72), ("fork_held", 40)))
+def test_an_interrupt_at_any_line_leaves_nothing_behind(call: str, apart: int, tmp_path: Path) -> None:
     source = engine_with("qwen3_5", **EVICTING)
     session = through_a_file(source, ask(source, None, 40), tmp_path)
     rng, line, seen = random.Random(1), 1, 0
@@ -372,7 +372,7 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind(call: str, tmp_path: Pat
         for request in [*engine.scheduler.held, old]:
             engine.abort(request)
         assert_nothing_held(engine)
-        line += rng.randint(1, 12 if LONG else 24)
+        line += rng.randint(1, 12 if LONG else apart)
     assert seen > 15
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from long_form import few
 from torch import Tensor
 
 from engine.driving import assert_nothing_held, count_tokens, prompt, run
@@ -76,8 +77,8 @@ def answers_alone(kind: str, what: str) -> list[list[int]]:
     return alone(lambda: engine_for(kind, eviction=EVICTIONS[what]), prompt(90), 4)
 
 
-@pytest.mark.parametrize("ahead", (False, True))
-@pytest.mark.parametrize("what", EVICTIONS)
+@pytest.mark.long
+@few("what, ahead", [*EVICTIONS], (False, True))
 @pytest.mark.parametrize("kind", PLAIN)
 def test_answer_i_is_that_of_a_single_request_with_seed_plus_i(kind: str, what: str, ahead: bool) -> None:
     tokens, n = prompt(90), 4
@@ -134,13 +135,13 @@ def test_the_prompts_pages_are_shared_and_the_open_one_is_copied() -> None:
     assert_nothing_held(engine)
 
 
-@pytest.mark.parametrize("what", EVICTIONS)
+@pytest.mark.long
+@few("room, what", ((112, 8), (144, 8), (300, 1), (300, 2), (200, 3)), [*EVICTIONS])
 @pytest.mark.parametrize("kind", PLAIN)
-@pytest.mark.parametrize(("pool", "slots"), ((112, 8), (144, 8), (300, 1), (300, 2), (200, 3)))
 def test_a_sibling_that_finds_no_room_is_computed_again_and_is_the_same(
-    kind: str, what: str, pool: int, slots: int
+    kind: str, room: tuple[int, int], what: str
 ) -> None:
-    tokens, n = prompt(90), 4
+    (pool, slots), tokens, n = room, prompt(90), 4
     want = answers_alone(kind, what)
     engine = engine_for(kind, pool, slots, EVICTIONS[what], ahead=True, query_buffers=1)
     request, beside = engine.add(tokens, params(n)), engine.add(prompt(9, seed=1), params(seed=70))

@@ -17,13 +17,14 @@ from hybridkv.models.registry import BY_MODEL_TYPE
 
 LLAMA: dict[str, Any] = {**tiny.LLAMA, "model_type": "llama"}
 QWEN3: dict[str, Any] = {**tiny.LLAMA, "model_type": "qwen3"}
+HYBRID: dict[str, Any] = {**tiny.QWEN, "num_hidden_layers": 8}
 QWEN: dict[str, Any] = {
-    **tiny.QWEN,
+    **HYBRID,
     "model_type": "qwen3_5_text",
     "intermediate_size": 96,
     "rope_parameters": tiny.MROPE,
 }
-MOE: dict[str, Any] = {**tiny.QWEN, **tiny.MOE, "model_type": "qwen3_5_moe_text", "rope_parameters": tiny.MROPE}
+MOE: dict[str, Any] = {**HYBRID, **tiny.MOE, "model_type": "qwen3_5_moe_text", "rope_parameters": tiny.MROPE}
 CONFIGS = {"llama": LLAMA, "qwen3": QWEN3, "qwen": QWEN, "moe": MOE}
 NAN, INF = float("nan"), float("inf")
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tiny_v4
 import torch
+from long_form import more
 from numerics import assert_same_bytes, logit_gap, rel_rms
 from torch import Tensor
 from transformers import DeepseekV4ForCausalLM
@@ -24,7 +25,7 @@ from hybridkv.models.deepseek_family import cache_schema
 KINDS = ("select", "all", "mini")
 # around the edges of CSA entries (4), of the window, of HCA entries and of pages (128)
 LENGTHS = (1, 3, 4, 5, 8, 63, 127, 128, 129, 131, 255, 256, 257, 300, 700)
-BOUND = 5e-5  # of the logits' scale: f32 noise of six layers is a few 1e-6
+BOUND = 5e-5  # of the logits' scale: f32 noise of four layers is a few 1e-6
 
 
 @pytest.fixture(scope="module")
@@ -80,12 +81,15 @@ def test_a_whole_prompt(kind: str, length: int, oracle: Callable, open_v4: Calla
     check(f"{kind}, {length} tokens at once", oracle(kind).logits[:length], got)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "chunk", "length"),
     (
         ("mini", 1, 37),
         ("mini", 3, 70),
-        *((kind, c, 137) for kind in ("select", "all") for c in (1, 3)),
+        ("select", 1, 131),
+        ("all", 3, 137),
+        *more(*((kind, c, 137) for kind in ("select", "all") for c in (1, 3))),
         *((kind, c, n) for kind in KINDS for c, n in ((50, 300), (128, 700))),
     ),
 )
@@ -184,13 +188,14 @@ def test_every_kind_of_layer_runs(
     kind: str, selects: bool, calls: Counter, oracle: Callable, open_v4: Callable
 ) -> None:
     llm = open_v4(kind)
-    assert Counter(llm.config.v4.kinds) == {"window": 2, "csa": 2, "hca": 2} and llm.config.v4.hash_layers == {0, 1}
+    assert Counter(llm.config.v4.kinds) == {"window": 1, "csa": 2, "hca": 1} and llm.config.v4.hash_layers == {0, 1}
     calls.clear()
     llm.logits(oracle(kind).ids[:140], prefill=138, chunk=100)  # two chunks and two steps
     left_out = calls.pop("left out", 0)
     assert (left_out > 100) == selects, f"{left_out} entries were passed over"
-    each = {f"{layer} {part}": 8 for layer in ("window", "csa", "hca") for part in ("write_swa", "attend")}
-    assert calls == each | {"csa maybe_flush_csa": 16, "hca maybe_flush_hca": 8, "csa select": 8}
+    runs = {"window": 4, "csa": 8, "hca": 4}
+    each = {f"{layer} {part}": n for layer, n in runs.items() for part in ("write_swa", "attend")}
+    assert calls == each | {"csa maybe_flush_csa": 16, "hca maybe_flush_hca": 4, "csa select": 8}
 
 
 TENSORS = (

@@ -149,7 +149,7 @@ def test_rounding_costs_what_it_costs_transformers(
 ) -> None:
     """Here the reference goes its own way, and nothing is selected, so nothing jumps: flips alone tell the two apart.
 
-    A stored vector has a relative RMS error of 2^-4 / sqrt(3) in E4M3 and 2^-8 / sqrt(3) in BF16 at most; six layers
+    A stored vector has a relative RMS error of 2^-4 / sqrt(3) in E4M3 and 2^-8 / sqrt(3) in BF16 at most; four layers
     add theirs.
     """
 
@@ -215,5 +215,5 @@ def test_pages_of_a_run_are_the_584_byte_layout(
                     np.testing.assert_array_equal(found[0], values)
                     np.testing.assert_array_equal(found[1], scales[:scale])
     layers = len(run.handles)
-    assert checked == {"window": layers * 8, "entries": 2 * 9 + 2 * 2, "index": 2 * 9}
+    assert checked == {"window": layers * 8, "entries": 2 * 9 + 2, "index": 2 * 9}
     assert same_keys >= 0.999 * keys

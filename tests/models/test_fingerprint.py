@@ -58,7 +58,7 @@ def test_every_weight_counts(oracle: Callable) -> None:
     """A change of one tensor in any place is seen, be it one that a CPU keeps in a layout of its own."""
     model = load(oracle("qwen3_5").folder)
     named = dict(_weights(model, "model"))
-    assert len(named) > 60 and any(t.is_mkldnn for t in named.values())
+    assert len(named) > 30 and any(t.is_mkldnn for t in named.values())
     first = model_fingerprint(model)
     plain = [t for t in named.values() if not t.is_mkldnn]
     assert weight_bytes(model) > sum(t.nbytes for t in plain)  # guard: the rest are the packed ones

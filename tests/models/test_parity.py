@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from long_form import few
 from numerics import logit_gap, rel_rms
 
 from hybridkv.kernels.attention.tile import KEY_TILE
@@ -32,11 +33,11 @@ def test_whole_prefill_agrees_with_transformers(kind: str, length: int, oracle: 
     check(f"{kind}, {length} tokens at once", tiny_model, got)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("chunk", (37, 50, 64))
+@pytest.mark.long
+@few("length, chunk", LENGTHS, (37, 50, 64))
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunked_prefill_agrees_with_transformers(
-    kind: str, chunk: int, length: int, oracle: Callable, open_llm: Callable
+    kind: str, length: int, chunk: int, oracle: Callable, open_llm: Callable
 ) -> None:
     tiny_model = oracle(kind)
     got = open_llm(tiny_model.folder).logits(tiny_model.ids[:length], chunk=chunk)
@@ -56,8 +57,8 @@ def test_prefill_then_decode_agrees_with_transformers(
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_token_at_a_time_agrees_with_transformers(kind: str, oracle: Callable, open_llm: Callable) -> None:
     tiny_model = oracle(kind)
-    got = open_llm(tiny_model.folder).logits(tiny_model.ids[:130], prefill=1)
-    check(f"{kind}, 130 steps", tiny_model, got)
+    got = open_llm(tiny_model.folder).logits(tiny_model.ids[:67], prefill=1)  # into a second page
+    check(f"{kind}, 67 steps", tiny_model, got)
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def module_output(model: torch.nn.Module, layer: int, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("kind", "T"), (("mini", 80), ("select", 140)))
-@pytest.mark.parametrize("layer", (0, 2, 3))
+@pytest.mark.parametrize("layer", (0, 1, 2))
 def test_the_stream_is_the_attention_module(kind: str, T: int, layer: int) -> None:
     """To float32 rounding, of which the module does some in float64 too."""
     model = tiny_v4.build(kind, scale=12.0).double()

@@ -27,10 +27,15 @@ ASK = {"messages": HI, "max_tokens": 12, "ignore_eos": True, "temperature": 0}
 LONG = ASK | {"max_tokens": 400}
 
 
+@pytest.fixture(scope="module")
+def before(tiny_server: Running) -> Any:
+    """What the server answers before all faults."""
+    return tiny_server.chat(**ASK)["choices"]
+
+
 @pytest.fixture
-def same_after(tiny_one: Running) -> Iterator[Running]:
+def same_after(before: Any, tiny_one: Running) -> Iterator[Running]:
     """The server; after the fault it answers as before."""
-    before = tiny_one.chat(**ASK)["choices"]
     yield tiny_one
     assert tiny_one.chat(**ASK)["choices"] == before
 

@@ -18,8 +18,10 @@ ROOT = SUPPORT.parents[1]
 PATHS = (SUPPORT, SUPPORT.parent, ROOT)
 COMPILED = ROOT / ".pytest_cache" / "d" / "triton"  # kept: a kernel is compiled again when it changes (make clean: all)
 SERVER = """
-import json, os, sys, traceback
+import gc, json, os, sys, traceback
 import torch, triton, triton.experimental.gluon
+
+gc.freeze()  # so that no child walks, and so copies, what all of them share
 
 
 def run(job):

@@ -21,9 +21,11 @@ SUPPORT = Path(__file__).parent
 PATHS = (SUPPORT, SUPPORT.parents[1])
 LIMIT, TOTAL = 60.0, 240.0  # seconds: of one exchange, of one call
 SERVER = """
-import json, os, signal, sys, time, traceback
+import gc, json, os, signal, sys, time, traceback
 import torch
 import rank_jobs
+
+gc.freeze()  # so that no child walks, and so copies, what all of them share
 
 
 def rank(job, number):

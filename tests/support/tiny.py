@@ -47,11 +47,15 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 
+# two layers of each kind, in turns
 QWEN: dict[str, Any] = dict(
-    vocab_size=VOCAB, hidden_size=64, num_hidden_layers=8, num_attention_heads=6, num_key_value_heads=2, head_dim=32,
-    linear_key_head_dim=16, linear_value_head_dim=32, linear_num_key_heads=2, linear_num_value_heads=6,
-    linear_conv_kernel_dim=4, max_position_embeddings=4096, bos_token_id=None, eos_token_id=2,
+    vocab_size=VOCAB, hidden_size=64, num_hidden_layers=4, full_attention_interval=2, num_attention_heads=6,
+    num_key_value_heads=2, head_dim=32, linear_key_head_dim=16, linear_value_head_dim=32, linear_num_key_heads=2,
+    linear_num_value_heads=6, linear_conv_kernel_dim=4, max_position_embeddings=4096, bos_token_id=None,
+    eos_token_id=2,
 )  # fmt: skip
+# three linear layers in a row, as in published models, and one at the end
+NEXT = {**QWEN, "num_hidden_layers": 5, "full_attention_interval": 4}
 QWEN_ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
 MROPE = {**QWEN_ROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
 MOE = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=64)
@@ -73,7 +77,7 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen3_next": (
         Qwen3NextConfig,
         Qwen3NextForCausalLM,
-        {**QWEN, **MOE, "intermediate_size": 96, "rope_parameters": QWEN_ROPE, "norm_topk_prob": True},
+        {**NEXT, **MOE, "intermediate_size": 96, "rope_parameters": QWEN_ROPE, "norm_topk_prob": True},
     ),
 }
 

@@ -252,7 +252,7 @@ def _begin(path: Path, arch: str, model: PreTrainedModel, extra_blocks: int = 0)
 
 def _qwen_metadata(writer: GGUFWriter, config: PreTrainedConfig, moe: bool) -> None:
     writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
-    writer.add_full_attention_interval(4)
+    writer.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
     writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
     writer.add_ssm_state_size(config.linear_key_head_dim)
     writer.add_ssm_group_count(config.linear_num_key_heads)

@@ -20,7 +20,7 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 VOCAB, TOKENS = 211, 700
-RATIOS = (0, 0, 4, 128, 4, 128)  # of each layer; 0: window only
+RATIOS = (0, 4, 128, 4)  # of each layer; 0: window only. The first two route by token id
 TYPES = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
 YARN = dict(type="yarn", factor=16, beta_fast=32, beta_slow=1, original_max_position_embeddings=65536)
 BASE: dict[str, Any] = dict(

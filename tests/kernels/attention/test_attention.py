@@ -8,6 +8,7 @@ weights too.
 import numpy as np
 import pytest
 import torch
+from long_form import few
 from numerics import assert_close_rms, assert_same_bytes, rel_rms
 from paged import LAYOUTS, Paged, dense, edge_lengths, paged
 from torch import Tensor
@@ -38,8 +39,8 @@ def check_decode(held: Paged, q: Tensor, bound: float, tile: int = TILE) -> None
     assert_close_rms("reference", attention_decode_ref(q, *held.args, scale), got, bound)
 
 
-@pytest.mark.parametrize("P", (1, 2, 53, 64))
-@pytest.mark.parametrize("D", (32, 64, 100, 256))
+@pytest.mark.long
+@few("D, P", (32, 64, 100, 256), (64, 1, 53, 2))
 def test_decode_is_softmax_attention(D: int, P: int) -> None:
     for G, group in LAYOUTS:
         held = paged(spread(edge_lengths(P, TILE), G), P, D)
@@ -76,8 +77,8 @@ def check_prefill(held: Paged, q: Tensor, starts: list[int], bound: float, tile:
     assert_close_rms("reference", attention_prefill_ref(q, *held.args, starts, scale), got, bound)
 
 
-@pytest.mark.parametrize("P", (1, 2, 53, 64))
-@pytest.mark.parametrize("D", (32, 64, 100, 256))
+@pytest.mark.long
+@few("D, P", (32, 64, 100, 256), (64, 53, 1, 2))
 def test_prefill_is_causal_softmax_attention(D: int, P: int) -> None:
     layouts = LAYOUTS if D == 64 else LAYOUTS[:1] + LAYOUTS[3:4]
     for G, group in layouts:

@@ -6,6 +6,7 @@ Blocks, splits and shares are small here, so that short streams already have man
 import numpy as np
 import pytest
 import torch
+from long_form import few
 from numerics import assert_close_rms, assert_same_bytes, rel_rms
 from torch import Tensor
 from triton_cases import BF16, BOUND, F32, FP8, Streams, dense, queries, store, streams
@@ -45,8 +46,8 @@ def test_decode_is_softmax_attention(query: str, pages: str) -> None:
     assert_close_rms("torch form", torch_form, got, 2 * BOUND[query, pages])  # each has its own rounding
 
 
-@pytest.mark.parametrize("P", (1, 16, 53, 64))
-@pytest.mark.parametrize("D", (16, 60, 128, 256))
+@pytest.mark.long
+@few("D, P", (16, 60, 128, 256), (1, 64, 53, 16))
 def test_decode_with_any_page_and_head_width(D: int, P: int) -> None:
     for G, group in ((1, 1), (3, 5)):
         held = streams([[33] * G, [65] * G], P, D, F32, DEVICE)
@@ -175,8 +176,8 @@ def test_prefill_is_causal_softmax_attention(query: str, pages: str) -> None:
     assert_close_rms("torch form", torch_form, got, 2 * BOUND[query, pages])
 
 
-@pytest.mark.parametrize("P", (1, 53, 64))
-@pytest.mark.parametrize("D", (16, 60, 256))
+@pytest.mark.long
+@few("D, P", (16, 60, 256), (1, 64, 53))
 def test_prefill_with_any_page_and_head_width(D: int, P: int) -> None:
     for G, group in ((1, 1), (2, 5)):
         held = streams([[33] * G, [40] * G], P, D, F32, DEVICE)

@@ -4,6 +4,7 @@ past the ends.
 
 import pytest
 import torch
+from long_form import few
 
 from eviction.layer_cache import make
 from hybridkv.eviction import LayerCache
@@ -15,8 +16,8 @@ def of(cache: LayerCache) -> tuple[Pages, torch.Tensor, torch.Tensor, int]:
     return cache.k_pool, cache.table, cache.device_lengths, cache.positions.shape[1]
 
 
-@pytest.mark.parametrize("dtype", ("f32", "bf16", "fp8"))
-@pytest.mark.parametrize("tile", (7, 16, 1024))
+@pytest.mark.long
+@few("dtype, tile", ("f32", "bf16", "fp8"), (7, 16, 1024))
 @pytest.mark.parametrize("blocks", (1, 1 << 20))
 @pytest.mark.parametrize("form", ("ref", "triton"))
 def test_every_key_against_the_mean_direction(

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from long_form import few
 from numerics import assert_close_rms, assert_same_bytes
 from score_cases import CASES, Case, make, on_other_pages
 from torch import Tensor
@@ -33,8 +34,8 @@ def forms(c: Case, lse: Tensor | None = None, out: Tensor | None = None) -> list
     return got
 
 
-@pytest.mark.parametrize("kind", ("f32", "bf16", "bf16-f32", "fp8"))
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.long
+@few("shape, kind", [*SHAPES], ("f32", "bf16", "bf16-f32", "fp8"))
 def test_peaks_equal_their_definition(shape: str, kind: str) -> None:
     """Also where the sums are known, as a slice of a wider row."""
     c = make(kind, **SHAPES[shape])  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from long_form import few
 from numerics import assert_close_rms, assert_same_bytes
 from torch import Tensor
 from triton_interpreter import DEVICE
@@ -109,8 +110,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.long
+@few("case, name", [*CASES], NAMES)
 def test_logits_equal_their_definition(case: str, name: str) -> None:
     c = make(name, **CASES[case])  # type: ignore[arg-type]
     for what, form in FORMS.items():
