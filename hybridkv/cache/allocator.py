@@ -23,6 +23,7 @@ class PageAllocator:
         self.spare = np.zeros(total, np.int32)  # of the owners those that give a page up when it is needed (reuse.py)
         self.reclaim: Callable[[int], None] | None = None  # asked for so many pages where too few are free
         self._stack = np.arange(total - 1, -1, -1, dtype=np.int32)  # the top is the end: low ids go out first
+        self._place = self._stack.copy()  # of each free page on the stack
         self._top = total
 
     @property
@@ -47,16 +48,41 @@ class PageAllocator:
         if n > self._top:
             raise OutOfPages(n, self._top, self.total, self.name)
 
-    def acquire(self, n: int) -> PageIds:
-        """n pages with one owner each, or OutOfPages and nothing changed."""
+    def acquire(self, n: int, wanted: PageIds | None = None) -> PageIds:
+        """n pages with one owner each, or OutOfPages and nothing changed. `wanted` [n]: where these are free, they are
+        taken.
+        """
         n = index(n)
         if n < 0:
             raise ValueError(f"cannot acquire {n} pages")
         self.require(n)
+        if wanted is not None:
+            return self._acquire_wanted(wanted)
         self._top -= n
         ids = self._stack[self._top : self._top + n][::-1].copy()
         self.refs[ids] = 1
         return ids
+
+    def _acquire_wanted(self, wanted: PageIds) -> PageIds:
+        """The first to name a free page gets it; the others get what is on top."""
+        ids = np.asarray(wanted, np.int32).copy()
+        known = (ids >= 0) & (ids < self.total)
+        first = np.zeros(len(ids), bool)
+        first[np.unique(ids, return_index=True)[1]] = True
+        given = known & first & (self.refs[np.where(known, ids, 0)] == 0)
+        top, places = self._top - int(given.sum()), self._place[ids[given]]
+        above = self._stack[top : self._top]
+        stay = above[~np.isin(above, ids[given])]  # they fill the places of those that leave from below
+        self._put(stay, places[places < top])
+        self._top = top
+        self.refs[ids[given]] = 1
+        ids[~given] = self.acquire(len(ids) - int(given.sum()))
+        return ids
+
+    def _put(self, pages: PageIds, places: np.ndarray) -> None:
+        """Free pages to places of the stack."""
+        self._stack[places] = pages
+        self._place[pages] = places
 
     def share(self, ids: PageIds | Sequence[int]) -> None:
         """One more owner for each page."""
@@ -71,7 +97,7 @@ class PageAllocator:
             raise ValueError(f"pages {pages[left < 0][:8].tolist()} are released more often than they are held")
         self.refs[pages] = left
         freed = pages[left == 0][::-1]
-        self._stack[self._top : self._top + len(freed)] = freed
+        self._put(freed, np.arange(self._top, self._top + len(freed)))
         self._top += len(freed)
         return len(freed)
 
@@ -92,7 +118,7 @@ class PageAllocator:
             raise ValueError(f"pages {ids[left < 0][:8].tolist()} are released more often than they are held")
         self.refs[ids] = left
         freed = ids[left == 0][::-1]
-        self._stack[self._top : self._top + len(freed)] = freed
+        self._put(freed, np.arange(self._top, self._top + len(freed)))
         self._top += len(freed)
         return len(freed)
 
@@ -106,7 +132,7 @@ class PageAllocator:
             self.spare += np.bincount(spare, minlength=self.total).astype(np.int32)
             self.refs += self.spare
         free = np.flatnonzero(self.refs == 0)[::-1].astype(np.int32)
-        self._stack[: len(free)] = free
+        self._put(free, np.arange(len(free)))
         self._top = len(free)
 
     def _held_pages(self, ids: PageIds | Sequence[int]) -> tuple[PageIds, np.ndarray, np.ndarray]:
@@ -125,7 +151,8 @@ class PageAllocator:
     def check(self) -> None:
         """The stack holds exactly the pages without owners, each once."""
         on_stack = self._stack[: self._top]
-        if len(np.unique(on_stack)) != self._top or (self.refs[on_stack] != 0).any():
+        placed = (self._place[on_stack] == np.arange(self._top)).all()
+        if len(np.unique(on_stack)) != self._top or (self.refs[on_stack] != 0).any() or not placed:
             raise AssertionError(f"free list of pool '{self.name}' is corrupt")
         if int((self.refs > 0).sum()) != self.held or (self.refs < 0).any():
             raise AssertionError(

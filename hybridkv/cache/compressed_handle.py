@@ -17,7 +17,7 @@ from a specification.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 
 import torch
@@ -43,8 +43,8 @@ class CompressedHandle:
         self,
         step: ForwardStep,
         layer: CompressedLayer,
-        paged: dict[str, Tensor],  # [N, P, width]
-        state: dict[str, Tensor],  # [slots, ...]
+        paged: Mapping[str, Tensor],  # [N, P, width]
+        state: Mapping[str, Tensor],  # [slots, ...]
         begin: Callable[[], None],  # called before anything is written
     ) -> None:
         self.step = step

@@ -6,6 +6,8 @@ nothing and computes no attention: that is the mixers' part (models/).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -32,10 +34,6 @@ class Observer(Protocol):
 class LayerHandle:
     """B requests, T tokens; G KV heads, each with a stream of its own. A layer without pages has only state."""
 
-    table: Tensor  # [slots, G, N] page ids of every slot, -1 past the end
-    lengths: np.ndarray | None  # [B, G] entries held once this step's are stored; None in a graph, which serves any
-    device_lengths: Tensor  # [B, G] the same on the device; 0: padding
-    max_entries: int  # entries that the longest stream of the step may hold
     observer: Observer | None = None  # who looks on; steps of requests have none
 
     def __init__(
@@ -43,19 +41,14 @@ class LayerHandle:
         step: ForwardStep,
         view: StreamView | None,  # None: the layer has no pages
         rows: slice,  # the layer's streams in the view
-        paged: dict[str, Tensor],  # [N, P, ...]
-        state: dict[str, Tensor],  # [slots, ...], lent ones [query buffers, ...]
+        paged: Mapping[str, Tensor],  # [N, P, ...]
+        state: Mapping[str, Tensor],  # [slots, ...], lent ones [query buffers, ...]
     ) -> None:
         self.step = step
         self.view = view
         self.rows = rows
         self.paged = paged
         self.state = state
-        if view is not None:
-            self.table = view.table[:, rows]
-            self.lengths = None if view.lengths is None else view.lengths[:, rows]
-            self.device_lengths = view.device_lengths[:, rows]
-            self.max_entries = view.max_entries
 
     @property
     def slots(self) -> Tensor:
@@ -69,10 +62,37 @@ class LayerHandle:
         return pages_of(self.paged, name)
 
     @property
+    def stream(self) -> StreamView:
+        """The streams of all layers of this kind."""
+        if self.view is None:
+            raise ValueError("a layer without pages has no streams")
+        return self.view
+
+    @cached_property
+    def table(self) -> Tensor:
+        """[slots, G, N] page ids of every slot, -1 past the end."""
+        return self.stream.table[:, self.rows]
+
+    @cached_property
+    def lengths(self) -> np.ndarray | None:
+        """[B, G] entries held once this step's are stored; None in a graph, which serves any."""
+        lengths = self.stream.lengths
+        return None if lengths is None else lengths[:, self.rows]
+
+    @cached_property
+    def device_lengths(self) -> Tensor:
+        """[B, G] the same on the device; 0: padding."""
+        return self.stream.device_lengths[:, self.rows]
+
+    @property
+    def max_entries(self) -> int:
+        """Entries that the longest stream of the step may hold."""
+        return self.stream.max_entries
+
+    @property
     def places(self) -> Tensor:
         """[G, T] flat place of each new entry in the pages."""
-        assert self.view is not None
-        return self.view.entry_index[self.rows]
+        return self.stream.entry_index[self.rows]
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Store this step's keys and values [T, G, D]."""

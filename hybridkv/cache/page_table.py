@@ -46,6 +46,7 @@ class PageTable:
         self.lengths = np.zeros((slots, schema.streams), np.int64)  # entries
         self.fresh = np.zeros(slots, np.int64)  # tokens before which nothing is stored: shared pages have it already
         self.device_table = torch.full(self.pages.shape, -1, dtype=torch.int32, device=device)
+        self.rows_of_pages = device.type == "cpu" and self.pages.shape[2] > 0
         self.sent = self.pages.copy()
         self.changed: set[int] = set()
         self.columns: dict[int, tuple[int, int]] = {}  # columns [first, last) that changed, for slots that only grew
@@ -94,11 +95,28 @@ class PageTable:
         self._grown(
             slot, int((self.lengths[slot] // self.schema.entries_per_page).min()), int((self.held[slot] + add).max())
         )
-        # page by page over the streams: neighbours in time are neighbours in memory
+        # page by page over the streams: neighbours in time are neighbours in memory, but for a CPU's
         for step in range(int(add.max(initial=0))):
             streams = np.flatnonzero(add > step)
-            self.pages[slot, streams, self.held[slot, streams]] = self.allocator.acquire(len(streams))
+            wanted = self._in_a_row(slot, streams) if self.rows_of_pages else None
+            self.pages[slot, streams, self.held[slot, streams]] = self.allocator.acquire(len(streams), wanted)
             self.held[slot, streams] += 1
+
+    def _in_a_row(self, slot: int, streams: np.ndarray) -> np.ndarray:
+        """Where a CPU would have the next pages of streams: behind their last ones, so that the entries of a stream can
+        be read as they lie (EvenPages). Pages that are not free there come from anywhere.
+        """
+        last = self.held[slot, streams] - 1
+        if (last >= 0).all():
+            return self.pages[slot, streams, last] + 1
+        # a pool is rows of pages, each as long as a stream can become: rows for one stream of each kind make a part
+        S, total = self.schema.streams, self.allocator.total
+        row = min(self.pages.shape[2], total // S)
+        parts = self.allocator.refs[: total // (S * row) * S * row].reshape(-1, S, row)
+        held = np.asarray(parts.any(1))  # [parts, row]
+        ends = np.where(held.any(1), row - held[:, ::-1].argmax(1), 0)  # from here on all rows of a part are free
+        part = len(ends) - 1 - int(ends[::-1].argmin())  # the emptiest, from the end: others are given low pages
+        return (part * S + streams) * row + ends[part] if ends[part] < row else np.full(len(streams), -1)
 
     def share(self, origin: int, slot: int) -> None:
         """The pages in use belong to both slots. Pages reserved for a step that has not run stay the origin's alone."""

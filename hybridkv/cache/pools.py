@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -16,15 +18,17 @@ class PagedPool:
         self.schema, self.pages = schema, pages
         lead = (schema.lanes, pages, schema.entries_per_page)
         self.tensors = {t.name: torch.empty(lead + t.shape, dtype=t.torch_dtype, device=device) for t in schema.tensors}
+        # made once: every layer asks for its lane in every step
+        self._lanes = [{name: t[lane] for name, t in self.tensors.items()} for lane in range(schema.lanes)]
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
         return sum(t.nbytes for t in self.tensors.values())
 
-    def lane(self, lane: int) -> dict[str, Tensor]:
+    def lane(self, lane: int) -> Mapping[str, Tensor]:
         """Views [pages, entries, *shape] of one lane."""
-        return {name: t[lane] for name, t in self.tensors.items()}
+        return self._lanes[lane]
 
     def move_entries(self, lane: int, source: Tensor, target: Tensor, apart: bool = False) -> None:
         """Entries (flat numbers page * entries_per_page + offset; -1: none) to other places, byte for byte.

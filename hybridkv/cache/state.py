@@ -6,12 +6,15 @@ checkpoints (`checkpoints.py`), if there are any.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from hybridkv.cache.schema import StateSchema
 
 Snapshot = dict[tuple[str, str], Tensor]  # (state, tensor) -> [layers, *shape]
+NOTHING: Mapping[str, Tensor] = {}
 
 
 class StatePool:
@@ -38,20 +41,21 @@ class StatePool:
         for s in schemas:
             for t in s.tensors:  # memory of checkpoints is not touched before there are any
                 self.tensors[s.name, t.name][:, : query_buffers if s.lent else slots] = t.init
+        # made once: every layer asks for its views in every step
+        self._layers: dict[int, dict[str, Tensor]] = {}
+        for s in schemas:
+            for i, layer in enumerate(s.layers):
+                views = {t.name: self.tensors[s.name, t.name][i] for t in s.tensors}
+                self._layers.setdefault(layer, {}).update(views)
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
         return sum(t.nbytes for t in self.tensors.values())
 
-    def layer(self, layer: int) -> dict[str, Tensor]:
+    def layer(self, layer: int) -> Mapping[str, Tensor]:
         """Views [slots or query buffers, *shape] of all state that a model layer has."""
-        return {
-            t.name: self.tensors[s.name, t.name][s.layers.index(layer)]
-            for s in self.schemas
-            if layer in s.layers
-            for t in s.tensors
-        }
+        return self._layers.get(layer, NOTHING)
 
     def rows(self, slot: int, buffer: int = -1) -> Snapshot:
         """Views of all that a slot has, and of a buffer; -1: it has none."""

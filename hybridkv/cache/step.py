@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybridkv.kernels.even_pages import EvenPages
 from hybridkv.kernels.step_index import HostIndex, StepIndex, StepShape
 
 T = TypeVar("T")
@@ -45,6 +46,24 @@ class StreamView:
             return self.places
         assert self.index is not None
         return find_places(self.table, self.index, self.device_lengths, self.entries_per_page, self.fresh)
+
+    # what a CPU finds once for all layers of a step; on a GPU each would wait for the device
+
+    @cached_property
+    def stores_all(self) -> bool:
+        """Whether every token of the step is stored, in every stream."""
+        return bool((self.entry_index >= 0).all())
+
+    @cached_property
+    def even_pages(self) -> EvenPages | None:
+        """The pages of a step's one request, if all of its streams hold `max_entries`; else None."""
+        if self.index is None or self.lengths is None or len(self.lengths) != 1:
+            return None
+        slot = int(self.index.slots[0])
+        if slot < 0 or not self.max_entries or (self.lengths != self.max_entries).any():
+            return None
+        n = -(-self.max_entries // self.entries_per_page)
+        return EvenPages.of(self.table[slot, :, :n].numpy(), self.max_entries)
 
 
 @dataclass(frozen=True)

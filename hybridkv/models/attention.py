@@ -20,6 +20,7 @@ from hybridkv.cache import ForwardStep, LayerHandle
 from hybridkv.checkpoint.loader import Loader
 from hybridkv.kernels.activation import sigmoid_mul, sigmoid_mul_exact
 from hybridkv.kernels.attention.decode import attention_decode
+from hybridkv.kernels.attention.decode_even import attention_even, suits_even
 from hybridkv.kernels.attention.exact import attention_exact
 from hybridkv.kernels.attention.inputs import attention_inputs
 from hybridkv.kernels.attention.prefill import attention_prefill
@@ -61,6 +62,7 @@ class Attention:
             x, *angles, handle.pages("k"), handle.pages("v"), handle.places, c.heads, c.kv_heads, c.head_dim,
             self.gated, self.q_norm, self.k_norm, c.eps, handle.query_buffer, handle.query_rows, self.exact,
             None if self.exact else handle.step.once("turn", partial(turn_of, angles, x, c.head_dim)),
+            x.device.type == "cpu" and handle.stream.stores_all,
         )  # fmt: skip
 
     def attend(self, handle: LayerHandle, q: Tensor, last: bool, gate: Tensor | None) -> Tensor:
@@ -139,6 +141,10 @@ def attend_decodes(
     n, lengths = handle.step.num_decodes, handle.lengths
     pages, ends, slots = (handle.pages("k"), handle.pages("v"), handle.table), handle.device_lengths, handle.slots
     if n == handle.step.rows:
+        if n == 1 and lse is None and out is None and q.device.type == "cpu":
+            even = handle.stream.even_pages
+            if even is not None and suits_even(q, *pages[:2], even.length):
+                return attention_even(q, *pages[:2], even, handle.rows, scale, gate)
         return attention_decode(
             q, *pages, lengths, scale, ends, rows=slots, lse=lse, gate=gate, keys=handle.max_entries, out=out
         )

@@ -172,6 +172,26 @@ def test_check_finds_a_corrupt_pool(spoil: str) -> None:
         a.check()
 
 
+def test_wanted_pages_are_given_where_they_are_free() -> None:
+    a = PageAllocator(10)
+    assert a.acquire(3, np.array([7, 2, 9])).tolist() == [7, 2, 9]
+    a.check()
+    # 7 has an owner, 4 is named twice, -1 and 10 are no pages: any others are given for these
+    got = a.acquire(5, np.array([7, 4, 4, -1, 10])).tolist()
+    assert got[1] == 4 and len(set(got)) == 5 and not {7, 2, 9} & set(got)
+    a.check()
+    left = np.flatnonzero(a.refs == 0)
+    assert a.free == len(left) == 2
+    before = contents(a)
+    with pytest.raises(OutOfPages):
+        a.acquire(3, np.append(left, 0))
+    assert contents(a) == before
+    assert a.acquire(2, left).tolist() == left.tolist()
+    a.check()
+    assert a.release(list(range(10))) == 10
+    a.check()
+
+
 def test_50000_random_operations_agree_with_a_dictionary() -> None:
     total, rng = 24, random.Random(20)
     a = PageAllocator(total)
@@ -187,7 +207,12 @@ def test_50000_random_operations_agree_with_a_dictionary() -> None:
                     a.acquire(n)
                 seen["out of pages"] += 1
             else:
-                for page in a.acquire(n).tolist():
+                wanted = np.array([rng.randrange(-1, total + 1) for _ in range(n)]) if turn % 2 else None
+                got = a.acquire(n, wanted).tolist()
+                if wanted is not None:
+                    free = {p for p in wanted.tolist() if 0 <= p < total and p not in owners}
+                    assert free <= set(got), f"turn {turn}"
+                for page in got:
                     assert 0 <= page < total and page not in owners, f"turn {turn}: page {page} was given out twice"
                     owners[page] = 1
                     handed.append(page)

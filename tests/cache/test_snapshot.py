@@ -46,7 +46,7 @@ def dirty(run: Run) -> None:
         run.feed(tiny.token_ids(n, seed=n), key=key)
     run.manager.release_request("x")
     free = run.manager.tables["attention"].allocator
-    free._stack[: free._top] = rng.permutation(free._stack[: free._top])
+    free._put(rng.permutation(free._stack[: free._top]), np.arange(free._top))
 
 
 def taken(run: Run, compacted: bool = True, more: int = 5) -> Snapshot:

@@ -120,3 +120,39 @@ def test_what_is_sent_is_aligned_whatever_the_number_of_requests() -> None:
             assert (part.data_ptr() - step.packed.data_ptr()) % 16 == 0
         assert step.index.slots.tolist() == [m.slot_of[name] for name, _ in plan]
         assert view.device_lengths.tolist() == [m.tables["kv"].lengths[m.slot_of[name]].tolist() for name, _ in plan]
+
+
+def test_on_a_cpu_the_pages_of_a_stream_follow_one_another() -> None:
+    """However its request grows, and beside others, as long as there is room behind its last page."""
+    m = manager(pages=4 * 4 * 10)
+    for plan in ([("a", 9), ("b", 3)], [("a", 1), ("b", 2), ("c", 17)], [("b", 14)], [("c", 1), ("a", 20)]):
+        run(m, plan)
+    table = m.tables["kv"]
+    for name, pages in (("a", 8), ("b", 5), ("c", 5)):
+        rows = table.pages[m.slot_of[name], :, :pages]
+        assert (np.diff(rows, axis=1) == 1).all() and (np.diff(rows[:, 0]) == 10).all(), name
+    # in a pool with room for one request, a second one has what is left, in any order
+    m = manager(pages=4 * 10)
+    run(m, [("a", 9), ("b", 9)])
+    run(m, [("a", 16), ("b", 3)])
+    table = m.tables["kv"]
+    given = np.concatenate([table.pages[m.slot_of[name]].ravel() for name in "ab"])
+    assert len(np.unique(given[given >= 0])) == (given >= 0).sum() == 4 * (7 + 3)
+    table.allocator.check()
+
+
+def test_one_request_with_equally_long_streams_has_its_pages_found_once() -> None:
+    m = manager()
+    view = run(m, [("a", 6)]).streams["kv"]
+    assert view.even_pages is not None and view.even_pages.length == 6 and view.stores_all
+    assert np.array_equal(view.even_pages.ids.numpy(), m.tables["kv"].pages[m.slot_of["a"], :, :2])
+    assert view.even_pages is view.even_pages
+    assert run(m, [("a", 1), ("b", 1)]).streams["kv"].even_pages is None
+    padded = run(m, [("b", 1)], rows=2).streams["kv"]
+    assert padded.even_pages is None and not padded.stores_all
+    assert m.padding_step(1).streams["kv"].even_pages is None
+    m.compact_request("a", {0: [np.arange(2), np.arange(3)], 1: [np.arange(2), np.arange(2)]})
+    assert run(m, [("a", 1)]).streams["kv"].even_pages is None  # one stream holds more than the others
+    m.compact_request("a", {0: [np.arange(2)] * 2, 1: [np.arange(2)] * 2})
+    after = run(m, [("a", 1)]).streams["kv"].even_pages
+    assert after is not None and after.length == 3

@@ -90,7 +90,7 @@ def test_prompts_and_steps_take_their_own_paths(
 
     for module, name in (
         (attention, "attention_prefill"),
-        (attention, "attention_decode"),
+        (attention, "attention_even"),  # of one request whose streams are equally long; no step here is another
         (deltanet, "gdn_prefill"),
         (deltanet, "gdn_step"),
     ):
@@ -100,7 +100,7 @@ def test_prompts_and_steps_take_their_own_paths(
     linear = (getattr(config, "layer_types", None) or []).count("linear_attention")
     full = config.num_hidden_layers - linear
     assert calls == Counter(
-        attention_prefill=2 * full, attention_decode=10 * full, gdn_prefill=2 * linear, gdn_step=10 * linear
+        attention_prefill=2 * full, attention_even=10 * full, gdn_prefill=2 * linear, gdn_step=10 * linear
     )
 
 

@@ -20,8 +20,11 @@ BLOCK_VALUES = 2048  # values in a program's tile at most
 BLOCK_TOKENS = 8  # tokens in a program's tile at most
 
 
-def append_ref(k_pool: Pages, v_pool: Pages, k: Tensor, v: Tensor, entry_index: Tensor) -> None:
-    every = entry_index.numel() == 0 or int(entry_index.min()) >= 0
+def append_ref(
+    k_pool: Pages, v_pool: Pages, k: Tensor, v: Tensor, entry_index: Tensor, all_stored: bool = False
+) -> None:
+    """`all_stored`: no entry index is -1, which is asked here otherwise."""
+    every = all_stored or entry_index.numel() == 0 or int(entry_index.min()) >= 0
     stored = None if every else entry_index >= 0
     index = entry_index.reshape(-1) if stored is None else entry_index[stored]
     for pool, rows in ((k_pool, k.transpose(0, 1)), (v_pool, v.transpose(0, 1))):  # [G, T, D]

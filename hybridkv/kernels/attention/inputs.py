@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridkv.kernels.attention.append import append
+from hybridkv.kernels.attention.append import append_ref
 from hybridkv.kernels.attention.launch import kernel_targets
 from hybridkv.kernels.backend import tl, triton, use_triton
 from hybridkv.kernels.formats.kv_format import Pages, format_of
@@ -46,6 +46,7 @@ def attention_inputs_ref(
     query_rows: Tensor | None = None,
     exact: bool = False,
     turn: Tensor | None = None,
+    all_stored: bool = False,
 ) -> Tensor:
     H, G = heads, kv_heads
     norm = rms_norm_exact if exact else rms_norm
@@ -64,7 +65,7 @@ def attention_inputs_ref(
         q, k = rows[:, : step * H : step], rows[:, step * H : step * H + G]
         q, k = (t if w is None else norm(t, w, eps) for t, w in ((q, q_norm), (k, k_norm)))
         q, k = (rotate(t) for t in (q, k))
-    append(k_pool, v_pool, k, v, entry_index)
+    append_ref(k_pool, v_pool, k, v, entry_index, all_stored)
     if query_buffer is not None and query_rows is not None:
         kept = query_rows >= 0
         query_buffer.view(-1, H, head_dim)[query_rows[kept]] = q[kept].to(query_buffer.dtype)
@@ -194,9 +195,10 @@ def attention_inputs(
     query_rows: Tensor | None = None,  # [T] int64 rows of it, seen as [rows, H, D], all different; -1: not kept
     exact: bool = False,  # a token's bits depend on nothing but its own row
     turn: Tensor | None = None,  # rope_matrices of cos and sin: x is f32 on a CPU and all channels turn
+    all_stored: bool = False,  # no entry index is -1: a CPU need not look
 ) -> Tensor:
     """Queries [T, H, D] of a projection's output after norm and rope. Its keys and values go to their pages."""
     what = x, cos, sin, k_pool, v_pool, entry_index, heads, kv_heads, head_dim, gated, q_norm, k_norm, eps
     if use_triton(x):
         return attention_inputs_triton(*what, query_buffer, query_rows, exact)
-    return attention_inputs_ref(*what, query_buffer, query_rows, exact, turn)
+    return attention_inputs_ref(*what, query_buffer, query_rows, exact, turn, all_stored)

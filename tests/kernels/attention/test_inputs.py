@@ -122,6 +122,18 @@ def test_rotation_by_matrices_changes_nothing(gated: bool, norm: bool, T: int) -
     assert_same_bytes(want["v_pool"], got["v_pool"])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("T", (1, 3))
+def test_a_step_that_stores_all_tokens_need_not_be_looked_through(T: int, kind: str) -> None:
+    made = case(T, (4, 2, 32, 16), False, F32, kind, True)
+    want, q_want = run(attention_inputs, made, "cpu")
+    got, q = run(attention_inputs, made | dict(all_stored=True), "cpu")
+    assert_same_bytes(q_want, q)
+    for name in ("k_pool", "v_pool"):
+        for a, b in zip(tensors(want[name]), tensors(got[name])):
+            assert_same_bytes(a, b)
+
+
 @pytest.mark.parametrize("dtype", (F32, BF16))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", ((3, 2, 20, 3), (2, 1, 256, 32)))
