@@ -31,7 +31,8 @@ def continue_greedily(llm: LLM, key: Hashable, token: int, count: int) -> list[i
 def main(model: str | None = None, prompt: str | list[int] | None = None, count: int = 12) -> dict[str, list[int]]:
     llm = LLM(model, max_requests=3, max_context=512)
     engine, manager = llm.engine, llm.manager
-    request = engine.add(llm.encode(prompt or "The sea was calm and"), SamplingParams(max_tokens=8 + count, ignore_eos=True))
+    params = SamplingParams(max_tokens=8 + count, ignore_eos=True)
+    request = engine.add(llm.encode(prompt or "The sea was calm and"), params)
     while request.answer_tokens < 8:
         engine.step()
     engine.drain()  # a step may be in flight on a GPU; forks and snapshots need it to end first

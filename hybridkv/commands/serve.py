@@ -294,7 +294,7 @@ def serve(
     log_to_stderr()
 
     def load() -> LLM:
-        kept = {"host_cache": host_cache, "keep_preempted": keep_preempted}
+        kept: dict[str, Any] = {"host_cache": host_cache, "keep_preempted": keep_preempted}
         kept |= {"disk_cache": disk_cache, "disk_size": disk_size}
         llm = model.open(EngineConfig.max_requests, cache, reuse, **kept)
         if llm.ranks is not None:
