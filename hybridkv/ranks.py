@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import weakref
@@ -154,7 +155,9 @@ class Ranks:
 
         def leave(problem: BaseException) -> None:
             self._end_others()
-            print(f"hybridkv: error: a worker ended, and the model with it: {problem}", file=sys.stderr, flush=True)
+            said = f"hybridkv: error: a worker ended, and the model with it: {problem}"
+            with contextlib.suppress(OSError, ValueError):  # nobody reads stderr any more
+                print(said, file=sys.stderr, flush=True)
             os._exit(FAILED)
 
         self._engine.on_failure = self._engine.channel.on_problem = leave

@@ -1,13 +1,17 @@
 """What ends a group of ranks: whatever befalls one of them, all of them end, say so, and leave no process behind."""
 
+import io
 import json
 import os
 import resource
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +22,7 @@ from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
 from hybridkv import LLM, SamplingParams
 from hybridkv.parallel import launch
 from hybridkv.parallel.group import GroupError
+from hybridkv.ranks import Ranks
 from server.running import SECONDS, post_bytes, read_all, until
 from server.test_command import port_of, started
 
@@ -155,3 +160,24 @@ def test_where_every_rank_stands_is_written_before_those_that_hang_are_ended(
         assert found.count("Current thread") == 2 and "in follow\n" in found and "in dump_stacks\n" in found
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0))  # no harm is done by it
     assert [worker.returncode for worker in llm.ranks.place.workers] == [0]
+
+
+def test_ranks_are_ended_where_nobody_reads_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `hybridkv serve 2>&1 | head`: each write to stderr fails."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    worker = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    ranks = object.__new__(Ranks)
+    ranks.place = launch.Place(None, [worker])  # type: ignore[arg-type]
+    ranks._engine = SimpleNamespace(channel=SimpleNamespace())  # type: ignore[assignment]
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    ranks.end_process()
+    with os.fdopen(theirs, "wb", 0) as pipe, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", io.TextIOWrapper(pipe, write_through=True))
+        try:
+            ranks._engine.on_failure(GroupError("one has gone"))  # type: ignore[union-attr]
+        finally:
+            sys.stderr.detach()  # type: ignore[attr-defined]
+            worker.kill()
+    assert codes == [launch.FAILED] and worker.wait(SECONDS) in (-launch.DUMP, -signal.SIGKILL)

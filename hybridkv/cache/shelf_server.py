@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache.buffers import HEAD_BYTES, Buffers, check_head, parse_head
+from hybridkv.cache.nixl_agents import PIECE as READ_AT_ONCE
 from hybridkv.cache.nixl_agents import Agent, Agents
 from hybridkv.cache.part_file import TensorForm, as_bytes
 from hybridkv.cache.shelves import SECONDS, Shelf, check_key
@@ -156,8 +157,11 @@ class ShelfServer:
             connection.sendall(YES)
             for data in (found.head_bytes, place):
                 connection.sendall(len(data).to_bytes(4, "big") + data)
+            pieces = sum(part.nbytes for part in found.parts) // READ_AT_ONCE + 1
+            last = time.monotonic() + self.silence * (pieces + 1)
             while (said := self._hear(connection, agent)) == MORE:
-                pass
+                if time.monotonic() > last:
+                    raise TimeoutError("it says that it goes on for longer than all of it may take")
             if said != YES:
                 raise ConnectionError("it has not read all of it")
         self.shelf.drop(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from hybridkv.cards import FP8_WEIGHTS, PACKED_WEIGHTS, Card
@@ -150,11 +151,15 @@ def card_shares(weights: Weights, source: Source) -> str | None:
     if source.whole is not None:
         return f"{said}, cut to ranks."
     config, has, works = source.config, source.has, sizes_that_work(source.config)
-    cards, forms = [n for n in CARDS if n > 1 and n in works], _released(source)
-    ranks = [block_shard(config, Shard(0, n), has, forms) for n in cards]
+    forms, ranks = _released(source), []
+    for n in CARDS[1:]:
+        if n in works:
+            with suppress(HybridKVError):  # a number that does not fit the codes is left out
+                ranks.append(block_shard(config, Shard(0, n), has, forms))
     shares = [rank_model_bytes(config, rank, has, weights.dtype, "cuda", blocks=forms) for rank in ranks]
     listed = ", ".join(human(size) for size in (weights.nbytes, *shares))
-    return f"{said}. Over {', '.join(map(str, (1, *cards)))} cards (--tp) they are {listed} a card."
+    cards = ", ".join(map(str, (1, *(rank.size for rank in ranks))))
+    return f"{said}. Over {cards} cards (--tp) they are {listed} a card."
 
 
 def _held(nbytes: int, form: str, plain: int, dtype: str, card: Card | None) -> Weights:

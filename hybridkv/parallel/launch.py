@@ -76,9 +76,9 @@ class Place:
         left = [worker for worker in self.workers if worker.poll() is None]
         if not left:
             return
-        sys.stderr.flush()
-        print("hybridkv: where the ranks stand:", file=sys.stderr, flush=True)
-        with contextlib.suppress(OSError, ValueError):  # no file behind stderr
+        with contextlib.suppress(OSError, ValueError):  # no file behind stderr, or nobody who reads it
+            sys.stderr.flush()
+            print("hybridkv: where the ranks stand:", file=sys.stderr, flush=True)
             faulthandler.dump_traceback()
         for worker in left:
             worker.send_signal(DUMP)

@@ -7,8 +7,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -278,3 +279,35 @@ def test_another_process_fetches_and_sends_back(agents: Agents | None) -> None:
         assert done.returncode == 0, done.stderr
         same(ram.get(back), sent)
         assert ram.get(key) is None
+
+
+class Patient:
+    """Stands in for Agents: whoever says so reads."""
+
+    @contextmanager
+    def one(self) -> Iterator["Patient"]:
+        yield self
+
+    @contextmanager
+    def offered(self, parts: object) -> Iterator[bytes]:
+        yield b"{}"
+
+    def drive(self) -> None:
+        """Nothing to do."""
+
+
+def test_a_peer_that_says_for_ever_that_it_goes_on_is_left() -> None:
+    """So long as each piece may take is all that it has."""
+    ram, key = RamShelf(ROOM), new_key()
+    ram.put(key, some().seal())
+    with served(ram, silence=0.2, agents=Patient()) as server:  # type: ignore[arg-type]
+        with socket.create_connection(server.address, timeout=20) as connection:
+            connection.sendall(MAGIC + b"N" + key.encode())
+            assert connection.recv(1) == b"1"
+            end = time.monotonic() + 10
+            with suppress(OSError):
+                while server._open:
+                    assert time.monotonic() < end, "it holds a place as long as it likes"
+                    connection.sendall(b"+")
+                    time.sleep(0.05)
+        assert server.sent == 0 and ram.get(key) is not None

@@ -58,6 +58,8 @@ def test_a_rank_of_flash_as_it_is_released(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "config.json").write_text(json.dumps(raw))
     said = " ".join(plan(capsys, tmp_path, "--weights", "released", "--tp", 8, code=2).split())
     assert "tp=8 does not fit the codes" in said and "use 2, 4 or 1" in said
+    alone = numbers(capsys, tmp_path, "--weights", "released")
+    assert any("Over 1, 2, 4 cards (--tp) they are" in note for note in alone["notes"]), "8 do not fit"
 
 
 def whole_on_every_rank() -> int:

@@ -79,6 +79,15 @@ def test_some_columns_keep_codes_and_scales(form: BlockForm, columns: tuple[int,
     assert_same_bytes(dequantise_ref(out, F32), numbers[:, begin:end])
 
 
+def test_parts_are_put_where_new_tensors_are_elsewhere() -> None:
+    """As in a program that makes its tensors on a GPU (torch.set_default_device)."""
+    whole, numbers = random_blocks(FP8, 130, 200)
+    out = empty_blocks(FP8.part(columns=[(64, 192)]), (130, 128), CPU)
+    with torch.device("meta"):
+        put_blocks(out, 0, whole, columns=(64, 192))
+    assert_same_bytes(dequantise_ref(out, F32), numbers[:, 64:192])
+
+
 def test_columns_that_no_block_fits_are_not_kept_and_never_put() -> None:
     assert part_form(FP8, Cut(1, ((120, 200),)), (4, 256)) is None  # blocks of 8
     assert part_form(FP4, Cut(1, ((48, 96),)), (4, 96)) is None  # of 16

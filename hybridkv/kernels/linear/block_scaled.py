@@ -103,7 +103,7 @@ def put_blocks(
 
 def _scales_of(count: int, block: int, first: int, stored: int) -> Tensor:
     """Which stored block each block of a part lies in, whose first row (or column) is number `first` of the stored."""
-    begins = torch.arange(0, count, block)
+    begins = torch.arange(0, count, block, device="cpu")
     ends = (begins + block).clamp(max=count) - 1
     found = (first + begins) // stored
     assert torch.equal(found, (first + ends) // stored), f"blocks of {block} reach over those of {stored}"

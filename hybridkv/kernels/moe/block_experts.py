@@ -221,6 +221,7 @@ def run_block_experts_triton(
         inner = torch.empty((T * K, I), dtype=x.dtype, device=x.device)
         _launch(block_up_kernel, expert_up_kernel, x, gate_up, mine, inner, (E, D, I, K, limit), I, T)
         _launch(block_down_kernel, expert_down_kernel, inner, down, mine, parts, (E, D, I), D, T)
+        del inner  # the next stack's takes its place
         at += E
     BD = min(1024, triton.next_power_of_2(D))
     combine_kernel[T, triton.cdiv(D, BD)](parts, weights, out, D, K=K, BD=BD)

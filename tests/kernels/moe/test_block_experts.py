@@ -1,5 +1,7 @@
 """Experts in codes with a scale for each block: reference and kernels, on the values and on true ones."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -158,6 +160,24 @@ def test_experts_that_are_not_here_add_nothing(op, T: int) -> None:
     given = (x, weights, own, [put(here, F32), put(last, F32)])
     got = op(*(t.to(DEVICE) for t in given[:3]), given[3], LIMIT, others=True)
     assert_close_rms("experts", routed + shared, got, BOUND[F32])
+
+
+def test_what_lies_between_two_products_of_a_stack_is_gone_before_the_next_stack(monkeypatch) -> None:
+    """It has a row for each pair: with two at once a prompt chunk would take more memory."""
+    here = [put(stacks(form, E, 64, 40)[0], F32) for form, E in ((FP4, 3), (FP8, 1))]
+    empty, made, most = torch.empty, [], [0]
+
+    def counted(*shape, **how) -> Tensor:
+        found = empty(*shape, **how)
+        if found.shape == (5 * 3, 40):
+            made.append(weakref.ref(found))
+            most[0] = max(most[0], sum(each() is not None for each in made))
+        return found
+
+    monkeypatch.setattr(torch, "empty", counted)
+    weights, chosen = (t.to(DEVICE) for t in pairs(5, 3, 2))
+    block_experts.run_block_experts_triton((torch.randn(5, 64) / 4).to(DEVICE), weights, chosen, here, LIMIT)
+    assert len(made) == 2 and most == [1]
 
 
 def test_codes_past_two_gigabytes_are_reached() -> None:
