@@ -51,7 +51,8 @@ class Setup:
 def claude(server: Server) -> Setup:
     """Claude Code speaks Messages; its address has no /v1."""
     models = ("MODEL", "DEFAULT_HAIKU_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_OPUS_MODEL")
-    found = {"ANTHROPIC_BASE_URL": server.url, "ANTHROPIC_AUTH_TOKEN": server.key}
+    # a key for Anthropic's own service would be sent along, and is nothing for this one
+    found = {"ANTHROPIC_BASE_URL": server.url, "ANTHROPIC_AUTH_TOKEN": server.key, "ANTHROPIC_API_KEY": ""}
     found |= {f"ANTHROPIC_{name}": server.model for name in models}
     found |= {"CLAUDE_CODE_SUBAGENT_MODEL": server.model}
     # no requests elsewhere, and no line in the prompt that differs each time: it would end the match with the cache
