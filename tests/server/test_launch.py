@@ -102,6 +102,10 @@ def test_what_is_missing_is_told(locked: Running, tmp_path: Path) -> None:
         (("codex", *there), "wants a key; set HYBRIDKV_API_KEY", "wrong"),
         (("codex", *there, "--model", "small"), "answers 404: no such model is served here; there is tiny", "se'same"),
         (("codex", "--url", "127.0.0.1:8000"), "is no address such as http://127.0.0.1:8000", ""),
+        (("codex", "--url", "http://127.0.0.1:80x"), "is no address such as http://127.0.0.1:8000", ""),
+        (("codex", "--url", "http://[::1"), "is no address such as http://127.0.0.1:8000", ""),
+        (("codex", *there), "HYBRIDKV_API_KEY has a line break", "se'same\n"),
+        (("codex", *there), "HYBRIDKV_API_KEY has a line break", "s\u00e9same"),
         (("codex", "--url", "http://127.0.0.1:9"), "start one: hybridkv serve", ""),
         (("codex", *there), "npm install -g @openai/codex", "se'same"),
     ):
