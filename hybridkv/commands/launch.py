@@ -51,7 +51,8 @@ class Setup:
 def claude(server: Server) -> Setup:
     """Claude Code speaks Messages; its address has no /v1."""
     models = ("MODEL", "DEFAULT_HAIKU_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_OPUS_MODEL")
-    found = {"ANTHROPIC_BASE_URL": server.url, "ANTHROPIC_AUTH_TOKEN": server.key}
+    # a key for Anthropic's own service would be sent along, and is nothing for this one
+    found = {"ANTHROPIC_BASE_URL": server.url, "ANTHROPIC_AUTH_TOKEN": server.key, "ANTHROPIC_API_KEY": ""}
     found |= {f"ANTHROPIC_{name}": server.model for name in models}
     found |= {"CLAUDE_CODE_SUBAGENT_MODEL": server.model}
     # no requests elsewhere, and no line in the prompt that differs each time: it would end the match with the cache
@@ -145,9 +146,16 @@ def launch(
 
 def find_server(url: str, model: str | None, key: str) -> Server:
     """What is served there; HybridKVError where nothing is, or not that model."""
-    parts = urlsplit(url.rstrip("/").removesuffix("/v1"))
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
-        raise BadParameter(f"--url: {url!r} is no address such as http://127.0.0.1:8000")
+    refused = BadParameter(f"--url: {url!r} is no address such as http://127.0.0.1:8000")
+    try:
+        parts = urlsplit(url.rstrip("/").removesuffix("/v1"))
+        good = parts.scheme in ("http", "https") and parts.hostname and not parts.query and parts.port != 0
+    except ValueError:  # brackets that are not closed, a port that is no number
+        raise refused from None
+    if not good:
+        raise refused
+    if not (key.isascii() and key.isprintable()):
+        raise HybridKVError(f"{KEY_VARIABLE} has a line break or another character that no header can carry")
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.netloc.rpartition("@")[2], timeout=SECONDS)
     path = f"{parts.path}/v1/models" + ("" if model is None else f"/{quote(model)}")
@@ -163,16 +171,16 @@ def find_server(url: str, model: str | None, key: str) -> Server:
     if status == 401:
         raise HybridKVError(f"the server at {url} wants a key; set {KEY_VARIABLE} to one that it takes")
     try:
-        found, refused, name, context = json.loads(raw), "", "", 0
+        found, said, name, context = json.loads(raw), "", "", 0
         if status == 200:
             first = found if model is not None else found["data"][0]
             name, context = str(first["id"]), int(first.get("max_model_len") or 0)
         else:
-            refused = str(found["error"]["message"])
+            said = str(found["error"]["message"])
     except (ValueError, LookupError, TypeError, AttributeError):
         raise HybridKVError(f"what answers at {url} does not say which models it serves (status {status})") from None
-    if refused:
-        raise HybridKVError(f"the server at {url} answers {status}: {refused}")
+    if said:
+        raise HybridKVError(f"the server at {url} answers {status}: {said}")
     return Server(f"{parts.scheme}://{parts.netloc}{parts.path}", name, context, key)
 
 

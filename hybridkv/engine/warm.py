@@ -65,12 +65,17 @@ class View:
     cancelled: bool = False
     begun: bool = False
     kept: Checkpoint | None = None  # where its reading was stopped last
+    forgotten: list[np.ndarray] = field(default_factory=list)  # texts, before its tokens were known
 
     def is_of(self, salt: bytes | None, tokens: np.ndarray | None) -> bool:
-        """Whether it belongs to what is kept under a salt (None: any), or of one text under it."""
+        """Whether it belongs to what is kept under a salt (None: any), or of one text under it: its conversation's last
+        turn, or one that came after it.
+        """
         if salt is not None and self.salt != salt:
             return False
-        return tokens is None or _common(self.said, tokens) >= min(self.parts + 1, len(self.said))
+        if tokens is None or _common(self.said, tokens) >= min(self.parts + 1, len(self.said)):
+            return True
+        return self.tokens is not None and _common(self.tokens, tokens) > self.parts
 
 
 class WarmReader:
@@ -110,6 +115,8 @@ class WarmReader:
         with self._lock:
             for view in self._all:
                 view.cancelled |= view.is_of(salt, text)
+                if text is not None and view.tokens is None and salt in (None, view.salt):
+                    view.forgotten.append(text)
 
     def rest(self, on: bool = False) -> None:
         """From here on nothing is taken, and nothing that was; `on`: it is again."""
@@ -223,8 +230,10 @@ class WarmReader:
             log.debug("a next turn is not read ahead: %s", problem)
         view.make = _made  # what it holds may go
         with self._lock:
+            view.tokens = made
+            view.cancelled |= any(view.is_of(None, text) for text in view.forgotten)
+            view.forgotten.clear()
             if fits and not view.cancelled:
-                view.tokens = made
                 self._put(view)
             else:
                 self._drop(view)

@@ -76,7 +76,7 @@ class Guard:
                 await guarded_send({"type": "http.response.start", "status": 204})
                 await guarded_send({"type": "http.response.body"})
                 return
-            if scope["method"] == "POST":
+            if scope["method"] == "POST" and path not in OPEN_PATHS:  # nobody without a key fills the memory for bodies
                 body = Body(self._service.bodies, state.get("salt", b""))
                 state["body"], seconds = body, self._service.settings.body_seconds
                 await body.receive(headers, receive, self._service.body_limit, seconds)

@@ -18,6 +18,7 @@ from hybridkv.server.openai_common import FINISH
 from hybridkv.server.record import Record
 
 ENDPOINT, PROTOCOL = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_PROTOCOL"
+OFF = {"OTEL_SDK_DISABLED": "true", "OTEL_TRACES_EXPORTER": "none"}  # either: no traces, whatever the endpoint is for
 END_SECONDS = 2.0  # that the end of a server waits for spans that are not sent yet
 OPERATIONS = {
     "POST /v1/chat/completions": "chat",
@@ -31,7 +32,7 @@ SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "presence_penalty", "
 def open_tracing() -> Tracing | None:
     """What the environment asks for; None: nothing. HybridKVError where it asks for what is not there."""
     endpoint = os.environ.get(ENDPOINT, "").strip()
-    if not endpoint:
+    if not endpoint or any(os.environ.get(name, "").strip().lower() == value for name, value in OFF.items()):
         return None
     if not endpoint.startswith(("http://", "https://")):
         raise HybridKVError(f"{ENDPOINT} must be an http:// or https:// address, such as http://localhost:4318")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from engine.driving import assert_nothing_held, prompt
 from engine.reusing import Cold, ask, check, poison, same
-from hybridkv.cache.reuse import Reuse
+from hybridkv.cache.reuse import Asked, Reuse
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.warm import WarmReader
 
@@ -170,6 +172,35 @@ def test_of_many_the_oldest_are_passed_over_and_those_that_were_closed(build: Ca
     reader.close()
     reader.offer(b"", said, 99, make(20))
     assert not reader.step(engine) and not reader.busy and len(made) == 16
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["before it is made", "after it"])
+def test_a_view_whose_conversation_has_gone_on_is_not_read_once_that_is_forgotten(build: Callable, known: bool) -> None:
+    engine, said, reader = build("llama", rows=0), prompt(200), WarmReader(0)
+    reuse, view = reuse_of(engine), [*said[:70], *prompt(230, seed=4)]
+    turn = [*view, *prompt(20, seed=5)]
+    ask(engine, said)
+    may, made = threading.Event(), threading.Event()
+
+    def make() -> tuple[list[int], list[tuple[int, str]]]:
+        assert may.wait(SECONDS)
+        return view, []
+
+    reader.wake = made.set
+    reader.offer(b"", said, 199, make)
+    made.clear()
+    assert not reader.step(engine)  # from here on it is made
+    if known:
+        may.set()
+        assert made.wait(SECONDS)
+    text = ask(engine, turn).tokens  # the next turn comes before anything is read, and then all of it is forgotten
+    reader.forget(b"", text)
+    reuse.forget_text(b"", np.array(text, np.int32))
+    may.set()
+    assert made.wait(SECONDS)
+    assert not reader.step(engine) and not reader.busy and not reuse.counts["warm_tokens"]
+    assert reuse.lookup(Asked(b"", np.array(view, np.int32), 300, 300)).cached <= 70
+    check(engine)
 
 
 def test_a_long_chunk_makes_the_next_ones_shorter(build: Callable) -> None:

@@ -118,7 +118,8 @@ def test_one_key_has_at_most_half(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch
 
 def test_bodies_without_a_key_are_not_read(tiny_llm: LLM) -> None:
     with serving(tiny_llm, api_keys=("one",)) as running:
-        with running.connect() as connection:
-            connection.sendall(post_bytes(TEXT, LARGE)[:-1])
-            assert status_of(connection.recv(1 << 16)) == 401
-        assert running.service.bodies.held == 0
+        for path, status in ((TEXT, 401), ("/health", 405), ("/", 405)):
+            with running.connect() as connection:
+                connection.sendall(post_bytes(path, LARGE)[:-1])
+                assert status_of(connection.recv(1 << 16)) == status
+                assert running.service.bodies.held == 0

@@ -19,6 +19,7 @@ from server.running import Running, serving
 PROGRAMS = {
     "claude": """
 import anthropic
+assert not os.environ["ANTHROPIC_API_KEY"], "a key for another service is sent to this one"
 assert os.environ["ANTHROPIC_MODEL"] == os.environ["CLAUDE_CODE_SUBAGENT_MODEL"]
 client = anthropic.Anthropic(max_retries=0)
 asked = {"model": os.environ["ANTHROPIC_MODEL"], "max_tokens": 3, "messages": [{"role": "user", "content": words[-1]}]}
@@ -75,7 +76,7 @@ def locked(tiny_llm: LLM) -> Any:
 @pytest.mark.parametrize("printed", [False, True], ids=["started", "printed"])
 def test_an_agent_asks_the_server(locked: Running, tmp_path: Path, agent: str, printed: bool) -> None:
     write_program(tmp_path, agent)
-    key = {"HYBRIDKV_API_KEY": "se'same"}
+    key = {"HYBRIDKV_API_KEY": "se'same", "ANTHROPIC_API_KEY": "another service's"}
     given = [agent, "--url", f"{locked.address}/v1", "--model", "big-one", *(["--print"] if printed else [])]
     done = launched(tmp_path, *given, "--", "-p", "What's $HOME?", **key)
     assert done.returncode == 0 and "has a context of 512" in done.stderr, done
@@ -101,6 +102,10 @@ def test_what_is_missing_is_told(locked: Running, tmp_path: Path) -> None:
         (("codex", *there), "wants a key; set HYBRIDKV_API_KEY", "wrong"),
         (("codex", *there, "--model", "small"), "answers 404: no such model is served here; there is tiny", "se'same"),
         (("codex", "--url", "127.0.0.1:8000"), "is no address such as http://127.0.0.1:8000", ""),
+        (("codex", "--url", "http://127.0.0.1:80x"), "is no address such as http://127.0.0.1:8000", ""),
+        (("codex", "--url", "http://[::1"), "is no address such as http://127.0.0.1:8000", ""),
+        (("codex", *there), "HYBRIDKV_API_KEY has a line break", "se'same\n"),
+        (("codex", *there), "HYBRIDKV_API_KEY has a line break", "s\u00e9same"),
         (("codex", "--url", "http://127.0.0.1:9"), "start one: hybridkv serve", ""),
         (("codex", *there), "npm install -g @openai/codex", "se'same"),
     ):

@@ -255,6 +255,16 @@ def test_what_cannot_be_sent_is_told_at_the_start(
         tracing.open_tracing()
 
 
+@pytest.mark.parametrize(("name", "value"), [("OTEL_SDK_DISABLED", "True"), ("OTEL_TRACES_EXPORTER", "none")])
+def test_who_wants_no_traces_needs_nothing_for_them(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(tracing.ENDPOINT, "http://127.0.0.1:4318")
+    monkeypatch.setenv(tracing.PROTOCOL, "grpc")
+    with pytest.raises(HybridKVError):
+        tracing.open_tracing()
+    monkeypatch.setenv(name, value)
+    assert tracing.open_tracing() is None
+
+
 def test_lines_of_the_log_are_as_before(tiny_llm: LLM, collector: Collector, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "hybridkv.server")
     with traced(tiny_llm, log_json=True) as running:
