@@ -171,8 +171,12 @@ class WarmReader:
             return
         if self._key in engine.manager.slot_of:
             with engine.changing():
-                if not view.cancelled and engine.manager.reuse is not None:
-                    view.kept = keep_state(engine.manager.reuse, self._key, view.kept)
+                try:
+                    if not view.cancelled and engine.manager.reuse is not None:
+                        view.kept = keep_state(engine.manager.reuse, self._key, view.kept)
+                except HybridKVError as problem:  # whoever needs the engine must not meet it
+                    log.warning("a next turn that was read ahead could not be kept: %s", problem)
+                    view.cancelled = True
                 engine.manager.release_request(self._key)
         with self._lock:
             if again and not view.cancelled:

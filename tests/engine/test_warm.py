@@ -16,6 +16,7 @@ from engine.reusing import Cold, ask, check, poison, same
 from hybridkv.cache.reuse import Asked, Reuse
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.warm import WarmReader
+from hybridkv.errors import HybridKVError
 
 SALT = b"mine"
 SECONDS = 60.0
@@ -94,6 +95,24 @@ def test_a_state_that_is_not_its_own_shows(build: Callable, cold: Callable) -> N
     engine.manager.state.reset(deep.row)
     found = ask(engine, [*view, 5, 6, 7])
     assert found.cached_tokens == deep.position == 192 and not same(found, cold("qwen3_5")([*view, 5, 6, 7]))
+
+
+def test_a_state_that_cannot_be_kept_stops_nobody(build: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, said, reader = build("qwen3_5", rows=4, step_tokens=64), prompt(100), WarmReader(0)
+    ask(engine, said)
+    view, end = [*said[:70], *prompt(400, seed=4)], time.monotonic() + SECONDS
+    reader.offer(b"", said, len(said) - 1, lambda: (view, []))
+    while not reader.step(engine):
+        assert time.monotonic() < end
+
+    def fails(*_: object) -> None:
+        raise HybridKVError("planted")
+
+    monkeypatch.setattr("hybridkv.engine.warm.keep_state", fails)
+    reader.pause(engine)
+    assert not reader.busy and not engine.manager.slot_of
+    ask(engine, [*view, 5])
+    assert_nothing_held(engine)
 
 
 def test_stopping_keeps_one_state_and_reads_nothing_twice(build: Callable) -> None:
