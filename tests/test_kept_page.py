@@ -243,8 +243,11 @@ def test_an_even_spread_is_one_row_and_an_uneven_one_a_row_for_each_layer(browse
     assert page.evaluate("location.hash") == "#layer=3" and "on average" in page.text("#lead") and not page.errors
 
 
-def test_state_layers_are_shown_and_counted(browser: Browser, tmp_path: Path) -> None:
+def test_state_layers_are_shown_and_counted(browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "qwen3_5"
+    of_config, of_model, about = tiny.KINDS["qwen3_5"]
+    longer = {**about, "num_hidden_layers": 8, "full_attention_interval": 4}  # runs of such layers
+    monkeypatch.setitem(tiny.KINDS, "qwen3_5", (of_config, of_model, longer))
     tiny.save("qwen3_5", folder)
     write_tokenizer(folder, TEMPLATE)
     prompt, path = "The quick brown fox jumps over the lazy dog. " * 6, tmp_path / "kept.html"

@@ -37,6 +37,7 @@ AT_LEAST = {
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_random_use_agrees_with_the_model() -> None:
     machine.counts.clear()
     run_state_machine_as_test(

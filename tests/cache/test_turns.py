@@ -32,6 +32,7 @@ def small_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schema_file, "SCAN", 4)
 
 
+@pytest.mark.slow
 def test_random_turns_agree_with_what_tokens_give() -> None:
     search_until(40, AT_LEAST, TurnsMachine)
 

@@ -60,7 +60,7 @@ def test_the_metadata_promise_only_what_is_there(dist: Distribution) -> None:
         (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
         metadata = Parser().parsestr(wheel.read(name).decode())
     assert metadata["Version"] == hybridkv.__version__
-    extras = {"gpu", "hub", "server", "structured", "replicas", "ray", "otel", "plot", "docs", "dev"}
+    extras = {"gpu", "hub", "server", "structured", "replicas", "ray", "nixl", "otel", "plot", "docs", "dev"}
     assert set(metadata.get_all("Provides-Extra") or ()) == extras
     assert f"## [{hybridkv.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 

@@ -12,6 +12,7 @@ KINDS = ("qwen3_5", "deepseek_v4", "v4 in codes", *more("v4, whole experts", "ll
 BOUND = 1e-3  # of the logits' scale: sums in two parts, and padded steps, in f32; a router near a tie
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_replay_the_same_steps_and_answer_as_one(kind: str) -> None:

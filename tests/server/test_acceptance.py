@@ -304,10 +304,10 @@ def test_a_prompt_is_read_once_for_several_answers(tiny_one: Running) -> None:
 )
 def test_penalties_are_those_of_a_plain_sampler(tiny_one: Running, asked: dict[str, Any]) -> None:
     prompt = tiny_one.llm.encode_chat(HI)
-    found = tiny_one.chat(**asked, max_tokens=12, ignore_eos=True, return_token_ids=True)
+    found = tiny_one.chat(**asked, max_tokens=40, ignore_eos=True, return_token_ids=True)
     ids: list[int] = []
     plain: list[int] = []
-    for _ in range(12):
+    for _ in range(40):
         logits = tiny_one.llm.logits([*prompt, *ids])[-1].clone()
         plain.append(int(logits.argmax()))
         for token, value in asked.get("logit_bias", {}).items():

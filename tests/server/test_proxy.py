@@ -20,6 +20,8 @@ CHAT = "/v1/chat/completions"
 ASKED: dict[str, Any] = {"messages": HI, "max_tokens": 6, "ignore_eos": True, "temperature": 0}
 RESET = struct.pack("ii", 1, 0)
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True)
 class Line:
