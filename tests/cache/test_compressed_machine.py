@@ -173,7 +173,7 @@ def a_fork_starts_with_fresh_state() -> Patch:
 
 
 def a_restore_forgets_the_state() -> Patch:
-    return frozen, "_restore_state", lambda manager, slot, cache: None
+    return frozen, "restore_state", lambda *of: None
 
 
 def a_reused_slot_keeps_its_state() -> Patch:

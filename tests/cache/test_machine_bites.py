@@ -92,10 +92,10 @@ def copy_on_write_copies_the_first_lane_only() -> Patch:
 def pages_are_taken_before_all_pools_are_asked() -> Patch:
     original = PageAllocator.acquire
 
-    def acquire(self: PageAllocator, n: int) -> np.ndarray:
+    def acquire(self: PageAllocator, n: int, wanted: np.ndarray | None = None) -> np.ndarray:
         if n > self.free:
             raise OutOfPages(n, self.free, self.total, self.name)
-        return original(self, n)
+        return original(self, n, wanted)
 
     return PageAllocator, "acquire", acquire
 
@@ -137,8 +137,8 @@ def commit_stops_half_way() -> Patch:
 def a_page_is_given_out_twice() -> Patch:
     original = PageAllocator.acquire
 
-    def acquire(self: PageAllocator, n: int) -> np.ndarray:
-        ids = original(self, n)
+    def acquire(self: PageAllocator, n: int, wanted: np.ndarray | None = None) -> np.ndarray:
+        ids = original(self, n, wanted)
         self._top += n > 1  # the last one stays on the stack
         return ids
 
@@ -229,7 +229,7 @@ def a_fork_forgets_what_was_evicted() -> Patch:
 
 
 def a_restore_forgets_the_state() -> Patch:
-    return frozen, "_restore_state", lambda manager, slot, cache: None
+    return frozen, "restore_state", lambda *of: None
 
 
 FAULTS = (
