@@ -7,7 +7,7 @@ graph's own time. transformers reads all prompts, too, and after the first one t
 --skip-peers leaves out both. With --weight-dtype released the same steps are timed on random FP8 and FP4 codes, too,
 whose products are compared with their definition first. With --ranks 2,4,8 they are timed on the first of so many ranks
 alone, its sums left out (ranks.py), in the form that was asked for. While the models are made, a process for each kind
-of cache compiles on four layers. What matters most comes first.
+of cache and form of weights compiles on four layers. What matters most comes first.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
     about |= {"chunk": chunk}
     report = Report("v4_model", "ms", COLUMNS, shape.device, ceilings, about, deadline=options.deadline)
     report.start()
-    compilers = start_compilers(shape, kinds, prompts, chunk)
+    compilers = start_compilers(shape, kinds, options.weight_dtype, prompts, chunk)
     begin = time.monotonic()
     report.doing("making weights")
     bench = V4Bench(shape, report, chunk, options.skip_peers)
@@ -212,18 +212,20 @@ def engine_for(model: Model, shape: Shape, kind: str, context: int, chunk: int) 
 
 
 def start_compilers(
-    shape: Shape, kinds: tuple[str, ...], prompts: tuple[int, ...], chunk: int
+    shape: Shape, kinds: tuple[str, ...], form: str, prompts: tuple[int, ...], chunk: int
 ) -> list[subprocess.Popen]:
+    """One for each kind of cache and form of weights."""
     if shape.device != "cuda":
         return []
-    given = [shape.name, json.dumps(prompts), str(chunk)]
-    return [subprocess.Popen([sys.executable, "-c", CODE, k, *given], stdout=subprocess.DEVNULL) for k in kinds]
+    given, forms = [shape.name, json.dumps(prompts), str(chunk)], dict.fromkeys(("", form if form == RELEASED else ""))
+    pairs = [(kind, each) for kind in kinds for each in forms]
+    return [subprocess.Popen([sys.executable, "-c", CODE, *pair, *given], stdout=subprocess.DEVNULL) for pair in pairs]
 
 
-def compile_alone(kind: str, name: str, prompts: str, chunk: str) -> None:
+def compile_alone(kind: str, form: str, name: str, prompts: str, chunk: str) -> None:
     """Every kernel that the rows of this kind run, on four layers; they end in Triton's cache on disk."""
     shape = smaller(find_shape(name, None, "cuda", v4=True), 4)
-    model = random_decoder(shape.config, shape.device, shape.dtype)
+    model = random_decoder(shape.config, shape.device, shape.dtype, form=form)
     for length in json.loads(prompts):
         run_ours(engine_for(model, shape, kind, length + 64, int(chunk)), torch.randint(0, 1000, (length,)), 2)
 

@@ -52,7 +52,7 @@ def random_codes(form: BlockForm, *shape: int) -> BlockScaled:
     return out
 
 
-@pytest.mark.parametrize("T", (1, 7, 16, 17, 300))
+@pytest.mark.parametrize("T", (1, 7, 16, 17, 40, 64, 65, 300))
 @pytest.mark.parametrize(
     ("form", "rows", "columns", "groups"),
     ((RELEASED_FP8, 40960, 1024, 1), (RELEASED_FP8, 4096, 8192, 1), (RELEASED_FP8, 8192, 4096, 8),
@@ -63,8 +63,9 @@ def random_codes(form: BlockForm, *shape: int) -> BlockScaled:
 def test_matrices(form: BlockForm, rows: int, columns: int, groups: int, T: int, on_the_gpu: None) -> None:
     weight, x = random_codes(form, rows, columns), torch.randn(T, groups * columns).to(BF16)
     assert_close_rms("bf16", linear_blocks_ref(x, weight, groups), linear_blocks(x, weight, groups), BOUND)
-    f32 = torch.float32
-    assert_close_rms("f32", linear_blocks_ref(x, weight, groups, f32), linear_blocks(x, weight, groups, f32), 1e-3)
+    f32, rounded = torch.float32, form.scale_bytes == 4  # the reference rounds values, products of few rows do not
+    want, got = linear_blocks_ref(x, weight, groups, f32), linear_blocks(x, weight, groups, f32)
+    assert_close_rms("f32", want, got, 4e-3 if rounded else 1e-3)
 
 
 def case(T: int) -> tuple[Tensor, Tensor, Tensor, list[ExpertStack]]:
@@ -77,23 +78,24 @@ def case(T: int) -> tuple[Tensor, Tensor, Tensor, list[ExpertStack]]:
     return torch.randn(T, D).to(BF16), torch.rand(T, K + 1), chosen, stacks
 
 
-@pytest.mark.parametrize("T", (1, 5, 64, 700))
+@pytest.mark.parametrize("T", (1, 5, 30, 64, 150, 700))
 def test_experts(T: int, on_the_gpu: None) -> None:
     x, weights, chosen, stacks = case(T)
     want = run_block_experts_ref(x, weights, chosen, stacks, 10.0)
     assert_close_rms("experts", want, run_block_experts(x, weights, chosen, stacks, 10.0), BOUND)
 
 
-def test_a_captured_step_follows_its_inputs(on_the_gpu: None) -> None:
+@pytest.mark.parametrize("T", (1, 4, 80))
+def test_a_captured_step_follows_its_inputs(T: int, on_the_gpu: None) -> None:
     """Other tokens and other experts in the same memory: the replay has the bits of a fresh call."""
-    x, weights, chosen, stacks = case(4)
+    x, weights, chosen, stacks = case(T)
     run_block_experts(x, weights, chosen, stacks, 10.0)  # compiled before the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = run_block_experts(x, weights, chosen, stacks, 10.0)
     for _ in range(3):
-        other = case(4)
+        other = case(T)
         for kept, new in zip((x, weights, chosen), other):
             kept.copy_(new)
         graph.replay()

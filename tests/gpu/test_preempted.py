@@ -77,7 +77,10 @@ def test_others_decode_while_it_is_on_its_way(models: Models, late: Callable[[LL
     llm = models.open("qwen3_5", "float32", "f32", None, context=1024)
     llm.manager.host.preempted = True
     engine = llm.engine
-    first, second = (engine.add(tiny.token_ids(200, seed=i), params(i, 60), cache=False) for i in (4, 5))
+    first = engine.add(tiny.token_ids(200, seed=4), params(4, 90), cache=False)
+    while first.answer_tokens < 20:  # steps of one request are captured now: a capture takes longer than the copies
+        engine.step()
+    second = engine.add(tiny.token_ids(200, seed=5), params(5, 60), cache=False)
     while second.answer_tokens < 4:
         engine.step()
     engine.drain()

@@ -178,6 +178,46 @@ def e2m1_pairs_tile(b_packed):
 
 
 @triton.jit
+def e2m1_halves_tile(b_packed, FAST: tl.constexpr):
+    """Bytes of two codes -> the even channels and the odd ones, in bf16. FAST: by instructions of Hopper and later."""
+    if FAST:  # of four bytes: two of them in the upper bytes of 32 bits, whose codes go to sign and exponent; 2^126
+        b_even, b_odd = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, e, s, t, big;
+            mov.b32 big, 0x7e807e80;
+            prmt.b32 a, $4, 0, 0x1404;
+            prmt.b32 b, $4, 0, 0x3424;
+            shl.b32 s, a, 4;
+            shr.u32 t, a, 2;
+            and.b32 t, t, 0x01c001c0;
+            lop3.b32 e, s, 0x80008000, t, 0xea;
+            mul.bf16x2 $0, e, big;
+            shl.b32 s, b, 4;
+            shr.u32 t, b, 2;
+            and.b32 t, t, 0x01c001c0;
+            lop3.b32 e, s, 0x80008000, t, 0xea;
+            mul.bf16x2 $1, e, big;
+            shr.u32 t, a, 6;
+            and.b32 t, t, 0x01c001c0;
+            lop3.b32 e, a, 0x80008000, t, 0xea;
+            mul.bf16x2 $2, e, big;
+            shr.u32 t, b, 6;
+            and.b32 t, t, 0x01c001c0;
+            lop3.b32 e, b, 0x80008000, t, 0xea;
+            mul.bf16x2 $3, e, big;
+            }""",
+            "=r,=r,=r,=r,r", [b_packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        b_code = b_packed.to(tl.int32)
+        b_even = (((b_code & 8) << 12) | ((b_code & 7) << 6)).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        b_odd = (((b_code & 128) << 8) | ((b_code & 112) << 2)).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        b_even = (b_even.to(tl.float32) * 8.507059173023462e37).to(tl.bfloat16)  # 2^126
+        b_odd = (b_odd.to(tl.float32) * 8.507059173023462e37).to(tl.bfloat16)
+    return b_even, b_odd
+
+
+@triton.jit
 def pack_pairs_tile(b_code):
     """[rows, D] -> [rows, D / 2]"""
     b_even, b_odd = tl.split(tl.reshape(b_code, [b_code.shape[0], b_code.shape[1] // 2, 2]))

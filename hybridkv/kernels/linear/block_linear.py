@@ -2,18 +2,14 @@
 
     y[t, g N + n] = sum_k x[t, g K + k] * value[g N + n, k]        groups g, each with inputs of its own; mostly one
 
-A program dequantises tiles of W in registers and multiplies them with tensor cores; W is the left side, so that a tile
-of few rows of x is no wider than it has to be. Few rows: small tiles of W, many programs, and the time is that of
-reading the codes. Many rows: a tile of W is dequantised for each BT rows of x.
-
-The reference dequantises a few rows of W at a time (TILE) and multiplies in x's dtype.
-
-The sizes of the tiles are not measured.
+Few rows: codes become numbers in registers (block_rows.py), and the time is that of reading the codes. Many rows:
+rows of W are dequantised, so many at a time that they are not much memory (TILE), and multiplied by the library. That
+is what the reference does for any number of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -21,26 +17,44 @@ from torch import Tensor
 
 from hybridkv.kernels.activation import silu_mul
 from hybridkv.kernels.backend import has_pdl, tl, triton, use_triton
-from hybridkv.kernels.linear.block_scaled import BlockScaled, block_tile, dequantise_rows, tile_rows
+from hybridkv.kernels.linear.block_dequantise import dequantise_triton
+from hybridkv.kernels.linear.block_form import BlockForm
+from hybridkv.kernels.linear.block_rows import few_rows_tile
+from hybridkv.kernels.linear.block_scaled import BlockScaled, dequantise_rows, tile_rows
 from hybridkv.kernels.linear.linear import Linear
 
-FEW_ROWS = 16  # of x: up to this many, small tiles
+FEW_ROWS = 64  # of x: up to this many, products read the codes themselves
 
 
 def linear_blocks_ref(x: Tensor, weight: BlockScaled, groups: int = 1, dtype: torch.dtype | None = None) -> Tensor:
+    return _by_dequantised(x, weight, groups, dtype, dequantise_rows)
+
+
+def _by_dequantised(
+    x: Tensor, weight: BlockScaled, groups: int, dtype: torch.dtype | None, dequantise: Callable[..., Tensor]
+) -> Tensor:
+    """So many rows of W at a time that they are no more than TILE values."""
     (N, K), T = weight.shape, len(x)
-    out, each, step = x.new_empty((T, N), dtype=dtype or x.dtype), N // groups, tile_rows(K)
-    given, x = x.dtype, x.to(out.dtype)
+    each, step = N // groups, tile_rows(K)
+    wide = dtype not in (None, x.dtype)
+    if groups == 1 and 0 < each <= step and not wide:
+        return F.linear(x, dequantise(weight, 0, N, x.dtype))
+    out = x.new_empty((T, N), dtype=dtype or x.dtype)
     for g in range(groups):
+        given = x[:, g * K : (g + 1) * K]
         for a in range(g * each, (g + 1) * each, step):
             b = min(a + step, (g + 1) * each)
-            out[:, a:b] = F.linear(x[:, g * K : (g + 1) * K], dequantise_rows(weight, a, b, given).to(x.dtype))
+            w = dequantise(weight, a, b, x.dtype)
+            if wide and x.is_cuda:
+                torch.mm(given, w.t(), out_dtype=out.dtype, out=out[:, a:b])
+            else:
+                torch.mm(given.to(out.dtype), w.to(out.dtype).t(), out=out[:, a:b])
     return out
 
 
 @triton.jit(do_not_specialize=["T"])
-def linear_blocks_kernel(
-    x,  # [T, G K], rows stride_x apart
+def few_rows_kernel(
+    x,  # [T, G K], rows stride_x apart; of two codes in a byte pairs of numbers
     codes,  # of [G N, K]
     scales,
     y,  # [T, G N], rows stride_y apart
@@ -56,50 +70,51 @@ def linear_blocks_kernel(
     WHOLE: tl.constexpr,
     FAST: tl.constexpr,
     STAGES: tl.constexpr,
+    G: tl.constexpr,
     BN: tl.constexpr,
     BT: tl.constexpr,
-    BK: tl.constexpr,
 ):
-    n_t = tl.cdiv(T, BT)
-    o_t = tl.program_id(0) % n_t * BT + tl.arange(0, BT)
-    o_n = tl.program_id(0) // n_t * BN + tl.arange(0, BN)
-    i_g = tl.program_id(1).to(tl.int64)
+    o_t, o_n = tl.arange(0, BT), tl.program_id(0) * BN + tl.arange(0, BN)
+    i_g, m_t = tl.program_id(1).to(tl.int64), o_t < T
     o_row = i_g * N + tl.minimum(o_n, N - 1)  # rows past the end are read again: no mask
-    m_t = o_t < T
-    p_x = x + i_g * K + o_t.to(tl.int64)[None, :] * stride_x
-    b_y = tl.zeros([BN, BT], tl.float32)
-    for i_k in tl.range(0, K, BK, num_stages=STAGES):
-        o_k = i_k + tl.arange(0, BK)
-        b_x = tl.load(p_x + o_k[:, None], mask=m_t[None, :] & (o_k < K)[:, None], other=0.0)
-        b_w = block_tile(
-            codes, scales, o_row, o_row // ROWS, i_k, K, BITS, COLUMNS, POWERS, WHOLE, FAST, x.dtype.element_ty, BN, BK
-        )
-        b_y = tl.dot(b_w, b_x, b_y, input_precision="ieee")
+    p_x = i_g * (K * BITS // 8) + o_t.to(tl.int64) * stride_x
+    if FAST:
+        tl.extra.cuda.gdc_wait()
+    b_y = few_rows_tile(
+        x, p_x, m_t, codes, scales, o_row, o_row // ROWS, K, BITS, COLUMNS, POWERS, WHOLE, FAST, STAGES, G, BN, BT
+    )
+    if FAST:
+        tl.extra.cuda.gdc_launch_dependents()
     p_y = y + i_g * N + o_t.to(tl.int64)[None, :] * stride_y + o_n[:, None]
     tl.store(p_y, b_y.to(y.dtype.element_ty), mask=(o_n < N)[:, None] & m_t[None, :])
 
 
-def tile(dtype: torch.dtype, T: int, N: int) -> dict[str, int]:
-    """Small tiles while there are few rows, where reading W takes most of the time. Not measured."""
-    if dtype == torch.float32:
-        return dict(BN=32, BT=16, BK=32, STAGES=2, num_warps=4)
-    if T <= FEW_ROWS:
-        return dict(BN=64 if N > 8192 else 32, BT=16, BK=128, STAGES=4, num_warps=4)
-    return dict(BN=128, BT=64, BK=64, STAGES=3, num_warps=8)
+def tile(form: BlockForm, T: int, N: int) -> dict[str, int]:
+    """For T rows of x and N rows of codes: the fastest on an H200 at V4-Flash's widths."""
+    BT, G = max(8, triton.next_power_of_2(T)), max(1, 512 // form.columns)
+    if T > 16:
+        return dict(BT=BT, BN=32, G=G, STAGES=2, num_warps=4)
+    if N >= 8192:
+        return dict(BT=BT, BN=16, G=max(1, G // 2), STAGES=4, num_warps=2)
+    return dict(BT=BT, BN=16, G=G, STAGES=4, num_warps=4)
 
 
 def linear_blocks_triton(x: Tensor, weight: BlockScaled, groups: int = 1, dtype: torch.dtype | None = None) -> Tensor:
     (T, _), (rows, K), form = x.shape, weight.shape, weight.form
+    N, pairs = rows // groups, form.bits == 4
+    if T > FEW_ROWS or x.dtype != torch.bfloat16:
+        return _by_dequantised(x, weight, groups, dtype, dequantise_triton)
     y = torch.empty((T, rows), dtype=dtype or x.dtype, device=x.device)
-    if x.stride(-1) != 1:
+    odd = pairs and (x.stride(0) % 2 or x.storage_offset() % 2)
+    if x.stride(-1) != 1 or odd:
         x = x.contiguous()
-    N = rows // groups
-    sizes = tile(x.dtype, T, N)
+    sizes, fast = tile(form, T, rows), has_pdl(x.device)
     if y.numel():
-        linear_blocks_kernel[triton.cdiv(N, sizes["BN"]) * triton.cdiv(T, sizes["BT"]), groups](
-            x, weight.codes, weight.scales, y, T, N, K, x.stride(0), y.stride(0), ROWS=form.rows, BITS=form.bits,
-            COLUMNS=form.columns, POWERS=form.scale_bytes == 1, WHOLE=K % sizes["BK"] == 0, FAST=has_pdl(x.device),
-            **sizes,
+        given = x.view(torch.int32) if pairs else x
+        few_rows_kernel[triton.cdiv(N, sizes["BN"]), groups](
+            given, weight.codes, weight.scales, y, T, N, K, given.stride(0), y.stride(0), ROWS=form.rows,
+            BITS=form.bits, COLUMNS=form.columns, POWERS=form.scale_bytes == 1,
+            WHOLE=K % (sizes["G"] * form.columns) == 0, FAST=fast, launch_pdl=fast, **sizes,
         )  # fmt: skip
     return y
 

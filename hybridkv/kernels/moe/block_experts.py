@@ -7,16 +7,14 @@ launched on its own part of the experts' offsets:
     chosen    0 .. E - 1: the first stack     E: the second
     offsets   [o_0 ... o_E | o_{E + 1}]       the second stack sees o_E and o_{E + 1} as the offsets of one expert
 
-A program dequantises tiles of its expert's matrices in registers, as linear_blocks does: with few rows an expert's
-bytes are read once, in codes.
-
-The sizes of the tiles are not measured.
+Few rows, as in a decode step: an expert's bytes are read once, in codes (block_experts_few.py). Many: a program
+dequantises tiles of its expert's matrices in registers, each for BM rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +23,8 @@ from torch import Tensor
 from hybridkv.kernels.backend import has_pdl, tl, triton, use_triton
 from hybridkv.kernels.linear.block_linear import linear_blocks_ref
 from hybridkv.kernels.linear.block_scaled import BlockScaled, block_tile
+from hybridkv.kernels.moe.block_experts_few import few_down_kernel, few_up_kernel
+from hybridkv.kernels.moe.block_experts_one import run_one
 from hybridkv.kernels.moe.grouped import (
     combine_kernel,
     expert_down_kernel,
@@ -175,34 +175,51 @@ def block_down_kernel(
         tl.store(y + o_y, b_y.to(y.dtype.element_ty), mask=m_m[None, :] & m_n[:, None])
 
 
-def block_config(dtype: torch.dtype, rows: int, experts: int) -> dict[str, int]:
-    """Small tiles while an expert has few rows, where reading its codes takes most of the time. Not measured."""
-    if dtype == torch.float32:
-        return dict(BM=16, BN=32, BK=32, STAGES=2, num_warps=4)
-    if rows <= 16 * experts:
-        return dict(BM=16, BN=64, BK=128, STAGES=3, num_warps=4)
-    return dict(BM=64, BN=128, BK=64, STAGES=3, num_warps=8)
+class Tiles(NamedTuple):
+    """How the products of a stack are cut."""
+
+    few: bool  # by the kernels of few rows
+    config: dict[str, int]
+
+
+def tiles_of(x: Tensor, stack: Stack, rows: int, T: int) -> Tiles:
+    """For so many rows of T tokens, over all experts of a stack: the fastest on an H200 at V4-Flash's widths."""
+    if isinstance(stack, Tensor):
+        return Tiles(False, tile_config(x.dtype, rows, len(stack)))
+    if x.dtype == torch.float32:
+        return Tiles(False, dict(BM=16, BN=32, BK=32, STAGES=2, num_warps=4))
+    BM = next((size for size in (16, 32, 64) if rows <= size * len(stack)), 128)
+    if BM > 16:
+        return Tiles(False, dict(BM=BM, BN=64, BK=64, STAGES=3, num_warps=4))
+    BM, columns = 8 if T <= 8 else 16, stack.form.columns
+    if stack.form.bits == 4:
+        return Tiles(True, dict(BM=BM, BN=32, G=max(1, 128 // columns), STAGES=3, num_warps=2))
+    return Tiles(True, dict(BM=BM, BN=16, G=max(1, 512 // columns), STAGES=3, num_warps=4))
 
 
 def _launch(
-    kernel: object, plain: object, x: Tensor, stack: Stack, pairs: tuple[Tensor, Tensor], y: Tensor,
+    kernels: tuple[Any, Any, Any], x: Tensor, stack: Stack, pairs: tuple[Tensor, Tensor], y: Tensor,
     sizes: tuple[float, ...], N: int, T: int,
 ) -> None:  # fmt: skip
-    """One product of a stack; `plain` is the kernel for matrices that are not codes."""
-    (order, offsets), E, M, form = pairs, len(stack), len(pairs[0]), None
-    rows = min(M, T * E)  # a token takes an expert once, as a rule
-    config = tile_config(x.dtype, rows, E) if isinstance(stack, Tensor) else block_config(x.dtype, rows, E)
+    """One product of a stack: `kernels` are those for matrices that are not codes, for few rows, and for many."""
+    (order, offsets), E, M = pairs, len(stack), len(pairs[0])
+    few, config = tiles_of(x, stack, min(M, T * E), T)  # a token takes an expert once, as a rule
     tiles = M // config["BM"] + min(E, M)  # at most: every expert may end in a tile that is not full
     grid, BE = (triton.cdiv(N, config["BN"]) * tiles,), triton.next_power_of_2(E)
     if isinstance(stack, Tensor):
-        plain[grid](x, stack, order, offsets, y, *sizes, BE=BE, **config)  # type: ignore[index]
+        kernels[0][grid](x, stack, order, offsets, y, *sizes, BE=BE, **config)
         return
-    form, K = stack.form, stack.shape[-1]
-    kernel[grid](  # type: ignore[index]
+    form, K, fast = stack.form, stack.shape[-1], has_pdl(x.device)
+    step, more = config["BK"] if not few else config["G"] * form.columns, {}
+    if few:
+        x, more = x.view(torch.int32) if form.bits == 4 else x, dict(launch_pdl=fast)
+    kernels[1 if few else 2][grid](
         x, stack.codes, stack.scales, order, offsets, y, *sizes, stack.scales.shape[1], ROWS=form.rows, BITS=form.bits,
-        COLUMNS=form.columns, POWERS=form.scale_bytes == 1, WHOLE=K % config["BK"] == 0, FAST=has_pdl(x.device),
-        BE=BE, **config,
+        COLUMNS=form.columns, POWERS=form.scale_bytes == 1, WHOLE=K % step == 0, FAST=fast, BE=BE, **config, **more,
     )  # fmt: skip
+
+
+UP, DOWN = (expert_up_kernel, few_up_kernel, block_up_kernel), (expert_down_kernel, few_down_kernel, block_down_kernel)
 
 
 def run_block_experts_triton(
@@ -212,20 +229,36 @@ def run_block_experts_triton(
     out = torch.empty((T, D), dtype=x.dtype, device=x.device)
     if T == 0:
         return out
-    order, offsets = sort_pairs_triton(chosen, sum(len(stack.down) for stack in stacks))
     make = torch.zeros if others else torch.empty  # rows of experts that are not here are not written
-    parts = make((T * K, D), dtype=x.dtype, device=x.device)
-    x, at = x.contiguous(), 0
-    for gate_up, down in stacks:
-        (E, _, I), mine = down.shape, (order, offsets[at:])
-        inner = torch.empty((T * K, I), dtype=x.dtype, device=x.device)
-        _launch(block_up_kernel, expert_up_kernel, x, gate_up, mine, inner, (E, D, I, K, limit), I, T)
-        _launch(block_down_kernel, expert_down_kernel, inner, down, mine, parts, (E, D, I), D, T)
-        del inner  # the next stack's takes its place
-        at += E
+    parts, x = make((T * K, D), dtype=x.dtype, device=x.device), x.contiguous()
+    up, down = (coded(part) for part in zip(*stacks, strict=True))
+    alike = up and down and up[0].shape[1:] == up[-1].shape[1:]  # a part of the shared expert may be narrower
+    if T == 1 and alike and x.dtype == torch.bfloat16:
+        run_one(x, chosen, up, down, limit, parts)
+    else:
+        run_sorted(x, chosen, stacks, limit, parts)
     BD = min(1024, triton.next_power_of_2(D))
     combine_kernel[T, triton.cdiv(D, BD)](parts, weights, out, D, K=K, BD=BD)
     return out
+
+
+def coded(stacks: Sequence[Stack]) -> list[BlockScaled] | None:
+    """Where there are one or two, and all are codes."""
+    found = [stack for stack in stacks if isinstance(stack, BlockScaled)]
+    return found if len(found) == len(stacks) <= 2 else None
+
+
+def run_sorted(x: Tensor, chosen: Tensor, stacks: Sequence[ExpertStack], limit: float, parts: Tensor) -> None:
+    """What the experts give for each pair, into parts [T K, D]."""
+    (T, D), K, at = x.shape, chosen.shape[1], 0
+    order, offsets = sort_pairs_triton(chosen, sum(len(stack.down) for stack in stacks))
+    for gate_up, down in stacks:
+        (E, _, I), mine = down.shape, (order, offsets[at:])
+        inner = torch.empty((T * K, I), dtype=x.dtype, device=x.device)
+        _launch(UP, x, gate_up, mine, inner, (E, D, I, K, limit), I, T)
+        _launch(DOWN, inner, down, mine, parts, (E, D, I), D, T)
+        del inner  # the next stack's takes its place
+        at += E
 
 
 def run_block_experts(

@@ -18,6 +18,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 # against float64 on the values in x's dtype. f32: sums of a few hundred products. bf16: the result is rounded, by 2^-8
 # of it at most, which a single one may reach.
 BOUND = {F32: 2e-6, BF16: 4e-3}
+ROUNDED = 4e-3  # scales in f32: values are rounded to bf16 where they are written out, and nowhere else
 SHAPES = ((1, 1, 32), (3, 37, 40), (17, 70, 144), (5, 16, 2), (0, 8, 32), (2, 0, 32), (19, 34, 144))
 
 
@@ -93,7 +94,8 @@ def test_products_are_those_of_the_values(op, form: BlockForm, dtype: torch.dtyp
     assert_close_rms("product", want, got, BOUND[dtype])
     wide = op(x, put(weight), dtype=F32)
     assert wide.dtype == F32
-    assert_close_rms("f32 results", want, wide, BOUND[F32])
+    bound = ROUNDED if form.scale_bytes == 4 and dtype == BF16 else BOUND[F32]
+    assert_close_rms("f32 results", want, wide, bound)
 
 
 def test_groups_have_inputs_of_their_own(op) -> None:
@@ -193,5 +195,6 @@ for name, kernel in built:
 def test_the_released_widths_compile_for_hopper_and_nothing_spills() -> None:
     """Queries and the last product; in the long form f32 scales, a matrix of FP4, and heads to groups."""
     built = [line.split() for line in compile_alone(COMPILE).splitlines()]
-    assert len(built) == 4 + 2 * len(more(1, 2, 3)) and {name for name, *_ in built} == {"linear_blocks_kernel"}
+    assert {name for name, *_ in built} == {"few_rows_kernel", "dequantise_blocks_kernel"}
+    assert sum(name == "few_rows_kernel" for name, *_ in built) == 2 + len(more(1, 2, 3))
     assert all(int(registers) <= 255 and spilled == local == "0" for _, registers, spilled, local in built), built

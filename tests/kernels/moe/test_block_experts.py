@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from block_cases import BASE, FP4, FP8, SMALL, encode, random_blocks, random_stack
-from long_form import few, more
+from long_form import few
 from numerics import assert_close_rms, assert_same_bytes, rel_rms
 from own_process import compile_alone
 from torch import Tensor
@@ -93,6 +93,24 @@ def test_experts_are_those_of_the_values(
     got = op(x.to(DEVICE), weights.to(DEVICE), chosen.to(DEVICE), there, LIMIT)
     assert got.dtype == dtype
     assert_close_rms("experts", want, got, BOUND[dtype])
+
+
+@pytest.mark.parametrize(("T", "ran"), ((1, "one"), (2, "few"), (9, "few"), (30, "many"), (130, "many")))
+def test_each_number_of_tokens_has_its_kernels(T: int, ran: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16: one token, a few rows of an expert, and many."""
+    (seen, E, D, I), one, tiles_of = ([], 3, 96, 70), block_experts.run_one, block_experts.tiles_of
+    monkeypatch.setattr(block_experts, "run_one", lambda *a: seen.append("one") or one(*a))
+    monkeypatch.setattr(block_experts, "tiles_of", lambda *a: seen.append(tiles_of(*a)) or seen[-1])
+    (first, up, down), (last, last_up, last_down) = stacks(FP4, E, D, I), stacks(SMALL, 1, D, I)
+    x, (weights, chosen) = (torch.randn(T, D) / 4).to(BF16), pairs(T, E, 2)
+    want = by_hand(x, weights, chosen, torch.cat((up, last_up)), torch.cat((down, last_down)))
+    there = [put(first, BF16), put(last, BF16)]
+    got = block_experts.run_block_experts_triton(*(t.to(DEVICE) for t in (x, weights, chosen)), there, LIMIT)
+    assert_close_rms("experts", want, got, BOUND[BF16])
+    if ran == "one":
+        assert seen == ["one"]
+    else:
+        assert [tiles.few for tiles in seen[:2]] == [ran == "few"] * 2
 
 
 def test_one_stack_has_the_bits_of_the_plain_reference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,9 +210,7 @@ def test_codes_past_two_gigabytes_are_reached() -> None:
     inner = torch.empty(1, I, dtype=BF16, device=DEVICE)
     order, offsets = (torch.zeros(n, dtype=torch.int32, device=DEVICE) for n in (1, E + 1))
     offsets[-1] = 1
-    block_experts._launch(
-        block_experts.block_up_kernel, None, x.to(DEVICE), up, (order, offsets), inner, (E, D, I, 1, 1e9), I, 1
-    )  # fmt: skip
+    block_experts._launch(block_experts.UP, x.to(DEVICE), up, (order, offsets), inner, (E, D, I, 1, 1e9), I, 1)
     gate, up_ = (values.double() @ x[0].double()).chunk(2)
     assert_close_rms("the last expert", gate / (1 + (-gate).exp()) * up_, inner[0], BOUND[BF16])
 
@@ -205,15 +221,15 @@ from no_device import SHARED_MEMORY, built, usage
 import torch
 from hybridkv.kernels.linear.block_form import RELEASED_FP4, RELEASED_FP8
 from hybridkv.kernels.linear.block_scaled import empty_blocks
-from hybridkv.kernels.moe import block_experts
+from hybridkv.kernels.moe import block_experts, block_experts_one
 from hybridkv.kernels.moe.block_experts import ExpertStack
 
-block_experts.has_pdl = lambda device: True
+block_experts.has_pdl = block_experts_one.has_pdl = lambda device: True
 cpu = torch.device("cpu")
-# Flash; and one of sixteen ranks of Pro, whose part of the shared expert has blocks of 64
+# Flash, by one, few and many tokens; and one of sixteen ranks of Pro, whose part of the shared expert has blocks of 64
 halves = [RELEASED_FP8.part(rows=[(192, 384)]), RELEASED_FP8.part(columns=[(192, 384)])]
 assert [halves[0].rows, halves[1].columns] == [64, 64]
-for D, I, shared, many in ((4096, 2048, [RELEASED_FP8] * 2, more(64)), (7168, 192, halves, more(64))):
+for D, I, shared, many in ((4096, 2048, [RELEASED_FP8] * 2, (3, 64)), (7168, 192, halves, more(3, 64))):
     stacks = [
         ExpertStack(empty_blocks(up, (E, 2 * I, D), cpu), empty_blocks(down, (E, D, I), cpu))
         for (up, down), E in (([RELEASED_FP4] * 2, 2), (shared, 1))
@@ -222,16 +238,20 @@ for D, I, shared, many in ((4096, 2048, [RELEASED_FP8] * 2, more(64)), (7168, 19
         x, weights = torch.zeros(T, D, dtype=torch.bfloat16), torch.zeros(T, 3)
         block_experts.run_block_experts_triton(x, weights, torch.zeros(T, 3, dtype=torch.int32), stacks, 10.0)
 for name, kernel in built:
-    if name.startswith("block_"):
+    if name.startswith(("one_", "few_", "block_")):
+        ptx = kernel.asm["ptx"]
         assert kernel.metadata.shared <= SHARED_MEMORY
-        print(name, *usage(kernel), kernel.asm["ptx"].count("st.local"), kernel.asm["ptx"].count("wgmma.mma_async"))
+        print(name, *usage(kernel), ptx.count("st.local"), ptx.count("wgmma.mma_async"), ptx.count("mma.sync"))
 """
 
 
 @pytest.mark.long
 def test_the_released_widths_compile_for_hopper_and_nothing_spills() -> None:
-    """FP4 and FP8 experts, whole and as a rank has them; the long form has many rows too."""
+    """FP4 and FP8 experts, whole and as a rank has them, whose shared one is narrower: no kernel for one token takes
+    both. The long form has more tokens for those, too.
+    """
     built = [line.split() for line in compile_alone(COMPILE).splitlines()]
-    assert [name for name, *_ in built] == ["block_up_kernel", "block_down_kernel"] * 4 * len((1, *more(64)))
-    assert all(int(registers) <= 255 and spilled == local == "0" for _, registers, spilled, local, _ in built), built
-    assert all(int(products) > 0 for *_, products in built), built  # tensor cores of Hopper, codes from registers
+    assert {name for name, *_ in built} == {f"{k}_{p}_kernel" for k in ("one", "few", "block") for p in ("up", "down")}
+    assert all(int(registers) <= 255 and spilled == local == "0" for _, registers, spilled, local, *_ in built), built
+    for name, *_, hopper, other in built:  # tensor cores; many rows: those of Hopper, codes from registers
+        assert int(hopper if name.startswith("block_") else other) > 0, built

@@ -1,0 +1,106 @@
+"""Both products of experts in codes (block_experts.py) where no expert has more rows than a tile: a decode step."""
+
+from __future__ import annotations
+
+from hybridkv.kernels.backend import tl, triton
+from hybridkv.kernels.linear.block_rows import few_rows_tile
+from hybridkv.kernels.moe.grouped import find_tile
+
+
+@triton.jit
+def few_up_kernel(
+    x,  # [T, D]; of two codes in a byte [T, D / 2] pairs
+    codes,  # of [E, 2 I, D]
+    scales,
+    order,  # [M]
+    offsets,  # [E + 1]
+    y,  # [M, I] in order of the experts
+    E,
+    D,
+    I,
+    K,  # pairs of a token
+    limit,
+    blocks_of_rows,  # rows of scales that an expert has
+    ROWS: tl.constexpr,
+    BITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    POWERS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    FAST: tl.constexpr,
+    STAGES: tl.constexpr,
+    G: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BE: tl.constexpr,
+):
+    """A tile has BN gates, then their ups."""
+    if FAST:
+        tl.extra.cuda.gdc_wait()
+    blocks = tl.cdiv(I, BN)
+    expert, first, end = find_tile(offsets, tl.program_id(0) // blocks, E, BM, BE)
+    if expert < E:
+        o_m = first + tl.arange(0, BM)
+        o_n = tl.program_id(0) % blocks * BN + tl.arange(0, BN)
+        o_r = tl.arange(0, 2 * BN)
+        # rows past the end are read again: no mask
+        o_own = tl.minimum(tl.program_id(0) % blocks * BN + o_r % BN, I - 1) + o_r // BN * I
+        m_m = o_m < end
+        p_x = (tl.load(order + o_m, mask=m_m, other=0) // K).to(tl.int64) * (D * BITS // 8)
+        o_row = expert.to(tl.int64) * 2 * I + o_own
+        o_scale = expert.to(tl.int64) * blocks_of_rows + o_own // ROWS
+        b_both = few_rows_tile(
+            x, p_x, m_m, codes, scales, o_row, o_scale, D, BITS, COLUMNS, POWERS, WHOLE, FAST, STAGES, G, 2 * BN, BM
+        )
+        b_gate, b_up = tl.split(tl.permute(tl.reshape(b_both, [2, BN, BM]), (1, 2, 0)))
+        b_gate = tl.where(b_gate > limit, limit, b_gate)  # NaN is not greater, and stays
+        b_up = tl.where(b_up > limit, limit, tl.where(b_up < -limit, -limit, b_up))
+        b_y = b_gate * tl.sigmoid(b_gate) * b_up
+        o_y = o_m.to(tl.int64)[None, :] * I + o_n[:, None]
+        tl.store(y + o_y, b_y.to(y.dtype.element_ty), mask=m_m[None, :] & (o_n < I)[:, None])
+    if FAST:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def few_down_kernel(
+    x,  # [M, I] in order of the experts; of two codes in a byte [M, I / 2] pairs
+    codes,  # of [E, D, I]
+    scales,
+    order,
+    offsets,
+    y,  # [M, D] in order of the pairs
+    E,
+    D,
+    I,
+    blocks_of_rows,
+    ROWS: tl.constexpr,
+    BITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    POWERS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    FAST: tl.constexpr,
+    STAGES: tl.constexpr,
+    G: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BE: tl.constexpr,
+):
+    if FAST:
+        tl.extra.cuda.gdc_wait()
+    blocks = tl.cdiv(D, BN)
+    expert, first, end = find_tile(offsets, tl.program_id(0) // blocks, E, BM, BE)
+    if expert < E:
+        o_m = first + tl.arange(0, BM)
+        o_n = tl.program_id(0) % blocks * BN + tl.arange(0, BN)
+        m_m, o_own = o_m < end, tl.minimum(o_n, D - 1)
+        o_row = expert.to(tl.int64) * D + o_own
+        o_scale = expert.to(tl.int64) * blocks_of_rows + o_own // ROWS
+        b_y = few_rows_tile(
+            x, o_m.to(tl.int64) * (I * BITS // 8), m_m, codes, scales, o_row, o_scale, I,
+            BITS, COLUMNS, POWERS, WHOLE, FAST, STAGES, G, BN, BM,
+        )  # fmt: skip
+        o_pair = tl.load(order + o_m, mask=m_m, other=0).to(tl.int64)
+        o_y = o_pair[None, :] * D + o_n[:, None]
+        tl.store(y + o_y, b_y.to(y.dtype.element_ty), mask=m_m[None, :] & (o_n < D)[:, None])
+    if FAST:
+        tl.extra.cuda.gdc_launch_dependents()
