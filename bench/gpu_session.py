@@ -51,7 +51,7 @@ def steps() -> list[Step]:
     workers = ["-n", many, "--dist", "worksteal"] if importlib.util.find_spec("xdist") else []
     tests = [here, "-m", "pytest", "-v", "--durations=15", "-p", "no:cacheprovider", "-p", "no:benchmark", "-m", "gpu"]
     checker = f"compute-sanitizer --tool memcheck --error-exitcode 1 {shlex.quote(here)} tests/gpu/memcheck.py"
-    all_runs = f'for i in 0 1 2 3 4 5 6; do {checker} $i & all="$all $!"; done'
+    all_runs = f'for i in 0 1 2 3 4 5 6 7; do {checker} $i & all="$all $!"; done'
     all_right = "for one in $all; do wait $one || exit 1; done"
     marked = [p for p in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in p.read_text(encoding="utf-8")]
     found = [Step("tests", 270, [*tests, *workers, *(str(p.relative_to(ROOT)) for p in marked)])]

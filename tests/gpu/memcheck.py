@@ -5,9 +5,9 @@
 Each run: prompts in chunks, alone and beside requests that decode, steps of both kinds as graphs with padding; greedy,
 every filter and penalty, seeds, siblings, logprobs and a logits hook. Qwen3.5: in bf16 and FP8, in exact mode, with FP8
 and packed weights; evictions left to the device, of heads, of layers and of all streams. DeepSeek-V4: window,
-compressed entries, index and choice, sparse attention and experts. Head widths are the real ones, so that the kernels
-are those of large models. The last run: products that small models do not reach, those of many requests with large
-matrices and with packed ones.
+compressed entries, index and choice, sparse attention and experts, in bf16 and as codes. Head widths are the real ones,
+so that the kernels are those of large models. The last run: products that small models do not reach, those of many
+requests with large matrices and with packed ones.
 """
 
 import sys
@@ -33,7 +33,7 @@ from hybridkv.models import FAMILIES, cache_schema
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Model
 from hybridkv.models.known import KNOWN
-from hybridkv.models.random_weights import RandomLoader
+from hybridkv.models.random_weights import RandomLoader, RandomReleasedLoader
 from hybridkv.request import Request
 
 VOCAB = 2000
@@ -63,7 +63,7 @@ ASKED: list[tuple[int, dict[str, Any]]] = [
 class Run:
     raw: dict[str, Any]
     caches: Sequence[CacheConfig]  # one engine after the other
-    weights: str = "bf16"  # fp8 | packed
+    weights: str = "bf16"  # fp8 | packed | released
     exact: bool = False
 
 
@@ -85,6 +85,8 @@ def random_packed(rows: int, inputs: int, bits: int, device: str) -> Packed:
 
 
 def model_of(run: Run, config: ModelConfig, device: str) -> Model:
+    if run.weights == "released":
+        return FAMILIES[config.architecture].load(config, RandomReleasedLoader(config, device, torch.bfloat16))
     kind = PackedLoader if run.weights == "packed" else RandomLoader
     loader = kind(device, torch.bfloat16, fp8=run.weights == "fp8", exact=run.exact)
     return FAMILIES[config.architecture].load(config, loader)
@@ -139,6 +141,7 @@ RUNS = [
     Run(DEEPSEEK, [CacheConfig("bf16")]),
     Run(QWEN, [CacheConfig("bf16", budget=128)], exact=True),
     Run(QWEN, [CacheConfig("bf16")], "packed"),
+    Run(DEEPSEEK, [CacheConfig("fp8")], "released"),
 ]
 
 

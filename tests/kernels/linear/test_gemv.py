@@ -127,6 +127,10 @@ for N, K, gated in SHAPES:
     x = torch.zeros(1, K, dtype=torch.bfloat16)
     linear_vector_triton(x, torch.empty(N, K, dtype=torch.bfloat16), gated=bool(gated))
     linear_vector_triton(x, torch.empty(N, K, dtype=torch.uint8), torch.empty(N), gated=bool(gated))
+for n in (2, 4, 8):  # and a rank of so many
+    for N, K, gated in ((16480 // n, 5120, 0), (5120, 6144 // n, 0), (34816 // n, 5120, 1), (5120, 17408 // n, 0)):
+        x = torch.zeros(1, K, dtype=torch.bfloat16)
+        linear_vector_triton(x, torch.empty(N, K, dtype=torch.bfloat16), gated=bool(gated))
 """
 
 
@@ -134,5 +138,5 @@ def test_the_tiles_of_a_27b_decode_step_compile_for_hopper_and_fit() -> None:
     """In a process without the interpreter. Nothing is read before the kernel before has ended, and nothing spills."""
     printed = compile_alone(COMPILE)
     built = [line.split() for line in printed.splitlines()]
-    assert len(built) == 6
+    assert len(built) == 6 + 12
     assert all(int(shared) <= SHARED_MEMORY and rest == ["True", "False"] for shared, *rest in built), built
