@@ -62,6 +62,7 @@ from hybridkv.engine.workspace import workspace
 from hybridkv.errors import HybridKVError, RequestError, UnsupportedModel
 from hybridkv.eviction import Evictor, most_held, query_buffers_for
 from hybridkv.kernels.formats.kv_format import pool_format
+from hybridkv.kernels.linear.block_linear import keeps_blocks
 from hybridkv.kernels.linear.fp8 import keeps_codes
 from hybridkv.kernels.linear.int4 import int4_pays
 from hybridkv.kernels.linear.packed import keeps_packed
@@ -109,9 +110,9 @@ class LLM:
         weight_dtype: "fp8": matrices as E4M3 codes, a scale for each row; "f16": on a CPU, multiplied with float32;
             "int4": f16 and, for up to 4 rows, the 4-bit codes of a GGUF file, whose products are rounded to bfloat16: a
             request beside others may answer otherwise than alone; "released": the FP8 and FP4 codes of DeepSeek-V4's
-            files, or FP8 ones of Qwen3.5's, with their scales (not timed on a GPU yet); "plain": as dtype; "auto":
-            plain, but on a GPU those of a GGUF file stay packed, and on a CPU they are f16 (with AVX-512 int4) where
-            `dtype` is left to "auto" and comes to float32 and the files have 16 bits a weight or fewer.
+            files, or FP8 ones of Qwen3.5's, with their scales; "plain": as dtype; "auto": plain, but on a GPU those of
+            a GGUF file stay packed and, with bfloat16, such codes as they are, and on a CPU they are f16 (with AVX-512
+            int4) where `dtype` is left to "auto" and comes to float32 and the files have 16 bits a weight or fewer.
         host_cache: bytes on the host, or "16GiB", for caches that wait for a next turn: state of those without a slot,
             and on a GPU the pages of those that made room for others; there also what prompts may begin with and the
             GPU has no room for; None: a quarter of what is free, at most 32 GiB, on a CPU 1 GiB.
@@ -218,7 +219,8 @@ class LLM:
                 raise HybridKVError(
                     f"weight_dtype='{weight_dtype}' is not there for DeepSeek-V4; use 'released', 'plain' or 'auto'"
                 )
-            self.released = weight_dtype == "released"
+            keeps = weight_dtype == "auto" and not exact and keeps_blocks(self.device, self.dtype)
+            self.released = weight_dtype == "released" or (keeps and bool(checkpoint.block_forms()))
             if self.released and exact:
                 raise HybridKVError(
                     "exact mode computes with plain weights, not with weight_dtype='released'; use 'auto' or 'plain'"

@@ -60,8 +60,8 @@ def rank_of(source: Source, options: ModelOptions, gpu: bool, form: str | None, 
         shard = replace(shard, block=GROUP if form == "q8_0" else BLOCK)
     elif form is None and packs and source.cuts:
         shard = replace(shard, block=block_of(source.cuts))
-    elif RELEASED in (form, options.weight_dtype):
-        shard = block_shard(config, shard, source.has, released_forms(config, source.has))
+    elif RELEASED in (form, options.weight_dtype) or (form is None and packs and source.blocks):
+        shard = block_shard(config, shard, source.has, source.blocks or released_forms(config, source.has))
     return replace(
         source,
         config=local(config, shard),

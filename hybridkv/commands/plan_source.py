@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from hybridkv.embedded import shipped_model
 from hybridkv.errors import ModelFileError
 from hybridkv.files import read_json
+from hybridkv.kernels.linear.block_form import BlockForm
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.inventory import Weight
 from hybridkv.models.known import KNOWN, known_config, unknown_model
@@ -36,6 +37,7 @@ class Source:
     narrow: bool = False  # a GGUF file most of whose values have 16 bits or fewer
     ffn_layer_bytes: int | None = None  # the largest FFN layer of a GGUF file, as stored
     cuts: Mapping[str, PackedCut] = field(default_factory=dict)  # where its packed matrices can be cut
+    blocks: dict[str, BlockForm] = field(default_factory=dict)  # what a folder's files have in FP8 or FP4 codes
     # one rank of several (plan_parallel.py): `config` is the rank's then
     whole: ModelConfig | None = None  # the model that is cut
     share: Callable[[Weight], Weight] | None = None  # what the rank has of a tensor of it
@@ -56,7 +58,7 @@ def find_source(model: str | None) -> Source:
         return _from_config(EMBEDDED, KNOWN[EMBEDDED])
     path = shipped_model(model) or Path(model).expanduser()
     if path.is_dir() and (path / "config.json").exists():
-        return _from_config(path.resolve().name, read_json(path / "config.json"))
+        return _from_folder(path)
     if path.suffix == ".json" and path.is_file():
         return _from_config(path.resolve().parent.name, read_json(path))
     inside = sorted(path.glob("*.gguf")) if path.is_dir() else []
@@ -78,6 +80,20 @@ def find_source(model: str | None) -> Source:
 def _from_config(name: str, raw: dict[str, Any]) -> Source:
     config = ModelConfig.from_dict(raw)
     return Source(name, config, planned_tensors(config, raw))
+
+
+def _from_folder(path: Path) -> Source:
+    """A folder with a config.json, and with weights or without. What of them are codes the files say."""
+    raw = read_json(path / "config.json")
+    found = _from_config(path.resolve().name, raw)
+    text = raw.get("text_config")
+    coded = raw.get("quantization_config") or (isinstance(text, dict) and text.get("quantization_config"))
+    if not coded or not any(path.glob("*.safetensors")):
+        return found
+    from hybridkv.models import open_checkpoint
+
+    with open_checkpoint(path) as checkpoint:
+        return replace(found, blocks=checkpoint.block_forms())
 
 
 def _from_gguf(path: Path) -> Source:

@@ -75,7 +75,7 @@ def needed(form: str) -> tuple[str, tuple[int, int]]:
     """What a form needs of a card, in words, and the least compute capability that has it."""
     if form == "fp8":
         return FP8_NEED, FP8_WEIGHTS
-    return PACKED_NEED, PACKED_WEIGHTS if form in (*PACKED, "packed") else (0, 0)
+    return PACKED_NEED, PACKED_WEIGHTS if form in (*PACKED, "packed", RELEASED) else (0, 0)
 
 
 def card_lacks(card: Card | None, form: str) -> str | None:
@@ -111,6 +111,8 @@ def find_weights(
     computes = gpu and not exact and name == "bfloat16"  # with matrices in other forms than a plain dtype
     if weight_dtype == "fp8" and computes:
         return _held(source.model_bytes(name, device, fp8=True), "fp8", plain, name, card)
+    if weight_dtype == "auto" and computes and source.blocks:
+        return _held(source.model_bytes(name, device, blocks=_released(source)), RELEASED, plain, name, card)
     may_pack = weight_dtype == "auto" and not exact and source.packed
     if may_pack and computes:
         packed = source.model_bytes(name, device, packed=source.packed)
@@ -132,11 +134,11 @@ def find_weights(
 
 def _released(source: Source) -> dict[str, BlockForm]:
     """The forms of the released files, or of a rank's part of them, or HybridKVError."""
-    forms = released_forms(source.whole or source.config, source.has)
+    forms = source.blocks or released_forms(source.whole or source.config, source.has)
     if not forms:
         raise HybridKVError(
-            "a plan knows the released FP8 and FP4 codes of DeepSeek-V4 alone (an FP8 folder of Qwen3.5 is loaded in "
-            f"them, and not planned); {source.name} is not released so: choose another"
+            "a plan without files knows the released FP8 and FP4 codes of DeepSeek-V4 alone; of an FP8 model of "
+            f"Qwen3.5 give the folder; {source.name} is not released so: choose another form"
         )
     if source.whole is not None and source.shard is not None:
         return rank_forms(source.whole, source.shard, source.has, forms)
@@ -144,7 +146,12 @@ def _released(source: Source) -> dict[str, BlockForm]:
 
 
 def card_shares(weights: Weights, source: Source) -> str | None:
-    """One sentence about weights in their released form: what they take on each of several cards."""
+    """One sentence about weights in their released form: what they take on each of several cards. Or, of a model that
+    is released so and planned otherwise, that there is such a form.
+    """
+    if weights.form == "bfloat16" and source.config.v4 is not None and source.whole is None and not source.blocks:
+        size = human(source.form_bytes(RELEASED))
+        return f"As released, in FP8 and FP4, the weights are {size} (--weights released): a GPU keeps such files so."
     if weights.form != RELEASED:
         return None
     said = "Released: the codes and scales of the files, as they are"
@@ -164,7 +171,7 @@ def card_shares(weights: Weights, source: Source) -> str | None:
 
 def _held(nbytes: int, form: str, plain: int, dtype: str, card: Card | None) -> Weights:
     """In this form, or in a plain dtype where the card has no kernels for it."""
-    why, asked = card_lacks(card, form), {"packed": "the file's formats"}.get(form, form)
+    why, asked = card_lacks(card, form), {"packed": "the file's formats", RELEASED: "the files' codes"}.get(form, form)
     if why is None:
         return Weights(nbytes, form, dtype)
     return Weights(plain, f"{form} as {dtype}", dtype, why, asked, nbytes)

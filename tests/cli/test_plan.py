@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ import pytest
 import tiny
 import tiny_gguf
 import torch
+from qwen_fp8 import fp8_model
+from v4_released import released_model
 
+from hybridkv import LLM
 from hybridkv.cards import CARDS, CONTEXT, HEADROOM, PUBLISHED, find_card, plain
 from hybridkv.cli import main
 from hybridkv.models.known import KNOWN
@@ -241,6 +245,31 @@ def test_a_gguf_file_is_not_packed_on_a_card_without_kernels(
     plain = numbers(capsys, path, "--context", "64", "--card", "T4", "--weight-dtype", "plain")
     assert packed["dtype"] == "packed" and packed["weights_why"] is None and bare["weights_why"] == PACKED_WHY
     assert bare["weights_bytes"] == plain["weights_bytes"] > packed["weights_bytes"] == bare["weights_asked_bytes"]
+
+
+@pytest.mark.parametrize("make", [fp8_model, released_model], ids=["qwen", "deepseek"])
+def test_codes_of_a_folder_are_kept_on_a_gpu(
+    make: Callable[[Path], object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `auto` keeps them: what is planned is what a model in codes takes. Not on a CPU, and not on an old card."""
+    make(tmp_path)
+    there = ("--context", "64")
+    codes, plain, cpu, old, by_name = (
+        numbers(capsys, tmp_path, *there, *flags)
+        for flags in ((), ("--weight-dtype", "plain"), ("--device", "cpu"), ("--card", "T4"), ("--weights", "released"))
+    )
+    assert codes["dtype"] == by_name["dtype"] == "released" != plain["dtype"] == cpu["dtype"] == "bfloat16"
+    llm = LLM(tmp_path, "cpu", "bfloat16", max_requests=1, max_context=64, weight_dtype="released", reuse=None)
+    assert codes["weights_bytes"] == by_name["weights_bytes"] < 0.8 * plain["weights_bytes"]
+    assert abs(llm.model.nbytes - codes["weights_bytes"]) < 0.2 * codes["weights_bytes"]
+    assert old["weights_bytes"] == plain["weights_bytes"] and old["weights_asked_bytes"] == codes["weights_bytes"]
+    assert old["weights_why"] == PACKED_WHY
+
+
+def test_a_model_that_is_released_in_codes_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    (note,) = numbers(capsys, "DeepSeek-V4-Flash", "--context", "8k")["notes"]
+    assert "in FP8 and FP4, the weights are 145.3 GiB (--weights released)" in note
+    assert not numbers(capsys, "Qwen3.5-27B", "--context", "8k")["notes"]
 
 
 def test_kv_fp8_is_refused_where_the_engine_refuses_it(capsys: pytest.CaptureFixture[str]) -> None:

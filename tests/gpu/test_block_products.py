@@ -3,9 +3,10 @@
 The small cases are in tests/kernels/linear and tests/kernels/moe, which run here too, compiled.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -16,7 +17,7 @@ from qwen_fp8 import fp8_model
 from torch import Tensor
 from v4_released import released_model
 
-from hybridkv import LLM
+from hybridkv import LLM, SamplingParams
 from hybridkv.kernels.linear import block_linear
 from hybridkv.kernels.linear.block_form import RELEASED_FP4, RELEASED_FP8, BlockForm
 from hybridkv.kernels.linear.block_linear import linear_blocks, linear_blocks_ref
@@ -106,6 +107,20 @@ def test_qwen_in_fp8_in_f32_is_that_of_transformers(tmp_path: Path) -> None:
     model, ids = fp8_model(tmp_path, moe_intermediate_size=160, hidden_size=192), tiny.token_ids(60)
     llm = LLM(tmp_path, "cuda", "float32", max_requests=1, max_context=128, weight_dtype="released", reuse=None)
     assert logit_gap(tiny.reference_logits(model, ids), llm.logits(ids, prefill=41, chunk=17)) <= 1e-3
+
+
+@pytest.mark.parametrize("make", (fp8_model, released_model), ids=("qwen", "deepseek"))
+def test_auto_keeps_codes_in_bf16(make: Callable[[Path], object], tmp_path: Path) -> None:
+    """Neither in f32 nor where values are asked for."""
+    make(tmp_path)
+    how: dict[str, Any] = dict(max_requests=2, max_context=128, reuse=None)
+    forms = {}
+    for dtype, form in (("bfloat16", "auto"), ("float32", "auto"), ("bfloat16", "plain")):
+        llm = LLM(tmp_path, "cuda", dtype, weight_dtype=form, **how)
+        forms[dtype, form] = llm.weight_form
+        (out,) = llm.generate([tiny.token_ids(20)], SamplingParams(max_tokens=5, temperature=0, ignore_eos=True))
+        assert len(out.token_ids) == 5
+    assert list(forms.values()) == ["released", "float32", "bfloat16"]
 
 
 def test_a_whole_model_in_f32_is_that_of_transformers(tmp_path: Path) -> None:
