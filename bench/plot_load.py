@@ -170,7 +170,10 @@ def main() -> None:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, default=Path("docs"))
     given = parser.parse_args()
-    found = [json.loads(line) for path in given.files for line in path.read_text().splitlines() if line[:1] == "{"]
+    try:
+        found = [json.loads(line) for path in given.files for line in path.read_text().splitlines() if line[:1] == "{"]
+    except (OSError, ValueError) as problem:
+        raise SystemExit(f"{problem}; give files that `hybridkv bench load --json` has written") from None
     results = [r for each in found for r in each.get("results", [each]) if r["bench"] == "load"]
     if not results:
         raise SystemExit("no results of `hybridkv bench load` in these files")

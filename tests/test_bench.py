@@ -72,8 +72,8 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("name", (*BENCHES, *V4_BENCHES))
 def test_a_bench_prints_a_table_and_one_json_line_last(name: str, run: Run) -> None:
     more = ["--kv-dtype", "fp8"] if name in ("decode", "eviction") else []
-    code, lines, _ = run(name, "--model-shape", "tiny", "--device", "cpu", "--skip-peers", *more)
-    assert code == 0
+    code, lines, said = run(name, "--model-shape", "tiny", "--device", "cpu", "--skip-peers", *more)
+    assert code == 0, said
     result = json.loads(lines[-1])
     assert result["bench"] == name and result["rows"] and result["ceilings"]["tb_s"] > 0
     keys = [(row["op"], row["case"]) for row in result["rows"]]

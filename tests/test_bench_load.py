@@ -15,7 +15,7 @@ from hybridkv.bench import load, load_peers, load_serve
 from hybridkv.bench.__main__ import main as bench_main
 from hybridkv.bench.decode import StepWork, read_bytes
 from hybridkv.bench.load_floor import counted_floor
-from hybridkv.bench.load_mixed import measure_mixed
+from hybridkv.bench.load_mixed import measure_mixed, settled, usual_size
 from hybridkv.bench.load_samples import Limits, Sample, curve, percentile, summary
 from hybridkv.bench.load_serve import StepSeen, StepTimes, serve, warm_up, watched
 from hybridkv.bench.load_workload import Asked, Mix, Range, arrivals, sampling
@@ -78,6 +78,23 @@ def test_means_of_lengths_are_those_of_many_draws() -> None:
         # 400 draws: the mean of the wider spread is off by 12 % of its size (three sigmas) in one case of 300
         assert sum(lengths) / 400 == pytest.approx(mix.prompts.mean(spread), rel=0.15)
     assert Range(7, 7).mean("log") == 7
+
+
+def test_chunks_of_a_mixed_step_are_those_that_came_again_and_again() -> None:
+    """A graph that is captured on the way may change how prompts are cut, so the largest may have come once."""
+    assert usual_size([496, 16, 496, 16, 480, 32, 480, 32, 480, 32]) == 480
+    assert usual_size([45, 3] * 8) == 45 and usual_size([512, 448]) == 512
+    assert settled([9.0, 9.0, 1.0, 1.0, 1.0]) == [1.0] * 3 and settled([2.0, 3.0]) == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("only", ("[", "nonsense"))
+def test_a_pattern_that_picks_nothing_is_refused_before_anything_is_made(only: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        bench_main(["load", "--model-shape", "tiny", "--device", "cpu", "--only", only])
+    assert not capsys.readouterr().out
+    assert ("is no pattern" if only == "[" else "picks nothing of load; there is offline, sampled") in str(
+        leaving.value
+    )
 
 
 def test_arrivals_are_poisson() -> None:

@@ -84,6 +84,8 @@ async def stream_all(llm: LLM, asked: Sequence[Asked], params: Sequence[Sampling
         found.seconds = time.perf_counter() - begin
     finally:
         looking.cancel()
+    if not found.late:  # it was over before the loop was looked at once
+        found.late.append(found.seconds)
     return found
 
 

@@ -7,6 +7,7 @@ is is up to the scheduler; the chunk alone has as many tokens as it gave.
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from dataclasses import dataclass
 
 from hybridkv.bench.decode import timed_steps
@@ -132,20 +133,33 @@ def _decode_on_device(engine: Engine, watch: Watch) -> float | None:
             watch.step()
             if watch.last is not None and watch.last.kind == "decode" and watch.device_ms is not None:
                 found.append(watch.device_ms)
-    return statistics.median(found[WARM:])
+    return statistics.median(settled(found))
 
 
 def _chunks(engine: Engine, watch: Watch, tokens: int, kind: str) -> tuple[int, Times]:
-    """Steps of that kind while prompts of `tokens` tokens are read: (tokens of the largest chunk, its times)."""
+    """Steps of that kind while prompts of `tokens` tokens are read: (tokens of the usual chunk, its times)."""
     walls = _read_prompts(engine, watch, tokens, kind)
-    largest = max(n for n, _, _ in walls)
-    wall = statistics.median([seconds * 1e3 for n, seconds, _ in walls if n == largest][WARM:])
+    usual = usual_size([n for n, _, _ in walls])
+    wall = statistics.median(settled([seconds * 1e3 for n, seconds, _ in walls if n == usual]))
     if engine.manager.device.type != "cuda":
-        return largest, Times(wall, None)
+        return usual, Times(wall, None)
     with _one_by_one(engine, watch):
         found = _read_prompts(engine, watch, tokens, kind)
-    device = [ms for n, _, ms in found if n == largest and ms is not None]
-    return largest, Times(wall, statistics.median(device[WARM:]))
+    device = settled([ms for n, _, ms in found if n == usual and ms is not None])
+    if not device:
+        raise HybridKVError(f"no {kind} step of {usual} tokens ran again, one by one")
+    return usual, Times(wall, statistics.median(device))
+
+
+def usual_size(sizes: list[int]) -> int:
+    """The largest chunk that came again and again: once a graph was captured and timed, steps may be cut otherwise."""
+    counts = Counter(sizes)
+    return max((n for n, times in counts.items() if times > WARM), default=counts.most_common(1)[0][0])
+
+
+def settled(times: list[float]) -> list[float]:
+    """Without the first ones, if enough are left."""
+    return times[WARM:] if len(times) > 2 * WARM else times
 
 
 def _read_prompts(engine: Engine, watch: Watch, tokens: int, kind: str) -> list[tuple[int, float, float | None]]:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
@@ -20,6 +21,13 @@ WEIGHT_DTYPES = ("auto", "fp8", "q8_0", "q6_k", "q5_k", "q4_k", "q4_k_m", "relea
 V4_BENCHES = ("v4_kernels", "v4_model")  # of DeepSeek-V4, whose cache and layers are its own; not part of "all"
 SERVER_BENCHES = ("serve", "soak")  # of a running server with a tiny model on a CPU; not part of "all"
 NAMES = (*BENCHES, *V4_BENCHES, *SERVER_BENCHES)
+PARTS = {  # that --only picks from
+    "decode": ("budget", "context", "batch", "weights", "state", "exact", "peers"),
+    "load": ("offline", "sampled", "clients", "mixed", "online", "peers"),
+    "start": ("cold, together", "warm", "cold, in turn"),
+    "reuse": ("hits", "host", "misses", "sessions"),
+    "ranks": ("decode", "prefill", "group"),
+}
 
 
 def option(default: Any, metavar: str, help: str, flag: str | None = None) -> Any:
@@ -37,11 +45,7 @@ class BenchOptions:
     layers: int | None = option(None, "N", "cut the model to its first N layers")
     device: str = option("auto", "NAME", "auto, cpu (tiny alone) or cuda")
     only: str | None = option(
-        None,
-        "PATTERN",
-        "kernels: ops and cases; decode: budget, context, batch, weights, state, peers; "
-        "load: offline, sampled, clients, mixed, online, peers; start: cold, warm; "
-        "reuse: hits, host, misses, sessions; ranks: decode, prefill, group",
+        None, "PATTERN", "kernels: ops and cases; " + "; ".join(f"{k}: {', '.join(v)}" for k, v in PARTS.items())
     )
     quick: bool = option(False, "", "few cases")
     kv_dtypes: tuple[str, ...] = option((), "NAMES", "of the cache, such as bf16,fp8", "kv-dtype")
@@ -102,6 +106,10 @@ class BenchOptions:
             if value is not None and not value > 0:  # NaN is refused too
                 raise HybridKVError(f"{flag_of(OPTIONS[name])} must be a positive number, not {value}")
         self._check_load()
+        try:
+            re.compile(self.only or "")
+        except re.error as problem:
+            raise HybridKVError(f"--only {self.only!r} is no pattern: {problem}") from None
         for chunk in self.chunks:
             if chunk % 64:
                 raise HybridKVError(f"chunk must be a multiple of 64, not {chunk}")
@@ -124,6 +132,13 @@ class BenchOptions:
         for rate in self.rate:
             if not 0 < rate < float("inf"):
                 raise HybridKVError(f"--rate takes requests a second above 0, not {rate:g}")
+
+
+def check_only(name: str, options: BenchOptions) -> None:
+    """Refuse a pattern by which nothing of a bench would be measured, before weights are made for it."""
+    parts = [part for part in PARTS.get(name, ()) if not (part == "peers" and options.skip_peers)]
+    if parts and not any(re.search(options.only or "", part) for part in parts):
+        raise HybridKVError(f"--only {options.only!r} picks nothing of {name}; there is {', '.join(parts)}")
 
 
 OPTIONS = {f.name: f for f in fields(BenchOptions)}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hybridkv.bench.compare import print_comparison, repository, run_base, side_by_side
-from hybridkv.bench.options import BENCHES, NAMES, SERVER_BENCHES, V4_BENCHES, BenchOptions, from_json
+from hybridkv.bench.options import BENCHES, NAMES, SERVER_BENCHES, V4_BENCHES, BenchOptions, check_only, from_json
 from hybridkv.bench.report import Report, finish
 from hybridkv.bench.shapes import find_shape
 from hybridkv.bench.timing import Ceilings, free_memory
@@ -51,6 +51,7 @@ def run_bench(name: str, options: BenchOptions) -> Result:
     """Prints the table; what is returned belongs in a JSON line."""
     if name not in NAMES:
         raise HybridKVError(f"there is no benchmark {name!r}; choose {', '.join(NAMES)} or all")
+    check_only(name, options)
     if name in SERVER_BENCHES:
         options = replace(options, model_shape="tiny", device="cpu")
     shape = find_shape(options.model_shape, options.layers, options.device, name in V4_BENCHES)

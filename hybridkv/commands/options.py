@@ -544,6 +544,8 @@ class SamplingOptions:
         for text in self.logit_bias or ():
             token, _, value = text.partition("=")
             try:
+                if int(token) in found:
+                    raise BadParameter(f"--logit-bias names token {int(token)} twice")
                 found[int(token)] = float(value)
             except ValueError:
                 raise BadParameter(

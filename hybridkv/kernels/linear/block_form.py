@@ -15,7 +15,8 @@ from math import gcd, prod
 
 FP8_BLOCK = (128, 128)
 FP4_BLOCK = (1, 32)
-LEAST_COLUMNS = 32  # of a block that the kernels take, which are powers of two
+LEAST_COLUMNS, MOST_COLUMNS = 32, 128  # of a block that the kernels take, which are powers of two
+WRITTEN = 1 << 24  # values of a matrix that are written out at once, on a GPU, where many rows are multiplied
 
 Span = tuple[int, int]  # first, and one past the last
 
@@ -32,7 +33,7 @@ class BlockForm:
     @property
     def kept(self) -> bool:
         """Whether products read these codes; matrices of other blocks are dequantised when they are loaded."""
-        return self.columns >= LEAST_COLUMNS and self.columns & (self.columns - 1) == 0
+        return LEAST_COLUMNS <= self.columns <= MOST_COLUMNS and self.columns & (self.columns - 1) == 0
 
     def joined(self, *parts: int) -> BlockForm:
         """Of matrices with these numbers of rows, one below the other: no block may reach over a border. Blocks of

@@ -1,10 +1,10 @@
-"""linear_blocks: x W^T with W in codes that have a scale for each block (block_scaled.py). W is never written out.
+"""linear_blocks: x W^T with W in codes that have a scale for each block (block_scaled.py).
 
     y[t, g N + n] = sum_k x[t, g K + k] * value[g N + n, k]        groups g, each with inputs of its own; mostly one
 
 Few rows: codes become numbers in registers (block_rows.py), and the time is that of reading the codes. Many rows:
-rows of W are dequantised, so many at a time that they are not much memory (TILE), and multiplied by the library. That
-is what the reference does for any number of rows.
+rows of W are dequantised, so many at a time that they are not much memory (WRITTEN), and multiplied by the library.
+That is what the reference does for any number of rows.
 """
 
 from __future__ import annotations
@@ -18,37 +18,40 @@ from torch import Tensor
 from hybridkv.kernels.activation import silu_mul
 from hybridkv.kernels.backend import HAS_TRITON, capability, has_pdl, tl, triton, use_triton
 from hybridkv.kernels.linear.block_dequantise import dequantise_triton
-from hybridkv.kernels.linear.block_form import BlockForm
-from hybridkv.kernels.linear.block_rows import few_rows_tile
+from hybridkv.kernels.linear.block_form import WRITTEN
+from hybridkv.kernels.linear.block_rows import as_pairs, few_rows_tile, rows_form
 from hybridkv.kernels.linear.block_scaled import BlockScaled, dequantise_rows, tile_rows
 from hybridkv.kernels.linear.linear import Linear
 
-FEW_ROWS = 64  # of x: up to this many, products read the codes themselves
+FEW_ROWS = 32  # of x: up to this many, products read the codes themselves
 
 
 def linear_blocks_ref(x: Tensor, weight: BlockScaled, groups: int = 1, dtype: torch.dtype | None = None) -> Tensor:
-    return _by_dequantised(x, weight, groups, dtype, dequantise_rows)
+    return _by_dequantised(x, weight, groups, dtype, dequantise_rows, tile_rows(weight.shape[1]))
 
 
 def _by_dequantised(
-    x: Tensor, weight: BlockScaled, groups: int, dtype: torch.dtype | None, dequantise: Callable[..., Tensor]
+    x: Tensor, weight: BlockScaled, groups: int, dtype: torch.dtype | None, dequantise: Callable[..., Tensor], step: int
 ) -> Tensor:
-    """So many rows of W at a time that they are no more than TILE values."""
+    """`step` rows of W at a time. Results are in x's dtype, or in f32."""
+    assert dtype in (None, x.dtype, torch.float32)
     (N, K), T = weight.shape, len(x)
-    each, step = N // groups, tile_rows(K)
+    each = N // groups
     wide = dtype not in (None, x.dtype)
     if groups == 1 and 0 < each <= step and not wide:
         return F.linear(x, dequantise(weight, 0, N, x.dtype))
     out = x.new_empty((T, N), dtype=dtype or x.dtype)
+    given = x if x.is_cuda else x.to(out.dtype)
     for g in range(groups):
-        given = x[:, g * K : (g + 1) * K]
+        mine = given[:, g * K : (g + 1) * K]
         for a in range(g * each, (g + 1) * each, step):
             b = min(a + step, (g + 1) * each)
             w = dequantise(weight, a, b, x.dtype)
             if wide and x.is_cuda:
-                torch.mm(given, w.t(), out_dtype=out.dtype, out=out[:, a:b])
+                torch.mm(mine, w.t(), out_dtype=out.dtype, out=out[:, a:b])
             else:
-                torch.mm(given.to(out.dtype), w.to(out.dtype).t(), out=out[:, a:b])
+                torch.mm(mine, w.to(out.dtype).t(), out=out[:, a:b])
+            del w  # the next one takes its place
     return out
 
 
@@ -63,58 +66,49 @@ def few_rows_kernel(
     K,
     stride_x,
     stride_y,
-    ROWS: tl.constexpr,
-    BITS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    POWERS: tl.constexpr,
-    WHOLE: tl.constexpr,
+    FORM: tl.constexpr,
     FAST: tl.constexpr,
     STAGES: tl.constexpr,
-    G: tl.constexpr,
     BN: tl.constexpr,
     BT: tl.constexpr,
 ):
     o_t, o_n = tl.arange(0, BT), tl.program_id(0) * BN + tl.arange(0, BN)
     i_g, m_t = tl.program_id(1).to(tl.int64), o_t < T
     o_row = i_g * N + tl.minimum(o_n, N - 1)  # rows past the end are read again: no mask
-    p_x = i_g * (K * BITS // 8) + o_t.to(tl.int64) * stride_x
+    p_x = i_g * (K * FORM[1] // 8) + o_t.to(tl.int64) * stride_x
     if FAST:
         tl.extra.cuda.gdc_wait()
-    b_y = few_rows_tile(
-        x, p_x, m_t, codes, scales, o_row, o_row // ROWS, K, BITS, COLUMNS, POWERS, WHOLE, FAST, STAGES, G, BN, BT
-    )
+    b_y = few_rows_tile(x, p_x, m_t, codes, scales, o_row, o_row // FORM[0], K, FORM, FAST, STAGES, BN, BT)
     if FAST:
         tl.extra.cuda.gdc_launch_dependents()
     p_y = y + i_g * N + o_t.to(tl.int64)[None, :] * stride_y + o_n[:, None]
     tl.store(p_y, b_y.to(y.dtype.element_ty), mask=(o_n < N)[:, None] & m_t[None, :])
 
 
-def tile(form: BlockForm, T: int, N: int) -> dict[str, int]:
-    """For T rows of x and N rows of codes: the fastest on an H200 at V4-Flash's widths."""
-    BT, G = max(8, triton.next_power_of_2(T)), max(1, 512 // form.columns)
+def tile(T: int, N: int, columns: int) -> tuple[int, dict[str, int]]:
+    """(columns of a step, the rest) for T rows of x and N rows of codes in blocks of so many columns: the fastest on an
+    H200 at V4-Flash's widths.
+    """
+    BT = max(8, triton.next_power_of_2(T))
     if T > 16:
-        return dict(BT=BT, BN=32, G=G, STAGES=2, num_warps=4)
+        return 4 * columns, dict(BT=BT, BN=32, STAGES=2, num_warps=4)
     if N >= 8192:
-        return dict(BT=BT, BN=16, G=max(1, G // 2), STAGES=4, num_warps=2)
-    return dict(BT=BT, BN=16, G=G, STAGES=4, num_warps=4)
+        return 256, dict(BT=BT, BN=16, STAGES=4, num_warps=2)
+    return 512, dict(BT=BT, BN=16, STAGES=4, num_warps=4)
 
 
 def linear_blocks_triton(x: Tensor, weight: BlockScaled, groups: int = 1, dtype: torch.dtype | None = None) -> Tensor:
-    (T, _), (rows, K), form = x.shape, weight.shape, weight.form
-    N, pairs = rows // groups, form.bits == 4
+    (T, _), (rows, K) = x.shape, weight.shape
+    N = rows // groups
     if T > FEW_ROWS or x.dtype != torch.bfloat16:
-        return _by_dequantised(x, weight, groups, dtype, dequantise_triton)
+        return _by_dequantised(x, weight, groups, dtype, dequantise_triton, max(1, WRITTEN // max(K, 1)))
     y = torch.empty((T, rows), dtype=dtype or x.dtype, device=x.device)
-    odd = pairs and (x.stride(0) % 2 or x.storage_offset() % 2)
-    if x.stride(-1) != 1 or odd:
-        x = x.contiguous()
-    sizes, fast = tile(form, T, rows), has_pdl(x.device)
+    (columns, sizes), fast = tile(T, rows, weight.form.columns), has_pdl(x.device)
     if y.numel():
-        given = x.view(torch.int32) if pairs else x
+        given = as_pairs(x) if weight.form.bits == 4 else x if x.stride(-1) == 1 else x.contiguous()
         few_rows_kernel[triton.cdiv(N, sizes["BN"]), groups](
-            given, weight.codes, weight.scales, y, T, N, K, given.stride(0), y.stride(0), ROWS=form.rows,
-            BITS=form.bits, COLUMNS=form.columns, POWERS=form.scale_bytes == 1,
-            WHOLE=K % (sizes["G"] * form.columns) == 0, FAST=fast, launch_pdl=fast, **sizes,
+            given, weight.codes, weight.scales, y, T, N, K, given.stride(0), y.stride(0),
+            FORM=rows_form(weight, columns), FAST=fast, launch_pdl=fast, **sizes,
         )  # fmt: skip
     return y
 

@@ -26,7 +26,7 @@ from hybridkv.kernels.formats.small_floats import (
 from hybridkv.kernels.linear.block_form import BlockForm, Span
 from hybridkv.kernels.linear.gemv import upcast
 
-TILE = 1 << 25  # values dequantised at once: 64 MiB in bf16
+TILE = 1 << 22  # values dequantised at once where there is no kernel
 LARGEST_SCALE = 246  # as E8M0: 2^119, times 448 below the largest f32
 
 

@@ -22,10 +22,12 @@ from torch import Tensor
 
 from hybridkv.kernels.backend import has_pdl, tl, triton, use_triton
 from hybridkv.kernels.linear.block_linear import linear_blocks_ref
+from hybridkv.kernels.linear.block_rows import as_pairs, rows_form
 from hybridkv.kernels.linear.block_scaled import BlockScaled, block_tile
 from hybridkv.kernels.moe.block_experts_few import few_down_kernel, few_up_kernel
 from hybridkv.kernels.moe.block_experts_one import run_one
 from hybridkv.kernels.moe.grouped import (
+    clamped_silu_mul,
     combine_kernel,
     expert_down_kernel,
     expert_up_kernel,
@@ -121,9 +123,7 @@ def block_up_kernel(
                 BITS, COLUMNS, POWERS, WHOLE, FAST, x.dtype.element_ty, BN, BK,
             )  # fmt: skip
             b_up = tl.dot(b_w, b_x, b_up, input_precision="ieee")
-        b_gate = tl.where(b_gate > limit, limit, b_gate)  # NaN is not greater, and stays
-        b_up = tl.where(b_up > limit, limit, tl.where(b_up < -limit, -limit, b_up))
-        b_y = b_gate * tl.sigmoid(b_gate) * b_up
+        b_y = clamped_silu_mul(b_gate, b_up, limit)
         o_y = o_m.to(tl.int64)[None, :] * I + o_n[:, None]
         tl.store(y + o_y, b_y.to(y.dtype.element_ty), mask=m_m[None, :] & m_n[:, None])
 
@@ -178,23 +178,23 @@ def block_down_kernel(
 class Tiles(NamedTuple):
     """How the products of a stack are cut."""
 
-    few: bool  # by the kernels of few rows
+    columns: int | None  # that a step of the kernels of few rows takes; None: by those of many rows
     config: dict[str, int]
 
 
 def tiles_of(x: Tensor, stack: Stack, rows: int, T: int) -> Tiles:
     """For so many rows of T tokens, over all experts of a stack: the fastest on an H200 at V4-Flash's widths."""
     if isinstance(stack, Tensor):
-        return Tiles(False, tile_config(x.dtype, rows, len(stack)))
+        return Tiles(None, tile_config(x.dtype, rows, len(stack)))
     if x.dtype == torch.float32:
-        return Tiles(False, dict(BM=16, BN=32, BK=32, STAGES=2, num_warps=4))
+        return Tiles(None, dict(BM=16, BN=32, BK=32, STAGES=2, num_warps=4))
     BM = next((size for size in (16, 32, 64) if rows <= size * len(stack)), 128)
-    if BM > 16:
-        return Tiles(False, dict(BM=BM, BN=64, BK=64, STAGES=3, num_warps=4))
-    BM, columns = 8 if T <= 8 else 16, stack.form.columns
+    if BM > 16 or x.dtype != torch.bfloat16:
+        return Tiles(None, dict(BM=BM, BN=64, BK=64, STAGES=3, num_warps=4))
+    BM = 8 if T <= 8 else 16
     if stack.form.bits == 4:
-        return Tiles(True, dict(BM=BM, BN=32, G=max(1, 128 // columns), STAGES=3, num_warps=2))
-    return Tiles(True, dict(BM=BM, BN=16, G=max(1, 512 // columns), STAGES=3, num_warps=4))
+        return Tiles(128, dict(BM=BM, BN=32, STAGES=3, num_warps=2))
+    return Tiles(512, dict(BM=BM, BN=16, STAGES=3, num_warps=4))
 
 
 def _launch(
@@ -203,19 +203,24 @@ def _launch(
 ) -> None:  # fmt: skip
     """One product of a stack: `kernels` are those for matrices that are not codes, for few rows, and for many."""
     (order, offsets), E, M = pairs, len(stack), len(pairs[0])
-    few, config = tiles_of(x, stack, min(M, T * E), T)  # a token takes an expert once, as a rule
+    columns, config = tiles_of(x, stack, min(M, T * E), T)  # a token takes an expert once, as a rule
     tiles = M // config["BM"] + min(E, M)  # at most: every expert may end in a tile that is not full
     grid, BE = (triton.cdiv(N, config["BN"]) * tiles,), triton.next_power_of_2(E)
+    plain, few, many = kernels
     if isinstance(stack, Tensor):
-        kernels[0][grid](x, stack, order, offsets, y, *sizes, BE=BE, **config)
+        plain[grid](x, stack, order, offsets, y, *sizes, BE=BE, **config)
         return
-    form, K, fast = stack.form, stack.shape[-1], has_pdl(x.device)
-    step, more = config["BK"] if not few else config["G"] * form.columns, {}
-    if few:
-        x, more = x.view(torch.int32) if form.bits == 4 else x, dict(launch_pdl=fast)
-    kernels[1 if few else 2][grid](
+    form, fast = stack.form, has_pdl(x.device)
+    if columns is not None:
+        few[grid](
+            as_pairs(x) if form.bits == 4 else x, stack.codes, stack.scales, order, offsets, y, *sizes,
+            stack.scales.shape[1], FORM=rows_form(stack, columns), FAST=fast, BE=BE, launch_pdl=fast, **config,
+        )  # fmt: skip
+        return
+    many[grid](
         x, stack.codes, stack.scales, order, offsets, y, *sizes, stack.scales.shape[1], ROWS=form.rows, BITS=form.bits,
-        COLUMNS=form.columns, POWERS=form.scale_bytes == 1, WHOLE=K % step == 0, FAST=fast, BE=BE, **config, **more,
+        COLUMNS=form.columns, POWERS=form.scale_bytes == 1, WHOLE=stack.shape[-1] % config["BK"] == 0, FAST=fast,
+        BE=BE, **config,
     )  # fmt: skip
 
 

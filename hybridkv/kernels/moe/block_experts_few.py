@@ -1,10 +1,12 @@
-"""Both products of experts in codes (block_experts.py) where no expert has more rows than a tile: a decode step."""
+"""Both products of experts in codes (block_experts.py) where experts have few rows: a decode step of some requests. One
+with more than a tile's reads its codes again for each.
+"""
 
 from __future__ import annotations
 
 from hybridkv.kernels.backend import tl, triton
 from hybridkv.kernels.linear.block_rows import few_rows_tile
-from hybridkv.kernels.moe.grouped import find_tile
+from hybridkv.kernels.moe.grouped import clamped_silu_mul, find_tile
 
 
 @triton.jit
@@ -21,14 +23,9 @@ def few_up_kernel(
     K,  # pairs of a token
     limit,
     blocks_of_rows,  # rows of scales that an expert has
-    ROWS: tl.constexpr,
-    BITS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    POWERS: tl.constexpr,
-    WHOLE: tl.constexpr,
+    FORM: tl.constexpr,
     FAST: tl.constexpr,
     STAGES: tl.constexpr,
-    G: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BE: tl.constexpr,
@@ -45,16 +42,12 @@ def few_up_kernel(
         # rows past the end are read again: no mask
         o_own = tl.minimum(tl.program_id(0) % blocks * BN + o_r % BN, I - 1) + o_r // BN * I
         m_m = o_m < end
-        p_x = (tl.load(order + o_m, mask=m_m, other=0) // K).to(tl.int64) * (D * BITS // 8)
+        p_x = (tl.load(order + o_m, mask=m_m, other=0) // K).to(tl.int64) * (D * FORM[1] // 8)
         o_row = expert.to(tl.int64) * 2 * I + o_own
-        o_scale = expert.to(tl.int64) * blocks_of_rows + o_own // ROWS
-        b_both = few_rows_tile(
-            x, p_x, m_m, codes, scales, o_row, o_scale, D, BITS, COLUMNS, POWERS, WHOLE, FAST, STAGES, G, 2 * BN, BM
-        )
+        o_scale = expert.to(tl.int64) * blocks_of_rows + o_own // FORM[0]
+        b_both = few_rows_tile(x, p_x, m_m, codes, scales, o_row, o_scale, D, FORM, FAST, STAGES, 2 * BN, BM)
         b_gate, b_up = tl.split(tl.permute(tl.reshape(b_both, [2, BN, BM]), (1, 2, 0)))
-        b_gate = tl.where(b_gate > limit, limit, b_gate)  # NaN is not greater, and stays
-        b_up = tl.where(b_up > limit, limit, tl.where(b_up < -limit, -limit, b_up))
-        b_y = b_gate * tl.sigmoid(b_gate) * b_up
+        b_y = clamped_silu_mul(b_gate, b_up, limit)
         o_y = o_m.to(tl.int64)[None, :] * I + o_n[:, None]
         tl.store(y + o_y, b_y.to(y.dtype.element_ty), mask=m_m[None, :] & (o_n < I)[:, None])
     if FAST:
@@ -73,14 +66,9 @@ def few_down_kernel(
     D,
     I,
     blocks_of_rows,
-    ROWS: tl.constexpr,
-    BITS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    POWERS: tl.constexpr,
-    WHOLE: tl.constexpr,
+    FORM: tl.constexpr,
     FAST: tl.constexpr,
     STAGES: tl.constexpr,
-    G: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BE: tl.constexpr,
@@ -94,10 +82,10 @@ def few_down_kernel(
         o_n = tl.program_id(0) % blocks * BN + tl.arange(0, BN)
         m_m, o_own = o_m < end, tl.minimum(o_n, D - 1)
         o_row = expert.to(tl.int64) * D + o_own
-        o_scale = expert.to(tl.int64) * blocks_of_rows + o_own // ROWS
+        o_scale = expert.to(tl.int64) * blocks_of_rows + o_own // FORM[0]
         b_y = few_rows_tile(
-            x, o_m.to(tl.int64) * (I * BITS // 8), m_m, codes, scales, o_row, o_scale, I,
-            BITS, COLUMNS, POWERS, WHOLE, FAST, STAGES, G, BN, BM,
+            x, o_m.to(tl.int64) * (I * FORM[1] // 8), m_m, codes, scales, o_row, o_scale, I,
+            FORM, FAST, STAGES, BN, BM,
         )  # fmt: skip
         o_pair = tl.load(order + o_m, mask=m_m, other=0).to(tl.int64)
         o_y = o_pair[None, :] * D + o_n[:, None]

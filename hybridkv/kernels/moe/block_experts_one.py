@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from hybridkv.kernels.backend import has_pdl, tl, triton
-from hybridkv.kernels.linear.block_rows import as_pairs, few_rows_tile, form_of
+from hybridkv.kernels.linear.block_rows import as_pairs, few_rows_tile, rows_form
 from hybridkv.kernels.linear.block_scaled import BlockScaled
+from hybridkv.kernels.moe.grouped import clamped_silu_mul
 
 # the fastest on an H200 at V4-Flash's widths
 COLUMNS = 256  # of a step
@@ -30,13 +31,13 @@ def rows_of_choice(
         o_scale = expert * blocks_of_rows + o_own // FIRST[0]
         b_y = few_rows_tile(
             pairs if FIRST[1] == 4 else x, p_x * FIRST[1] // 8, m_x, codes, scales, expert * N + o_own, o_scale, K,
-            FIRST[1], FIRST[2], FIRST[3], FIRST[4], FAST, STAGES, FIRST[5], BN, BT,
+            FIRST, FAST, STAGES, BN, BT,
         )  # fmt: skip
     else:
         o_scale = (expert - E) * other_blocks + o_own // SECOND[0]
         b_y = few_rows_tile(
             pairs if SECOND[1] == 4 else x, p_x * SECOND[1] // 8, m_x, others, other_scales, (expert - E) * N + o_own,
-            o_scale, K, SECOND[1], SECOND[2], SECOND[3], SECOND[4], FAST, STAGES, SECOND[5], BN, BT,
+            o_scale, K, SECOND, FAST, STAGES, BN, BT,
         )  # fmt: skip
     return b_y
 
@@ -80,9 +81,7 @@ def one_up_kernel(
             blocks_of_rows, other_blocks, FIRST, SECOND, FAST, STAGES, BN, BT,
         )  # fmt: skip
         b_gate, b_up = tl.split(tl.permute(tl.reshape(b_both, [2, HALF, BT]), (1, 2, 0)))
-        b_gate = tl.where(b_gate > limit, limit, b_gate)  # NaN is not greater, and stays
-        b_up = tl.where(b_up > limit, limit, tl.where(b_up < -limit, -limit, b_up))
-        b_y = b_gate * tl.sigmoid(b_gate) * b_up
+        b_y = clamped_silu_mul(b_gate, b_up, limit)
         o_n = i_n + tl.arange(0, HALF)
         p_y = y + i_k * I + o_n[:, None] + o_t[None, :]
         tl.store(p_y, b_y.to(y.dtype.element_ty), mask=(o_n < I)[:, None] & (o_t == 0)[None, :])
@@ -134,10 +133,11 @@ def launch_one(
 ) -> None:
     """One product of all choices: of one stack, or of two."""
     first, second = stacks[0], stacks[-1]
-    forms = [form_of(each, COLUMNS) for each in (first, second)]
+    forms = [rows_form(each, COLUMNS) for each in (first, second)]
     fast, E = has_pdl(x.device), len(first)
+    pairs = as_pairs(x) if any(form.bits == 4 for form in forms) else x
     kernel[(chosen.numel() * tiles,)](
-        x, as_pairs(x), first.codes, first.scales, second.codes, second.scales, chosen, y, E,
+        x, pairs, first.codes, first.scales, second.codes, second.scales, chosen, y, E,
         sum(len(each) for each in stacks), *sizes, first.scales.shape[1], second.scales.shape[1], FIRST=forms[0],
         SECOND=forms[1], FAST=fast, BN=ROWS, launch_pdl=fast, **CONFIG,
     )  # fmt: skip

@@ -74,6 +74,13 @@ def find_tile(offsets, i_m, E, BM: tl.constexpr, BE: tl.constexpr):
 
 
 @triton.jit
+def clamped_silu_mul(b_gate, b_up, limit):
+    b_gate = tl.where(b_gate > limit, limit, b_gate)  # NaN is not greater, and stays
+    b_up = tl.where(b_up > limit, limit, tl.where(b_up < -limit, -limit, b_up))
+    return b_gate * tl.sigmoid(b_gate) * b_up
+
+
+@triton.jit
 def expert_up_kernel(
     x,  # [T, D]
     gate_up,  # [E, 2 I, D]
@@ -108,9 +115,7 @@ def expert_up_kernel(
             m_w = m_n[None, :] & m_k[:, None]
             b_gate = tl.dot(b_x, tl.load(p_gate + o_k[:, None], mask=m_w, other=0.0), b_gate, input_precision="ieee")
             b_up = tl.dot(b_x, tl.load(p_up + o_k[:, None], mask=m_w, other=0.0), b_up, input_precision="ieee")
-        b_gate = tl.where(b_gate > limit, limit, b_gate)  # NaN is not greater, and stays
-        b_up = tl.where(b_up > limit, limit, tl.where(b_up < -limit, -limit, b_up))
-        b_y = b_gate * tl.sigmoid(b_gate) * b_up
+        b_y = clamped_silu_mul(b_gate, b_up, limit)
         o_y = o_m.to(tl.int64)[:, None] * I + o_n[None, :]
         tl.store(y + o_y, b_y.to(y.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
 
