@@ -326,7 +326,8 @@ class LLM:
         held = most_held(self.cache_config, limits.step_tokens, 1 if self.ranks is None else self.ranks.parts)
         query_buffers = query_buffers_for(self.cache_config, limits.step_tokens, limits.max_requests)
         captures = self.device.type == "cuda"
-        beside = workspace(self.config, schema, self.cache_config, limits, context, self.dtype, captures)
+        codes = captures and self.released
+        beside = workspace(self.config, schema, self.cache_config, limits, context, self.dtype, captures, codes)
         room_beside = beside.nbytes if self.ranks is None else self.ranks.largest(beside.nbytes)
         rows, least = self._checkpoints(schema, memory)
 

@@ -444,7 +444,8 @@ def find_choices(
     choices = []
     for kv_dtype in kv_dtypes(cache):
         settings = replace(cache, kv_dtype=kv_dtype)
-        estimate = Estimate(source.config, settings, weights.dtype, gpu, exact, reuse, memory, host)
+        how = (weights.dtype, gpu, exact, reuse, memory, host, weights.coded)
+        estimate = Estimate(source.config, settings, *how)
         need = estimate.chosen(requests, context, None if memory is None else memory - weights.nbytes)
         refused = card.lacks(KV_NEED, FP8_KV) if card is not None and kv_dtype == "fp8" else None
         choice = Choice(estimate, need, weights.nbytes + need.nbytes, refused)
@@ -484,7 +485,7 @@ def find_buys(
 
     def estimate(kv_dtype: str, budget: int | None, bounded: bool) -> Estimate:
         settings = replace(evicting, kv_dtype=kv_dtype, budget=budget, bounded=bounded, decode_every=0)
-        return Estimate(source.config, settings, weights.dtype, gpu, exact, reuse, host=host)
+        return Estimate(source.config, settings, weights.dtype, gpu, exact, reuse, host=host, codes=weights.coded)
 
     whole = estimate("f32", None, False).need(requests, context)
     buys = []

@@ -57,6 +57,7 @@ class Estimate:
     reuse: ReuseConfig | None = None  # what is kept for others
     memory: int | None = None  # bytes for weights and cache together
     host: int | None = None  # bytes on the host; None: as LLM takes them
+    codes: bool = False  # whether weights are codes with a scale for each block
 
     @cached_property
     def opened(self) -> CacheConfig:
@@ -119,7 +120,9 @@ class Estimate:
         schema, held = self.schema, self.held(context)
         lent = query_buffers_for(self.opened, self.step, requests) * schema.query_buffer_bytes
         limits = EngineConfig(requests, step_tokens=self.step)
-        beside = workspace(self.config, schema, self.opened, limits, context, self.dtype, captures=self.gpu)
+        beside = workspace(
+            self.config, schema, self.opened, limits, context, self.dtype, self.gpu, self.gpu and self.codes
+        )
         return Need(
             pages=(requests - 1) * held + self.peak(context),
             held=requests * held,

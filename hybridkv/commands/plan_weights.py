@@ -46,6 +46,11 @@ class Weights:
         return "/".join(LABELS.get(part, part) for part in (held or asked).split("/"))
 
     @property
+    def coded(self) -> bool:
+        """Whether they are codes with a scale for each block."""
+        return self.form == RELEASED
+
+    @property
     def note(self) -> str | None:
         """One sentence, where the engine does not hold them as asked for."""
         if self.why is None or self.asked is None:

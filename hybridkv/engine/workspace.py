@@ -21,6 +21,7 @@ from hybridkv.config import CacheConfig, EngineConfig
 from hybridkv.dtypes import itemsize
 from hybridkv.eviction.sizes import SCORE_BYTES
 from hybridkv.kernels.eviction.select_sizes import select_bytes
+from hybridkv.kernels.linear.block_form import WRITTEN
 from hybridkv.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -135,6 +136,7 @@ class Workspace:
     sampling: int = 0
     eviction: int = 0
     index: int = 0
+    written: int = 0  # a part of a matrix in codes, for many rows
 
     @property
     def nbytes(self) -> int:
@@ -149,6 +151,7 @@ def workspace(
     context: int,  # tokens of the longest request
     dtype: str | torch.dtype,  # of the weights, and so of logits
     captures: bool,  # whether steps are captured as graphs
+    codes: bool = False,  # whether matrices are codes with a scale for each block, on a GPU
 ) -> Workspace:
     rows = limits.max_requests
     sizes = graph_sizes(rows) if captures else []
@@ -158,6 +161,7 @@ def workspace(
         sampling=sampling_bytes(rows, config.vocab),
         eviction=_eviction(config, cache, context, captures),
         index=min(INDEX_SCORE_BYTES, 4 * limits.step_tokens * context) if schema.compressed else 0,
+        written=2 * WRITTEN * itemsize(dtype) if codes else 0,  # one in captured steps, one in others
     )
 
 

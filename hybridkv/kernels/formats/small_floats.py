@@ -11,6 +11,7 @@ E4M3 has several ways back, which differ in speed and in what they do with NaN. 
 
     e4m3_value, e4m3_value_tile   by conversion to f32; NaN stays NaN
     e4m3_pairs_tile               two in 16 bits to f16, by PTX on a GPU; NaN stays NaN
+    linear/gemv's `upcast`        four in 32 bits to bf16, by PTX on a GPU, for weights; NaN becomes 480
 
 Powers of two come from the exponent bits, not from log2, and are exact at every border.
 

@@ -1,5 +1,8 @@
 """Products with codes that have a scale for each block: reference and kernel, on the values and on true ones."""
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 from block_cases import BASE, FORMS, FP4, FP8, SMALL, encode, random_blocks
@@ -98,12 +101,55 @@ def test_products_are_those_of_the_values(op, form: BlockForm, dtype: torch.dtyp
     assert_close_rms("f32 results", want, wide, bound)
 
 
-def test_groups_have_inputs_of_their_own(op) -> None:
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("T", (4, 40))
+def test_groups_have_inputs_of_their_own(op, T: int, dtype: torch.dtype) -> None:
     G, N, K = 3, 20, 48  # blocks of 8 rows reach over the borders of groups
     weight, values = random_blocks(SMALL, G * N, K)
-    x = torch.randn(4, G * K)
-    want = torch.einsum("tgk,gnk->tgn", x.double().view(4, G, K), values.double().view(G, N, K)).flatten(1)
-    assert_close_rms("groups", want, op(x.to(DEVICE), put(weight), G), BOUND[F32])
+    x = torch.randn(T, G * K).to(dtype)
+    want = torch.einsum("tgk,gnk->tgn", x.double().view(T, G, K), values.double().view(G, N, K)).flatten(1)
+    assert_close_rms("groups", want, op(x.to(DEVICE), put(weight), G), BOUND[dtype])
+
+
+@pytest.mark.parametrize("T", (1, 17, 32, 33, 70))
+def test_few_rows_read_codes_and_many_have_them_written_out(T: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part at a time, of which one is alive."""
+    alive, most, made = weakref.WeakSet(), [], block_linear.dequantise_triton
+
+    def spy(*what: Any) -> torch.Tensor:
+        alive.add(part := made(*what))
+        most.append(len(alive))
+        return part
+
+    monkeypatch.setattr(block_linear, "dequantise_triton", spy)
+    monkeypatch.setattr(block_linear, "WRITTEN", 64 * 16)
+    weight, values = random_blocks(FP8, 130, 64)
+    x = torch.randn(T, 64).to(BF16)
+    got = block_linear.linear_blocks_triton(x.to(DEVICE), put(weight))
+    assert_close_rms("product", x.double() @ values.to(BF16).double().T, got, BOUND[BF16])
+    assert most == ([1] * 9 if T > 32 else [])
+
+
+@pytest.mark.parametrize("form", (FP4, FP8), ids=("fp4", "fp8"))
+def test_rows_of_x_may_begin_anywhere(form: BlockForm) -> None:
+    """At an odd number, an odd way from each other, one row of a strided matrix: a kernel reads two as one word."""
+    weight, values = random_blocks(form, 20, 64)
+    memory = torch.randn(400).to(DEVICE, BF16)
+    for T, first, step in ((1, 1, 64), (3, 1, 64), (1, 0, 65), (2, 2, 65), (2, 3, 67), (2, 0, 66)):
+        x = memory.as_strided((T, 64), (step, 1), first)
+        want = x.cpu().double() @ values.double().T
+        assert_close_rms(f"{T, first, step}", want, block_linear.linear_blocks_triton(x, put(weight)), BOUND[BF16])
+
+
+@pytest.mark.parametrize("byte", (0, 1, block_scaled.LARGEST_SCALE))
+def test_the_ends_of_the_scales_in_products(op, byte: int) -> None:
+    weight, _ = random_blocks(FP4, 20, 64)
+    scales = torch.full_like(weight.scales, byte)
+    x = torch.ones(1, 64).mul_(2.0 ** (60 if byte < 2 else -60)).to(BF16)
+    want = x.double() @ dequantise_ref(BlockScaled(weight.codes, scales, FP4), F32).double().T
+    got = op(x.to(DEVICE), put(BlockScaled(weight.codes, scales, FP4)))
+    assert want.abs().max() > 0
+    assert_close_rms("product", want, got, BOUND[BF16])
 
 
 @pytest.mark.parametrize(("form", "bound"), ((FP8, 0.04), (FP4, 0.15)), ids=("fp8", "fp4"))
@@ -115,9 +161,10 @@ def test_products_are_near_those_of_the_true_values(op, form: BlockForm, bound: 
     assert bound / 10 < error < bound
 
 
-def test_a_token_of_nan_stays_alone(op) -> None:
+@pytest.mark.parametrize("dtype", BOUND)
+def test_a_token_of_nan_stays_alone(op, dtype: torch.dtype) -> None:
     weight, _ = random_blocks(FP8, 40, 64)
-    x = torch.randn(20, 64)
+    x = torch.randn(20, 64).to(dtype)
     x[7] = torch.nan
     y = op(x.to(DEVICE), put(weight))
     assert y[7].isnan().all() and y[torch.arange(20) != 7].isfinite().all()
@@ -165,7 +212,7 @@ def test_joined_matrices_keep_their_scales(parts: tuple[int, ...]) -> None:
 
 def test_forms_that_products_do_not_read() -> None:
     assert RELEASED_FP8.kept and RELEASED_FP4.kept and RELEASED_FP8 == FP8 and RELEASED_FP4 == FP4
-    assert not BlockForm(8, 128, 100, 1).kept and not BlockForm(8, 128, 16, 1).kept
+    assert not any(BlockForm(8, 128, columns, 1).kept for columns in (16, 100, 256))
 
 
 COMPILE = """
@@ -179,7 +226,7 @@ from hybridkv.kernels.linear.block_scaled import empty_blocks
 block_linear.has_pdl = lambda device: True
 others = more((BlockForm(8, 128, 128, 4), 4096, 8192, 1), (RELEASED_FP4, 4096, 8192, 1), (RELEASED_FP8, 8192, 4096, 8))
 for form, rows, K, groups in ((RELEASED_FP8, 40960, 1024, 1), (RELEASED_FP8, 4096, 8192, 1), *others):
-    for T in (1, 4096):
+    for T in (1, 16, 32, 4096):
         x = torch.zeros(T, groups * K, dtype=torch.bfloat16)
         block_linear.linear_blocks_triton(x, empty_blocks(form, (rows, K), torch.device("cpu")), groups)
 seen = {}
@@ -196,5 +243,5 @@ def test_the_released_widths_compile_for_hopper_and_nothing_spills() -> None:
     """Queries and the last product; in the long form f32 scales, a matrix of FP4, and heads to groups."""
     built = [line.split() for line in compile_alone(COMPILE).splitlines()]
     assert {name for name, *_ in built} == {"few_rows_kernel", "dequantise_blocks_kernel"}
-    assert sum(name == "few_rows_kernel" for name, *_ in built) == 2 + len(more(1, 2, 3))
+    assert sum(name == "few_rows_kernel" for name, *_ in built) == 3 * (2 + len(more(1, 2, 3)))
     assert all(int(registers) <= 255 and spilled == local == "0" for _, registers, spilled, local in built), built

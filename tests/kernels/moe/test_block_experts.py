@@ -17,6 +17,7 @@ from hybridkv.kernels.linear.block_form import BlockForm
 from hybridkv.kernels.linear.block_scaled import BlockScaled
 from hybridkv.kernels.moe import block_experts
 from hybridkv.kernels.moe.block_experts import ExpertStack, run_block_experts_ref
+from hybridkv.kernels.moe.block_experts_one import ROWS, launch_one, one_up_kernel
 from hybridkv.kernels.moe.grouped import run_experts_ref
 
 pytest.importorskip("triton")
@@ -110,7 +111,21 @@ def test_each_number_of_tokens_has_its_kernels(T: int, ran: str, monkeypatch: py
     if ran == "one":
         assert seen == ["one"]
     else:
-        assert [tiles.few for tiles in seen[:2]] == [ran == "few"] * 2
+        assert [tiles.columns is not None for tiles in seen] == [ran == "few"] * 4
+
+
+@pytest.mark.parametrize("T", (1, 3))
+def test_rows_of_x_may_begin_anywhere(T: int) -> None:
+    """FP4 reads two numbers as one word. f16, which nothing here has, is no bf16."""
+    stack, up, down = stacks(FP4, 3, 64, 40)
+    weights, chosen = torch.rand(T, 2), torch.stack([torch.randperm(3)[:2] for _ in range(T)]).int()
+    memory = (torch.randn(400) / 4).to(DEVICE, BF16)
+    for dtype, first, step in ((BF16, 1, 64), (BF16, 0, 65), (BF16, 2, 67), (torch.float16, 0, 64)):
+        x = memory.to(dtype).as_strided((T, 64), (step, 1), first)
+        got = block_experts.run_block_experts_triton(
+            x, weights.to(DEVICE), chosen.to(DEVICE), [put(stack, dtype)], LIMIT
+        )
+        assert_close_rms(f"{dtype, first, step}", by_hand(x.cpu(), weights, chosen, up, down), got, BOUND[BF16])
 
 
 def test_one_stack_has_the_bits_of_the_plain_reference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,26 +163,29 @@ def test_an_expert_of_its_own_scale_is_not_anothers(op) -> None:
     assert torch.equal((a != b).any(1), chosen[:, 0] == 2)
 
 
-def test_no_token_one_expert_of_all_and_one_token_of_nan(op) -> None:
+@pytest.mark.parametrize("dtype", tuple(BOUND))
+def test_no_token_one_expert_of_all_and_one_token_of_nan(op, dtype: torch.dtype) -> None:
     stack, up, down = stacks(FP4, 3, 32, 32)
-    there = [put(stack, F32)]
-    none = op(torch.zeros(0, 32, device=DEVICE), *(t.to(DEVICE) for t in pairs(0, 2, 1)), there, LIMIT)
+    there = [put(stack, dtype)]
+    none = op(torch.zeros(0, 32, device=DEVICE, dtype=dtype), *(t.to(DEVICE) for t in pairs(0, 2, 1)), there, LIMIT)
     assert none.shape == (0, 32)
-    x, weights = torch.randn(40, 32), torch.rand(40, 1)
+    x, weights = torch.randn(40, 32).to(dtype), torch.rand(40, 1)
     x[5], chosen = torch.nan, torch.full((40, 1), 1, dtype=torch.int32)
     got = op(*(t.to(DEVICE) for t in (x, weights, chosen)), there, LIMIT).cpu()
     keep = torch.arange(40) != 5
     assert got[5].isnan().all()
-    assert_close_rms("others", by_hand(x[keep], weights[keep], chosen[keep], up, down), got[keep], BOUND[F32])
+    assert_close_rms("others", by_hand(x[keep], weights[keep], chosen[keep], up, down), got[keep], BOUND[dtype])
 
 
+@pytest.mark.parametrize("dtype", tuple(BOUND))
+@pytest.mark.parametrize("width", (24, 40))
 @pytest.mark.parametrize("T", (1, 5, 40))
-def test_experts_that_are_not_here_add_nothing(op, T: int) -> None:
-    """A rank with two of four experts and a part of the shared one, which is of another width: choices of experts of
+def test_experts_that_are_not_here_add_nothing(op, T: int, width: int, dtype: torch.dtype) -> None:
+    """A rank with two of four experts and a part of the shared one, of another width or as wide: choices of experts of
     other ranks have the last number and a weight of zero.
     """
-    (first, up, down), (last, last_up, last_down) = stacks(FP4, 4, 64, 40), stacks(FP8, 1, 64, 24)
-    x, (weights, chosen) = torch.randn(T, 64) / 4, pairs(T, 4, 2)
+    (first, up, down), (last, last_up, last_down) = stacks(FP4, 4, 64, 40), stacks(FP8, 1, 64, width)
+    x, (weights, chosen) = (torch.randn(T, 64) / 4).to(dtype), pairs(T, 4, 2)
     beyond = chosen < 2  # experts 2 and 3 are here
     weights = weights.masked_fill(beyond, 0.0)
     own = torch.where(beyond, 3, chosen - 2).int()
@@ -175,9 +193,9 @@ def test_experts_that_are_not_here_add_nothing(op, T: int) -> None:
         (weights[:, :2], chosen[:, :2], (up, down)), (weights[:, 2:], chosen[:, 2:] * 0, (last_up, last_down))
     ))  # fmt: skip
     here = ExpertStack(*(BlockScaled(m.codes[2:].clone(), m.scales[2:].clone(), m.form) for m in first))
-    given = (x, weights, own, [put(here, F32), put(last, F32)])
+    given = (x, weights, own, [put(here, dtype), put(last, dtype)])
     got = op(*(t.to(DEVICE) for t in given[:3]), given[3], LIMIT, others=True)
-    assert_close_rms("experts", routed + shared, got, BOUND[F32])
+    assert_close_rms("experts", routed + shared, got, BOUND[dtype])
 
 
 def test_what_lies_between_two_products_of_a_stack_is_gone_before_the_next_stack(monkeypatch) -> None:
@@ -212,7 +230,11 @@ def test_codes_past_two_gigabytes_are_reached() -> None:
     offsets[-1] = 1
     block_experts._launch(block_experts.UP, x.to(DEVICE), up, (order, offsets), inner, (E, D, I, 1, 1e9), I, 1)
     gate, up_ = (values.double() @ x[0].double()).chunk(2)
-    assert_close_rms("the last expert", gate / (1 + (-gate).exp()) * up_, inner[0], BOUND[BF16])
+    want = gate / (1 + (-gate).exp()) * up_
+    assert_close_rms("the last expert", want, inner[0], BOUND[BF16])
+    inner, chosen = torch.empty_like(inner), torch.tensor([[E - 1]], dtype=torch.int32, device=DEVICE)
+    launch_one(one_up_kernel, x.to(DEVICE), [up], chosen, inner, (D, I, 1e9), I // (ROWS // 2))
+    assert_close_rms("by one token's kernel", want, inner[0], BOUND[BF16])
 
 
 COMPILE = """
