@@ -96,7 +96,7 @@ def test_a_graph_that_one_rank_cannot_have_is_had_by_none() -> None:
 
 def test_real_widths_on_two_ranks_give_the_logits_of_one() -> None:
     """Twelve query heads and half of all widths; Flash: half of the heads, groups and experts' widths, in bf16 and with
-    its weights in codes.
+    its weights in codes. Then answers, captured and launched ahead, with an abort; the 27B's evict.
     """
     kinds = ("27b", "flash", "flash in codes")
     found = ranks.run(2, "wide", on=ON, kinds=kinds)
@@ -105,10 +105,18 @@ def test_real_widths_on_two_ranks_give_the_logits_of_one() -> None:
         whole = first.get("whole", second.get("whole"))
         assert first["scored"] == second["scored"] == 10, f"{kind}: single steps were not replayed"
         assert torch.equal(first["logits"], second["logits"]), kind
+        assert first["tokens"] == second["tokens"] and len(first["tokens"]) == 9, kind
+        assert (first["replays"], first["keys"]) == (second["replays"], second["keys"])
+        assert first["replays"]["decode"] > 5 and first["ahead"] > 10 and not first["said"], kind
         layers = gpu_rank_jobs.CONFIGS[kind]["num_hidden_layers"]
         rows = sorted(rel_rms(want, got) for want, got in zip(whole, first["logits"], strict=True))
         assert rows[len(rows) // 2] <= rounding(layers), (kind, rows)
         assert rows[-1] < 0.5, (kind, rows)  # an expert near a tie; logits of something else differ by 1.4
+        if kind == "27b":  # a tie among entries may go the other way, too
+            want = first.get("whole, evicted", second.get("whole, evicted"))
+            rows = sorted(rel_rms(*pair) for pair in zip(want, first["evicted_logits"], strict=True))
+            assert rows[len(rows) // 2] <= 2 * rounding(layers) and rows[-1] < 0.5, rows
+            assert first["evicted"] == second["evicted"] and len(first["evicted"]) >= 1
 
 
 def test_a_rank_that_ends_ends_the_group_and_frees_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from hybridkv.engine.lock_step import LockStepEngine
 from hybridkv.engine.mixed_graphs import CapturedMixed
 from hybridkv.engine.rank_graphs import RankConsent, capture_together, drop_graphs
 from hybridkv.engine.rank_sessions import WholeCache
+from hybridkv.eviction import Evictor
 from hybridkv.models import attention, cache_schema
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Model
@@ -72,6 +73,7 @@ GREEDY = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=9, temperature=0.9, seed=3, top_p=0.9, ignore_eos=True, n=2)
 LENGTHS = (3, 17, 40, 5, 80, 33)
 REPLAYS = {"decode": 0, "mixed": 0}
+BUDGET, EVICTED = 48, 10  # entries of a stream; tokens after an eviction
 
 
 def token_ids(count: int, seed: int, vocab: int = 128) -> list[int]:
@@ -116,13 +118,21 @@ def greedy_alone(engine: Engine, prompt: list[int]) -> tuple[list[int], list[flo
 # ---- on every rank
 
 
-def manager_of(model: Model, config: ModelConfig, device: torch.device, slots: int = 4) -> KVCacheManager:
-    """A cache in the dtype of the weights."""
-    dtype = model.embedding.dtype  # type: ignore[attr-defined]
-    cache = CacheConfig(kv_dtype="bf16" if dtype == torch.bfloat16 else "f32")
-    schema = cache_schema(config, cache, dtype)
-    plan = plan_cache(schema, slots, 512, None)
-    return KVCacheManager(schema, plan.pages, slots, 512, device, False, plan.query_buffers)
+def cache_of(model: Model, budget: int | None = None) -> CacheConfig:
+    """In the dtype of the weights. `budget`: even over heads, so that no rank waits for another one's choice."""
+    kind = "bf16" if model.embedding.dtype == torch.bfloat16 else "f32"  # type: ignore[attr-defined]
+    evicting = dict(budget=budget, policy="snapkv", window=16, recent=8, query_buffers=3) if budget else {}
+    return CacheConfig(kv_dtype=kind, **evicting)  # type: ignore[arg-type]
+
+
+def manager_of(model: Model, config: ModelConfig, device: torch.device, budget: int | None = None) -> KVCacheManager:
+    schema = cache_schema(config, cache_of(model, budget), model.embedding.dtype)  # type: ignore[attr-defined]
+    plan = plan_cache(schema, 4, 512, None)
+    return KVCacheManager(schema, plan.pages, 4, 512, device, False, plan.query_buffers)
+
+
+def evictor_of(model: Model, manager: KVCacheManager, config: ModelConfig, budget: int | None) -> Evictor | None:
+    return Evictor.make(cache_of(model, budget), manager, scale=config.attention_scale) if budget else None
 
 
 def scored(group: Group, model: Model, config: ModelConfig, ids: list[int], prefill: int) -> tuple[Tensor, int]:
@@ -152,26 +162,29 @@ def families(group: Group, kinds: list[str], stand_in: bool = False) -> dict[str
     return found
 
 
-def lock_step(group: Group, model: Model, config: ModelConfig, whole: ModelConfig) -> LockStepEngine:
+def lock_step(
+    group: Group, model: Model, config: ModelConfig, whole: ModelConfig, budget: int | None = None
+) -> LockStepEngine:
     """An engine of this rank."""
-    manager = manager_of(model, config, group.device)
+    manager = manager_of(model, config, group.device, budget)
     cache = WholeCache(cache_schema(whole, CacheConfig(kv_dtype="f32"), torch.float32), head_counts(whole))
-    return LockStepEngine(model, manager, None, 64, frozenset(), None, group, cache)
+    evictor = evictor_of(model, manager, config, budget)
+    return LockStepEngine(model, manager, None, 64, frozenset(), evictor, group, cache)
 
 
 def answered(
-    group: Group, model: Model, config: ModelConfig, whole: ModelConfig, plant: bool = False
+    group: Group, model: Model, config: ModelConfig, whole: ModelConfig, plant: bool = False, budget: int | None = None
 ) -> dict[str, Any]:
     """Answers in lock-step: greedy and sampled ones, one aborted in the middle, one added late. `plant`: the last rank
-    never has memory for a graph.
+    never has memory for a graph. `budget`: requests that are longer are evicted; rank 0 has logits of such a text, too.
     """
     REPLAYS.update(decode=0, mixed=0)
-    engine = lock_step(group, model, config, whole)
+    engine = lock_step(group, model, config, whole, budget)
     engine.launches_ahead = True  # as on a GPU
     launched, plain = count_ahead(engine), capturing._problem
     if plant and group.rank == group.size - 1:
         capturing._problem = lambda run: RuntimeError("planted: no memory")
-    answers, kept = [], {}
+    answers, kept, logits = [], {}, None
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -186,6 +199,10 @@ def answered(
                 engine.follow()
             else:
                 answers = drive(engine, kept)
+                if budget:
+                    logits = engine.score(token_ids(150, seed=1), 140, 50)[-EVICTED:].cpu()
+                with engine.channel.telling("end"):
+                    pass
     finally:
         capturing._problem = plain
     graphs, mixed = engine.runner.graphs, engine.runner.mixed
@@ -194,6 +211,8 @@ def answered(
     found = {
         "answers": answers,
         "tokens": {order: list(request.tokens) for order, request in kept.items()},
+        "evicted": {order: sorted(request.evictions) for order, request in kept.items() if request.evictions},
+        "evicted_logits": logits,
         "replays": dict(REPLAYS),
         "ahead": launched[0],
         "keys": [] if graphs is None or mixed is None else [*map(str, graphs.captured), *map(str, mixed.captured)],
@@ -215,8 +234,6 @@ def drive(engine: LockStepEngine, kept: dict[int, Any]) -> list[list[int]]:
     engine.abort(aborted)
     while not engine.idle:
         engine.step()
-    with engine.channel.telling("end"):
-        pass
     for request in (*requests, aborted, late, sampled, *sampled.siblings):
         assert request.error is None, request.error
         kept[request.order] = request
@@ -235,7 +252,9 @@ def refused(group: Group, kind: str, stand_in: bool = False) -> dict[str, Any]:
 
 
 def wide(group: Group, kinds: list[str]) -> dict[str, dict[str, Any]]:
-    """Logits of models of real widths, whole on one rank alone and in parts on all, in bfloat16."""
+    """Logits of models of real widths, whole on one rank alone and in parts on all, in bfloat16; and answers in parts,
+    with an abort and, where entries are evicted, evictions.
+    """
     count_replays()
     found: dict[str, dict[str, Any]] = {kind: {} for kind in kinds}
     ids = token_ids(150, seed=1)
@@ -245,6 +264,12 @@ def wide(group: Group, kinds: list[str]) -> dict[str, dict[str, Any]]:
             model = random_whole(tensors, group.device)
             engine = Engine(model, manager_of(model, tensors.config, group.device), step_tokens=64)
             found[kind]["whole"] = engine.score(ids, 140, 50)[-20:].cpu()
+            if budget_of(kind):
+                manager = manager_of(model, tensors.config, group.device, BUDGET)
+                evictor = evictor_of(model, manager, tensors.config, BUDGET)
+                engine = Engine(model, manager, step_tokens=64, evictor=evictor)
+                found[kind]["whole, evicted"] = engine.score(ids, 140, 50)[-EVICTED:].cpu()
+                del manager, evictor
             del model, engine
             free(group)
     group.meet("whole models", limit=200)
@@ -254,9 +279,14 @@ def wide(group: Group, kinds: list[str]) -> dict[str, dict[str, Any]]:
         model = random_part(tensors, shard, group, group.device)
         logits, replays = scored(group, model, model.config, ids, 140)
         found[kind] |= {"logits": logits[-20:], "scored": replays}
+        found[kind] |= answered(group, model, model.config, tensors.config, budget=budget_of(kind))
         del model
         free(group)
     return found
+
+
+def budget_of(kind: str) -> int | None:
+    return BUDGET if CONFIGS[kind]["model_type"] != FLASH["model_type"] else None  # which never evicts
 
 
 def die(group: Group, kind: str) -> list[Any]:
