@@ -13,7 +13,7 @@ from rich.console import Console
 
 import hybridkv
 from cli.commands import LONG, ROOT, TINY, Run, short_prompt
-from hybridkv import LLM, SamplingParams, llm
+from hybridkv import LLM, SamplingParams, opening
 from hybridkv.cli import main
 from hybridkv.commands import declaring, demo, display, options
 from hybridkv.config import CacheConfig, EngineConfig
@@ -337,7 +337,7 @@ def test_kernels_that_are_compiled_are_shown_on_a_terminal_alone(
         asked.append(engine)
         progress(1, 7)
 
-    monkeypatch.setattr(llm, "precompile", compiles)
+    monkeypatch.setattr(opening, "precompile", compiles)
     monkeypatch.setattr(display, "kernel_folder", lambda: Path("/kept/here"))
     arguments = ("generate", "hi", "-m", folder, *TINY, "--max-tokens", 2)
     code, _, err = run(*arguments)
