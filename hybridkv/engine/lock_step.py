@@ -291,8 +291,8 @@ class LockStepEngine(RankCalls):
         if self.failure is not None:
             raise self.failure
 
-    def _evict_one(self, request: Request) -> Exception | SystemExit | None:
-        problem = super()._evict_one(request)
+    def evict_one(self, request: Request) -> Exception | SystemExit | None:
+        problem = super().evict_one(request)
         if isinstance(problem, GroupError):  # no request's own
             raise problem
         return problem
@@ -315,7 +315,7 @@ class LockStepEngine(RankCalls):
     def _apply(self, event: Event) -> None:
         if event["event"] == "add":
             after = event["after"]
-            self._numbers = itertools.count(event["number"])
+            self.numbers = itertools.count(event["number"])
             continued = None if after is None else self._known.get(after)
             eviction = eviction_of_words(event["eviction"])
             marks = [(at, kind) for at, kind in event["marks"]]
