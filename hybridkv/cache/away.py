@@ -33,8 +33,9 @@ from hybridkv.cache.tiers import HostBlocks
 from hybridkv.errors import HybridKVError
 
 if TYPE_CHECKING:
+    from hybridkv.cache.lookup import Asked
     from hybridkv.cache.manager import KVCacheManager
-    from hybridkv.cache.reuse import Asked, Reuse
+    from hybridkv.cache.reuse import Reuse
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,7 @@ def _shared_rows(manager: KVCacheManager, path: Sequence[Column], name: str) -> 
     """[streams, pages] of columns."""
     if not path or manager.reuse is None:
         return np.zeros((manager.tables[name].schema.streams, 0), np.int32)
-    return manager.reuse.rows_of(list(path), name)
+    return manager.reuse.column_pages.rows_of(list(path), name)
 
 
 def _take_pages(manager: KVCacheManager, slot: int, away: Away, path: Sequence[Column]) -> list[np.ndarray]:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.reuse import Asked, Hit
+from hybridkv.cache.lookup import Asked, Hit, pages_of, pages_to_load, would_keep
 from hybridkv.engine.preempted import come_back, keep_away
 from hybridkv.engine.resting import RestingCaches
 from hybridkv.engine.reuse_report import continued, report
@@ -397,10 +397,10 @@ class Admission(RestingCaches):
         """Pages that a request takes beside those it shares, of those that can be had."""
         reuse = self.manager.reuse
         assert reuse is not None
-        shared, kept = reuse.pages_of(hit), reuse.would_keep(hit)
+        shared, kept = pages_of(reuse, hit), would_keep(reuse, hit)
         if request.eviction is not None or request.evictions:  # what survives moves to pages of its own
             shared = dict.fromkeys(shared, 0)
-            kept = {name: n + reuse.pages_to_load(hit)[name] for name, n in kept.items()}
+            kept = {name: n + pages_to_load(reuse, hit)[name] for name, n in kept.items()}
         return {name: max(0, n - shared[name]) + kept[name] for name, n in need.items()}
 
     def room_to_hold(

@@ -24,7 +24,7 @@ from hybridkv.cache.away import (
     shared_column,
     tokens_to_read,
 )
-from hybridkv.cache.reuse import Asked
+from hybridkv.cache.lookup import Asked
 from hybridkv.cache.tier_sizes import BLOCK
 from hybridkv.errors import HybridKVError, OutOfPages
 from hybridkv.request import Request, Status

@@ -45,7 +45,7 @@ def turn(engine: Engine, cold: Cold, end: int, seed: int = 0) -> Request:
     first = ask(engine, tokens, replace(ASK, max_tokens=20, stop_token_ids=[known[said]]))
     assert first.finish_reason == "stop" and first.generated == known[: said + 1]
     assert len(first.tokens) == end + (not ahead)
-    assert bool(reuse_of(engine).late) == ahead, "no step was launched ahead"
+    assert bool(reuse_of(engine).publishing.late) == ahead, "no step was launched ahead"
     return first
 
 
@@ -153,13 +153,13 @@ def test_a_step_launched_ahead_that_gave_no_numbers_leaves_nothing(
 
     monkeypatch.setattr(engine.runner, "forward", broken)
     first = ask(engine, tokens, replace(ASK, max_tokens=9, stop_token_ids=[stop]))
-    assert len(calls) == 2 and first.finish_reason == "stop" and reuse_of(engine).late
+    assert len(calls) == 2 and first.finish_reason == "stop" and reuse_of(engine).publishing.late
     monkeypatch.undo()
     poison(engine)
     more = [*first.tokens, *prompt(5, 4)]
     second = ask(engine, more)
     assert second.cached_tokens == 0 and same(second, cold("qwen3_5")(more))
-    assert not reuse_of(engine).late and not reuse_of(engine).checkpoints.reserved
+    assert not reuse_of(engine).publishing.late and not reuse_of(engine).checkpoints.reserved
 
 
 @pytest.mark.parametrize("kind", KINDS)

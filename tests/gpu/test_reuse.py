@@ -149,7 +149,7 @@ def test_a_next_turn_begins_at_the_last_token_of_the_one_before(models: Models, 
         tokens = tiny.token_ids(end - 1, seed=40 + i)
         stop = ask(tokens, cache=False).generated[0]
         first = ask(tokens, replace(PARAMS, max_tokens=20, stop_token_ids=[stop]))
-        ahead += bool(engine.manager.reuse.late)
+        ahead += bool(engine.manager.reuse.publishing.late)
         poison(engine)
         more = [*first.tokens, *tiny.token_ids(9, seed=80 + i)]
         [warm], [cold] = crowd(llm, [more]), crowd(llm, [more], cache=False)
