@@ -15,6 +15,7 @@ from hybridkv.cache.checkpoints import KINDS, MOST_CLIENT_MARKS
 from hybridkv.config import EvictionConfig, SamplingParams, StructuredOutputs, is_whole, shown
 from hybridkv.engine.ending import longest
 from hybridkv.engine.held import check_ended
+from hybridkv.engine.room import held_tokens
 from hybridkv.errors import RequestError
 from hybridkv.eviction import find_policy
 from hybridkv.request import Request, RequestKey
@@ -182,7 +183,7 @@ def _check_fits(engine: Engine, request: Request) -> None:
             f"the prompt has {len(request.tokens)} tokens, the context holds {limit} and needs room for an "
             "answer; shorten the prompt or raise max_context or memory"
         )
-    held = engine.scheduler.held_tokens(request, len(request.tokens) + 1)
+    held = held_tokens(engine.scheduler, request, len(request.tokens) + 1)
     if held > alone:
         raise RequestError(
             f"the pools hold {alone} tokens of one request, and {held} are needed at once to read this prompt; "
