@@ -24,6 +24,7 @@ from torch import Tensor
 from hybridkv.cache.bookkeeping import bookkeeping
 from hybridkv.cache.checkpoints import Checkpoint
 from hybridkv.cache.columns import Column, Columns, on_device
+from hybridkv.cache.compacting import settle_slot
 from hybridkv.cache.facts import Compaction
 from hybridkv.cache.frozen import restore_state, state_bytes, state_chunks, take_rows
 from hybridkv.cache.schema import ceil_div
@@ -98,7 +99,7 @@ def send_away(manager: KVCacheManager, request: Hashable, shared: Column | None 
     `shared`: of `shared_column`.
     """
     slot = manager._slot(request)
-    manager._settle(slot)
+    settle_slot(manager, slot)
     manager.check_committed(slot)
     begin, buffer = shared.end if shared is not None else 0, int(manager.query_buffers.of[slot])
     state = manager.host.put(state_chunks(manager, slot, buffer))

@@ -25,7 +25,7 @@ from long_form import LONG
 import hybridkv
 from engine.driving import assert_nothing_held, prompt
 from hybridkv import CacheConfig, SamplingParams
-from hybridkv.cache import CacheSchema, KVCacheManager, StreamSchema, TensorSpec, away
+from hybridkv.cache import CacheSchema, KVCacheManager, StreamSchema, TensorSpec, away, compacting
 from hybridkv.cache.allocator import PageAllocator
 from hybridkv.cache.compacting import Compacting
 from hybridkv.cache.page_table import PageTable
@@ -311,13 +311,13 @@ PLACES = {
     "release pages": PageAllocator.release,
     "release": KVCacheManager._release,
     "rebuild": KVCacheManager.rebuild,
-    "start compaction": KVCacheManager.start_compaction.__wrapped__,
-    "settle": KVCacheManager._settle,
+    "start compaction": compacting.start_compaction.__wrapped__,
+    "settle": compacting.settle_slot,
     "shrink": PageTable.shrink,
     "finish eviction": under_way.finish,
-    "start beside shared pages": KVCacheManager.start_compaction.__wrapped__,
+    "start beside shared pages": compacting.start_compaction.__wrapped__,
     "replace": PageTable.replace,
-    "stop": KVCacheManager._stop_compacting,
+    "stop": compacting.stop_compacting,
     "preempt": Scheduler.preempt,
     "send away": away.send_away.__wrapped__,  # type: ignore[attr-defined]
     "come back": preempted.come_back,
