@@ -11,10 +11,9 @@ may have been advanced end with an error, everything they held goes back, and al
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -26,6 +25,7 @@ from hybridkv.cache.session import Session, check_model
 from hybridkv.config import EvictionConfig, SamplingParams
 from hybridkv.devices import on_device
 from hybridkv.engine import held, moving
+from hybridkv.engine.calls import Calls
 from hybridkv.engine.copying import calibration_tokens, copying_weights
 from hybridkv.engine.ending import Update, finish, limit, see
 from hybridkv.engine.new_requests import (
@@ -45,17 +45,13 @@ from hybridkv.engine.runner import Runner
 from hybridkv.engine.scheduler import Scheduler
 from hybridkv.engine.scoring import score, score_after
 from hybridkv.engine.stepping import evict_one, step
-from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.errors import HybridKVError
 from hybridkv.eviction import Evictor
 from hybridkv.models.decoder import Model
 from hybridkv.request import Request
 from hybridkv.text.constraint import Thoughts
 from hybridkv.text.grammar import Grammars
 from hybridkv.text.tokenizer import Tokenizer
-
-
-class _Running:
-    """Lives as long as a call does."""
 
 
 class Engine:
@@ -95,10 +91,7 @@ class Engine:
         self.pipeline = Pipeline(self.runner, self.scheduler)
         self.launches_ahead = manager.device.type == "cuda"  # on a CPU it would only compute in vain
         self.about: dict[str, str] = {}  # the model in words, for a session that meets another one
-        self._owner = threading.get_ident()
-        self._stepping = self._changing = False  # a call of that kind has begun and not come to its end
-        self._running: weakref.ref[_Running] | None = None  # such a call is running now, if what it refers to lives
-        self._deferred: list[Callable[[], None]] = []  # calls that came inside a step, for after it
+        self.calls = Calls()
         self.numbers = itertools.count()  # of requests to come
 
     @cached_property
@@ -111,19 +104,11 @@ class Engine:
 
     def take_ownership(self) -> None:
         """From here on the calling thread owns the engine. The owner before it must not be inside a call."""
-        if self._active:
-            raise RequestError("the engine is in the middle of a call; its owner hands it over between calls")
-        self._owner = threading.get_ident()
+        self.calls.take_ownership()
 
-    @contextmanager
-    def owned(self) -> Iterator[None]:
+    def owned(self) -> AbstractContextManager[None]:
         """Inside, the calling thread owns the engine; afterwards, whoever did before."""
-        before = self._owner
-        self.take_ownership()
-        try:
-            yield
-        finally:
-            self._owner = before
+        return self.calls.owned()
 
     # ---- requests
 
@@ -156,7 +141,7 @@ class Engine:
             salt: requests of different salts see nothing of each other.
             marks: (position, kind) at which a checkpoint of its state is wished (cache/checkpoints.py: Mark).
         """
-        self._check_owner()
+        self.calls.check_owner()
         request = self.checked_request(tokens, params or SamplingParams(), hold, eviction, prefix)
         params, request.continues = request.params, after
         request.reads, request.writes = cache_uses(cache)
@@ -214,7 +199,7 @@ class Engine:
 
         Siblings go on, but for those whose prompt this request is still reading: they end with it.
         """
-        if self._defers(partial(self.abort, request)):
+        if self.calls.defers(partial(self.abort, request)):
             return
         with self._change():
             if request.finished:
@@ -228,7 +213,7 @@ class Engine:
         """End a running answer where it is; a cache to be held stays held. If a step that was launched ahead has run
         past what is known of it, and its state cannot go back, the cache is given up; a next turn reads it again.
         """
-        if self._defers(partial(self.stop, request)):
+        if self.calls.defers(partial(self.stop, request)):
             return
         with self._change():
             if not request.finished:
@@ -374,7 +359,7 @@ class Engine:
         """Give out the results of the step in flight, if there is one, and launch none: then requests can be forked or
         saved.
         """
-        self._check_owner()
+        self.calls.check_owner()
         in_flight = self.pipeline.in_flight
         if in_flight is None or in_flight.in_vain:
             self.pipeline.in_flight = None
@@ -403,27 +388,11 @@ class Engine:
             return score_after(self, request, tokens)
 
     def _run_step(self, launch_ahead: bool) -> list[Update]:
-        self._check_owner()
-        if self._active:
-            raise RequestError("a step was asked for inside a call of the same engine; ask for it after that call")
-        if self._stepping or self._changing:  # an interrupt came in the middle of a recovery
-            self._recover("an earlier call was interrupted")
-        running = _Running()
-        try:
-            self._running = weakref.ref(running)
-            self._stepping = True
+        def work() -> list[Update]:
             with on_device(self.manager.device):
-                updates = step(self, launch_ahead)
-            self._stepping = False
-        except BaseException as problem:
-            if self._stepping:
-                self._recover(f"the step failed: {problem!r}")
-            raise
-        finally:
-            self._running = None
-        while self._deferred:
-            self._deferred.pop()()
-        return updates
+                return step(self, launch_ahead)
+
+        return self.calls.step(work, self._recover)
 
     # ---- what subclasses do otherwise
 
@@ -439,49 +408,11 @@ class Engine:
         """Tokens, prompt and answer, at which the request ends."""
         return limit(self, request)
 
-    # ---- one owner, one device, and the way back after an interrupt
+    # ---- around calls
 
-    def _check_owner(self) -> None:
-        if threading.get_ident() != self._owner:
-            raise RequestError(
-                "this engine belongs to another thread: one thread makes all calls (add, step, abort, generate, ...). "
-                "To hand it over, call engine.take_ownership() in the new thread while no call is running"
-            )
-
-    @property
-    def _active(self) -> bool:
-        """Whether a call is running now. It dies with the call's own frame, however that ends."""
-        return self._running is not None and self._running() is not None
-
-    def _defers(self, call: Callable[[], None]) -> bool:
-        """Whether a call came inside a step, as of a generator that is collected there, and waits for its end."""
-        self._check_owner()
-        if self._active:
-            self._deferred.append(call)
-        return self._active
-
-    @contextmanager
-    def _change(self) -> Iterator[None]:
+    def _change(self) -> AbstractContextManager[None]:
         """Around a call that moves requests without running a step."""
-        self._check_owner()
-        if self._active:
-            raise RequestError("a call came inside another call of the same engine; make it after that call")
-        if self._stepping or self._changing:
-            self._recover("an earlier call was interrupted")
-        running = _Running()
-        try:
-            self._running = weakref.ref(running)
-            self._changing = True
-            yield
-            self._changing = False
-        except HybridKVError:
-            self._changing = False
-            raise
-        except BaseException:
-            self._recover("")
-            raise
-        finally:
-            self._running = None
+        return self.calls.change(self._recover)
 
     def _recover(self, why: str) -> None:
         """Make everything consistent again. May itself be interrupted: the next call then begins here.
@@ -489,16 +420,16 @@ class Engine:
         Requests of steps that were launched cannot go on, since their state may be ahead of their tokens. All others
         can. What was held by requests that are in no queue any more goes back.
         """
-        if self._stepping:
+        if self.calls.stepping:
             for request in self.pipeline.in_doubt():
                 if request.finish_reason is None:
                     request.error = why
                     request.finish_reason = "error"
         self.manager.rebuild()
         self.scheduler.rebuild()
-        if self._stepping:
+        if self.calls.stepping:
             self.pipeline.clear()
-        self._stepping = self._changing = False
+        self.calls.stepping = self.calls.changing = False
 
 
 def _weights_of(engine: weakref.ref[Engine]) -> Tensor:

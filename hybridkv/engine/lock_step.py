@@ -237,12 +237,12 @@ class LockStepEngine(RankCalls):
         return request
 
     def abort(self, request: Request) -> None:
-        if not self._active and self.failure is None:
+        if not self.calls.active and self.failure is None:
             self._events.append({"event": "abort", "number": request.order})
         super().abort(request)
 
     def stop(self, request: Request) -> None:
-        if not self._active and self.failure is None:
+        if not self.calls.active and self.failure is None:
             self._events.append({"event": "stop", "number": request.order})
         super().stop(request)
 
@@ -260,7 +260,7 @@ class LockStepEngine(RankCalls):
     def _together(self, do: str, work: Callable[[], list[Update]]) -> list[Update]:
         """The same on every rank. Whatever is raised ends the group."""
         self._check_alive()
-        self._check_owner()
+        self.calls.check_owner()
         events, self._events = self._events, []
         try:
             with self.channel.telling(do, events):

@@ -62,8 +62,8 @@ class RankCalls(Engine):
     def _call(self, event: Event, work: Callable[[], Found]) -> Found:
         """Make a call on every rank. HybridKVError is the caller's, whatever else is raised ends the group."""
         self._check_alive()
-        self._check_owner()
-        if self._active:
+        self.calls.check_owner()
+        if self.calls.active:
             raise RequestError("a call came inside another call of the same engine; make it after that call")
         events, self._events = [*self._events, event], []
         problem: BaseException

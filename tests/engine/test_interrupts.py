@@ -345,7 +345,7 @@ def test_every_line_of_the_bookkeeping_may_be_the_last(place: str, monkeypatch: 
     for n in lines:
         engine, requests = engine_for(kind), []
         if place in ("rebuild", "sort"):
-            engine.manager.interrupted = engine._changing = True  # as after an interrupt: the next call begins with it
+            engine.manager.interrupted = engine.calls.changing = True  # as after an interrupt
         try:
             interrupt_line(engine, requests, PLACES[place], n)
         except Interrupted:
