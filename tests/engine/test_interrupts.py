@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -20,9 +19,9 @@ import numpy as np
 import pytest
 import tiny_v4
 import torch
+from interrupting import PACKAGE, Interrupted
 from long_form import LONG
 
-import hybridkv
 from engine.driving import assert_nothing_held, prompt
 from hybridkv import CacheConfig, SamplingParams
 from hybridkv.cache import CacheSchema, KVCacheManager, StreamSchema, TensorSpec, away, compacting
@@ -45,7 +44,6 @@ from hybridkv.models.known import KNOWN
 from hybridkv.models.random_weights import random_decoder
 from hybridkv.request import Request
 
-PACKAGE = str(Path(hybridkv.__file__).parent)
 WATCHED = ("/engine/", "/cache/", "/eviction/", "/request.py", "/eviction_record.py")  # where bookkeeping is done
 # points of interruption, spread over the whole work; HYBRIDKV_INTERRUPTS=32 takes thirty-two times as many
 MORE = int(os.environ.get("HYBRIDKV_INTERRUPTS", "1"))
@@ -67,10 +65,6 @@ POINTS = {kind: MORE * share for kind, share in SHARES.items()}
 
 
 HELD = 3  # the request whose cache is held for the second turn
-
-
-class Interrupted(KeyboardInterrupt):
-    pass
 
 
 class Calls:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 import tiny_v4
 import torch
+from interrupting import interrupted_at
 
-import hybridkv
 from engine.driving import assert_nothing_held, count_tokens, prompt, run
 from engine.reusing import ASK, Cold, apart, ask, check, drive_out, poison, same
 from engine.test_tails import turn as end_turn
@@ -456,37 +454,6 @@ def test_where_pages_are_short_prompts_in_turn_live_on_the_host(
 
 # ---- interrupts
 
-PACKAGE = str(Path(hybridkv.__file__).parent / "cache")
-
-
-class Interrupted(BaseException):
-    pass
-
-
-def interrupted_at(line: int, function: Callable[[], Any]) -> bool:
-    """Whether a call was interrupted at its n-th line in the cache."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal count
-        if not frame.f_code.co_filename.startswith(PACKAGE):
-            return None
-        if event == "line":
-            count += 1
-            if count == line:
-                sys.settrace(None)
-                raise Interrupted
-        return trace
-
-    sys.settrace(trace)
-    try:
-        function()
-    except Interrupted:
-        return True
-    finally:
-        sys.settrace(None)
-    return False
-
 
 @pytest.mark.parametrize("what", ["down", "up"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
@@ -509,7 +476,7 @@ def test_an_interrupt_anywhere_loses_nothing_that_is_not_its_own(
             else:
                 drive_out(engine)
 
-        if not interrupted_at(line, go):
+        if not interrupted_at(line, go, "/cache"):
             break
         times += 1
         if what == "down":
