@@ -40,7 +40,7 @@ class Pin:
 
     def pages(self, reuse: Reuse, name: str) -> np.ndarray:
         """Page ids of one pool that it owns."""
-        return reuse._ids(self.column.path(), name).ravel()
+        return reuse.column_pages.ids(self.column.path(), name).ravel()
 
 
 def reuse_of(manager: KVCacheManager) -> Reuse:

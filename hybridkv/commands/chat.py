@@ -14,19 +14,14 @@ from typing import TYPE_CHECKING, Annotated
 from typer import BadParameter, Option
 
 from hybridkv.commands import completion
+from hybridkv.commands.chat_options import DOCUMENT, ChatOptions, refuse_beside_document
 from hybridkv.commands.declaring import with_options
+from hybridkv.commands.flag_words import in_flags
 from hybridkv.commands.invocation import command_name
-from hybridkv.commands.options import (
-    DOCUMENT,
-    EVICTION,
-    PROMPT,
-    ChatOptions,
-    ModelOptions,
-    SamplingOptions,
-    TurnReuseOptions,
-    in_flags,
-    refuse_beside_document,
-)
+from hybridkv.commands.options import ModelOptions
+from hybridkv.commands.panels import EVICTION, PROMPT
+from hybridkv.commands.reuse_options import TurnReuseOptions
+from hybridkv.commands.sampling_options import SamplingOptions
 from hybridkv.commands.typed import messages
 from hybridkv.config import CacheConfig
 from hybridkv.errors import HybridKVError

@@ -11,7 +11,8 @@ from typer import Argument, BadParameter, Option
 from hybridkv.commands import completion
 from hybridkv.commands.declaring import with_options
 from hybridkv.commands.invocation import command_name
-from hybridkv.commands.options import EVICTION, OUTPUT, PROMPT, OpenOptions
+from hybridkv.commands.options import OpenOptions
+from hybridkv.commands.panels import EVICTION, OUTPUT, PROMPT
 from hybridkv.commands.prompts import read_text
 
 

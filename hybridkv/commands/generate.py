@@ -16,18 +16,13 @@ from typer import Argument, BadParameter, Exit, Option
 from hybridkv.commands import completion
 from hybridkv.commands.asking import Asking, Outcome, in_order_of, run_together
 from hybridkv.commands.batch import Line, read_batch, wrong
+from hybridkv.commands.chat_options import DOCUMENT, ChatOptions, refuse_beside_document
 from hybridkv.commands.declaring import with_options
-from hybridkv.commands.options import (
-    DOCUMENT,
-    OUTPUT,
-    PROMPT,
-    ChatOptions,
-    ModelOptions,
-    ReuseOptions,
-    SamplingOptions,
-    refuse_beside_document,
-)
+from hybridkv.commands.options import ModelOptions
+from hybridkv.commands.panels import OUTPUT, PROMPT
 from hybridkv.commands.prompts import read_lines, read_prompt
+from hybridkv.commands.reuse_options import ReuseOptions
+from hybridkv.commands.sampling_options import SamplingOptions
 from hybridkv.errors import HybridKVError
 
 if TYPE_CHECKING:

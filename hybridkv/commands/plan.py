@@ -23,7 +23,9 @@ from typer import Argument, BadParameter, Option
 
 from hybridkv.commands import completion
 from hybridkv.commands.declaring import with_options
-from hybridkv.commands.options import MEMORY, ModelOptions, ReuseOptions
+from hybridkv.commands.options import ModelOptions
+from hybridkv.commands.panels import MEMORY
+from hybridkv.commands.reuse_options import ReuseOptions
 from hybridkv.config import KV_DTYPES, WEIGHT_DTYPES, CacheConfig, EngineConfig, ReuseConfig
 from hybridkv.errors import HybridKVError
 

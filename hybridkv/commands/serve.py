@@ -13,7 +13,8 @@ from typer import BadParameter, Exit, Option
 
 from hybridkv.commands import completion
 from hybridkv.commands.declaring import with_options
-from hybridkv.commands.options import ModelOptions, TurnReuseOptions
+from hybridkv.commands.options import ModelOptions
+from hybridkv.commands.reuse_options import TurnReuseOptions
 from hybridkv.config import EngineConfig, parse_bytes
 from hybridkv.errors import HybridKVError
 

@@ -19,6 +19,7 @@ from hybridkv.cache.schema import ceil_div
 from hybridkv.cache.session import ENDS, Session, about_cache, check_session
 from hybridkv.cache.snapshot import restore_frozen, snapshot_request
 from hybridkv.config import EvictionConfig, SamplingParams
+from hybridkv.engine.room import pages_to_hold
 from hybridkv.engine.stats import stats_of
 from hybridkv.errors import HybridKVError, OutOfPages, RequestError
 from hybridkv.eviction.turns import evict_turns as evict_turns_of
@@ -87,7 +88,7 @@ def restore_held(engine: Engine, session: Session) -> Request:
 
 def make_room(engine: Engine, need: dict[str, int], state_bytes: int) -> None:
     """Room for one more frozen cache, at the cost of those that were unused longest, or RequestError."""
-    given_up = engine.scheduler.pages_to_hold(need)
+    given_up = pages_to_hold(engine.scheduler, need)
     if given_up is None or not engine.scheduler.host_room(state_bytes):
         raise RequestError(_no_room(engine, need))
     for request in given_up:

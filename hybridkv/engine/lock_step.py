@@ -237,12 +237,12 @@ class LockStepEngine(RankCalls):
         return request
 
     def abort(self, request: Request) -> None:
-        if not self._active and self.failure is None:
+        if not self.calls.active and self.failure is None:
             self._events.append({"event": "abort", "number": request.order})
         super().abort(request)
 
     def stop(self, request: Request) -> None:
-        if not self._active and self.failure is None:
+        if not self.calls.active and self.failure is None:
             self._events.append({"event": "stop", "number": request.order})
         super().stop(request)
 
@@ -260,7 +260,7 @@ class LockStepEngine(RankCalls):
     def _together(self, do: str, work: Callable[[], list[Update]]) -> list[Update]:
         """The same on every rank. Whatever is raised ends the group."""
         self._check_alive()
-        self._check_owner()
+        self.calls.check_owner()
         events, self._events = self._events, []
         try:
             with self.channel.telling(do, events):
@@ -291,8 +291,8 @@ class LockStepEngine(RankCalls):
         if self.failure is not None:
             raise self.failure
 
-    def _evict_one(self, request: Request) -> Exception | SystemExit | None:
-        problem = super()._evict_one(request)
+    def evict_one(self, request: Request) -> Exception | SystemExit | None:
+        problem = super().evict_one(request)
         if isinstance(problem, GroupError):  # no request's own
             raise problem
         return problem
@@ -315,7 +315,7 @@ class LockStepEngine(RankCalls):
     def _apply(self, event: Event) -> None:
         if event["event"] == "add":
             after = event["after"]
-            self._numbers = itertools.count(event["number"])
+            self.numbers = itertools.count(event["number"])
             continued = None if after is None else self._known.get(after)
             eviction = eviction_of_words(event["eviction"])
             marks = [(at, kind) for at, kind in event["marks"]]

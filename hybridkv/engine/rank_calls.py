@@ -62,8 +62,8 @@ class RankCalls(Engine):
     def _call(self, event: Event, work: Callable[[], Found]) -> Found:
         """Make a call on every rank. HybridKVError is the caller's, whatever else is raised ends the group."""
         self._check_alive()
-        self._check_owner()
-        if self._active:
+        self.calls.check_owner()
+        if self.calls.active:
             raise RequestError("a call came inside another call of the same engine; make it after that call")
         events, self._events = [*self._events, event], []
         problem: BaseException
@@ -177,11 +177,11 @@ class RankCalls(Engine):
     def restore_held(self, session: Session) -> Request:
         """As `Engine.restore_held`, of what `session` gave here or over as many ranks of the same model."""
         self.check_session_model(session.model, session.about)  # before its bytes are sent
-        event = {"event": "restore_held", "restored": next(self._numbers)}
+        event = {"event": "restore_held", "restored": next(self.numbers)}
         return self._call(event, partial(self._restore_held, event, session))
 
     def _restore_held(self, event: Event, session: Session | None = None) -> Request:
-        self._numbers = itertools.count(event["restored"])
+        self.numbers = itertools.count(event["restored"])
         assert self.whole is not None
         part = self.whole.cut(self.group, session)
         self._become_uneven(any(not record.alike for record in part.evictions.values()))
@@ -189,11 +189,11 @@ class RankCalls(Engine):
 
     def fork_held(self, request: Request) -> Request:
         """As `Engine.fork_held`."""
-        event = {"event": "fork_held", "number": request.order, "fork": next(self._numbers)}
+        event = {"event": "fork_held", "number": request.order, "fork": next(self.numbers)}
         return self._call(event, partial(self._fork_held, event))
 
     def _fork_held(self, event: Event) -> Request:
-        self._numbers = itertools.count(event["fork"])
+        self.numbers = itertools.count(event["fork"])
         return self._holding(super().fork_held(self._named(event)))
 
     def _holding(self, request: Request) -> Request:

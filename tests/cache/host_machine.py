@@ -16,7 +16,7 @@ from cache.turns_machine import TurnsMachine
 from hybridkv.cache import OutOfPages
 from hybridkv.cache.columns import Column
 from hybridkv.cache.host_columns import Stored
-from hybridkv.cache.reuse import Asked, Hit
+from hybridkv.cache.lookup import Asked, Hit
 from hybridkv.cache.tier_sizes import BLOCK
 from hybridkv.cache.tiers import HostBlocks, HostTier
 

@@ -19,7 +19,8 @@ from cache.machine_model import HEADS, INF, LANES, TAIL
 from hybridkv.cache import CacheSchema, KVCacheManager, OutOfPages
 from hybridkv.cache.checkpoints import Checkpoint
 from hybridkv.cache.columns import KEY_DTYPE, Column
-from hybridkv.cache.reuse import Asked, Hit, Reuse
+from hybridkv.cache.lookup import Asked, Hit
+from hybridkv.cache.reuse import Reuse
 from hybridkv.cache.tiers import HostTier
 
 SLOTS, MAX_TOKENS, ROWS, Q = 4, 48, 3, 8
@@ -294,8 +295,8 @@ class ReuseMachine(RuleBasedStateMachine):
             return
         self.m.check_integrity()
         self.r.check()
-        late = sorted(staged.row for staged, _ in self.r.late if staged.row >= 0)
-        assert not self.r.staged and sorted(self.r.checkpoints.reserved) == late
+        late = sorted(staged.row for staged, _ in self.r.publishing.late if staged.row >= 0)
+        assert not self.r.publishing.staged and sorted(self.r.checkpoints.reserved) == late
         assert self.r.checkpoints.nbytes == len(self.r.checkpoints.all) * self.schema.slot_bytes
         assert self.r.readings.keys() == self.live.keys()
 

@@ -11,7 +11,7 @@ import torch
 from cache.host_machine import HostMachine
 from cache.late_tier import LateTier
 from cache.test_reuse import Patch, search, search_until
-from hybridkv.cache import reuse as reuse_file
+from hybridkv.cache import lookup as lookup_file
 from hybridkv.cache import schema as schema_file
 from hybridkv.cache.checkpoints import Checkpoint
 from hybridkv.cache.columns import Column
@@ -152,7 +152,7 @@ def a_tail_goes_to_the_host() -> Patch:
 
 
 def a_lookup_takes_columns_on_the_host_for_pages() -> Patch:
-    return reuse_file, "on_device", lambda path: path  # type: ignore[return-value]
+    return lookup_file, "on_device", lambda path: path  # type: ignore[return-value]
 
 
 def an_interrupt_forgets_what_is_on_the_host() -> Patch:

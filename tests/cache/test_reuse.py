@@ -15,9 +15,11 @@ from cache.reuse_machine import ReuseMachine
 from hybridkv.cache import KVCacheManager, PageAllocator, StatePool
 from hybridkv.cache import schema as schema_file
 from hybridkv.cache.checkpoints import Checkpoints
+from hybridkv.cache.column_pages import ColumnPages
 from hybridkv.cache.columns import Column, Columns
 from hybridkv.cache.manager import PageTable
-from hybridkv.cache.reuse import Reuse, Staged
+from hybridkv.cache.publishing import Publishing, Staged
+from hybridkv.cache.reuse import Reuse
 from hybridkv.cache.schema import CacheSchema, StateSchema, StreamSchema, TensorSpec
 from hybridkv.errors import HybridKVError
 
@@ -153,11 +155,11 @@ def shared_pages_are_written() -> Patch:
 
 
 def columns_count_no_owner() -> Patch:
-    return Reuse, "_own", lambda self, pages: None
+    return ColumnPages, "own", lambda self, pages: None
 
 
 def a_dropped_column_keeps_its_pages() -> Patch:
-    return Reuse, "_disown", lambda self, pages: None
+    return ColumnPages, "disown", lambda self, pages: None
 
 
 def a_request_that_leaves_is_not_forgotten() -> Patch:
@@ -196,11 +198,11 @@ def a_checkpoint_is_never_given_up() -> Patch:
 
 
 def an_abandoned_step_keeps_its_row() -> Patch:
-    def abandon(self: Reuse, staged: Staged) -> None:
+    def abandon(self: Publishing, staged: Staged) -> None:
         for pages in staged.pages:
-            self._disown(pages)
+            self.pages.disown(pages)
 
-    return Reuse, "_abandon", abandon
+    return Publishing, "_abandon", abandon
 
 
 def a_fork_does_not_live_anywhere() -> Patch:

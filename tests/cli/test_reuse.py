@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from typer import BadParameter
 
-from hybridkv.commands.options import ReuseOptions, TurnReuseOptions
+from hybridkv.commands.reuse_options import ReuseOptions, TurnReuseOptions
 from hybridkv.config import ReuseConfig
 from hybridkv.errors import HybridKVError
 

@@ -2,25 +2,23 @@
 
 import json
 import random
-import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from interrupting import interrupted_at
 from long_form import LONG, few
 from safetensors import safe_open
 from torch import Tensor
 
 from cache.machine_model import snapshot as facts
 from engine.driving import assert_nothing_held, prompt, run
-from engine.test_interrupts import PACKAGE, Interrupted, model_of
+from engine.test_interrupts import model_of
 from hybridkv import CacheConfig, SamplingParams
 from hybridkv.cache import KVCacheManager, Snapshot
 from hybridkv.cache.session import Session
@@ -323,31 +321,6 @@ def test_what_is_running_or_failed_is_neither_saved_nor_forked() -> None:
 
 
 # ---- interrupts
-
-
-def interrupted_at(line: int, function: Callable[[], Any]) -> bool:
-    """Whether the call was interrupted at its n-th line in the package."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal count
-        if not frame.f_code.co_filename.startswith(PACKAGE):
-            return None
-        if event == "line":
-            count += 1
-            if count == line:
-                sys.settrace(None)
-                raise Interrupted
-        return trace
-
-    sys.settrace(trace)
-    try:
-        with suppress(Interrupted):
-            function()
-            return False
-        return True
-    finally:
-        sys.settrace(None)
 
 
 @pytest.mark.long
