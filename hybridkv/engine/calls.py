@@ -17,6 +17,9 @@ from hybridkv.errors import HybridKVError, RequestError
 Found = TypeVar("Found")
 
 
+GIVEN_BACK = 2.0  # seconds that a thread which has lent its engine waits for it, before its call is refused
+
+
 class _Running:
     """Lives as long as a call does."""
 
@@ -26,6 +29,8 @@ class Calls:
 
     def __init__(self) -> None:
         self._owner = threading.get_ident()
+        self._lender: int | None = None  # the thread that gets the engine back
+        self._back = threading.Event()  # it has it
         self.stepping = self.changing = False  # a call of that kind has begun and not come to its end
         self._running: weakref.ref[_Running] | None = None  # such a call is running now, if what it refers to lives
         self._deferred: list[Callable[[], None]] = []  # calls that came inside a step, for after it
@@ -39,16 +44,23 @@ class Calls:
     @contextmanager
     def owned(self) -> Iterator[None]:
         """Inside, the calling thread owns the engine; afterwards, whoever did before."""
-        before = self._owner
+        before, back = self._owner, threading.Event()
         self.take_ownership()
+        self._lender, self._back = before, back
         try:
             yield
         finally:
             self._owner = before
+            back.set()
 
     def check_owner(self) -> None:
-        """RequestError on any thread but the owner's."""
-        if threading.get_ident() != self._owner:
+        """RequestError on any thread but the owner's. Who has lent the engine waits until it is back: an answer is
+        there a moment before.
+        """
+        me = threading.get_ident()
+        if me != self._owner and me == self._lender:
+            self._back.wait(GIVEN_BACK)
+        if me != self._owner:
             raise RequestError(
                 "this engine belongs to another thread: one thread makes all calls (add, step, abort, generate, ...). "
                 "To hand it over, call engine.take_ownership() in the new thread while no call is running"
