@@ -14,6 +14,7 @@ import torch
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.reuse import Reuse
+from hybridkv.cache.rounded_states import checkpoint_dtype_of
 from hybridkv.cache.tier_sizes import CPU_LIMIT
 from hybridkv.cache.tiers import HostTier
 from hybridkv.cache.worth import policy_of
@@ -88,7 +89,7 @@ def open_model(
         tokenizer, no_tokenizer = load_tokenizer(checkpoint)
         sampling = sampling_defaults(checkpoint)
         settings = replace(settings, cache=with_query_buffer(config, settings.cache))
-        check_exact(config, exact, settings.cache.state_dtype)
+        check_exact(config, exact, settings.cache.state_dtype, checkpoint_dtype_of(settings.reuse))
         check_fp8_cache(settings.cache, device)
         choice = choose_weights(checkpoint, config, settings, dtype)
         if ranks is not None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from hybridkv.cache import CacheSchema
+from hybridkv.cache.rounded_states import checkpoint_dtype_of, why_not_rounded, with_checkpoint_dtype
 from hybridkv.cache.schema import check_column
 from hybridkv.cache.tier_sizes import staging_bytes
 from hybridkv.cards import HEADROOM
@@ -36,7 +37,8 @@ def size_cache(
     `config`: of this rank's part, where there are several.
     """
     limits, ranks = settings.limits, settings.ranks
-    schema = cache_schema(config, settings.cache, dtype)
+    asked = checkpoint_dtype_of(settings.reuse)
+    schema = with_checkpoint_dtype(cache_schema(config, settings.cache, dtype), asked)
     memory, weights = _memory_and_weights(checkpoint, config, dtype, choice, settings)
     context = limits.max_context or config.max_positions
     if context > config.max_positions:
@@ -48,7 +50,10 @@ def size_cache(
     beside = workspace(config, schema, settings.cache, limits, context, dtype, captures, codes)
     room_beside = beside.nbytes if ranks is None else ranks.largest(beside.nbytes)
     reuse = _possible(settings.reuse, schema)
-    rows = 0 if reuse is None else reuse.rows(schema.slot_bytes, memory, settings.device.type == "cpu")
+    note = why_not_rounded(schema, asked)
+    if note is not None and (ranks is None or ranks.group.rank == 0):
+        print(f"hybridkv: {note}", file=sys.stderr)
+    rows = 0 if reuse is None else reuse.rows(schema.checkpoint_bytes, memory, settings.device.type == "cpu")
     least = 0 if reuse is None or reuse.checkpoints == "auto" else rows
 
     def plan(rows: int, room: int | None = memory - weights) -> CachePlan:

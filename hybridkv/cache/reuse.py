@@ -54,7 +54,8 @@ class Reuse:
         self.column_pages = ColumnPages(manager.tables, self.q)
         self.parts = self.column_pages.parts
         self.columns = Columns(self.q, self.column_pages.width)
-        self.checkpoints = Checkpoints(self.columns, manager.checkpoints, schema.slot_bytes, manager.slots, policy)
+        rows, each = manager.checkpoints, schema.checkpoint_bytes
+        self.checkpoints = Checkpoints(self.columns, rows, each, manager.slots, policy)
         self.readings: dict[Hashable, Reading] = {}
         self.publishing = Publishing(self, self.column_pages)
         self.pins: list[Pin] = []  # columns that are not given up
@@ -139,7 +140,7 @@ class Reuse:
         if self.every != 0:
             token_bytes = schema.kv_bytes(self.q) / self.q
             parts = sorted(at for at, _ in asked.marks)
-            marks += grid_marks(length, parts, schema.slot_bytes, token_bytes, self.q, self.every)
+            marks += grid_marks(length, parts, schema.checkpoint_bytes, token_bytes, self.q, self.every)
         if path and path[-1].end > position:
             marks.append(Mark(path[-1].end, "branch"))
         taken = [column.end for column in path if column.checkpoint is not None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 from typer import BadParameter, Option
@@ -42,6 +42,15 @@ class ReuseOptions:
             rich_help_panel=MEMORY,
         ),
     ] = ReuseConfig.every
+    checkpoint_dtype: Annotated[
+        str,
+        Option(
+            "--checkpoint-dtype",
+            metavar="NAME",
+            help="of recurrent state in checkpoints: auto (as it is stored), or bf16: rounded, half the bytes",
+            rich_help_panel=MEMORY,
+        ),
+    ] = ReuseConfig.checkpoint_dtype
 
     @property
     def reads_ahead(self) -> bool:
@@ -51,14 +60,23 @@ class ReuseOptions:
     def config(self) -> ReuseConfig | None:
         """What an LLM is opened with."""
         if not self.reuse:
-            if self.checkpoints != ReuseConfig.checkpoints or self.checkpoint_every is not None:
-                raise BadParameter("--checkpoints and --checkpoint-every say what is kept, which --no-reuse rules out")
+            given = self.checkpoints, self.checkpoint_every, self.checkpoint_dtype
+            if given != (ReuseConfig.checkpoints, ReuseConfig.every, ReuseConfig.checkpoint_dtype):
+                raise BadParameter(
+                    "--checkpoints, --checkpoint-every and --checkpoint-dtype say what is kept, which --no-reuse rules "
+                    "out"
+                )
             return None
         try:
-            found = ReuseConfig(0 if self.checkpoints == "0" else self.checkpoints, self.checkpoint_every)
-            return replace(found, warm=self.reads_ahead)
+            return ReuseConfig(
+                0 if self.checkpoints == "0" else self.checkpoints,
+                self.checkpoint_every,
+                warm=self.reads_ahead,
+                checkpoint_dtype=self.checkpoint_dtype,
+            )
         except HybridKVError as problem:
-            flag = "--checkpoint-every" if str(problem).startswith("every") else "--checkpoints"
+            flags = {"every": "--checkpoint-every", "checkpoint_dtype": "--checkpoint-dtype"}
+            flag = flags.get(str(problem).split()[0], "--checkpoints")
             raise BadParameter(f"{flag}: {problem}") from None
 
 

@@ -35,6 +35,23 @@ def test_random_use_with_a_host_agrees_with_what_tokens_give() -> None:
     search_until(25, AT_LEAST, HostMachine)
 
 
+class RoundedHostMachine(HostMachine):
+    """Checkpoints are in bf16, on the device and there."""
+
+    rounds = True
+
+
+def test_random_use_of_rounded_checkpoints_with_a_host_agrees_with_what_tokens_give() -> None:
+    search_until(12, {"hits": 8, "loads": 4, "states loaded": 2, "states seen": 8}, RoundedHostMachine)
+
+
+def test_a_rounded_state_that_comes_back_into_another_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    where, name, patched = a_state_comes_back_into_another_row()
+    monkeypatch.setattr(where, name, patched)
+    with pytest.raises(Exception):  # noqa: B017  # whatever it breaks
+        search(100, machine=RoundedHostMachine)
+
+
 # ---- planted faults
 
 COPY, PUT, FORGET = HostColumns._copy, HostColumns._put, HostColumns.forget

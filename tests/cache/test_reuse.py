@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
@@ -57,6 +58,17 @@ def search_until(examples: int, at_least: dict[str, int], machine: type[ReuseMac
 
 def test_random_use_agrees_with_what_tokens_give() -> None:
     search_until(80, AT_LEAST)
+
+
+class RoundedMachine(ReuseMachine):
+    """Checkpoints are in bf16."""
+
+    rounds = True
+
+
+def test_random_use_of_rounded_checkpoints_agrees_with_what_tokens_give() -> None:
+    few = ("hits", "replays", "steps that failed", "shortages", "checkpoints seen")
+    search_until(25, {what: -(-AT_LEAST[what] // 4) for what in few}, RoundedMachine)
 
 
 # ---- planted faults
@@ -218,6 +230,29 @@ def pages_to_be_had_are_overcounted() -> Patch:
     return PageAllocator, "reclaimable", property(lambda self: int((self.spare > 0).sum()))  # type: ignore[return-value]
 
 
+def what_is_rounded_is_not_copied() -> Patch:
+    def copy(self: StatePool, source: int, target: int, query_buffers: tuple[int, int] = (-1, -1)) -> None:
+        rows = self.rows(source)
+        for key, row in self.rows(target).items():
+            if row.dtype == rows[key].dtype:
+                row.copy_(rows[key])
+
+    return StatePool, "copy", copy
+
+
+def a_rounded_row_is_that_of_the_slot() -> Patch:
+    ROW = StatePool._row
+
+    def found(self: StatePool, key: tuple[str, str], row: int) -> torch.Tensor:
+        return self.tensors[key][:, row % self.slots] if key in self.rounded else ROW(self, key, row)
+
+    return StatePool, "_row", found
+
+
+ROUNDED_FAULTS = [
+    what_is_rounded_is_not_copied, a_rounded_row_is_that_of_the_slot, a_state_is_not_copied_to_the_request,
+    a_state_is_not_copied_from_the_request, a_row_is_given_out_twice, a_checkpoint_is_of_the_column_before,
+]  # fmt: skip
 FAULTS = [
     a_state_is_not_copied_to_the_request, a_state_is_not_copied_from_the_request, a_row_is_given_out_twice,
     what_failed_is_published, columns_enter_before_their_step, salts_are_left_out, a_lookup_is_a_column_short,
@@ -240,6 +275,16 @@ def test_a_planted_fault_is_found(fault: Callable[[], Patch], monkeypatch: pytes
 
 
 # ---- sizes
+
+
+@pytest.mark.parametrize("fault", ROUNDED_FAULTS, ids=lambda fault: fault.__name__)
+def test_a_planted_fault_of_rounded_checkpoints_is_found(
+    fault: Callable[[], Patch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where, name, patched = fault()
+    monkeypatch.setattr(where, name, patched)
+    with pytest.raises(Exception):  # noqa: B017  # whatever it breaks
+        search(100, machine=RoundedMachine)
 
 
 def test_pages_that_never_fill_together_are_refused() -> None:
