@@ -107,7 +107,7 @@ class Tokenizer:
         begins = after is None or self._spaces is None or (self._spaces == "each" and after in self._added)
         with guarded("the text cannot be tokenized", RequestError):
             backend = self._backend if special else self._plain
-            ids = backend.encode(text, add_special_tokens=False).ids if begins else self._middle(backend, text, special)
+            ids = _ids(backend, text) if begins else self._middle(backend, text, special)
         if not special and not self.control.isdisjoint(ids):
             forged = self.token_text(next(i for i in ids if i in self.control))
             raise RequestError(
@@ -124,11 +124,11 @@ class Tokenizer:
         """Without a space before the text; from the first added token on as ever."""
         if special not in self._unspaced:
             self._unspaced[special] = _without_space(backend)
-        found = self._unspaced[special].encode(text, add_special_tokens=False)
+        [found] = self._unspaced[special].encode_batch([text], add_special_tokens=False)  # with offsets
         stop = next((n for n, i in enumerate(found.ids) if i in self._added), None)
         if stop is None:
             return found.ids
-        return found.ids[:stop] + backend.encode(text[found.offsets[stop][0] :], add_special_tokens=False).ids
+        return found.ids[:stop] + _ids(backend, text[found.offsets[stop][0] :])
 
     def spells_control(self, text: str) -> bool:
         """Whether the text spells a control token, which plain `encode` would take for the real thing."""
@@ -207,6 +207,12 @@ class Tokenizer:
         if self._join is None:
             return self.decode([id], skip_special=False)
         return self.piece(id, skip_special=False).decode("utf-8", "replace")
+
+
+def _ids(backend: Backend, text: str) -> list[int]:
+    """One text as a list of one: other threads of Python run while the library encodes a list, and stand still while it
+    encodes a text."""
+    return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 @contextmanager
