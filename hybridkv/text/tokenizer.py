@@ -132,7 +132,19 @@ class Tokenizer:
 
     def spells_control(self, text: str) -> bool:
         """Whether the text spells a control token, which plain `encode` would take for the real thing."""
+        if self.spelled_one_way:
+            return bool(self._control_texts) and self._control_pattern.search(text) is not None
         return not self.control.isdisjoint(self.encode(text, bos=False))
+
+    @cached_property
+    def spelled_one_way(self) -> bool:
+        """Whether only a control token's own letters give it. Else, with some tokenizers, other letters do that are
+        normalized to the same, or such as the model itself puts together."""
+        added, model = self._backend.get_added_tokens_decoder(), self._backend.model
+        own = {i: model.id_to_token(i) for i in self.control}
+        return not any(
+            added[i].normalized or (text and i in (part.id for part in model.tokenize(text))) for i, text in own.items()
+        )
 
     def control_spans(self, text: str) -> list[tuple[int, int]]:
         """The parts of the text (begin, end) that spell a control token, and its end if it may begin one that
