@@ -100,7 +100,10 @@ def test_a_wrong_kernel_is_reported_and_not_timed(run: Run, monkeypatch: pytest.
     monkeypatch.setattr(cases_attention, "attention_decode", lambda *x: right(*x) * 1.05)
     code, lines, err = run("kernels", "--model-shape", "tiny", "--device", "cpu", "--only", "attention_(de|pre)")
     result = json.loads(lines[-1])
-    assert code == 2 and "4 rows failed" in err and len(err.splitlines()) == 1
+    assert code == 2 and "4 rows failed, first attention_decode " in err and len(err.splitlines()) == 1
+    assert result["failures"][0]["problem"] in err, "why"
+    with pytest.raises(SystemExit, match="4 rows failed, first attention_decode .*: .* differs from the reference"):
+        bench_main(["kernels", "--model-shape", "tiny", "--device", "cpu", "--only", "attention_decode"])
     assert {row["op"] for row in result["rows"]} == {"attention_prefill"}, "the rest goes on"
     assert {f["op"] for f in result["failures"]} == {"attention_decode"}
     assert all("differs from the reference" in f["problem"] for f in result["failures"])

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import hybridkv.bench
 from hybridkv.bench.options import NAMES, OPTIONS, BenchOptions, flag_of, is_list, kind_of, read_list
+from hybridkv.bench.report import in_words
 from hybridkv.bench.suite import run_benches
 from hybridkv.errors import HybridKVError
 
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         raise SystemExit(f"hybridkv.bench: {problem}") from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    raise SystemExit(f"hybridkv.bench: {len(failures)} rows failed" if failures else 0)
+    raise SystemExit(f"hybridkv.bench: {in_words(failures)}" if failures else 0)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -140,6 +140,12 @@ class Report:
             "left_out": self.left_out,
             "rows": self.rows,
         }
+
+
+def in_words(failures: Sequence[Mapping[str, str]]) -> str:
+    """How many rows failed, and what the first one said."""
+    first = failures[0]
+    return f"{len(failures)} rows failed, first {first['op']} {first['case']}: {first['problem']}"
 
 
 def finish(result: dict[str, Any], path: str | None = None) -> None:

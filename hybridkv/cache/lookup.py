@@ -92,7 +92,10 @@ def look_up(reuse: Reuse, asked: Asked) -> Hit:
     if load is not None and not reuse.host.pays(load, cached):
         load, reason = None, "loading_slower"
     elif limit < q:
-        reason = "full" if cached else "too_short" if length - 1 < q else asked.limit
+        if cached:  # of the end of a turn
+            reason = "full" if cached >= asked.most else "diverged"
+        else:
+            reason = "too_short" if length - 1 < q else asked.limit
     elif not matched and not cached:
         reason = "cold"
     elif cached < usable:

@@ -33,10 +33,11 @@ def bench(
     Prints a table and, last, one JSON line. Results are compared with their references before they are timed; what is
     wrong is reported, not timed, and the command ends with an error.
     """
+    from hybridkv.bench.report import in_words
     from hybridkv.bench.suite import run_benches
 
     if name not in (*BENCHES, "all"):
         raise BadParameter(f"there is no benchmark {name!r}; choose {NAMES}")
     failures = run_benches(name, options, base, json_file)
     if failures:
-        raise HybridKVError(f"{len(failures)} rows failed, first {failures[0]['op']} {failures[0]['case']}")
+        raise HybridKVError(in_words(failures))

@@ -40,7 +40,7 @@ def cache(
     store, named = Store(folder), names or []
     for name in named:
         check_name(name)
-    if action != "list" and not store.path.is_dir():
+    if not store.path.is_dir():
         raise BadParameter(f"DIR: there is no folder {folder!r}")
     if action in ("show", "rm") and not named:
         raise BadParameter(f"{action} needs the NAME of a saved cache; hybridkv cache list {folder} shows them")

@@ -36,8 +36,10 @@ def make_app(service: Service) -> ASGIApp:
 
     async def asked(do: Any, read: Any, request: Request) -> Any:
         """What `read` makes of the body, on a worker thread; afterwards nobody holds it."""
-        with request.scope["state"]["body"] as raw:
-            return await service.work(do, read, raw, service, _caller(request))
+        caller = _caller(request)
+        async with service.reading(caller[0]):
+            with request.scope["state"]["body"] as raw:
+                return await service.work(do, read, raw, service, caller)
 
     async def told(read: Any, request: Request) -> Response:
         return Json(await asked(_told, read, request))

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hybridkv.server.problems import ApiError, bad
+from hybridkv.text.messages import MAX_LEVELS, nests_too_deeply
 
 MAX_TEXT = 1 << 26  # characters of one text; the body has its own limit
 INT64 = 2**63 - 1
@@ -29,12 +30,14 @@ def parse_object(raw: bytes) -> Fields:
     try:
         found = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_doubles)
     except RecursionError:
-        raise bad("the body is nested too deeply") from None
+        raise _too_deep() from None
     except ValueError as problem:  # JSONDecodeError, and whole numbers of thousands of digits
         where = f" (line {problem.lineno}, column {problem.colno})" if isinstance(problem, json.JSONDecodeError) else ""
         raise bad(f"the body is not valid JSON{where}") from None
     if not isinstance(found, dict):
         raise bad("the body must be a JSON object")
+    if nests_too_deeply(found):
+        raise _too_deep()
     if _NUL.search(text):
         raise bad("the body has a NUL character (\\u0000), which no text has")
     if "\\ud" in text.lower():
@@ -43,6 +46,10 @@ def parse_object(raw: bytes) -> Fields:
         except UnicodeEncodeError:
             raise bad("the body has half a surrogate pair (\\ud800 to \\udfff), which is no character") from None
     return Fields(found)
+
+
+def _too_deep() -> ApiError:
+    return bad(f"the body is nested too deeply: objects and lists in each other may have {MAX_LEVELS} levels")
 
 
 def _no_constant(name: str) -> Any:

@@ -129,8 +129,7 @@ class Guard:
             return
         if self._service.draining:
             raise unavailable("the server is shutting down", RETRY_SECONDS)
-        kind, _, charset = headers.get("content-type", "").lower().partition(";")
-        if kind.strip() != "application/json" or charset.strip(" ;\"'").rpartition("charset=")[2] not in ("", "utf-8"):
+        if not _is_json(headers.get("content-type", "")):
             raise ApiError(415, "the body must be JSON in UTF-8, with content-type: application/json")
         if headers.get("content-encoding", "identity") != "identity":
             raise ApiError(415, "compressed bodies are not read; leave out content-encoding")
@@ -161,6 +160,14 @@ class Guard:
             headers.append((b"x-should-retry", b"false"))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": data})
+
+
+def _is_json(content_type: str) -> bool:
+    """Whether a body is JSON in UTF-8. Parameters beside the charset say nothing about it."""
+    kind, *parameters = content_type.lower().split(";")
+    named = (parameter.partition("=") for parameter in parameters)
+    charsets = {value.strip(" \t\"'") for name, _, value in named if name.strip() == "charset"}
+    return kind.strip() == "application/json" and charsets <= {"", "utf-8"}
 
 
 def _as_problem(found: BaseException, record: Record) -> ApiError:

@@ -20,6 +20,7 @@ from hybridkv.server.tools import Tools, read_responses_tools
 
 STORED = ("previous_response_id", "conversation", "background", "prompt")
 ROLES = ("user", "assistant", "system", "developer")
+FORMAT = ("type", "name", "description", "schema", "strict")  # of text.format
 TEXTS = {
     "input_text": "text",
     "output_text": "text",
@@ -54,11 +55,11 @@ def read_response_request(asked: Fields, service: Service) -> ResponseCall:
         "metadata": {},
         "parallel_tool_calls": not tools.single,
         "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None} | (asked.raw("reasoning") or {}),
+        "reasoning": {"effort": _effort(asked), "summary": None},
         "store": False,
         "temperature": asked.raw("temperature"),
-        "text": {"format": {"type": "text"}} | (asked.raw("text") or {}),
-        "tool_choice": asked.raw("tool_choice") or "auto",
+        "text": {"format": _echoed_format(asked)},
+        "tool_choice": _echoed_choice(asked, tools),
         "tools": [
             {"type": "function", **tool["function"], "strict": tool["function"]["name"] in tools.strict}
             for tool in tools.listed
@@ -70,8 +71,7 @@ def read_response_request(asked: Fields, service: Service) -> ResponseCall:
 
 
 def _read_prompt(asked: Fields, service: Service, tools: Tools) -> Rendered:
-    reasoning = asked.object("reasoning")
-    effort = None if reasoning is None else reasoning.choice("effort", EFFORTS)
+    effort = _effort(asked)
     instructions = asked.text("instructions")
     messages = [] if not instructions else [{"role": "system", "content": instructions}]
     messages += read_items(asked)
@@ -80,6 +80,24 @@ def _read_prompt(asked: Fields, service: Service, tools: Tools) -> Rendered:
     variables = template_variables(asked, effort)
     chat = Chat(messages, thinking, variables, tools=tools, structure=structure, sharing=sharing_of(asked))
     return render_chat(service.llm, chat)
+
+
+def _effort(asked: Fields) -> str | None:
+    reasoning = asked.object("reasoning")
+    return None if reasoning is None else reasoning.choice("effort", EFFORTS)
+
+
+# ---- what the answer repeats: fields that are known, not whatever came beside them
+
+
+def _echoed_format(asked: Fields) -> dict[str, Any]:
+    text = asked.object("text")
+    form = None if text is None else text.object("format")
+    return {"type": "text"} if form is None else {name: form.raw(name) for name in FORMAT if name in form}
+
+
+def _echoed_choice(asked: Fields, tools: Tools) -> Any:
+    return asked.raw("tool_choice") or "auto" if tools.only is None else {"type": "function", "name": tools.only}
 
 
 # ---- items

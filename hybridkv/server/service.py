@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -62,6 +62,9 @@ class Service:
         self._grammars = ThreadPoolExecutor(GRAMMAR_THREADS, "hybridkv-grammar")
         self._moves = ThreadPoolExecutor(MOVE_THREADS, "hybridkv-move")
         self._answers: Counter[bytes] = Counter()  # asked for and not ended, by the salt of the key
+        # where there are several keys, none has all the threads that read requests
+        turns = share_of(TEXT_THREADS) if len(settings.api_keys) > 1 else TEXT_THREADS
+        self._reading: defaultdict[bytes, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(turns))
 
     def open(self, llm: LLM) -> None:
         """From here on this model is served."""
@@ -162,6 +165,10 @@ class Service:
     async def work(self, do: Callable[..., T], *given: Any) -> T:
         """Run something that takes time on a worker thread; what the caller can mend is a 400."""
         return await _on(self._text, do, *given)
+
+    def reading(self, salt: bytes) -> asyncio.Semaphore:
+        """The turns of a key at the threads that read requests: `async with`."""
+        return self._reading[salt]
 
     async def move(self, do: Callable[..., T], *given: Any) -> T:
         """The same for what waits for disks and other servers."""

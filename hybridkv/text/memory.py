@@ -28,6 +28,7 @@ from hybridkv.text.call_formats import CallFormat
 from hybridkv.text.chat import ChatTemplate
 from hybridkv.text.framed import Pieces
 from hybridkv.text.marks import ChatMarks
+from hybridkv.text.messages import nests_too_deeply
 from hybridkv.text.prompt import encode_pieces
 from hybridkv.text.tokenizer import Tokenizer
 
@@ -430,9 +431,10 @@ def bare_id(given: Any) -> str:
 
 def _value(arguments: Any) -> Any:
     try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         return arguments
+    return arguments if nests_too_deeply(value) else value
 
 
 def _equal(a: Any, b: Any) -> bool:

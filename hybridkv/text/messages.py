@@ -18,7 +18,17 @@ from hybridkv.text.chat import ChatTemplate
 
 Message = dict[str, Any]
 _LOOKS_FOR_NONE = re.compile(r"\bcontent['\"\])]*\s+(is|==|!=)\s+(not\s+)?none", re.IGNORECASE)
+MAX_LEVELS = 256  # of JSON objects and lists in each other; Python's own limit depends on who calls
 TOOL = "{'type': 'function', 'function': {'name': ..., 'description': ..., 'parameters': {...}}}"
+
+
+def nests_too_deeply(value: Any) -> bool:
+    """Whether objects and lists lie in each other more than MAX_LEVELS deep."""
+    level, depth = [value] if isinstance(value, (dict, list)) else [], 0
+    while level and depth <= MAX_LEVELS:  # not by calling itself: a value may be deeper than Python's stack
+        inner = (part for outer in level for part in (outer.values() if isinstance(outer, dict) else outer))
+        level, depth = [part for part in inner if isinstance(part, (dict, list))], depth + 1
+    return depth > MAX_LEVELS
 
 
 def check_messages(messages: Any) -> None:
@@ -92,8 +102,16 @@ def with_object_arguments(messages: list[Message]) -> list[Message]:
     def to_object(arguments: Any) -> Any:
         try:
             value = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except (ValueError, RecursionError):  # whatever the model wrote: shown as it is
+            deep = nests_too_deeply(value)
+        except ValueError:  # whatever the model wrote: shown as it is
             return arguments
+        except RecursionError:
+            deep = True
+        if deep:
+            raise RequestError(
+                "arguments of a tool call are nested too deeply: objects and lists in each other may have "
+                f"{MAX_LEVELS} levels"
+            )
         return value if isinstance(value, dict) else arguments
 
     return _with_arguments(messages, to_object)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hybridkv.errors import RequestError
-from hybridkv.text.chat import RESERVED, ChatTemplate
+from hybridkv.text.chat import MAX_OUTPUT, RESERVED, ChatTemplate
 from hybridkv.text.messages import (
     check_messages,
     check_tools,
@@ -153,6 +153,11 @@ def _guarded(value: Any, tokenizer: Tokenizer, name: Callable[[str], str]) -> An
                 parts += [value[at:begin], name(value[begin:end])]
                 at = end
             shown = "".join([*parts, value[at:]])
+            if parts and len(shown) > MAX_OUTPUT:  # which no template may write, and which takes long to encode
+                raise RequestError(
+                    f"a text spells control tokens {len(parts) // 2} times; kept apart from real ones it has "
+                    f"{len(shown)} characters, and at most {MAX_OUTPUT} are taken"
+                )
             # spelled otherwise, but the same for this tokenizer: the whole text is named
             return name(value) if tokenizer.spells_control(shown) else shown
         if isinstance(value, dict):

@@ -107,7 +107,7 @@ class Tokenizer:
         begins = after is None or self._spaces is None or (self._spaces == "each" and after in self._added)
         with guarded("the text cannot be tokenized", RequestError):
             backend = self._backend if special else self._plain
-            ids = backend.encode(text, add_special_tokens=False).ids if begins else self._middle(backend, text, special)
+            ids = _ids(backend, text) if begins else self._middle(backend, text, special)
         if not special and not self.control.isdisjoint(ids):
             forged = self.token_text(next(i for i in ids if i in self.control))
             raise RequestError(
@@ -124,15 +124,27 @@ class Tokenizer:
         """Without a space before the text; from the first added token on as ever."""
         if special not in self._unspaced:
             self._unspaced[special] = _without_space(backend)
-        found = self._unspaced[special].encode(text, add_special_tokens=False)
+        [found] = self._unspaced[special].encode_batch([text], add_special_tokens=False)  # with offsets
         stop = next((n for n, i in enumerate(found.ids) if i in self._added), None)
         if stop is None:
             return found.ids
-        return found.ids[:stop] + backend.encode(text[found.offsets[stop][0] :], add_special_tokens=False).ids
+        return found.ids[:stop] + _ids(backend, text[found.offsets[stop][0] :])
 
     def spells_control(self, text: str) -> bool:
         """Whether the text spells a control token, which plain `encode` would take for the real thing."""
+        if self.spelled_one_way:
+            return bool(self._control_texts) and self._control_pattern.search(text) is not None
         return not self.control.isdisjoint(self.encode(text, bos=False))
+
+    @cached_property
+    def spelled_one_way(self) -> bool:
+        """Whether only a control token's own letters give it. Else, with some tokenizers, other letters do that are
+        normalized to the same, or such as the model itself puts together."""
+        added, model = self._backend.get_added_tokens_decoder(), self._backend.model
+        own = {i: model.id_to_token(i) for i in self.control}
+        return not any(
+            added[i].normalized or (text and i in (part.id for part in model.tokenize(text))) for i, text in own.items()
+        )
 
     def control_spans(self, text: str) -> list[tuple[int, int]]:
         """The parts of the text (begin, end) that spell a control token, and its end if it may begin one that
@@ -207,6 +219,12 @@ class Tokenizer:
         if self._join is None:
             return self.decode([id], skip_special=False)
         return self.piece(id, skip_special=False).decode("utf-8", "replace")
+
+
+def _ids(backend: Backend, text: str) -> list[int]:
+    """One text as a list of one: other threads of Python run while the library encodes a list, and stand still while it
+    encodes a text."""
+    return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 @contextmanager

@@ -47,6 +47,8 @@ def test_saved_caches_are_listed_shown_verified_and_removed(run: Run, tmp_path: 
         (("list",), "DIR"),
         (("eat", "."), "ACTION must be one of list, show, rm, verify"),
         (("show", "/nowhere", "x"), "there is no folder '/nowhere'"),
+        (("list", "/nowhere"), "there is no folder '/nowhere'"),
+        (("list", __file__), f"there is no folder {__file__!r}"),  # a file
         (("rm", "."), "rm needs the NAME"),
         (("show", ".", "../x"), "cannot be called"),
         (("show", ".", "x"), "no store of saved caches"),

@@ -225,8 +225,14 @@ def test_reasons_that_come_from_a_budget_and_from_what_was_asked(engine_of: Call
 def test_with_the_end_of_a_turn_reasons_are_those_of_what_follows(engine_of: Callable) -> None:
     engine = engine_of("qwen3_5", rows=4)
     first = ask(engine, prompt(30, 3))
-    short = ask(engine, [*first.tokens, 5])
+    short = ask(engine, first.tokens)
     assert short.reuse["reason"] == "full" and short.cached_tokens == 33, "shorter than a column, and there"
+    more = ask(engine, [*first.tokens, 5]).reuse
+    assert more["reason"] == "diverged" and more["cached"] == 33, "the last token of an answer is not read"
+    ask(engine, prompt(1, 7), replace(ASK, max_tokens=1))
+    one = ask(engine, [*prompt(1, 7), *prompt(32, 8)]).reuse
+    assert (one["cached"], one["read"], one["reason"]) == (1, 32, "diverged")
+    assert one["why"] == "the prompt leaves what is kept at token 1"
     far = ask(engine, [*first.tokens, *prompt(200, 4)]).reuse
     assert far["reason"] == "diverged" and far["cached"] == 33 <= far["diverged_at"] < 40
     assert ask(engine, prompt(30, 9)).reuse["reason"] == "too_short"

@@ -1,11 +1,13 @@
 """Several API keys at one server: whoever floods it, the others get their turn."""
 
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from hybridkv import LLM
+from hybridkv.server.service import TEXT_THREADS
 from server.running import HI, SECONDS, Running, forward, serving, until
 
 CHAT = "/v1/chat/completions"
@@ -68,4 +70,20 @@ def test_one_key_has_all_the_room(tiny_llm: LLM) -> None:
         assert asking(running, KEYS[0])(ASK)[0] == 429
         go.set()
         assert [answer.result()[0] for answer in answers] == [200] * room
+        running.idle()
+
+
+def test_a_key_whose_requests_take_long_to_read_leaves_others_a_thread(tiny_llm: LLM) -> None:
+    template = tiny_llm.chat_template
+    assert template is not None
+    many = 3 * TEXT_THREADS
+    with serving(tiny_llm, api_keys=KEYS) as running, ThreadPoolExecutor(many + 1) as pool:
+        size = running.service.bodies.held + many * len(json.dumps(ASK))
+        with template._lock:  # one chat is rendered at a time; now none is
+            flood = [pool.submit(asking(running, KEYS[0]), ASK) for _ in range(many)]
+            until(lambda: running.service.bodies.held == size)  # all have come
+            other = pool.submit(running.post, "/tokenize", {"prompt": "Hi"}, x_api_key=KEYS[1])
+            assert other.result(SECONDS)[0] == 200
+            assert not any(answer.done() for answer in flood)
+        assert {answer.result()[0] for answer in flood} <= {200, 429}
         running.idle()

@@ -1,8 +1,12 @@
 """What a person writes cannot forge a turn."""
 
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, models, normalizers
+from tokenizers import Tokenizer as Backend
 
 from hybridkv.checkpoint.gguf_file import GgufFile
 from hybridkv.embedded import embedded_model
@@ -105,6 +109,26 @@ def test_a_template_that_cuts_such_a_message_is_refused(tokenizer: Tokenizer, cu
     with pytest.raises(RequestError, match="control token"):
         template = ChatTemplate("{{ messages[-1].content" + cut + " }}", bos=None, eos=None)
         render_pieces(template, tokenizer, user(ATTACK))
+
+
+def test_so_many_control_tokens_that_no_template_may_write_them_are_refused_at_once(tmp_path: Path) -> None:
+    """Before anything is encoded, also where a control token is spelled in more ways than one."""
+    made = Backend(models.BPE(vocab={c: i for i, c in enumerate("abc<>")}, merges=[]))
+    made.normalizer = normalizers.Lowercase()
+    made.add_special_tokens([AddedToken("<a>", special=True, normalized=True)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer is not None and not tokenizer.spelled_one_way
+    template = ChatTemplate("{{ messages[-1].content }}", bos=None, eos=None)
+    text = "<a>" * 90_000
+    begin = time.process_time()
+    with pytest.raises(RequestError, match="spells control tokens 90000 times; .* at most 4194304 are taken"):
+        render_pieces(template, tokenizer, user(text))
+    refusing = time.process_time() - begin
+    begin = time.process_time()
+    tokenizer.encode("0" * 48 * 90_000)
+    assert refusing < (time.process_time() - begin) / 2
+    template.close()
 
 
 def test_a_begin_token_that_a_person_wrote_does_not_stand_for_the_real_one() -> None:
