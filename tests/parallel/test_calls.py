@@ -69,6 +69,11 @@ def test_a_conversation_is_saved_whole_and_brought_back_in_parts(kind: str, fold
     assert found[0][0] == want and [rank[2] for rank in found] == [free, free]
 
 
+def test_a_conversation_of_which_one_rank_dropped_nothing_is_saved_and_goes_on(folder: Path) -> None:
+    (want, _, free), found = both(folder, "saved_unlike")
+    assert found[0][0] == want and [rank[2] for rank in found] == [free, free]
+
+
 @pytest.mark.parametrize("kind", ("llama", "qwen3_5"))
 def test_ranks_begin_with_what_others_have_read(kind: str, folder: Path, tmp_path: Path) -> None:
     """Until heads share a budget: the last request finds nothing over ranks, and what one rank finds it evicts too."""
