@@ -152,6 +152,25 @@ def saved_unlike(engine: Engine) -> list[Any]:
     return found + finish(engine, engine.add([*again.tokens, *TEXT[200:240]], GREEDY, False, again, asked))
 
 
+def taken_over(engine: Engine) -> list[Any]:
+    """What is asked about a request whose cache a later turn has taken over: there is none, which hurts nobody."""
+    first = engine.add(TEXT[:60], GREEDY, True)
+    found = finish(engine, first)
+    turn = engine.add([*first.tokens, *TEXT[100:120]], GREEDY, True, first)
+    found += finish(engine, turn)
+    session, fork = engine.session(first, {"said": "so"}), engine.fork_held(first)
+    found.append([session.tokens, session.snapshot is None, session.conversation, fork.tokens, fork.finish_reason])
+    found.append(engine.evict_turns(first, [(0, 20)], 5)["kept_tokens"])
+    for request in (first, fork):
+        try:
+            engine.evict_held(request, EvictionConfig(20, 4, 8))
+        except RequestError as problem:
+            found.append(str(problem))
+    later = [engine.add([*each.tokens, 5, 6], GREEDY, True, each) for each in (fork, first, turn)]
+    found += finish(engine, *later)
+    return [*found, [request.cached_tokens for request in later]]
+
+
 def reused(engine: Engine) -> list[Any]:
     """Prompts that begin alike, by one salt and another; an even budget; and then one that heads share."""
     found: list[Any] = []
