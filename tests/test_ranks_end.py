@@ -20,7 +20,7 @@ from tiny_ranks import build
 
 from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
 from hybridkv import LLM, SamplingParams
-from hybridkv.parallel import launch
+from hybridkv.parallel import launch, signs
 from hybridkv.parallel.group import GroupError
 from hybridkv.ranks import Ranks
 from server.running import SECONDS, post_bytes, read_all, until
@@ -99,6 +99,45 @@ def test_a_worker_ends_with_the_process_that_started_it(how: signal.Signals, fol
         process.send_signal(how)
         assert process.wait(SECONDS) == (-9 if how == signal.SIGKILL else 0)
         until(lambda: state(worker)[0] == "Z")
+
+
+@pytest.mark.slow
+def test_a_signal_to_all_processes_of_a_server_lets_answers_come_to_their_end(folder: Path) -> None:
+    """As systemd sends it, and `kill -- -GROUP`."""
+    with started("-m", folder, *SERVED) as (process, lines):
+        [worker] = followers_of(process.pid)
+        with socket.create_connection(("127.0.0.1", port_of(lines)), timeout=SECONDS) as connection:
+            connection.sendall(post_bytes("/v1/completions", ASKED))
+            assert connection.recv(1) == b"H"
+            os.kill(worker, signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)
+            assert b"[DONE]" in read_all(connection)
+        assert process.wait(SECONDS) == 0
+        assert state(worker)[0] == "Z"
+
+
+@pytest.mark.parametrize("how", (signal.SIGINT, signal.SIGTERM))
+def test_a_worker_that_still_starts_leaves_signals_to_rank_0_and_ends_with_it(how: signal.Signals) -> None:
+    told = {"rank": 1, "size": 2, "device": "cpu", "meeting": "tcp://127.0.0.1:9", "timeout": 5, "settings": {}}
+    pipe = subprocess.PIPE
+    worker = subprocess.Popen([sys.executable, "-m", launch.FOLLOWER], stdin=pipe, stderr=pipe, stdout=pipe)
+    try:
+        until(lambda: _ignores(worker.pid, how))
+        worker.send_signal(how)
+        assert worker.stdin is not None
+        worker.stdin.write(json.dumps(told).encode() + b"\n")
+        worker.stdin.flush()
+        time.sleep(0.3)  # it is importing torch
+        assert worker.poll() is None
+        assert worker.communicate(timeout=SECONDS) == (b"", b"")  # which closes the pipe
+        assert worker.returncode == signs.FAILED
+    finally:
+        worker.kill()
+
+
+def _ignores(pid: int, number: signal.Signals) -> bool:
+    [line] = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigIgn:")]
+    return bool(int(line.split()[1], 16) >> (number - 1) & 1)
 
 
 def ends(llm: LLM, prompt: list[int], params: SamplingParams = LONG) -> None:
@@ -180,4 +219,4 @@ def test_ranks_are_ended_where_nobody_reads_what_is_said(monkeypatch: pytest.Mon
         finally:
             sys.stderr.detach()  # type: ignore[attr-defined]
             worker.kill()
-    assert codes == [launch.FAILED] and worker.wait(SECONDS) in (-launch.DUMP, -signal.SIGKILL)
+    assert codes == [signs.FAILED] and worker.wait(SECONDS) in (-signs.DUMP, -signal.SIGKILL)

@@ -7,7 +7,7 @@ opens the same model, rank 0 goes on with it and the others follow until it ends
 HYBRIDKV_TP_DEVICES="2,3" names the GPUs of the ranks. One that is named twice is shared, which is slow and good for
 tests alone: NCCL refuses it, so such ranks are given host names of their own and talk by sockets.
 
-A rank that ends takes the group with it (`FAILED`, the exit code 3): the others see it in their next exchange.
+A rank that ends takes the group with it (`signs.FAILED`, the exit code 3): the others see it in their next exchange.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import contextlib
 import faulthandler
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -30,11 +29,10 @@ import torch
 from hybridkv.errors import HybridKVError
 from hybridkv.parallel.group import LOOPBACK, TIMEOUT, Group, GroupError, free_port, torchrun_place
 from hybridkv.parallel.shard import Shard
+from hybridkv.parallel.signs import DUMP
 
-FAILED = 3  # exit code of a rank whose group has ended
 FOLLOWER = "hybridkv.follower"  # the module that the other ranks run
 LEAVE = 10.0  # seconds that ranks have to end by themselves
-DUMP = signal.SIGUSR1  # has a rank write where it stands
 DUMP_SECONDS = 0.3  # it has for that
 DEVICES = "HYBRIDKV_TP_DEVICES"
 
