@@ -14,6 +14,7 @@ import pytest
 import tiny
 import tiny_v4
 import torch.distributed as dist
+from listening import listening
 from long_form import LONG, more
 from tiny_ranks import build
 from v4_released import released_model
@@ -62,7 +63,11 @@ def test_it_answers_as_one_process_does_and_says_what_it_cannot(folder: Path, tm
     with LLM(folder, **HOW) as llm:
         want = llm.generate(prompts, params)
         whole = llm.plan.pool_bytes["attention"]
+    before = listening(os.getpid())
     with LLM(folder, tp=2, **HOW) as llm:
+        assert llm.ranks is not None
+        listens = listening(os.getpid(), llm.ranks.place.workers[0].pid)
+        assert {listens[inode] for inode in listens.keys() - before.keys()} == {"127.0.0.1"}
         found = llm.generate(prompts, params)
         for one, two in zip(want, found, strict=True):
             assert [sample.token_ids for sample in one.samples] == [sample.token_ids for sample in two.samples]

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from hybridkv.errors import HybridKVError
-from hybridkv.parallel.group import LOOPBACK, TIMEOUT, Group, GroupError, free_port, torchrun_place
+from hybridkv.parallel.group import LOOPBACK, TIMEOUT, Group, GroupError, listen, torchrun_place
 from hybridkv.parallel.shard import Shard
 from hybridkv.parallel.signs import DUMP
 
@@ -161,8 +161,9 @@ def take_place(tp: int, device: torch.device, settings: Mapping[str, Any], timeo
         where = f"tcp://{os.environ.get('MASTER_ADDR', LOOPBACK)}:{os.environ.get('MASTER_PORT', '29500')}"
         _apart(rank, size, os.environ)
         return Place(Group.join(rank, size, rank_device(device, rank), _beside(where), timeout, loopback=False))
-    meeting = f"tcp://{LOOPBACK}:{free_port()}"
     workers: list[subprocess.Popen[bytes]] = []
+    listener = listen()  # before they are told of it: nobody else takes the port meanwhile
+    meeting = f"tcp://{LOOPBACK}:{listener.getsockname()[1]}"
     try:
         own = rank_device(device, 0)
         for rank in range(1, tp):
@@ -172,8 +173,9 @@ def take_place(tp: int, device: torch.device, settings: Mapping[str, Any], timeo
         check = partial(check_workers, workers)
         if own.type == "cuda":
             _apart(0, tp, os.environ)
-        return Place(Group.join(0, tp, own, meeting, timeout, check=check), workers)
+        return Place(Group.join(0, tp, own, meeting, timeout, check=check, listener=listener), workers)
     except BaseException:
+        listener.close()
         end_workers(workers, 0.0)
         raise
 
