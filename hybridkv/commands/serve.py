@@ -248,6 +248,7 @@ def serve(
 
     if not 1 <= replicas <= MOST_REPLICAS:
         raise BadParameter(f"--replicas must be from 1 to {MOST_REPLICAS}, not {replicas}")
+    _refuse_many_whole(model.tp)
     keys = _keys(api_key or [], api_key_file)
     try:
         settings = ServerSettings(
@@ -312,6 +313,18 @@ def serve(
         raise HybridKVError(server.service.fatal)
     if server.stopped_by == signal.SIGINT:
         raise Exit(130)
+
+
+def _refuse_many_whole(tp: int) -> None:
+    """Several processes that were started as ranks, and of which each would open the whole model."""
+    from hybridkv.parallel.group import torchrun_place
+
+    rank, size = torchrun_place() or (0, 1)
+    if tp == 1 and size > 1:
+        raise HybridKVError(
+            f"this is process {rank} of {size} (RANK and WORLD_SIZE, as torchrun sets them), and each would open the "
+            f"whole model: share it with --tp {size}, or serve it in each without these variables"
+        )
 
 
 def _documents(paths: list[str]) -> dict[str, str]:
