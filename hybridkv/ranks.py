@@ -16,7 +16,8 @@ import torch
 from hybridkv.cache import KVCacheManager
 from hybridkv.checkpoint.checkpoint import Checkpoint
 from hybridkv.config import CacheConfig
-from hybridkv.engine.lock_step import NOT_OVER_RANKS, LockStepEngine
+from hybridkv.engine.lock_step import LockStepEngine
+from hybridkv.engine.rank_calls import NOT_OVER_RANKS, refuse_replay
 from hybridkv.engine.rank_sessions import WholeCache, group_fingerprint
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction.policy_words import policy_words
@@ -41,6 +42,7 @@ def take_ranks(tp: int | Place, device: torch.device, given: Mapping[str, Any], 
     assert isinstance(cache, CacheConfig)
     if not no_store:
         raise HybridKVError(NOT_OVER_RANKS.format(what="a folder of saved caches"))
+    refuse_replay(cache.eviction)
     if isinstance(tp, Place):
         return Ranks(tp)
     with _opened(given["model"]) as checkpoint:

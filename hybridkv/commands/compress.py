@@ -76,6 +76,7 @@ def compress(
     from hybridkv.document import check_settings
     from hybridkv.planner import human
 
+    model.refuse_ranks("a document")
     check_settings(ratio, budget, policy)
     _check_output(output, file)
     text = read_text(file, "FILE")

@@ -57,6 +57,14 @@ class RankCalls(Engine):
     def _check_alive(self) -> None:
         raise NotImplementedError
 
+    def resolve_eviction(
+        self, asked: EvictionConfig | int | None | object, replays: bool = False
+    ) -> EvictionConfig | None:
+        """As `Engine.resolve_eviction`. Refused: policies that read a text once more."""
+        found = super().resolve_eviction(asked, replays)
+        refuse_replay(found)
+        return found
+
     # ---- rank 0 tells, all do
 
     def _call(self, event: Event, work: Callable[[], Found]) -> Found:
@@ -253,6 +261,12 @@ class RankCalls(Engine):
             request.finish_reason, request.end_token = ENDS[reason], bool(end_token)
             request.error = "its grammar failed on rank 0" if ENDS[reason] == "error" else None
         return update
+
+
+def refuse_replay(eviction: EvictionConfig | None) -> None:
+    """Policies that read a text once more: no rank does."""
+    if eviction is not None and find_policy(eviction.policy).needs_replay:
+        raise RequestError(NOT_OVER_RANKS.format(what="policy 'replay'"))
 
 
 def of_rank_0(tokens: list[int], row: Tensor) -> NoReturn:
