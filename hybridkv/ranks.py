@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -15,7 +16,8 @@ import torch
 from hybridkv.cache import KVCacheManager
 from hybridkv.checkpoint.checkpoint import Checkpoint
 from hybridkv.config import CacheConfig
-from hybridkv.engine.lock_step import NOT_OVER_RANKS, LockStepEngine
+from hybridkv.engine.lock_step import LockStepEngine
+from hybridkv.engine.rank_calls import NOT_OVER_RANKS, refuse_replay
 from hybridkv.engine.rank_sessions import WholeCache, group_fingerprint
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction.policy_words import policy_words
@@ -27,10 +29,11 @@ from hybridkv.models.schemas import head_counts
 from hybridkv.models.weight_forms import RELEASED
 from hybridkv.parallel.block_parts import block_shard
 from hybridkv.parallel.group import TIMEOUT, GroupError
-from hybridkv.parallel.launch import FAILED, LEAVE, Place, sharers, take_place
+from hybridkv.parallel.launch import LEAVE, Place, sharers, take_place
 from hybridkv.parallel.loader import load_sharded
 from hybridkv.parallel.rank_bytes import block_of, rank_model_bytes
 from hybridkv.parallel.shard import Shard, check_size, kv_copies, local
+from hybridkv.parallel.signs import FAILED, leave_the_end_to_rank_0
 
 
 def take_ranks(tp: int | Place, device: torch.device, given: Mapping[str, Any], no_store: bool) -> Ranks:
@@ -39,6 +42,7 @@ def take_ranks(tp: int | Place, device: torch.device, given: Mapping[str, Any], 
     assert isinstance(cache, CacheConfig)
     if not no_store:
         raise HybridKVError(NOT_OVER_RANKS.format(what="a folder of saved caches"))
+    refuse_replay(cache.eviction)
     if isinstance(tp, Place):
         return Ranks(tp)
     with _opened(given["model"]) as checkpoint:
@@ -137,6 +141,8 @@ class Ranks:
             self._engine.watch(self.place.check)
             self._engine.channel.begin_beat()
             return
+        if threading.current_thread() is threading.main_thread():  # torchrun has started it; a worker does so at once
+            leave_the_end_to_rank_0()
         try:
             self._engine.follow()
             if self.device.type == "cuda":

@@ -14,6 +14,7 @@ import pytest
 import tiny
 import tiny_v4
 import torch.distributed as dist
+from listening import listening
 from long_form import LONG, more
 from tiny_ranks import build
 from v4_released import released_model
@@ -62,7 +63,11 @@ def test_it_answers_as_one_process_does_and_says_what_it_cannot(folder: Path, tm
     with LLM(folder, **HOW) as llm:
         want = llm.generate(prompts, params)
         whole = llm.plan.pool_bytes["attention"]
+    before = listening(os.getpid())
     with LLM(folder, tp=2, **HOW) as llm:
+        assert llm.ranks is not None
+        listens = listening(os.getpid(), llm.ranks.place.workers[0].pid)
+        assert {listens[inode] for inode in listens.keys() - before.keys()} == {"127.0.0.1"}
         found = llm.generate(prompts, params)
         for one, two in zip(want, found, strict=True):
             assert [sample.token_ids for sample in one.samples] == [sample.token_ids for sample in two.samples]
@@ -72,6 +77,9 @@ def test_it_answers_as_one_process_does_and_says_what_it_cannot(folder: Path, tm
             llm.compress([1, 2, 3])
         with pytest.raises(RequestError, match="policy Own is code of your own"):
             llm.generate([[1, 2]], eviction=EvictionConfig(64, policy=Own()))
+        for replays in (False, True):  # a conversation can replay on one rank: it is refused before it has an answer
+            with pytest.raises(RequestError, match="policy 'replay'"):
+                llm.engine.resolve_eviction(EvictionConfig(64, policy="replay"), replays=replays)
         with pytest.raises(HybridKVError):  # there is no tokenizer
             llm.generate([[1, 2]], SamplingParams(max_tokens=2, structured_outputs={"choice": ["a"]}))
         long = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
@@ -83,6 +91,7 @@ def test_it_answers_as_one_process_does_and_says_what_it_cannot(folder: Path, tm
     assert not dist.is_initialized()
     for settings, said in (
         (dict(cache=CacheConfig(budget=64, policy=Own())), "policy Own is code of your own"),
+        (dict(cache=CacheConfig(budget=64, policy="replay")), "over several ranks policy 'replay' is not available"),
         (dict(disk_cache=tmp_path), "over several ranks a folder of saved caches"),
     ):
         with pytest.raises(HybridKVError, match=said):
@@ -176,6 +185,20 @@ def test_a_command_refuses_a_number_that_does_not_fit(folder: Path, capsys: pyte
     with pytest.raises(SystemExit) as leaving:
         main(["generate", "-m", str(folder), "--device", "cpu", "--tp", "3", "x"])
     assert leaving.value.code == 2 and "use 2, 4 or 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", (("serve", "--document"), ("generate", "x", "--document"), ("compress", "-o")))
+def test_a_command_refuses_documents_over_ranks_before_it_loads_anything(
+    words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "d.doc"
+    file.write_text("a text")
+    more = [str(file)] if words[0] == "compress" else []
+    place = str(tmp_path / "out.doc") if words[0] == "compress" else str(file)
+    with pytest.raises(SystemExit) as leaving:
+        main([*words, place, "-m", "/no/such/model", "--tp", "2", *more])
+    said = " ".join(capsys.readouterr().err.split())
+    assert leaving.value.code == 2 and "not available over several ranks" in said
 
 
 def test_a_command_whose_group_has_ended_says_so_by_its_exit_code(

@@ -7,7 +7,7 @@ the same model: the whole one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -84,11 +84,12 @@ def join(parts: Sequence[Snapshot], schema: CacheSchema, counts: HeadCounts) -> 
     local = cut_schema(schema, counts, ranks)
     for rank, part in enumerate(parts):
         _check_of(part, local, f"rank {rank} of {ranks}")
-        past = (part.compaction and part.compaction.position, part.position, part.model, part.states.keys())
-        if past != (first.compaction and first.compaction.position, first.position, first.model, first.states.keys()):
-            raise RequestError(f"rank {rank} holds another request than rank 0, or stands elsewhere in it")
+        if (part.position, part.model, part.states.keys()) != (first.position, first.model, first.states.keys()):
+            raise _elsewhere(rank)
     if ranks == 1 or schema.compressed:
         return first
+    parts = _compacted_alike(parts)
+    first = parts[0]
     lengths, entries, past = dict(first.lengths), dict(first.entries), first.compaction
     for s in schema.streams:
         if s.name == STREAMS:
@@ -133,6 +134,34 @@ def _records(parts: Sequence[Mapping[int, EvictionRecord]], counts: HeadCounts) 
 
 
 # ---- inside
+
+
+def _elsewhere(rank: int) -> RequestError:
+    return RequestError(f"rank {rank} holds another request than rank 0, or stands elsewhere in it")
+
+
+def _compacted_alike(parts: Sequence[Snapshot]) -> Sequence[Snapshot]:
+    """The same, all compacted at the position where the last of them was: a rank that had nothing to drop there knows
+    of an earlier compaction, or of none.
+    """
+    past = [part.compaction for part in parts if part.compaction is not None]
+    if not past:
+        return parts
+    at, names = max(each.position for each in past), {name for each in past for name in each.kept}
+    return [_compacted_at(part, rank, at, names) for rank, part in enumerate(parts)]
+
+
+def _compacted_at(part: Snapshot, rank: int, at: int, names: Iterable[str]) -> Snapshot:
+    past, kept = part.compaction, {}
+    if past is not None and past.position == at:
+        return part
+    for name in part.lengths.keys() & names:
+        lengths = part.lengths[name]
+        earlier = past is not None and name in past.kept
+        kept[name] = past.positions(name, at) if earlier else [np.arange(at)] * len(lengths)  # type: ignore[union-attr]
+        if [len(each) + part.position - at for each in kept[name]] != lengths.tolist():
+            raise _elsewhere(rank)  # it has dropped entries at a position that it does not name
+    return replace(part, compaction=Compaction(at, kept))
 
 
 def _rows(s: StreamSchema, heads: Sequence[int]) -> np.ndarray:

@@ -128,16 +128,16 @@ def generate(
                 line.params(params)
                 line.evicts(cache.eviction, None)
     _check_output(output, prompt_file, prompts_file)
-    llm = model.open(len(lines) * n + (document is not None), cache, reuse)
-    about = None if document is None else llm.load_document(document)
-    asking = Asking(llm, chat, raw, variables, tools, about)
-    with _written_to(output):
-        if prompts_file is not None:
-            _several(asking, lines, params, cache.eviction, as_json, in_order)
-        elif n > 1:
-            _samples(asking, lines[0], params, as_json)
-        else:
-            _one(asking, lines[0], params, as_json)
+    with model.open(len(lines) * n + (document is not None), cache, reuse) as llm:
+        about = None if document is None else llm.load_document(document)
+        asking = Asking(llm, chat, raw, variables, tools, about)
+        with _written_to(output):
+            if prompts_file is not None:
+                _several(asking, lines, params, cache.eviction, as_json, in_order)
+            elif n > 1:
+                _samples(asking, lines[0], params, as_json)
+            else:
+                _one(asking, lines[0], params, as_json)
 
 
 def _check_output(output: str | None, *inputs: str | None) -> None:

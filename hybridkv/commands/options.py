@@ -168,6 +168,11 @@ class OpenOptions:
                 **more,
             )
 
+    def refuse_ranks(self, what: str) -> None:
+        """Refuse, before anything is loaded, what is not there over several ranks."""
+        if self.tp != 1:
+            raise BadParameter(f"{what} is not available over several ranks yet; leave out --tp")
+
     def _refuse_a_shape(self) -> None:
         """`plan` knows shapes by name; to run a model its files are needed."""
         from hybridkv.models.known import known_config

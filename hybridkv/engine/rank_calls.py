@@ -57,6 +57,14 @@ class RankCalls(Engine):
     def _check_alive(self) -> None:
         raise NotImplementedError
 
+    def resolve_eviction(
+        self, asked: EvictionConfig | int | None | object, replays: bool = False
+    ) -> EvictionConfig | None:
+        """As `Engine.resolve_eviction`. Refused: policies that read a text once more."""
+        found = super().resolve_eviction(asked, replays)
+        refuse_replay(found)
+        return found
+
     # ---- rank 0 tells, all do
 
     def _call(self, event: Event, work: Callable[[], Found]) -> Found:
@@ -118,6 +126,8 @@ class RankCalls(Engine):
         """As `Engine.evict_held`; returns the pages that went back on this rank. Refused: scores from outside."""
         if scores is not None:
             raise RequestError(NOT_OVER_RANKS.format(what="eviction by scores from outside, or policy 'replay',"))
+        if self._without_cache(request):
+            return super().evict_held(request, eviction, None, ranges, seen)
         event = {
             "event": "evict_held",
             "number": request.order,
@@ -136,6 +146,8 @@ class RankCalls(Engine):
 
     def evict_turns(self, request: Request, turns: Sequence[tuple[int, int]], budget: int) -> dict[str, float]:
         """As `Engine.evict_turns`."""
+        if self._without_cache(request):
+            return super().evict_turns(request, turns, budget)
         event = {"event": "evict_turns", "number": request.order, "turns": [list(t) for t in turns], "budget": budget}
         return self._call(event, partial(self._evict_turns, event))
 
@@ -163,8 +175,8 @@ class RankCalls(Engine):
 
     def session(self, request: Request | None, conversation: Mapping[str, Any] | None = None) -> Session:
         """As `Engine.session`: the parts of all ranks, joined. It can be brought back over as many ranks."""
-        if request is None:
-            return super().session(None, conversation)
+        if request is None or self._without_cache(request):
+            return super().session(request, conversation)
         event = {"event": "session", "number": request.order}
         found = self._call(event, partial(self._session, event))
         return replace(found, conversation=dict(conversation or {}))
@@ -189,6 +201,8 @@ class RankCalls(Engine):
 
     def fork_held(self, request: Request) -> Request:
         """As `Engine.fork_held`."""
+        if self._without_cache(request):
+            return super().fork_held(request)
         event = {"event": "fork_held", "number": request.order, "fork": next(self.numbers)}
         return self._call(event, partial(self._fork_held, event))
 
@@ -201,6 +215,13 @@ class RankCalls(Engine):
         if self.group.rank:
             self._to_hold[request.order] = request
         return request
+
+    def _without_cache(self, request: Request) -> bool:
+        """Whether no rank holds the request's cache: a later turn took it over, it was given up, or there is none yet.
+        Rank 0 answers alone then, since the others may have forgotten the request.
+        """
+        self._check_alive()
+        return request not in self.scheduler.held
 
     def _named(self, event: Event) -> Request:
         found = self._known.get(event["number"])
@@ -240,6 +261,12 @@ class RankCalls(Engine):
             request.finish_reason, request.end_token = ENDS[reason], bool(end_token)
             request.error = "its grammar failed on rank 0" if ENDS[reason] == "error" else None
         return update
+
+
+def refuse_replay(eviction: EvictionConfig | None) -> None:
+    """Policies that read a text once more: no rank does."""
+    if eviction is not None and find_policy(eviction.policy).needs_replay:
+        raise RequestError(NOT_OVER_RANKS.format(what="policy 'replay'"))
 
 
 def of_rank_0(tokens: list[int], row: Tensor) -> NoReturn:

@@ -603,6 +603,16 @@ def test_places_that_cannot_be_written_are_refused_in_a_line(tmp_path: Path) -> 
 # ---- records
 
 
+@pytest.mark.parametrize("keep", (0, 1, 30, 63, 64))
+def test_a_session_is_sent_whatever_an_eviction_has_kept(keep: int) -> None:
+    """Nothing and everything too, whose records are packed into no numbers at all."""
+    lists = [[np.arange(min(keep, n)) for n in layer] for layer in ((64, 3), (64, 64))]
+    record = EvictionRecord(lists, np.array([[64, 3], [64, 64]]))
+    sent = Session("m", {}, list(range(99)), 70, evictions={64: record}, going={}).to_buffers()
+    back = Session.from_buffers(sent.seal()).evictions[64]
+    assert [[e.tolist() for e in layer] for layer in back] == [[e.tolist() for e in layer] for layer in lists]
+
+
 @pytest.mark.parametrize("keep", (1, 5, 30, 58, 64))
 def test_a_record_survives_its_packed_form(keep: int) -> None:
     rng = np.random.default_rng(keep)

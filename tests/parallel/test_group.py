@@ -1,12 +1,15 @@
 """Ranks that end, stop or do something else are an error of the others, within the time that an exchange may take."""
 
+import os
+
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from listening import listening
 
 from hybridkv.errors import HybridKVError
-from hybridkv.parallel.group import Alone, Group, free_port, torchrun_place
+from hybridkv.parallel.group import Alone, Group, free_port, listen, torchrun_place
 from hybridkv.parallel.launch import DEVICES, _apart, rank_device, sharers
 
 
@@ -27,15 +30,29 @@ def test_a_group_that_nobody_else_joins_is_an_error() -> None:
 
 
 def test_one_process_has_one_group() -> None:
+    before = listening(os.getpid())
     group = Group.join(0, 1, torch.device("cpu"), f"tcp://127.0.0.1:{free_port()}", timeout=5)
     try:
         with pytest.raises(HybridKVError, match="in use in this process already, by 1 ranks"):
             Group.join(0, 1, torch.device("cpu"), f"tcp://127.0.0.1:{free_port()}", timeout=5)
+        listens = [address for inode, address in listening(os.getpid()).items() if inode not in before]
+        assert set(listens) == {"127.0.0.1"}
         x = torch.arange(3.0)
         assert torch.equal(group.all_gather(x), Alone().all_gather(x))
         assert torch.equal(group.all_reduce(x.clone()), x) and torch.equal(group.broadcast(x.clone()), x)
     finally:
         group.close()
+    assert not dist.is_initialized()
+
+
+def test_a_port_that_is_taken_is_said() -> None:
+    with listen() as taken:
+        port = taken.getsockname()[1]
+        assert taken.getsockname()[0] == "127.0.0.1"
+        with pytest.raises(
+            HybridKVError, match=f"rank 0 of 1 did not meet the others at tcp://127.0.0.1:{port}: .*in use"
+        ):
+            Group.join(0, 1, torch.device("cpu"), f"tcp://127.0.0.1:{port}", timeout=5)
     assert not dist.is_initialized()
 
 

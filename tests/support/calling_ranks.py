@@ -127,6 +127,50 @@ def saved(engine: Engine) -> list[Any]:
     return found + finish(engine, engine.add(TEXT[:9], GREEDY))
 
 
+def saved_unlike(engine: Engine) -> list[Any]:
+    """As `saved`, where half of the heads, which are one rank's of two, drop nothing of an old turn."""
+    asked = EvictionConfig(40, 16, 8, "snapkv")
+    first = engine.add(TEXT[:120], GREEDY, True, eviction=asked)
+    found = finish(engine, first)
+    [(at, record)] = engine.session(first).evictions.items()
+    heads, end = len(record.lists()[0]), 0
+    most: list[int] = []  # entries of the turn, of the fullest stream of each half
+    while len(set(most)) < 2:
+        end += 10
+        assert end < at, "the heads kept the same everywhere"
+        of = [[int((layer[g] < end).sum()) for layer in record.lists()] for g in range(heads)]
+        most = [max(max(streams) for streams in half) for half in (of[: heads // 2], of[heads // 2 :])]
+    found.append(engine.evict_turns(first, [(0, end)], min(most))["kept_tokens"])
+    session = Session.from_buffers(engine.session(first).to_buffers())
+    assert session.snapshot is not None and len(session.evictions) == 2
+    found.append(
+        [session.snapshot.lengths["attention"].tolist(), [r.counts().tolist() for r in session.evictions.values()]]
+    )
+    engine.abort(first)
+    again = engine.restore_held(session)
+    engine.session(again).to_buffers()
+    return found + finish(engine, engine.add([*again.tokens, *TEXT[200:240]], GREEDY, False, again, asked))
+
+
+def taken_over(engine: Engine) -> list[Any]:
+    """What is asked about a request whose cache a later turn has taken over: there is none, which hurts nobody."""
+    first = engine.add(TEXT[:60], GREEDY, True)
+    found = finish(engine, first)
+    turn = engine.add([*first.tokens, *TEXT[100:120]], GREEDY, True, first)
+    found += finish(engine, turn)
+    session, fork = engine.session(first, {"said": "so"}), engine.fork_held(first)
+    found.append([session.tokens, session.snapshot is None, session.conversation, fork.tokens, fork.finish_reason])
+    found.append(engine.evict_turns(first, [(0, 20)], 5)["kept_tokens"])
+    for request in (first, fork):
+        try:
+            engine.evict_held(request, EvictionConfig(20, 4, 8))
+        except RequestError as problem:
+            found.append(str(problem))
+    later = [engine.add([*each.tokens, 5, 6], GREEDY, True, each) for each in (fork, first, turn)]
+    found += finish(engine, *later)
+    return [*found, [request.cached_tokens for request in later]]
+
+
 def reused(engine: Engine) -> list[Any]:
     """Prompts that begin alike, by one salt and another; an even budget; and then one that heads share."""
     found: list[Any] = []
