@@ -21,6 +21,7 @@ from v4_released import released_model
 
 from hybridkv import LLM, CacheConfig, Conversation, EvictionConfig, SamplingParams
 from hybridkv.cli import main
+from hybridkv.commands.display import kept_line
 from hybridkv.engine.engine import INHERIT
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.eviction import Ada, Policy, SnapKV
@@ -71,6 +72,8 @@ def test_it_answers_as_one_process_does_and_says_what_it_cannot(folder: Path, tm
         found = llm.generate(prompts, params)
         for one, two in zip(want, found, strict=True):
             assert [sample.token_ids for sample in one.samples] == [sample.token_ids for sample in two.samples]
+            for name in ("kv_bytes_full", "kv_bytes_kept", "state_bytes"):  # of the whole model
+                assert one.stats[name] == two.stats[name] > 0
         assert llm.manager.memory_bytes() == llm.plan.nbytes
         assert llm.plan.pool_bytes["attention"] / llm.plan.max_tokens <= whole / 256  # of half the heads
         with pytest.raises(RequestError, match="over several ranks a document is not available yet"):
@@ -137,11 +140,15 @@ def test_it_evicts_as_one_process_does(folder: Path) -> None:
     for tp in (1, 2):
         with LLM(folder, tp=tp, cache=cache, **HOW) as llm:
             answers = llm.generate(prompts, GREEDY, eviction=asked)
-            found.append([[answer.token_ids, answer.stats["kept_tokens"]] for answer in answers])
+            names = ("kept_tokens", "kv_bytes_full", "kv_bytes_kept")
+            found.append([[answer.token_ids, *(answer.stats[name] for name in names)] for answer in answers])
+            with llm.stream(prompts[0], GREEDY, eviction=asked[1]) as stream:
+                list(stream)
+            found[-1].append(kept_line(llm, [stream.request]))
             assert llm.manager.memory_bytes() == llm.plan.nbytes
             logits = llm.logits(prompts[1], prefill=140)
             assert logits.shape == (150, llm.config.vocab)
-    assert found[0] == found[1] and [round(kept) for _, kept in found[0]] == [47, 67, 39]
+    assert found[0] == found[1] and [round(answer[1]) for answer in found[0][:3]] == [47, 67, 39]
 
 
 @pytest.mark.long
@@ -187,8 +194,17 @@ def test_a_command_refuses_a_number_that_does_not_fit(folder: Path, capsys: pyte
     assert leaving.value.code == 2 and "use 2, 4 or 1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", (("serve", "--document"), ("generate", "x", "--document"), ("compress", "-o")))
-def test_a_command_refuses_documents_over_ranks_before_it_loads_anything(
+REFUSED = (
+    ("serve", "--document"),
+    ("generate", "x", "--document"),
+    ("compress", "-o"),
+    ("inspect", "x", "-o"),
+    ("demo", "-o"),
+)
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_command_refuses_what_is_not_there_over_ranks_before_it_loads_anything(
     words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "d.doc"
