@@ -33,7 +33,7 @@ from hybridkv.parallel.launch import LEAVE, Place, sharers, take_place
 from hybridkv.parallel.loader import load_sharded
 from hybridkv.parallel.rank_bytes import block_of, rank_model_bytes
 from hybridkv.parallel.shard import Shard, check_size, kv_copies, local
-from hybridkv.parallel.signs import FAILED, leave_the_end_to_rank_0
+from hybridkv.parallel.signs import FAILED, leave_the_end_to_rank_0, said_by
 
 
 def take_ranks(tp: int | Place, device: torch.device, given: Mapping[str, Any], no_store: bool) -> Ranks:
@@ -150,7 +150,7 @@ class Ranks:
                 self._engine.drop_graphs()
                 self.group.part(LEAVE)
         except BaseException as problem:
-            print(f"hybridkv: rank {self.group.rank}: {problem}", file=sys.stderr, flush=True)
+            print(said_by(self.group.rank, problem), file=sys.stderr, flush=True)
             os._exit(FAILED)  # no wait for a group that is gone
         self.group.close()
         sys.exit(0)
