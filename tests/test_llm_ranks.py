@@ -102,6 +102,11 @@ def test_it_answers_as_one_process_does_and_says_what_it_cannot(folder: Path, tm
     for size, said in ((3, "3 ranks do not divide its 8 attention heads; use 2, 4 or 1"), (0, "from 1 to 64")):
         with pytest.raises(HybridKVError, match=said):
             LLM(folder, tp=size, **HOW)
+    for seconds in ("abc", "0", "-5", "1.5", "nan", "inf", "1e300"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("HYBRIDKV_TP_TIMEOUT", seconds)
+            with pytest.raises(HybridKVError, match=f"HYBRIDKV_TP_TIMEOUT takes .* from 2 to 86400.* not '{seconds}'"):
+                LLM(folder, tp=2, **HOW)
     with pytest.raises(HybridKVError, match="KiB are needed|weights take"):  # after the workers were started
         LLM(folder, tp=2, memory="100KiB", **HOW)
     assert not dist.is_initialized()
