@@ -1,5 +1,6 @@
 """`LLM(tp=2)`: the answers of one process, what is refused, and what happens when a worker ends."""
 
+import gc
 import json
 import os
 import signal
@@ -191,6 +192,24 @@ def test_a_worker_that_ends_while_nothing_runs_is_noticed(folder: Path) -> None:
         with pytest.raises(GroupError, match="a worker ended"):
             llm.generate([[1, 2]], GREEDY)
     assert not dist.is_initialized()
+
+
+def test_a_model_that_is_forgotten_leaves_its_group_and_one_that_was_closed_no_other(folder: Path) -> None:
+    forgotten = LLM(folder, tp=2, **HOW)
+    assert forgotten.ranks is not None
+    workers = forgotten.ranks.place.workers
+    want = forgotten.generate([[1, 2]], GREEDY)[0].token_ids
+    del forgotten
+    gc.collect()
+    assert not dist.is_initialized() and all(worker.poll() is not None for worker in workers)
+    closed = LLM(folder, tp=2, **HOW)
+    closed.close()
+    closed.close()
+    with LLM(folder, tp=2, **HOW) as llm:
+        del closed
+        gc.collect()
+        assert llm.generate([[1, 2]], GREEDY)[0].token_ids == want
+    assert gone(llm) and not dist.is_initialized()
 
 
 def test_a_command_refuses_a_number_that_does_not_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
