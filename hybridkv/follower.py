@@ -14,7 +14,7 @@ import sys
 import threading
 from typing import Any, NoReturn
 
-from hybridkv.parallel.signs import DUMP, FAILED, leave_the_end_to_rank_0
+from hybridkv.parallel.signs import DUMP, FAILED, leave_the_end_to_rank_0, said_by
 
 
 def main() -> NoReturn:
@@ -71,7 +71,7 @@ def _watch() -> None:
 
 
 def _leave(rank: int, problem: BaseException, code: int) -> NoReturn:
-    print(f"hybridkv: rank {rank}: {problem}", file=sys.stderr, flush=True)
+    print(said_by(rank, problem), file=sys.stderr, flush=True)
     os._exit(code)  # no wait for threads of a group that is gone
 
 

@@ -28,12 +28,16 @@ from hybridkv.models.decoder import Model
 from hybridkv.models.schemas import head_counts
 from hybridkv.models.weight_forms import RELEASED
 from hybridkv.parallel.block_parts import block_shard
+from hybridkv.parallel.events import BEAT
 from hybridkv.parallel.group import TIMEOUT, GroupError
 from hybridkv.parallel.launch import LEAVE, Place, sharers, take_place
 from hybridkv.parallel.loader import load_sharded
 from hybridkv.parallel.rank_bytes import block_of, rank_model_bytes
 from hybridkv.parallel.shard import Shard, check_size, kv_copies, local
-from hybridkv.parallel.signs import FAILED, leave_the_end_to_rank_0
+from hybridkv.parallel.signs import FAILED, leave_the_end_to_rank_0, said_by
+
+SECONDS = "HYBRIDKV_TP_TIMEOUT"
+LEAST, MOST = 2 * BEAT, 86400.0  # rank 0 is heard of with each beat
 
 
 def take_ranks(tp: int | Place, device: torch.device, given: Mapping[str, Any], no_store: bool) -> Ranks:
@@ -50,10 +54,25 @@ def take_ranks(tp: int | Place, device: torch.device, given: Mapping[str, Any], 
         check_size(config, tp, given["exact"])
         if given["weight_dtype"] == RELEASED and isinstance(tp, int):
             block_shard(config, Shard(0, tp), checkpoint.__contains__, checkpoint.block_forms())
-    timeout = float(os.environ.get("HYBRIDKV_TP_TIMEOUT", TIMEOUT))
+    timeout = exchange_seconds()
     settings = vars(cache) | {"policy": policy_words(cache.policy)}
     kept = None if reuse is None else asdict(reuse)
     return Ranks(take_place(tp, device, {**given, "cache": settings, "reuse": kept}, timeout))
+
+
+def exchange_seconds() -> float:
+    """That an exchange of ranks may take, as HYBRIDKV_TP_TIMEOUT has it, or HybridKVError."""
+    text = os.environ.get(SECONDS, "") or str(TIMEOUT)
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not LEAST <= found <= MOST:  # nan, too
+        raise HybridKVError(
+            f"{SECONDS} takes the seconds of an exchange, from {LEAST:g} to {MOST:g}, such as {TIMEOUT:g}, not "
+            f"{text[:20]!r}"
+        )
+    return found
 
 
 def _opened(path: str) -> Checkpoint:
@@ -150,7 +169,7 @@ class Ranks:
                 self._engine.drop_graphs()
                 self.group.part(LEAVE)
         except BaseException as problem:
-            print(f"hybridkv: rank {self.group.rank}: {problem}", file=sys.stderr, flush=True)
+            print(said_by(self.group.rank, problem), file=sys.stderr, flush=True)
             os._exit(FAILED)  # no wait for a group that is gone
         self.group.close()
         sys.exit(0)

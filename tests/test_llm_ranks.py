@@ -1,5 +1,6 @@
 """`LLM(tp=2)`: the answers of one process, what is refused, and what happens when a worker ends."""
 
+import gc
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from v4_released import released_model
 
 from hybridkv import LLM, CacheConfig, Conversation, EvictionConfig, SamplingParams
 from hybridkv.cli import main
+from hybridkv.commands.display import kept_line
 from hybridkv.engine.engine import INHERIT
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.eviction import Ada, Policy, SnapKV
@@ -71,6 +73,8 @@ def test_it_answers_as_one_process_does_and_says_what_it_cannot(folder: Path, tm
         found = llm.generate(prompts, params)
         for one, two in zip(want, found, strict=True):
             assert [sample.token_ids for sample in one.samples] == [sample.token_ids for sample in two.samples]
+            for name in ("kv_bytes_full", "kv_bytes_kept", "state_bytes"):  # of the whole model
+                assert one.stats[name] == two.stats[name] > 0
         assert llm.manager.memory_bytes() == llm.plan.nbytes
         assert llm.plan.pool_bytes["attention"] / llm.plan.max_tokens <= whole / 256  # of half the heads
         with pytest.raises(RequestError, match="over several ranks a document is not available yet"):
@@ -99,6 +103,11 @@ def test_it_answers_as_one_process_does_and_says_what_it_cannot(folder: Path, tm
     for size, said in ((3, "3 ranks do not divide its 8 attention heads; use 2, 4 or 1"), (0, "from 1 to 64")):
         with pytest.raises(HybridKVError, match=said):
             LLM(folder, tp=size, **HOW)
+    for seconds in ("abc", "0", "-5", "1.5", "nan", "inf", "1e300"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("HYBRIDKV_TP_TIMEOUT", seconds)
+            with pytest.raises(HybridKVError, match=f"HYBRIDKV_TP_TIMEOUT takes .* from 2 to 86400.* not '{seconds}'"):
+                LLM(folder, tp=2, **HOW)
     with pytest.raises(HybridKVError, match="KiB are needed|weights take"):  # after the workers were started
         LLM(folder, tp=2, memory="100KiB", **HOW)
     assert not dist.is_initialized()
@@ -137,11 +146,15 @@ def test_it_evicts_as_one_process_does(folder: Path) -> None:
     for tp in (1, 2):
         with LLM(folder, tp=tp, cache=cache, **HOW) as llm:
             answers = llm.generate(prompts, GREEDY, eviction=asked)
-            found.append([[answer.token_ids, answer.stats["kept_tokens"]] for answer in answers])
+            names = ("kept_tokens", "kv_bytes_full", "kv_bytes_kept")
+            found.append([[answer.token_ids, *(answer.stats[name] for name in names)] for answer in answers])
+            with llm.stream(prompts[0], GREEDY, eviction=asked[1]) as stream:
+                list(stream)
+            found[-1].append(kept_line(llm, [stream.request]))
             assert llm.manager.memory_bytes() == llm.plan.nbytes
             logits = llm.logits(prompts[1], prefill=140)
             assert logits.shape == (150, llm.config.vocab)
-    assert found[0] == found[1] and [round(kept) for _, kept in found[0]] == [47, 67, 39]
+    assert found[0] == found[1] and [round(answer[1]) for answer in found[0][:3]] == [47, 67, 39]
 
 
 @pytest.mark.long
@@ -181,14 +194,41 @@ def test_a_worker_that_ends_while_nothing_runs_is_noticed(folder: Path) -> None:
     assert not dist.is_initialized()
 
 
+def test_a_model_that_is_forgotten_leaves_its_group_and_one_that_was_closed_no_other(folder: Path) -> None:
+    forgotten = LLM(folder, tp=2, **HOW)
+    assert forgotten.ranks is not None
+    workers = forgotten.ranks.place.workers
+    want = forgotten.generate([[1, 2]], GREEDY)[0].token_ids
+    del forgotten
+    gc.collect()
+    assert not dist.is_initialized() and all(worker.poll() is not None for worker in workers)
+    closed = LLM(folder, tp=2, **HOW)
+    closed.close()
+    closed.close()
+    with LLM(folder, tp=2, **HOW) as llm:
+        del closed
+        gc.collect()
+        assert llm.generate([[1, 2]], GREEDY)[0].token_ids == want
+    assert gone(llm) and not dist.is_initialized()
+
+
 def test_a_command_refuses_a_number_that_does_not_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         main(["generate", "-m", str(folder), "--device", "cpu", "--tp", "3", "x"])
     assert leaving.value.code == 2 and "use 2, 4 or 1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", (("serve", "--document"), ("generate", "x", "--document"), ("compress", "-o")))
-def test_a_command_refuses_documents_over_ranks_before_it_loads_anything(
+REFUSED = (
+    ("serve", "--document"),
+    ("generate", "x", "--document"),
+    ("compress", "-o"),
+    ("inspect", "x", "-o"),
+    ("demo", "-o"),
+)
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_command_refuses_what_is_not_there_over_ranks_before_it_loads_anything(
     words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "d.doc"

@@ -72,6 +72,7 @@ def demo(
     if model.model is None and model.dtype == "auto":
         model = replace(model, dtype="float32")  # the same answers on every machine, with and without a GPU
     path = page_place(output)
+    model.refuse_ranks("a page of what all heads kept")
     model = replace(model, budget=BUDGET) if model.budget is None else model
     cache = model.cache()
     with model.open(cache=whole(cache)) as llm:

@@ -117,7 +117,7 @@ def finish(engine: Engine, request: Request) -> None:
     for sibling in request.forming:
         sibling.error, sibling.finish_reason = request.error, request.finish_reason
         finish(engine, sibling)
-    request.stats = stats_of(request, engine.manager)
+    request.stats = stats_of(request, engine.manager, engine.schema)
     if engine.manager.reuse is not None and request.reuse:
         finish_report(request, min(engine.manager.reuse.written(request.key), request.prompt_tokens))
         if request.pins and request.finish_reason in ("stop", "length"):

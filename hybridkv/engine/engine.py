@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from hybridkv.cache import KVCacheManager
+from hybridkv.cache.schema import CacheSchema
 from hybridkv.cache.session import Session, check_model
 from hybridkv.config import EvictionConfig, SamplingParams
 from hybridkv.devices import on_device
@@ -93,6 +94,11 @@ class Engine:
         self.about: dict[str, str] = {}  # the model in words, for a session that meets another one
         self.calls = Calls()
         self.numbers = itertools.count()  # of requests to come
+
+    @property
+    def schema(self) -> CacheSchema:
+        """Of the model's cache; over ranks of all of them together."""
+        return self.manager.schema
 
     @cached_property
     def stream_weights(self) -> Tensor:

@@ -175,7 +175,7 @@ def evict_turns(engine: Engine, request: Request, turns: Sequence[tuple[int, int
             if others:
                 scheduler.spare(others[0])
                 continue
-        request.stats = stats_of(request, manager)
+        request.stats = stats_of(request, manager, engine.schema)
         break
     return request.stats
 

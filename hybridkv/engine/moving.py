@@ -193,7 +193,8 @@ def _end(engine: Engine, request: Request) -> None:
     """Nothing is left to do: its last token has ended it."""
     request.text.finish()
     request.cached_tokens = request.prompt_tokens  # nothing of it was computed here
-    request.stats, request.status, request.following = stats_of(request, engine.manager), Status.FINISHED, None
+    request.stats = stats_of(request, engine.manager, engine.schema)
+    request.status, request.following = Status.FINISHED, None
 
 
 # ---- what was sent, checked

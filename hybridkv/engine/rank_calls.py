@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from hybridkv.cache.schema import CacheSchema
 from hybridkv.cache.session import Session
 from hybridkv.config import EvictionConfig, SamplingParams
 from hybridkv.engine.agreement import RanksAgree
@@ -56,6 +57,10 @@ class RankCalls(Engine):
 
     def _check_alive(self) -> None:
         raise NotImplementedError
+
+    @property
+    def schema(self) -> CacheSchema:
+        return super().schema if self.whole is None else self.whole.schema
 
     def resolve_eviction(
         self, asked: EvictionConfig | int | None | object, replays: bool = False

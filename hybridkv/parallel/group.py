@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import threading
 import time
@@ -34,6 +35,7 @@ ABANDON = 10.0  # seconds that communication with ranks that are gone has to end
 JOIN = 120.0  # and for them to have begun
 START = 3600.0  # and for all of them to have loaded their parts
 LOOPBACK = "127.0.0.1"
+MOST_SAID = 300  # characters of a library's own words in an error
 BACKLOG = 128  # ranks that may come at once
 # torch 2.13 has a new name for it
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -131,7 +133,9 @@ class Group:
         except GroupError:
             raise
         except (RuntimeError, ValueError, OSError) as problem:  # DistError and its kinds are RuntimeErrors
-            raise GroupError(f"rank {rank} of {size} did not meet the others at {meeting}: {problem}") from None
+            raise GroupError(
+                f"rank {rank} of {size} did not meet the others at {meeting}: {first_sentence(str(problem))}"
+            ) from None
         return group
 
     def meet(self, where: str, check: Callable[[], None] = lambda: None, limit: float = START) -> None:
@@ -292,7 +296,14 @@ class Said:
     def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, _: object) -> None:
         if isinstance(problem, RuntimeError) and not isinstance(problem, HybridKVError):
             where = f"rank {self.group.rank} of {self.group.size}"
-            raise GroupError(f"{where}: another rank ended or did not come to {self.what}: {problem}") from problem
+            why = first_sentence(str(problem))
+            raise GroupError(f"{where}: another rank ended or did not come to {self.what}: {why}") from problem
+
+
+def first_sentence(text: str) -> str:
+    """Of what torch or gloo says: without the places in their sources before it, and without what follows."""
+    line = re.sub(r"^(\[[^\]]*\.(cc|cpp|h|hpp|cu):\d+\]\s*)+", "", text.strip().partition("\n")[0])
+    return line.partition(". ")[0][:MOST_SAID]
 
 
 def _store(meeting: str, rank: int, size: int, limit: timedelta, listener: socket.socket | None) -> dist.Store:

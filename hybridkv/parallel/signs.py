@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 
 FAILED = 3  # exit code of a rank whose group has ended
@@ -14,3 +15,9 @@ def leave_the_end_to_rank_0() -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+
+
+def said_by(rank: int, problem: BaseException) -> str:
+    """A problem as a line of a rank, which is named once."""
+    text = str(problem)
+    return f"hybridkv: {text}" if re.match(rf"rank {rank}\b", text) else f"hybridkv: rank {rank}: {text}"

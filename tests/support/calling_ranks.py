@@ -200,7 +200,7 @@ def held(engine: Engine) -> list[Any]:
     freed = engine.evict_held(fork, EvictionConfig(40, 16, 8, "auto"), ranges=[(3, 9)])
     assert freed > 0
     stats = engine.evict_turns(first, [(0, 50), (50, 100)], 12)
-    found.append(stats["kept_tokens"])
+    found += [stats[name] for name in ("kept_tokens", "kv_bytes_full", "kv_bytes_kept")]
     turns = [
         engine.add([*each.tokens, *TEXT[200:240]], GREEDY, True, each, EvictionConfig(60, 16, 8, "snapkv"))
         for each in (first, fork)
