@@ -20,11 +20,13 @@ STREAM_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
+TOO_MANY = "too many connections are open"
 
 
 class GuardedProtocol(H11Protocol):
-    """One connection. `most`: connections open at once; `write_seconds`: after which a client that reads nothing is
-    dropped, whether an answer is being written to it or lies here to the end.
+    """One connection. `most`: connections open at once, of which one that has said nothing makes room for the next;
+    `write_seconds`: after which a client that reads nothing is dropped, whether an answer is being written to it or
+    lies here to the end.
     """
 
     most = 1024
@@ -36,6 +38,7 @@ class GuardedProtocol(H11Protocol):
         self.app = self._with_abort(self.app)  # type: ignore[assignment,arg-type]
         self._timer: asyncio.TimerHandle | None = None
         self._reading: asyncio.TimerHandle | None = None  # the next look at whether the client reads
+        self._opened, self._silent = 0.0, True  # when, and whether nothing has come since
 
     def _with_abort(self, app: ASGIApp) -> ASGIApp:
         async def run(scope: Scope, receive: Receive, send: Send) -> None:
@@ -47,10 +50,20 @@ class GuardedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self.most:
-            self._refuse(503, "too many connections are open")
+        self._opened = self.loop.time()
+        if len(self.connections) > self.most and not self._make_room():
+            self._refuse(503, TOO_MANY)
             return
         self._start_timer()
+
+    def _make_room(self) -> bool:
+        """Close the connection that has been silent for longest since it was opened: who opens many and says nothing
+        must not keep others out."""
+        silent = [each for each in self.connections if isinstance(each, GuardedProtocol) and each._silent]
+        others = [each for each in silent if each is not self and not each.transport.is_closing()]
+        if others:
+            min(others, key=lambda each: each._opened)._refuse(503, TOO_MANY)
+        return bool(others)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -80,6 +93,7 @@ class GuardedProtocol(H11Protocol):
             self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
+        self._silent = False
         if self._between_requests:
             self._start_timer()
         super().data_received(data)

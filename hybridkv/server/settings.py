@@ -54,7 +54,7 @@ class ServerSettings:
         body_seconds: that it may take to send its body.
         body_bytes: of all bodies that have come and are not read yet; one of the largest size always fits.
         keep_alive: seconds of silence in a stream after which a sign of life is sent.
-        connections: open at once.
+        connections: open at once; one that has said nothing makes room for the next.
         metrics_prefix: of the names at /metrics.
         log_json: log lines as JSON.
         tool_format: how the model writes calls, by a name of text/call_formats.py; None: as its template says.

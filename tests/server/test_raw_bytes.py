@@ -7,12 +7,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
 from hybridkv import LLM
 from hybridkv.server.protocol import GuardedProtocol
-from server.running import HI, Running, post_bytes, read_all, serving
+from server.running import HI, Running, post_bytes, read_all, serving, until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 BODY = b'{"prompt": "a", "max_tokens": 1}'
@@ -264,3 +265,44 @@ def test_pages_of_other_origins_are_answered_only_if_allowed(tiny_llm: LLM) -> N
             assert statuses(found) == [status]
             assert found.lower().count(b"access-control-allow-origin: http://page.example\r\n") == 1
         assert statuses(running.raw(get(CHAT, method="OPTIONS"))) == [401]  # no browser asks so
+
+
+# ---- how many
+
+
+def connections(running: Running) -> set[GuardedProtocol]:
+    assert running.server._http is not None
+    return running.server._http.server_state.connections  # type: ignore[return-value]
+
+
+def test_who_opens_connections_and_says_nothing_keeps_nobody_out(tiny_llm: LLM) -> None:
+    with serving(tiny_llm, connections=8) as running, ExitStack() as closing:
+        opened = connections(running)
+
+        def open_one() -> socket.socket:
+            before = len(opened)
+            found = closing.enter_context(running.connect())
+            until(lambda: len(opened) > before)
+            return found
+
+        silent = [open_one() for _ in range(8)]
+        for _ in range(3):
+            assert running.ask("GET", "/health")[0] == 200
+            until(lambda: len(opened) == 7)
+        assert statuses(read_all(silent[0])) == [503], "the one that was opened first"
+        for connection in silent[1:]:
+            connection.sendall(get("/health"))
+            assert statuses(read_all(connection)) == [200], "the others may still ask"
+
+
+def test_connections_that_have_said_something_are_not_closed_for_others(tiny_llm: LLM) -> None:
+    with serving(tiny_llm, connections=4) as running, ExitStack() as closing:
+        opened = connections(running)
+        half = [closing.enter_context(running.connect()) for _ in range(4)]
+        for connection in half:
+            connection.sendall(get("/health")[:30])
+        until(lambda: sum(bool(each.conn.trailing_data[0]) for each in opened) == 4)  # it was read
+        assert statuses(read_all(closing.enter_context(running.connect()))) == [503]
+        for connection in half:
+            connection.sendall(get("/health")[30:])
+            assert statuses(read_all(connection)) == [200]
