@@ -92,6 +92,7 @@ class Ranks:
         self.exact = False
         self.blocks: dict[str, BlockForm] | None = None  # of what stays codes with a scale for each block
         self._engine: LockStepEngine | None = None
+        self._left = False  # the group has been left: another model may have one
 
     def cut(
         self, checkpoint: Checkpoint, config: ModelConfig, exact: bool, packed: bool, released: bool
@@ -156,6 +157,7 @@ class Ranks:
         self.group.meet("loaded", self.place.check)
         if self.group.rank == 0:
             weakref.finalize(llm, self.place.kill)
+            weakref.finalize(llm, self._forgotten).atexit = False  # a process that ends needs no group left
             self._engine.on_failure = lambda problem: self._end_others()
             self._engine.watch(self.place.check)
             self._engine.channel.begin_beat()
@@ -196,13 +198,23 @@ class Ranks:
         if self.group.rank == 0:
             self._abandon()
 
+    def _forgotten(self) -> None:
+        """The LLM is gone, and nobody has closed it: another one may be opened."""
+        if not self._left:
+            self._abandon()
+
     def _abandon(self) -> None:
         """End the others at once, and leave their group."""
+        self._left = True
+        if self._engine is not None:
+            self._engine.channel.close()
         self.place.kill()
         self.group.abandon(lambda: None if self._engine is None else self._engine.drop_graphs())
 
     def end(self) -> None:
         """Rank 0 has closed the model."""
+        if self._left:
+            return
         engine = self._engine
         if engine is None or engine.failure is not None:
             self._abandon()
@@ -212,8 +224,8 @@ class Ranks:
                 self.group.settle(self.place.check)
             engine.drop_graphs()
         except GroupError:
-            engine.channel.close()
             self._abandon()
             return
         engine.channel.close()
         self.place.end()
+        self._left = True

@@ -28,6 +28,7 @@ from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.eviction import Ada, Policy, SnapKV
 from hybridkv.kernels.linear.block_scaled import BlockScaled
 from hybridkv.parallel.group import GroupError, free_port
+from server.running import until
 
 HOW: dict[str, Any] = dict(device="cpu", dtype="float32", max_requests=4, max_context=256)
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
@@ -200,8 +201,8 @@ def test_a_model_that_is_forgotten_leaves_its_group_and_one_that_was_closed_no_o
     workers = forgotten.ranks.place.workers
     want = forgotten.generate([[1, 2]], GREEDY)[0].token_ids
     del forgotten
-    gc.collect()
-    assert not dist.is_initialized() and all(worker.poll() is not None for worker in workers)
+    until(lambda: gc.collect() >= 0 and not dist.is_initialized())  # the engine's thread may just be letting go of it
+    assert all(worker.poll() is not None for worker in workers)
     closed = LLM(folder, tp=2, **HOW)
     closed.close()
     closed.close()

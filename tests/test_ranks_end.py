@@ -244,6 +244,7 @@ def test_where_every_rank_stands_is_written_before_those_that_hang_are_ended(
 ) -> None:
     with LLM(folder, tp=2, **HOW) as llm:
         assert llm.ranks is not None
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0))  # from here on the other one follows
         llm.ranks.place.dump_stacks()
         found = capfd.readouterr().err
         assert found.count("Current thread") == 2 and "in follow\n" in found and "in dump_stacks\n" in found
