@@ -81,6 +81,8 @@ def read_prompt(asked: Fields, service: Service) -> Rendered:
     ending = "open" if last["role"] == "assistant" and last["content"] else "answer"
     if last["role"] == "assistant" and ending == "answer":
         messages.pop()
+    if is_marked(asked):
+        _mark_end(messages)
     tools = read_anthropic_tools(asked, service.settings.tool_format)
     marked = any(is_marked(tool) for tool in asked.objects("tools", settings.MAX_TOOLS))
     chat = Chat(messages, thinking, variables, ending, budget, tools, structure, sharing_of(asked), marked)
@@ -125,12 +127,23 @@ class _Texts:
     def add(self, text: str, marked: bool) -> None:
         self.listed.append(text)
         if marked:
-            self._marks.append(len(self._between.join(self.listed)))
+            self.mark_end()
+
+    def mark_end(self) -> None:
+        self._marks.append(len(self._between.join(self.listed)))
 
     @property
     def content(self) -> Message:
         found: Message = {"content": self._between.join(self.listed)}
         return found | {MARKED: self._marks} if self._marks else found
+
+
+def _mark_end(messages: list[Message]) -> None:
+    """A mark of the whole request: at the end of the last text."""
+    for i, message in reversed(list(enumerate(messages))):
+        if message["content"]:
+            messages[i] = message | {MARKED: [*message.get(MARKED, ()), len(message["content"])]}
+            return
 
 
 # ---- messages
@@ -141,7 +154,7 @@ def read_messages(asked: Fields) -> list[Message]:
     if "messages" not in asked:
         raise asked.wrong("messages", "it is missing")
     found: list[Message] = []
-    calls: set[str] = set()
+    calls: dict[str, bool] = {}
     left_out: list[str] = []
     for message in asked.objects("messages", settings.MAX_MESSAGES):
         found += _read_message(message, calls, left_out)
@@ -151,9 +164,9 @@ def read_messages(asked: Fields) -> list[Message]:
     return with_joined_turns(found, ("user", "assistant"))
 
 
-def _read_message(message: Fields, calls: set[str], left_out: list[str]) -> list[Message]:
-    """A message as turns: results of tools come before text. `calls`: ids of all calls so far; `left_out`: kinds of
-    blocks that were.
+def _read_message(message: Fields, calls: dict[str, bool], left_out: list[str]) -> list[Message]:
+    """A message as turns: results of tools come before text. `calls`: ids of all calls so far, and whether each is
+    marked; `left_out`: kinds of blocks that were.
     """
     role = message.choice("role", ("user", "assistant", "system"))
     if role is None:
@@ -168,17 +181,17 @@ def _read_message(message: Fields, calls: set[str], left_out: list[str]) -> list
     made: list[dict[str, Any]] = []
     results: list[Message] = []
     for block in message.objects("content", settings.MAX_PARTS):
-        kind = block.needed_text("type", 64)
+        kind, marked = block.needed_text("type", 64), is_marked(block)
         if kind == "text":
-            texts.add(block.needed_text("text"), is_marked(block))
+            texts.add(block.needed_text("text"), marked)
         elif kind == "thinking" and role == "assistant":
             thoughts.append(block.needed_text("thinking"))
         elif kind == "redacted_thinking" and role == "assistant":
             continue
         elif kind == "tool_use" and role == "assistant":
-            made.append(_read_call(block, calls))
+            made.append(_read_call(block, calls, marked))
         elif kind == "tool_result" and role == "user":
-            results.append(_read_result(block, calls))
+            results.append(_read_result(block, calls, marked))
         elif kind in MEDIA:
             raise block.wrong("type", f"{kind} blocks are not served: this is a text model")
         elif kind in DROPPED:
@@ -194,29 +207,42 @@ def _read_message(message: Fields, calls: set[str], left_out: list[str]) -> list
     return results if empty and results else [*results, turn]
 
 
-def _read_call(block: Fields, calls: set[str]) -> dict[str, Any]:
+def _read_call(block: Fields, calls: dict[str, bool], marked: bool) -> dict[str, Any]:
     name, id_, given = block.needed_text("name", 256), block.needed_text("id", 256), block.object("input")
-    calls.add(id_)
+    calls[id_] = marked
     return {"id": id_, "type": "function", "function": {"name": name, "arguments": {} if given is None else given.data}}
 
 
-def _read_result(block: Fields, calls: set[str]) -> Message:
+def _read_result(block: Fields, calls: dict[str, bool], marked: bool) -> Message:
+    """A result as a turn. A mark of its call is at its beginning: how a template ends a call is its own affair."""
     id_ = block.needed_text("tool_use_id", 256)
     if id_ not in calls:
         raise block.wrong("tool_use_id", "no call before it has this id")
-    content = block.raw("content")
+    failed, content = block.flag("is_error"), block.raw("content")
+    texts = _Texts("")
+    if calls[id_]:
+        texts.mark_end()
+    if failed:
+        texts.add("Error: ", marked=False)
     if isinstance(content, list):
-        texts = []
-        for part in block.objects("content", settings.MAX_PARTS):
-            kind = part.raw("type")
-            if kind in DROPPED:
-                continue
-            if kind != "text":
-                raise part.wrong("type", "a result has text blocks alone: this is a text model")
-            texts.append(part.needed_text("text"))
-        content = "\n".join(texts)
-    elif not isinstance(content, str | None):
+        _add_parts(texts, block)
+    elif isinstance(content, str | None):
+        texts.add(content or "", marked=False)
+    else:
         raise block.wrong("content", "it must be text or a list of text blocks")
-    shown = f"Error: {content or ''}" if block.flag("is_error") else content or ""
-    marks = {MARKED: [len(shown)]} if shown and is_marked(block) else {}
-    return {"role": "tool", "tool_call_id": id_, "content": shown, **marks}
+    if marked:
+        texts.mark_end()
+    return {"role": "tool", "tool_call_id": id_, **texts.content}
+
+
+def _add_parts(texts: _Texts, block: Fields) -> None:
+    """The text blocks of a result."""
+    between = ""
+    for part in block.objects("content", settings.MAX_PARTS):
+        kind, marked = part.raw("type"), is_marked(part)
+        if kind in DROPPED:
+            continue
+        if kind != "text":
+            raise part.wrong("type", "a result has text blocks alone: this is a text model")
+        texts.add(between + part.needed_text("text"), marked)
+        between = "\n"

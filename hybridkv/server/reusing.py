@@ -60,11 +60,11 @@ def named_marks(messages: list[Message]) -> tuple[list[Message], list[str]]:
         content, places = message.get("content"), message.get(MARKED, ())
         if not places or not isinstance(content, str):
             return message
-        for at in sorted(places, reverse=True):
-            at = len(content[:at].rstrip())  # templates trim what stands at the end
-            if at:
+        for at in sorted(set(places), reverse=True):
+            end = len(content[:at].rstrip())  # templates trim what stands at the end
+            if end or not at:
                 names.append(random_name())
-                content = content[:at] + names[-1] + content[at:]
+                content = content[:end] + names[-1] + content[end:]
         return message | {"content": content}
 
     return [named(message) for message in messages], names
