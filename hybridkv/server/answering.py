@@ -166,3 +166,4 @@ def _watched(service: Service, generation: Generation, receive: Receive, record:
         record.usage, record.times, record.params = generation.usage, generation.times, generation.job.params
         record.cause = record.cause or generation.problem
         service.end(generation)
+        service.misses.saw(generation.usage)

@@ -64,6 +64,7 @@ class Usage:
     policy: str | None = None
     evictions: int = 0
     reuse: dict[str, Any] = field(default_factory=dict)  # of the first prompt: what of it was there, and why not more
+    loads: list[float] = field(default_factory=list)  # seconds that prompts waited for copies from the host
     written_tokens: int = 0  # of prompts: others that begin alike need not read them
     preemptions: int = 0
     wait_s: float | None = None
@@ -384,6 +385,8 @@ class Generation:
         usage, stats = self.usage, request.stats
         if request in self.prompt_requests:  # siblings read nothing
             usage.written_tokens += request.reuse.get("written", 0)
+            if "load_ms" in request.reuse:
+                usage.loads.append(request.reuse["load_ms"] / 1000)
         usage.kept_tokens = max(usage.kept_tokens, stats.get("kept_tokens", 0.0))
         usage.kv_bytes += int(stats.get("kv_bytes_kept", 0))
         usage.full_bytes += int(stats.get("kv_bytes_full", 0))

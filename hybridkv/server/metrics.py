@@ -33,6 +33,7 @@ class Metrics:
     def __init__(self, prefix: str) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
         self._prefix, self._model = prefix, ""
+        self._speed: Callable[[], float] = lambda: 0.0  # tokens of prompts that are read in a second; 0: not known
         self._plain: list[Counter | Histogram] = []  # those whose one label is the model
         model = ["model_name"]
 
@@ -63,6 +64,8 @@ class Metrics:
         self.queries = counter("prefix_cache_queries", "tokens of prompts that were looked for in the cache")
         self.hits = counter("prefix_cache_hits", "tokens of prompts that were found there")
         self.preemptions = counter("num_preemptions", "requests that had to give up their cache for a while")
+        self.loads = histogram("reuse_load_seconds", "that a prompt waited for its copies from the host", SECONDS)
+        self.saved = counter("reuse_saved_seconds", "of reading that was not needed, less what copies took")
         self.evicted = counter("evicted_tokens", "tokens that streams gave up, on average over streams", "policy")
         self.cached_total = counter("prompt_tokens_cached", "tokens of prompts that were not read again")
         self.calls = counter(
@@ -80,7 +83,7 @@ class Metrics:
 
     def watch(self, llm: LLM, model: str) -> None:
         """Show what this model's cache holds."""
-        self._model = model
+        self._model, self._speed = model, lambda: llm.manager.host.speed
         about = {"block_size": str(llm.cache_config.page_size), "num_gpu_blocks": str(sum(_totals(llm).values()))}
         about |= {"cache_dtype": llm.cache_config.kv_dtype, "model_name": model}
         info = Gauge(self._prefix + "cache_config_info", "how the cache is laid out", [*about], registry=self.registry)
@@ -115,6 +118,10 @@ class Metrics:
         self.queries.labels(model).inc(usage.prompt_tokens)
         self.hits.labels(model).inc(usage.cached_tokens)
         self.cached_total.labels(model).inc(usage.cached_tokens)
+        for seconds in usage.loads:
+            self.loads.labels(model).observe(seconds)
+        if speed := self._speed():
+            self.saved.labels(model).inc(max(0.0, usage.cached_tokens / speed - sum(usage.loads)))
         self.replayed.labels(model).inc(sum(prompt.replayed for prompt in generation.job.prompts))
         self.preemptions.labels(model).inc(usage.preemptions)
         for whole, count in generation.calls.items():
@@ -204,6 +211,12 @@ class _CacheCollector:
         yield from self._reused(gauge)
         yield from self._read_again(gauge)
         host = llm.manager.host
+        ways = {("device", "host"): host.copied_down, ("host", "device"): host.copied_up}
+        about = "bytes of caches that were copied between device and host"
+        moved = CounterMetricFamily(self._prefix + "reuse_copy_bytes", about, labels=["model_name", "from", "to"])
+        for way, nbytes in ways.items():
+            moved.add_metric([model, *way], nbytes)
+        yield moved
         room: Values = {("used",): float(host.used), ("capacity",): float(host.limit)}
         yield gauge("host_cache_bytes", "host memory for caches that wait to be used again", room, "what")
         about = "caches that waited for a next turn, by what became of them"

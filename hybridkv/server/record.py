@@ -67,6 +67,10 @@ class Record:
                 if seconds is not None:
                     found[f"{name[:-2]}_ms"] = round(1000 * seconds, 1)
             found |= {"kept_bytes": usage.kv_bytes, "full_bytes": usage.full_bytes}
+            if usage.reuse:
+                found["reuse"] = usage.reuse["reason"]
+                if usage.reuse["matched"] and "diverged_at" in usage.reuse:  # the token where it leaves what is kept
+                    found["diverged_at"] = usage.reuse["diverged_at"]
         if self.problem is not None:
             found["error"] = self.problem.code or self.problem.status
         if self.trace is not None:

@@ -21,6 +21,7 @@ from hybridkv.server.bodies import Bodies
 from hybridkv.server.feed import CacheFeed
 from hybridkv.server.generation import Generation, Job
 from hybridkv.server.metrics import Metrics
+from hybridkv.server.misses import Misses
 from hybridkv.server.picture import Recorder
 from hybridkv.server.problems import ApiError, bad, busy, too_long, unavailable
 from hybridkv.server.sessions import Sessions
@@ -45,6 +46,7 @@ class Service:
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
         self.metrics = Metrics(settings.metrics_prefix)
+        self.misses = Misses()
         self.tracing = open_tracing()
         self.created = int(time.time())
         self.bodies = Bodies(settings.body_bytes, shared=len(settings.api_keys) > 1)

@@ -100,13 +100,14 @@ def with_object_arguments(messages: list[Message]) -> list[Message]:
     """Arguments of tool calls that are the JSON text of an object become that object."""
 
     def to_object(arguments: Any) -> Any:
+        value, deep = None, True
         try:
             value = json.loads(arguments) if isinstance(arguments, str) else arguments
             deep = nests_too_deeply(value)
         except ValueError:  # whatever the model wrote: shown as it is
             return arguments
-        except RecursionError:
-            deep = True
+        except RecursionError:  # deeper still
+            pass
         if deep:
             raise RequestError(
                 "arguments of a tool call are nested too deeply: objects and lists in each other may have "

@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from hybridkv import LLM
 from hybridkv.errors import HybridKVError
-from hybridkv.server import guard
+from hybridkv.server import guard, misses
 from hybridkv.server.settings import ServerSettings
 from server.running import HI, Running, serving, until
 
@@ -197,3 +197,59 @@ def test_lines_can_be_json(tiny_llm: LLM, lines: Any) -> None:
         running.chat(max_tokens=1)
     found = [json.loads(line) for line in lines.messages]
     assert [f["model"] for f in found if "model" in f] == ['odd "name"']
+
+
+# ---- prompts that find nothing
+
+
+def parting(base: int, end: int, more: int = 0) -> dict[str, Any]:
+    """A prompt that begins with 128 tokens of its base."""
+    tokens = [(base * 31 + i * i) % 90 + 5 for i in range(128)]
+    return {"prompt": [*tokens, *([end] * (40 + more))], "max_tokens": 1}
+
+
+def test_a_line_says_where_a_prompt_leaves_what_is_kept(tiny_llm: LLM, lines: Any) -> None:
+    with serving(tiny_llm) as running:
+        tiny_llm.forget()
+        for base, end in ((2, 5), (1, 5), (1, 6)):
+            assert running.post("/v1/completions", parting(base, end, 30))[0] == 200
+        until(lambda: sum("code=200" in line for line in lines.messages) == 3)
+    *cold, near = (line for line in lines.messages if "code=200" in line)
+    assert all(" reuse=cold" in line and "diverged_at" not in line for line in cold)
+    assert " reuse=no_checkpoint diverged_at=128" in near
+
+
+def test_long_prompts_that_begin_with_what_is_kept_and_find_nothing_are_told(
+    tiny_llm: LLM, lines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"LONG": 150, "LAST": 4, "LEAST": 128}.items():
+        monkeypatch.setattr(misses, name, value)
+
+    def warnings() -> list[str]:
+        return [record.getMessage() for record in lines.records if record.levelno == logging.WARNING]
+
+    with serving(tiny_llm) as running:
+        tiny_llm.forget()
+        served = 0
+
+        def ask(*asked: int) -> dict[str, Any]:
+            nonlocal served
+            status, found = running.post("/v1/completions", parting(*asked))
+            served += 1
+            until(lambda: sum("code=200" in line for line in lines.messages) == served)
+            assert status == 200
+            return found["usage"]["hybridkv"]["reuse"]
+
+        for base in (1, 2):
+            assert not warnings()
+            ask(base, 5)
+            assert ask(base, 6)["matched"] == 128
+        [said] = warnings()
+        assert "the last 4 prompts of 150 tokens or more, though 2 of them began with 128 or more" in said
+        assert "most often: no_checkpoint" in said
+        ask(3, 5), ask(3, 6)
+        assert len(warnings()) == 1, "not again within the minute"
+        assert ask(3, 6, 1)["cached"] == 168, "the end of a turn"
+        running.service.misses._quiet_until = 0.0
+        ask(4, 5), ask(4, 6)
+        assert len(warnings()) == 1, "one of the last four has found something"

@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 
+from engine.ascii_tokenizer import write_tokenizer
+from engine.reusing import drive_out
 from hybridkv import LLM
 from hybridkv.cache.checkpoints import KINDS
 from server.running import HI, Running, post_bytes, serving, until
@@ -105,6 +108,42 @@ def test_what_was_read_again_and_why_is_counted(tiny_llm: LLM) -> None:
             last[name] > after[name]
             and last['columns{model_name="tiny",tier="device"}'] == last[f"uncovered_columns{LABEL}"] == 0
         )
+
+
+def test_copies_to_the_host_and_what_they_saved_are_counted(tmp_path: Path) -> None:
+    tiny.save("qwen3_5", tmp_path)
+    write_tokenizer(tmp_path)
+    text = [5 + i % 7 for i in range(1500)]
+
+    def ask(running: Running) -> dict[str, Any]:
+        return running.post("/v1/completions", {"prompt": text, "max_tokens": 1})[1]["usage"]
+
+    names = ("reuse_load_seconds_count", "reuse_load_seconds_sum", "reuse_saved_seconds_total")
+    with (
+        LLM(tmp_path, device="cpu", dtype="float32", max_requests=1, max_context=2048) as llm,
+        serving(llm, names=("tiny",)) as running,
+    ):
+        llm.manager.host.pages = True  # as on a GPU
+        ask(running)
+        speed, values = llm.manager.host.speed, values_of(running)
+        assert speed > 0 and [values[f"hybridkv_{name}{LABEL}"] for name in names] == [0, 0, 0]
+        here = ask(running)["prompt_tokens_details"]["cached_tokens"]
+        saved = values_of(running)[f"hybridkv_{names[2]}{LABEL}"]
+        assert here > 1000 and saved == pytest.approx(here / speed)
+        llm.owner.run(drive_out)
+        llm.manager.host.speed = speed = 1.0  # reading is slow: all is worth a copy
+        usage = ask(running)
+        found, took = usage["prompt_tokens_details"]["cached_tokens"], usage["hybridkv"]["reuse"]["load_ms"] / 1000
+        assert usage["hybridkv"]["reuse"]["tier"] == "host"
+        values, host = values_of(running), llm.manager.host
+        assert values[f"hybridkv_{names[0]}{LABEL}"] == 1 and values[f"hybridkv_{names[1]}{LABEL}"] == pytest.approx(
+            took
+        )
+        assert values[f"hybridkv_{names[2]}{LABEL}"] - saved == pytest.approx(found / speed - took, rel=1e-9)
+        for way, nbytes in {("device", "host"): host.copied_down, ("host", "device"): host.copied_up}.items():
+            name = f'hybridkv_reuse_copy_bytes_total{{from="{way[0]}",model_name="tiny",to="{way[1]}"}}'
+            assert values[name] == nbytes > found * 16
+        running.idle()
 
 
 def test_what_requests_hold_is_counted_while_they_run(tiny_llm: LLM) -> None:
