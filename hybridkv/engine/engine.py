@@ -283,9 +283,9 @@ class Engine:
         with self._change(), on_device(self.manager.device):
             return held.session_of(self, request, conversation or {})
 
-    def check_session_model(self, model: str, about: dict[str, str]) -> None:
+    def check_session_model(self, model: str, about: dict[str, str], files: str = "") -> None:
         """Whether a session file's model is this one, or RequestError: what differs."""
-        check_model(self.manager, held.about(self), model, about)
+        check_model(self.manager, held.about(self), model, about, files)
 
     def restore_held(self, session: Session) -> Request:
         """A session's request as it was: finished, its cache held for a next turn (`add(after=...)`).
