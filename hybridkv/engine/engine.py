@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from hybridkv.cache import KVCacheManager
@@ -233,6 +234,14 @@ class Engine:
             self.abort(request)
         else:
             request.hold = False
+
+    def forget(self, salt: bytes | None = None, tokens: Sequence[int] | None = None) -> None:
+        """Drop what is kept for others: under a salt, or all there is; `tokens`: of this text alone (Reuse)."""
+        reuse = self.manager.reuse
+        if reuse is not None and tokens is None:
+            reuse.forget(salt)
+        elif reuse is not None:
+            reuse.forget_text(salt or b"", np.array(tokens, np.int32))
 
     # ---- requests that move (moving.py)
 

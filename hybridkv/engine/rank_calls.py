@@ -253,6 +253,16 @@ class RankCalls(Engine):
             raise RequestError("the request's cache is not held any more: there is nothing to change")
         return found
 
+    # ---- what is kept for others
+
+    def forget(self, salt: bytes | None = None, tokens: Sequence[int] | None = None) -> None:
+        """As `Engine.forget`."""
+        event = {"event": "forget", "salt": None if salt is None else salt.hex(), "tokens": tokens}
+        self._call(event, partial(self._forget, event))
+
+    def _forget(self, event: Event) -> None:
+        super().forget(None if event["salt"] is None else bytes.fromhex(event["salt"]), event["tokens"])
+
     # ---- logits of a given text
 
     def score(self, tokens: Sequence[int], prefill: int | None = None, chunk: int | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from hybridkv.cache.session import Session
 from hybridkv.engine.engine import Engine
 from hybridkv.errors import RequestError
 from server.running import serving
-from server.test_transfers import ASKED, alone, counted, first_leg, said
+from server.test_transfers import ASKED, COMPLETIONS, TEXT, alone, counted, first_leg, said
 
 HOW: dict[str, Any] = dict(device="cpu", dtype="float32", max_requests=4, max_context=512, exact=True)
 ROOT = Path(__file__).parents[2]
@@ -26,14 +26,15 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("ranks")
-    build("qwen3_5", 5).save_pretrained(place)
+    build("llama", 5).save_pretrained(place)
     write_tokenizer(place, TEMPLATE)
     return place
 
 
 @pytest.fixture(scope="module")
 def one_and_two(folder: Path) -> Iterator[tuple[LLM, LLM]]:
-    cache = CacheConfig(query_buffers=2, window=8, recent=8)
+    # budgets are even, so what was read is kept for others over ranks, too
+    cache = CacheConfig(query_buffers=2, window=8, recent=8, policy="snapkv")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))  # workers import the package that is tested
         patch.delenv("TRITON_INTERPRET", raising=False)
@@ -87,6 +88,29 @@ def test_a_saved_conversation_goes_on_over_another_number_of_ranks(
         talk.close()
 
 
+def test_a_conversation_that_is_to_be_forgotten_is_read_again(one_and_two: tuple[LLM, LLM]) -> None:
+    """Also by a client that sends its text without its name."""
+    path, body = COMPLETIONS, {"prompt": TEXT, "temperature": 0, "max_tokens": 4}
+    for llm in one_and_two:
+        llm.forget()
+        with serving(llm) as server:
+
+            def cached(own: dict[str, Any] | None = None, **headers: str) -> int:
+                status, found = server.post(path, body | {"hybridkv": own or {}}, **headers)
+                assert status == 200, found
+                return found["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+            assert cached({"budget": 400}, x_session_id="mine") == 0  # with a budget it is held
+            assert cached() > 100
+            status, found = server.post("/v1/cache/sessions", {"action": "forget", "name": "mine"})
+            assert (status, found["forgotten"]) == (200, True)
+            assert cached() == 0, "it was not forgotten"
+            assert cached() > 100
+            llm.forget()
+            assert cached() == 0
+            server.idle()
+
+
 def exported(llm: LLM) -> tuple[Session, list[int]]:
     """A request in the middle of its answer, and the whole of that."""
 
@@ -116,7 +140,7 @@ def test_another_model_is_refused_by_its_files_whatever_its_ranks(
     one_and_two: tuple[LLM, LLM], folder: Path, tmp_path: Path
 ) -> None:
     one, two = one_and_two
-    build("qwen3_5", 6).save_pretrained(tmp_path)
+    build("llama", 6).save_pretrained(tmp_path)
     write_tokenizer(tmp_path, TEMPLATE)
     cache = one.cache_config
     with LLM(tmp_path, cache=cache, **HOW) as other:
