@@ -12,7 +12,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import Tensor
 
 from hybridkv.answers import AnswersAsTheyEnd, ChatStream, Completion, Stream
@@ -35,8 +34,7 @@ from hybridkv.devices import resolve_device, resolve_fp8
 from hybridkv.document import Document, compress, load_document
 from hybridkv.document import Progress as DocumentProgress
 from hybridkv.embedded import Progress
-from hybridkv.engine.engine import INHERIT, Engine
-from hybridkv.engine.lock_step import NOT_OVER_RANKS
+from hybridkv.engine.engine import INHERIT
 from hybridkv.engine.owner import EngineOwner, Ticket
 from hybridkv.engine.warm import WarmReader
 from hybridkv.errors import HybridKVError, RequestError
@@ -423,19 +421,9 @@ class LLM:
         if not isinstance(salt, bytes | None):
             raise RequestError(f"a salt is bytes, or None for all there is, not {type(salt).__name__}")
         tokens = None if text is None else self.engine.check_tokens(self.encode(text))
-
-        def drop(engine: Engine) -> None:
-            reuse = engine.manager.reuse
-            if reuse is not None and tokens is None:
-                reuse.forget(salt)
-            elif reuse is not None:
-                reuse.forget_text(salt or b"", np.array(tokens, np.int32))
-
-        if self.ranks is not None:
-            raise RequestError(NOT_OVER_RANKS.format(what="forgetting what is kept"))
         if self.warm is not None:
             self.warm.forget(salt if tokens is None else salt or b"", tokens)
-        self.owner.run(drop)
+        self.owner.run(lambda engine: engine.forget(salt, tokens))
         if self.chat_template is not None and self.tokenizer is not None:
             self.chat_memory.forget(salt, tokens)
 

@@ -29,7 +29,7 @@ from hybridkv.eviction import Evictor
 from hybridkv.models import check_exact, load_model, open_checkpoint, with_query_buffer
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Model
-from hybridkv.models.fingerprint import fingerprint_of
+from hybridkv.models.fingerprint import files_name, fingerprint_of
 from hybridkv.planner import CachePlan
 from hybridkv.prompts import Prompts, load_tokenizer
 from hybridkv.settings import Settings
@@ -84,7 +84,8 @@ def open_model(
     """Size the cache, load the model and put an engine around it; or HybridKVError."""
     device, exact, ranks = settings.device, settings.exact, settings.ranks
     with open_checkpoint(path) as checkpoint:
-        path, config = checkpoint.path, ModelConfig.from_dict(checkpoint.config)
+        path, whole = checkpoint.path, ModelConfig.from_dict(checkpoint.config)
+        config = whole
         dtype = resolve_dtype(settings.dtype, device, checkpoint.config)
         tokenizer, no_tokenizer = load_tokenizer(checkpoint)
         sampling = sampling_defaults(checkpoint)
@@ -100,6 +101,7 @@ def open_model(
         model = _load(checkpoint, config, dtype, choice, settings, load_progress)
     manager = _make_cache(plan, settings)
     manager.model_fingerprint = fingerprint_of(model)
+    manager.model_files = files_name(identity, whole, dtype, choice.name(dtype), exact)
     eos = tokenizer.eos_ids if tokenizer and tokenizer.eos_ids else frozenset(config.eos_ids)
     evictor = Evictor.make(settings.cache, manager, scale=config.attention_scale)
     parts = model, manager, tokenizer, settings.limits.step_tokens, eos, evictor

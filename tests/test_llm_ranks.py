@@ -275,8 +275,9 @@ def test_a_conversation_on_three_ranks_is_that_of_one(tmp_path: Path) -> None:
             said.append(llm.chat([{"role": "user", "content": "Is water wet?"}], bound).text)
         found.append(said)
     assert found[0] == found[1] and found[0][-1] in ("yes", "no") and found[0][-2] > 100
-    with LLM(device="cpu", cache=cache, **how) as llm, pytest.raises(RequestError, match="ranks 3 there and none here"):
-        Conversation.load(llm, tmp_path / "3.talk")
+    with LLM(device="cpu", cache=cache, **how) as llm:  # one process goes on with what three ranks have saved
+        again = Conversation.load(llm, tmp_path / "3.talk", params=params)
+        assert "".join(again.send("Why?")) == found[1][-3] and again.last.stats["cached_tokens"] > 100
 
 
 @pytest.mark.long

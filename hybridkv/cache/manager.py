@@ -77,6 +77,7 @@ class KVCacheManager(SpecificationNames):
         query_buffers = rings if query_buffers is None else query_buffers
         self.exact = exact
         self.model_fingerprint: Callable[[], str] = lambda: ""  # names the model whose entries these are
+        self.model_files: Callable[[], str] = lambda: ""  # names it by its files, over any number of ranks; "": unknown
         self.schema, self.slots, self.max_tokens, self.device = schema, slots, max_tokens, torch.device(device)
         self.tables = {s.name: PageTable(s, pages[s.name], slots, max_tokens, self.device) for s in schema.streams}
         usable = slots if schema.query_window is not None else 0

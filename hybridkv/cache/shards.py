@@ -28,6 +28,9 @@ from hybridkv.eviction_record import EvictionRecord
 def cut(snapshot: Snapshot, schema: CacheSchema, counts: HeadCounts, shard: Shard) -> Snapshot:
     """What one rank holds of a whole snapshot, whose schema is given; or RequestError."""
     _check_of(snapshot, schema, "the whole schema")
+    for s in schema.streams:
+        if len(snapshot.lengths.get(s.name, ())) != s.streams:
+            raise RequestError(f"the snapshot does not have the {s.streams} streams of '{s.name}'")
     if shard.ranks == 1 or schema.compressed:
         return snapshot
     local, heads = cut_schema(schema, counts, shard.ranks), shard.kv_heads(counts.kv_heads)
@@ -66,7 +69,10 @@ def cut_session(session: Session, schema: CacheSchema, counts: HeadCounts, shard
         return session
     heads = shard.kv_heads(counts.kv_heads)
     records = {}
+    layers = next((len(s.layers) for s in schema.streams if s.name == STREAMS), 0)
     for at, record in session.evictions.items():
+        if record.lengths.shape != (layers, counts.kv_heads):
+            raise RequestError(f"the session's record of the eviction at {at} is of other layers or heads")
         keep = [[layer[g] for g in heads] for layer in record.lists()]
         records[at] = EvictionRecord(keep, record.lengths[:, list(heads)])
     snapshot = session.snapshot and cut(session.snapshot, schema, counts, shard)

@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from hybridkv.cache import KVCacheManager
@@ -234,6 +235,14 @@ class Engine:
         else:
             request.hold = False
 
+    def forget(self, salt: bytes | None = None, tokens: Sequence[int] | None = None) -> None:
+        """Drop what is kept for others: under a salt, or all there is; `tokens`: of this text alone (Reuse)."""
+        reuse = self.manager.reuse
+        if reuse is not None and tokens is None:
+            reuse.forget(salt)
+        elif reuse is not None:
+            reuse.forget_text(salt or b"", np.array(tokens, np.int32))
+
     # ---- requests that move (moving.py)
 
     def export(self, request: Request) -> Session:
@@ -283,9 +292,9 @@ class Engine:
         with self._change(), on_device(self.manager.device):
             return held.session_of(self, request, conversation or {})
 
-    def check_session_model(self, model: str, about: dict[str, str]) -> None:
+    def check_session_model(self, model: str, about: dict[str, str], files: str = "") -> None:
         """Whether a session file's model is this one, or RequestError: what differs."""
-        check_model(self.manager, held.about(self), model, about)
+        check_model(self.manager, held.about(self), model, about, files)
 
     def restore_held(self, session: Session) -> Request:
         """A session's request as it was: finished, its cache held for a next turn (`add(after=...)`).

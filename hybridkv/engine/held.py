@@ -35,7 +35,8 @@ def about(engine: Engine) -> dict[str, str]:
     config = engine.runner.model.config
     sizes = {"layers": config.layers, "width": config.hidden, "vocabulary": config.vocab}
     words = engine.about | {"architecture": config.architecture} | {key: str(value) for key, value in sizes.items()}
-    return words | about_cache(engine.manager)
+    mode = {"mode": "exact"} if engine.manager.exact else {}
+    return words | about_cache(engine.manager, engine.schema) | mode
 
 
 def session_of(engine: Engine, request: Request | None, conversation: Mapping[str, Any], cache: bool = True) -> Session:
@@ -44,7 +45,8 @@ def session_of(engine: Engine, request: Request | None, conversation: Mapping[st
     `cache`: else it is left out, and its records of evictions stay.
     """
     manager = engine.manager
-    plain = Session(manager.model_fingerprint(), about(engine), conversation=dict(conversation))
+    files = manager.model_files()
+    plain = Session(manager.model_fingerprint(), about(engine), conversation=dict(conversation), files=files)
     if request is None:
         return plain
     check_ended(request, "saved")
@@ -62,13 +64,15 @@ def session_of(engine: Engine, request: Request | None, conversation: Mapping[st
         snapshot,
         dict(conversation),
         request.policy if evicted else None,
+        files=files,
     )
 
 
 def restore_held(engine: Engine, session: Session) -> Request:
     """The session's request, finished, with its cache held where it has one. Older held caches make room."""
-    manager, scheduler, snapshot = engine.manager, engine.scheduler, session.snapshot
-    check_session(manager, session, about(engine))
+    manager, scheduler = engine.manager, engine.scheduler
+    session = check_session(manager, session, about(engine))
+    snapshot = session.snapshot
     tokens = engine.check_tokens(session.tokens)
     if session.evictions and engine.evictor is None:
         raise RequestError("the session's cache was evicted, and this model was opened without a budget")

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache.schema import CacheSchema
-from hybridkv.cache.session import Session
+from hybridkv.cache.session import Session, as_own, check_session
 from hybridkv.config import EvictionConfig, SamplingParams
 from hybridkv.engine.agreement import RanksAgree
 from hybridkv.engine.engine import Engine, Update
+from hybridkv.engine.held import about
 from hybridkv.engine.rank_sessions import WholeCache
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.eviction import find_policy
@@ -108,6 +109,22 @@ class RankCalls(Engine):
             raise GroupError(f"a call failed on rank {self.group.rank} and not on all: {problem}")
         raise problem
 
+    def _all_or_none(self, check: Callable[[], Found]) -> Found:
+        """What a check gives that takes nothing, or RequestError: it fails on some rank."""
+        found, problem = None, None
+        try:
+            found = check()
+        except GroupError:
+            raise
+        except HybridKVError as raised:
+            problem = raised
+        refused = self.group.all_gather(torch.tensor([int(problem is not None)])).flatten().tolist()
+        if problem is not None:
+            raise problem
+        if any(refused):
+            raise RequestError(f"what was sent does not fit the part of rank {refused.index(1)}; nothing was taken")
+        return found  # type: ignore[return-value]
+
     def _do_call(self, event: Event) -> None:
         """One of the others makes the call that rank 0 makes."""
         do = getattr(self, f"_{event['event']}")
@@ -179,7 +196,7 @@ class RankCalls(Engine):
     # ---- forks, and what is saved
 
     def session(self, request: Request | None, conversation: Mapping[str, Any] | None = None) -> Session:
-        """As `Engine.session`: the parts of all ranks, joined. It can be brought back over as many ranks."""
+        """As `Engine.session`: the parts of all ranks, joined."""
         if request is None or self._without_cache(request):
             return super().session(request, conversation)
         event = {"event": "session", "number": request.order}
@@ -192,8 +209,9 @@ class RankCalls(Engine):
         return self.whole.joined(self.group, part)
 
     def restore_held(self, session: Session) -> Request:
-        """As `Engine.restore_held`, of what `session` gave here or over as many ranks of the same model."""
-        self.check_session_model(session.model, session.about)  # before its bytes are sent
+        """As `Engine.restore_held`."""
+        self.check_session_model(session.model, session.about, session.files)  # before its bytes are sent
+        session = as_own(self.manager, session)
         event = {"event": "restore_held", "restored": next(self.numbers)}
         return self._call(event, partial(self._restore_held, event, session))
 
@@ -201,6 +219,7 @@ class RankCalls(Engine):
         self.numbers = itertools.count(event["restored"])
         assert self.whole is not None
         part = self.whole.cut(self.group, session)
+        part = self._all_or_none(partial(check_session, self.manager, part, about(self)))
         self._become_uneven(any(not record.alike for record in part.evictions.values()))
         return self._holding(super().restore_held(part))
 
@@ -233,6 +252,16 @@ class RankCalls(Engine):
         if found is None:
             raise RequestError("the request's cache is not held any more: there is nothing to change")
         return found
+
+    # ---- what is kept for others
+
+    def forget(self, salt: bytes | None = None, tokens: Sequence[int] | None = None) -> None:
+        """As `Engine.forget`."""
+        event = {"event": "forget", "salt": None if salt is None else salt.hex(), "tokens": tokens}
+        self._call(event, partial(self._forget, event))
+
+    def _forget(self, event: Event) -> None:
+        super().forget(None if event["salt"] is None else bytes.fromhex(event["salt"]), event["tokens"])
 
     # ---- logits of a given text
 
@@ -292,6 +321,13 @@ def params_words(request: Request) -> dict[str, Any]:
         "salt": request.salt.hex(),
         "marks": [list(mark) for mark in request.marks],
     }
+
+
+def take_words(request: Request, event: Event) -> None:
+    """What an event that `params_words` is part of says of a request beside its parameters."""
+    request.reads, request.writes = event["reads"], event["writes"]
+    request.salt, request.banned = bytes.fromhex(event["salt"]), tuple(event["banned"])
+    request.following = OF_RANK_0 if event["bound"] else None
 
 
 def params_of_words(event: Event) -> SamplingParams:

@@ -538,7 +538,7 @@ def test_a_file_is_refused_by_its_header_before_it_is_read(saved: tuple[Path, En
     with pytest.raises(HybridKVError, match="has 1099511627776 bytes, and no more than 1000000"):
         Session.load(large, room=1000000)
 
-    def other_model(model: str, about: dict[str, str]) -> None:
+    def other_model(model: str, about: dict[str, str], files: str) -> None:
         raise RequestError("another model")
 
     with pytest.raises(RequestError, match="another model"):

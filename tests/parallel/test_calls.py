@@ -89,3 +89,9 @@ def test_ranks_begin_with_what_others_have_read(kind: str, folder: Path, tmp_pat
     (want, _, free), found = both(path, "reused")
     assert found[0][0][:-1] == want[:-1] and [rank[2] for rank in found] == [free, free]
     assert found[0][0][-1][0][0] == 0
+
+
+def test_what_is_to_be_forgotten_is_forgotten_on_all_ranks(folder: Path) -> None:
+    (want, _, free), found = both(folder, "forgotten")
+    assert found[0][0] == want and [rank[2] for rank in found] == [free, free]
+    assert [cached > 0 for cached in want[:-1]] == [False, True, False, True, False, False, True, True, *[False] * 3]

@@ -30,7 +30,7 @@ def run(group: Group | Alone, part: tuple[Model, ModelConfig, Shard], script: st
     settings: dict[str, Any] = {"cache": replace(CACHE, budget=48)} if script == "score" else {}
     if script in ("bound", "hooked"):
         settings["tokenizer"] = byte_tokenizer()
-    engine = engine_of(group, part, rows=16 if script == "reused" else None, **settings)
+    engine = engine_of(group, part, rows=16 if script in ("reused", "forgotten") else None, **settings)
     found: Any = None
     if group.rank == 0:
         found = globals()[script](engine)
@@ -190,6 +190,32 @@ def reused(engine: Engine) -> list[Any]:
     assert found[-1][0][0] > 0
     ask(TEXT[:200], eviction=EvictionConfig(60, 16, 8, "auto"))
     return found
+
+
+def forgotten(engine: Engine) -> list[Any]:
+    """What is kept under two salts and of two texts, dropped one after the other."""
+    found: list[Any] = []
+
+    def ask(salt: bytes = b"", begin: int = 0) -> list[int]:
+        request = engine.add(TEXT[begin : begin + 150], GREEDY, salt=salt)
+        finish(engine, request)
+        found.append(request.cached_tokens)
+        return request.tokens
+
+    for salt in (b"", b"", b"other", b"other"):
+        ask(salt)
+    ask(begin=150)
+    engine.forget(b"other")
+    ask(b"other")
+    said = ask()
+    engine.forget(None, said)
+    ask(begin=150)
+    ask()
+    engine.forget()
+    for salt in (b"", b"other"):
+        ask(salt)
+    columns = engine.manager.reuse.columns if engine.manager.reuse is not None else None
+    return [*found, columns.count if columns is not None else -1]
 
 
 def held(engine: Engine) -> list[Any]:
