@@ -139,7 +139,7 @@ class LLM:
                 self.ranks.failed(problem)
             raise
         if self.ranks is not None:
-            self.ranks.opened(self)
+            self.ranks.opened(self.owner)  # which lives as long as a stream of it does
 
     def _open(
         self, path: Path, settings: Settings, load_progress: Progress | None, compile_progress: Progress | None

@@ -151,13 +151,14 @@ class Ranks:
         self._engine = LockStepEngine(model, manager, *parts, group=self.group, whole=whole)
         return self._engine
 
-    def opened(self, llm: object) -> None:
-        """All ranks have loaded. Rank 0 goes on; the others follow it, and end with it."""
+    def opened(self, owner: object) -> None:
+        """All ranks have loaded. Rank 0 goes on; the others follow it, and end with it, or when `owner` is gone."""
         assert self._engine is not None
         self.group.meet("loaded", self.place.check)
         if self.group.rank == 0:
-            weakref.finalize(llm, self.place.kill)
-            weakref.finalize(llm, self._forgotten).atexit = False  # a process that ends needs no group left
+            weakref.finalize(owner, self.place.kill)
+            gone = weakref.finalize(owner, self._forgotten)
+            gone.atexit = False  # type: ignore[attr-defined]  # a process that ends needs no group left
             self._engine.on_failure = lambda problem: self._end_others()
             self._engine.watch(self.place.check)
             self._engine.channel.begin_beat()
