@@ -157,7 +157,8 @@ class Ranks:
         self.group.meet("loaded", self.place.check)
         if self.group.rank == 0:
             weakref.finalize(llm, self.place.kill)
-            weakref.finalize(llm, self._forgotten).atexit = False  # a process that ends needs no group left
+            forgotten = weakref.finalize(llm, self._forgotten)
+            forgotten.atexit = False  # type: ignore[attr-defined]  a process that ends needs no group left
             self._engine.on_failure = lambda problem: self._end_others()
             self._engine.watch(self.place.check)
             self._engine.channel.begin_beat()

@@ -34,6 +34,7 @@ from hybridkv.parallel.signs import DUMP
 FOLLOWER = "hybridkv.follower"  # the module that the other ranks run
 LEAVE = 10.0  # seconds that ranks have to end by themselves
 ENDED = 1.0  # seconds after a failed exchange in which a rank that has ended is seen
+SEEN = 0.1  # seconds after its connections have closed in which one that was killed is seen to have ended
 DUMP_SECONDS = 0.3  # it has for that
 DEVICES = "HYBRIDKV_TP_DEVICES"
 
@@ -79,6 +80,7 @@ class Place:
 
     def dump_stacks(self) -> None:
         """Where this rank and those that it has started stand, on stderr: one that hangs is about to be ended."""
+        time.sleep(SEEN)
         left = [worker for worker in self.workers if worker.poll() is None]
         if not left:
             return
