@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import threading
+import traceback
 from typing import Any, NoReturn
 
 from hybridkv.parallel.signs import DUMP, FAILED, leave_the_end_to_rank_0, said_by
@@ -34,10 +35,10 @@ def _open_and_follow(told: dict[str, Any]) -> NoReturn:
     from hybridkv.errors import HybridKVError
     from hybridkv.eviction.policy_words import policy_of_words
     from hybridkv.llm import LLM
-    from hybridkv.parallel.group import Group, GroupError
+    from hybridkv.parallel.group import Group, GroupError, first_sentence
     from hybridkv.parallel.launch import Place
 
-    rank = told["rank"]
+    rank, group = told["rank"], None
     try:
         group = Group.join(rank, told["size"], torch.device(told["device"]), told["meeting"], told["timeout"])
         settings: dict[str, Any] = told["settings"]
@@ -52,7 +53,15 @@ def _open_and_follow(told: dict[str, Any]) -> NoReturn:
     except GroupError as problem:
         _leave(rank, problem, FAILED)
     except HybridKVError as problem:
+        if group is not None:
+            group.leave_word(str(problem))
         _leave(rank, problem, 2)
+    except Exception as problem:  # no memory, for example
+        traceback.print_exc()
+        why = f"{type(problem).__name__}: {first_sentence(str(problem))}"
+        if group is not None:
+            group.leave_word(why)
+        _leave(rank, why, 1)
     raise AssertionError("a rank that follows does not come back")
 
 
@@ -70,7 +79,7 @@ def _watch() -> None:
     os._exit(FAILED)
 
 
-def _leave(rank: int, problem: BaseException, code: int) -> NoReturn:
+def _leave(rank: int, problem: object, code: int) -> NoReturn:
     print(said_by(rank, problem), file=sys.stderr, flush=True)
     os._exit(code)  # no wait for threads of a group that is gone
 

@@ -195,8 +195,15 @@ class Ranks:
         self.place.kill()
 
     def failed(self, problem: BaseException) -> None:
-        """The model could not be opened on this rank, so it is on none."""
-        if self.group.rank == 0:
+        """The model could not be opened on this rank, so it is on none. GroupError: another one ended, which says more
+        than that it did not come.
+        """
+        if self.group.rank:
+            return
+        try:
+            if isinstance(problem, GroupError):
+                self.place.check_soon()
+        finally:
             self._abandon()
 
     def _forgotten(self) -> None:

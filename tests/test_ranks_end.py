@@ -23,6 +23,7 @@ from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
 from hybridkv import LLM, SamplingParams
 from hybridkv.parallel import launch, signs
 from hybridkv.parallel.group import GroupError, free_port
+from hybridkv.parallel.launch import Place
 from hybridkv.ranks import Ranks
 from server.running import SECONDS, post_bytes, read_all, until
 from server.test_command import port_of, started
@@ -234,9 +235,29 @@ def test_a_rank_that_cannot_open_its_part_is_named(folder: Path, monkeypatch: py
         return begun[-1]
 
     monkeypatch.setattr(launch, "_start", start)
-    with pytest.raises(GroupError, match="rank 1 ended with exit code 2; what it said is above"):
+    with pytest.raises(GroupError, match="rank 1 ended with exit code 2: .*/nowhere"):
         LLM(folder, tp=2, **HOW)
     assert begun[0].poll() == 2 and not dist.is_initialized()
+
+
+def test_a_rank_without_memory_for_its_part_is_named_with_the_reason(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has what it needs to start and to meet the others, and not enough for a cache of so many requests."""
+    plain = Place.agree
+
+    def agree(place: Place, least: int, *most: int) -> list[int]:
+        found = plain(place, least, *most)
+        for worker in place.workers:
+            sizes = Path(f"/proc/{worker.pid}/status").read_text().partition("VmSize:")[2]
+            limit = (int(sizes.split()[0]) << 10) + (64 << 20)
+            resource.prlimit(worker.pid, resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+        return found
+
+    monkeypatch.setattr(Place, "agree", agree)
+    with pytest.raises(GroupError, match="rank 1 ended with exit code 1: (MemoryError|RuntimeError: .*memory)"):
+        LLM(folder, tp=2, **HOW | {"max_requests": 2048}, memory="8GiB")
+    assert not dist.is_initialized()
 
 
 def test_where_every_rank_stands_is_written_before_those_that_hang_are_ended(

@@ -154,6 +154,17 @@ class Group:
                         )
                     time.sleep(POLL)
 
+    def leave_word(self, text: str) -> None:
+        """Why this rank ends, for the one that has started it."""
+        with contextlib.suppress(RuntimeError):  # that one is gone
+            self.store.set(f"word/{self.rank}", text)
+
+    def word_of(self, rank: int) -> str:
+        """Why a rank has ended; empty: it left no word."""
+        with contextlib.suppress(RuntimeError):
+            return self.store.get(f"word/{rank}").decode() if self.store.check([f"word/{rank}"]) else ""
+        return ""
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, in place; the same bits on every rank."""
         if x.numel():
@@ -302,7 +313,7 @@ class Said:
 
 def first_sentence(text: str) -> str:
     """Of what torch or gloo says: without the places in their sources before it, and without what follows."""
-    line = re.sub(r"^(\[[^\]]*\.(cc|cpp|h|hpp|cu):\d+\]\s*)+", "", text.strip().partition("\n")[0])
+    line = re.sub(r"^(\[[^\]]*\.(cc|cpp|h|hpp|cu):\d+\]\s*)+(err == 0\.\s*)?", "", text.strip().partition("\n")[0])
     return line.partition(". ")[0][:MOST_SAID]
 
 

@@ -19,7 +19,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,12 +27,14 @@ from typing import Any
 import torch
 
 from hybridkv.errors import HybridKVError
-from hybridkv.parallel.group import LOOPBACK, TIMEOUT, Group, GroupError, listen, torchrun_place
+from hybridkv.parallel.group import LOOPBACK, POLL, TIMEOUT, Group, GroupError, listen, torchrun_place
 from hybridkv.parallel.shard import Shard
 from hybridkv.parallel.signs import DUMP
 
 FOLLOWER = "hybridkv.follower"  # the module that the other ranks run
 LEAVE = 10.0  # seconds that ranks have to end by themselves
+ENDED = 1.0  # seconds after a failed exchange in which a rank that has ended is seen
+SEEN = 0.1  # seconds after its connections have closed in which one that was killed is seen to have ended
 DUMP_SECONDS = 0.3  # it has for that
 DEVICES = "HYBRIDKV_TP_DEVICES"
 
@@ -50,7 +52,14 @@ class Place:
 
     def check(self) -> None:
         """GroupError if a rank that this one has started has ended."""
-        check_workers(self.workers)
+        check_workers(self.workers, self.group.word_of)
+
+    def check_soon(self) -> None:
+        """The same where an exchange has failed: a rank that ends closes its connections just before."""
+        until = time.monotonic() + ENDED
+        while time.monotonic() < until:
+            self.check()
+            time.sleep(POLL)
 
     def agree(self, least: int, *most: int) -> list[int]:
         """Numbers that all ranks go by: the smallest of the first, the largest of each other one."""
@@ -71,6 +80,7 @@ class Place:
 
     def dump_stacks(self) -> None:
         """Where this rank and those that it has started stand, on stderr: one that hangs is about to be ended."""
+        time.sleep(SEEN)
         left = [worker for worker in self.workers if worker.poll() is None]
         if not left:
             return
@@ -87,11 +97,13 @@ class Place:
         end_workers(self.workers, 0.0)
 
 
-def check_workers(workers: list[subprocess.Popen[bytes]]) -> None:
-    """GroupError if one has ended."""
+def check_workers(workers: list[subprocess.Popen[bytes]], word_of: Callable[[int], str] = lambda rank: "") -> None:
+    """GroupError if one has ended, with the word that it left."""
     for rank, worker in enumerate(workers, 1):
         if (code := worker.poll()) is not None:
-            raise GroupError(f"rank {rank} ended with exit code {code}; what it said is above")
+            word = word_of(rank)
+            why = f": {word}" if word else "; what it said is above"
+            raise GroupError(f"rank {rank} ended with exit code {code}{why}")
 
 
 def end_workers(workers: list[subprocess.Popen[bytes]], seconds: float) -> None:

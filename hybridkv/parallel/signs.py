@@ -17,7 +17,7 @@ def leave_the_end_to_rank_0() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def said_by(rank: int, problem: BaseException) -> str:
+def said_by(rank: int, problem: object) -> str:
     """A problem as a line of a rank, which is named once."""
     text = str(problem)
     return f"hybridkv: {text}" if re.match(rf"rank {rank}\b", text) else f"hybridkv: rank {rank}: {text}"

@@ -37,6 +37,8 @@ def test_of_what_a_library_says_the_first_sentence_is_told() -> None:
     assert (
         first_sentence("CUDA error: an illegal address\nCUDA kernel errors might") == "CUDA error: an illegal address"
     )
+    no_memory = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: 8 bytes."
+    assert first_sentence(no_memory).startswith("DefaultCPUAllocator: can't allocate memory: 8 bytes")
     assert len(first_sentence("x" * 5000)) == 300
     for problem, said in ((ValueError("no room"), "rank 1: no room"), (ValueError("rank 1 of 2: x"), "rank 1 of 2: x")):
         assert said_by(1, problem) == f"hybridkv: {said}"
