@@ -31,6 +31,12 @@ def nests_too_deeply(value: Any) -> bool:
     return depth > MAX_LEVELS
 
 
+def _too_deep() -> RequestError:
+    return RequestError(
+        f"arguments of a tool call are nested too deeply: objects and lists in each other may have {MAX_LEVELS} levels"
+    )
+
+
 def check_messages(messages: Any) -> None:
     """Refuse what no template can show."""
     if not isinstance(messages, (list, tuple)) or not all(isinstance(m, dict) for m in messages):
@@ -102,16 +108,12 @@ def with_object_arguments(messages: list[Message]) -> list[Message]:
     def to_object(arguments: Any) -> Any:
         try:
             value = json.loads(arguments) if isinstance(arguments, str) else arguments
-            deep = nests_too_deeply(value)
         except ValueError:  # whatever the model wrote: shown as it is
             return arguments
         except RecursionError:
-            deep = True
-        if deep:
-            raise RequestError(
-                "arguments of a tool call are nested too deeply: objects and lists in each other may have "
-                f"{MAX_LEVELS} levels"
-            )
+            raise _too_deep() from None
+        if nests_too_deeply(value):
+            raise _too_deep()
         return value if isinstance(value, dict) else arguments
 
     return _with_arguments(messages, to_object)
