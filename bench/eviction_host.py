@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hybridkv.bench.eviction import Configured
 from hybridkv.bench.standin import fill_pages, fill_state, give_weights, make_engine, resident
-from hybridkv.cache import manager
+from hybridkv.cache import compacting
 from hybridkv.config import CacheConfig
 from hybridkv.engine.engine import Engine
 from hybridkv.eviction import keep, policies
@@ -64,7 +64,7 @@ def leave_out_kernels() -> None:
     policies.key_differences = policies.value_norms = lambda pool, table, lengths, L: torch.empty(len(table), L)
     policies.raise_strongest = keep.raise_kept = lambda *_: None
     policies.mix_peaks = lambda peaks, *_: torch.zeros_like(peaks)
-    keep.select_shared, manager.to_front = shared, front
+    keep.select_shared, compacting.to_front = shared, front
 
 
 def measure(engine: Engine, tokens: int, repeats: int) -> dict[str, float]:

@@ -151,10 +151,10 @@ def device_context() -> int:
 
 def planned_weights(path: Path, options: argparse.Namespace, source: Source, llm: LLM) -> Weights:
     """As the plan without a file has them where they stay packed; else as the plan for this file and a CPU."""
-    if llm.packed:
+    if llm.choice.packed:
         return form_weights(source, options.form)
     dtype = str(llm.dtype).removeprefix("torch.")
-    form = "int4" if llm.int4 else "f16" if llm.half else "plain"  # a CPU's, by what it can do
+    form = "int4" if llm.choice.int4 else "f16" if llm.choice.half else "plain"  # a CPU's, by what it can do
     return find_weights(find_source(str(path)), llm.device.type == "cuda", dtype, form, False)
 
 

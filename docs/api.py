@@ -19,6 +19,7 @@ PACKAGE = Path(__file__).parents[1] / "hybridkv"
 # how things are done, not what a user calls; their files are documented for who reads them
 INTERNAL = ("__main__", "bench", "checkpoint", "cli", "commands", "engine", "files", "follower", "kernels",
             "overrides", "parallel", "ranks", "report",
+            "asking", "cache_key", "opening", "prompts", "settings", "sizing", "weight_choice",  # what LLM is made of
             "server.ray",  # which needs Ray to be imported; serving.md has what it takes
             "text.template_worker")  # fmt: skip
 SHOWN_ALL_THE_SAME = ("engine.engine",)  # for programs that run the loop themselves

@@ -12,12 +12,14 @@ from functools import partial
 from typing import Any, Self, TypeVar
 
 from hybridkv.answers import Completion
+from hybridkv.asking import ChatRequest, Eviction, one_answer
 from hybridkv.config import SamplingParams
 from hybridkv.engine.engine import INHERIT, Engine
 from hybridkv.engine.loop_mail import loop_mail
 from hybridkv.engine.owner import Ticket
 from hybridkv.errors import HybridKVError, RequestError
-from hybridkv.llm import LLM, ChatRequest, Eviction, Messages, Prompt, Tools, one_answer
+from hybridkv.llm import LLM
+from hybridkv.prompts import Messages, Prompt, Tools
 from hybridkv.request import Request
 from hybridkv.text.reasoning import ChatPiece, ReasoningSplitter
 

@@ -24,10 +24,11 @@ from hybridkv.commands.compress import compress
 from hybridkv.commands.declaring import flowing
 from hybridkv.commands.demo import demo
 from hybridkv.commands.evaluate import evaluate
+from hybridkv.commands.flag_words import in_flags
 from hybridkv.commands.generate import generate
 from hybridkv.commands.inspect import inspect
 from hybridkv.commands.launch import launch
-from hybridkv.commands.options import OUTPUT, in_flags
+from hybridkv.commands.panels import OUTPUT
 from hybridkv.commands.plan import plan
 from hybridkv.commands.serve import serve
 from hybridkv.errors import HybridKVError

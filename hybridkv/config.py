@@ -222,12 +222,13 @@ class EngineConfig:
 
 
 REUSE_POLICIES = ("value", "lru")
+CHECKPOINT_DTYPES = ("auto", "bf16")
 
 
 @dataclass(frozen=True)
 class ReuseConfig:
-    """What requests leave behind for others that begin alike. Nothing of it changes an answer; pages are given up when
-    they are needed.
+    """What requests leave behind for others that begin alike. Nothing of it changes an answer, but for
+    `checkpoint_dtype`; pages are given up when they are needed.
 
     Args:
         checkpoints: bytes for copies of recurrent state, or "2GiB"; 0: none; "auto": up to 16 of them, on a CPU up to
@@ -238,6 +239,8 @@ class ReuseConfig:
         warm: read the next turn of a chat before it comes, when nothing else is to be done, where the chat template
             shows it otherwise than it was computed (it drops thoughts); not over several ranks.
         warm_least: tokens; only where more of them would be read again.
+        checkpoint_dtype: of recurrent state in checkpoints: "auto" (as the requests have it) or "bf16" (f32 state is
+            rounded when it is kept; half the bytes, so twice as many for the same `checkpoints`; not in exact mode).
     """
 
     checkpoints: int | str = "auto"
@@ -245,6 +248,7 @@ class ReuseConfig:
     policy: str = "value"
     warm: bool = False
     warm_least: int = 2048
+    checkpoint_dtype: str = "auto"
 
     MOST_ROWS = 16
     MOST_ROWS_CPU = 64
@@ -262,10 +266,13 @@ class ReuseConfig:
             raise HybridKVError(f"warm must be True or False, not {shown(self.warm)}")
         if not is_whole(self.warm_least) or not 0 <= self.warm_least <= 1 << 24:
             raise HybridKVError(f"warm_least must be a number of tokens, 0 or more, not {shown(self.warm_least)}")
+        if self.checkpoint_dtype not in CHECKPOINT_DTYPES:
+            choices = " or ".join(CHECKPOINT_DTYPES)
+            raise HybridKVError(f"checkpoint_dtype must be {choices}, not {shown(self.checkpoint_dtype)}")
 
     def rows(self, state_bytes: int, memory: int | None, cpu: bool) -> int:
-        """Checkpoints that there is room for, each of `state_bytes`. `memory`: that is given in all; None: any. `cpu`:
-        whether the model runs on one.
+        """Checkpoints that there is room for, each of `state_bytes` as it is kept. `memory`: that is given in all;
+        None: any. `cpu`: whether the model runs on one.
         """
         if not state_bytes or self.checkpoints == 0:
             return 0

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridkv.answers import ChatStream, Completion, Stream
+from hybridkv.asking import Eviction, one_answer
 from hybridkv.cache.session import RECORD_BYTES, Session
 from hybridkv.cache.snapshot_file import NotWellFormed, check_place
 from hybridkv.cache.store import Store, check_name
@@ -29,7 +30,8 @@ from hybridkv.document import Document, cut_held, needs_replay, replay_parts
 from hybridkv.engine.engine import INHERIT, Engine
 from hybridkv.engine.storing import load_request, save_request
 from hybridkv.errors import HybridKVError, RequestError
-from hybridkv.llm import LLM, Eviction, Messages, Tools, one_answer
+from hybridkv.llm import LLM
+from hybridkv.prompts import Messages, Tools
 from hybridkv.request import Request
 from hybridkv.saved import AS_SAVED, SETTINGS, SavedConversation
 from hybridkv.text.call_formats import calls_in
@@ -249,9 +251,7 @@ class Conversation:
         owner, path = llm.owner, _path(path)
         llm.chat_parts()
         room = llm.manager.memory_bytes() * (1 if llm.ranks is None else llm.ranks.group.size) + RECORD_BYTES
-        session = Session.load(
-            path, lambda model, about: owner.run(lambda engine: engine.check_session_model(model, about)), room
-        )
+        session = Session.load(path, owner.check_session_model, room)
         if "document" in session.conversation:
             raise HybridKVError(f"{path.name} holds a document, not a conversation; use LLM.load_document")
         try:

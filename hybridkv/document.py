@@ -341,9 +341,7 @@ def load_document(llm: OpenModel, path: str | Path) -> Document:
     """`LLM.load_document`."""
     owner, path = llm.owner, _path(path)
     room = llm.manager.memory_bytes() + RECORD_BYTES
-    session = Session.load(
-        path, lambda model, about: owner.run(lambda engine: engine.check_session_model(model, about)), room
-    )
+    session = Session.load(path, owner.check_session_model, room)
     words = session.conversation.get("document")
     if not isinstance(words, dict):
         raise HybridKVError(f"{path.name} holds no document; a conversation is loaded with Conversation.load")

@@ -10,27 +10,33 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import signal
 import sys
 import threading
 from typing import Any, NoReturn
 
-import torch
-
-from hybridkv.config import CacheConfig, ReuseConfig
-from hybridkv.errors import HybridKVError
-from hybridkv.eviction.policy_words import policy_of_words
-from hybridkv.llm import LLM
-from hybridkv.parallel.group import Group, GroupError
-from hybridkv.parallel.launch import DUMP, FAILED, Place
+from hybridkv.parallel.signs import DUMP, FAILED, leave_the_end_to_rank_0, said_by
 
 
 def main() -> NoReturn:
     """The whole life of a rank."""
+    leave_the_end_to_rank_0()
     faulthandler.register(DUMP)
     told = json.loads(_first_line())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's, which ends the others
     threading.Thread(target=_watch, daemon=True).start()
+    _open_and_follow(told)
+
+
+def _open_and_follow(told: dict[str, Any]) -> NoReturn:
+    # imported here, since it takes seconds, in which signals and the end of rank 0 are to be heeded already
+    import torch
+
+    from hybridkv.config import CacheConfig, ReuseConfig
+    from hybridkv.errors import HybridKVError
+    from hybridkv.eviction.policy_words import policy_of_words
+    from hybridkv.llm import LLM
+    from hybridkv.parallel.group import Group, GroupError
+    from hybridkv.parallel.launch import Place
+
     rank = told["rank"]
     try:
         group = Group.join(rank, told["size"], torch.device(told["device"]), told["meeting"], told["timeout"])
@@ -65,7 +71,7 @@ def _watch() -> None:
 
 
 def _leave(rank: int, problem: BaseException, code: int) -> NoReturn:
-    print(f"hybridkv: rank {rank}: {problem}", file=sys.stderr, flush=True)
+    print(said_by(rank, problem), file=sys.stderr, flush=True)
     os._exit(code)  # no wait for threads of a group that is gone
 
 

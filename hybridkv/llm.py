@@ -1,97 +1,54 @@
-"""LLM: the offline face. Opens a model, sizes the cache, and runs prompts through the engine."""
+"""LLM: the offline face: a model that is open, and what is asked of it: answers, prefixes, documents, saved caches.
+
+How it is opened is opening.py's, how prompts become token ids prompts.py's, how they become requests asking.py's.
+"""
 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
-from itertools import takewhile
-from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from hybridkv.answers import AnswersAsTheyEnd, ChatStream, Completion, Stream
-from hybridkv.cache import CacheSchema, KVCacheManager
+from hybridkv.asking import (
+    Add,
+    ChatRequest,
+    Eviction,
+    adding,
+    adding_all,
+    adding_chat,
+    listed_prompts,
+    one_answer,
+)
 from hybridkv.cache.convert import Key
-from hybridkv.cache.reuse import Reuse
-from hybridkv.cache.schema import check_column
 from hybridkv.cache.store import Store
-from hybridkv.cache.tier_sizes import CPU_LIMIT, staging_bytes
-from hybridkv.cache.tiers import HostTier
-from hybridkv.cache.worth import policy_of
-from hybridkv.cards import HEADROOM
-from hybridkv.checkpoint.checkpoint import Checkpoint
-from hybridkv.checkpoint.generation_config import sampling_defaults
-from hybridkv.checkpoint.identity import WeightsIdentity
+from hybridkv.cache_key import cache_key
 from hybridkv.checkpoint.source import locate_model
-from hybridkv.config import (
-    GPU_STEP_TOKENS,
-    CacheConfig,
-    EngineConfig,
-    EvictionConfig,
-    ReuseConfig,
-    SamplingParams,
-    parse_bytes,
-)
-from hybridkv.devices import (
-    check_fp8_cache,
-    free_memory,
-    on_device,
-    resolve_device,
-    resolve_dtype,
-    resolve_fp8,
-    resolve_half,
-)
+from hybridkv.config import GPU_STEP_TOKENS, CacheConfig, EngineConfig, ReuseConfig, SamplingParams, parse_bytes
+from hybridkv.devices import resolve_device, resolve_fp8
 from hybridkv.document import Document, compress, load_document
 from hybridkv.document import Progress as DocumentProgress
 from hybridkv.embedded import Progress
-from hybridkv.engine.engine import INHERIT, Engine
-from hybridkv.engine.lock_step import NOT_OVER_RANKS
+from hybridkv.engine.engine import INHERIT
 from hybridkv.engine.owner import EngineOwner, Ticket
-from hybridkv.engine.precompile import precompile
 from hybridkv.engine.warm import WarmReader
-from hybridkv.engine.workspace import workspace
-from hybridkv.errors import HybridKVError, RequestError, UnsupportedModel
-from hybridkv.eviction import Evictor, most_held, query_buffers_for
-from hybridkv.kernels.formats.kv_format import pool_format
-from hybridkv.kernels.linear.block_linear import keeps_blocks
-from hybridkv.kernels.linear.fp8 import keeps_codes
-from hybridkv.kernels.linear.int4 import int4_pays
-from hybridkv.kernels.linear.packed import keeps_packed
-from hybridkv.models import cache_schema, check_exact, load_model, open_checkpoint, with_query_buffer
-from hybridkv.models.config import ModelConfig
-from hybridkv.models.fingerprint import config_digest, fingerprint_of
+from hybridkv.errors import HybridKVError, RequestError
+from hybridkv.opening import open_model, over_ranks
 from hybridkv.overrides import overridden
-from hybridkv.planner import CachePlan, fewer_checkpoints, human, model_bytes, plan_cache
 from hybridkv.prefix import Prefix, read_prefix
-from hybridkv.request import Request
-from hybridkv.text.call_formats import calls_in
+from hybridkv.prompts import Messages, Prompt, Tools
+from hybridkv.settings import REUSE, Settings
 from hybridkv.text.chat import ChatTemplate
-from hybridkv.text.constraint import Thoughts, thoughts_of
 from hybridkv.text.memory import ChatMemory
-from hybridkv.text.messages import check_messages
-from hybridkv.text.prompt import encode_pieces, render_pieces
-from hybridkv.text.reasoning import ReasoningSplitter, assistant_message, reasoning_of
 from hybridkv.text.tokenizer import Tokenizer
-from hybridkv.warming import offer_next_turn
 
 if TYPE_CHECKING:
     from hybridkv.parallel.launch import Place
-    from hybridkv.ranks import Ranks
-
-Prompt = str | Sequence[int]
-Messages = list[dict[str, Any]]
-Tools = list[dict[str, Any]] | None
-Eviction = EvictionConfig | int | None | object  # object: INHERIT, what the LLM was opened with
-REUSE = ReuseConfig()  # where nothing is said of it
 
 
 class LLM:
@@ -167,212 +124,39 @@ class LLM:
             raise HybridKVError("model must be a path or a name, and cache a CacheConfig")
         if not isinstance(reuse, ReuseConfig | None):
             raise HybridKVError(f"reuse must be a ReuseConfig or None, not {type(reuse).__name__}")
-        self.reuse_config = reuse
         self.documents: dict[str, Document] = {}  # that a server offers, by name
-        self.fp8 = resolve_fp8(weight_dtype)
-        self.cache_config = overridden(cache or CacheConfig())
-        self.device = resolve_device(device)
-        self.ranks: Ranks | None = None
+        fp8 = resolve_fp8(weight_dtype)
+        cache, where = overridden(cache or CacheConfig()), resolve_device(device)
         path = locate_model(model, fetch_progress)
+        settings = Settings(where, dtype, weight_dtype, fp8, exact, cache, limits, reuse)
         if tp != 1:
-            from hybridkv.parallel.rank_bytes import reuse_over_ranks
-            from hybridkv.ranks import take_ranks
-
-            given = dict(
-                model=str(path), dtype=dtype, exact=exact, cache=self.cache_config, max_requests=max_requests,
-                max_context=max_context, memory=memory, step_tokens=limits.step_tokens, weight_dtype=weight_dtype,
-                reuse=reuse,
-            )  # fmt: skip
-            self.ranks = take_ranks(tp, self.device, given, disk_cache is None)
-            self.device, self.reuse_config = self.ranks.device, reuse_over_ranks(reuse, self.cache_config)
+            settings = over_ranks(settings, tp, path, disk_cache is None)
+        self.ranks = settings.ranks
         try:
-            self._open(path, dtype, exact, limits, weight_dtype, load_progress, compile_progress)
+            self._open(path, settings, load_progress, compile_progress)
         except BaseException as problem:
             if self.ranks is not None:
                 self.ranks.failed(problem)
             raise
         if self.ranks is not None:
-            self.ranks.opened(self)
+            self.ranks.opened(self.owner)  # which lives as long as a stream of it does
 
     def _open(
-        self,
-        path: Path,
-        dtype: str,
-        exact: bool,
-        limits: EngineConfig,
-        weight_dtype: str,
-        load_progress: Progress | None,
-        compile_progress: Progress | None,
+        self, path: Path, settings: Settings, load_progress: Progress | None, compile_progress: Progress | None
     ) -> None:
-        """Size the cache, load the model and put an engine around it."""
-        with open_checkpoint(path) as checkpoint:
-            self.path, self.config = checkpoint.path, ModelConfig.from_dict(checkpoint.config)
-            self.dtype = resolve_dtype(dtype, self.device, checkpoint.config)
-            self.set_aside = dict(checkpoint.set_aside)
-            self.tokenizer, self._no_tokenizer = load_tokenizer(checkpoint)
-            self.sampling_defaults = sampling_defaults(checkpoint)  # what SamplingParams leaves open
-            self.cache_config = with_query_buffer(self.config, self.cache_config)
-            check_exact(self.config, exact, self.cache_config.state_dtype)
-            check_fp8_cache(self.cache_config, self.device)
-            self.packed = weight_dtype == "auto" and not exact and keeps_packed(self.device, self.dtype)
-            if self.config.v4 is not None and weight_dtype in ("f16", "int4"):
-                raise HybridKVError(
-                    f"weight_dtype='{weight_dtype}' is not there for DeepSeek-V4; use 'released', 'plain' or 'auto'"
-                )
-            keeps = weight_dtype == "auto" and not exact and keeps_blocks(self.device, self.dtype)
-            self.released = weight_dtype == "released" or (keeps and bool(checkpoint.block_forms()))
-            if self.released and exact:
-                raise HybridKVError(
-                    "exact mode computes with plain weights, not with weight_dtype='released'; use 'auto' or 'plain'"
-                )
-            if self.released and not checkpoint.block_forms():
-                raise HybridKVError(
-                    "weight_dtype='released' keeps FP8 and FP4 codes that have a scale for each block, and "
-                    f"{self.path.name} has none that are read; use 'auto' or 'plain'"
-                )
-            narrow = checkpoint.narrow and self.config.v4 is None
-            self.half = resolve_half(weight_dtype, dtype, self.device, self.dtype, exact, narrow)
-            takes4 = weight_dtype == "int4" or (weight_dtype == "auto" and int4_pays())
-            takes4 = takes4 and self.ranks is None
-            self.int4 = checkpoint.codes4_names() if self.half and takes4 else frozenset()
-            if weight_dtype == "int4" and not self.int4:
-                raise HybridKVError(
-                    "weight_dtype='int4' takes the 4-bit codes of a GGUF file (Q4_0, Q4_1 or Q4_K), and "
-                    f"{self.path.name} has none; use 'f16', 'plain' or another file"
-                )
-            if self.ranks is not None:  # from here on `config` is of this rank's part
-                self.config = self.ranks.cut(checkpoint, self.config, exact, self.packed, self.released)
-            self.plan = self._plan(checkpoint, limits, exact)
-            self.weights = WeightsIdentity(checkpoint.files)
-            how = (self.device, self.dtype, load_progress, exact, self.fp8, self.packed, self.half)
-            with on_device(self.device):  # matrices are packed and quantised by kernels
-                if self.ranks is not None:
-                    self.model = self.ranks.load(checkpoint, *how)
-                else:
-                    self.model = load_model(self.config, checkpoint, *how, self.int4, self.released)
-        plan, rows = self.plan, None if self.reuse_config is None else self.plan.checkpoints
-        host = None if limits.host_bytes is None else HostTier(limits.host_bytes, self.device)
-        if self.ranks is not None:  # free memory, and what a copy of pages does, differ from rank to rank
-            host = HostTier(CPU_LIMIT, self.device, pages=False)
-        self.manager = KVCacheManager(
-            plan.schema, plan.pages, plan.slots, plan.max_tokens, self.device, exact, plan.query_buffers,
-            checkpoints=rows, host=host,
-        )  # fmt: skip
-        self.manager.host.preempted = limits.keep_preempted and self.ranks is None
-        if self.reuse_config is not None:
-            reuse = Reuse(self.manager, self.reuse_config.every, policy_of(self.reuse_config.policy, plan.schema))
-            reuse.host.on = self.ranks is None  # what a rank's host has room for, others do not know
-        self.manager.model_fingerprint = fingerprint_of(self.model)
-        eos = self.tokenizer.eos_ids if self.tokenizer and self.tokenizer.eos_ids else frozenset(self.config.eos_ids)
-        evictor = Evictor.make(self.cache_config, self.manager, scale=self.config.attention_scale)
-        parts = self.model, self.manager, self.tokenizer, limits.step_tokens, eos, evictor
-        ranks = self.ranks
-        self.engine = Engine(*parts) if ranks is None else ranks.engine(self.cache_config, self.dtype, *parts)
-        self.engine.sampling_defaults = self.sampling_defaults
-        if self.ranks is None:
-            precompile(self.engine, compile_progress)
+        """Open the model, and have a thread run its engine."""
+        opened = self._opened = open_model(path, settings, load_progress, compile_progress)
+        self.path, self.config, self.dtype, self.device = opened.path, opened.config, opened.dtype, settings.device
+        self.cache_config, self.reuse_config = opened.settings.cache, opened.settings.reuse
+        self.choice, self.weight_form = opened.choice, opened.weight_form
+        self.plan, self.sampling_defaults, self.prompts = opened.plan, opened.sampling_defaults, opened.prompts
+        self.tokenizer, self.chat_template = opened.prompts.tokenizer, opened.prompts.chat_template
+        self.model, self.manager, self.engine = opened.model, opened.manager, opened.engine
         self.owner = EngineOwner(self.engine)
         self.warm: WarmReader | None = None  # reads next turns before they come
         if self.reuse_config is not None and self.reuse_config.warm and self.ranks is None:
             self.warm = WarmReader(self.reuse_config.warm_least)
             self.warm.wake = self.owner.in_background(self.warm)
-        plain = "int4" if self.int4 else "f16" if self.half else str(self.dtype).removeprefix("torch.")
-        form = "released" if self.released else "fp8" if self.fp8 else "packed" if self.packed else plain
-        self.engine.about = {"model": self.path.name, "weights": form}
-        if self.ranks is not None:
-            self.engine.about["ranks"] = str(self.ranks.group.size)
-        self.weight_form = form
-        template = self.tokenizer.chat_template if self.tokenizer else None
-        self.chat_template = (
-            ChatTemplate(template, bos=self.tokenizer.bos_text, eos=self.tokenizer.eos_text)
-            if self.tokenizer and template
-            else None
-        )
-
-    def _plan(self, checkpoint: Checkpoint, limits: EngineConfig, exact: bool) -> CachePlan:
-        """Decide all sizes before any weight is read."""
-        schema = cache_schema(self.config, self.cache_config, self.dtype)
-        has, device = checkpoint.__contains__, self.device.type
-        fp8 = self.fp8 and not exact and keeps_codes(self.device, self.dtype)
-        plain = packed = model_bytes(self.config, has, self.dtype, device, fp8, half=self.half, int4=self.int4)
-        if self.released:
-            plain = packed = model_bytes(self.config, has, self.dtype, device, blocks=checkpoint.block_forms())
-        if not exact and keeps_packed(self.device, self.dtype):
-            packed = model_bytes(self.config, has, self.dtype, device, packed=checkpoint.packed_bytes())
-        weights = packed if self.packed else plain
-        if self.ranks is not None:
-            weights = self.ranks.weight_bytes(checkpoint, self.dtype, fp8, self.packed, self.half)
-        memory = limits.memory_bytes or int(free_memory(self.device) * HEADROOM)
-        if self.ranks is not None:
-            memory, weights = self.ranks.agree(memory, weights, shared=limits.memory_bytes is None)
-        if weights >= memory:
-            given = "the limit" if limits.memory_bytes else "free memory"
-            form = "fp8" if fp8 else "f16" if self.half else str(self.dtype).removeprefix("torch.")
-            form = "their released form" if self.released else form
-            form += " and 4 bits" if self.int4 else ""
-            form = "packed" if weights < plain else f"in {form}"
-            less = "dtype='bfloat16', " if self.dtype == torch.float32 and not self.half else ""
-            less = "weight_dtype='released', " if not (self.released or exact) and checkpoint.block_forms() else less
-            less = "weight_dtype='auto', " if packed < weights else less
-            raise HybridKVError(
-                f"the weights take {human(weights)} {form}, {given} is {human(memory)}; use {less}a smaller model or "
-                "more memory"
-            )
-        context = limits.max_context or self.config.max_positions
-        if context > self.config.max_positions:
-            raise HybridKVError(
-                f"max_context {context} exceeds the model's own limit of {self.config.max_positions} tokens"
-            )
-        held = most_held(self.cache_config, limits.step_tokens, 1 if self.ranks is None else self.ranks.parts)
-        query_buffers = query_buffers_for(self.cache_config, limits.step_tokens, limits.max_requests)
-        captures = self.device.type == "cuda"
-        codes = captures and self.released
-        beside = workspace(self.config, schema, self.cache_config, limits, context, self.dtype, captures, codes)
-        room_beside = beside.nbytes if self.ranks is None else self.ranks.largest(beside.nbytes)
-        rows, least = self._checkpoints(schema, memory)
-
-        def plan(rows: int, room: int | None = memory - weights) -> CachePlan:
-            return plan_cache(
-                schema,
-                limits.max_requests,
-                context,
-                room,
-                shrink_context=limits.max_context is None,
-                held=held,
-                query_buffers=query_buffers,
-                workspace=room_beside,
-                checkpoints=rows,
-                staging=staging_bytes(captures, limits.host_bytes),
-            )
-
-        found: CachePlan | None = None  # the one with most checkpoints, of those that are less than what is asked for
-        for fewer in fewer_checkpoints(rows, least):
-            try:
-                made = plan(fewer)
-            except HybridKVError:
-                if fewer == least and found is None:
-                    raise
-                continue
-            if made == plan(fewer, None):
-                return made
-            found = found or made
-        assert found is not None
-        return found
-
-    def _checkpoints(self, schema: CacheSchema, memory: int) -> tuple[int, int]:
-        """Rows for checkpoints, and how many of these there must be. Where columns are impossible nothing is reused."""
-        if self.reuse_config is None:
-            return 0, 0
-        try:
-            check_column(schema)
-        except HybridKVError as problem:
-            if replace(self.reuse_config, warm=REUSE.warm, warm_least=REUSE.warm_least) != REUSE:
-                raise
-            print(f"hybridkv: nothing is reused: {problem}", file=sys.stderr)
-            self.reuse_config = None
-            return 0, 0
-        rows = self.reuse_config.rows(schema.slot_bytes, memory, self.device.type == "cpu")
-        return rows, 0 if self.reuse_config.checkpoints == "auto" else rows
 
     # ---- answers
 
@@ -397,7 +181,7 @@ class LLM:
                 "read" (only the first) or "write" (only the second).
         """
         if schema is not None:
-            listed = list(params) if isinstance(params, Sequence) else [params] * len(_as_list(prompts))
+            listed = list(params) if isinstance(params, Sequence) else [params] * len(listed_prompts(prompts))
             params = [replace(each or SamplingParams(), structured_outputs={"json": schema}) for each in listed]
         tickets = [Ticket(add) for add in self.requests(prompts, params, eviction, cache)]
         try:
@@ -428,29 +212,9 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         eviction: Eviction | Sequence[Eviction],
         cache: bool | str = True,
-    ) -> list[Callable[[Engine], Request]]:
+    ) -> list[Add]:
         """What `generate` hands to the engine's thread: a function for each prompt that begins its request."""
-        listed = _as_list(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params] * len(listed)
-        if len(each) != len(listed):
-            raise RequestError(f"{len(listed)} prompts were given with {len(each)} sampling parameters")
-        evictions = list(eviction) if isinstance(eviction, list | tuple) else [eviction] * len(listed)
-        if len(evictions) != len(listed):
-            raise RequestError(f"{len(listed)} prompts were given with {len(evictions)} settings of eviction")
-        asked = zip(listed, each, evictions, strict=True)
-        return [self._adding(self.encode(p), s, e, cache=cache) for p, s, e in asked]
-
-    def _adding(
-        self,
-        tokens: list[int],
-        params: SamplingParams | None,
-        eviction: Eviction,
-        thoughts: Thoughts | None = None,
-        **how: Any,
-    ) -> Callable[[Engine], Request]:
-        """What the engine's thread does to begin a request; a grammar is compiled on this one."""
-        ready = self.engine.compiled(params, thoughts) if isinstance(params, SamplingParams) else params
-        return lambda engine: engine.add(tokens, ready, eviction=eviction, **how)
+        return adding_all(self.engine, self.encode, prompts, params, eviction, cache)
 
     def stream(
         self,
@@ -472,10 +236,10 @@ class LLM:
 
     def single_request(
         self, prompt: Prompt, params: SamplingParams | None, eviction: Eviction, cache: bool | str = True
-    ) -> Callable[[Engine], Request]:
+    ) -> Add:
         """What `stream` hands to the engine's thread: a function that begins its request."""
         one_answer(params)
-        return self._adding(self.encode(prompt), params, eviction, cache=cache)
+        return adding(self.engine, self.encode(prompt), params, eviction, cache=cache)
 
     def chat(
         self,
@@ -541,40 +305,8 @@ class LLM:
         cache: bool | str = True,
     ) -> ChatRequest:
         """What `chat` hands to the engine's thread, and how the answer is divided."""
-        tokenizer, template = self.chat_parts()
-        pieces = self._chat_pieces(messages, tools, thinking, template_variables)
-        text = "".join(text for text, _ in pieces)
-        splitter = partial(reasoning_of, template, text)
-        thoughts = thoughts_of(template, tokenizer, splitter())
-        memory = self.chat_memory
-        spelled = memory.spell(pieces, cache=cache)
-        marks = memory.marks.marks(spelled.ids)
-        adding = self._adding(spelled.ids, params, eviction, thoughts, cache=cache, marks=marks)
-
-        def add(engine: Engine) -> Request:
-            request = adding(engine)
-            request.text_memory = spelled.remembered
-            return request
-
-        def ended(found: Completion) -> None:
-            for sample in found.samples:
-                if sample.finish_reason in ("stop", "length"):
-                    ended = sample.finish_reason == "stop"
-                    memory.remember(spelled, sample.text, sample.token_ids, ended, cache)
-            if cache is not True or found.others or self.engine.resolve_eviction(eviction) is not None:
-                return
-            if found.finish_reason != "stop" or (tools and calls_in(template, found.text)):
-                return
-            answer = found.divided(splitter)
-            said = [*messages, assistant_message(answer.text, answer.reasoning)]
-
-            def spell(text: str) -> list[int]:
-                question = {"role": "user", "content": text}
-                return memory.spell(self._chat_pieces([*said, question], tools, thinking, template_variables)).ids
-
-            offer_next_turn(self.warm, memory.marks, [*spelled.ids, *found.token_ids], len(spelled.ids), spell)
-
-        return ChatRequest(add, splitter, ended)
+        parts = self.engine, self.prompts, self.warm
+        return adding_chat(*parts, messages, params, tools, thinking, eviction, template_variables, cache)
 
     # ---- what many prompts begin with
 
@@ -602,24 +334,10 @@ class LLM:
         self._alone("a prefix that is kept by name")
         if isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping):
             given: list[Any] = list(prompt)
-            tokens = self._common_tokens(given, tools, thinking, template_variables)
+            tokens = self.prompts.common_tokens(given, tools, thinking, template_variables)
         else:
             tokens = self.encode(prompt)  # type: ignore[arg-type]
         return read_prefix(self.owner, tokens, pin)
-
-    def _common_tokens(
-        self, messages: Messages, tools: Tools, thinking: bool | None, variables: Mapping[str, Any]
-    ) -> list[int]:
-        """Token ids with which all chats begin that begin with these messages."""
-        check_messages(messages)
-        shown: dict[str, Any] = {"tools": tools, "thinking": thinking, **variables}
-        asked = messages[-1]["role"] == "user"
-        follow = "assistant" if asked else "user"
-        found = [self.encode_chat([*messages, {"role": follow, "content": text}], **shown) for text in ("a", "b")]
-        if asked:
-            found.append(self.encode_chat(messages, **shown))
-        alike = (len(set(each)) == 1 for each in zip(*found))
-        return found[0][: sum(takewhile(bool, alike))]
 
     # ---- documents
 
@@ -703,19 +421,9 @@ class LLM:
         if not isinstance(salt, bytes | None):
             raise RequestError(f"a salt is bytes, or None for all there is, not {type(salt).__name__}")
         tokens = None if text is None else self.engine.check_tokens(self.encode(text))
-
-        def drop(engine: Engine) -> None:
-            reuse = engine.manager.reuse
-            if reuse is not None and tokens is None:
-                reuse.forget(salt)
-            elif reuse is not None:
-                reuse.forget_text(salt or b"", np.array(tokens, np.int32))
-
-        if self.ranks is not None:
-            raise RequestError(NOT_OVER_RANKS.format(what="forgetting what is kept"))
         if self.warm is not None:
             self.warm.forget(salt if tokens is None else salt or b"", tokens)
-        self.owner.run(drop)
+        self.owner.run(lambda engine: engine.forget(salt, tokens))
         if self.chat_template is not None and self.tokenizer is not None:
             self.chat_memory.forget(salt, tokens)
 
@@ -727,28 +435,7 @@ class LLM:
 
     def cache_key(self, adapter: str = "", salt: str = "") -> Key:
         """What a saved cache depends on beside its tokens, part by part, a request's `adapter` and `salt` included."""
-        exact, schema = self.manager.exact, self.plan.schema
-        layers = schema.compressed
-        full = [pool_format(table.pool.tensors) for table in self.manager.tables.values()]
-        kv = layers[0].entries.name if layers else next((form.name for form in full if form is not None), "none")
-        key = {
-            "architecture": self.config.architecture,
-            "config": config_digest(self.config),
-            "weights": self.weights.digest(),
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "weight_form": self.weight_form,
-            "kv_dtype": kv,
-            "state_dtype": "+".join(sorted({t.dtype for s in schema.states if not s.lent for t in s.tensors})),
-            "index_dtype": next((layer.index.name for layer in layers if layer.index is not None), ""),
-            "mode": "exact" if exact else "fast",
-            "adapter": adapter,
-            "salt": salt,
-        }
-        if exact:  # bits depend on these
-            gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
-            versions = {"torch": torch.__version__, "triton": _triton_version()}
-            key |= {"device": f"{self.device.type} {gpu}".strip(), **versions}
-        return key
+        return cache_key(self._opened, adapter, salt)
 
     def logits(self, token_ids: Sequence[int], prefill: int | None = None, chunk: int | None = None) -> Tensor:
         """[T, vocab] f32: what the model expects after each token of a text, computed by the path that answers take.
@@ -781,19 +468,13 @@ class LLM:
         """Token ids of a `prompt`: of a text as the tokenizer has it, with a first token if the model wants one. What
         is a list of ids already stays as it is.
         """
-        if not isinstance(prompt, str):
-            if isinstance(prompt, Mapping | bytes) or not isinstance(prompt, Iterable):
-                raise RequestError(f"a prompt must be text or a list of token ids, not {type(prompt).__name__}")
-            return list(prompt)
-        if self.tokenizer is None:
-            raise RequestError(self._no_tokenizer)
-        return self.tokenizer.encode(prompt)
+        return self.prompts.encode(prompt)
 
     def render(
         self, messages: Messages, *, tools: Tools = None, thinking: bool | None = None, **template_variables: Any
     ) -> str:
         """A conversation as text in the model's own chat format, ready for an answer; see `chat` for the arguments."""
-        return "".join(text for text, _ in self._chat_pieces(messages, tools, thinking, template_variables))
+        return "".join(text for text, _ in self.prompts.pieces(messages, tools, thinking, template_variables))
 
     def encode_chat(
         self, messages: Messages, *, tools: Tools = None, thinking: bool | None = None, **template_variables: Any
@@ -801,70 +482,15 @@ class LLM:
         """Token ids of a conversation, ready for an answer; see `chat` for the arguments. Control tokens spelled inside
         a message stay plain text.
         """
-        return encode_pieces(self.chat_parts()[0], self._chat_pieces(messages, tools, thinking, template_variables))
+        return self.prompts.encode_chat(messages, tools, thinking, template_variables)
 
-    def _chat_pieces(
-        self, messages: Messages, tools: Tools, thinking: bool | None, variables: Mapping[str, Any]
-    ) -> list[tuple[str, bool]]:
-        tokenizer, template = self.chat_parts()
-        return render_pieces(template, tokenizer, messages, tools=tools, thinking=thinking, **variables)
-
-    @cached_property
+    @property
     def chat_memory(self) -> ChatMemory:
         """Marks of the model's chat template, and answers as they were sampled. Nothing is remembered where nothing is
         reused, nor in exact mode: there the past must not choose among token sequences of one text.
         """
-        tokenizer, template = self.chat_parts()
-        return ChatMemory(template, tokenizer, on=self.reuse_config is not None and not self.manager.exact)
+        return self.prompts.chat_memory
 
     def chat_parts(self) -> tuple[Tokenizer, ChatTemplate]:
         """What a chat needs beside the model, or RequestError where the model's files lack it."""
-        if self.tokenizer is None or self.chat_template is None:
-            raise RequestError(f"{self.path.name} has no chat template; give plain text or token ids")
-        return self.tokenizer, self.chat_template
-
-
-@dataclass(frozen=True)
-class ChatRequest:
-    """A chat on its way: what begins its request, what makes the splitter of its answer, and what remembers it."""
-
-    add: Callable[[Engine], Request]
-    splitter: Callable[[], ReasoningSplitter]
-    ended: Callable[[Completion], None]  # told of the answer, before it is divided
-
-
-def one_answer(params: SamplingParams | None) -> None:
-    """Refuse parameters that ask for several answers."""
-    n = getattr(params, "n", 1)
-    if n != 1:
-        raise RequestError(f"a stream is one answer, {n} were asked for with n={n}; use generate or chat")
-
-
-def _triton_version() -> str:
-    try:
-        return version("triton")
-    except PackageNotFoundError:
-        return "none"
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if (
-        not isinstance(prompts, Sequence)
-        or isinstance(prompts, str | bytes)
-        or (prompts and isinstance(prompts[0], Integral))  # numpy's too
-    ):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def load_tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer | None, str]:
-    """The tokenizer, or None and what to say when text arrives: a model without one still runs on token ids."""
-    try:
-        gguf = checkpoint.kind == "gguf"
-        folder = checkpoint.path
-        found = (
-            Tokenizer.from_gguf(checkpoint.metadata) if gguf else Tokenizer.from_folder(folder, checkpoint.generation)
-        )
-    except UnsupportedModel as problem:
-        return None, str(problem)
-    return found, f"{checkpoint.path.name} has no tokenizer; give token ids instead of text"
+        return self.prompts.chat_parts()

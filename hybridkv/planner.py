@@ -39,7 +39,7 @@ class CachePlan:
     @property
     def checkpoint_bytes(self) -> int:
         """Of the states that are kept for others."""
-        return self.checkpoints * self.schema.slot_bytes
+        return self.checkpoints * self.schema.checkpoint_bytes
 
     @property
     def pool_bytes(self) -> dict[str, int]:

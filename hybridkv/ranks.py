@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -15,7 +16,8 @@ import torch
 from hybridkv.cache import KVCacheManager
 from hybridkv.checkpoint.checkpoint import Checkpoint
 from hybridkv.config import CacheConfig
-from hybridkv.engine.lock_step import NOT_OVER_RANKS, LockStepEngine
+from hybridkv.engine.lock_step import LockStepEngine
+from hybridkv.engine.rank_calls import NOT_OVER_RANKS, refuse_replay
 from hybridkv.engine.rank_sessions import WholeCache, group_fingerprint
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction.policy_words import policy_words
@@ -26,11 +28,16 @@ from hybridkv.models.decoder import Model
 from hybridkv.models.schemas import head_counts
 from hybridkv.models.weight_forms import RELEASED
 from hybridkv.parallel.block_parts import block_shard
+from hybridkv.parallel.events import BEAT
 from hybridkv.parallel.group import TIMEOUT, GroupError
-from hybridkv.parallel.launch import FAILED, LEAVE, Place, sharers, take_place
+from hybridkv.parallel.launch import LEAVE, Place, sharers, take_place
 from hybridkv.parallel.loader import load_sharded
 from hybridkv.parallel.rank_bytes import block_of, rank_model_bytes
 from hybridkv.parallel.shard import Shard, check_size, kv_copies, local
+from hybridkv.parallel.signs import FAILED, leave_the_end_to_rank_0, said_by
+
+SECONDS = "HYBRIDKV_TP_TIMEOUT"
+LEAST, MOST = 2 * BEAT, 86400.0  # rank 0 is heard of with each beat
 
 
 def take_ranks(tp: int | Place, device: torch.device, given: Mapping[str, Any], no_store: bool) -> Ranks:
@@ -39,6 +46,7 @@ def take_ranks(tp: int | Place, device: torch.device, given: Mapping[str, Any], 
     assert isinstance(cache, CacheConfig)
     if not no_store:
         raise HybridKVError(NOT_OVER_RANKS.format(what="a folder of saved caches"))
+    refuse_replay(cache.eviction)
     if isinstance(tp, Place):
         return Ranks(tp)
     with _opened(given["model"]) as checkpoint:
@@ -46,10 +54,25 @@ def take_ranks(tp: int | Place, device: torch.device, given: Mapping[str, Any], 
         check_size(config, tp, given["exact"])
         if given["weight_dtype"] == RELEASED and isinstance(tp, int):
             block_shard(config, Shard(0, tp), checkpoint.__contains__, checkpoint.block_forms())
-    timeout = float(os.environ.get("HYBRIDKV_TP_TIMEOUT", TIMEOUT))
+    timeout = exchange_seconds()
     settings = vars(cache) | {"policy": policy_words(cache.policy)}
     kept = None if reuse is None else asdict(reuse)
     return Ranks(take_place(tp, device, {**given, "cache": settings, "reuse": kept}, timeout))
+
+
+def exchange_seconds() -> float:
+    """That an exchange of ranks may take, as HYBRIDKV_TP_TIMEOUT has it, or HybridKVError."""
+    text = os.environ.get(SECONDS, "") or str(TIMEOUT)
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not LEAST <= found <= MOST:  # nan, too
+        raise HybridKVError(
+            f"{SECONDS} takes the seconds of an exchange, from {LEAST:g} to {MOST:g}, such as {TIMEOUT:g}, not "
+            f"{text[:20]!r}"
+        )
+    return found
 
 
 def _opened(path: str) -> Checkpoint:
@@ -69,6 +92,7 @@ class Ranks:
         self.exact = False
         self.blocks: dict[str, BlockForm] | None = None  # of what stays codes with a scale for each block
         self._engine: LockStepEngine | None = None
+        self._left = False  # the group has been left: another model may have one
 
     def cut(
         self, checkpoint: Checkpoint, config: ModelConfig, exact: bool, packed: bool, released: bool
@@ -127,16 +151,20 @@ class Ranks:
         self._engine = LockStepEngine(model, manager, *parts, group=self.group, whole=whole)
         return self._engine
 
-    def opened(self, llm: object) -> None:
-        """All ranks have loaded. Rank 0 goes on; the others follow it, and end with it."""
+    def opened(self, owner: object) -> None:
+        """All ranks have loaded. Rank 0 goes on; the others follow it, and end with it, or when `owner` is gone."""
         assert self._engine is not None
         self.group.meet("loaded", self.place.check)
         if self.group.rank == 0:
-            weakref.finalize(llm, self.place.kill)
+            weakref.finalize(owner, self.place.kill)
+            gone = weakref.finalize(owner, self._forgotten)
+            gone.atexit = False  # type: ignore[attr-defined]  # a process that ends needs no group left
             self._engine.on_failure = lambda problem: self._end_others()
             self._engine.watch(self.place.check)
             self._engine.channel.begin_beat()
             return
+        if threading.current_thread() is threading.main_thread():  # torchrun has started it; a worker does so at once
+            leave_the_end_to_rank_0()
         try:
             self._engine.follow()
             if self.device.type == "cuda":
@@ -144,7 +172,7 @@ class Ranks:
                 self._engine.drop_graphs()
                 self.group.part(LEAVE)
         except BaseException as problem:
-            print(f"hybridkv: rank {self.group.rank}: {problem}", file=sys.stderr, flush=True)
+            print(said_by(self.group.rank, problem), file=sys.stderr, flush=True)
             os._exit(FAILED)  # no wait for a group that is gone
         self.group.close()
         sys.exit(0)
@@ -171,13 +199,23 @@ class Ranks:
         if self.group.rank == 0:
             self._abandon()
 
+    def _forgotten(self) -> None:
+        """The LLM is gone, and nobody has closed it: another one may be opened."""
+        if not self._left:
+            self._abandon()
+
     def _abandon(self) -> None:
         """End the others at once, and leave their group."""
+        self._left = True
+        if self._engine is not None:
+            self._engine.channel.close()
         self.place.kill()
         self.group.abandon(lambda: None if self._engine is None else self._engine.drop_graphs())
 
     def end(self) -> None:
         """Rank 0 has closed the model."""
+        if self._left:
+            return
         engine = self._engine
         if engine is None or engine.failure is not None:
             self._abandon()
@@ -187,8 +225,8 @@ class Ranks:
                 self.group.settle(self.place.check)
             engine.drop_graphs()
         except GroupError:
-            engine.channel.close()
             self._abandon()
             return
         engine.channel.close()
         self.place.end()
+        self._left = True

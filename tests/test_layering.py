@@ -12,7 +12,8 @@ PACKAGE = Path(__file__).parents[1] / "hybridkv"
 ORDER = (
     "errors", "files", "config", "dtypes", "cards", "overrides", "text", "eviction_record", "request", "kernels",
     "devices", "cache", "eviction", "embedded", "checkpoint", "models", "planner", "parallel", "engine", "answers",
-    "document", "prefix", "ranks", "warming", "llm", "follower", "saved", "conversation", "async_llm", "", "evaluation",
+    "document", "prefix", "ranks", "settings", "weight_choice", "sizing", "prompts", "opening", "cache_key", "warming",
+    "asking", "llm", "follower", "saved", "conversation", "async_llm", "", "evaluation",
     "report", "server", "bench", "commands", "cli", "__main__",
 )  # fmt: skip
 # these stand beside the cache, not on top of it

@@ -12,8 +12,8 @@ from numerics import assert_same_bytes, rel_rms
 from engine.ascii_tokenizer import BOS, write_tokenizer
 from engine.driving import assert_nothing_held, prompt
 from hybridkv import LLM, CacheConfig, SamplingParams
-from hybridkv import llm as llm_file
 from hybridkv.checkpoint.checkpoint import Checkpoint
+from hybridkv.devices import check_fp8_cache
 from hybridkv.errors import HybridKVError, ModelFileError, RequestError
 from hybridkv.kernels.formats import kv_format
 
@@ -313,7 +313,7 @@ def test_an_fp8_cache_is_refused_where_the_card_has_no_fp8(monkeypatch: pytest.M
     monkeypatch.setattr(kv_format, "capability", lambda device: (8, 6))
     monkeypatch.setattr(kv_format, "HAS_TRITON", True)
     with pytest.raises(HybridKVError, match=r"compute capability 8.9 or higher.*has 8.6; use kv_dtype='bf16'"):
-        llm_file.check_fp8_cache(CacheConfig(kv_dtype="fp8"), torch.device("cuda"))
-    llm_file.check_fp8_cache(CacheConfig(kv_dtype="bf16"), torch.device("cuda"))
+        check_fp8_cache(CacheConfig(kv_dtype="fp8"), torch.device("cuda"))
+    check_fp8_cache(CacheConfig(kv_dtype="bf16"), torch.device("cuda"))
     monkeypatch.setattr(kv_format, "capability", lambda device: (8, 9))
-    llm_file.check_fp8_cache(CacheConfig(kv_dtype="fp8"), torch.device("cuda"))
+    check_fp8_cache(CacheConfig(kv_dtype="fp8"), torch.device("cuda"))

@@ -1,5 +1,6 @@
 """`LLM(tp=2)`: the answers of one process, what is refused, and what happens when a worker ends."""
 
+import gc
 import json
 import os
 import signal
@@ -14,17 +15,20 @@ import pytest
 import tiny
 import tiny_v4
 import torch.distributed as dist
+from listening import listening
 from long_form import LONG, more
 from tiny_ranks import build
 from v4_released import released_model
 
 from hybridkv import LLM, CacheConfig, Conversation, EvictionConfig, SamplingParams
 from hybridkv.cli import main
+from hybridkv.commands.display import kept_line
 from hybridkv.engine.engine import INHERIT
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.eviction import Ada, Policy, SnapKV
 from hybridkv.kernels.linear.block_scaled import BlockScaled
 from hybridkv.parallel.group import GroupError, free_port
+from server.running import until
 
 HOW: dict[str, Any] = dict(device="cpu", dtype="float32", max_requests=4, max_context=256)
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
@@ -62,16 +66,25 @@ def test_it_answers_as_one_process_does_and_says_what_it_cannot(folder: Path, tm
     with LLM(folder, **HOW) as llm:
         want = llm.generate(prompts, params)
         whole = llm.plan.pool_bytes["attention"]
+    before = listening(os.getpid())
     with LLM(folder, tp=2, **HOW) as llm:
+        assert llm.ranks is not None
+        listens = listening(os.getpid(), llm.ranks.place.workers[0].pid)
+        assert {listens[inode] for inode in listens.keys() - before.keys()} == {"127.0.0.1"}
         found = llm.generate(prompts, params)
         for one, two in zip(want, found, strict=True):
             assert [sample.token_ids for sample in one.samples] == [sample.token_ids for sample in two.samples]
+            for name in ("kv_bytes_full", "kv_bytes_kept", "state_bytes"):  # of the whole model
+                assert one.stats[name] == two.stats[name] > 0
         assert llm.manager.memory_bytes() == llm.plan.nbytes
         assert llm.plan.pool_bytes["attention"] / llm.plan.max_tokens <= whole / 256  # of half the heads
         with pytest.raises(RequestError, match="over several ranks a document is not available yet"):
             llm.compress([1, 2, 3])
         with pytest.raises(RequestError, match="policy Own is code of your own"):
             llm.generate([[1, 2]], eviction=EvictionConfig(64, policy=Own()))
+        for replays in (False, True):  # a conversation can replay on one rank: it is refused before it has an answer
+            with pytest.raises(RequestError, match="policy 'replay'"):
+                llm.engine.resolve_eviction(EvictionConfig(64, policy="replay"), replays=replays)
         with pytest.raises(HybridKVError):  # there is no tokenizer
             llm.generate([[1, 2]], SamplingParams(max_tokens=2, structured_outputs={"choice": ["a"]}))
         long = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
@@ -83,6 +96,7 @@ def test_it_answers_as_one_process_does_and_says_what_it_cannot(folder: Path, tm
     assert not dist.is_initialized()
     for settings, said in (
         (dict(cache=CacheConfig(budget=64, policy=Own())), "policy Own is code of your own"),
+        (dict(cache=CacheConfig(budget=64, policy="replay")), "over several ranks policy 'replay' is not available"),
         (dict(disk_cache=tmp_path), "over several ranks a folder of saved caches"),
     ):
         with pytest.raises(HybridKVError, match=said):
@@ -90,6 +104,11 @@ def test_it_answers_as_one_process_does_and_says_what_it_cannot(folder: Path, tm
     for size, said in ((3, "3 ranks do not divide its 8 attention heads; use 2, 4 or 1"), (0, "from 1 to 64")):
         with pytest.raises(HybridKVError, match=said):
             LLM(folder, tp=size, **HOW)
+    for seconds in ("abc", "0", "-5", "1.5", "nan", "inf", "1e300"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("HYBRIDKV_TP_TIMEOUT", seconds)
+            with pytest.raises(HybridKVError, match=f"HYBRIDKV_TP_TIMEOUT takes .* from 2 to 86400.* not '{seconds}'"):
+                LLM(folder, tp=2, **HOW)
     with pytest.raises(HybridKVError, match="KiB are needed|weights take"):  # after the workers were started
         LLM(folder, tp=2, memory="100KiB", **HOW)
     assert not dist.is_initialized()
@@ -128,11 +147,15 @@ def test_it_evicts_as_one_process_does(folder: Path) -> None:
     for tp in (1, 2):
         with LLM(folder, tp=tp, cache=cache, **HOW) as llm:
             answers = llm.generate(prompts, GREEDY, eviction=asked)
-            found.append([[answer.token_ids, answer.stats["kept_tokens"]] for answer in answers])
+            names = ("kept_tokens", "kv_bytes_full", "kv_bytes_kept")
+            found.append([[answer.token_ids, *(answer.stats[name] for name in names)] for answer in answers])
+            with llm.stream(prompts[0], GREEDY, eviction=asked[1]) as stream:
+                list(stream)
+            found[-1].append(kept_line(llm, [stream.request]))
             assert llm.manager.memory_bytes() == llm.plan.nbytes
             logits = llm.logits(prompts[1], prefill=140)
             assert logits.shape == (150, llm.config.vocab)
-    assert found[0] == found[1] and [round(kept) for _, kept in found[0]] == [47, 67, 39]
+    assert found[0] == found[1] and [round(answer[1]) for answer in found[0][:3]] == [47, 67, 39]
 
 
 @pytest.mark.long
@@ -172,10 +195,51 @@ def test_a_worker_that_ends_while_nothing_runs_is_noticed(folder: Path) -> None:
     assert not dist.is_initialized()
 
 
+def test_a_model_that_is_forgotten_leaves_its_group_and_one_that_was_closed_no_other(folder: Path) -> None:
+    forgotten = LLM(folder, tp=2, **HOW)
+    assert forgotten.ranks is not None
+    workers = forgotten.ranks.place.workers
+    want = forgotten.generate([[1, 2]], GREEDY)[0].token_ids
+    del forgotten
+    until(lambda: gc.collect() >= 0 and not dist.is_initialized())  # the engine's thread may just be letting go of it
+    assert all(worker.poll() is not None for worker in workers)
+    closed = LLM(folder, tp=2, **HOW)
+    closed.close()
+    closed.close()
+    with LLM(folder, tp=2, **HOW) as llm:
+        del closed
+        gc.collect()
+        assert llm.generate([[1, 2]], GREEDY)[0].token_ids == want
+    assert gone(llm) and not dist.is_initialized()
+
+
 def test_a_command_refuses_a_number_that_does_not_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         main(["generate", "-m", str(folder), "--device", "cpu", "--tp", "3", "x"])
     assert leaving.value.code == 2 and "use 2, 4 or 1" in capsys.readouterr().err
+
+
+REFUSED = (
+    ("serve", "--document"),
+    ("generate", "x", "--document"),
+    ("compress", "-o"),
+    ("inspect", "x", "-o"),
+    ("demo", "-o"),
+)
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_command_refuses_what_is_not_there_over_ranks_before_it_loads_anything(
+    words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "d.doc"
+    file.write_text("a text")
+    more = [str(file)] if words[0] == "compress" else []
+    place = str(tmp_path / "out.doc") if words[0] == "compress" else str(file)
+    with pytest.raises(SystemExit) as leaving:
+        main([*words, place, "-m", "/no/such/model", "--tp", "2", *more])
+    said = " ".join(capsys.readouterr().err.split())
+    assert leaving.value.code == 2 and "not available over several ranks" in said
 
 
 def test_a_command_whose_group_has_ended_says_so_by_its_exit_code(
@@ -211,8 +275,9 @@ def test_a_conversation_on_three_ranks_is_that_of_one(tmp_path: Path) -> None:
             said.append(llm.chat([{"role": "user", "content": "Is water wet?"}], bound).text)
         found.append(said)
     assert found[0] == found[1] and found[0][-1] in ("yes", "no") and found[0][-2] > 100
-    with LLM(device="cpu", cache=cache, **how) as llm, pytest.raises(RequestError, match="ranks 3 there and none here"):
-        Conversation.load(llm, tmp_path / "3.talk")
+    with LLM(device="cpu", cache=cache, **how) as llm:  # one process goes on with what three ranks have saved
+        again = Conversation.load(llm, tmp_path / "3.talk", params=params)
+        assert "".join(again.send("Why?")) == found[1][-3] and again.last.stats["cached_tokens"] > 100
 
 
 @pytest.mark.long

@@ -60,8 +60,8 @@ def test_what_is_planned_is_held_packed_and_dequantised(
     code, found, table = run(script, kind, form, tmp_path, capsys)
     assert code == 0 and found["ok"] and found["weights_form"] in ("f32", "f16", "int4") and found["generated"] == 16
     assert table.count("the same") == 2
-    monkeypatch.setattr("hybridkv.llm.keeps_packed", lambda device, dtype: True)
-    monkeypatch.setattr("hybridkv.llm.resolve_dtype", lambda *_: script.torch.bfloat16)  # no f16 there
+    monkeypatch.setattr("hybridkv.weight_choice.keeps_packed", lambda device, dtype: True)
+    monkeypatch.setattr("hybridkv.opening.resolve_dtype", lambda *_: script.torch.bfloat16)  # no f16 there
     code, found, _ = run(script, kind, form, tmp_path, capsys)
     assert found["weights_form"] == form.upper() and found["planned_weights"] == found["held_weights"]
     assert code == 0 and found["ok"] and found["planned_cache"] == found["held_cache"]

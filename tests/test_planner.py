@@ -11,12 +11,13 @@ import tiny
 import tiny_gguf
 import torch
 
+from hybridkv import LLM
 from hybridkv.bench.capacity import planned
 from hybridkv.cache import CacheSchema, KVCacheManager, StateSchema, StreamSchema, TensorSpec
 from hybridkv.checkpoint.gguf_file import GgufFile
 from hybridkv.cli import main
 from hybridkv.commands.plan_estimate import Estimate
-from hybridkv.config import CacheConfig, EngineConfig, ReuseConfig
+from hybridkv.config import CacheConfig, EngineConfig, ReuseConfig, SamplingParams
 from hybridkv.engine.workspace import workspace
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction import query_buffers_for
@@ -247,6 +248,11 @@ def test_the_plan_says_what_fits_in_memory(capsys: pytest.CaptureFixture[str]) -
         (["--no-reuse"], {"reuse": None}),
         (["--checkpoints", "1MiB"], {"reuse": ReuseConfig("1MiB")}),
         (["--checkpoints", "0"], {"reuse": ReuseConfig(0)}),
+        (["--checkpoint-dtype", "bf16"], {"reuse": ReuseConfig(checkpoint_dtype="bf16")}),
+        (
+            ["--checkpoints", "1MiB", "--checkpoint-dtype", "bf16"],
+            {"reuse": ReuseConfig("1MiB", checkpoint_dtype="bf16")},
+        ),
     ],
 )
 def test_what_reuse_takes_is_planned_to_the_byte(
@@ -271,7 +277,8 @@ def test_what_reuse_takes_is_planned_to_the_byte(
         found = json.loads(run(capsys, *words, "--memory", memory))
         [planned] = found["choices"]
         llm = open_llm(folder, max_requests=2, max_context=256, memory=memory, weight_dtype="plain", **settings)
-        state = sum(t.nbytes for t in llm.manager.state.tensors.values())
+        rows = llm.manager.state
+        state = sum(t.nbytes for t in (*rows.tensors.values(), *rows.rounded.values()))
         pools = sum(t.nbytes for table in llm.manager.tables.values() for t in table.pool.tensors.values())
         assert planned["fits"] is True and llm.plan.checkpoints == planned["checkpoints"]
         assert planned["kv_bytes"] == pools and planned["state_bytes"] + planned["checkpoint_bytes"] == state
@@ -280,7 +287,53 @@ def test_what_reuse_takes_is_planned_to_the_byte(
         assert planned["total_bytes"] == beside + llm.manager.memory_bytes() <= memory
         assert planned["staging_bytes"] == llm.plan.staging == llm.manager.host.staging == 0  # on a CPU there is none
         seen.add(planned["checkpoints"])
-    assert len(seen) == (3 if kind != "llama" and not flags else 1), seen
+    assert len(seen) == (3 if kind != "llama" and flags[:1] in ([], ["--checkpoint-dtype"]) else 1), seen
+
+
+def test_checkpoints_in_bf16_are_more_in_the_same_bytes(
+    oracle: Callable[[str], tiny.Oracle], open_llm: Callable
+) -> None:
+    """Nearly twice as many: the convolution's inputs stay as they are, and are a fifth of the tiny model's state."""
+    folder, size = oracle("qwen3_5").folder, 1 << 20
+    made = [open_llm(folder, reuse=ReuseConfig(size, checkpoint_dtype=dtype)) for dtype in ("auto", "bf16")]
+    [wide, narrow] = [llm.plan.schema for llm in made]
+    [conv, recurrent] = wide.states[0].tensors
+    layers = len(wide.states[0].layers)
+    assert wide.checkpoint_bytes == wide.slot_bytes == narrow.slot_bytes == layers * (conv.nbytes + recurrent.nbytes)
+    assert narrow.checkpoint_bytes == layers * (conv.nbytes + recurrent.nbytes // 2)
+    for llm in made:
+        each = llm.plan.schema.checkpoint_bytes
+        assert llm.plan.checkpoints == llm.manager.checkpoints == size // each
+        assert llm.plan.checkpoint_bytes == size // each * each > size - each
+    few, many = (llm.plan.checkpoints for llm in made)
+    assert many > 1.6 * few
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+def test_where_no_state_can_be_rounded_it_is_said_once_if_it_was_asked_for(
+    kind: str, oracle: Callable[[str], tiny.Oracle], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, asked = oracle(kind).folder, ReuseConfig(checkpoint_dtype="bf16")
+    cache = CacheConfig("f32", state_dtype="bf16" if kind == "qwen3_5" else "f32")
+    why = (
+        "the model has no Gated DeltaNet state" if kind == "llama" else "its recurrent state is stored in bf16 already"
+    )
+    plans = {}
+    for reuse in (ReuseConfig(), asked):
+        with LLM(str(folder), "cpu", "float32", cache=cache, max_requests=2, max_context=256, reuse=reuse) as llm:
+            llm.generate([[5] * 40, [5] * 41], SamplingParams(max_tokens=1))
+            plans[reuse] = llm.plan
+        note = f"hybridkv: checkpoint_dtype='bf16' changes nothing: {why}\n"
+        assert capsys.readouterr().err.count(note) == (reuse is asked)
+    assert plans[asked] == plans[ReuseConfig()]
+
+
+def test_exact_mode_keeps_states_as_they_are(oracle: Callable[[str], tiny.Oracle]) -> None:
+    asked = ReuseConfig(checkpoint_dtype="bf16")
+    with pytest.raises(HybridKVError, match="leave out checkpoint_dtype='bf16', or exact"):
+        LLM(str(oracle("qwen3_5").folder), "cpu", "float32", exact=True, max_context=256, reuse=asked)
+    with pytest.raises(HybridKVError, match="checkpoint_dtype must be auto or bf16, not 'fp8'"):
+        ReuseConfig(checkpoint_dtype="fp8")
 
 
 def test_a_known_name_may_have_an_owner_and_any_case() -> None:

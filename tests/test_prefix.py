@@ -76,6 +76,15 @@ def test_it_is_read_once_and_outlives_what_is_not_pinned(oracle: Callable, kind:
         assert not reuse.pins and ask(llm, tokens).stats["cached_tokens"] == 0, "what was dropped is still kept"
 
 
+def test_its_state_may_be_in_bf16(oracle: Callable) -> None:
+    folder = oracle("qwen3_5").folder
+    with LLM(str(folder), "cpu", "float32", max_context=512, reuse=ReuseConfig(checkpoint_dtype="bf16")) as llm:
+        prefix, schema = llm.prefix(TEXT), llm.plan.schema
+        assert prefix.bytes == schema.kv_bytes(prefix.tokens) + schema.checkpoint_bytes
+        assert schema.checkpoint_bytes < schema.slot_bytes
+        assert ask(llm, [*TEXT, 5]).stats["cached_tokens"] == prefix.tokens
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
 def test_what_is_there_already_is_not_read_again(oracle: Callable, kind: str) -> None:
     with opened(oracle, kind) as llm:

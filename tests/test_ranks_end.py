@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +21,8 @@ from tiny_ranks import build
 
 from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
 from hybridkv import LLM, SamplingParams
-from hybridkv.parallel import launch
-from hybridkv.parallel.group import GroupError
+from hybridkv.parallel import launch, signs
+from hybridkv.parallel.group import GroupError, free_port
 from hybridkv.ranks import Ranks
 from server.running import SECONDS, post_bytes, read_all, until
 from server.test_command import port_of, started
@@ -101,6 +102,94 @@ def test_a_worker_ends_with_the_process_that_started_it(how: signal.Signals, fol
         until(lambda: state(worker)[0] == "Z")
 
 
+@pytest.mark.slow
+def test_a_signal_to_all_processes_of_a_server_lets_answers_come_to_their_end(folder: Path) -> None:
+    """As systemd sends it, and `kill -- -GROUP`."""
+    with started("-m", folder, *SERVED) as (process, lines):
+        [worker] = followers_of(process.pid)
+        with socket.create_connection(("127.0.0.1", port_of(lines)), timeout=SECONDS) as connection:
+            connection.sendall(post_bytes("/v1/completions", ASKED))
+            assert connection.recv(1) == b"H"
+            os.kill(worker, signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)
+            assert b"[DONE]" in read_all(connection)
+        assert process.wait(SECONDS) == 0
+        assert state(worker)[0] == "Z"
+
+
+@contextmanager
+def rank_1(*command: object, **place: str) -> Iterator[subprocess.Popen[str]]:
+    """A command as torchrun starts its second process."""
+    pipe, env = subprocess.PIPE, {**os.environ, **place, "RANK": "1"}
+    words = [sys.executable, "-m", "hybridkv", *map(str, command)]
+    process = subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def torchrun() -> dict[str, str]:
+    return {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+
+@pytest.mark.slow
+def test_a_command_that_torchrun_has_started_ends_well_on_all_ranks(folder: Path) -> None:
+    command = ("generate", "--tp", 2, "-m", folder, "--device", "cpu", "--dtype", "float32", "--context", 256)
+    command += ("--max-tokens", 8, "--temperature", 0, "Say")
+    place = torchrun()
+    with rank_1(*command, **place) as other:
+        words = [sys.executable, "-m", "hybridkv", *map(str, command)]
+        env = {**os.environ, **place, "RANK": "0"}
+        found = subprocess.run(
+            words, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS
+        )
+        assert found.returncode == 0 and found.stdout.strip(), found.stderr
+        assert other.communicate(timeout=SECONDS) == ("", "") and other.returncode == 0
+
+
+@pytest.mark.slow
+def test_of_ranks_that_torchrun_has_started_the_first_one_alone_serves(folder: Path) -> None:
+    """One port, and a signal to both."""
+    port, place = free_port(), torchrun()
+    command = ("-m", folder, *SERVED, "--port", port)
+    with rank_1("serve", *command, **place) as other, started(*command, RANK="0", **place) as (process, lines):
+        assert port_of(lines) == port
+        with socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as connection:
+            connection.sendall(post_bytes("/v1/completions", ASKED))
+            assert connection.recv(1) == b"H"
+            other.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)
+            assert b"[DONE]" in read_all(connection)
+        assert process.wait(SECONDS) == 0
+        assert other.communicate(timeout=SECONDS) == ("", "") and other.returncode == 0
+
+
+@pytest.mark.parametrize("how", (signal.SIGINT, signal.SIGTERM))
+def test_a_worker_that_still_starts_leaves_signals_to_rank_0_and_ends_with_it(how: signal.Signals) -> None:
+    told = {"rank": 1, "size": 2, "device": "cpu", "meeting": "tcp://127.0.0.1:9", "timeout": 5, "settings": {}}
+    pipe = subprocess.PIPE
+    worker = subprocess.Popen([sys.executable, "-m", launch.FOLLOWER], stdin=pipe, stderr=pipe, stdout=pipe)
+    try:
+        until(lambda: _ignores(worker.pid, how))
+        worker.send_signal(how)
+        assert worker.stdin is not None
+        worker.stdin.write(json.dumps(told).encode() + b"\n")
+        worker.stdin.flush()
+        time.sleep(0.3)  # it is importing torch
+        assert worker.poll() is None
+        assert worker.communicate(timeout=SECONDS) == (b"", b"")  # which closes the pipe
+        assert worker.returncode == signs.FAILED
+    finally:
+        worker.kill()
+
+
+def _ignores(pid: int, number: signal.Signals) -> bool:
+    [line] = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigIgn:")]
+    return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+
+
 def ends(llm: LLM, prompt: list[int], params: SamplingParams = LONG) -> None:
     """It answers no more, and its workers are gone."""
     assert llm.ranks is not None
@@ -155,6 +244,7 @@ def test_where_every_rank_stands_is_written_before_those_that_hang_are_ended(
 ) -> None:
     with LLM(folder, tp=2, **HOW) as llm:
         assert llm.ranks is not None
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0))  # from here on the other one follows
         llm.ranks.place.dump_stacks()
         found = capfd.readouterr().err
         assert found.count("Current thread") == 2 and "in follow\n" in found and "in dump_stacks\n" in found
@@ -180,4 +270,4 @@ def test_ranks_are_ended_where_nobody_reads_what_is_said(monkeypatch: pytest.Mon
         finally:
             sys.stderr.detach()  # type: ignore[attr-defined]
             worker.kill()
-    assert codes == [launch.FAILED] and worker.wait(SECONDS) in (-launch.DUMP, -signal.SIGKILL)
+    assert codes == [signs.FAILED] and worker.wait(SECONDS) in (-signs.DUMP, -signal.SIGKILL)

@@ -24,7 +24,7 @@ from hybridkv.config import SamplingParams
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.owner import EngineOwner
 from hybridkv.llm import LLM
-from hybridkv.text.chat import ChatTemplate
+from hybridkv.prompts import Prompts
 from hybridkv.text.tokenizer import Tokenizer
 
 LOOK = 0.02  # seconds between two looks at how late the event loop is
@@ -35,8 +35,7 @@ class EngineLLM(LLM):
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.manager, self.owner = engine, engine.manager, EngineOwner(engine)
-        self.tokenizer: Tokenizer | None = None
-        self.chat_template: ChatTemplate | None = None
+        self.prompts = Prompts("this engine", None, "give token ids", remembers=False)
 
 
 def letters_tokenizer(vocab: int) -> Tokenizer:

@@ -24,6 +24,7 @@ from torch import Tensor
 from hybridkv.cache.bookkeeping import bookkeeping
 from hybridkv.cache.checkpoints import Checkpoint
 from hybridkv.cache.columns import Column, Columns, on_device
+from hybridkv.cache.compacting import settle_slot
 from hybridkv.cache.facts import Compaction
 from hybridkv.cache.frozen import restore_state, state_bytes, state_chunks, take_rows
 from hybridkv.cache.schema import ceil_div
@@ -33,8 +34,9 @@ from hybridkv.cache.tiers import HostBlocks
 from hybridkv.errors import HybridKVError
 
 if TYPE_CHECKING:
+    from hybridkv.cache.lookup import Asked
     from hybridkv.cache.manager import KVCacheManager
-    from hybridkv.cache.reuse import Asked, Reuse
+    from hybridkv.cache.reuse import Reuse
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def send_away(manager: KVCacheManager, request: Hashable, shared: Column | None 
     `shared`: of `shared_column`.
     """
     slot = manager._slot(request)
-    manager._settle(slot)
+    settle_slot(manager, slot)
     manager.check_committed(slot)
     begin, buffer = shared.end if shared is not None else 0, int(manager.query_buffers.of[slot])
     state = manager.host.put(state_chunks(manager, slot, buffer))
@@ -247,7 +249,7 @@ def _shared_rows(manager: KVCacheManager, path: Sequence[Column], name: str) -> 
     """[streams, pages] of columns."""
     if not path or manager.reuse is None:
         return np.zeros((manager.tables[name].schema.streams, 0), np.int32)
-    return manager.reuse.rows_of(list(path), name)
+    return manager.reuse.column_pages.rows_of(list(path), name)
 
 
 def _take_pages(manager: KVCacheManager, slot: int, away: Away, path: Sequence[Column]) -> list[np.ndarray]:

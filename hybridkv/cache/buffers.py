@@ -77,7 +77,12 @@ def pack(kind: str, tensors: Mapping[str, Tensor], meta: Mapping[str, str]) -> B
     """Buffers of tensors on the host, which are not copied, and of the metadata that a file of them would have."""
     listed = [[name, dtype_name(t.dtype), list(t.shape)] for name, t in tensors.items()]
     head = {"format": FORMAT, "version": VERSION, "kind": kind, "meta": dict(meta), "tensors": listed}
-    return Buffers(head, [t.contiguous().view(-1).view(torch.uint8) for t in tensors.values()])
+    return Buffers(head, [_flat(t) for t in tensors.values()])
+
+
+def _flat(t: Tensor) -> Tensor:
+    """The bytes of a tensor. One of nothing may come from numpy with a stride of 0, which no view takes."""
+    return t.contiguous().view(-1).view(torch.uint8) if t.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 def parse_head(data: bytes) -> dict[str, Any]:

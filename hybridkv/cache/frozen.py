@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hybridkv.cache.bookkeeping import bookkeeping
+from hybridkv.cache.compacting import settle_slot
 from hybridkv.cache.facts import Compaction
 from hybridkv.cache.page_table import PageTable, places_of
 from hybridkv.cache.schema import ceil_div
@@ -81,7 +82,7 @@ def freeze_request(manager: KVCacheManager, request: Hashable) -> Frozen:
     state, or its state is not that of its position.
     """
     slot = manager._slot(request)
-    manager._settle(slot)
+    settle_slot(manager, slot)
     manager.check_committed(slot)
     buffer = int(manager.query_buffers.of[slot])
     state = manager.host.put(state_chunks(manager, slot, buffer))
@@ -334,7 +335,7 @@ def lend_pages(manager: KVCacheManager, request: Hashable, name: Hashable) -> No
     frozen = manager.frozen.get(request)
     if frozen is None:
         slot = manager._slot(request)
-        manager._settle(slot)
+        settle_slot(manager, slot)
         pages = {key: _used_rows(table, slot) for key, table in manager.tables.items()}
         lengths = {key: table.lengths[slot].copy() for key, table in manager.tables.items()}
         position, past = int(manager.positions[slot]), manager.compactions.get(slot)

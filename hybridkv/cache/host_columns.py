@@ -170,7 +170,7 @@ class HostColumns:
                 self.reuse.drop(column)
             elif column.host is not None:
                 self.alone[column] = self.doubles.pop(column)
-                self.reuse._disown(columns.leave_device(column))
+                self.reuse.column_pages.disown(columns.leave_device(column))
             else:
                 group.append(column)
                 ids.append(columns.leave_device(column))
@@ -190,7 +190,7 @@ class HostColumns:
                 if not column.gone:  # else it stood below one of these
                     self._tell(_branch(column))
                     self.reuse.drop(column)
-                self.reuse._disown(pages)
+                self.reuse.column_pages.disown(pages)
             return
         self.tier.lend(blocks)
         self.copied += blocks.nbytes
@@ -202,7 +202,7 @@ class HostColumns:
             else:
                 column.host = HostBlocks(mine, (), self.reuse.column_bytes)
                 self.alone[column] = None
-            self.reuse._disown(pages)
+            self.reuse.column_pages.disown(pages)
 
     def _views(self, chunk: Tensor, ids: np.ndarray) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """(a pool, page ids, where these pages are in chunk [columns, bytes]: [lanes, pages, ...]) for each tensor."""

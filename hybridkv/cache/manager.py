@@ -28,7 +28,15 @@ from torch import Tensor
 
 from hybridkv.cache.away import Away, drop_away
 from hybridkv.cache.bookkeeping import bookkeeping
-from hybridkv.cache.compacting import Compacting
+from hybridkv.cache.compacting import (
+    Compacting,
+    compact_request,
+    room_to_compact,
+    settle,
+    settle_slot,
+    start_compaction,
+    stop_compacting,
+)
 from hybridkv.cache.compressed_handle import CompressedHandle
 from hybridkv.cache.facts import Compaction
 from hybridkv.cache.frozen import Frozen, drop_frozen
@@ -38,11 +46,9 @@ from hybridkv.cache.query_buffers import QueryBuffers
 from hybridkv.cache.schema import CacheSchema, ceil_div
 from hybridkv.cache.specification import SpecificationNames
 from hybridkv.cache.state import StatePool
-from hybridkv.cache.step import ForwardStep, build_step, upload
+from hybridkv.cache.step import ForwardStep, build_step
 from hybridkv.cache.tiers import Arrival, HostTier, default_limit
-from hybridkv.errors import HybridKVError, OutOfPages, RequestError
-from hybridkv.kernels.eviction.to_fresh import most_pages, to_fresh
-from hybridkv.kernels.eviction.to_front import to_front
+from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.kernels.step_index import HostIndex, StepShape
 
 if TYPE_CHECKING:
@@ -71,6 +77,7 @@ class KVCacheManager(SpecificationNames):
         query_buffers = rings if query_buffers is None else query_buffers
         self.exact = exact
         self.model_fingerprint: Callable[[], str] = lambda: ""  # names the model whose entries these are
+        self.model_files: Callable[[], str] = lambda: ""  # names it by its files, over any number of ranks; "": unknown
         self.schema, self.slots, self.max_tokens, self.device = schema, slots, max_tokens, torch.device(device)
         self.tables = {s.name: PageTable(s, pages[s.name], slots, max_tokens, self.device) for s in schema.streams}
         usable = slots if schema.query_window is not None else 0
@@ -145,7 +152,7 @@ class KVCacheManager(SpecificationNames):
     def fork_request(self, source: Hashable, request: Hashable) -> int:
         """A second request with the same past: pages shared, state copied. Neither sees what the other then writes."""
         origin = self._slot(source)
-        self._settle(origin)
+        settle_slot(self, origin)
         self.check_committed(origin)
         self.check_shareable(int(self.positions[origin]))
         slot = self._take_slot(request)
@@ -198,7 +205,7 @@ class KVCacheManager(SpecificationNames):
     def truncate_request(self, request: Hashable, position: int) -> None:
         """Forget all tokens from `position` on. Refused where the past cannot be brought back."""
         slot = self._slot(request)
-        self._settle(slot)
+        settle_slot(self, slot)
         if not 0 <= position <= self.positions[slot]:
             raise RequestError(f"cannot truncate to {position}: the request is at position {self.positions[slot]}")
         if position == self.positions[slot]:
@@ -226,93 +233,19 @@ class KVCacheManager(SpecificationNames):
             table.lengths[slot] = entries
         self.fresh[slot] = min(self.fresh[slot], self.positions[slot])
 
-    @bookkeeping
     def compact_request(self, request: Hashable, keep: Mapping[int, Sequence[np.ndarray]]) -> int:
-        """Keep only the entries named for each layer's streams, in ascending order; returns how many pages went back.
+        """Keep only the entries named for each layer's streams, ascending; returns how many pages went back."""
+        return compact_request(self, request, keep)
 
-        The survivors do not change by a bit. All lists are checked before anything moves. A table stays whole if none
-        of its layers is named.
-        """
-        slot = self._slot(request)
-        self._settle(slot)
-        before = self.held_pages(request)
-        lists: dict[str, list[np.ndarray]] = {}  # of each table, one for each stream
-        for name, table in self.tables.items():
-            if keep.keys() & set(table.schema.layers):
-                lists[name] = table.checked(slot, keep)
-        tables = [(self.tables[name], kept, np.array([len(e) for e in kept])) for name, kept in lists.items()]
-        if all((counts == t.lengths[slot]).all() for t, _, counts in tables):
-            return 0
-        for table, _, counts in tables:
-            self._room_to_compact(request, table, counts)
-        earlier = self.compactions[slot].kept if slot in self.compactions else {}
-        where = {name: self.entry_positions(request, name) for name in earlier}
-        for name, kept in lists.items():  # entries that were never moved are numbered by their positions
-            where[name] = [at[e] for at, e in zip(where[name], kept, strict=True)] if name in earlier else kept
-        for table, kept, _ in tables:
-            table.compact(slot, kept)
-        self.compactions[slot] = Compaction(int(self.positions[slot]), where)
-        if self.reuse is not None:
-            self.reuse.part(request)
-        return sum(before.values()) - sum(self.held_pages(request).values())
-
-    @bookkeeping
     def room_to_compact(self, request: Hashable, name: str, counts: np.ndarray) -> None:
         """OutOfPages unless the streams of a schema can be compacted to `counts` [streams] entries."""
-        self._settle(self._slot(request))
-        self._room_to_compact(request, self.tables[name], counts)
+        room_to_compact(self, request, name, counts)
 
-    def _room_to_compact(self, request: Hashable, table: PageTable, counts: np.ndarray) -> None:
-        slot = self._slot(request)
-        self._own_what_follows(request)
-        need = int(table.compaction_pages(slot, counts).sum())
-        try:
-            table.allocator.require(need)
-        except OutOfPages:
-            if self.reuse is None:
-                raise
-            self.reuse.let_go(request)  # then it is alone with its pages, unless another request runs on them
-            table.allocator.require(int(table.compaction_pages(slot, counts).sum()))
-
-    @bookkeeping
     def start_compaction(
-        self,
-        request: Hashable,
-        name: str,  # of the stream schema
-        entries: Tensor,  # [streams, K] int32 on the device: those that stay, ascending; past `counts` anything
-        counts: Tensor,  # [streams] int64 on the device, at least 1 each
-        flags: Tensor,  # [F] int32 on the device; any that is not 0: nothing moves
-        most: int,  # that all counts together are at the most
+        self, request: Hashable, name: str, entries: Tensor, counts: Tensor, flags: Tensor, most: int
     ) -> Compacting:
-        """Keep only these entries. The device does it after all that it was given before, and nothing waits for it.
-
-        The lists are not checked: they come from a selection that makes no others. They move within the request's own
-        pages. Where others own some of these too, survivors go into fresh ones: OutOfPages, and nothing has changed,
-        where there are too few.
-        """
-        slot, table = self._slot(request), self.tables[name]
-        self._settle(slot)
-        self._own_what_follows(request)
-        R, P, allocator = table.schema.streams, table.schema.entries_per_page, table.allocator
-        own = table.owns_pages(slot)
-        fresh = None if own else allocator.acquire(most_pages(most, R, P))
-        try:
-            report = torch.empty(R + len(flags) + most, dtype=torch.int32, device=self.device)
-            pools, lists = list(table.pool.lane(0).values()), (table.rows(slot), entries, counts, flags)
-            if fresh is None:
-                to_front(pools, *lists, report)
-            else:
-                to_fresh(pools, *lists, upload([fresh.astype(np.int64)], self.device), report)
-            past, lengths = self.compactions.get(slot), table.lengths[slot].copy()
-            found = Compacting(name, int(self.positions[slot]), lengths, past, len(flags), report, fresh)
-        except BaseException:  # no memory, or interrupted: the fresh pages have no owner
-            if fresh is not None:
-                allocator.release(fresh)
-            raise
-        self.compacting[slot] = found
-        if self.reuse is not None and fresh is not None:
-            self.reuse.part(request)
-        return found
+        """Keep only the entries that lists on the device name. The device does it, and nothing waits for it."""
+        return start_compaction(self, request, name, entries, counts, flags, most)
 
     def _fresh_pages(self, name: str) -> np.ndarray:
         """Page ids of a pool that compactions under way own."""
@@ -333,35 +266,9 @@ class KVCacheManager(SpecificationNames):
             if self.reuse is not None:
                 self.reuse.part(request)
 
-    @bookkeeping
     def settle(self, request: Hashable) -> int:
-        """Pages and lengths become those that a compaction leaves which was started; the host waits for the device.
-
-        Returns how many pages went back. Nothing happens if there is none.
-        """
-        slot, before = self._slot(request), self.held_pages(request)
-        self._settle(slot)
-        return sum(before.values()) - sum(self.held_pages(request).values())
-
-    def _settle(self, slot: int) -> None:
-        """May be repeated: an interrupt leaves it to be done, from what is known of it alone."""
-        self._land(slot)
-        found = self.compacting.get(slot)
-        if found is None:
-            return
-        survivors, table = found.survivors, self.tables[found.name]
-        if not survivors.flags.any() and (survivors.counts < found.lengths).any():
-            compaction = found.compaction()
-            if found.fresh is None:
-                table.shrink(slot, survivors.counts)
-            else:
-                table.replace(slot, survivors.counts, found.fresh)
-            self.compactions[slot] = compaction
-            found.settled = True
-            del self.compacting[slot]
-            return
-        found.settled = True
-        self._stop_compacting(slot)
+        """Pages and lengths become those that a compaction leaves which was started; returns how many went back."""
+        return settle(self, request)
 
     def has_arrived(self, request: Hashable) -> bool:
         """Whether a step of the request waits for nothing that is still being copied from the host."""
@@ -382,14 +289,6 @@ class KVCacheManager(SpecificationNames):
             arrival.wait()
             del self.arriving[slot]
 
-    def _stop_compacting(self, slot: int) -> None:
-        """A compaction that is under way leaves nothing behind. What moves on the device comes before all that is
-        launched from here on.
-        """
-        found = self.compacting.pop(slot, None)
-        if found is not None and found.fresh is not None and not self.tables[found.name].is_on(slot, found.fresh):
-            self.tables[found.name].allocator.release(found.fresh)
-
     # ---- one step
 
     @bookkeeping
@@ -403,7 +302,7 @@ class KVCacheManager(SpecificationNames):
         """
         slots = [self._slot(request) for request, _ in plan]
         for slot in [slot for slot in slots if slot in self.compacting or slot in self.arriving]:
-            self._settle(slot)
+            settle_slot(self, slot)
         counts = [tokens for _, tokens in plan]
         if not plan or len(set(slots)) != len(slots) or min(counts) < 1:
             raise ValueError(f"a step needs different requests with at least one new token each: {list(plan)}")
@@ -571,7 +470,7 @@ class KVCacheManager(SpecificationNames):
         slot = self._slot(request)
         del self.slot_of[request]  # from here on the slot has no owner, whatever is still in it
         self._land(slot)
-        self._stop_compacting(slot)
+        stop_compacting(self, slot)
         for table in self.tables.values():
             table.drop(slot)
             table.lengths[slot] = 0

@@ -40,7 +40,7 @@ class Pin:
 
     def pages(self, reuse: Reuse, name: str) -> np.ndarray:
         """Page ids of one pool that it owns."""
-        return reuse._ids(self.column.path(), name).ravel()
+        return reuse.column_pages.ids(self.column.path(), name).ravel()
 
 
 def reuse_of(manager: KVCacheManager) -> Reuse:
@@ -114,7 +114,7 @@ def unpin(manager: KVCacheManager, pin: Pin) -> None:
 def pin_bytes(manager: KVCacheManager, tokens: int) -> int:
     """Bytes of the pages of a text of whole columns, and of the state at its end."""
     reuse = reuse_of(manager)
-    return tokens // reuse.q * reuse.column_bytes + (manager.schema.slot_bytes if reuse.has_state else 0)
+    return tokens // reuse.q * reuse.column_bytes + (manager.schema.checkpoint_bytes if reuse.has_state else 0)
 
 
 def pinned_pages(reuse: Reuse, name: str) -> np.ndarray:

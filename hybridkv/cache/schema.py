@@ -20,6 +20,9 @@ then holds the entries of all of them. A `StreamSchema` declares a set of alike 
 
     state tensor = [layers, slots, *shape]                      one per TensorSpec, `init` is what a fresh row holds
 
+A **checkpoint** (checkpoints.py) is a copy of what one slot has, some of it perhaps in a narrower dtype
+(rounded_states.py).
+
 State that is **lent** has fewer rows than there are slots: a request has one only while it needs it
 (`query_buffers.py`).
 
@@ -59,9 +62,12 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: str  # torch's name for it; a torch.dtype may be given too
     init: float = 0.0  # what a fresh state row holds; pages are never read before they are written
+    checkpoint_dtype: str = ""  # of a state tensor in a checkpoint, likewise a name; "": as in a slot
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        if self.checkpoint_dtype:
+            object.__setattr__(self, "checkpoint_dtype", dtype_name(self.checkpoint_dtype))
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -72,6 +78,11 @@ class TensorSpec:
     def nbytes(self) -> int:
         """Bytes of one entry, or of one slot of a state."""
         return prod(self.shape) * ITEMSIZE[self.dtype]
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of it in one checkpoint."""
+        return prod(self.shape) * ITEMSIZE[self.checkpoint_dtype or self.dtype]
 
 
 @dataclass(frozen=True)
@@ -141,6 +152,11 @@ class StateSchema:
         """Bytes of one request, all layers together."""
         return len(self.layers) * sum(t.nbytes for t in self.tensors)
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of it in one checkpoint, which has nothing that is lent."""
+        return 0 if self.lent else len(self.layers) * sum(t.checkpoint_bytes for t in self.tensors)
+
 
 @dataclass(frozen=True)
 class CompressedLayer:
@@ -183,6 +199,11 @@ class CacheSchema:
     def slot_bytes(self) -> int:
         """State bytes of one request, whatever its length, as long as it is resident."""
         return sum(s.slot_bytes for s in self.states if not s.lent)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of one checkpoint: `slot_bytes`, but for what is kept in a narrower dtype there."""
+        return sum(s.checkpoint_bytes for s in self.states)
 
     @property
     def query_buffer_bytes(self) -> int:

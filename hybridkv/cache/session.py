@@ -8,7 +8,8 @@
 
     file = a snapshot's file of version 3. Its metadata has three JSON objects more: session (the request),
            conversation, and about (model and cache in words, for errors). It has more tensors: session/tokens [T],
-           evicted_lengths/POSITION [layers, G] and evicted/POSITION/FORM [n] (eviction_record.py)
+           evicted_lengths/POSITION [layers, G] and evicted/POSITION/FORM [n] (eviction_record.py); and a text, files,
+           where the model is known by its files
     buffers = the same without a file, to be sent (buffers.py)
 
 Loading checks the file by itself, and takes no more memory than a few times its size. What must hold of it in one cache
@@ -30,7 +31,7 @@ from torch import Tensor
 from hybridkv.cache.buffers import Buffers, pack, unpack
 from hybridkv.cache.facts import Compaction
 from hybridkv.cache.manager import KVCacheManager
-from hybridkv.cache.schema import TensorSpec
+from hybridkv.cache.schema import CacheSchema, TensorSpec
 from hybridkv.cache.snapshot import Snapshot, check_restorable, snapshot_of, stores_the_same, vector, without_session
 from hybridkv.cache.snapshot_file import FORMAT, SESSION_VERSION, NotWellFormed, read_file, write_file
 from hybridkv.errors import HybridKVError, RequestError
@@ -57,6 +58,7 @@ class Session:
     conversation: dict[str, Any] = field(default_factory=dict)  # plain JSON values
     policy: str | None = None  # by which it was evicted last
     going: dict[str, Any] | None = None  # plain JSON values: how it goes on; None: it has ended
+    files: str = ""  # the model's name by its files, the same over any number of ranks; "" if it is not known
 
     @property
     def nbytes(self) -> int:
@@ -74,6 +76,8 @@ class Session:
         meta |= {"conversation": _json(self.conversation), "about": _json(self.about)}
         if self.going is not None:
             meta["going"] = _json(self.going)
+        if self.files:
+            meta["files"] = self.files
         tensors: dict[str, Tensor] = {"session/tokens": torch.tensor(self.tokens, dtype=torch.int32)}
         tensors |= record_tensors(self.evictions)
         if self.snapshot is not None:
@@ -87,7 +91,7 @@ class Session:
 
     @staticmethod
     def from_buffers(
-        buffers: Buffers, check: Callable[[str, dict[str, str]], None] | None = None, room: int | None = None
+        buffers: Buffers, check: Callable[[str, dict[str, str], str], None] | None = None, room: int | None = None
     ) -> Session:
         """What was sent, on the same memory; what is damaged, truncated, foreign or of a newer version is refused.
 
@@ -96,7 +100,7 @@ class Session:
 
         def check_meta(meta: dict[str, str]) -> None:
             if check is not None:
-                check(meta.get("model", ""), _about(meta))
+                check(meta.get("model", ""), _about(meta), meta.get("files", ""))
 
         try:
             return _session(*unpack(buffers, "session", check_meta, room))
@@ -105,11 +109,12 @@ class Session:
 
     @staticmethod
     def load(
-        path: str | Path, check: Callable[[str, dict[str, str]], None] | None = None, room: int | None = None
+        path: str | Path, check: Callable[[str, dict[str, str], str], None] | None = None, room: int | None = None
     ) -> Session:
         """Read a file back; one that is truncated, altered, badly formed or of another format is refused.
 
-        `check(model, about)` may refuse a file by the model it is of, and `room` limits its bytes, before it is read.
+        `check(model, about, files)` may refuse a file by the model it is of, and `room` limits its bytes, before it is
+        read.
         """
         path = Path(path)
 
@@ -118,7 +123,7 @@ class Session:
                 raise HybridKVError(f"{path.name} is a snapshot of a cache alone, without its request: not a session")
             if check is not None:
                 try:
-                    check(meta.get("model", ""), _about(meta))
+                    check(meta.get("model", ""), _about(meta), meta.get("files", ""))
                 except NotWellFormed as problem:
                     raise HybridKVError(f"session {path.name} is not well-formed: {problem}") from None
 
@@ -145,18 +150,35 @@ def record_tensors(evictions: Mapping[int, EvictionRecord]) -> dict[str, Tensor]
     return tensors
 
 
-def check_model(manager: KVCacheManager, about: dict[str, str], model: str, its: dict[str, str]) -> None:
+def check_model(
+    manager: KVCacheManager, about: dict[str, str], model: str, its: dict[str, str], files: str = ""
+) -> None:
     """Whether a session was computed by this model, or RequestError: what differs.
 
-    `about`: this model and cache in words; `model` and `its`: fingerprint and words of the session's.
+    `about`: this model and cache in words; `model`, `its` and `files`: fingerprint, words and name by files of the
+    session's. A fingerprint is that of one number of ranks; over another number the files say that it is the model.
     """
     here = manager.model_fingerprint()
-    if model != here:
-        weights = f"other weights (fingerprint {_shown(model[:12] or '-')} there and {here[:12] or '-'} here)"
-        raise RequestError(
-            f"the session was saved with another model: {_different(its, about) or weights}; open the model that it "
-            "was saved with, in the same form"
-        )
+    if model == here:
+        return
+    ours = manager.model_files()
+    if files and ours:
+        if files == ours:
+            return
+        its, about = ({key: said for key, said in each.items() if key != "ranks"} for each in (its, about))
+    weights = f"other weights (fingerprint {_shown(model[:12] or '-')} there and {here[:12] or '-'} here)"
+    raise RequestError(
+        f"the session was saved with another model: {_different(its, about) or weights}; open the model that it "
+        "was saved with, in the same form"
+    )
+
+
+def as_own(manager: KVCacheManager, session: Session) -> Session:
+    """A session of this model (`check_model`) by the fingerprint that it has here, as if it had been saved here."""
+    here, snapshot = manager.model_fingerprint(), session.snapshot
+    if snapshot is not None and snapshot.model == session.model:
+        snapshot = replace(snapshot, model=here)
+    return replace(session, model=here, snapshot=snapshot)
 
 
 def _different(its: dict[str, str], about: dict[str, str]) -> str:
@@ -166,9 +188,10 @@ def _different(its: dict[str, str], about: dict[str, str]) -> str:
     return "; ".join(words[:4])
 
 
-def check_session(manager: KVCacheManager, session: Session, about: dict[str, str]) -> None:
-    """Whether the session can go on in this cache, but for room, or RequestError. Takes nothing."""
-    check_model(manager, about, session.model, session.about)
+def check_session(manager: KVCacheManager, session: Session, about: dict[str, str]) -> Session:
+    """The session as this model's own, if it can go on in this cache, but for room, or RequestError. Takes nothing."""
+    check_model(manager, about, session.model, session.about, session.files)
+    session = as_own(manager, session)
     if not session.tokens:
         raise RequestError("the session holds no request: nothing was said in it yet")
     if len(session.tokens) > manager.max_tokens:
@@ -178,7 +201,7 @@ def check_session(manager: KVCacheManager, session: Session, about: dict[str, st
         )
     snapshot = session.snapshot
     if snapshot is None:
-        return
+        return session
     if not stores_the_same(manager, snapshot):
         what = _different(session.about, about) or "other layers or sizes"
         raise RequestError(
@@ -191,6 +214,7 @@ def check_session(manager: KVCacheManager, session: Session, about: dict[str, st
             f"the session's cache is at position {snapshot.position}, and its request has {len(session.tokens)} tokens"
         )
     check_records(manager, session, snapshot.position, snapshot.compaction)
+    return session
 
 
 def check_records(manager: KVCacheManager, session: Session, position: int, past: Compaction | None) -> None:
@@ -211,14 +235,14 @@ def check_records(manager: KVCacheManager, session: Session, position: int, past
         raise RequestError("the session's records of evictions do not lead to what its cache holds")
 
 
-def about_cache(manager: KVCacheManager) -> dict[str, str]:
-    """What a cache stores, in words."""
+def about_cache(manager: KVCacheManager, schema: CacheSchema) -> dict[str, str]:
+    """What a cache stores, in words. `schema`: of all of it, where the manager's is one rank's part."""
     found = {}
-    for name, table in manager.tables.items():
-        form = pool_format(table.pool.tensors)
-        layers = f"{len(table.schema.layers)} layers of {table.schema.heads} heads"
-        found[name] = f"{layers} in {form.name}" if form is not None else f"{layers}, {_tensors(table.schema.tensors)}"
-    for s in manager.schema.states:
+    for stream in schema.streams:
+        form = pool_format(manager.tables[stream.name].pool.tensors)
+        layers = f"{len(stream.layers)} layers of {stream.heads} heads"
+        found[stream.name] = f"{layers} in {form.name}" if form is not None else f"{layers}, {_tensors(stream.tensors)}"
+    for s in schema.states:
         found[s.name] = f"{len(s.layers)} layers, {_tensors(s.tensors)}"
     return found
 
@@ -247,7 +271,7 @@ def _session(tensors: dict[str, Tensor], meta: dict[str, str]) -> Session:
     if evictions and snapshot is None and going is None:
         raise NotWellFormed("it has records of evictions, and no cache")
     plain = session_of_words(request, tokens, evictions, conversation, _about(meta))
-    return replace(plain, model=meta["model"], snapshot=snapshot, going=going)
+    return replace(plain, model=meta["model"], snapshot=snapshot, going=going, files=meta.get("files", ""))
 
 
 def session_of_words(

@@ -7,7 +7,7 @@ the same model: the whole one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -28,6 +28,9 @@ from hybridkv.eviction_record import EvictionRecord
 def cut(snapshot: Snapshot, schema: CacheSchema, counts: HeadCounts, shard: Shard) -> Snapshot:
     """What one rank holds of a whole snapshot, whose schema is given; or RequestError."""
     _check_of(snapshot, schema, "the whole schema")
+    for s in schema.streams:
+        if len(snapshot.lengths.get(s.name, ())) != s.streams:
+            raise RequestError(f"the snapshot does not have the {s.streams} streams of '{s.name}'")
     if shard.ranks == 1 or schema.compressed:
         return snapshot
     local, heads = cut_schema(schema, counts, shard.ranks), shard.kv_heads(counts.kv_heads)
@@ -66,7 +69,10 @@ def cut_session(session: Session, schema: CacheSchema, counts: HeadCounts, shard
         return session
     heads = shard.kv_heads(counts.kv_heads)
     records = {}
+    layers = next((len(s.layers) for s in schema.streams if s.name == STREAMS), 0)
     for at, record in session.evictions.items():
+        if record.lengths.shape != (layers, counts.kv_heads):
+            raise RequestError(f"the session's record of the eviction at {at} is of other layers or heads")
         keep = [[layer[g] for g in heads] for layer in record.lists()]
         records[at] = EvictionRecord(keep, record.lengths[:, list(heads)])
     snapshot = session.snapshot and cut(session.snapshot, schema, counts, shard)
@@ -84,11 +90,12 @@ def join(parts: Sequence[Snapshot], schema: CacheSchema, counts: HeadCounts) -> 
     local = cut_schema(schema, counts, ranks)
     for rank, part in enumerate(parts):
         _check_of(part, local, f"rank {rank} of {ranks}")
-        past = (part.compaction and part.compaction.position, part.position, part.model, part.states.keys())
-        if past != (first.compaction and first.compaction.position, first.position, first.model, first.states.keys()):
-            raise RequestError(f"rank {rank} holds another request than rank 0, or stands elsewhere in it")
+        if (part.position, part.model, part.states.keys()) != (first.position, first.model, first.states.keys()):
+            raise _elsewhere(rank)
     if ranks == 1 or schema.compressed:
         return first
+    parts = _compacted_alike(parts)
+    first = parts[0]
     lengths, entries, past = dict(first.lengths), dict(first.entries), first.compaction
     for s in schema.streams:
         if s.name == STREAMS:
@@ -133,6 +140,34 @@ def _records(parts: Sequence[Mapping[int, EvictionRecord]], counts: HeadCounts) 
 
 
 # ---- inside
+
+
+def _elsewhere(rank: int) -> RequestError:
+    return RequestError(f"rank {rank} holds another request than rank 0, or stands elsewhere in it")
+
+
+def _compacted_alike(parts: Sequence[Snapshot]) -> Sequence[Snapshot]:
+    """The same, all compacted at the position where the last of them was: a rank that had nothing to drop there knows
+    of an earlier compaction, or of none.
+    """
+    past = [part.compaction for part in parts if part.compaction is not None]
+    if not past:
+        return parts
+    at, names = max(each.position for each in past), {name for each in past for name in each.kept}
+    return [_compacted_at(part, rank, at, names) for rank, part in enumerate(parts)]
+
+
+def _compacted_at(part: Snapshot, rank: int, at: int, names: Iterable[str]) -> Snapshot:
+    past, kept = part.compaction, {}
+    if past is not None and past.position == at:
+        return part
+    for name in part.lengths.keys() & names:
+        lengths = part.lengths[name]
+        earlier = past is not None and name in past.kept
+        kept[name] = past.positions(name, at) if earlier else [np.arange(at)] * len(lengths)  # type: ignore[union-attr]
+        if [len(each) + part.position - at for each in kept[name]] != lengths.tolist():
+            raise _elsewhere(rank)  # it has dropped entries at a position that it does not name
+    return replace(part, compaction=Compaction(at, kept))
 
 
 def _rows(s: StreamSchema, heads: Sequence[int]) -> np.ndarray:

@@ -8,7 +8,7 @@ trial: it goes before all others until it was used once. Nothing lives on it and
 goes on from it brings the whole column when that is full.
 
 A request that ends while a step launched ahead has its last token is kept at the position that its state has reached,
-for state cannot go back. What that step wrote is seen by others once it has ended well (`Reuse.late`).
+for state cannot go back. What that step wrote is seen by others once it has ended well (`Publishing.late`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import numpy as np
 
 from hybridkv.cache.checkpoints import NEAR, ON_TRIAL, Checkpoint, Mark
 from hybridkv.cache.columns import KEY_DTYPE, Column, Columns
+from hybridkv.cache.publishing import Reading, last_column
 from hybridkv.cache.schema import ceil_div
 
 if TYPE_CHECKING:
-    from hybridkv.cache.reuse import Reading, Reuse
+    from hybridkv.cache.reuse import Reuse
 
 Ended = Callable[[], bool]  # waits for a step that was launched; whether it ended well
 
@@ -103,7 +104,7 @@ def stage_tail(
     """Whether what lies between the request's last column and `end` is there for others now, or will be when a step has
     `ended`.
     """
-    manager, column = reuse.manager, reuse._where(reading)
+    manager, column = reuse.manager, last_column(reuse.columns, reading)
     size = end - column.end
     if not 0 <= size <= reuse.q or (not size and not reuse.has_state):
         return False
@@ -119,7 +120,7 @@ def stage_tail(
         row, mark = taken, Mark(end, ON_TRIAL)
         manager.state.copy(manager.slot_of[request], row)
     pages = _pages(reuse, manager.slot_of[request], column.end, end) if size else _pages(reuse, -1, 0, 0)
-    reuse.hold_back(request, reading, column, [key] if size else [], pages, mark, row, ended)
+    reuse.publishing.hold_back(request, reading, column, [key] if size else [], pages, mark, row, ended)
     return True
 
 

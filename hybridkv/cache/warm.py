@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 
 from hybridkv.cache.checkpoints import Checkpoint, Kind
 from hybridkv.cache.columns import Column
+from hybridkv.cache.publishing import column_at, last_column
 
 if TYPE_CHECKING:
-    from hybridkv.cache.reuse import Hit, Reuse
+    from hybridkv.cache.lookup import Hit
+    from hybridkv.cache.reuse import Reuse
 
 COUNTS = "warm_tokens warm_hits warm_hit_tokens"  # read ahead; prompts that began with such, and their tokens of it
 WARM: Kind = "warm"
@@ -54,7 +56,7 @@ def keep_state(reuse: Reuse, request: Hashable, before: Checkpoint | None = None
         return None
     slot = manager.slot_of[request]
     position = int(manager.positions[slot])
-    column = reuse._at(reuse._where(reading), position)
+    column = column_at(last_column(reuse.columns, reading), position)
     if column.parent is None or column.end != position or column.pages is None:
         return None
     if column.checkpoint is None:
@@ -82,4 +84,4 @@ def drop_unused(reuse: Reuse, path: Sequence[Column]) -> None:
             below += each.children.values()
         for each in reversed(below):
             if each.warm and not each.children and not each.live:
-                reuse._cut(each)
+                reuse.cut(each)

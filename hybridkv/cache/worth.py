@@ -95,4 +95,4 @@ def policy_of(name: str, schema: CacheSchema) -> Policy:
     """The policy of `ReuseConfig.policy`, for the bytes of a model."""
     if name == "lru":
         return LeastRecentlyUsed()
-    return ByWorth(schema.slot_bytes, schema.kv_bytes(column_tokens(schema)))
+    return ByWorth(schema.checkpoint_bytes, schema.kv_bytes(column_tokens(schema)))

@@ -8,7 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hybridkv.commands.batch import Line, wrong
-from hybridkv.commands.options import ChatOptions, in_flags
+from hybridkv.commands.chat_options import ChatOptions
+from hybridkv.commands.flag_words import in_flags
 from hybridkv.commands.prompts import to_messages, token_ids
 from hybridkv.errors import HybridKVError
 

@@ -14,19 +14,14 @@ from typing import TYPE_CHECKING, Annotated
 from typer import BadParameter, Option
 
 from hybridkv.commands import completion
+from hybridkv.commands.chat_options import DOCUMENT, ChatOptions, refuse_beside_document
 from hybridkv.commands.declaring import with_options
+from hybridkv.commands.flag_words import in_flags
 from hybridkv.commands.invocation import command_name
-from hybridkv.commands.options import (
-    DOCUMENT,
-    EVICTION,
-    PROMPT,
-    ChatOptions,
-    ModelOptions,
-    SamplingOptions,
-    TurnReuseOptions,
-    in_flags,
-    refuse_beside_document,
-)
+from hybridkv.commands.options import ModelOptions
+from hybridkv.commands.panels import EVICTION, PROMPT
+from hybridkv.commands.reuse_options import TurnReuseOptions
+from hybridkv.commands.sampling_options import SamplingOptions
 from hybridkv.commands.typed import messages
 from hybridkv.config import CacheConfig
 from hybridkv.errors import HybridKVError
@@ -112,32 +107,34 @@ def chat(
         budget = cache.turn_budget if turn_budget is None else turn_budget
         cache = replace(cache, keep_turns=keep_turns, turn_budget=budget)
     reads_again = str(cache.policy).partition(":")[0] == "replay"
-    llm = model.open(2 if document is not None or reads_again else 1, cache, reuse)  # one more for a fork of the cache
-    if llm.chat_template is None:
-        raise HybridKVError(f"{llm.path.name} has no chat template; use {command_name()} generate --raw")
-    interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    about = None if document is None else llm.load_document(document)
-    talk = Chat(llm, chat, params, cache, tools, variables, about)
-    if about is not None and interactive:
-        note(f"about a document of {about.stats['tokens']} tokens, {about.stats['kept_tokens']:.0f} a stream were kept")
-    if interactive:
-        note(f"{llm.path.stem}, context of {llm.plan.max_tokens} tokens. {HELP}")
-        note(sampling_line(llm, params))
-    if load is not None:
-        talk.load(load)
-    try:
-        for text in messages(interactive):
-            try:
-                if not talk.command(text):
-                    _answer(talk, text)
-            except (HybridKVError, BadParameter, OSError) as error:
-                if not interactive:
-                    raise
-                note(in_flags(str(error)))
-            if talk.over:
-                break
-    finally:
-        talk.conversation.close()
+    slots = 2 if document is not None or reads_again else 1  # one more for a fork of the cache
+    with model.open(slots, cache, reuse) as llm:
+        if llm.chat_template is None:
+            raise HybridKVError(f"{llm.path.name} has no chat template; use {command_name()} generate --raw")
+        interactive = sys.stdin.isatty() and sys.stdout.isatty()
+        about = None if document is None else llm.load_document(document)
+        talk = Chat(llm, chat, params, cache, tools, variables, about)
+        if about is not None and interactive:
+            kept = f"{about.stats['kept_tokens']:.0f} a stream were kept"
+            note(f"about a document of {about.stats['tokens']} tokens, {kept}")
+        if interactive:
+            note(f"{llm.path.stem}, context of {llm.plan.max_tokens} tokens. {HELP}")
+            note(sampling_line(llm, params))
+        if load is not None:
+            talk.load(load)
+        try:
+            for text in messages(interactive):
+                try:
+                    if not talk.command(text):
+                        _answer(talk, text)
+                except (HybridKVError, BadParameter, OSError) as error:
+                    if not interactive:
+                        raise
+                    note(in_flags(str(error)))
+                if talk.over:
+                    break
+        finally:
+            talk.conversation.close()
 
 
 def _answer(talk: Chat, text: str) -> None:

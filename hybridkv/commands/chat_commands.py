@@ -8,9 +8,9 @@ from dataclasses import fields, replace
 from typing import Any
 
 from hybridkv.cache import KVCacheManager
+from hybridkv.commands.chat_options import ChatOptions
 from hybridkv.commands.declaring import tokens
 from hybridkv.commands.display import counted, note, sampling_line, say
-from hybridkv.commands.options import ChatOptions
 from hybridkv.config import CacheConfig, EvictionConfig, SamplingParams
 from hybridkv.conversation import Conversation
 from hybridkv.document import Document

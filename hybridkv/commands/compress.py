@@ -11,7 +11,8 @@ from typer import Argument, BadParameter, Option
 from hybridkv.commands import completion
 from hybridkv.commands.declaring import with_options
 from hybridkv.commands.invocation import command_name
-from hybridkv.commands.options import EVICTION, OUTPUT, PROMPT, OpenOptions
+from hybridkv.commands.options import OpenOptions
+from hybridkv.commands.panels import EVICTION, OUTPUT, PROMPT
 from hybridkv.commands.prompts import read_text
 
 
@@ -75,23 +76,24 @@ def compress(
     from hybridkv.document import check_settings
     from hybridkv.planner import human
 
+    model.refuse_ranks("a document")
     check_settings(ratio, budget, policy)
     _check_output(output, file)
     text = read_text(file, "FILE")
     if not text.strip():
         where = "standard input" if file == "-" else repr(file)
         raise BadParameter(f"FILE: {where} holds no text")
-    llm = model.open(2)
-    with progress() as bars:
-        shown = {what: bars.show(f"{what} the text") for what in ("reading", "reading again")}
+    with model.open(2) as llm:
+        with progress() as bars:
+            shown = {what: bars.show(f"{what} the text") for what in ("reading", "reading again")}
 
-        def report(what: str, done: int, total: int) -> None:
-            shown[what](done, total)
+            def report(what: str, done: int, total: int) -> None:
+                shown[what](done, total)
 
-        document = llm.compress(text, ratio=ratio, budget=budget, policy=policy, system=system, progress=report)
-    with document:
-        document.save(output)
-        stats = document.stats
+            document = llm.compress(text, ratio=ratio, budget=budget, policy=policy, system=system, progress=report)
+        with document:
+            document.save(output)
+            stats = document.stats
     note(
         f"kept {stats['kept_tokens']:.0f} of {stats['tokens']} tokens a stream by {stats['policy']}, "
         f"KV {human(stats['kv_bytes_full'])} -> {human(stats['kv_bytes_kept'])}, in {stats['seconds']:.1f} s"

@@ -72,22 +72,23 @@ def demo(
     if model.model is None and model.dtype == "auto":
         model = replace(model, dtype="float32")  # the same answers on every machine, with and without a GPU
     path = page_place(output)
+    model.refuse_ranks("a page of what all heads kept")
     model = replace(model, budget=BUDGET) if model.budget is None else model
     cache = model.cache()
-    llm = model.open(cache=whole(cache))
-    form = llm.engine.about["weights"]
-    console.print(f"[bold]{llm.path.stem}[/bold] on {llm.device.type}, {form} weights: {human(llm.model.nbytes)}")
-    text = files("hybridkv").joinpath("data", DOCUMENT).read_text(encoding="utf-8")
-    console.print(f"It reads {TITLE}: {len(text.split())} words.\n")
-    params = SamplingParams(max_tokens=64, temperature=0.0, stop=("\n",))
-    rows = full_answers(llm, console, text, params)
-    pages = []
-    for question, full in zip(QUESTIONS, tuple(rows), strict=True):
-        console.print(f"[bold]{question}[/bold] [dim]with {cache.budget} tokens a stream[/dim]")
-        row, page = short_answer(llm, model, cache, full, _prompt(llm, text, question), params)
-        rows.append(row)
-        pages.append(page)
-        console.print(f"{row.answer.text}\n", markup=False)
+    with model.open(cache=whole(cache)) as llm:
+        form = llm.engine.about["weights"]
+        console.print(f"[bold]{llm.path.stem}[/bold] on {llm.device.type}, {form} weights: {human(llm.model.nbytes)}")
+        text = files("hybridkv").joinpath("data", DOCUMENT).read_text(encoding="utf-8")
+        console.print(f"It reads {TITLE}: {len(text.split())} words.\n")
+        params = SamplingParams(max_tokens=64, temperature=0.0, stop=("\n",))
+        rows = full_answers(llm, console, text, params)
+        pages = []
+        for question, full in zip(QUESTIONS, tuple(rows), strict=True):
+            console.print(f"[bold]{question}[/bold] [dim]with {cache.budget} tokens a stream[/dim]")
+            row, page = short_answer(llm, model, cache, full, _prompt(llm, text, question), params)
+            rows.append(row)
+            pages.append(page)
+            console.print(f"{row.answer.text}\n", markup=False)
     write_page(pages[0], path)
     console.print(side_by_side(rows))
     console.print(f"What was kept, token by token: [bold]{path}[/bold]", soft_wrap=True)

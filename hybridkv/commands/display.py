@@ -171,12 +171,13 @@ class LastEviction:
 
 def last_eviction(llm: LLM, request: Request) -> LastEviction:
     """A request from which nothing was evicted kept all of its prompt."""
-    schema = llm.manager.schema
+    schema = llm.engine.schema
     if not request.evictions:
         size = schema.kv_bytes(request.prompt_tokens)
         return LastEviction(request.prompt_tokens, request.prompt_tokens, size, size)
     position = max(request.evictions)
-    lengths = [len(entries) for layer in request.evictions[position] for entries in layer]
+    record = request.evictions[position]
+    lengths = (record.counts() if record.everywhere is None else record.everywhere).ravel().tolist()
     streams = next(s for s in schema.streams if s.name == STREAMS)
     pages = sum(ceil_div(n, streams.entries_per_page) for n in lengths)
     before = schema.kv_bytes(position)

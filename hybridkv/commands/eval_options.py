@@ -10,7 +10,7 @@ from typer import Option
 
 from hybridkv.commands import completion
 from hybridkv.commands.declaring import number, tokens
-from hybridkv.commands.options import MODEL
+from hybridkv.commands.panels import MODEL
 from hybridkv.evaluation.settings import LEAST_SCORE, ON_CPU, ON_GPU, EvalSettings
 from hybridkv.evaluation.tasks import RULER, TASKS
 

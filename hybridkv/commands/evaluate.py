@@ -15,7 +15,7 @@ from hybridkv.commands import completion
 from hybridkv.commands.declaring import with_options
 from hybridkv.commands.eval_options import EvalOptions
 from hybridkv.commands.invocation import command_name
-from hybridkv.commands.options import OUTPUT
+from hybridkv.commands.panels import OUTPUT
 from hybridkv.errors import HybridKVError
 from hybridkv.evaluation.settings import LEAST_SCORE, EvalSettings
 

@@ -16,18 +16,13 @@ from typer import Argument, BadParameter, Exit, Option
 from hybridkv.commands import completion
 from hybridkv.commands.asking import Asking, Outcome, in_order_of, run_together
 from hybridkv.commands.batch import Line, read_batch, wrong
+from hybridkv.commands.chat_options import DOCUMENT, ChatOptions, refuse_beside_document
 from hybridkv.commands.declaring import with_options
-from hybridkv.commands.options import (
-    DOCUMENT,
-    OUTPUT,
-    PROMPT,
-    ChatOptions,
-    ModelOptions,
-    ReuseOptions,
-    SamplingOptions,
-    refuse_beside_document,
-)
+from hybridkv.commands.options import ModelOptions
+from hybridkv.commands.panels import OUTPUT, PROMPT
 from hybridkv.commands.prompts import read_lines, read_prompt
+from hybridkv.commands.reuse_options import ReuseOptions
+from hybridkv.commands.sampling_options import SamplingOptions
 from hybridkv.errors import HybridKVError
 
 if TYPE_CHECKING:
@@ -133,16 +128,16 @@ def generate(
                 line.params(params)
                 line.evicts(cache.eviction, None)
     _check_output(output, prompt_file, prompts_file)
-    llm = model.open(len(lines) * n + (document is not None), cache, reuse)
-    about = None if document is None else llm.load_document(document)
-    asking = Asking(llm, chat, raw, variables, tools, about)
-    with _written_to(output):
-        if prompts_file is not None:
-            _several(asking, lines, params, cache.eviction, as_json, in_order)
-        elif n > 1:
-            _samples(asking, lines[0], params, as_json)
-        else:
-            _one(asking, lines[0], params, as_json)
+    with model.open(len(lines) * n + (document is not None), cache, reuse) as llm:
+        about = None if document is None else llm.load_document(document)
+        asking = Asking(llm, chat, raw, variables, tools, about)
+        with _written_to(output):
+            if prompts_file is not None:
+                _several(asking, lines, params, cache.eviction, as_json, in_order)
+            elif n > 1:
+                _samples(asking, lines[0], params, as_json)
+            else:
+                _one(asking, lines[0], params, as_json)
 
 
 def _check_output(output: str | None, *inputs: str | None) -> None:

@@ -58,12 +58,13 @@ def inspect(
     params, path = SamplingParams(max_tokens=max_tokens, temperature=0.0), page_path(output)
     model = replace(model, budget=BUDGET) if model.budget is None else model
     cache = model.cache()
-    llm = model.open(cache=whole(cache) if full else cache, shares=False)  # one prompt, in pools that it fills
-    asked = text.strip() if question is None else utf8(question)
-    tokens = to_tokens(llm, text if question is None else f"{text.rstrip()}\n\n{asked}", system, raw)
-    found, request = look(llm, tokens, params, model.describe(cache), cache.eviction, asked, full)
-    write_page(found, path)
-    note(kept_line(llm, [request]) or "nothing is evicted")
+    model.refuse_ranks("a page of what all heads kept")
+    with model.open(cache=whole(cache) if full else cache, shares=False) as llm:  # one prompt, in pools that it fills
+        asked = text.strip() if question is None else utf8(question)
+        tokens = to_tokens(llm, text if question is None else f"{text.rstrip()}\n\n{asked}", system, raw)
+        found, request = look(llm, tokens, params, model.describe(cache), cache.eviction, asked, full)
+        write_page(found, path)
+        note(kept_line(llm, [request]) or "nothing is evicted")
     print(path)
 
 

@@ -1,13 +1,12 @@
-"""Options that several commands share, each declared once, and what they turn into: an LLM, SamplingParams.
+"""Options of the commands that open a model, each declared once: which model, its cache, and what requests keep.
 
 A command takes a whole group as one argument (declaring.py). Defaults are those of the dataclasses in
-`hybridkv/config.py`.
+`hybridkv/config.py`. What is asked of a model is declared in sampling_options.py and chat_options.py, what prompts
+leave behind in reuse_options.py.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import BadParameter, Option
 
 from hybridkv.commands import completion
-from hybridkv.commands.declaring import utf8
-from hybridkv.config import CacheConfig, EngineConfig, ReuseConfig, SamplingParams
+from hybridkv.commands.panels import EVICTION, MEMORY, MODEL
+from hybridkv.commands.reuse_options import ReuseOptions
+from hybridkv.config import CacheConfig, EngineConfig
 from hybridkv.errors import HybridKVError
 from hybridkv.overrides import overridden
 
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 _CACHE, _ENGINE = asdict(CacheConfig()), asdict(EngineConfig())
 _MODEL = "a Hugging Face folder, a .gguf file or a hub id; without it the embedded SmolLM2-135M-Instruct"
-# panels of --help
-PROMPT, MODEL, MEMORY, SAMPLING, OUTPUT = "Prompt", "Model", "Memory", "Sampling", "Output"
-EVICTION = "Keeping only the tokens that matter"
 
 
 @dataclass(frozen=True)
@@ -171,6 +168,11 @@ class OpenOptions:
                 **more,
             )
 
+    def refuse_ranks(self, what: str) -> None:
+        """Refuse, before anything is loaded, what is not there over several ranks."""
+        if self.tp != 1:
+            raise BadParameter(f"{what} is not available over several ranks yet; leave out --tp")
+
     def _refuse_a_shape(self) -> None:
         """`plan` knows shapes by name; to run a model its files are needed."""
         from hybridkv.models.known import known_config
@@ -309,82 +311,6 @@ class ModelOptions(OpenOptions):
         return found
 
 
-@dataclass(frozen=True)
-class ReuseOptions:
-    """What prompts leave behind for others that begin alike."""
-
-    reuse: Annotated[
-        bool,
-        Option(
-            "--reuse/--no-reuse",
-            help="keep what was read for prompts that begin alike, as long as nothing else needs the memory",
-            rich_help_panel=MEMORY,
-        ),
-    ] = True
-    checkpoints: Annotated[
-        str,
-        Option(
-            "--checkpoints",
-            metavar="SIZE",
-            help="for copies of recurrent state that prompts are taken up at, such as 2GiB; 0: none",
-            rich_help_panel=MEMORY,
-        ),
-    ] = str(ReuseConfig.checkpoints)
-    checkpoint_every: Annotated[
-        int | None,
-        Option(
-            "--checkpoint-every",
-            metavar="TOKENS",
-            help="between checkpoints inside long texts; 0: none there; as their bytes suggest",
-            rich_help_panel=MEMORY,
-        ),
-    ] = ReuseConfig.every
-
-    @property
-    def reads_ahead(self) -> bool:
-        """Whether next turns are read before they come: there are none."""
-        return False
-
-    def config(self) -> ReuseConfig | None:
-        """What an LLM is opened with."""
-        if not self.reuse:
-            if self.checkpoints != ReuseConfig.checkpoints or self.checkpoint_every is not None:
-                raise BadParameter("--checkpoints and --checkpoint-every say what is kept, which --no-reuse rules out")
-            return None
-        try:
-            found = ReuseConfig(0 if self.checkpoints == "0" else self.checkpoints, self.checkpoint_every)
-            return replace(found, warm=self.reads_ahead)
-        except HybridKVError as problem:
-            flag = "--checkpoint-every" if str(problem).startswith("every") else "--checkpoints"
-            raise BadParameter(f"{flag}: {problem}") from None
-
-
-@dataclass(frozen=True)
-class TurnReuseOptions(ReuseOptions):
-    """The same where conversations have next turns."""
-
-    warm: Annotated[
-        bool | None,
-        Option(
-            "--warm/--no-warm",
-            help="read the next turn before it comes, while nothing else is asked, where the chat template drops "
-            f"earlier thoughts and more than {ReuseConfig.warm_least} tokens would be read again; on",
-            rich_help_panel=MEMORY,
-        ),
-    ] = None
-
-    @property
-    def reads_ahead(self) -> bool:
-        """Whether next turns are read before they come."""
-        return self.warm is not False
-
-    def config(self) -> ReuseConfig | None:
-        """What an LLM is opened with."""
-        if self.warm and not self.reuse:
-            raise BadParameter("--warm reads what is kept for a next turn, which --no-reuse rules out")
-        return super().config()
-
-
 # who publishes the models whose shapes are known, by the beginning of their names
 _OWNERS = {"Qwen": "Qwen", "DeepSeek": "deepseek-ai", "SmolLM": "HuggingFaceTB", "Llama": "meta-llama"}
 _ONLY_WITH_BUDGET = {
@@ -392,204 +318,3 @@ _ONLY_WITH_BUDGET = {
     for f in fields(ModelOptions)
     if f.name in ("window", "recent", "first", "policy", "scope", "pooling", "spread", "bounded", "decode_every")
 }
-
-
-@dataclass(frozen=True)
-class ChatOptions:
-    """What a chat template is given besides the messages."""
-
-    system: Annotated[str | None, Option("--system", metavar="TEXT", help="system message", rich_help_panel=PROMPT)] = (
-        None
-    )
-    thinking: Annotated[
-        bool | None,
-        Option(
-            "--think/--no-think",
-            help="let the model think first, or not; as its chat template has it",
-            rich_help_panel=PROMPT,
-        ),
-    ] = None
-    template_arg: Annotated[
-        list[str] | None,
-        Option(
-            "--template-arg",
-            metavar="KEY=VALUE",
-            help="a variable of the chat template, as JSON or text; repeatable",
-            rich_help_panel=PROMPT,
-        ),
-    ] = None
-    tools: Annotated[
-        str | None,
-        Option(
-            "--tools",
-            metavar="FILE",
-            help="functions that the model may call: a JSON list of their schemas",
-            rich_help_panel=PROMPT,
-            autocompletion=completion.any_file,
-        ),
-    ] = None
-    hide_thinking: Annotated[
-        bool, Option("--hide-thinking", help="show the answer without the thoughts before it", rich_help_panel=OUTPUT)
-    ] = False
-
-    @property
-    def variables(self) -> dict[str, Any]:
-        """The template's variables; a value that is not JSON is text."""
-        found: dict[str, Any] = {}
-        for text in self.template_arg or ():
-            key, sign, value = text.partition("=")
-            if not sign or not key.isidentifier():
-                raise BadParameter(f"--template-arg takes KEY=VALUE such as reasoning_effort=low, not {text!r}")
-            if key in ("tools", "thinking", "system", "eviction"):
-                flag = {"thinking": "think", "eviction": "budget"}.get(key, key)
-                raise BadParameter(f"--template-arg {key}: use --{flag} instead")
-            if key in ("self", "llm", "messages", "params", "cache"):
-                raise BadParameter(f"--template-arg cannot set {key}: a template's variable is not called that")
-            try:
-                found[key] = json.loads(value)
-            except (ValueError, RecursionError):
-                found[key] = utf8(value)
-        return found
-
-    @property
-    def tool_list(self) -> list[dict[str, Any]] | None:
-        """What --tools names."""
-        if self.tools is None:
-            return None
-        from hybridkv.commands.prompts import read_text
-
-        try:
-            found = json.loads(read_text(self.tools, "--tools"))
-        except (ValueError, RecursionError) as problem:
-            raise BadParameter(f"--tools: {self.tools!r} is not JSON ({problem})") from None
-        if not isinstance(found, list):
-            raise BadParameter(f"--tools: {self.tools!r} holds a JSON {type(found).__name__}, expected a list of tools")
-        return found
-
-    def refuse_raw(self, raw: bool) -> None:
-        """--raw leaves out the template that these are for."""
-        given = {
-            "--system": self.system,
-            "--think": self.thinking,
-            "--template-arg": self.template_arg,
-            "--tools": self.tools,
-        }
-        for flag, value in given.items():
-            if raw and value is not None:
-                raise BadParameter(f"{flag} needs the chat template, which --raw leaves out")
-
-
-_OWN = "the model's own, else {}"  # where generation_config says nothing
-
-
-def _sampling(flag: str, metavar: str, help: str, default: str | bool = True) -> Any:
-    """An option of the sampling panel. `default`: what stands for it in the help."""
-    return Option(flag, metavar=metavar, help=help, show_default=default, rich_help_panel=SAMPLING)
-
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """How tokens are chosen and when an answer ends. What is not given is the model's own default, if it has one."""
-
-    max_tokens: Annotated[
-        int | None, _sampling("--max-tokens", "TOKENS", "longest answer", "as long as the context allows")
-    ] = None
-    min_tokens: Annotated[int, _sampling("--min-tokens", "N", "the answer does not end before")] = 0
-    temperature: Annotated[
-        float | None, _sampling("--temperature", "X", "0 takes the likeliest token", _OWN.format(0))
-    ] = None
-    top_k: Annotated[int | None, _sampling("--top-k", "N", "choose among the N likeliest; 0: all", _OWN.format(0))] = (
-        None
-    )
-    top_p: Annotated[
-        float | None,
-        _sampling("--top-p", "X", "choose among the likeliest that hold this much probability", _OWN.format(1)),
-    ] = None
-    min_p: Annotated[
-        float | None,
-        _sampling("--min-p", "X", "drop tokens less likely than this share of the likeliest", _OWN.format(0)),
-    ] = None
-    repetition_penalty: Annotated[
-        float | None,
-        _sampling("--repetition-penalty", "X", "above 1: tokens seen before become less likely", _OWN.format(1)),
-    ] = None
-    presence_penalty: Annotated[
-        float, _sampling("--presence-penalty", "X", "taken once from the logit of each token that the answer has")
-    ] = 0.0
-    frequency_penalty: Annotated[
-        float, _sampling("--frequency-penalty", "X", "the same, as often as the answer has it")
-    ] = 0.0
-    logit_bias: Annotated[
-        list[str] | None, _sampling("--logit-bias", "ID=X", "added to the logit of a token id; repeatable")
-    ] = None
-    bad_words: Annotated[
-        list[str] | None, _sampling("--bad-words", "TEXT", "never appears in the answer; repeatable")
-    ] = None
-    seed: Annotated[int | None, _sampling("--seed", "N", "same seed, same answer")] = None
-    stop: Annotated[
-        list[str] | None, _sampling("--stop", "TEXT", "ends the answer where this would appear; repeatable")
-    ] = None
-    ignore_eos: Annotated[bool, _sampling("--ignore-eos", "", "go on past the model's own end")] = False
-
-    def params(self, **more: Any) -> SamplingParams:
-        """What was asked for. `more`: fields that a command has options of its own for."""
-        return SamplingParams(
-            **asdict(self)
-            | {"stop": tuple(self.stop or ()), "bad_words": tuple(self.bad_words or ()), "logit_bias": self._bias()}
-            | more
-        )
-
-    def _bias(self) -> dict[int, float]:
-        found = {}
-        for text in self.logit_bias or ():
-            token, _, value = text.partition("=")
-            try:
-                if int(token) in found:
-                    raise BadParameter(f"--logit-bias names token {int(token)} twice")
-                found[int(token)] = float(value)
-            except ValueError:
-                raise BadParameter(
-                    f"--logit-bias takes a token id and a number such as 17=-2.5, not {text!r}"
-                ) from None
-        return found
-
-
-DOCUMENT = Option(
-    "--document",
-    metavar="FILE",
-    help="ask about a text that `hybridkv compress` has read",
-    rich_help_panel=PROMPT,
-    autocompletion=completion.any_file,
-)
-
-
-def refuse_beside_document(model: ModelOptions, chat: ChatOptions, raw: bool = False) -> None:
-    """What a document brings itself, or what is not done with what follows it."""
-    if chat.system is not None:
-        raise BadParameter("--system: the document was read with its own; give it to `hybridkv compress`")
-    for flag, given in (("--tools", chat.tools is not None), ("--raw", raw), ("--budget", model.budget is not None)):
-        if given:
-            why = "what follows a document is kept whole" if flag == "--budget" else "the document was read without it"
-            raise BadParameter(f"{flag} and --document do not go together: {why}")
-
-
-_FLAGS = {"max_context": "context", "keep_turns": "keep_turns", "turn_budget": "turn_budget"} | {
-    f.name: f.name for g in (ModelOptions, SamplingOptions) for f in fields(g)
-}
-
-# what Python has and the command line has not
-_WORDS = {"; None keeps all": "; without --budget all are kept", ", or give a Policy": ""}
-
-
-def in_flags(message: str) -> str:
-    """An error in the words of the command line: kv_dtype='bf16' -> --kv-dtype bf16, max_context -> --context."""
-
-    def flag(match: re.Match[str]) -> str:
-        name, value = match[1], match[2]
-        if name not in _FLAGS or (value is None and "_" not in name):
-            return match[0]
-        return f"--{_FLAGS[name].replace('_', '-')}" + (f" {value}" if value else "")
-
-    for words, here in _WORDS.items():
-        message = message.replace(words, here)
-    return re.sub(r"(?<![\w/.'\"-])([a-z_]+)(?:='(\w+)')?(?![\w/.'\"])", flag, message)

@@ -23,7 +23,9 @@ from typer import Argument, BadParameter, Option
 
 from hybridkv.commands import completion
 from hybridkv.commands.declaring import with_options
-from hybridkv.commands.options import MEMORY, ModelOptions, ReuseOptions
+from hybridkv.commands.options import ModelOptions
+from hybridkv.commands.panels import MEMORY
+from hybridkv.commands.reuse_options import ReuseOptions
 from hybridkv.config import KV_DTYPES, WEIGHT_DTYPES, CacheConfig, EngineConfig, ReuseConfig
 from hybridkv.errors import HybridKVError
 
@@ -238,6 +240,7 @@ def make_report(
     experts: str = "auto",
 ) -> Report:
     """The plan of what the options ask for."""
+    from hybridkv.cache.rounded_states import checkpoint_dtype_of
     from hybridkv.cache.tier_sizes import CPU_LIMIT
     from hybridkv.cards import find_card
     from hybridkv.commands.plan_source import find_source
@@ -257,7 +260,8 @@ def make_report(
 
         source = largest_rank(whole, options, gpu, form, tp, experts)
     config = source.config
-    check_exact(config, options.exact, options.state_dtype)
+    reuse = options.config()
+    check_exact(config, options.exact, options.state_dtype, checkpoint_dtype_of(reuse))
     evicts = family_of(config).supports("budget")
     if not evicts and options.budget is not None:
         raise HybridKVError(
@@ -270,7 +274,6 @@ def make_report(
     memory = limits.memory_bytes if card is None else card.usable
     cache = options.cache()
     evicting = (replace(options, budget=BUDGET) if evicts and options.budget is None else options).cache()
-    reuse = options.config()
     if tp != 1:
         from hybridkv.parallel.rank_bytes import reuse_over_ranks
 
@@ -369,14 +372,17 @@ def choose_weights(options: ModelOptions, source: Source, gpu: bool, card: Card 
 
 
 def notes(report: Report) -> list[str]:
-    """Sentences about what the engine does not do, on this card or at all, and that the verdict does not say; and about
-    weights in their released form.
+    """Sentences about what the engine does not do, on this card or at all, and that the verdict does not say; about
+    weights in their released form; and what was asked of checkpoints and changes nothing.
     """
+    from hybridkv.cache.rounded_states import checkpoint_dtype_of, why_not_rounded
     from hybridkv.commands.plan_weights import card_shares
 
+    estimate = report.judged.estimate
+    unrounded = why_not_rounded(estimate.schema, checkpoint_dtype_of(estimate.reuse))
     refused = [c.refused for c in report.choices if c.refused and c is not report.judged]
     about = [note for note in (report.weights.note, card_shares(report.weights, report.source)) if note]
-    return about + [f"{clause}." for clause in refused]
+    return about + [f"{clause}." for clause in (*refused, *([unrounded] if unrounded else []))]
 
 
 def given(options: ModelOptions) -> list[str]:

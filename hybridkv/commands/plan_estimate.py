@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from hybridkv.cache.rounded_states import checkpoint_dtype_of, with_checkpoint_dtype
 from hybridkv.cache.schema import LONGEST_COLUMN, CacheSchema, column_tokens
 from hybridkv.cache.tier_sizes import staging_bytes
 from hybridkv.config import GPU_STEP_TOKENS, CacheConfig, EngineConfig, ReuseConfig
@@ -67,7 +68,8 @@ class Estimate:
     @cached_property
     def schema(self) -> CacheSchema:
         """What is stored for a request."""
-        return cache_schema(self.config, self.opened, self.dtype)
+        found = cache_schema(self.config, self.opened, self.dtype)
+        return with_checkpoint_dtype(found, checkpoint_dtype_of(self.reuse))
 
     @property
     def step(self) -> int:
@@ -98,7 +100,7 @@ class Estimate:
         """How many checkpoints there are where all fits, and how many in any case."""
         if self.reuse is None or column_tokens(self.schema) > LONGEST_COLUMN:
             return 0, 0
-        rows = self.reuse.rows(self.schema.slot_bytes, self.memory, not self.gpu)
+        rows = self.reuse.rows(self.schema.checkpoint_bytes, self.memory, not self.gpu)
         return rows, 0 if self.reuse.checkpoints == "auto" else rows
 
     @property
@@ -108,7 +110,7 @@ class Estimate:
 
     def chosen(self, requests: int, context: int, room: int | None = None) -> Need:
         """What they take with as many checkpoints as LLM takes in `room` bytes beside the weights."""
-        (rows, least), each = self.checkpoints, self.schema.slot_bytes
+        (rows, least), each = self.checkpoints, self.schema.checkpoint_bytes
         found = self.need(requests, context)
         if room is not None:
             tried = fewer_checkpoints(rows, least)
@@ -129,7 +131,7 @@ class Estimate:
             state=requests * schema.slot_bytes + lent,
             tables=requests * schema.table_bytes(context),
             workspace=beside.nbytes,
-            checkpoints=self.checkpoints[1] * schema.slot_bytes,
+            checkpoints=self.checkpoints[1] * schema.checkpoint_bytes,
             staging=self.staging,
             rows=self.checkpoints[1],
         )

@@ -164,7 +164,8 @@ def reuse_lines(report: Report) -> list[str]:
     """What is kept for prompts that begin alike, and for conversations that wait for a next turn."""
     judged, found = report.judged, []
     if judged.need.rows:
-        each = human(judged.estimate.schema.slot_bytes)
+        schema = judged.estimate.schema
+        each = human(schema.checkpoint_bytes) + (" in bf16" if schema.checkpoint_bytes < schema.slot_bytes else "")
         found.append(
             f"Checkpoints: {judged.need.rows} x {each}, states that prompts which begin alike are taken up at."
         )
@@ -249,7 +250,7 @@ def as_dict(report: Report) -> dict[str, Any]:
         "memory_bytes": report.memory,
         "workspace_bytes": report.judged.need.workspace,
         "staging_bytes": report.judged.need.staging,
-        "checkpoint_bytes_each": report.judged.estimate.schema.slot_bytes,
+        "checkpoint_bytes_each": report.judged.estimate.schema.checkpoint_bytes,
         "host_cache_bytes": report.host,
         "host_cache_given": report.host_given,
         "host_holds": [asdict(k) for k in report.kept],

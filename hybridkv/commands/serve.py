@@ -13,7 +13,8 @@ from typer import BadParameter, Exit, Option
 
 from hybridkv.commands import completion
 from hybridkv.commands.declaring import with_options
-from hybridkv.commands.options import ModelOptions, TurnReuseOptions
+from hybridkv.commands.options import ModelOptions
+from hybridkv.commands.reuse_options import TurnReuseOptions
 from hybridkv.config import EngineConfig, parse_bytes
 from hybridkv.errors import HybridKVError
 
@@ -247,6 +248,7 @@ def serve(
 
     if not 1 <= replicas <= MOST_REPLICAS:
         raise BadParameter(f"--replicas must be from 1 to {MOST_REPLICAS}, not {replicas}")
+    _refuse_many_whole(model.tp)
     keys = _keys(api_key or [], api_key_file)
     try:
         settings = ServerSettings(
@@ -276,6 +278,8 @@ def serve(
     # It looks at this when torch first computes something
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     documents = _documents(document or [])
+    if documents:
+        model.refuse_ranks("--document")
     cache = model.cache()
     reuse.config()  # refused before anything is loaded
     try:
@@ -290,8 +294,6 @@ def serve(
     if replicas > 1:
         code = serve_replicas(replicas, settings, model, host_cache, disk_cache)
         raise Exit(code)
-    server = Server(settings)
-    log_to_stderr()
 
     def load() -> LLM:
         kept: dict[str, Any] = {"host_cache": host_cache, "keep_preempted": keep_preempted}
@@ -305,12 +307,38 @@ def serve(
         capture_graphs(llm)  # while /health still says loading: no client waits for them
         return llm
 
+    log_to_stderr()
+    if _follows():
+        load()  # comes back on rank 0 alone, which listens
+    server = Server(settings)
     server.run(load, _say_ready)
     server.service.llm.close()
     if server.service.fatal is not None:  # whoever starts servers again is to see it
         raise HybridKVError(server.service.fatal)
     if server.stopped_by == signal.SIGINT:
         raise Exit(130)
+
+
+def _rank() -> tuple[int, int]:
+    """(rank, size) of this process, if something like torchrun has started it as one of several."""
+    from hybridkv.parallel.group import torchrun_place
+
+    return torchrun_place() or (0, 1)
+
+
+def _follows() -> bool:
+    """Whether another process is rank 0 of the model: it has the port, and takes the requests."""
+    return _rank()[0] > 0
+
+
+def _refuse_many_whole(tp: int) -> None:
+    """Several processes that were started as ranks, and of which each would open the whole model."""
+    rank, size = _rank()
+    if tp == 1 and size > 1:
+        raise HybridKVError(
+            f"this is process {rank} of {size} (RANK and WORLD_SIZE, as torchrun sets them), and each would open the "
+            f"whole model: share it with --tp {size}, or serve it in each without these variables"
+        )
 
 
 def _documents(paths: list[str]) -> dict[str, str]:

@@ -146,7 +146,7 @@ function showServer() {
 
 // ---- memory
 
-const KIND_NAMES = { attention: "attention pages", gdn: "Gated DeltaNet state", csa: "CSA pages", hca: "HCA pages", window: "sliding window", csa_rows: "CSA rows", hca_running: "HCA softmax" };
+const KIND_NAMES = { attention: "attention pages", gdn: "Gated DeltaNet state", "gdn checkpoint": "Gated DeltaNet checkpoints", csa: "CSA pages", hca: "HCA pages", window: "sliding window", csa_rows: "CSA rows", hca_running: "HCA softmax" };
 const kindName = (kind) => KIND_NAMES[kind.name] ?? `${kind.name} ${kind.what}`;
 const past = []; // [seconds, bytes in use, bytes held] of the last minute
 let lastUsed = 0, lastHeld = 0;

@@ -15,26 +15,32 @@ A request whose eviction is under way on the device (`Request.evicting`) is wait
 before it is forked, preempted or held.
 
 A request begins with what others have read (cache/reuse.py). One that would begin with what another is reading right
-now waits for that, so that a text is read once however many prompts begin with it.
+now waits for that, so that a text is read once however many prompts begin with it (beginnings.py). room.py counts the
+pages that all of them will take.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import replace
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.reuse import Asked, Hit
+from hybridkv.engine.beginnings import (
+    Found,
+    awaits,
+    begin,
+    fork_cache,
+    is_promised,
+    look_up,
+    prefix_of,
+    share_prefix,
+    take_over,
+)
 from hybridkv.engine.preempted import come_back, keep_away
 from hybridkv.engine.resting import RestingCaches
-from hybridkv.engine.reuse_report import continued, report
+from hybridkv.engine.room import pages_to_come, to_give_up, tokens_to_come
 from hybridkv.errors import HybridKVError
-from hybridkv.eviction import Evictor, max_held_tokens
-from hybridkv.eviction.sizes import bounded_stride
+from hybridkv.eviction import Evictor
 from hybridkv.eviction.under_way import finish as finish_eviction
 from hybridkv.eviction.under_way import is_ready
 from hybridkv.request import Request, RequestKey, Status
@@ -47,17 +53,6 @@ class DoesNotFit(Exception):
         beside = f", beside the {pinned} tokens of pinned prefixes" if pinned else ""
         super().__init__(f"the empty pools are too small for the {len(request.tokens)} tokens of this request{beside}")
         self.request = request
-
-
-PROMISED = 1024  # tokens: a request waits for another one that is about to read so many of its own
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a request may begin with, and what is there of it."""
-
-    asked: Asked
-    hit: Hit
 
 
 class Admission(RestingCaches):
@@ -85,44 +80,6 @@ class Admission(RestingCaches):
         """A request that is resident already, as benchmarks make them."""
         request.status = Status.RUNNING
         self.running.append(request)
-
-    def _until_eviction(self, request: Request, position: int, tokens: int) -> int:
-        """How many of the next `tokens` tokens come before the next position at which the request is evicted."""
-        # a request that is computed again stops where entries were evicted the first time
-        stop = tokens
-        if request.evictions and position < next(reversed(request.evictions)):
-            stop = min(at - position for at in request.evictions if at > position)
-        if request.eviction is not None and position < request.prompt_tokens:  # one that was preempted has more
-            stop = min(stop, request.prompt_tokens - position)
-        if request.eviction is not None and request.eviction.bounded:
-            every = bounded_stride(self.step_tokens) if position < request.prompt_tokens else self.step_tokens
-            stop = min(stop, every - position % every)
-        return min(stop, tokens)
-
-    def pending(self, request: Request) -> int:
-        """Tokens that are still to be computed, those included that only the device knows."""
-        return len(request.tokens) + request.unseen - self.manager.position(request.key)
-
-    def held_tokens(self, request: Request, tokens: int) -> int:
-        """Tokens that a stream holds on average at the most while a request of `tokens` tokens is computed."""
-        page_size = max((table.schema.entries_per_page for table in self.manager.tables.values()), default=0)
-        bound = max_held_tokens(request.eviction, self.step_tokens, page_size, self.agreed.parts)
-        if bound is not None:
-            return min(tokens, bound)
-        prefix = self.prefix_of(request)
-        if prefix is not None:
-            position = self.manager.position(prefix.key)
-            lengths = [each.mean() for each in self.manager.lengths(prefix.key).values()]
-            return min(tokens, math.ceil(max(lengths, default=0)) + page_size + tokens - position)
-        # one that is computed again drops the same entries at the same positions
-        held, peak, before = 0, 0, 0
-        for at, record in request.evictions.items():
-            held += at - before
-            peak = max(peak, held)
-            # streams of different lengths each fill a last page of their own
-            held = math.ceil(record.fullest(self.agreed.parts)) + (0 if record.even else page_size)
-            before = at
-        return min(tokens, max(peak, held + tokens - before))
 
     def give_query_buffer(self, request: Request) -> bool:
         """Whether the request can run: it has a query buffer, or needs none.
@@ -185,13 +142,13 @@ class Admission(RestingCaches):
         tables = self.manager.tables
         # each stream's next token needs a page: a new one, or a copy of the one that all share
         each = {name: table.schema.streams for name, table in tables.items()}
-        need = self._pages_to_come()
+        need = pages_to_come(self)
         for sibling in forming:
             sibling.evictions, sibling.started_at = dict(request.evictions), request.started_at
             sibling.policy = request.policy
             sibling.prompt_logprobs = request.prompt_logprobs
             need = {name: pages + each[name] for name, pages in need.items()}
-            if self._make_free(need) and self._fork(request, sibling):
+            if self._make_free(need) and fork_cache(self, request, sibling):
                 sibling.cached_tokens, sibling.status = sibling.prompt_tokens, Status.RUNNING
                 self.running.append(sibling)
             else:
@@ -209,13 +166,6 @@ class Admission(RestingCaches):
             self.spare(self.holding_pages[0])
         return True
 
-    def _fork(self, request: Request, sibling: Request) -> bool:
-        try:
-            self.manager.fork_request(request.key, sibling.key)
-        except HybridKVError:  # no query buffer for it, or a position at which the cache cannot be shared
-            return False
-        return True
-
     # ---- who is resident
 
     def _admit(self, preempted: set[Request]) -> None:
@@ -226,7 +176,7 @@ class Admission(RestingCaches):
         while self.waiting:
             if not self.manager.free_slots and not self.held:
                 return
-            request = next((r for r in self.waiting if not self._awaits(r)), None)
+            request = next((r for r in self.waiting if not awaits(self, r)), None)
             if request is None or request in preempted:
                 return
             if request.key in self.manager.away:
@@ -234,14 +184,14 @@ class Admission(RestingCaches):
                     return
                 to_come = None
                 continue
-            found = self._look_up(request)
-            if found is not None and self._is_promised(request, found):
+            found = look_up(self, request)
+            if found is not None and is_promised(self, request, found):
                 continue
             if not self._make_slots(request):
                 return
-            found = found or self._look_up(request)  # its own cache may have been given up just now
-            to_come = self._pages_to_come() if to_come is None else to_come
-            given_up = self._to_give_up(request, to_come, found)
+            found = found or look_up(self, request)  # its own cache may have been given up just now
+            to_come = pages_to_come(self) if to_come is None else to_come
+            given_up = to_give_up(self, request, to_come, found)
             if (
                 given_up is None
                 and found is not None
@@ -251,9 +201,9 @@ class Admission(RestingCaches):
             ):
                 nothing = {"path": [], "checkpoint": None, "cached": 0, "matched": 0, "tail": None, "load": None}
                 found = Found(found.asked, replace(found.hit, **nothing))
-                given_up = self._to_give_up(request, to_come, found)  # its own pages and shared ones are too many
+                given_up = to_give_up(self, request, to_come, found)  # its own pages and shared ones are too many
             if given_up is None:
-                prefix = self.prefix_of(request)
+                prefix = prefix_of(self, request)
                 others = [held for held in self.holding_pages if held not in (request.continues, prefix)]
                 if prefix is not None and not self.running and not others:
                     raise DoesNotFit(request)
@@ -265,17 +215,17 @@ class Admission(RestingCaches):
                 continue
             for held in given_up:
                 self.spare(held)
-            if self.take_over(request) or self.share_prefix(request) or given_up:
+            if take_over(self, request) or share_prefix(self, request) or given_up:
                 to_come = None  # what others share has changed
             if request.key not in self.manager.slot_of:
                 if found is None:  # what it was to go on in does not fit its text
-                    found = self._look_up(request)
-                self._begin(request, found)
+                    found = look_up(self, request)
+                begin(self, request, found)
             request.status = Status.RUNNING
             self.running.append(request)
             self.waiting.remove(request)
             if to_come is not None:
-                own = self.manager.pages_needed(request.key, self._to_come(request))
+                own = self.manager.pages_needed(request.key, tokens_to_come(self, request))
                 to_come = {name: pages + own[name] for name, pages in to_come.items()}
 
     def _make_slots(self, request: Request) -> bool:
@@ -284,237 +234,13 @@ class Admission(RestingCaches):
         """
         own = request.continues if request.continues in self.held else None
         if own is None:
-            own = self.prefix_of(request)
-            if own is not None and not self.bring_back(own, self._pages_to_come()):
+            own = prefix_of(self, request)
+            if own is not None and not self.bring_back(own, pages_to_come(self)):
                 return not self.running and self.free_slot()  # without it, if that is never to change
             return self.free_slot((own,))
         if request.params.prompt_logprobs is not None:  # it reads its prompt anew
             return self.free_slot()
-        return self.bring_back(own, self._pages_to_come()) or (own not in self.held and self.free_slot())
-
-    def _look_up(self, request: Request) -> Found | None:
-        """What of a request's text others have read; None: nothing is kept, or it begins with a cache of its own."""
-        reuse = self.manager.reuse
-        if reuse is None or self.prefix_of(request) is not None:
-            return None
-        if request.continues in self.held and request.params.prompt_logprobs is None:
-            return None
-        asked = self.asked(request)
-        return Found(asked, reuse.lookup(asked))
-
-    def _awaits(self, request: Request) -> bool:
-        """Whether the request waits for one that is still reading what it begins with too."""
-        if request.awaits is None:
-            return False
-        reader, position = request.awaits
-        reads = reader in self.running and reader.finish_reason is None
-        if reads and self.manager.position(reader.key) < position:
-            return True
-        request.awaits = None
-        return False
-
-    def _is_promised(self, request: Request, found: Found) -> bool:
-        """Whether a running request is about to read much of what this one begins with. It is asked for a checkpoint
-        where the two part, and waited for.
-        """
-        reuse, hit = self.manager.reuse, found.hit
-        if reuse is None or not found.asked.reads or min(found.asked.most, found.asked.reach) - hit.reaches < PROMISED:
-            return False
-        for reader in self.running:
-            if reader.salt != request.salt or reader.finish_reason is not None:
-                continue
-            position = self.manager.position(reader.key)
-            shared = reuse.promised(reader.key, hit.keys, min(found.asked.most, found.asked.reach))
-            if shared > position and shared - hit.reaches >= PROMISED:
-                reuse.ask(reader.key, shared, "branch")
-                request.awaits = reader, shared
-                return True
-        return False
-
-    def asked(self, request: Request) -> Asked:
-        """What a request may begin with. Its last token is computed in any case, and so are the last queries before an
-        eviction, by which it chooses what stays.
-        """
-        length = len(request.tokens)
-        most, reach, limit = length - 1, length, "full"
-        cut = None if self.evictor is None else self.evictor.first_cut(request)
-        if cut is not None:
-            reach = min(reach, cut)
-        if request.eviction is not None:
-            end = min(request.prompt_tokens, length if cut is None else cut)
-            most = max(0, min(most, end - max(1, request.eviction.window)))
-            limit = "bounded" if cut is not None and cut < request.prompt_tokens else "window"
-        reads = request.reads and request.params.prompt_logprobs is None
-        writes = request.writes and not self.agreed.uneven  # ranks would give up other columns
-        tokens = np.array(request.tokens, np.int32)
-        return Asked(request.salt, tokens, most, reach, limit, request.marks, reads, writes)  # type: ignore[arg-type]
-
-    def _begin(self, request: Request, found: Found | None) -> None:
-        """A slot for the request, with what others have read."""
-        reuse = self.manager.reuse
-        if reuse is None or found is None:
-            self.manager.admit_request(request.key)
-            request.reuse = report(None, len(request.tokens), 0)
-            return
-        hit = found.hit if found.hit.load is None else reuse.load(found.asked)
-        reuse.attach(request.key, hit, found.asked)
-        if request.preemptions:  # it reports how it began the first time
-            request.cached_tokens = request.reuse.get("cached", 0)
-            return
-        request.cached_tokens, request.loading = min(hit.cached, request.prompt_tokens), hit.timer
-        stops = [mark.position for mark in reuse.readings[request.key].stops]
-        request.reuse = report(hit, request.prompt_tokens, reuse.q, hit.matched in stops)
-
-    def _to_give_up(
-        self, request: Request, to_come: dict[str, int], found: Found | None = None
-    ) -> list[Request] | None:
-        """Held caches to give up so that the request can enter, as few as will do; None: it must wait.
-
-        `to_come`: of `_pages_to_come`; `found`: what it begins with.
-        """
-        own = request.continues if request.continues in self.held else None  # the cache that it goes on in
-        if request.params.prompt_logprobs is not None:  # it reads its prompt anew
-            own = None
-        slots, prefix = self.manager.free_slots, self.prefix_of(request) if own is None else None
-        if prefix is not None:
-            position, tables = self.manager.position(prefix.key), self.manager.tables
-            new = self._until_eviction(request, position, len(request.tokens) + 1 - position)
-            need = self.manager.pages_needed(prefix.key, new)
-            need = {name: n + tables[name].schema.streams for name, n in need.items()}  # copies of open pages
-        elif own is None:
-            need = self.manager.pages_needed(None, self.held_tokens(request, len(request.tokens) + 1))
-            if found is not None and (found.hit.matched or found.hit.load is not None):
-                need = self._pages_beside(request, found.hit, need)
-        else:
-            position = self.manager.position(own.key)
-            new = max(1, len(request.tokens) + 1 - position)
-            need = self.manager.pages_needed(own.key, self._until_eviction(request, position, new))
-            slots += 1
-        others = [held for held in self.holding_pages if held not in (own, prefix)]
-        return self._fewest(others, need, slots, to_come)
-
-    def _pages_beside(self, request: Request, hit: Hit, need: dict[str, int]) -> dict[str, int]:
-        """Pages that a request takes beside those it shares, of those that can be had."""
-        reuse = self.manager.reuse
-        assert reuse is not None
-        shared, kept = reuse.pages_of(hit), reuse.would_keep(hit)
-        if request.eviction is not None or request.evictions:  # what survives moves to pages of its own
-            shared = dict.fromkeys(shared, 0)
-            kept = {name: n + reuse.pages_to_load(hit)[name] for name, n in kept.items()}
-        return {name: max(0, n - shared[name]) + kept[name] for name, n in need.items()}
-
-    def room_to_hold(
-        self, need: dict[str, int], query_buffer: bool, keep: Request | None = None
-    ) -> list[Request] | None:
-        """Held caches to give up so that one more can be held, as few as will do; None: there is no room.
-
-        `need`: its pages; `query_buffer`: whether it has a buffer, too; `keep` is not given up, and keeps its slot.
-        """
-        self.free_slot((keep,))
-        if query_buffer:
-            self.free_query_buffer(keep)
-        others = [held for held in self.holding_pages if held is not keep]
-        return self._fewest(others, need, self.manager.free_slots, self._pages_to_come(), int(query_buffer))
-
-    def pages_to_hold(self, need: dict[str, int]) -> list[Request] | None:
-        """The same for a cache that is frozen from the start: it needs pages alone."""
-        return self._fewest(self.holding_pages, need, 1, self._pages_to_come())
-
-    def _fewest(
-        self, others: list[Request], need: dict[str, int], slots: int, to_come: dict[str, int], buffers: int = 0
-    ) -> list[Request] | None:
-        """Which of the held caches to give up, longest unused first, for a slot, pages and query buffers."""
-        manager = self.manager
-        need = {name: pages + to_come[name] for name, pages in need.items()}
-        free = manager.free_pages()
-        if any(need[name] > free[name] for name in need):
-            free = manager.pages_to_be_had()
-        buffers -= manager.query_buffers.free
-        fewest = len(others) + 1  # no number of them will do
-        for n in range(len(others) + 1):
-            given_up = others[:n]
-            back = manager.returnable_pages(*(held.key for held in given_up))  # forks share pages
-            resident = [manager.slot_of[held.key] for held in given_up if held.key in manager.slot_of]
-            lent = sum(manager.query_buffers.of[slot] >= 0 for slot in resident)
-            if (
-                slots + len(resident) > 0
-                and buffers <= lent
-                and all(need[name] <= free[name] + back[name] for name in need)
-            ):
-                fewest = n
-                break
-        fewest = self.agreed.most(fewest)
-        return others[:fewest] if fewest <= len(others) else None
-
-    def _pages_to_come(self) -> dict[str, int]:
-        """Pages that running requests still need for tokens that are known already, and for one more each."""
-        return self.manager.pages_needed_together([(r.key, self._to_come(r)) for r in self.running])
-
-    def _to_come(self, request: Request) -> int:
-        """Tokens of a running request that are known already, and one more, up to its next eviction."""
-        return self._until_eviction(request, self.manager.position(request.key), self.pending(request) + 1)
-
-    def take_over(self, request: Request) -> bool:
-        """Whether the request goes on in the held cache that it continues, as far as their tokens agree."""
-        held = request.continues
-        if held is None or held not in self.held:
-            request.given_up = held is not None and held.finish_reason != "error"
-            request.continues = None
-            return False
-        if request.params.prompt_logprobs is not None:  # every token's logits are wanted
-            self.release_held(held)
-            request.continues = None
-            return False
-        position = self.manager.position(held.key)
-        same = _common_prefix(held.tokens[:position], request.tokens[:-1])
-        resident = held.key in self.manager.slot_of  # else it is frozen, and only whole
-        rewinds = resident and same > 0 and self.manager.can_rewind(held.key, same) and not held.evictions
-        if not (same == position or rewinds) or not self._has_queries(held, same, request):
-            self.release_held(held)
-            request.continues = None
-            return False
-        held.hold = False  # if this is interrupted half way, the cache is given back
-        if resident:
-            self.manager.truncate_request(held.key, same)
-        request.cached_tokens = min(same, request.prompt_tokens)
-        request.evictions, request.policy = dict(held.evictions), held.policy
-        request.key = held.key  # from here on the cache is the request's
-        self.held.remove(held)
-        request.continues = None
-        request.reuse = continued(request.cached_tokens, request.prompt_tokens)
-        if self.manager.reuse is not None and resident:
-            self.manager.reuse.adopt(request.key, self.asked(request))
-        return True
-
-    def prefix_of(self, request: Request) -> Request | None:
-        """The held request whose cache this one can begin with, if there is one."""
-        prefix = request.prefix
-        if prefix is None or prefix not in self.held or request.params.prompt_logprobs is not None:
-            return None
-        return prefix if self.manager.position(prefix.key) < len(request.tokens) else None
-
-    def share_prefix(self, request: Request) -> bool:
-        """Whether the request begins with the cache of its prefix: pages are shared, state is copied."""
-        prefix = self.prefix_of(request)
-        if prefix is None or not self._fork(prefix, request):
-            return False
-        request.cached_tokens = self.manager.position(prefix.key)
-        request.reuse = continued(request.cached_tokens, request.prompt_tokens, "a held prefix")
-        self.held.remove(prefix)
-        self.held.append(prefix)  # used last
-        return True
-
-    def _has_queries(self, held: Request, position: int, request: Request) -> bool:
-        """Whether the last queries before a position are there, if an eviction to come may choose by them."""
-        eviction = request.eviction
-        if eviction is None:
-            return True
-        if position >= request.prompt_tokens and not (eviction.bounded or eviction.decode_every or request.hold):
-            return True  # it came in the middle of its answer, its prompt read and evicted
-        first = max(0, position - eviction.window)
-        if held.key in self.manager.frozen:
-            return 0 <= self.manager.frozen[held.key].since <= first
-        return self.manager.query_buffers.whole(self.manager.slot_of[held.key], first) >= 0
+        return self.bring_back(own, pages_to_come(self)) or (own not in self.held and self.free_slot())
 
     def make_room(self) -> Request | None:
         """Free the pages of a request that can best spare them, and return it; None: only the oldest is left."""
@@ -546,7 +272,7 @@ class Admission(RestingCaches):
         keeps = request.keeps_cache
         if request in self.waiting:
             # a turn that never began: its conversation's cache is still the one of the turn before
-            if keeps and self.take_over(request):
+            if keeps and take_over(self, request):
                 self.held.append(request)
             elif request.continues is not None:
                 self.release_held(request.continues)
@@ -600,10 +326,3 @@ class Admission(RestingCaches):
             request.continues = request.evicting = None
         self.failed = []
         self._sorting = []
-
-
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    for i, (x, y) in enumerate(zip(a, b)):
-        if x != y:
-            return i
-    return min(len(a), len(b))

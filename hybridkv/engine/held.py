@@ -19,6 +19,7 @@ from hybridkv.cache.schema import ceil_div
 from hybridkv.cache.session import ENDS, Session, about_cache, check_session
 from hybridkv.cache.snapshot import restore_frozen, snapshot_request
 from hybridkv.config import EvictionConfig, SamplingParams
+from hybridkv.engine.room import pages_to_hold
 from hybridkv.engine.stats import stats_of
 from hybridkv.errors import HybridKVError, OutOfPages, RequestError
 from hybridkv.eviction.turns import evict_turns as evict_turns_of
@@ -34,7 +35,8 @@ def about(engine: Engine) -> dict[str, str]:
     config = engine.runner.model.config
     sizes = {"layers": config.layers, "width": config.hidden, "vocabulary": config.vocab}
     words = engine.about | {"architecture": config.architecture} | {key: str(value) for key, value in sizes.items()}
-    return words | about_cache(engine.manager)
+    mode = {"mode": "exact"} if engine.manager.exact else {}
+    return words | about_cache(engine.manager, engine.schema) | mode
 
 
 def session_of(engine: Engine, request: Request | None, conversation: Mapping[str, Any], cache: bool = True) -> Session:
@@ -43,7 +45,8 @@ def session_of(engine: Engine, request: Request | None, conversation: Mapping[st
     `cache`: else it is left out, and its records of evictions stay.
     """
     manager = engine.manager
-    plain = Session(manager.model_fingerprint(), about(engine), conversation=dict(conversation))
+    files = manager.model_files()
+    plain = Session(manager.model_fingerprint(), about(engine), conversation=dict(conversation), files=files)
     if request is None:
         return plain
     check_ended(request, "saved")
@@ -61,13 +64,15 @@ def session_of(engine: Engine, request: Request | None, conversation: Mapping[st
         snapshot,
         dict(conversation),
         request.policy if evicted else None,
+        files=files,
     )
 
 
 def restore_held(engine: Engine, session: Session) -> Request:
     """The session's request, finished, with its cache held where it has one. Older held caches make room."""
-    manager, scheduler, snapshot = engine.manager, engine.scheduler, session.snapshot
-    check_session(manager, session, about(engine))
+    manager, scheduler = engine.manager, engine.scheduler
+    session = check_session(manager, session, about(engine))
+    snapshot = session.snapshot
     tokens = engine.check_tokens(session.tokens)
     if session.evictions and engine.evictor is None:
         raise RequestError("the session's cache was evicted, and this model was opened without a budget")
@@ -87,7 +92,7 @@ def restore_held(engine: Engine, session: Session) -> Request:
 
 def make_room(engine: Engine, need: dict[str, int], state_bytes: int) -> None:
     """Room for one more frozen cache, at the cost of those that were unused longest, or RequestError."""
-    given_up = engine.scheduler.pages_to_hold(need)
+    given_up = pages_to_hold(engine.scheduler, need)
     if given_up is None or not engine.scheduler.host_room(state_bytes):
         raise RequestError(_no_room(engine, need))
     for request in given_up:
@@ -174,7 +179,7 @@ def evict_turns(engine: Engine, request: Request, turns: Sequence[tuple[int, int
             if others:
                 scheduler.spare(others[0])
                 continue
-        request.stats = stats_of(request, manager)
+        request.stats = stats_of(request, manager, engine.schema)
         break
     return request.stats
 

@@ -33,14 +33,14 @@ from hybridkv.engine.engine import INHERIT, Update
 from hybridkv.engine.pipeline import InFlightStep, Pipeline
 from hybridkv.engine.rank_calls import (
     NOT_OVER_RANKS,
-    OF_RANK_0,
-    RankCalls,
     eviction_of_words,
     eviction_words,
     params_of_words,
     params_words,
+    take_words,
 )
 from hybridkv.engine.rank_graphs import WithLimit, capture_together, check_ranks_with, drop_graphs
+from hybridkv.engine.rank_moves import RankMoves
 from hybridkv.engine.rank_sessions import WholeCache
 from hybridkv.engine.runner import Runner
 from hybridkv.engine.sampler import FAILED_THERE, PromptScores, SampledTokens, _adjusts, _upload, host, sample
@@ -163,7 +163,7 @@ def plainly_greedy(request: Request) -> bool:
     return plain and request.following is None
 
 
-class LockStepEngine(RankCalls):
+class LockStepEngine(RankMoves):
     """An Engine of one rank. On rank 0 it is used like any other; the others `follow` it.
 
     `on_failure` is told on rank 0, once, that the group has ended.
@@ -237,12 +237,12 @@ class LockStepEngine(RankCalls):
         return request
 
     def abort(self, request: Request) -> None:
-        if not self._active and self.failure is None:
+        if not self.calls.active and self.failure is None:
             self._events.append({"event": "abort", "number": request.order})
         super().abort(request)
 
     def stop(self, request: Request) -> None:
-        if not self._active and self.failure is None:
+        if not self.calls.active and self.failure is None:
             self._events.append({"event": "stop", "number": request.order})
         super().stop(request)
 
@@ -260,7 +260,7 @@ class LockStepEngine(RankCalls):
     def _together(self, do: str, work: Callable[[], list[Update]]) -> list[Update]:
         """The same on every rank. Whatever is raised ends the group."""
         self._check_alive()
-        self._check_owner()
+        self.calls.check_owner()
         events, self._events = self._events, []
         try:
             with self.channel.telling(do, events):
@@ -291,8 +291,8 @@ class LockStepEngine(RankCalls):
         if self.failure is not None:
             raise self.failure
 
-    def _evict_one(self, request: Request) -> Exception | SystemExit | None:
-        problem = super()._evict_one(request)
+    def evict_one(self, request: Request) -> Exception | SystemExit | None:
+        problem = super().evict_one(request)
         if isinstance(problem, GroupError):  # no request's own
             raise problem
         return problem
@@ -315,7 +315,7 @@ class LockStepEngine(RankCalls):
     def _apply(self, event: Event) -> None:
         if event["event"] == "add":
             after = event["after"]
-            self._numbers = itertools.count(event["number"])
+            self.numbers = itertools.count(event["number"])
             continued = None if after is None else self._known.get(after)
             eviction = eviction_of_words(event["eviction"])
             marks = [(at, kind) for at, kind in event["marks"]]
@@ -324,10 +324,7 @@ class LockStepEngine(RankCalls):
             self._may_share(made.eviction)
             for request in (made, *made.siblings):
                 self._known[request.order] = request
-                request.reads, request.writes = event["reads"], event["writes"]
-                request.salt = bytes.fromhex(event["salt"])
-                request.banned = tuple(event["banned"])
-                request.following = OF_RANK_0 if event["bound"] else None
+                take_words(request, event)
             self._to_hold.pop(after, None)  # whose cache it has taken over
             if event["hold"]:
                 self._to_hold[made.order] = made
@@ -346,12 +343,6 @@ class LockStepEngine(RankCalls):
 
     def changing(self) -> NoReturn:
         raise RequestError(NOT_OVER_RANKS.format(what="a change of held caches"))
-
-    def export(self, *_: Any, **__: Any) -> NoReturn:
-        raise RequestError(NOT_OVER_RANKS.format(what="moving a request"))
-
-    def resume(self, *_: Any, **__: Any) -> NoReturn:
-        raise RequestError(NOT_OVER_RANKS.format(what="moving a request"))
 
     def replay(self, *_: Any, **__: Any) -> NoReturn:
         raise RequestError(NOT_OVER_RANKS.format(what="policy 'replay'"))

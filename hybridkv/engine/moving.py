@@ -11,10 +11,13 @@ own. Who resumes it gives such parameters again.
 
 Without its cache (it waited, was preempted, stands where it cannot be shared, or lost the queries that its next
 eviction needs) it moves as well: then its tokens are read again, and the same entries are evicted.
+
+Over several ranks each does this with its part of the cache, and rank 0 alone with what is not cut (rank_moves.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +41,11 @@ AS_SENT = object()  # "the eviction settings that it came with"
 # ---- out
 
 
-def export(engine: Engine, request: Request) -> Session:
-    """A copy of a request on the host, or RequestError: it has failed, or a step of it is in flight."""
+def export(engine: Engine, request: Request, cache: bool | None = None) -> Session:
+    """A copy of a request on the host, or RequestError: it has failed, or a step of it is in flight.
+
+    `cache`: whether its cache goes along, as another rank has found; None: as is found here.
+    """
     if request.params.n > 1 or request.source is not None:
         raise RequestError("several answers to one prompt share its cache and cannot move; ask for n=1")
     if request.unseen:
@@ -47,7 +53,8 @@ def export(engine: Engine, request: Request) -> Session:
     engine.scheduler.settle(request)
     if request.finish_reason not in (None, *ENDS):
         raise RequestError(f"a request that failed cannot move: {request.error}")
-    snapshot = _snapshot(engine, request)
+    goes = _has_cache(engine, request) if cache is None else cache
+    snapshot = _snapshot(engine, request) if goes else None
     scored = snapshot is not None or not request.answer_tokens
     return Session(
         engine.manager.model_fingerprint(),
@@ -62,21 +69,26 @@ def export(engine: Engine, request: Request) -> Session:
         {},
         request.policy,
         _going(request, scored),
+        engine.manager.model_files(),
     )
 
 
-def _snapshot(engine: Engine, request: Request) -> Snapshot | None:
-    """Its cache; None: there is none, or it would be of no use."""
-    manager, prompt = engine.manager, request.params.prompt_logprobs is not None
+def _has_cache(engine: Engine, request: Request) -> bool:
+    """Whether there is a cache, and it stands where it can go on elsewhere."""
+    manager = engine.manager
     if request.key not in manager.slot_of and request.key not in manager.frozen:
-        return None
+        return False
     position = manager.position(request.key)
     if not position or position % manager.schema.share_every or position >= len(request.tokens):
-        return None
-    if prompt and len(request.prompt_logprobs) < request.prompt_tokens:  # it must be read from its beginning
-        return None
+        return False
+    return not must_read_all(request)
+
+
+def _snapshot(engine: Engine, request: Request) -> Snapshot | None:
+    """Its cache; None: it would be of no use."""
+    manager = engine.manager
     snapshot, lent = snapshot_request(manager, request.key, pinned=True), lent_keys(manager)
-    if _chooses_again(request, position):
+    if _chooses_again(request, snapshot.position):
         return snapshot if lent <= snapshot.states.keys() else None
     return replace(snapshot, states={key: t for key, t in snapshot.states.items() if key not in lent})
 
@@ -124,7 +136,28 @@ def resume(
     cache: bool | str = True,
 ) -> Request:
     """A request that goes on with what was exported; see Engine.resume."""
-    manager, going = engine.manager, session.going
+    session = check_fits(engine, session)
+    request = asked(engine, session, params, hold, eviction, salt, cache)
+    if request.finish_reason is None:
+        begin(engine, request, session)
+    return request
+
+
+def asked(
+    engine: Engine,
+    session: Session,
+    params: SamplingParams | None,
+    hold: bool,
+    eviction: EvictionConfig | int | None | object,
+    salt: bytes,
+    cache: bool | str,
+    see: Callable[[Request, int], object] | None = None,
+) -> Request:
+    """The request where it stands in its answer, in no queue yet, or RequestError. It has ended if nothing is left.
+
+    Nothing is taken, and the session's cache is not looked at. `see`: in place of the engine's own.
+    """
+    going = session.going
     if going is None:
         raise RequestError("the session's request has ended, and does not say how it would go on; restore it instead")
     try:
@@ -135,9 +168,6 @@ def resume(
             eviction = eviction_of_json(going.get("eviction"), "Engine.resume(session, eviction=EvictionConfig(...))")
     except NotWellFormed as problem:
         raise RequestError(f"the request that was sent is not well-formed: {problem}") from None
-    check_session(manager, session, held.about(engine))
-    if session.snapshot is None:
-        check_records(manager, session, 0, None)
     if session.evictions and engine.evictor is None:
         raise RequestError("the request's cache was evicted, and this model was opened without a budget")
     prompt, answer = session.tokens[: session.prompt_tokens], session.tokens[session.prompt_tokens :]
@@ -146,8 +176,8 @@ def resume(
     request = engine.checked_request(prompt, params, hold, eviction)
     request.reads, request.writes = engine.cache_uses(cache)
     request.seed = kept.seed if params.seed is None else params.seed
-    request.salt, request.evictions, request.policy = salt, dict(session.evictions), session.policy
-    _see_again(engine, request, session, answer)
+    request.salt = salt
+    see_again(engine, request, session, engine.see if see is None else see)
     if request.params.logprobs is not None and len(kept.logprobs) != len(answer):
         raise RequestError("log probabilities were asked for, and those of the answer so far were not sent")
     request.logprobs = kept.logprobs if request.params.logprobs is not None else []
@@ -155,11 +185,23 @@ def resume(
         request.prompt_logprobs = kept.prompt_logprobs
     if request.finish_reason is not None:
         _end(engine, request)
-        return request
+    return request
+
+
+def check_fits(engine: Engine, session: Session) -> Session:
+    """The session as this model's own, if its cache and records can go on here, but for room, or RequestError."""
+    session = check_session(engine.manager, session, held.about(engine))
+    if session.snapshot is None:
+        check_records(engine.manager, session, 0, None)
+    return session
+
+
+def begin(engine: Engine, request: Request, session: Session) -> None:
+    """A request of `asked` waits for its turn, and the session's cache is held for it; or RequestError."""
     scheduler = engine.scheduler
     before = list(scheduler.held)
     try:
-        if session.snapshot is not None and not _must_read_all(request):
+        if session.snapshot is not None and not must_read_all(request):
             request.continues = held.restore_held(engine, session)
         scheduler.add(request)
     except BaseException:  # an interrupt: nobody would go on with the cache
@@ -167,15 +209,16 @@ def resume(
             for each in [each for each in scheduler.held if each not in before]:
                 scheduler.release_held(each)
         raise
-    return request
 
 
-def _see_again(engine: Engine, request: Request, session: Session, answer: list[int]) -> None:
+def see_again(engine: Engine, request: Request, session: Session, see: Callable[[Request, int], object]) -> None:
     """The answer so far, as if it had just been sampled; RequestError where it would have become another one."""
     engine.check_tokens(session.tokens)
+    request.evictions, request.policy = dict(session.evictions), session.policy
     request.limit = engine.limit(request)
+    answer = session.tokens[session.prompt_tokens :]
     for i, token in enumerate(answer):
-        engine.see(request, token)
+        see(request, token)
         if request.finish_reason == "error":
             raise RequestError(f"the answer that was sent does not fit: {request.error}")
         if request.finish_reason is not None and i + 1 < len(answer):
@@ -184,7 +227,8 @@ def _see_again(engine: Engine, request: Request, session: Session, answer: list[
         raise RequestError("the answer that was sent has another text here: the tokenizers are not the same")
 
 
-def _must_read_all(request: Request) -> bool:
+def must_read_all(request: Request) -> bool:
+    """Whether it has to be read from its beginning: logprobs of its prompt are asked for, and not known."""
     asked = request.params.prompt_logprobs is not None
     return asked and len(request.prompt_logprobs) < request.prompt_tokens
 
@@ -193,7 +237,8 @@ def _end(engine: Engine, request: Request) -> None:
     """Nothing is left to do: its last token has ended it."""
     request.text.finish()
     request.cached_tokens = request.prompt_tokens  # nothing of it was computed here
-    request.stats, request.status, request.following = stats_of(request, engine.manager), Status.FINISHED, None
+    request.stats = stats_of(request, engine.manager, engine.schema)
+    request.status, request.following = Status.FINISHED, None
 
 
 # ---- what was sent, checked

@@ -147,6 +147,11 @@ class EngineOwner:
         """`work(engine)` on the owner's thread, between two steps; `drained`: with no step in flight on a device."""
         return self._call(lambda serving: serving.run(work, drained))
 
+    def check_session_model(self, model: str, about: dict[str, str], files: str) -> None:
+        """As the engine's: `check` of `Session.load` and `Session.from_buffers`."""
+        self._engine.manager.model_files()  # it is found in files, for which no step is to wait
+        self.run(lambda engine: engine.check_session_model(model, about, files))
+
     def observe(self, look: Callable[[Engine], object]) -> Callable[[], None]:
         """Call `look(engine)` on the owner's thread after every step and every change between steps, as a picture of
         what is held needs it; returns what ends that. It must be quick, and wait for nothing.

@@ -24,8 +24,10 @@ from hybridkv.cache.away import (
     shared_column,
     tokens_to_read,
 )
-from hybridkv.cache.reuse import Asked
+from hybridkv.cache.lookup import Asked
 from hybridkv.cache.tier_sizes import BLOCK
+from hybridkv.engine.beginnings import asked_of
+from hybridkv.engine.room import room_to_hold, until_eviction
 from hybridkv.errors import HybridKVError, OutOfPages
 from hybridkv.request import Request, Status
 
@@ -38,7 +40,7 @@ def keep_away(admission: Admission, request: Request) -> bool:
     manager, host = admission.manager, admission.manager.host
     if not host.preempted or not _can_go_on(admission, request):
         return False
-    shared = shared_column(manager.reuse, request.key) if admission.asked(request).reads else None
+    shared = shared_column(manager.reuse, request.key) if asked_of(admission, request).reads else None
     nbytes = bytes_away(manager, request.key, shared)
     if not host.pays(nbytes, tokens_to_read(manager, request.key, shared)) or not _room(admission, nbytes):
         return False
@@ -73,15 +75,15 @@ def _room(admission: Admission, nbytes: int) -> bool:
 def come_back(admission: Admission, request: Request) -> bool:
     """Whether a request that is away runs now, or is to be read again; False: it waits for room."""
     manager, key = admission.manager, request.key
-    asked = admission.asked(request) if manager.reuse is not None else None
+    asked = asked_of(admission, request) if manager.reuse is not None else None
     while key in manager.away:
         away = manager.away[key]
         path = columns_there(manager.reuse, away, asked)
         if not is_whole(away, path):
             break
         tokens = len(request.tokens) + request.unseen + 1 - away.position
-        need = pages_to_take(manager, away, path, admission._until_eviction(request, away.position, tokens))
-        given_up = admission.room_to_hold(need, away.since >= 0)
+        need = pages_to_take(manager, away, path, until_eviction(admission, request, away.position, tokens))
+        given_up = room_to_hold(admission, need, away.since >= 0)
         if given_up is not None:
             for held in given_up:
                 admission.spare(held)

@@ -17,10 +17,12 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from hybridkv.cache.session import Session
+from hybridkv.cache.schema import CacheSchema
+from hybridkv.cache.session import Session, as_own, check_session
 from hybridkv.config import EvictionConfig, SamplingParams
 from hybridkv.engine.agreement import RanksAgree
 from hybridkv.engine.engine import Engine, Update
+from hybridkv.engine.held import about
 from hybridkv.engine.rank_sessions import WholeCache
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.eviction import find_policy
@@ -57,13 +59,25 @@ class RankCalls(Engine):
     def _check_alive(self) -> None:
         raise NotImplementedError
 
+    @property
+    def schema(self) -> CacheSchema:
+        return super().schema if self.whole is None else self.whole.schema
+
+    def resolve_eviction(
+        self, asked: EvictionConfig | int | None | object, replays: bool = False
+    ) -> EvictionConfig | None:
+        """As `Engine.resolve_eviction`. Refused: policies that read a text once more."""
+        found = super().resolve_eviction(asked, replays)
+        refuse_replay(found)
+        return found
+
     # ---- rank 0 tells, all do
 
     def _call(self, event: Event, work: Callable[[], Found]) -> Found:
         """Make a call on every rank. HybridKVError is the caller's, whatever else is raised ends the group."""
         self._check_alive()
-        self._check_owner()
-        if self._active:
+        self.calls.check_owner()
+        if self.calls.active:
             raise RequestError("a call came inside another call of the same engine; make it after that call")
         events, self._events = [*self._events, event], []
         problem: BaseException
@@ -95,6 +109,22 @@ class RankCalls(Engine):
             raise GroupError(f"a call failed on rank {self.group.rank} and not on all: {problem}")
         raise problem
 
+    def _all_or_none(self, check: Callable[[], Found]) -> Found:
+        """What a check gives that takes nothing, or RequestError: it fails on some rank."""
+        found, problem = None, None
+        try:
+            found = check()
+        except GroupError:
+            raise
+        except HybridKVError as raised:
+            problem = raised
+        refused = self.group.all_gather(torch.tensor([int(problem is not None)])).flatten().tolist()
+        if problem is not None:
+            raise problem
+        if any(refused):
+            raise RequestError(f"what was sent does not fit the part of rank {refused.index(1)}; nothing was taken")
+        return found  # type: ignore[return-value]
+
     def _do_call(self, event: Event) -> None:
         """One of the others makes the call that rank 0 makes."""
         do = getattr(self, f"_{event['event']}")
@@ -118,6 +148,8 @@ class RankCalls(Engine):
         """As `Engine.evict_held`; returns the pages that went back on this rank. Refused: scores from outside."""
         if scores is not None:
             raise RequestError(NOT_OVER_RANKS.format(what="eviction by scores from outside, or policy 'replay',"))
+        if self._without_cache(request):
+            return super().evict_held(request, eviction, None, ranges, seen)
         event = {
             "event": "evict_held",
             "number": request.order,
@@ -136,6 +168,8 @@ class RankCalls(Engine):
 
     def evict_turns(self, request: Request, turns: Sequence[tuple[int, int]], budget: int) -> dict[str, float]:
         """As `Engine.evict_turns`."""
+        if self._without_cache(request):
+            return super().evict_turns(request, turns, budget)
         event = {"event": "evict_turns", "number": request.order, "turns": [list(t) for t in turns], "budget": budget}
         return self._call(event, partial(self._evict_turns, event))
 
@@ -162,9 +196,9 @@ class RankCalls(Engine):
     # ---- forks, and what is saved
 
     def session(self, request: Request | None, conversation: Mapping[str, Any] | None = None) -> Session:
-        """As `Engine.session`: the parts of all ranks, joined. It can be brought back over as many ranks."""
-        if request is None:
-            return super().session(None, conversation)
+        """As `Engine.session`: the parts of all ranks, joined."""
+        if request is None or self._without_cache(request):
+            return super().session(request, conversation)
         event = {"event": "session", "number": request.order}
         found = self._call(event, partial(self._session, event))
         return replace(found, conversation=dict(conversation or {}))
@@ -175,25 +209,29 @@ class RankCalls(Engine):
         return self.whole.joined(self.group, part)
 
     def restore_held(self, session: Session) -> Request:
-        """As `Engine.restore_held`, of what `session` gave here or over as many ranks of the same model."""
-        self.check_session_model(session.model, session.about)  # before its bytes are sent
-        event = {"event": "restore_held", "restored": next(self._numbers)}
+        """As `Engine.restore_held`."""
+        self.check_session_model(session.model, session.about, session.files)  # before its bytes are sent
+        session = as_own(self.manager, session)
+        event = {"event": "restore_held", "restored": next(self.numbers)}
         return self._call(event, partial(self._restore_held, event, session))
 
     def _restore_held(self, event: Event, session: Session | None = None) -> Request:
-        self._numbers = itertools.count(event["restored"])
+        self.numbers = itertools.count(event["restored"])
         assert self.whole is not None
         part = self.whole.cut(self.group, session)
+        part = self._all_or_none(partial(check_session, self.manager, part, about(self)))
         self._become_uneven(any(not record.alike for record in part.evictions.values()))
         return self._holding(super().restore_held(part))
 
     def fork_held(self, request: Request) -> Request:
         """As `Engine.fork_held`."""
-        event = {"event": "fork_held", "number": request.order, "fork": next(self._numbers)}
+        if self._without_cache(request):
+            return super().fork_held(request)
+        event = {"event": "fork_held", "number": request.order, "fork": next(self.numbers)}
         return self._call(event, partial(self._fork_held, event))
 
     def _fork_held(self, event: Event) -> Request:
-        self._numbers = itertools.count(event["fork"])
+        self.numbers = itertools.count(event["fork"])
         return self._holding(super().fork_held(self._named(event)))
 
     def _holding(self, request: Request) -> Request:
@@ -202,11 +240,28 @@ class RankCalls(Engine):
             self._to_hold[request.order] = request
         return request
 
+    def _without_cache(self, request: Request) -> bool:
+        """Whether no rank holds the request's cache: a later turn took it over, it was given up, or there is none yet.
+        Rank 0 answers alone then, since the others may have forgotten the request.
+        """
+        self._check_alive()
+        return request not in self.scheduler.held
+
     def _named(self, event: Event) -> Request:
         found = self._known.get(event["number"])
         if found is None:
             raise RequestError("the request's cache is not held any more: there is nothing to change")
         return found
+
+    # ---- what is kept for others
+
+    def forget(self, salt: bytes | None = None, tokens: Sequence[int] | None = None) -> None:
+        """As `Engine.forget`."""
+        event = {"event": "forget", "salt": None if salt is None else salt.hex(), "tokens": tokens}
+        self._call(event, partial(self._forget, event))
+
+    def _forget(self, event: Event) -> None:
+        super().forget(None if event["salt"] is None else bytes.fromhex(event["salt"]), event["tokens"])
 
     # ---- logits of a given text
 
@@ -242,6 +297,12 @@ class RankCalls(Engine):
         return update
 
 
+def refuse_replay(eviction: EvictionConfig | None) -> None:
+    """Policies that read a text once more: no rank does."""
+    if eviction is not None and find_policy(eviction.policy).needs_replay:
+        raise RequestError(NOT_OVER_RANKS.format(what="policy 'replay'"))
+
+
 def of_rank_0(tokens: list[int], row: Tensor) -> NoReturn:
     """Stands for a logits hook, which rank 0 runs."""
     raise AssertionError("rank 0 draws the tokens of requests with a logits hook")
@@ -260,6 +321,13 @@ def params_words(request: Request) -> dict[str, Any]:
         "salt": request.salt.hex(),
         "marks": [list(mark) for mark in request.marks],
     }
+
+
+def take_words(request: Request, event: Event) -> None:
+    """What an event that `params_words` is part of says of a request beside its parameters."""
+    request.reads, request.writes = event["reads"], event["writes"]
+    request.salt, request.banned = bytes.fromhex(event["salt"]), tuple(event["banned"])
+    request.following = OF_RANK_0 if event["bound"] else None
 
 
 def params_of_words(event: Event) -> SamplingParams:

@@ -1,7 +1,7 @@
 """Sessions over ranks: each rank's part of a held cache joined on rank 0, and a whole one cut for every rank.
 
 Bytes go through the host. A whole session is that of one cache of all heads (cache/shards.py), but it names the model
-of these ranks: it goes on over as many of them.
+of these ranks: whoever takes it in gives it its own name (session.py: as_own).
 """
 
 from __future__ import annotations

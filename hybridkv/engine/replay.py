@@ -26,6 +26,7 @@ from hybridkv.cache import LayerHandle
 from hybridkv.cache.step import upload
 from hybridkv.config import CHUNK_QUANTUM
 from hybridkv.engine.held import check_ended
+from hybridkv.engine.room import room_to_hold
 from hybridkv.errors import RequestError
 from hybridkv.eviction.entries import positions
 from hybridkv.eviction.sizes import STREAMS
@@ -95,7 +96,7 @@ def _make_room(engine: Engine, request: Request, tokens: int) -> None:
         name: n + manager.tables[name].schema.streams for name, n in manager.pages_needed(request.key, tokens).items()
     }
     with_queries = bool(manager.query_buffers.of[manager.slot_of[request.key]] >= 0)
-    given_up = scheduler.room_to_hold(need, with_queries, keep=request)
+    given_up = room_to_hold(scheduler, need, with_queries, keep=request)
     if given_up is None:
         raise RequestError(
             f"there is no room to read {tokens} tokens again beside the {position} of the text and "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridkv.cache.reuse import Hit
+from hybridkv.cache.lookup import Hit
 from hybridkv.request import Request
 
 

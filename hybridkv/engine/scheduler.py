@@ -22,6 +22,7 @@ from hybridkv.config import CHUNK_QUANTUM
 from hybridkv.engine.admission import Admission, DoesNotFit
 from hybridkv.engine.graphs import DecodeGraphs
 from hybridkv.engine.mixed_graphs import MixedGraphs
+from hybridkv.engine.room import pending_tokens, until_eviction
 from hybridkv.engine.step_cost import StepCost
 from hybridkv.errors import HybridKVError, OutOfPages, OutOfPagesElsewhere, RequestError
 from hybridkv.eviction import Evictor
@@ -220,7 +221,7 @@ class Scheduler(Admission):
             running = [r for r in going if not r.must_see]
             if FEW * (len(going) - len(running)) > len(going):
                 return []
-        pending = {request: self.pending(request) for request in running}
+        pending = {request: pending_tokens(self, request) for request in running}
         plan = [(request, 1) for request, n in pending.items() if n == 1 and self.give_query_buffer(request)]
         prompts = [(request, n) for request, n in pending.items() if n > 1]
         if prompts:
@@ -270,7 +271,7 @@ class Scheduler(Admission):
 
         def take(request: Request, tokens: int, most: int) -> int:
             position = self.manager.position(request.key)
-            tokens = self._until_eviction(request, position, tokens)
+            tokens = until_eviction(self, request, position, tokens)
             if self.manager.reuse is not None:
                 tokens = self.manager.reuse.until_stop(request.key, position, tokens)
             chunk = self._chunk(position, tokens, most)

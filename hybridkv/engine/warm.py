@@ -29,7 +29,8 @@ import numpy as np
 from hybridkv.cache.checkpoints import NEAR, Checkpoint
 from hybridkv.cache.columns import Columns
 from hybridkv.cache.frozen import freeze_request, state_bytes
-from hybridkv.cache.reuse import Asked, Hit, Reuse
+from hybridkv.cache.lookup import Asked, Hit, pages_of, would_keep
+from hybridkv.cache.reuse import Reuse
 from hybridkv.cache.warm import keep_state, note_read
 from hybridkv.config import CHUNK_QUANTUM
 from hybridkv.engine.engine import Engine
@@ -316,7 +317,7 @@ def _has_room(engine: Engine, hit: Hit, tokens: int) -> bool:
     """
     manager, reuse = engine.manager, engine.manager.reuse
     assert reuse is not None
-    need, shared, kept = manager.pages_needed(None, tokens), reuse.pages_of(hit), reuse.would_keep(hit)
+    need, shared, kept = manager.pages_needed(None, tokens), pages_of(reuse, hit), would_keep(reuse, hit)
     free = manager.pages_to_be_had()
     if any(max(0, n - shared[name]) + kept[name] > free[name] for name, n in need.items()):
         return False

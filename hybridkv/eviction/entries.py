@@ -16,12 +16,17 @@ def mean_length(request: Request, manager: KVCacheManager) -> float:
 
     Over ranks it is of the streams of all of them, which the record of the last eviction knows.
     """
-    position = manager.position(request.key)
+    everywhere = lengths_everywhere(request, manager.position(request.key))
+    if everywhere is not None:
+        return float(everywhere.sum() / everywhere.size)
+    return float(manager.tables[STREAMS].lengths[manager.slot_of[request.key]].mean())
+
+
+def lengths_everywhere(request: Request, position: int) -> np.ndarray | None:
+    """[layers, all G] entries of the streams of all ranks at a position; None: no record has them."""
     at = max((at for at in request.evictions if at <= position), default=None)
     everywhere = None if at is None else request.evictions[at].everywhere
-    if at is not None and everywhere is not None:
-        return float((everywhere.sum() + (position - at) * everywhere.size) / everywhere.size)
-    return float(manager.tables[STREAMS].lengths[manager.slot_of[request.key]].mean())
+    return None if at is None or everywhere is None else everywhere + (position - at)
 
 
 def is_alike(request: Request) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridkv.cache.schema import CacheSchema
-from hybridkv.config import CacheConfig
+from hybridkv.config import CacheConfig, ReuseConfig
 from hybridkv.errors import HybridKVError
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.family import Family
@@ -57,10 +57,17 @@ def with_query_buffer(config: ModelConfig, cache: CacheConfig) -> CacheConfig:
     return replace(cache, query_buffers=1) if evicts and cache.budget is cache.query_buffers is None else cache
 
 
-def check_exact(config: ModelConfig, exact: bool, state_dtype: str = "f32") -> None:
+def check_exact(
+    config: ModelConfig, exact: bool, state_dtype: str = "f32", checkpoint_dtype: str = ReuseConfig.checkpoint_dtype
+) -> None:
     """Whether the model has the mode that was asked for, or HybridKVError."""
     if exact and state_dtype != "f32":
         raise HybridKVError("exact mode keeps recurrent state in f32: leave out state_dtype='bf16', or exact")
+    if exact and checkpoint_dtype != ReuseConfig.checkpoint_dtype:
+        raise HybridKVError(
+            "exact mode resumes prompts from states as they were, and a checkpoint in "
+            f"{checkpoint_dtype} is rounded: leave out checkpoint_dtype='{checkpoint_dtype}', or exact"
+        )
     family_of(config).check("exact", exact)
 
 

@@ -252,7 +252,7 @@ class DeepseekV4:
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, vocab] f32 of what `hidden` gave."""
         if len(hidden) == 0:
-            return hidden.new_zeros((0, self.config.vocab), dtype=torch.float32)
+            return hidden.new_zeros((0, self.head.shape[0]), dtype=torch.float32)
         return linear_wide(hidden, self.head)
 
     @property

@@ -8,6 +8,9 @@ It names the weights as they are in memory. The same checkpoint has the same fin
 is loaded in the same dtype and form: weights in FP8, in f16, or packed as in a GGUF file, count as another model (4-bit
 codes beside f16 do not), and values that are derived on the device (the decay of DeltaNet) may differ in their last
 bits between a CPU and a GPU.
+
+Ranks of a model each have a part of it, so their fingerprint is that of their number. `files_name` names the model by
+what it was opened from instead, the same over any number of ranks.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from hybridkv.checkpoint.identity import WeightsIdentity
+from hybridkv.errors import HybridKVError
 from hybridkv.kernels.linear.half import HalfLinear
 from hybridkv.kernels.linear.linear import Linear
 from hybridkv.models.config import ModelConfig
@@ -46,6 +51,24 @@ def model_fingerprint(model: Model) -> str:
     digest = hashlib.sha256(json.dumps([_numbers(model.config), weights]).encode())
     digest.update(torch.cat(samples).cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+def files_name(
+    files: WeightsIdentity, config: ModelConfig, dtype: torch.dtype, form: str, exact: bool
+) -> Callable[[], str]:
+    """A name for a model by its files, its whole `config`, and how its weights are held and computed with: found at the
+    first call. "": the files have been changed since it was opened, or are gone.
+    """
+
+    @cache
+    def name() -> str:
+        try:
+            said = [files.digest(), config_digest(config), str(dtype), form, exact]
+        except HybridKVError:
+            return ""
+        return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+
+    return name
 
 
 def config_digest(config: ModelConfig) -> str:

@@ -9,6 +9,7 @@
     block_parts  parts of matrices that are codes with block scales
     rank_bytes  what a rank's weights take
     events    what rank 0 tells the others
+    signs     their exit codes and signals
     launch    ranks are started, watched and ended
 
 docs/tensor_parallel.md says when it helps.

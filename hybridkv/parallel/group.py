@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import threading
 import time
@@ -34,6 +35,8 @@ ABANDON = 10.0  # seconds that communication with ranks that are gone has to end
 JOIN = 120.0  # and for them to have begun
 START = 3600.0  # and for all of them to have loaded their parts
 LOOPBACK = "127.0.0.1"
+MOST_SAID = 300  # characters of a library's own words in an error
+BACKLOG = 128  # ranks that may come at once
 # torch 2.13 has a new name for it
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
@@ -91,6 +94,7 @@ class Group:
         loopback: bool = True,
         start: float = JOIN,
         check: Callable[[], None] = lambda: None,
+        listener: socket.socket | None = None,
     ) -> Group:
         """Meet the other ranks; returns when all are there.
 
@@ -103,6 +107,7 @@ class Group:
             loopback: whether all ranks are on this machine.
             start: seconds that the ranks have to come.
             check: raises if one will not come.
+            listener: of rank 0, where the others were told to meet it (`listen`); it is the group's from here on.
         """
         if dist.is_initialized():
             raise HybridKVError(
@@ -117,7 +122,7 @@ class Group:
             # a rank that is gone: communication ends, and the process lives to say so
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         try:
-            store = _store(meeting, rank, size, timedelta(seconds=start))
+            store = _store(meeting, rank, size, timedelta(seconds=start), listener)
             group = Group(rank, size, device, store, timeout)
             group.meet("the group", check, start)
             limit = timedelta(seconds=timeout)
@@ -127,8 +132,10 @@ class Group:
                 group._begin(start, check)
         except GroupError:
             raise
-        except (RuntimeError, ValueError) as problem:  # DistError and its kinds are RuntimeErrors
-            raise GroupError(f"rank {rank} of {size} did not meet the others at {meeting}: {problem}") from None
+        except (RuntimeError, ValueError, OSError) as problem:  # DistError and its kinds are RuntimeErrors
+            raise GroupError(
+                f"rank {rank} of {size} did not meet the others at {meeting}: {first_sentence(str(problem))}"
+            ) from None
         return group
 
     def meet(self, where: str, check: Callable[[], None] = lambda: None, limit: float = START) -> None:
@@ -289,15 +296,28 @@ class Said:
     def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, _: object) -> None:
         if isinstance(problem, RuntimeError) and not isinstance(problem, HybridKVError):
             where = f"rank {self.group.rank} of {self.group.size}"
-            raise GroupError(f"{where}: another rank ended or did not come to {self.what}: {problem}") from problem
+            why = first_sentence(str(problem))
+            raise GroupError(f"{where}: another rank ended or did not come to {self.what}: {why}") from problem
 
 
-def _store(meeting: str, rank: int, size: int, limit: timedelta) -> dist.Store:
+def first_sentence(text: str) -> str:
+    """Of what torch or gloo says: without the places in their sources before it, and without what follows."""
+    line = re.sub(r"^(\[[^\]]*\.(cc|cpp|h|hpp|cu):\d+\]\s*)+", "", text.strip().partition("\n")[0])
+    return line.partition(". ")[0][:MOST_SAID]
+
+
+def _store(meeting: str, rank: int, size: int, limit: timedelta, listener: socket.socket | None) -> dist.Store:
     kind, _, where = meeting.partition("://")
     if kind == "file":
         return dist.FileStore(where, size)
     host, _, port = where.rpartition(":")
-    return dist.TCPStore(host, int(port), size, is_master=rank == 0, timeout=limit, wait_for_workers=False)
+    if rank == 0 and host == LOOPBACK and listener is None:
+        listener = listen(int(port))
+    # without a socket of ours rank 0 listens on all interfaces: where others come from is not known then
+    found = None if listener is None else listener.detach()
+    return dist.TCPStore(
+        host, int(port), size, is_master=rank == 0, timeout=limit, wait_for_workers=False, master_listen_fd=found
+    )
 
 
 def torchrun_place(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:
@@ -316,8 +336,20 @@ def torchrun_place(environ: Mapping[str, str] | None = None) -> tuple[int, int] 
     return rank, size
 
 
+def listen(port: int = 0) -> socket.socket:
+    """A socket that listens on the loopback interface alone; 0: at any port that is free."""
+    found = socket.socket()
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind((LOOPBACK, port))
+        found.listen(BACKLOG)
+    except BaseException:
+        found.close()
+        raise
+    return found
+
+
 def free_port() -> int:
     """A port of the loopback interface that nothing listens on."""
-    with socket.socket() as found:
-        found.bind((LOOPBACK, 0))
+    with listen() as found:
         return found.getsockname()[1]

@@ -7,7 +7,7 @@ opens the same model, rank 0 goes on with it and the others follow until it ends
 HYBRIDKV_TP_DEVICES="2,3" names the GPUs of the ranks. One that is named twice is shared, which is slow and good for
 tests alone: NCCL refuses it, so such ranks are given host names of their own and talk by sockets.
 
-A rank that ends takes the group with it (`FAILED`, the exit code 3): the others see it in their next exchange.
+A rank that ends takes the group with it (`signs.FAILED`, the exit code 3): the others see it in their next exchange.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import contextlib
 import faulthandler
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -28,13 +27,12 @@ from typing import Any
 import torch
 
 from hybridkv.errors import HybridKVError
-from hybridkv.parallel.group import LOOPBACK, TIMEOUT, Group, GroupError, free_port, torchrun_place
+from hybridkv.parallel.group import LOOPBACK, TIMEOUT, Group, GroupError, listen, torchrun_place
 from hybridkv.parallel.shard import Shard
+from hybridkv.parallel.signs import DUMP
 
-FAILED = 3  # exit code of a rank whose group has ended
 FOLLOWER = "hybridkv.follower"  # the module that the other ranks run
 LEAVE = 10.0  # seconds that ranks have to end by themselves
-DUMP = signal.SIGUSR1  # has a rank write where it stands
 DUMP_SECONDS = 0.3  # it has for that
 DEVICES = "HYBRIDKV_TP_DEVICES"
 
@@ -163,8 +161,9 @@ def take_place(tp: int, device: torch.device, settings: Mapping[str, Any], timeo
         where = f"tcp://{os.environ.get('MASTER_ADDR', LOOPBACK)}:{os.environ.get('MASTER_PORT', '29500')}"
         _apart(rank, size, os.environ)
         return Place(Group.join(rank, size, rank_device(device, rank), _beside(where), timeout, loopback=False))
-    meeting = f"tcp://{LOOPBACK}:{free_port()}"
     workers: list[subprocess.Popen[bytes]] = []
+    listener = listen()  # before they are told of it: nobody else takes the port meanwhile
+    meeting = f"tcp://{LOOPBACK}:{listener.getsockname()[1]}"
     try:
         own = rank_device(device, 0)
         for rank in range(1, tp):
@@ -174,8 +173,9 @@ def take_place(tp: int, device: torch.device, settings: Mapping[str, Any], timeo
         check = partial(check_workers, workers)
         if own.type == "cuda":
             _apart(0, tp, os.environ)
-        return Place(Group.join(0, tp, own, meeting, timeout, check=check), workers)
+        return Place(Group.join(0, tp, own, meeting, timeout, check=check, listener=listener), workers)
     except BaseException:
+        listener.close()
         end_workers(workers, 0.0)
         raise
 

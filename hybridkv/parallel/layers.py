@@ -151,17 +151,19 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
-class ShardedDecoder(Decoder):
-    """A Decoder of which this rank has its heads, its width and its part of the vocabulary."""
+class Sharded:
+    """Stands before a family's class: this rank has its heads, its width and its part of the vocabulary."""
 
     vocabulary: Vocabulary
     parted: bool = False  # `forward` gives the logits of this rank's tokens alone
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def embed(self: Any, tokens: Tensor) -> Tensor:
         return self.vocabulary.embed(tokens, self.embedding)
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, positions: Tensor, handles: Mapping[int, Any], rows: Tensor | None) -> Tensor:
+    def forward(
+        self: Any, tokens: Tensor, positions: Tensor, handles: Mapping[int, Any], rows: Tensor | None
+    ) -> Tensor:
         found = self.hidden(tokens, positions, handles, rows)
         return self.own_logits(found) if self.parted else self.logits(found)
 
@@ -172,34 +174,17 @@ class ShardedDecoder(Decoder):
     @torch.inference_mode()
     def own_logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden] -> [S, v] of this rank's tokens."""
-        return Decoder.logits(self, hidden)
+        return super().logits(hidden)  # type: ignore[misc]  # of the family's class
 
 
 @dataclass(frozen=True)
-class ShardedV4(DeepseekV4):
-    """A DeepseekV4 of which this rank has its heads, its width and its part of the vocabulary. Its cache is whole."""
+class ShardedDecoder(Sharded, Decoder):
+    """A Decoder of which this rank has its part."""
 
-    vocabulary: Vocabulary
-    parted: bool = False
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        return self.vocabulary.embed(tokens, self.embedding)
-
-    @torch.inference_mode()
-    def forward(self, tokens: Tensor, positions: Tensor, handles: Mapping[int, Any], rows: Tensor | None) -> Tensor:
-        found = self.hidden(tokens, positions, handles, rows)
-        return self.own_logits(found) if self.parted else self.logits(found)
-
-    @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.vocabulary.gather(self.own_logits(hidden))
-
-    @torch.inference_mode()
-    def own_logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden] -> [S, v] of this rank's tokens."""
-        if len(hidden) == 0:
-            return hidden.new_zeros((0, self.head.shape[0]), dtype=torch.float32)
-        return DeepseekV4.logits(self, hidden)
+@dataclass(frozen=True)
+class ShardedV4(Sharded, DeepseekV4):
+    """A DeepseekV4 of which this rank has its part. Its cache is whole."""
 
 
 def sharded(model: Model, vocabulary: Vocabulary, first_expert: int | None) -> Model:

@@ -8,6 +8,7 @@ from typing import Any
 
 from hybridkv import __version__
 from hybridkv.config import SamplingParams
+from hybridkv.engine.stats import kept_bytes
 from hybridkv.errors import RequestError
 from hybridkv.llm import LLM
 from hybridkv.request import Request
@@ -66,7 +67,7 @@ def slots(service: Service) -> list[dict[str, Any]]:
 def _slot(request: Request, service: Service) -> dict[str, Any]:
     llm, answer = service.llm, request.answer_tokens
     try:
-        kept = llm.manager.used_bytes(request.key)
+        kept = kept_bytes(request, llm.manager, llm.engine.schema)
     except RequestError:  # it has no slot, or none any more
         kept = 0
     state = "waiting" if request.started_at is None else "reading" if not answer else "answering"
@@ -79,5 +80,5 @@ def _slot(request: Request, service: Service) -> dict[str, Any]:
         "cached_tokens": request.cached_tokens,
         "generated_tokens": answer,
         "kept_bytes": kept,
-        "full_bytes": llm.plan.schema.kv_bytes(request.prompt_tokens + answer) if kept else 0,
+        "full_bytes": llm.engine.schema.kv_bytes(request.prompt_tokens + answer) if kept else 0,
     }

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from hybridkv.document import Document
-from hybridkv.errors import RequestError
 from hybridkv.llm import LLM
 from hybridkv.server.events import Sharing
 from hybridkv.server.problems import ApiError, bad
@@ -55,6 +54,4 @@ def told_of(document: Document, sharing: Sharing) -> dict[str, Any]:
 def load_documents(llm: LLM, files: dict[str, str]) -> None:
     """Documents of files, by name; HybridKVError where one does not fit the model."""
     for name, path in files.items():
-        if llm.ranks is not None:
-            raise RequestError("over several ranks documents are not available yet: use tp=1")
         llm.documents[name] = llm.load_document(path)

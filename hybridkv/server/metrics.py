@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 
 from hybridkv.cache.checkpoints import KINDS
-from hybridkv.cache.reuse import Reason
+from hybridkv.cache.lookup import Reason
 
 if TYPE_CHECKING:
     from hybridkv.cache.frozen import Frozen

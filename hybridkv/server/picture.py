@@ -20,7 +20,7 @@ import numpy as np
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.page_table import PageTable
-from hybridkv.cache.schema import ceil_div
+from hybridkv.cache.schema import StateSchema, ceil_div
 from hybridkv.engine.engine import Engine
 from hybridkv.eviction.evict import STREAMS
 from hybridkv.eviction_record import EvictionRecord
@@ -38,6 +38,7 @@ MOST_EVENTS = 256
 MOST_TOKENS = 1 << 18  # of ended prompts that are kept to be looked at
 MOST_MARKS = 64  # checkpoints that are shown of a prompt
 FREE, LATER, SHARED = 0, 1, 255  # what a cell holds; between them: a request's tag
+KEPT = " checkpoint"  # behind the name of a state: its rows in checkpoints, where these are of other bytes
 ENDS = {"abort": "cancelled", "error": "failed"}
 
 
@@ -111,11 +112,10 @@ class Recorder:
     """Follows an engine. `observe` is for the engine's thread; `latest` and `prompt` for any."""
 
     def __init__(self, manager: KVCacheManager) -> None:
-        schema, rows = manager.schema, manager.slots + (manager.checkpoints or 0)
         self.kinds = (
             *(Kind(name, "pages", t.allocator.total, t.schema.page_bytes, len(t.schema.layers))
               for name, t in manager.tables.items()),
-            *(Kind(s.name, "states", rows, s.slot_bytes, len(s.layers)) for s in schema.states if not s.lent),
+            *(kind for s in manager.schema.states if not s.lent for kind in _state_kinds(manager, s)),
         )  # fmt: skip
         self.streams = manager.tables[STREAMS].schema.streams if STREAMS in manager.tables else 0
         self.watched, self.asked = False, 0.0  # whether somebody follows it; when somebody asked last
@@ -181,7 +181,7 @@ class Recorder:
         holders = {
             kind.name: _page_holders(manager.tables[kind.name], slots)
             if kind.what == "pages"
-            else _slot_holders(manager, slots)
+            else _row_holders(manager, slots, kind)
             for kind in self.kinds
         }
         events = tuple(self._events)
@@ -340,11 +340,22 @@ def _page_holders(table: PageTable, slots: Mapping[int, int]) -> Holders:
     return Holders(table.allocator.refs > 0, of)
 
 
-def _slot_holders(manager: KVCacheManager, slots: Mapping[int, int]) -> Holders:
+def _state_kinds(manager: KVCacheManager, state: StateSchema) -> list[Kind]:
+    """Rows of slots and of checkpoints: one kind where they are of the same bytes."""
+    slots, checkpoints, layers = manager.slots, manager.checkpoints or 0, len(state.layers)
+    if state.checkpoint_bytes == state.slot_bytes:
+        return [Kind(state.name, "states", slots + checkpoints, state.slot_bytes, layers)]
+    kept = Kind(state.name + KEPT, "states", checkpoints, state.checkpoint_bytes, layers)
+    return [Kind(state.name, "states", slots, state.slot_bytes, layers), *([kept] if checkpoints else [])]
+
+
+def _row_holders(manager: KVCacheManager, slots: Mapping[int, int], kind: Kind) -> Holders:
     kept = [] if manager.reuse is None else [*manager.reuse.checkpoints.all, *manager.reuse.checkpoints.reserved]
     held = np.zeros(manager.slots + (manager.checkpoints or 0), bool)
     held[[*manager.slot_of.values(), *kept]] = True
-    return Holders(held, tuple((tag, np.array([slot])) for slot, tag in slots.items()))
+    if kind.name.endswith(KEPT):
+        return Holders(held[manager.slots :], ())  # no request's
+    return Holders(held[: kind.total], tuple((tag, np.array([slot])) for slot, tag in slots.items()))
 
 
 @dataclass(frozen=True)

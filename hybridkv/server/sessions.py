@@ -233,8 +233,7 @@ class Sessions:
             self._unreadable.discard(file)
         if named is not None:
             self._llm.owner.run(lambda engine: engine.abort(named.request))
-            if self._llm.ranks is None:
-                self._llm.forget(key[0], named.request.tokens)
+            self._llm.forget(key[0], named.request.tokens)
         if on_disk:
             self._store().remove(file)
         if named is None and not on_disk:

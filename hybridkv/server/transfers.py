@@ -87,6 +87,8 @@ class Transfers:
         self._lock = threading.Lock()
         self._server: ShelfServer | None = None
         self.agents: Agents | None = None
+        if settings.sends or settings.fetches:
+            llm.manager.model_files()  # it is found in the files, for which no step is to wait later
         if settings.kv_transport == "nixl" and (settings.sends or settings.fetches):
             self.agents = Agents(settings.kv_is_loopback)
         if settings.role == "prefill":
@@ -101,7 +103,7 @@ class Transfers:
         sent, and is to be read again there.
         """
         try:
-            session = self._llm.owner.run(lambda engine: engine.export(request))
+            session = self._llm.owner.run(lambda engine: engine.export(request), drained=True)
             if session.snapshot is None:  # it was given up, or stands where it cannot be shared
                 return None
             buffers, key, server = session.to_buffers().seal(), new_key(), self._open()
@@ -134,15 +136,13 @@ class Transfers:
         llm = self._llm
         if not self._settings.may_fetch(*waiting.address):
             raise HybridKVError("its server is none of this one's peers; name it with --kv-peer HOST:PORT")
-        room = llm.manager.memory_bytes() + RECORD_BYTES
+        room = llm.manager.memory_bytes() * (1 if llm.ranks is None else llm.ranks.group.size) + RECORD_BYTES
         agents = self.agents if waiting.nixl else None
         remote = RemoteShelf(waiting.address, room, pinned=llm.device.type == "cuda", agents=agents)
         buffers = remote.get(waiting.key, waiting.digest)
         if buffers is None:
             raise HybridKVError("it does not wait there any more")
-        session = Session.from_buffers(
-            buffers, lambda model, about: llm.owner.run(lambda engine: engine.check_session_model(model, about)), room
-        )
+        session = Session.from_buffers(buffers, llm.owner.check_session_model, room)
         if session.tokens[: session.prompt_tokens] != prompt:
             raise HybridKVError("it is another prompt")
         answer = session.tokens[session.prompt_tokens :]

@@ -31,12 +31,6 @@ def nests_too_deeply(value: Any) -> bool:
     return depth > MAX_LEVELS
 
 
-def _too_deep() -> RequestError:
-    return RequestError(
-        f"arguments of a tool call are nested too deeply: objects and lists in each other may have {MAX_LEVELS} levels"
-    )
-
-
 def check_messages(messages: Any) -> None:
     """Refuse what no template can show."""
     if not isinstance(messages, (list, tuple)) or not all(isinstance(m, dict) for m in messages):
@@ -106,14 +100,19 @@ def with_object_arguments(messages: list[Message]) -> list[Message]:
     """Arguments of tool calls that are the JSON text of an object become that object."""
 
     def to_object(arguments: Any) -> Any:
+        value, deep = None, True
         try:
             value = json.loads(arguments) if isinstance(arguments, str) else arguments
+            deep = nests_too_deeply(value)
         except ValueError:  # whatever the model wrote: shown as it is
             return arguments
-        except RecursionError:
-            raise _too_deep() from None
-        if nests_too_deeply(value):
-            raise _too_deep()
+        except RecursionError:  # deeper still
+            pass
+        if deep:
+            raise RequestError(
+                "arguments of a tool call are nested too deeply: objects and lists in each other may have "
+                f"{MAX_LEVELS} levels"
+            )
         return value if isinstance(value, dict) else arguments
 
     return _with_arguments(messages, to_object)

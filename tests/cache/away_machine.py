@@ -21,7 +21,7 @@ from hybridkv.cache.away import (
     send_away,
     shared_column,
 )
-from hybridkv.cache.reuse import Asked
+from hybridkv.cache.lookup import Asked
 from hybridkv.errors import HybridKVError
 
 

@@ -16,7 +16,7 @@ from cache.turns_machine import TurnsMachine
 from hybridkv.cache import OutOfPages
 from hybridkv.cache.columns import Column
 from hybridkv.cache.host_columns import Stored
-from hybridkv.cache.reuse import Asked, Hit
+from hybridkv.cache.lookup import Asked, Hit
 from hybridkv.cache.tier_sizes import BLOCK
 from hybridkv.cache.tiers import HostBlocks, HostTier
 
@@ -169,5 +169,6 @@ class HostMachine(TurnsMachine):
     def check_stored(self, stored: Stored, position: int, known: list[int]) -> None:
         parts = list(self.m.host.read(stored.blocks))
         assert len(parts) == len(TAIL.tensors)
+        assert parts[0].dtype == (torch.bfloat16 if self.rounds else torch.float32)
         for lane, layer in enumerate(TAIL.layers):
             self.check_layer([part[lane] for part in parts], layer, position, known)

@@ -3,12 +3,13 @@
 What is stored for a token, and the state after it, are a function of all tokens up to it, as in a model: the state is
 computed from the state before, entries from the state. So pages with another's tokens, a state of another position or a
 copy that was not made show as wrong numbers. Whatever nobody owns is poisoned after each rule. Tokens are few, so that
-prompts share beginnings.
+prompts share beginnings. A state is stored as two numbers that bf16 has exactly, so checkpoints may be in that.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,13 +20,15 @@ from cache.machine_model import HEADS, INF, LANES, TAIL
 from hybridkv.cache import CacheSchema, KVCacheManager, OutOfPages
 from hybridkv.cache.checkpoints import Checkpoint
 from hybridkv.cache.columns import KEY_DTYPE, Column
-from hybridkv.cache.reuse import Asked, Hit, Reuse
+from hybridkv.cache.lookup import Asked, Hit
+from hybridkv.cache.reuse import Reuse
 from hybridkv.cache.tiers import HostTier
 
 SLOTS, MAX_TOKENS, ROWS, Q = 4, 48, 3, 8
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=5)  # one of two texts for every 8 tokens
 MORE, SALTS = st.sampled_from((0, 0, 1, 3, 40)), st.sampled_from((b"",) * 5 + (b"s",))
 MARKS = st.sampled_from((31, 31, 0, 5, 18))  # a bit for each of five columns
+ROUNDED = replace(TAIL, tensors=(replace(TAIL.tensors[0], checkpoint_dtype="bfloat16"), TAIL.tensors[1]))
 ENDINGS = ("stays", "stays", "stays", "only reads", "nan")  # what becomes of a prompt
 counts: Counter[str] = Counter()  # what really happened, over all runs
 
@@ -37,6 +40,11 @@ def text(choices: list[int], more: int) -> list[int]:
 
 def after(state: int, token: int) -> int:
     return (31 * state + token + 1) % 65521
+
+
+def state_words(state: int, layer: int) -> list[float]:
+    """What a layer stores of a state."""
+    return [float(state // 256), float(layer), float(state % 256)]
 
 
 def states(tokens: list[int]) -> list[int]:
@@ -57,13 +65,15 @@ class Live:
 
 
 class ReuseMachine(RuleBasedStateMachine):
+    rounds = False  # whether checkpoints are in bf16
+
     @initialize(pages=st.sampled_from((28, 48, 80, 160)), stateful=st.booleans())
     def build(self, pages: int, stateful: bool) -> None:
         self.set_up(pages, stateful)
 
     def set_up(self, pages: int, stateful: bool) -> None:
         self.stateful = stateful
-        self.schema = CacheSchema((HEADS, LANES), (TAIL,) if stateful else ())
+        self.schema = CacheSchema((HEADS, LANES), (ROUNDED if self.rounds else TAIL,) if stateful else ())
         self.sizes = {"kv": pages, "compressed": max(3, pages // 8)}
         self.m = KVCacheManager(self.schema, self.sizes, SLOTS, MAX_TOKENS, checkpoints=ROWS, host=self.tier())
         self.r = Reuse(self.m, every=0)
@@ -187,7 +197,8 @@ class ReuseMachine(RuleBasedStateMachine):
         handles, slot, position = self.m.acquire(step), self.m.slot_of[name], self.m.position(name)  # type: ignore[arg-type]
         known = states(self.live[name].tokens[:position])[-1]
         if self.stateful:
-            known = int(self.m.state.tensors["tail", "z"][0, slot, 0]) if position else 7
+            high, _, low = self.m.state.tensors["tail", "z"][0, slot].tolist()
+            known = int(256 * high + low) if position else 7
         after_each = []
         for token in fresh:
             known = after(known, token) if not dies else 0
@@ -211,7 +222,7 @@ class ReuseMachine(RuleBasedStateMachine):
                 handles[layer].paged["index"][page, at] = (position + t) // 4
         if self.stateful:
             for layer in TAIL.layers:
-                handles[layer].state["z"][slot] = torch.tensor([float(after_each[-1]), float(layer), 0.0])
+                handles[layer].state["z"][slot] = torch.tensor(state_words(after_each[-1], layer))
                 handles[layer].state["n"][slot] = position + len(fresh)
         self.m.begin(step)  # type: ignore[arg-type]
 
@@ -294,9 +305,9 @@ class ReuseMachine(RuleBasedStateMachine):
             return
         self.m.check_integrity()
         self.r.check()
-        late = sorted(staged.row for staged, _ in self.r.late if staged.row >= 0)
-        assert not self.r.staged and sorted(self.r.checkpoints.reserved) == late
-        assert self.r.checkpoints.nbytes == len(self.r.checkpoints.all) * self.schema.slot_bytes
+        late = sorted(staged.row for staged, _ in self.r.publishing.late if staged.row >= 0)
+        assert not self.r.publishing.staged and sorted(self.r.checkpoints.reserved) == late
+        assert self.r.checkpoints.nbytes == len(self.r.checkpoints.all) * self.schema.checkpoint_bytes
         assert self.r.readings.keys() == self.live.keys()
 
     @invariant()
@@ -353,12 +364,14 @@ class ReuseMachine(RuleBasedStateMachine):
 
     def check_state(self, row: int, position: int, known: list[int]) -> None:
         if self.stateful:
+            rows = self.m.state.rows(row)
+            assert rows["tail", "z"].dtype == (torch.bfloat16 if self.rounds and row >= SLOTS else torch.float32)
             for lane, layer in enumerate(TAIL.layers):
-                self.check_layer([self.m.state.tensors["tail", t][lane, row] for t in "zn"], layer, position, known)
+                self.check_layer([rows["tail", t][lane] for t in "zn"], layer, position, known)
 
     @staticmethod
     def check_layer(state: list[torch.Tensor], layer: int, position: int, known: list[int]) -> None:
-        want = [-INF] * 3 if not position else [float(known[position]), float(layer), 0.0]
+        want = [-INF] * 3 if not position else state_words(known[position], layer)
         assert state[0].tolist() == want and int(state[1]) == position, "a state is another's"
 
     @invariant()
@@ -373,7 +386,8 @@ class ReuseMachine(RuleBasedStateMachine):
             taken = {*self.r.checkpoints.all, *self.r.checkpoints.reserved}
             rows = [row for row in range(SLOTS, SLOTS + ROWS) if row not in taken]
             rows += [slot for slot in range(SLOTS) if slot not in self.m.slot_of.values()]
-            self.m.state.tensors["tail", "z"][:, rows] = float("nan")
+            for row in rows:
+                self.m.state.rows(row)["tail", "z"].fill_(float("nan"))
 
     def teardown(self) -> None:
         if not hasattr(self, "m"):

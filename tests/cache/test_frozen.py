@@ -1,23 +1,19 @@
 """Caches without a slot: what they hold and own, bit for bit and page for page, also when a call is interrupted."""
 
 import random
-import sys
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
-from types import FrameType
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
+from interrupting import interrupted_at
 
 from cache import machine
 from cache.frozen_machine import FrozenMachine
 from cache.manager_rig import HYBRID, manager, refused, stored, write
-from engine.test_interrupts import PACKAGE, Interrupted
 from hybridkv.cache import CacheSchema, KVCacheManager, StateSchema, StreamSchema, TensorSpec
 from hybridkv.cache import frozen as module
 from hybridkv.cache.frozen import (
@@ -250,31 +246,6 @@ def test_a_planted_fault_is_found(what: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 # ---- interrupts
-
-
-def interrupted_at(line: int, function: Callable[[], Any]) -> bool:
-    """Whether the call was interrupted at its n-th line in the package."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal count
-        if not frame.f_code.co_filename.startswith(PACKAGE):
-            return None
-        if event == "line":
-            count += 1
-            if count == line:
-                sys.settrace(None)
-                raise Interrupted
-        return trace
-
-    sys.settrace(trace)
-    try:
-        with suppress(Interrupted):
-            function()
-            return False
-        return True
-    finally:
-        sys.settrace(None)
 
 
 CALLS = {

@@ -11,7 +11,7 @@ import torch
 from cache.host_machine import HostMachine
 from cache.late_tier import LateTier
 from cache.test_reuse import Patch, search, search_until
-from hybridkv.cache import reuse as reuse_file
+from hybridkv.cache import lookup as lookup_file
 from hybridkv.cache import schema as schema_file
 from hybridkv.cache.checkpoints import Checkpoint
 from hybridkv.cache.columns import Column
@@ -33,6 +33,23 @@ def small_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_random_use_with_a_host_agrees_with_what_tokens_give() -> None:
     search_until(25, AT_LEAST, HostMachine)
+
+
+class RoundedHostMachine(HostMachine):
+    """Checkpoints are in bf16, on the device and there."""
+
+    rounds = True
+
+
+def test_random_use_of_rounded_checkpoints_with_a_host_agrees_with_what_tokens_give() -> None:
+    search_until(12, {"hits": 8, "loads": 4, "states loaded": 2, "states seen": 8}, RoundedHostMachine)
+
+
+def test_a_rounded_state_that_comes_back_into_another_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    where, name, patched = a_state_comes_back_into_another_row()
+    monkeypatch.setattr(where, name, patched)
+    with pytest.raises(Exception):  # noqa: B017  # whatever it breaks
+        search(100, machine=RoundedHostMachine)
 
 
 # ---- planted faults
@@ -152,7 +169,7 @@ def a_tail_goes_to_the_host() -> Patch:
 
 
 def a_lookup_takes_columns_on_the_host_for_pages() -> Patch:
-    return reuse_file, "on_device", lambda path: path  # type: ignore[return-value]
+    return lookup_file, "on_device", lambda path: path  # type: ignore[return-value]
 
 
 def an_interrupt_forgets_what_is_on_the_host() -> Patch:

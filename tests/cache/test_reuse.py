@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
@@ -15,9 +16,11 @@ from cache.reuse_machine import ReuseMachine
 from hybridkv.cache import KVCacheManager, PageAllocator, StatePool
 from hybridkv.cache import schema as schema_file
 from hybridkv.cache.checkpoints import Checkpoints
+from hybridkv.cache.column_pages import ColumnPages
 from hybridkv.cache.columns import Column, Columns
 from hybridkv.cache.manager import PageTable
-from hybridkv.cache.reuse import Reuse, Staged
+from hybridkv.cache.publishing import Publishing, Staged
+from hybridkv.cache.reuse import Reuse
 from hybridkv.cache.schema import CacheSchema, StateSchema, StreamSchema, TensorSpec
 from hybridkv.errors import HybridKVError
 
@@ -55,6 +58,17 @@ def search_until(examples: int, at_least: dict[str, int], machine: type[ReuseMac
 
 def test_random_use_agrees_with_what_tokens_give() -> None:
     search_until(80, AT_LEAST)
+
+
+class RoundedMachine(ReuseMachine):
+    """Checkpoints are in bf16."""
+
+    rounds = True
+
+
+def test_random_use_of_rounded_checkpoints_agrees_with_what_tokens_give() -> None:
+    few = ("hits", "replays", "steps that failed", "shortages", "checkpoints seen")
+    search_until(25, {what: -(-AT_LEAST[what] // 4) for what in few}, RoundedMachine)
 
 
 # ---- planted faults
@@ -153,11 +167,11 @@ def shared_pages_are_written() -> Patch:
 
 
 def columns_count_no_owner() -> Patch:
-    return Reuse, "_own", lambda self, pages: None
+    return ColumnPages, "own", lambda self, pages: None
 
 
 def a_dropped_column_keeps_its_pages() -> Patch:
-    return Reuse, "_disown", lambda self, pages: None
+    return ColumnPages, "disown", lambda self, pages: None
 
 
 def a_request_that_leaves_is_not_forgotten() -> Patch:
@@ -196,11 +210,11 @@ def a_checkpoint_is_never_given_up() -> Patch:
 
 
 def an_abandoned_step_keeps_its_row() -> Patch:
-    def abandon(self: Reuse, staged: Staged) -> None:
+    def abandon(self: Publishing, staged: Staged) -> None:
         for pages in staged.pages:
-            self._disown(pages)
+            self.pages.disown(pages)
 
-    return Reuse, "_abandon", abandon
+    return Publishing, "_abandon", abandon
 
 
 def a_fork_does_not_live_anywhere() -> Patch:
@@ -216,6 +230,29 @@ def pages_to_be_had_are_overcounted() -> Patch:
     return PageAllocator, "reclaimable", property(lambda self: int((self.spare > 0).sum()))  # type: ignore[return-value]
 
 
+def what_is_rounded_is_not_copied() -> Patch:
+    def copy(self: StatePool, source: int, target: int, query_buffers: tuple[int, int] = (-1, -1)) -> None:
+        rows = self.rows(source)
+        for key, row in self.rows(target).items():
+            if row.dtype == rows[key].dtype:
+                row.copy_(rows[key])
+
+    return StatePool, "copy", copy
+
+
+def a_rounded_row_is_that_of_the_slot() -> Patch:
+    ROW = StatePool._row
+
+    def found(self: StatePool, key: tuple[str, str], row: int) -> torch.Tensor:
+        return self.tensors[key][:, row % self.slots] if key in self.rounded else ROW(self, key, row)
+
+    return StatePool, "_row", found
+
+
+ROUNDED_FAULTS = [
+    what_is_rounded_is_not_copied, a_rounded_row_is_that_of_the_slot, a_state_is_not_copied_to_the_request,
+    a_state_is_not_copied_from_the_request, a_row_is_given_out_twice, a_checkpoint_is_of_the_column_before,
+]  # fmt: skip
 FAULTS = [
     a_state_is_not_copied_to_the_request, a_state_is_not_copied_from_the_request, a_row_is_given_out_twice,
     what_failed_is_published, columns_enter_before_their_step, salts_are_left_out, a_lookup_is_a_column_short,
@@ -238,6 +275,16 @@ def test_a_planted_fault_is_found(fault: Callable[[], Patch], monkeypatch: pytes
 
 
 # ---- sizes
+
+
+@pytest.mark.parametrize("fault", ROUNDED_FAULTS, ids=lambda fault: fault.__name__)
+def test_a_planted_fault_of_rounded_checkpoints_is_found(
+    fault: Callable[[], Patch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where, name, patched = fault()
+    monkeypatch.setattr(where, name, patched)
+    with pytest.raises(Exception):  # noqa: B017  # whatever it breaks
+        search(100, machine=RoundedMachine)
 
 
 def test_pages_that_never_fill_together_are_refused() -> None:

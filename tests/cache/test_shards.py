@@ -13,6 +13,7 @@ from numerics import assert_same_bytes
 from engine.driving import assert_nothing_held, prompt, run
 from hybridkv import CacheConfig, SamplingParams
 from hybridkv.cache import KVCacheManager
+from hybridkv.cache.facts import Compaction
 from hybridkv.cache.heads import HeadCounts, Shard, check_ranks, cut_schema
 from hybridkv.cache.session import Session
 from hybridkv.cache.shards import cut, cut_session, join, join_sessions, to_send
@@ -202,6 +203,25 @@ def test_parts_that_do_not_belong_together_are_refused() -> None:
     refused("3 of 4 ranks have", lambda: join_sessions([*parts[:3], replace(parts[3], snapshot=None)], schema, counts))
     other = replace(parts[2], tokens=[*parts[2].tokens, 1])
     refused("another part of its answer", lambda: join_sessions([*parts[:2], other, parts[3]], schema, counts))
+
+
+@pytest.mark.parametrize("earlier", (None, 20))
+def test_a_rank_that_had_nothing_to_drop_when_others_had_is_joined_with_them(earlier: int | None) -> None:
+    engine = engine_with("qwen", "whole")
+    whole, schema, counts = exported(engine), engine.manager.schema, head_counts(model_of("qwen").config)
+    assert whole.snapshot is not None and whole.snapshot.compaction is None
+
+    def at(snapshot: Snapshot, position: int | None) -> Snapshot:
+        """As if it had been compacted there, and nothing dropped."""
+        kept = {"attention": [np.arange(position or 0)] * len(snapshot.lengths["attention"])}
+        return replace(snapshot, compaction=None if position is None else Compaction(position, kept))
+
+    a, b = (at(cut(whole.snapshot, schema, counts, Shard(rank, 2)), place) for rank, place in ((0, 30), (1, earlier)))
+    same(join([a, b], schema, counts), at(whole.snapshot, 30))
+    same(join([b, a], schema, counts), join([at(b, 30), a], schema, counts))
+    fewer = replace(b, lengths={"attention": b.lengths["attention"] - 1})  # it was compacted, and does not say so
+    with pytest.raises(RequestError, match="rank 1 holds another request than rank 0, or stands elsewhere"):
+        join([a, fewer], schema, counts)
 
 
 def without(part: Snapshot) -> Snapshot:

@@ -1,5 +1,7 @@
 """StatePool: rows are fresh, apart, and come back exactly from a snapshot."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from numerics import assert_same_bytes
@@ -85,6 +87,36 @@ def test_copy_moves_one_row_to_one_row() -> None:
     assert_rows_equal(p, before, (0, 1))
     for key, t in p.tensors.items():
         assert torch.equal(t[:, 2], before[key][:, 0])
+
+
+def test_what_checkpoints_keep_in_bf16_is_rounded_to_and_widened() -> None:
+    """To the nearest, of ties the even one. All else of the row is copied byte for byte, and no slot's row moves."""
+    [recurrent, head] = SCHEMAS[1].tensors
+    rounded = StateSchema("gdn", (0, 3, 5), (replace(recurrent, checkpoint_dtype="bfloat16"), head))
+    p = StatePool((SCHEMAS[0], rounded), 3, torch.device("cpu"), checkpoints=2)
+    key, row = ("gdn", "recurrent"), 4
+    assert p.rounded.keys() == {key} and p.rounded[key].shape == (3, 2, 2, 3, 3) and p.tensors[key].shape[1] == 3
+    assert p.nbytes == 3 * sum(s.slot_bytes for s in SCHEMAS) + 2 * (SCHEMAS[0].slot_bytes + rounded.checkpoint_bytes)
+    assert rounded.checkpoint_bytes == 3 * (18 * 2 + 8) and rounded.slot_bytes == SCHEMAS[1].slot_bytes
+    for slot in range(3):
+        fill(p, slot, slot)
+    numbers = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 1 + 2**-8 + 2**-20, 0.0, -0.0, INF, 1e-40, 3.0])
+    p.tensors[key][1, 1, 0] = numbers.view(3, 3)
+    before = copy_of(p)
+    p.copy(1, row)
+    kept = p.rows(row)
+    assert kept[key].dtype == torch.bfloat16
+    near = [1.0, 1 + 2**-6, -1.0, 1 + 2**-7, 0.0, -0.0, INF, float(torch.tensor(1e-40).bfloat16()), 3.0]
+    assert_same_bytes(kept[key][1, 0].flatten().float(), torch.tensor(near))
+    for other in kept.keys() - {key}:
+        assert_same_bytes(kept[other].contiguous(), before[other][:, 1].contiguous())
+    assert_rows_equal(p, before, (0, 1, 2))
+    p.copy(row, 2)
+    assert p.rows(2)[key].dtype == torch.float32 and torch.equal(p.rows(2)[key], kept[key].float())
+    assert_rows_equal(p, before, (0, 1))
+    p.reset(row)
+    assert not kept[key].any() and (kept["compressor", "z"] == -INF).all()
+    assert torch.equal(p.rows(3)[key].isnan(), torch.ones(3, 2, 3, 3, dtype=torch.bool)), "a row that nobody has moved"
 
 
 def test_a_snapshot_is_restored_into_a_dirty_slot_byte_for_byte() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from cache.test_reuse import Patch, search_until
 from cache.turns_machine import TurnsMachine
+from hybridkv.cache import lookup as lookup_file
 from hybridkv.cache import pins as pins_file
 from hybridkv.cache import reuse as reuse_file
 from hybridkv.cache import schema as schema_file
@@ -19,6 +20,7 @@ from hybridkv.cache.checkpoints import Checkpoints
 from hybridkv.cache.columns import Column, Columns
 from hybridkv.cache.manager import PageTable
 from hybridkv.cache.pins import Pin
+from hybridkv.cache.publishing import Publishing
 from hybridkv.cache.reuse import Reuse
 
 AT_LEAST = {
@@ -48,9 +50,9 @@ def an_open_page_is_shared_without_a_copy() -> Patch:
 
 
 def the_end_of_a_turn_covers_the_whole_prompt() -> Patch:
-    FIND = reuse_file.find_tail
+    FIND = lookup_file.find_tail
     return (
-        reuse_file,
+        lookup_file,
         "find_tail",
         lambda reuse, salt, path, keys, most, after: FIND(  # type: ignore[return-value]
             reuse, salt, path, keys, len(keys) // 4, after
@@ -77,8 +79,8 @@ def the_end_of_a_turn_is_a_token_long() -> Patch:
 
 
 def a_step_in_flight_is_not_waited_for() -> Patch:
-    HOLD = Reuse.hold_back
-    return Reuse, "hold_back", lambda self, *what: HOLD(self, *what[:-1], None)
+    HOLD = Publishing.hold_back
+    return Publishing, "hold_back", lambda self, *what: HOLD(self, *what[:-1], None)
 
 
 def an_end_without_its_state_is_a_hit() -> Patch:
@@ -89,15 +91,15 @@ def an_end_without_its_state_is_a_hit() -> Patch:
         finally:
             reuse.has_state = before
 
-    return reuse_file, "find_tail", find  # type: ignore[return-value]
+    return lookup_file, "find_tail", find  # type: ignore[return-value]
 
 
 def what_waits_for_a_step_keeps_its_pages() -> Patch:
-    def settle(self: Reuse) -> None:
+    def settle(self: Publishing) -> None:
         while self.late:
             self.late.pop()
 
-    return Reuse, "settle_late", settle
+    return Publishing, "settle_late", settle
 
 
 def pinned_columns_are_dropped() -> Patch:

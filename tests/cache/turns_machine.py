@@ -71,7 +71,7 @@ class TurnsMachine(ReuseMachine):
             self.write(step, name, [90], ahead == "nan")
         kept = tails.keep_end(self.r, name, request.tokens, None if ahead == "no" else lambda: ahead != "nan")
         counts["ends of turns"] += kept and ahead != "nan"
-        counts["ends in doubt"] += bool(self.r.late)
+        counts["ends in doubt"] += bool(self.r.publishing.late)
         self.turns.append((list(request.tokens), request.salt))
         return self.release(i)
 
@@ -115,7 +115,7 @@ class TurnsMachine(ReuseMachine):
     def interrupt(self) -> None:
         """What waits for a step is given up, and everything counted anew."""
         self.m.rebuild()
-        assert not self.r.late
+        assert not self.r.publishing.late
 
     @rule(what=st.sampled_from(("kv", "compressed", "interrupt", "forget")), share=st.integers(1, 2))
     def trouble(self, what: str, share: int) -> None:

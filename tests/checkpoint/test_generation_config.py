@@ -13,8 +13,8 @@ from hybridkv import files
 from hybridkv.checkpoint.generation_config import describe, sampling_defaults
 from hybridkv.embedded import embedded_model
 from hybridkv.errors import ModelFileError
-from hybridkv.llm import load_tokenizer
 from hybridkv.models import open_checkpoint
+from hybridkv.prompts import load_tokenizer
 
 QWEN = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
 

@@ -13,9 +13,11 @@ from rich.console import Console
 
 import hybridkv
 from cli.commands import LONG, ROOT, TINY, Run, short_prompt
-from hybridkv import LLM, SamplingParams, llm
+from hybridkv import LLM, SamplingParams, opening
 from hybridkv.cli import main
 from hybridkv.commands import declaring, demo, display, options
+from hybridkv.commands.flag_words import in_flags
+from hybridkv.commands.sampling_options import SamplingOptions
 from hybridkv.config import CacheConfig, EngineConfig
 from hybridkv.overrides import overridden
 
@@ -61,7 +63,7 @@ def test_shared_options_have_the_same_names_everywhere(command: str, run: Run) -
 
 
 def test_defaults_are_those_of_the_dataclasses() -> None:
-    options_of = {f.name: f.default for group in (options.ModelOptions, options.SamplingOptions) for f in fields(group)}
+    options_of = {f.name: f.default for group in (options.ModelOptions, SamplingOptions) for f in fields(group)}
     options_of["max_context"] = options_of.pop("context")
     checked = 0
     for config in (CacheConfig, EngineConfig, SamplingParams):
@@ -74,7 +76,7 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
                 assert options_of[f.name] == f.default, f.name
                 checked += 1
     assert checked >= 10
-    assert options.SamplingOptions().params() == SamplingParams()
+    assert SamplingOptions().params() == SamplingParams()
 
 
 @pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["plan"], ["inspect"], ["demo"], ["eval"], ["bench"]])
@@ -274,7 +276,7 @@ def test_a_mistake_of_ours_is_not_hidden(run: Run, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_errors_speak_of_flags(message: str, shown: str) -> None:
-    assert options.in_flags(message) == shown
+    assert in_flags(message) == shown
 
 
 # ---- environment
@@ -337,7 +339,7 @@ def test_kernels_that_are_compiled_are_shown_on_a_terminal_alone(
         asked.append(engine)
         progress(1, 7)
 
-    monkeypatch.setattr(llm, "precompile", compiles)
+    monkeypatch.setattr(opening, "precompile", compiles)
     monkeypatch.setattr(display, "kernel_folder", lambda: Path("/kept/here"))
     arguments = ("generate", "hi", "-m", folder, *TINY, "--max-tokens", 2)
     code, _, err = run(*arguments)

@@ -403,6 +403,46 @@ def test_a_budget_is_part_of_the_plan(capsys: pytest.CaptureFixture[str]) -> Non
     assert sum(s["bytes"] for s in cut["states"]) == cut["state_bytes"] > full["state_bytes"]
 
 
+def test_checkpoints_in_bf16_take_half_the_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: 48 layers of 48 x 128 x 128 numbers and of a convolution of 3 x 10,240 in bf16."""
+    words = ("Qwen3.5-27B", "--card", "H200", "--context", "32k", "--checkpoints", "2GiB")
+    found, wide = numbers(capsys, *words, "--checkpoint-dtype", "bf16"), numbers(capsys, *words)
+    each = 48 * (48 * 128 * 128 * 2 + 3 * 10_240 * 2)
+    assert found["checkpoint_bytes_each"] == each and wide["checkpoint_bytes_each"] == each + 48 * 48 * 128 * 128 * 2
+    assert [(c["checkpoints"], c["checkpoint_bytes"]) for c in found["choices"]] == [(27, 27 * each)] * 3
+    assert [c["checkpoints"] for c in wide["choices"]] == [13] * 3 and found["notes"] == wide["notes"]
+    for a, b in zip(found["choices"], wide["choices"], strict=True):
+        assert a["total_bytes"] - b["total_bytes"] == a["checkpoint_bytes"] - b["checkpoint_bytes"]
+        assert a["state_bytes"] == b["state_bytes"], "requests compute in f32"
+    out = " ".join(plan(capsys, *words, "--checkpoint-dtype", "bf16").split())
+    assert "checkpoints x 27 2.0 GiB" in out and "Checkpoints: 27 x 74.8 MiB in bf16" in out
+    ranks = numbers(capsys, *words, "--checkpoint-dtype", "bf16", "--tp", 2)
+    assert ranks["checkpoint_bytes_each"] == each // 2
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("Qwen3-8B",), "the model has no Gated DeltaNet state"),
+        (("DeepSeek-V4-Flash",), "the model has no Gated DeltaNet state"),
+        (("Qwen3.5-27B", "--state-dtype", "bf16"), "its recurrent state is stored in bf16 already"),
+    ],
+)
+def test_checkpoints_that_cannot_be_narrower_are_told(
+    words: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = (*words, "--context", "8k", "--kv-dtype", "bf16")
+    found, plain = numbers(capsys, *asked, "--checkpoint-dtype", "bf16"), numbers(capsys, *asked)
+    note = f"checkpoint_dtype='bf16' changes nothing: {why}."
+    assert found["notes"] == [*plain["notes"], note] and note not in plain["notes"]
+    assert found["choices"] == plain["choices"]
+
+
+def test_exact_mode_has_no_rounded_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
+    error = plan(capsys, "Qwen3.5-27B", "--exact", "--checkpoint-dtype", "bf16", code=2)
+    assert "leave out checkpoint_dtype='bf16', or exact" in " ".join(error.split())
+
+
 def test_it_says_what_reuse_takes_and_what_the_host_holds(capsys: pytest.CaptureFixture[str]) -> None:
     """The figures of the 27B model, worked out by hand: 64 KiB a token in bf16, 32.5 in fp8, 146.8 MiB a state."""
     words = ("Qwen3.5-27B", "--card", "H200", "--context", 80000, "--host-cache", "16GiB")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from typer import BadParameter
 
-from hybridkv.commands.options import ReuseOptions, TurnReuseOptions
+from hybridkv.commands.reuse_options import ReuseOptions, TurnReuseOptions
 from hybridkv.config import ReuseConfig
 from hybridkv.errors import HybridKVError
 
@@ -15,6 +15,7 @@ def test_options_become_settings() -> None:
     assert ReuseOptions(reuse=False).config() is None
     assert ReuseOptions(checkpoints="2GiB", checkpoint_every=4096).config() == ReuseConfig("2GiB", 4096)
     assert ReuseOptions(checkpoints="0").config() == ReuseConfig(0)
+    assert ReuseOptions(checkpoint_dtype="bf16").config() == ReuseConfig(checkpoint_dtype="bf16")
 
 
 def test_next_turns_are_read_ahead_where_there_are_some() -> None:
@@ -28,7 +29,12 @@ def test_next_turns_are_read_ahead_where_there_are_some() -> None:
     [
         (ReuseOptions(checkpoints="much"), "--checkpoints: checkpoints must be a size in bytes"),
         (ReuseOptions(checkpoint_every=-1), "--checkpoint-every: every must be"),
+        (
+            ReuseOptions(checkpoint_dtype="int8"),
+            "--checkpoint-dtype: checkpoint_dtype must be auto or bf16, not 'int8'",
+        ),
         (ReuseOptions(reuse=False, checkpoints="1GiB"), "--no-reuse"),
+        (ReuseOptions(reuse=False, checkpoint_dtype="bf16"), "--checkpoint-dtype .* --no-reuse"),
         (TurnReuseOptions(reuse=False, warm=True), "--warm .* --no-reuse rules out"),
     ],
 )

@@ -11,6 +11,7 @@ import torch
 from engine.ascii_tokenizer import write_tokenizer
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.reuse import Reuse
+from hybridkv.cache.rounded_states import with_checkpoint_dtype
 from hybridkv.cache.tiers import HostTier
 from hybridkv.config import CacheConfig
 from hybridkv.engine.engine import Engine
@@ -39,10 +40,11 @@ def engine_of(oracle: Callable, open_llm: Callable) -> Callable[..., Engine]:
         eviction: CacheConfig | None = None,
         folder: Path | None = None,  # of another model than the kind's
         host: HostTier | None = None,  # None: as a CPU has it, where pages do not go there
+        checkpoints: str = "auto",  # their dtype
     ) -> Engine:
         llm = open_llm(oracle(kind).folder if folder is None else folder, **({"exact": True} if exact else {}))
         config = CacheConfig(kv, 16) if eviction is None else eviction
-        schema = cache_schema(llm.config, config, torch.float32)
+        schema = with_checkpoint_dtype(cache_schema(llm.config, config, torch.float32), checkpoints)
         manager = KVCacheManager(
             schema, schema.pool_pages(1, pool), slots, context, exact=exact, checkpoints=rows, host=host,
         )  # fmt: skip

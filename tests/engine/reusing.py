@@ -66,9 +66,9 @@ def poison(engine: Engine) -> None:
             for row in range(manager.slots, manager.slots + reuse.checkpoints.rows)
             if row not in reuse.checkpoints.all and row not in reuse.checkpoints.reserved
         ]
-    for state in manager.state.schemas:
-        for spec in state.tensors if not state.lent else ():
-            manager.state.tensors[state.name, spec.name][:, free] = float("nan")
+    for row in free:
+        for state in manager.state.rows(row).values():
+            state.fill_(float("nan"))
     for table in manager.tables.values():
         nobodys = (table.allocator.refs == 0).nonzero()[0]
         for pool in table.pool.tensors.values():

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -20,12 +19,12 @@ import numpy as np
 import pytest
 import tiny_v4
 import torch
+from interrupting import PACKAGE, Interrupted
 from long_form import LONG
 
-import hybridkv
 from engine.driving import assert_nothing_held, prompt
 from hybridkv import CacheConfig, SamplingParams
-from hybridkv.cache import CacheSchema, KVCacheManager, StreamSchema, TensorSpec, away
+from hybridkv.cache import CacheSchema, KVCacheManager, StreamSchema, TensorSpec, away, compacting
 from hybridkv.cache.allocator import PageAllocator
 from hybridkv.cache.compacting import Compacting
 from hybridkv.cache.page_table import PageTable
@@ -33,6 +32,7 @@ from hybridkv.cache.reuse import Reuse
 from hybridkv.cache.tier_sizes import BLOCK
 from hybridkv.cache.tiers import HostTier
 from hybridkv.engine import preempted
+from hybridkv.engine.beginnings import take_over
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.runner import Runner
 from hybridkv.engine.scheduler import Scheduler
@@ -44,7 +44,6 @@ from hybridkv.models.known import KNOWN
 from hybridkv.models.random_weights import random_decoder
 from hybridkv.request import Request
 
-PACKAGE = str(Path(hybridkv.__file__).parent)
 WATCHED = ("/engine/", "/cache/", "/eviction/", "/request.py", "/eviction_record.py")  # where bookkeeping is done
 # points of interruption, spread over the whole work; HYBRIDKV_INTERRUPTS=32 takes thirty-two times as many
 MORE = int(os.environ.get("HYBRIDKV_INTERRUPTS", "1"))
@@ -66,10 +65,6 @@ POINTS = {kind: MORE * share for kind, share in SHARES.items()}
 
 
 HELD = 3  # the request whose cache is held for the second turn
-
-
-class Interrupted(KeyboardInterrupt):
-    pass
 
 
 class Calls:
@@ -272,7 +267,8 @@ def test_an_interrupt_while_siblings_begin_harms_only_the_requests_of_its_step(k
             n = len(request.tokens) if request in concerned else len(want[i].tokens)
             assert request.tokens == want[i].tokens[:n], f"{calls.place}: request {i} has wrong tokens"
         assert_nothing_held(engine)
-    assert any("scheduler.py" in place or "admission.py" in place for place in places) and len(places) > 15
+    queues = ("scheduler.py", "admission.py", "room.py")
+    assert any(file in place for place in places for file in queues) and len(places) > 15
 
 
 # ---- the places at which damage was seen, one by one
@@ -301,7 +297,7 @@ def interrupt_line(engine: Engine, requests: list[Request], function: Callable, 
 
 PLACES = {
     "finish": Scheduler.finish,
-    "take over": Scheduler.take_over,
+    "take over": take_over,
     "truncate": PageTable.drop,
     "sort": Scheduler.rebuild,
     "compact": PageTable._compact,
@@ -309,13 +305,13 @@ PLACES = {
     "release pages": PageAllocator.release,
     "release": KVCacheManager._release,
     "rebuild": KVCacheManager.rebuild,
-    "start compaction": KVCacheManager.start_compaction.__wrapped__,
-    "settle": KVCacheManager._settle,
+    "start compaction": compacting.start_compaction.__wrapped__,
+    "settle": compacting.settle_slot,
     "shrink": PageTable.shrink,
     "finish eviction": under_way.finish,
-    "start beside shared pages": KVCacheManager.start_compaction.__wrapped__,
+    "start beside shared pages": compacting.start_compaction.__wrapped__,
     "replace": PageTable.replace,
-    "stop": KVCacheManager._stop_compacting,
+    "stop": compacting.stop_compacting,
     "preempt": Scheduler.preempt,
     "send away": away.send_away.__wrapped__,  # type: ignore[attr-defined]
     "come back": preempted.come_back,
@@ -343,7 +339,7 @@ def test_every_line_of_the_bookkeeping_may_be_the_last(place: str, monkeypatch: 
     for n in lines:
         engine, requests = engine_for(kind), []
         if place in ("rebuild", "sort"):
-            engine.manager.interrupted = engine._changing = True  # as after an interrupt: the next call begins with it
+            engine.manager.interrupted = engine.calls.changing = True  # as after an interrupt
         try:
             interrupt_line(engine, requests, PLACES[place], n)
         except Interrupted:

@@ -1,6 +1,7 @@
 """One thread owns an engine, and it runs on its own device whatever the current one is."""
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -10,6 +11,7 @@ import torch
 from engine.driving import alone, assert_nothing_held, prompt, run
 from hybridkv.config import SamplingParams
 from hybridkv.devices import on_device, resolve_device
+from hybridkv.engine import calls
 from hybridkv.engine import engine as engine_file
 from hybridkv.errors import HybridKVError, RequestError
 
@@ -65,6 +67,48 @@ def test_an_engine_can_be_handed_over(engine_of: Callable) -> None:
         engine.step()
     engine.take_ownership()
     assert alone(engine, prompt(9), ASK).generated == want
+
+
+def test_who_lent_an_engine_goes_on_as_soon_as_it_is_back(engine_of: Callable) -> None:
+    """An answer is there a moment before the thread that wrote it has let go of the engine."""
+    engine = engine_of("llama")
+    want = alone(engine_of("llama"), prompt(9), ASK).generated
+    lent, answered = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with engine.owned():
+            lent.set()
+            answered.wait(60)
+            time.sleep(0.1)  # by then the call below waits
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert lent.wait(60)
+    answered.set()
+    assert alone(engine, prompt(9), ASK).generated == want
+    thread.join()
+
+
+def test_who_lent_an_engine_is_refused_while_it_is_not_given_back(
+    engine_of: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "GIVEN_BACK", 0.01)
+    engine = engine_of("llama")
+    lent, over = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with engine.owned():
+            lent.set()
+            over.wait(60)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert lent.wait(60)
+    with pytest.raises(RequestError, match="belongs to another thread"):
+        engine.step()
+    over.set()
+    thread.join()
+    engine.step()
 
 
 def test_many_threads_without_an_agreement_are_all_refused_and_the_owner_is_right(engine_of: Callable) -> None:

@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine.driving import count_tokens, prompt, run
 from engine.preempting import CPU, TEXT, alone, assert_back, builder, computed, halfway, host, params, two, ways
-from engine.reusing import check, same
+from engine.reusing import check, poison, same
 from hybridkv import SamplingParams
-from hybridkv.cache import away
+from hybridkv.cache import KVCacheManager, away
 from hybridkv.cache.tier_sizes import BLOCK
 from hybridkv.cache.tiers import Arrival, HostTier
 from hybridkv.engine.engine import Engine
+from hybridkv.request import Request
 
 
 @pytest.fixture(scope="module")
@@ -152,37 +154,89 @@ def test_one_that_is_away_can_be_ended_or_moved(end: str, built: Callable) -> No
 
 
 class Slow(Arrival):
-    """Copies that are there when they have been asked for often enough, or are waited for."""
+    """Copies that are there when they have been asked for often enough, or are waited for, and not before."""
 
     def __init__(self, asked: int) -> None:
         self.left, self.waited = asked, 0
+        self.writes: list[tuple[Tensor, Tensor, Tensor]] = []  # memory, where, and what is still to be written there
 
     def ready(self) -> bool:
         self.left -= 1
+        if self.left < 0:
+            self._land()
         return self.left < 0
 
     def wait(self) -> None:
         self.waited += 1
+        self._land()
+
+    def _land(self) -> None:
+        for memory, at, values in self.writes:
+            memory[at] = values
+        self.writes = []
 
 
 class SlowTier(HostTier):
-    """The same copies, as if they were on their way for some steps."""
+    """Copies that are on their way back for some steps. Until then hostile bytes are where they go."""
 
     def __init__(self, asked: int) -> None:
         super().__init__(400 * BLOCK, CPU, pages=True, preempted=True)
         self.asked, self.arrivals = asked, list[Slow]()
+        self.memory: list[Tensor] = []  # bytes of the pools and of the states
+
+    def of(self, engine: Engine) -> Engine:
+        pools = [pool for table in engine.manager.tables.values() for pool in table.pool.tensors.values()]
+        self.memory = [t.view(-1).view(torch.uint8) for t in (*pools, *engine.manager.state.tensors.values())]
+        return engine
 
     @contextmanager
     def aside(self) -> Iterator[Arrival | None]:
-        self.arrivals.append(Slow(self.asked))
-        yield self.arrivals[-1]
+        arrival, before = Slow(self.asked), [memory.clone() for memory in self.memory]
+        self.arrivals.append(arrival)
+        yield arrival
+        for memory, old in zip(self.memory, before, strict=True):
+            at = memory != old
+            arrival.writes.append((memory, at, memory[at]))
+            memory[at] = 255
+
+
+def crowd(tier: SlowTier, kind: str, built: Callable) -> list[Request]:
+    """Requests of which the youngest makes room now and then, and what is free then is hostile."""
+    engine = tier.of(built(kind, host=tier))
+    asked = [engine.add(prompt(n, i), params(i)) for i, n in enumerate((70, 41, 96))]
+
+    def look(step: int) -> None:
+        poison(engine)
+        if step % 5 == 4 and len(engine.scheduler.running) > 1:
+            engine.scheduler.preempt(max(engine.scheduler.running, key=lambda r: r.order))
+
+    run(engine, look)
+    assert tier.arrivals and not engine.manager.arriving
+    return asked
+
+
+@pytest.mark.parametrize("asked", [1, 4, 10**6])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+def test_nobody_reads_what_is_on_its_way_or_writes_there(kind: str, asked: int, built: Callable) -> None:
+    want = [alone(built(kind), prompt(n, i), params(i)) for i, n in enumerate((70, 41, 96))]
+    found = crowd(tier := SlowTier(asked), kind, built)
+    assert len(tier.arrivals) > 3 and not any(arrival.writes for arrival in tier.arrivals)
+    assert all(same(mine, its) for mine, its in zip(found, want, strict=True))
+
+
+def test_a_step_that_does_not_wait_is_found(built: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVCacheManager, "has_arrived", lambda self, request: True)
+    monkeypatch.setattr(Slow, "wait", lambda self: None)
+    want = [alone(built("qwen3_5"), prompt(n, i), params(i)) for i, n in enumerate((70, 41, 96))]
+    found = crowd(SlowTier(10**6), "qwen3_5", built)
+    assert not all(same(mine, its) for mine, its in zip(found, want, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
 def test_others_go_on_while_it_is_on_its_way_back(kind: str, built: Callable) -> None:
     want = [alone(built(kind), prompt(50, i), params(i)) for i in (4, 5)]
     tier = SlowTier(5)
-    engine = built(kind, host=tier)
+    engine = tier.of(built(kind, host=tier))
     first, second = (engine.add(prompt(50, i), params(i)) for i in (4, 5))
     halfway(engine, second)
     engine.scheduler.preempt(second)
@@ -201,7 +255,7 @@ def test_others_go_on_while_it_is_on_its_way_back(kind: str, built: Callable) ->
 @pytest.mark.parametrize("then", ["alone", "abort", "preempt", "stop", "rebuild"])
 def test_what_is_on_its_way_is_waited_for_by_whoever_needs_its_pages(then: str, built: Callable) -> None:
     tier = SlowTier(10**6)
-    engine = built("qwen3_5", host=tier)
+    engine = tier.of(built("qwen3_5", host=tier))
     first, second = (engine.add(prompt(50, i), params(i), hold=i == 5) for i in (4, 5))
     halfway(engine, second)
     engine.scheduler.preempt(second)

@@ -18,6 +18,7 @@ from engine.reusing import ASK, Cold, apart, ask, ask_only, check, logprobs, poi
 from hybridkv.cache import checkpoints
 from hybridkv.cache.reuse import Reuse
 from hybridkv.config import CacheConfig, SamplingParams
+from hybridkv.engine.beginnings import asked_of
 from hybridkv.engine.engine import Engine
 from hybridkv.errors import RequestError
 
@@ -296,7 +297,7 @@ def test_a_text_is_forgotten_as_far_as_no_other_shares_it(engine_of: Callable) -
     reuse.forget_text(b"another", np.array(one.tokens, np.int32))
     assert ask(engine, BASE).cached_tokens == 256
     reuse.forget_text(b"", np.array(one.tokens, np.int32))
-    found = reuse.lookup(engine.scheduler.asked(two))
+    found = reuse.lookup(asked_of(engine.scheduler, two))
     assert found.cached >= 256, "the other text is as it was"
     again = ask(engine, BASE)
     assert again.cached_tokens == again.reuse["matched"] == 192, "they part at token 200"

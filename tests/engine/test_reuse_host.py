@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 import tiny_v4
 import torch
+from interrupting import interrupted_at
 
-import hybridkv
 from engine.driving import assert_nothing_held, count_tokens, prompt, run
 from engine.reusing import ASK, Cold, apart, ask, check, drive_out, poison, same
 from engine.test_tails import turn as end_turn
 from hybridkv import LLM, CacheConfig
 from hybridkv.cache import KVCacheManager, host_columns
 from hybridkv.cache.host_columns import HostColumns
-from hybridkv.cache.reuse import Asked, Reading, Reuse, Staged
+from hybridkv.cache.lookup import Asked
+from hybridkv.cache.publishing import Reading, Staged
+from hybridkv.cache.reuse import Reuse
 from hybridkv.cache.tier_sizes import BLOCK
 from hybridkv.cache.tiers import HostTier
 from hybridkv.cache.worth import BELIEVED, ByWorth, policy_of
@@ -392,14 +392,14 @@ def test_a_turn_that_waits_for_its_step_does_not_bring_what_is_being_loaded(
     ask(engine, prompt(140, 40), marks=[(128, "client")])  # what goes only after all is settled
     end_turn(engine, cold, 128)  # its prompt ends before the state on the host, and is read
     [end] = [column for column in reuse.columns if column.stored is not None]
-    assert reuse.late and end.end == 128 and end.pages is None
+    assert reuse.publishing.late and end.end == 128 and end.pages is None
     nobody = Reading(b"", b"", True, 0, reuse.columns.root(b""))
     waits = Staged("one that runs", nobody, nobody.column, [], np.zeros((0, reuse.columns.width), np.int32), None, -1)
-    reuse.staged.append(waits)
+    reuse.publishing.staged.append(waits)
     taken = {table.allocator: table.allocator.acquire(table.allocator.free) for table in engine.manager.tables.values()}
     hit = reuse.load(Asked(b"", np.array(goes_on, np.int32), 129, 130))
     assert hit.cached == 128 and not hit.loaded and end.pages is not None and end.host is None
-    assert reuse.staged == [waits], "what is not known to be sound is there for others"
+    assert reuse.publishing.staged == [waits], "what is not known to be sound is there for others"
     reuse.publish()
     for allocator, pages in taken.items():
         allocator.release(pages)
@@ -454,37 +454,6 @@ def test_where_pages_are_short_prompts_in_turn_live_on_the_host(
 
 # ---- interrupts
 
-PACKAGE = str(Path(hybridkv.__file__).parent / "cache")
-
-
-class Interrupted(BaseException):
-    pass
-
-
-def interrupted_at(line: int, function: Callable[[], Any]) -> bool:
-    """Whether a call was interrupted at its n-th line in the cache."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal count
-        if not frame.f_code.co_filename.startswith(PACKAGE):
-            return None
-        if event == "line":
-            count += 1
-            if count == line:
-                sys.settrace(None)
-                raise Interrupted
-        return trace
-
-    sys.settrace(trace)
-    try:
-        function()
-    except Interrupted:
-        return True
-    finally:
-        sys.settrace(None)
-    return False
-
 
 @pytest.mark.parametrize("what", ["down", "up"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
@@ -507,7 +476,7 @@ def test_an_interrupt_anywhere_loses_nothing_that_is_not_its_own(
             else:
                 drive_out(engine)
 
-        if not interrupted_at(line, go):
+        if not interrupted_at(line, go, "/cache"):
             break
         times += 1
         if what == "down":

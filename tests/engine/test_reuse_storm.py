@@ -19,7 +19,9 @@ from long_form import LONG
 from cache.late_tier import LateTier
 from engine.driving import assert_nothing_held, prompt
 from engine.reusing import ASK, Cold, check, same
-from hybridkv.cache.reuse import Asked, Hit, Reuse
+from hybridkv.cache.column_pages import ColumnPages
+from hybridkv.cache.lookup import Asked, Hit
+from hybridkv.cache.reuse import Reuse
 from hybridkv.cache.tier_sizes import BLOCK
 from hybridkv.cache.tiers import HostTier
 from hybridkv.engine.engine import Engine
@@ -176,7 +178,7 @@ def wrong_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def page_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A column that is dropped keeps its pages."""
-    monkeypatch.setattr(Reuse, "_disown", lambda self, pages: None)
+    monkeypatch.setattr(ColumnPages, "disown", lambda self, pages: None)
 
 
 @pytest.mark.parametrize("plant", [no_wait, wrong_row, page_lost])

@@ -2,25 +2,23 @@
 
 import json
 import random
-import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from interrupting import interrupted_at
 from long_form import LONG, few
 from safetensors import safe_open
 from torch import Tensor
 
 from cache.machine_model import snapshot as facts
 from engine.driving import assert_nothing_held, prompt, run
-from engine.test_interrupts import PACKAGE, Interrupted, model_of
+from engine.test_interrupts import model_of
 from hybridkv import CacheConfig, SamplingParams
 from hybridkv.cache import KVCacheManager, Snapshot
 from hybridkv.cache.session import Session
@@ -325,31 +323,6 @@ def test_what_is_running_or_failed_is_neither_saved_nor_forked() -> None:
 # ---- interrupts
 
 
-def interrupted_at(line: int, function: Callable[[], Any]) -> bool:
-    """Whether the call was interrupted at its n-th line in the package."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal count
-        if not frame.f_code.co_filename.startswith(PACKAGE):
-            return None
-        if event == "line":
-            count += 1
-            if count == line:
-                sys.settrace(None)
-                raise Interrupted
-        return trace
-
-    sys.settrace(trace)
-    try:
-        with suppress(Interrupted):
-            function()
-            return False
-        return True
-    finally:
-        sys.settrace(None)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(("call", "apart"), (("session", 24), ("restore_held", 72), ("fork_held", 40)))
 def test_an_interrupt_at_any_line_leaves_nothing_behind(call: str, apart: int, tmp_path: Path) -> None:
@@ -565,7 +538,7 @@ def test_a_file_is_refused_by_its_header_before_it_is_read(saved: tuple[Path, En
     with pytest.raises(HybridKVError, match="has 1099511627776 bytes, and no more than 1000000"):
         Session.load(large, room=1000000)
 
-    def other_model(model: str, about: dict[str, str]) -> None:
+    def other_model(model: str, about: dict[str, str], files: str) -> None:
         raise RequestError("another model")
 
     with pytest.raises(RequestError, match="another model"):
@@ -628,6 +601,16 @@ def test_places_that_cannot_be_written_are_refused_in_a_line(tmp_path: Path) -> 
 
 
 # ---- records
+
+
+@pytest.mark.parametrize("keep", (0, 1, 30, 63, 64))
+def test_a_session_is_sent_whatever_an_eviction_has_kept(keep: int) -> None:
+    """Nothing and everything too, whose records are packed into no numbers at all."""
+    lists = [[np.arange(min(keep, n)) for n in layer] for layer in ((64, 3), (64, 64))]
+    record = EvictionRecord(lists, np.array([[64, 3], [64, 64]]))
+    sent = Session("m", {}, list(range(99)), 70, evictions={64: record}, going={}).to_buffers()
+    back = Session.from_buffers(sent.seal()).evictions[64]
+    assert [[e.tolist() for e in layer] for layer in back] == [[e.tolist() for e in layer] for layer in lists]
 
 
 @pytest.mark.parametrize("keep", (1, 5, 30, 58, 64))

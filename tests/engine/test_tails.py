@@ -13,7 +13,7 @@ from engine.driving import assert_nothing_held, count_tokens, prompt, run
 from engine.reusing import ASK, Cold, ask, check, poison, same
 from hybridkv.cache.reuse import Reuse
 from hybridkv.config import CacheConfig
-from hybridkv.engine import engine as engine_file
+from hybridkv.engine import ending
 from hybridkv.engine.engine import Engine
 from hybridkv.request import Request
 
@@ -45,7 +45,7 @@ def turn(engine: Engine, cold: Cold, end: int, seed: int = 0) -> Request:
     first = ask(engine, tokens, replace(ASK, max_tokens=20, stop_token_ids=[known[said]]))
     assert first.finish_reason == "stop" and first.generated == known[: said + 1]
     assert len(first.tokens) == end + (not ahead)
-    assert bool(reuse_of(engine).late) == ahead, "no step was launched ahead"
+    assert bool(reuse_of(engine).publishing.late) == ahead, "no step was launched ahead"
     return first
 
 
@@ -74,7 +74,7 @@ def test_the_state_of_another_position_shows(
     engine_of: Callable, cold: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Off by one: the end is said to be a token before what a step that was launched ahead has read."""
-    engine, keep = engine_of("qwen3_5", exact=True, rows=8), engine_file.keep_end
+    engine, keep = engine_of("qwen3_5", exact=True, rows=8), ending.keep_end
     engine.launches_ahead = True
 
     def short(reuse: Reuse, request: Hashable, *more: Any) -> bool:
@@ -82,7 +82,7 @@ def test_the_state_of_another_position_shows(
         reuse.manager.reached[slot] = reuse.manager.positions[slot]
         return keep(reuse, request, *more)
 
-    monkeypatch.setattr(engine_file, "keep_end", short)
+    monkeypatch.setattr(ending, "keep_end", short)
     stop = cold("qwen3_5")(prompt(70, 3)).generated[0]
     first = ask(engine, prompt(70, 3), replace(ASK, max_tokens=20, stop_token_ids=[stop]))
     more = [*first.tokens, *prompt(9, 9)]
@@ -153,13 +153,13 @@ def test_a_step_launched_ahead_that_gave_no_numbers_leaves_nothing(
 
     monkeypatch.setattr(engine.runner, "forward", broken)
     first = ask(engine, tokens, replace(ASK, max_tokens=9, stop_token_ids=[stop]))
-    assert len(calls) == 2 and first.finish_reason == "stop" and reuse_of(engine).late
+    assert len(calls) == 2 and first.finish_reason == "stop" and reuse_of(engine).publishing.late
     monkeypatch.undo()
     poison(engine)
     more = [*first.tokens, *prompt(5, 4)]
     second = ask(engine, more)
     assert second.cached_tokens == 0 and same(second, cold("qwen3_5")(more))
-    assert not reuse_of(engine).late and not reuse_of(engine).checkpoints.reserved
+    assert not reuse_of(engine).publishing.late and not reuse_of(engine).checkpoints.reserved
 
 
 @pytest.mark.parametrize("kind", KINDS)

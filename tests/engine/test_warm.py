@@ -13,7 +13,8 @@ import torch
 
 from engine.driving import assert_nothing_held, prompt
 from engine.reusing import Cold, ask, check, poison, same
-from hybridkv.cache.reuse import Asked, Reuse
+from hybridkv.cache.lookup import Asked
+from hybridkv.cache.reuse import Reuse
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.warm import WarmReader
 from hybridkv.errors import HybridKVError

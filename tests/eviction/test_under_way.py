@@ -15,7 +15,7 @@ from numerics import assert_same_bytes
 from torch import Tensor
 
 from engine.driving import assert_nothing_held, run
-from hybridkv.cache import manager as manager_file
+from hybridkv.cache import compacting
 from hybridkv.cache.compacting import Compacting, Survivors
 from hybridkv.cache.page_table import PageTable
 from hybridkv.cache.snapshot import restore_request, snapshot_request
@@ -345,7 +345,7 @@ def test_without_pages_beside_shared_ones_the_host_sees_to_it(
     found = []
     for pages in (None, 1 << 20):
         if pages is not None:
-            monkeypatch.setattr(manager_file, "most_pages", lambda *about: 1 << 20)  # more than there are
+            monkeypatch.setattr(compacting, "most_pages", lambda *about: 1 << 20)  # more than there are
         engine, slow.replaced = deferring("llama", budget=40, decode_every=4, pool=4096), 0
         first = engine.add(tiny.token_ids(150), params)
         run(engine)

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from hybridkv import llm
+from hybridkv import opening
 
 
 @pytest.fixture(autouse=True, scope="session")
 def compiled_when_needed() -> Iterator[None]:
     """A test needs few of the kernels that are compiled when a model is opened; test_precompile has them all."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm, "precompile", lambda *_: 0)
+        patch.setattr(opening, "precompile", lambda *_: 0)
         yield
 
 

@@ -14,16 +14,12 @@ import torch
 from exactness import Models
 
 from engine.driving import assert_nothing_held, run
-from engine.reusing import ASK, apart, check, poison, same
+from engine.reusing import apart, check, poison, same
+from gpu.beside import BASE, CASES, MARKS, PARAMS, ask_beside, parting
 from hybridkv import LLM, CacheConfig, SamplingParams
 from hybridkv.request import Request
 
 pytestmark = pytest.mark.gpu
-
-BASE = tiny.token_ids(700)
-MARKS = [(at, "client") for at in (128, 256, 512, 640)]
-PARAMS = replace(ASK, max_tokens=6)
-CASES = ((640, 700), (512, 517), (300, 390), (641, 652), (130, 640), (700, 700))
 
 
 @pytest.fixture(scope="module")
@@ -31,31 +27,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("reuse"), "cuda")
 
 
-def parting(shared: int, length: int, seed: int = 1) -> list[int]:
-    return [*BASE[:shared], *tiny.token_ids(length, seed=seed)[shared:]]
-
-
-def crowd(llm: LLM, prompts: list[list[int]], params: SamplingParams = PARAMS, **how: object) -> list[Request]:
-    """All at once, beside one that answers all the while."""
-    engine = llm.engine
-    beside = engine.add(tiny.token_ids(30, seed=99), SamplingParams(max_tokens=60, ignore_eos=True), cache=False)
-    for _ in range(4):
-        engine.step()
-    asked = [engine.add(tokens, params, **how) for tokens in prompts]  # type: ignore[arg-type]
-    run(engine)
-    check(engine)
-    assert beside.error is None and all(r.error is None for r in asked), [r.error for r in asked]
-    return asked
-
-
 def both(llm: LLM, params: SamplingParams = PARAMS) -> list[tuple[Request, Request]]:
     """(warm, cold) of every case; twice, so that steps are replayed in graphs."""
     prompts = [parting(*case, seed) for seed in (1, 2) for case in CASES]
-    crowd(llm, [BASE], params, marks=MARKS)
+    ask_beside(llm, [BASE], params, marks=MARKS)
     found = []
     for i in range(0, len(prompts), 3):
         poison(llm.engine)
-        found += zip(crowd(llm, prompts[i : i + 3], params), crowd(llm, prompts[i : i + 3], params, cache=False))
+        found += zip(
+            ask_beside(llm, prompts[i : i + 3], params), ask_beside(llm, prompts[i : i + 3], params, cache=False)
+        )
     return found
 
 
@@ -94,7 +75,7 @@ def test_in_fast_mode_a_hit_is_as_near_to_cold_as_another_cut(models: Models, ki
         assert engine.manager.reuse is not None
         for checkpoint in engine.manager.reuse.checkpoints.all.values():
             engine.manager.state.reset(checkpoint.row)
-        [warm], [cold] = crowd(llm, [tokens]), crowd(llm, [tokens], cache=False)
+        [warm], [cold] = ask_beside(llm, [tokens]), ask_beside(llm, [tokens], cache=False)
         assert warm.cached_tokens == 640 and apart(warm, cold) > 3 * spread + 1e-6, "a state that is lost does not show"
     assert_nothing_held(llm.engine)
 
@@ -123,8 +104,8 @@ def test_a_crowd_in_pools_that_are_too_small(models: Models) -> None:
     llm = models.open("qwen3_5", "bfloat16", "bf16", None, context=1024)
     torch.manual_seed(0)
     prompts = [parting(int(n), int(n) + 40, i) for i, n in enumerate(torch.randint(128, 650, (24,)))]
-    warm = crowd(llm, prompts, marks=[(64, "client"), (128, "client")])
-    cold = crowd(llm, prompts, cache=False)
+    warm = ask_beside(llm, prompts, marks=[(64, "client"), (128, "client")])
+    cold = ask_beside(llm, prompts, cache=False)
     assert all(same(a, b) for a, b in zip(warm, cold, strict=True))
     assert sum(r.cached_tokens > 0 for r in warm) > 5
     assert_nothing_held(llm.engine)
@@ -149,10 +130,10 @@ def test_a_next_turn_begins_at_the_last_token_of_the_one_before(models: Models, 
         tokens = tiny.token_ids(end - 1, seed=40 + i)
         stop = ask(tokens, cache=False).generated[0]
         first = ask(tokens, replace(PARAMS, max_tokens=20, stop_token_ids=[stop]))
-        ahead += bool(engine.manager.reuse.late)
+        ahead += bool(engine.manager.reuse.publishing.late)
         poison(engine)
         more = [*first.tokens, *tiny.token_ids(9, seed=80 + i)]
-        [warm], [cold] = crowd(llm, [more]), crowd(llm, [more], cache=False)
+        [warm], [cold] = ask_beside(llm, [more]), ask_beside(llm, [more], cache=False)
         assert warm.cached_tokens >= end - 1 and same(warm, cold), (end, warm.reuse)
     assert ahead > 5, "no step was launched ahead"
     assert_nothing_held(engine)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,18 +16,15 @@ import torch
 from exactness import Models
 
 from engine.driving import assert_nothing_held, run
-from engine.reusing import ASK, apart, check, drive_out, same
-from hybridkv import LLM, CacheConfig, SamplingParams
+from engine.reusing import apart, check, drive_out, same
+from gpu.beside import BASE, CASES, MARKS, PARAMS, parting
+from gpu.beside import ask_beside as ask_beside_one
+from hybridkv import LLM, CacheConfig
 from hybridkv.cache.tier_sizes import BLOCK
 from hybridkv.cache.tiers import HostTier
 from hybridkv.request import Request
 
 pytestmark = pytest.mark.gpu
-
-BASE = tiny.token_ids(700)
-MARKS = [(at, "client") for at in (128, 256, 512, 640)]
-PARAMS = replace(ASK, max_tokens=6)
-CASES = ((640, 700), (512, 517), (300, 390), (641, 652), (130, 640), (700, 700))
 
 
 @pytest.fixture(scope="module")
@@ -35,21 +32,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("reuse_host"), "cuda")
 
 
-def parting(shared: int, length: int, seed: int = 1) -> list[int]:
-    return [*BASE[:shared], *tiny.token_ids(length, seed=seed)[shared:]]
-
-
-def ask_beside(llm: LLM, prompts: list[list[int]], sound: bool = True, **how: object) -> list[Request]:
-    """All at once, beside one that answers all the while. `sound`: all of them get answers."""
-    engine = llm.engine
-    beside = engine.add(tiny.token_ids(30, seed=99), SamplingParams(max_tokens=40, ignore_eos=True), cache=False)
-    for _ in range(4):
-        engine.step()
-    asked = [engine.add(tokens, PARAMS, **how) for tokens in prompts]  # type: ignore[arg-type]
-    run(engine)
-    check(engine)
-    assert beside.error is None and not (sound and any(request.error for request in asked))
-    return asked
+ask_beside = partial(ask_beside_one, answer=40)
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ def written(kind: str, path: Path, form: str | None = "Q4_1") -> Path:
 def test_who_gets_which_form(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(kind, tmp_path)
     for pays, expected in ((False, HalfLinear), (True, Int4Linear)):
-        monkeypatch.setattr("hybridkv.llm.int4_pays", lambda pays=pays: pays)
+        monkeypatch.setattr("hybridkv.weight_choice.int4_pays", lambda pays=pays: pays)
         model: Any = LLM(path, **SETTINGS).model
         assert type(model.layers[0].feed.gate_up) is expected
         for plain in (dict(dtype="float32"), dict(weight_dtype="plain"), dict(exact=True)):

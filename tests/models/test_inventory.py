@@ -86,7 +86,7 @@ def test_a_form_without_a_file_takes_what_the_file_takes(
     from hybridkv.models import open_checkpoint
 
     path = written(kind, tmp_path, only(form.upper()), monkeypatch)
-    monkeypatch.setattr("hybridkv.llm.keeps_packed", lambda device, dtype: True)
+    monkeypatch.setattr("hybridkv.weight_choice.keeps_packed", lambda device, dtype: True)
     model: Any = LLM(path, dtype="bfloat16", device="cpu", max_requests=1, max_context=256).model
     with open_checkpoint(path) as checkpoint:
         config, has = ModelConfig.from_dict(checkpoint.config), checkpoint.__contains__

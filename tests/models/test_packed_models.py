@@ -88,7 +88,7 @@ def test_logits_are_those_of_the_dequantised_model(
     ids = tiny.token_ids(40)
     true = LLM(path, dtype="float32", **SETTINGS).logits(ids, 30)
     plain = LLM(path, dtype="bfloat16", **SETTINGS)
-    monkeypatch.setattr("hybridkv.llm.keeps_packed", lambda device, dtype: True)
+    monkeypatch.setattr("hybridkv.weight_choice.keeps_packed", lambda device, dtype: True)
     llm = LLM(path, dtype="bfloat16", **SETTINGS)
     matrices = linears(llm.model)
     assert len(matrices) > 4 and all(isinstance(part, PackedLinear) for part in matrices)
@@ -106,7 +106,7 @@ def test_logits_are_those_of_the_dequantised_model(
 
 
 def test_matrices_of_several_formats_are_kept_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridkv.llm.keeps_packed", lambda device, dtype: True)
+    monkeypatch.setattr("hybridkv.weight_choice.keeps_packed", lambda device, dtype: True)
     for kind, inputs in (("qwen3_5", [5, 4, 8]), ("qwen3_next", ["plain", 4])):  # two formats in one fused matrix
         folder = tmp_path / kind
         folder.mkdir()
@@ -135,7 +135,7 @@ def test_the_plan_counts_packed_bytes(
         (True, planned()),
         (True, planned("--dtype", "bfloat16", "--device", "cuda")),
     ):
-        monkeypatch.setattr("hybridkv.llm.keeps_packed", lambda device, dtype, packs=packs: packs)
+        monkeypatch.setattr("hybridkv.weight_choice.keeps_packed", lambda device, dtype, packs=packs: packs)
         model: Any = LLM(path, dtype="bfloat16", **SETTINGS).model
         held = model.nbytes - model.inv_freq.nbytes
         if not packs:  # on a CPU a tied head is a second copy
@@ -166,7 +166,7 @@ def test_an_embedding_alone_is_no_packed_model(
 
 def test_too_little_memory_names_the_form_and_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written("llama", tmp_path, only("Q4_K"), monkeypatch)
-    monkeypatch.setattr("hybridkv.llm.keeps_packed", lambda device, dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr("hybridkv.weight_choice.keeps_packed", lambda device, dtype: dtype == torch.bfloat16)
     for dtype, weight_dtype, message in (
         ("bfloat16", "auto", r"KiB packed, .*; use a smaller model"),
         ("bfloat16", "plain", r"KiB in bfloat16, .*; use weight_dtype='auto', a smaller"),
@@ -181,7 +181,7 @@ def test_the_kernels_run_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     pytest.importorskip("triton")
     path = written("llama", tmp_path, mixed, monkeypatch)
     ids = tiny.token_ids(6)
-    monkeypatch.setattr("hybridkv.llm.keeps_packed", lambda device, dtype: True)
+    monkeypatch.setattr("hybridkv.weight_choice.keeps_packed", lambda device, dtype: True)
     llm = LLM(path, dtype="bfloat16", **SETTINGS)
     want = llm.logits(ids, 5)
     monkeypatch.setattr(linear_packed, "use_triton", lambda x: True)
@@ -196,6 +196,6 @@ def test_a_damaged_scale_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     damaged = bytearray(path.read_bytes())
     damaged[at : at + 2] = b"\x00\x7c"  # infinity
     path.write_bytes(damaged)
-    monkeypatch.setattr("hybridkv.llm.keeps_packed", lambda device, dtype: True)
+    monkeypatch.setattr("hybridkv.weight_choice.keeps_packed", lambda device, dtype: True)
     with pytest.raises(ModelFileError, match="up_proj.weight' holds NaN or infinity"):
         LLM(path, dtype="bfloat16", **SETTINGS)

@@ -69,6 +69,17 @@ def test_a_conversation_is_saved_whole_and_brought_back_in_parts(kind: str, fold
     assert found[0][0] == want and [rank[2] for rank in found] == [free, free]
 
 
+def test_a_conversation_of_which_one_rank_dropped_nothing_is_saved_and_goes_on(folder: Path) -> None:
+    (want, _, free), found = both(folder, "saved_unlike")
+    assert found[0][0] == want and [rank[2] for rank in found] == [free, free]
+
+
+def test_what_is_asked_about_a_cache_that_a_later_turn_took_over_is_answered_as_on_one_rank(folder: Path) -> None:
+    (want, _, free), found = both(folder, "taken_over")
+    assert found[0][0] == want and [rank[2] for rank in found] == [free, free]
+    assert sum("not held any more" in str(each) for each in want) == 2 and want[-1][:2] == [0, 0] and want[-1][2] > 60
+
+
 @pytest.mark.parametrize("kind", ("llama", "qwen3_5"))
 def test_ranks_begin_with_what_others_have_read(kind: str, folder: Path, tmp_path: Path) -> None:
     """Until heads share a budget: the last request finds nothing over ranks, and what one rank finds it evicts too."""
@@ -78,3 +89,9 @@ def test_ranks_begin_with_what_others_have_read(kind: str, folder: Path, tmp_pat
     (want, _, free), found = both(path, "reused")
     assert found[0][0][:-1] == want[:-1] and [rank[2] for rank in found] == [free, free]
     assert found[0][0][-1][0][0] == 0
+
+
+def test_what_is_to_be_forgotten_is_forgotten_on_all_ranks(folder: Path) -> None:
+    (want, _, free), found = both(folder, "forgotten")
+    assert found[0][0] == want and [rank[2] for rank in found] == [free, free]
+    assert [cached > 0 for cached in want[:-1]] == [False, True, False, True, False, False, True, True, *[False] * 3]

@@ -130,6 +130,18 @@ def test_wrong_arguments_are_one_line(arguments: list[str], said: str, capsys: p
     assert said in refused(capsys, *arguments)
 
 
+def test_ranks_that_would_each_open_the_whole_model_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = refused(capsys, "-m", "/no/such/model", "--port", "0")
+    assert "this is process 1 of 2" in said and "--tp 2" in said
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    assert "/no/such/model" in refused(capsys, "-m", "/no/such/model", "--port", "0")
+
+
 def test_without_its_packages_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

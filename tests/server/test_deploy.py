@@ -71,6 +71,8 @@ def test_groups_start_again_as_a_whole() -> None:
         commands.append(line)
         ours = line.partition("-m hybridkv serve ")[2].split()
         assert ours and flags(ours) <= serve_options()
+        size = line.split()[line.split().index("--nnodes") + 1]
+        assert ours[ours.index("--tp") + 1] == size == "$LWS_GROUP_SIZE", "else each pod opens the whole model"
     assert commands[0] == commands[1], "ranks must run the same command"
 
 

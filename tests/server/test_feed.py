@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybridkv import LLM
+from hybridkv import LLM, ReuseConfig
 from hybridkv.server import feed as feeds
 from hybridkv.server import page
 from hybridkv.server.feed import BEHIND, MOST_WATCHERS, CacheEvents, CacheFeed, View
 from hybridkv.server.picture import Holders, Kind, Picture
 from server.running import HI, Running, serving, until
+from server.test_metrics import values_of
 from server.watching import Reader, ended_row, snapshot, taken
 
 SECRET = "zebra"
@@ -64,6 +65,31 @@ def test_numbers_are_those_of_the_cache(tiny_one: Running) -> None:
         manager.schema.slot_bytes,
     )
     assert found["server"]["streams"] == table.schema.streams and found["server"]["context"] == 512
+
+
+def test_checkpoints_of_other_bytes_are_a_kind_of_their_own(tiny_llm: LLM) -> None:
+    """In the feed and in the metrics; where they are in bf16."""
+    reuse = ReuseConfig(checkpoint_dtype="bf16")
+    with (
+        LLM(tiny_llm.path, "cpu", "float32", max_requests=2, max_context=512, reuse=reuse) as llm,
+        serving(llm, names=("tiny",)) as running,
+    ):
+        running.chat(**body(messages=[{"role": "user", "content": "question " * 20}]))
+        running.idle()
+        kept, schema, state = llm.manager.reuse, llm.manager.schema, llm.manager.state
+        assert kept is not None and (many := len(kept.checkpoints.all))
+        rows = {"gdn": (2, schema.slot_bytes, 0)}
+        rows["gdn checkpoint"] = kept.checkpoints.rows, schema.checkpoint_bytes, many
+
+        def shown() -> dict[str, tuple[int, int, int]]:
+            kinds = snapshot(running)["kinds"]
+            return {k["name"]: (k["total"], k["unit_bytes"], k["later"]) for k in kinds if k["what"] == "states"}
+
+        until(lambda: shown() == rows)
+        queries = sum(t.nbytes for (name, _), t in state.tensors.items() if name == "queries")
+        assert sum(total * each for total, each, _ in rows.values()) == state.nbytes - queries
+        states = values_of(running)['hybridkv_reuse_bytes{model_name="tiny",tier="device",what="states"}']
+        assert states == many * schema.checkpoint_bytes < many * schema.slot_bytes
 
 
 def test_who_comes_back_gets_what_changed_meanwhile(tiny_one: Running) -> None:

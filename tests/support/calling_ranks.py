@@ -30,7 +30,7 @@ def run(group: Group | Alone, part: tuple[Model, ModelConfig, Shard], script: st
     settings: dict[str, Any] = {"cache": replace(CACHE, budget=48)} if script == "score" else {}
     if script in ("bound", "hooked"):
         settings["tokenizer"] = byte_tokenizer()
-    engine = engine_of(group, part, rows=16 if script == "reused" else None, **settings)
+    engine = engine_of(group, part, rows=16 if script in ("reused", "forgotten") else None, **settings)
     found: Any = None
     if group.rank == 0:
         found = globals()[script](engine)
@@ -127,6 +127,50 @@ def saved(engine: Engine) -> list[Any]:
     return found + finish(engine, engine.add(TEXT[:9], GREEDY))
 
 
+def saved_unlike(engine: Engine) -> list[Any]:
+    """As `saved`, where half of the heads, which are one rank's of two, drop nothing of an old turn."""
+    asked = EvictionConfig(40, 16, 8, "snapkv")
+    first = engine.add(TEXT[:120], GREEDY, True, eviction=asked)
+    found = finish(engine, first)
+    [(at, record)] = engine.session(first).evictions.items()
+    heads, end = len(record.lists()[0]), 0
+    most: list[int] = []  # entries of the turn, of the fullest stream of each half
+    while len(set(most)) < 2:
+        end += 10
+        assert end < at, "the heads kept the same everywhere"
+        of = [[int((layer[g] < end).sum()) for layer in record.lists()] for g in range(heads)]
+        most = [max(max(streams) for streams in half) for half in (of[: heads // 2], of[heads // 2 :])]
+    found.append(engine.evict_turns(first, [(0, end)], min(most))["kept_tokens"])
+    session = Session.from_buffers(engine.session(first).to_buffers())
+    assert session.snapshot is not None and len(session.evictions) == 2
+    found.append(
+        [session.snapshot.lengths["attention"].tolist(), [r.counts().tolist() for r in session.evictions.values()]]
+    )
+    engine.abort(first)
+    again = engine.restore_held(session)
+    engine.session(again).to_buffers()
+    return found + finish(engine, engine.add([*again.tokens, *TEXT[200:240]], GREEDY, False, again, asked))
+
+
+def taken_over(engine: Engine) -> list[Any]:
+    """What is asked about a request whose cache a later turn has taken over: there is none, which hurts nobody."""
+    first = engine.add(TEXT[:60], GREEDY, True)
+    found = finish(engine, first)
+    turn = engine.add([*first.tokens, *TEXT[100:120]], GREEDY, True, first)
+    found += finish(engine, turn)
+    session, fork = engine.session(first, {"said": "so"}), engine.fork_held(first)
+    found.append([session.tokens, session.snapshot is None, session.conversation, fork.tokens, fork.finish_reason])
+    found.append(engine.evict_turns(first, [(0, 20)], 5)["kept_tokens"])
+    for request in (first, fork):
+        try:
+            engine.evict_held(request, EvictionConfig(20, 4, 8))
+        except RequestError as problem:
+            found.append(str(problem))
+    later = [engine.add([*each.tokens, 5, 6], GREEDY, True, each) for each in (fork, first, turn)]
+    found += finish(engine, *later)
+    return [*found, [request.cached_tokens for request in later]]
+
+
 def reused(engine: Engine) -> list[Any]:
     """Prompts that begin alike, by one salt and another; an even budget; and then one that heads share."""
     found: list[Any] = []
@@ -148,6 +192,32 @@ def reused(engine: Engine) -> list[Any]:
     return found
 
 
+def forgotten(engine: Engine) -> list[Any]:
+    """What is kept under two salts and of two texts, dropped one after the other."""
+    found: list[Any] = []
+
+    def ask(salt: bytes = b"", begin: int = 0) -> list[int]:
+        request = engine.add(TEXT[begin : begin + 150], GREEDY, salt=salt)
+        finish(engine, request)
+        found.append(request.cached_tokens)
+        return request.tokens
+
+    for salt in (b"", b"", b"other", b"other"):
+        ask(salt)
+    ask(begin=150)
+    engine.forget(b"other")
+    ask(b"other")
+    said = ask()
+    engine.forget(None, said)
+    ask(begin=150)
+    ask()
+    engine.forget()
+    for salt in (b"", b"other"):
+        ask(salt)
+    columns = engine.manager.reuse.columns if engine.manager.reuse is not None else None
+    return [*found, columns.count if columns is not None else -1]
+
+
 def held(engine: Engine) -> list[Any]:
     """A conversation that is forked, evicted as a whole and by turns, and goes on."""
     first = engine.add(TEXT[:120], GREEDY, True, eviction=EvictionConfig(200, 16, 8))
@@ -156,7 +226,7 @@ def held(engine: Engine) -> list[Any]:
     freed = engine.evict_held(fork, EvictionConfig(40, 16, 8, "auto"), ranges=[(3, 9)])
     assert freed > 0
     stats = engine.evict_turns(first, [(0, 50), (50, 100)], 12)
-    found.append(stats["kept_tokens"])
+    found += [stats[name] for name in ("kept_tokens", "kv_bytes_full", "kv_bytes_kept")]
     turns = [
         engine.add([*each.tokens, *TEXT[200:240]], GREEDY, True, each, EvictionConfig(60, 16, 8, "snapkv"))
         for each in (first, fork)

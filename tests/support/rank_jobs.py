@@ -10,6 +10,7 @@ from typing import Any
 
 import calling_ranks
 import evicting_ranks
+import moving_ranks
 import torch
 import torch.distributed as dist
 from tiny_ranks import fixed_bytes
@@ -454,3 +455,8 @@ def count_evictions(group: Group, path: str, cases: list[dict[str, Any]]) -> lis
 def calls(group: Group | Alone, path: str, script: str) -> Any:
     """calling_ranks.run of a model."""
     return calling_ranks.run(group, open_part(path, group), script)
+
+
+def moves(group: Group | Alone, path: str, script: str, **given: Any) -> Any:
+    """moving_ranks.run of a model, in exact mode."""
+    return moving_ranks.run(group, open_part(path, group, exact=True), script, **given)

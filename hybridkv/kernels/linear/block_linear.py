@@ -24,6 +24,7 @@ from hybridkv.kernels.linear.block_scaled import BlockScaled, dequantise_rows, t
 from hybridkv.kernels.linear.linear import Linear
 
 FEW_ROWS = 32  # of x: up to this many, products read the codes themselves
+EVEN = 16  # parts of W begin at a multiple of so many rows, and so of 32 bytes of a row of the result
 
 
 def linear_blocks_ref(x: Tensor, weight: BlockScaled, groups: int = 1, dtype: torch.dtype | None = None) -> Tensor:
@@ -101,7 +102,8 @@ def linear_blocks_triton(x: Tensor, weight: BlockScaled, groups: int = 1, dtype:
     (T, _), (rows, K) = x.shape, weight.shape
     N = rows // groups
     if T > FEW_ROWS or x.dtype != torch.bfloat16:
-        return _by_dequantised(x, weight, groups, dtype, dequantise_triton, max(1, WRITTEN // max(K, 1)))
+        step = max(EVEN, WRITTEN // max(K, 1) // EVEN * EVEN)
+        return _by_dequantised(x, weight, groups, dtype, dequantise_triton, step)
     y = torch.empty((T, rows), dtype=dtype or x.dtype, device=x.device)
     (columns, sizes), fast = tile(T, rows, weight.form.columns), has_pdl(x.device)
     if y.numel():

@@ -18,7 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridkv.kernels.backend import COMPILED, has_pdl, tl, triton, use_triton
+from hybridkv.kernels.backend import (
+    COMPILED,
+    LARGE_SHARED_MEMORY,
+    has_pdl,
+    shared_memory,
+    tl,
+    triton,
+    use_triton,
+)
 
 MAX_ROWS = 16
 FASTER_ROWS = 8  # of x: up to this many, faster than cuBLAS; where cuBLAS needs two kernels, up to MAX_ROWS
@@ -127,9 +135,9 @@ def row_sums(b_parts, scale, bias, o_row, SCALE: tl.constexpr, BIAS: tl.constexp
     return b_y
 
 
-def tile(N: int, K: int, codes: bool, gated: bool) -> tuple[int, int, int, int]:
+def tile(N: int, K: int, codes: bool, gated: bool, room: bool) -> tuple[int, int, int, int]:
     """BN, BK, S (and warps), STAGES: the fastest on an H200 at the widths of a 27B model, whole and as 2, 4 and 8 ranks
-    have them.
+    have them. `room`: the card has much shared memory.
     """
     if codes:
         return (16, 128, 4, 4) if N < 8192 or gated else (16, 128, 2, 3)
@@ -137,7 +145,7 @@ def tile(N: int, K: int, codes: bool, gated: bool) -> tuple[int, int, int, int]:
         return (16, 128, 2, 3) if 4096 <= N < 16384 else (16, 128, 2, 4)
     if N >= 5120 and N * K < 3 << 23:  # short sums: programs of one warp, which need not wait for others
         return 16, 128, 1, 6
-    if N < 4096:
+    if N < 4096 and room:  # 128 KiB with 16 rows of x
         return 16, 128, 4, 5
     return (16, 128, 2, 3) if 8192 <= N < 12288 else (16, 128, 4, 3)
 
@@ -151,7 +159,8 @@ def linear_vector_triton(
     y = torch.empty((T, N), dtype=x.dtype, device=x.device)
     if x.stride(-1) != 1:
         x = x.contiguous()
-    BN, BK, S, stages = tile(N, K, scale is not None, gated)
+    room = shared_memory(x.device) >= LARGE_SHARED_MEMORY
+    BN, BK, S, stages = tile(N, K, scale is not None, gated, room)
     if y.numel():
         linear_vector_kernel[(triton.cdiv(N, BN),)](
             x, weight, y if scale is None else scale, y if bias is None else bias, y, T, N, K, x.stride(0),

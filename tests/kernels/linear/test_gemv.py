@@ -140,3 +140,25 @@ def test_the_tiles_of_a_27b_decode_step_compile_for_hopper_and_fit() -> None:
     built = [line.split() for line in printed.splitlines()]
     assert len(built) == 6 + 12
     assert all(int(shared) <= SHARED_MEMORY and rest == ["True", "False"] for shared, *rest in built), built
+
+
+FOR_99_KIB = """
+import torch
+from no_device import built
+from hybridkv.kernels.linear import gemv
+
+gemv.shared_memory = lambda device: 99 * 1024
+for N, K in ((1024, 5120), (5120, 640)):
+    for gated in (False, True):
+        x = torch.zeros(16, K, dtype=torch.bfloat16)
+        rows = 2 * N if gated else N
+        gemv.linear_vector_triton(x, torch.empty(rows, K, dtype=torch.bfloat16), gated=gated)
+        gemv.linear_vector_triton(x, torch.empty(rows, K, dtype=torch.uint8), torch.empty(rows), gated=gated)
+print(*(kernel.metadata.shared for _, kernel in built))
+"""
+
+
+def test_the_tiles_fit_a_blackwell_card_with_99_kib_of_shared_memory() -> None:
+    """RTX 50 cards have PDL, and so this kernel; with as many rows of x as it takes."""
+    shared = compile_alone(FOR_99_KIB, COMPILE_FOR="120").split()
+    assert len(shared) == 8 and max(map(int, shared)) <= 99 * 1024, shared
