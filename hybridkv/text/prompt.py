@@ -25,7 +25,9 @@ from hybridkv.text.thinking import thinking_variables
 from hybridkv.text.tokenizer import Tokenizer
 
 NAME_DIGITS = 20  # random ones at either end of a name; digits stay as they are in capitals
-TRACE_DIGITS = 12  # of these, by which a name that was cut is known
+COUNT_DIGITS = 8  # between them, which of the names it is
+NAME = 2 * NAME_DIGITS + COUNT_DIGITS
+TRACE_DIGITS = 12  # of the random ones, by which a name that was cut is known
 
 
 def render_pieces(
@@ -125,7 +127,7 @@ def _render(
 
     def name(text: str) -> str:
         named.append(text)
-        return f"{begin}{len(named) - 1:08}{end}"
+        return f"{begin}{len(named) - 1:0{COUNT_DIGITS}}{end}"
 
     shown = {key: _guarded(value, tokenizer, name) for key, value in values.items()}
     guarded = _guarded(messages, tokenizer, name)
@@ -133,7 +135,7 @@ def _render(
     if not named:
         return [(text, True)]
     pieces = []
-    for i, part in enumerate(re.split(f"{begin}([0-9]{{8}}){end}", text)):
+    for i, part in enumerate(re.split(f"{begin}([0-9]{{{COUNT_DIGITS}}}){end}", text)):
         if i % 2:
             pieces.append((named[int(part)], False))
         elif begin[:TRACE_DIGITS] in part or end[-TRACE_DIGITS:] in part:
@@ -148,16 +150,18 @@ def _guarded(value: Any, tokenizer: Tokenizer, name: Callable[[str], str]) -> An
 
     def visit(value: Any) -> Any:
         if isinstance(value, str):
+            spans = tokenizer.control_spans(value)
+            size = len(value) + sum(begin - end + NAME for begin, end in spans)
+            if spans and size > MAX_OUTPUT:  # which no template may write, and which takes long to encode
+                raise RequestError(
+                    f"a text spells control tokens {len(spans)} times; kept apart from real ones it has {size} "
+                    f"characters, and at most {MAX_OUTPUT} are taken"
+                )
             parts, at = [], 0
-            for begin, end in tokenizer.control_spans(value):
+            for begin, end in spans:
                 parts += [value[at:begin], name(value[begin:end])]
                 at = end
             shown = "".join([*parts, value[at:]])
-            if parts and len(shown) > MAX_OUTPUT:  # which no template may write, and which takes long to encode
-                raise RequestError(
-                    f"a text spells control tokens {len(parts) // 2} times; kept apart from real ones it has "
-                    f"{len(shown)} characters, and at most {MAX_OUTPUT} are taken"
-                )
             # spelled otherwise, but the same for this tokenizer: the whole text is named
             return name(value) if tokenizer.spells_control(shown) else shown
         if isinstance(value, dict):
