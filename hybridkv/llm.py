@@ -331,7 +331,6 @@ class LLM:
 
         Whole columns of it are kept (64 tokens for most models), and the recurrent state at the end of the last.
         """
-        self._alone("a prefix that is kept by name")
         if isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping):
             given: list[Any] = list(prompt)
             tokens = self.prompts.common_tokens(given, tools, thinking, template_variables)

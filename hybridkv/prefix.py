@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from hybridkv.cache.pins import Pin, check_pin, pin, pin_bytes, reuse_of, unpin
+from hybridkv.cache.pins import Pin, check_pin, pin_bytes, reuse_of
 from hybridkv.config import SamplingParams
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.owner import EngineOwner, Ticket
@@ -40,7 +40,7 @@ class Prefix:
         """It may go like all that was read, when room is needed. Requests that run on it go on. May be repeated."""
         pinned, self._pin = self._pin, None
         if pinned is not None:
-            self._owner.run(lambda engine: unpin(engine.manager, pinned))
+            self._owner.run(lambda engine: engine.unpin(pinned))
 
     def __repr__(self) -> str:
         return f"Prefix({self.tokens} tokens, {self.bytes} bytes{', pinned' if self.pinned else ''})"
@@ -62,19 +62,20 @@ def read_prefix(owner: EngineOwner, tokens: Sequence[int], pinned: bool) -> Pref
             owner.cancel([ticket])
             kept = None if ticket.request is None else ticket.request.pinned
             if kept is not None:
-                owner.run(lambda engine: unpin(engine.manager, kept))
+                owner.run(lambda engine: engine.unpin(kept))
             raise
         if pinned and found is None:
             raise HybridKVError(
                 f"the prefix of {len(whole)} tokens was read, but there was no room to keep it; ask again when fewer "
                 "requests run, or give more memory"
             )
-    nbytes = owner.run(lambda engine: pin_bytes(engine.manager, len(whole)))
+    nbytes = owner.run(lambda engine: pin_bytes(engine.manager, len(whole), engine.schema))
     return Prefix(owner, len(whole), nbytes, found)
 
 
 def _look(engine: Engine, tokens: Sequence[int], pinned: bool) -> tuple[list[int], Pin | None]:
     """The text's whole columns, and a pin if they are there already; or HybridKVError."""
+    engine.check_keeps()
     reuse, known = reuse_of(engine.manager), engine.check_tokens(tokens)
     whole = known[: len(known) // reuse.q * reuse.q]
     if not whole:
@@ -84,7 +85,7 @@ def _look(engine: Engine, tokens: Sequence[int], pinned: bool) -> tuple[list[int
             "a prefix of this model needs a checkpoint of its state, and there is no room for any; open the model with "
             f"ReuseConfig(checkpoints={2 * reuse.checkpoints.row_bytes}) or more"
         )
-    return whole, pin(engine.manager, SALT, np.array(whole, np.int32)) if pinned else None
+    return whole, engine.pin(SALT, whole) if pinned else None
 
 
 def _begin(engine: Engine, tokens: list[int], pinned: bool) -> Request:
@@ -93,5 +94,6 @@ def _begin(engine: Engine, tokens: list[int], pinned: bool) -> Request:
         check_pin(engine.manager, SALT, np.array(tokens, np.int32))
     params, marks = SamplingParams(max_tokens=1, temperature=0.0), [(len(tokens), "client")]
     request = engine.add(tokens, params, eviction=None, salt=SALT, marks=marks)
-    request.pins = pinned
+    if pinned:
+        engine.pin_when_read(request)
     return request

@@ -13,6 +13,7 @@ import numpy as np
 
 from hybridkv.cache.bookkeeping import bookkeeping
 from hybridkv.cache.columns import Column, Columns
+from hybridkv.cache.schema import CacheSchema
 from hybridkv.errors import HybridKVError
 
 if TYPE_CHECKING:
@@ -111,10 +112,10 @@ def unpin(manager: KVCacheManager, pin: Pin) -> None:
     reuse.columns.leave(pin.column)
 
 
-def pin_bytes(manager: KVCacheManager, tokens: int) -> int:
-    """Bytes of the pages of a text of whole columns, and of the state at its end."""
+def pin_bytes(manager: KVCacheManager, tokens: int, schema: CacheSchema) -> int:
+    """Bytes of the pages of a text of whole columns, and of the state at its end; `schema`: of all ranks' caches."""
     reuse = reuse_of(manager)
-    return tokens // reuse.q * reuse.column_bytes + (manager.schema.checkpoint_bytes if reuse.has_state else 0)
+    return tokens // reuse.q * schema.kv_bytes(reuse.q) + (schema.checkpoint_bytes if reuse.has_state else 0)
 
 
 def pinned_pages(reuse: Reuse, name: str) -> np.ndarray:

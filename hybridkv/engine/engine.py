@@ -22,6 +22,7 @@ import numpy as np
 from torch import Tensor
 
 from hybridkv.cache import KVCacheManager
+from hybridkv.cache.pins import Pin, pin, reuse_of, unpin
 from hybridkv.cache.schema import CacheSchema
 from hybridkv.cache.session import Session, check_model
 from hybridkv.config import EvictionConfig, SamplingParams
@@ -242,6 +243,24 @@ class Engine:
             reuse.forget(salt)
         elif reuse is not None:
             reuse.forget_text(salt or b"", np.array(tokens, np.int32))
+
+    # ---- texts that stay (cache/pins.py)
+
+    def check_keeps(self) -> None:
+        """Whether anything is kept for prompts to come, or HybridKVError."""
+        reuse_of(self.manager)
+
+    def pin(self, salt: bytes, tokens: Sequence[int]) -> Pin | None:
+        """A text of whole columns stays, if all of it is there; None: it is not. HybridKVError: it is too long."""
+        return pin(self.manager, salt, np.array(tokens, np.int32))
+
+    def pin_when_read(self, request: Request) -> None:
+        """The prompt of a request that runs is to stay (`Request.pinned`), if there is room when it has been read."""
+        request.pins = True
+
+    def unpin(self, pinned: Pin) -> None:
+        """What was pinned may go like anything else. Nothing happens where it is gone already."""
+        unpin(self.manager, pinned)
 
     # ---- requests that move (moving.py)
 

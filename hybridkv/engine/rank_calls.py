@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from hybridkv.cache.pins import Pin
 from hybridkv.cache.schema import CacheSchema
 from hybridkv.cache.session import Session, as_own, check_session
 from hybridkv.config import EvictionConfig, SamplingParams
@@ -254,6 +255,41 @@ class RankCalls(Engine):
         return found
 
     # ---- what is kept for others
+
+    def check_keeps(self) -> None:
+        """As `Engine.check_keeps`. Refused, too, where heads share a budget: ranks then keep nothing for others."""
+        if self.agreed.uneven or self.manager.reuse is None:
+            raise RequestError(
+                "over several ranks nothing is kept for other prompts where heads share a budget, or without reuse; "
+                "use budgets that are even (policy='snapkv'), or tp=1"
+            )
+
+    def pin(self, salt: bytes, tokens: Sequence[int]) -> Pin | None:
+        """As `Engine.pin`."""
+        event = {"event": "pin", "salt": salt.hex(), "tokens": list(tokens)}
+        return self._call(event, partial(self._pin, event))
+
+    def _pin(self, event: Event) -> Pin | None:
+        return super().pin(bytes.fromhex(event["salt"]), event["tokens"])
+
+    def pin_when_read(self, request: Request) -> None:
+        """As `Engine.pin_when_read`."""
+        event = {"event": "pin_when_read", "number": request.order}
+        self._call(event, partial(self._pin_when_read, event))
+
+    def _pin_when_read(self, event: Event) -> None:
+        super().pin_when_read(self._named(event))
+
+    def unpin(self, pinned: Pin) -> None:
+        """As `Engine.unpin`. All ranks have their pins in one order."""
+        pins = [] if self.manager.reuse is None else self.manager.reuse.pins
+        if pinned in pins:
+            event = {"event": "unpin", "place": pins.index(pinned)}
+            self._call(event, partial(self._unpin, event))
+
+    def _unpin(self, event: Event) -> None:
+        assert self.manager.reuse is not None
+        super().unpin(self.manager.reuse.pins[event["place"]])
 
     def forget(self, salt: bytes | None = None, tokens: Sequence[int] | None = None) -> None:
         """As `Engine.forget`."""

@@ -95,3 +95,13 @@ def test_what_is_to_be_forgotten_is_forgotten_on_all_ranks(folder: Path) -> None
     (want, _, free), found = both(folder, "forgotten")
     assert found[0][0] == want and [rank[2] for rank in found] == [free, free]
     assert [cached > 0 for cached in want[:-1]] == [False, True, False, True, False, False, True, True, *[False] * 3]
+
+
+@pytest.mark.parametrize("kind", ("llama", "qwen3_5"))
+def test_what_is_pinned_stays_on_all_ranks_until_it_is_given_back(kind: str, folder: Path, tmp_path: Path) -> None:
+    path = folder if kind == "llama" else tmp_path
+    if kind != "llama":
+        build(kind, 5).save_pretrained(path)
+    (want, _, free), found = both(path, "pinned")
+    assert found[0][0] == want and [rank[2] for rank in found] == [free, free]
+    assert [cached for _, cached in want] == [128, 128, 0]

@@ -15,7 +15,7 @@ from engine.driving import assert_nothing_held
 from hybridkv import LLM, CacheConfig, Conversation, SamplingParams
 from hybridkv.cache.session import Session
 from hybridkv.engine.engine import Engine
-from hybridkv.errors import RequestError
+from hybridkv.errors import HybridKVError, RequestError
 from server.running import serving
 from server.test_transfers import ASKED, COMPLETIONS, TEXT, alone, counted, first_leg, said
 
@@ -109,6 +109,34 @@ def test_a_conversation_that_is_to_be_forgotten_is_read_again(one_and_two: tuple
             llm.forget()
             assert cached() == 0
             server.idle()
+
+
+def test_a_prefix_stays_on_all_ranks_until_it_is_dropped(one_and_two: tuple[LLM, LLM]) -> None:
+    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    tokens, found = [(7 * i) % 90 + 3 for i in range(200)], []
+    crowd = [[(3 * i + 11 * n) % 89 + 4 for i in range(400)] for n in range(12)]
+    for llm in one_and_two:
+        llm.forget()
+        first, prefix = llm.prefix(tokens[:70]), llm.prefix(tokens)
+        again = llm.prefix(tokens)  # it is there already
+        assert prefix.tokens == again.tokens == 192 and first.tokens == 64
+        llm.generate(crowd, params)
+        asked = [*tokens, 5, 6, 7]
+        answer = llm.generate(asked, params)[0]
+        assert answer.stats["cached_tokens"] == 192, "it did not stay"
+        for each in (prefix, first, again, prefix):
+            each.drop()
+        llm.generate(crowd, params)
+        assert llm.generate(asked, params)[0].stats["cached_tokens"] == 0, "it stayed"
+        large = [llm.prefix([n] * 500) for n in (4, 5)]
+        with pytest.raises(HybridKVError, match="half may be"):
+            llm.prefix([6] * 500)
+        large[0].drop()
+        llm.forget()  # the other, too
+        large[1].drop()
+        llm.owner.run(assert_nothing_held)
+        found.append([answer.token_ids, prefix.bytes])
+    assert found[0] == found[1]
 
 
 def exported(llm: LLM) -> tuple[Session, list[int]]:

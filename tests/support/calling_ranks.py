@@ -30,7 +30,7 @@ def run(group: Group | Alone, part: tuple[Model, ModelConfig, Shard], script: st
     settings: dict[str, Any] = {"cache": replace(CACHE, budget=48)} if script == "score" else {}
     if script in ("bound", "hooked"):
         settings["tokenizer"] = byte_tokenizer()
-    engine = engine_of(group, part, rows=16 if script in ("reused", "forgotten") else None, **settings)
+    engine = engine_of(group, part, rows=16 if script in ("reused", "forgotten", "pinned") else None, **settings)
     found: Any = None
     if group.rank == 0:
         found = globals()[script](engine)
@@ -189,6 +189,38 @@ def reused(engine: Engine) -> list[Any]:
     ask(TEXT[:160])
     assert found[-1][0][0] > 0
     ask(TEXT[:200], eviction=EvictionConfig(60, 16, 8, "auto"))
+    if isinstance(engine, LockStepEngine):  # from here on nothing is kept
+        try:
+            engine.check_keeps()
+        except RequestError as problem:
+            assert "where heads share a budget" in str(problem)
+        else:
+            raise AssertionError("it was to keep something")
+    return found
+
+
+def pinned(engine: Engine) -> list[Any]:
+    """A text that is read and stays, however many others come, until it is given back."""
+    found, params = [], SamplingParams(max_tokens=1, temperature=0)
+    request = engine.add(TEXT[:128], params, marks=[(128, "client")])
+    engine.pin_when_read(request)
+    finish(engine, request)
+    again = engine.pin(b"", TEXT[:128])
+    assert request.pinned is not None and again is not None and engine.pin(b"", TEXT[64:192]) is None
+
+    def crowd() -> None:
+        for begin in range(1, 9):  # twice what the pools hold
+            engine.add([begin, *TEXT[begin : begin + 250]], params)
+        finish(engine)
+        after = engine.add(TEXT[:150], GREEDY)
+        found.append([finish(engine, after), after.cached_tokens])
+
+    crowd()
+    engine.unpin(again)
+    engine.unpin(again)
+    crowd()
+    engine.unpin(request.pinned)
+    crowd()
     return found
 
 
