@@ -84,11 +84,11 @@ def test_a_planted_fault_is_found(what: str, monkeypatch: pytest.MonkeyPatch) ->
         if hasattr(module, what.strip()):
             monkeypatch.setattr(module, what.strip(), FAULTS[what])
     with pytest.raises(Exception):  # noqa: B017
-        search(300, machine=AwayMachine)
+        search(900, machine=AwayMachine)
 
 
 @pytest.mark.slow
 def test_what_is_late_and_not_waited_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LateTier, "_up", HostTier._up)
     with pytest.raises(AssertionError):
-        search(300, machine=AwayMachine)
+        search(900, machine=AwayMachine)

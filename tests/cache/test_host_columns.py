@@ -49,7 +49,7 @@ def test_a_rounded_state_that_comes_back_into_another_row_is_found(monkeypatch: 
     where, name, patched = a_state_comes_back_into_another_row()
     monkeypatch.setattr(where, name, patched)
     with pytest.raises(Exception):  # noqa: B017  # whatever it breaks
-        search(100, machine=RoundedHostMachine)
+        search(900, machine=RoundedHostMachine)
 
 
 # ---- planted faults

@@ -271,7 +271,7 @@ def test_a_planted_fault_is_found(fault: Callable[[], Patch], monkeypatch: pytes
     where, name, patched = fault()
     monkeypatch.setattr(where, name, patched)
     with pytest.raises(Exception):  # noqa: B017  # whatever it breaks
-        search(150)
+        search(900)
 
 
 # ---- sizes
@@ -284,7 +284,7 @@ def test_a_planted_fault_of_rounded_checkpoints_is_found(
     where, name, patched = fault()
     monkeypatch.setattr(where, name, patched)
     with pytest.raises(Exception):  # noqa: B017  # whatever it breaks
-        search(100, machine=RoundedMachine)
+        search(900, machine=RoundedMachine)
 
 
 def test_pages_that_never_fill_together_are_refused() -> None:
