@@ -134,12 +134,12 @@ class LLM:
         self.ranks = settings.ranks
         try:
             self._open(path, settings, load_progress, compile_progress)
+            if self.ranks is not None:
+                self.ranks.opened(self.owner)  # which lives as long as a stream of it does
         except BaseException as problem:
             if self.ranks is not None:
                 self.ranks.failed(problem)
             raise
-        if self.ranks is not None:
-            self.ranks.opened(self.owner)  # which lives as long as a stream of it does
 
     def _open(
         self, path: Path, settings: Settings, load_progress: Progress | None, compile_progress: Progress | None

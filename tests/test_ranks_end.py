@@ -22,7 +22,7 @@ from tiny_ranks import build
 from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
 from hybridkv import LLM, SamplingParams
 from hybridkv.parallel import launch, signs
-from hybridkv.parallel.group import GroupError, free_port
+from hybridkv.parallel.group import Group, GroupError, free_port
 from hybridkv.parallel.launch import Place
 from hybridkv.ranks import Ranks
 from server.running import SECONDS, post_bytes, read_all, until
@@ -258,6 +258,28 @@ def test_a_rank_without_memory_for_its_part_is_named_with_the_reason(
     with pytest.raises(GroupError, match="rank 1 ended with exit code 1: (MemoryError|RuntimeError: .*memory)"):
         LLM(folder, tp=2, **HOW | {"max_requests": 2048}, memory="8GiB")
     assert not dist.is_initialized()
+
+
+def test_an_interrupt_while_the_others_come_leaves_no_process_and_no_group(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has loaded its part, and waits."""
+    start, meet, begun = launch._start, Group.meet, []
+
+    def watched(told: dict[str, Any], tp: int) -> Any:
+        begun.append(start(told, tp))
+        return begun[-1]
+
+    def interrupted(group: Group, where: str, *more: Any, **named: Any) -> None:
+        if where == "loaded":
+            raise KeyboardInterrupt
+        meet(group, where, *more, **named)
+
+    monkeypatch.setattr(launch, "_start", watched)
+    monkeypatch.setattr(Group, "meet", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        LLM(folder, tp=2, **HOW)
+    assert begun[0].poll() is not None and not dist.is_initialized()
 
 
 def test_where_every_rank_stands_is_written_before_those_that_hang_are_ended(
