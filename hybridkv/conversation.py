@@ -273,7 +273,7 @@ class Conversation:
         check_place(path, "session")  # before anything is copied
         with self._between_turns():
             words, request = self._words(), self._request
-            session = self.llm.owner.run(lambda engine: engine.session(request, words))
+            session = self.llm.owner.session(request, words)
         session.save(path)  # other threads' requests go on meanwhile
 
     def _words(self) -> dict[str, Any]:

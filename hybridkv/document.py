@@ -263,7 +263,7 @@ class Document:
         check_place(path, "document")
         words = plain_json({"document": {**vars(self.form), "stats": self.stats}})
         request = self.held()
-        session = self.llm.owner.run(lambda engine: engine.session(request, words))
+        session = self.llm.owner.session(request, words)
         if session.snapshot is None:
             raise RequestError("the document's cache was given up while it was saved; save it again")
         session.save(path)

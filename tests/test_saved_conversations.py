@@ -295,6 +295,25 @@ def test_saving_waits_for_the_answer_that_another_thread_reads(model: Callable, 
 # ---- settings
 
 
+def test_what_names_the_model_by_its_files_is_not_found_on_the_engines_thread(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Of a large model gigabytes are read for it, and no answer is to wait for that."""
+    with LLM(folder_of("llama"), device="cpu", dtype="float32", max_requests=2, max_context=256) as llm:
+        plain, threads = llm.manager.model_files, []
+        llm.manager.model_files = lambda: threads.append(threading.current_thread()) or plain()
+        talk = Conversation(llm, params=GREEDY)
+        say(talk, "Hello")
+        talk.save(tmp_path / "talk")
+        assert threads[0] is threading.current_thread() and Session.load(tmp_path / "talk").files == plain()
+        threads.clear()
+        document = llm.compress("A text of some words. " * 4, ratio=2, policy="keydiff")
+        document.save(tmp_path / "text")
+        assert threads[0] is threading.current_thread()
+        document.close()
+        talk.close()
+
+
 def test_what_the_cache_keeps_is_saved_and_sampling_is_not(model: Callable, tmp_path: Path) -> None:
     here, there = model("llama", "evicted"), model("llama", "evicted", 1)
     tighter = EvictionConfig(16, window=8, recent=8, policy="tova", decode_every=4)

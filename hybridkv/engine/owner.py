@@ -18,12 +18,13 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from hybridkv.cache.session import Session
 from hybridkv.engine.engine import Engine, Update
 from hybridkv.engine.loop_mail import gathered
 from hybridkv.errors import RequestError
@@ -151,6 +152,11 @@ class EngineOwner:
         """As the engine's: `check` of `Session.load` and `Session.from_buffers`."""
         self._engine.manager.model_files()  # it is found in files, for which no step is to wait
         self.run(lambda engine: engine.check_session_model(model, about, files))
+
+    def session(self, request: Request | None, conversation: Mapping[str, Any]) -> Session:
+        """As the engine's."""
+        self._engine.manager.model_files()  # as above
+        return self.run(lambda engine: engine.session(request, conversation))
 
     def observe(self, look: Callable[[Engine], object]) -> Callable[[], None]:
         """Call `look(engine)` on the owner's thread after every step and every change between steps, as a picture of
