@@ -90,7 +90,8 @@ def open_model(
         tokenizer, no_tokenizer = load_tokenizer(checkpoint)
         sampling = sampling_defaults(checkpoint)
         settings = replace(settings, cache=with_query_buffer(config, settings.cache))
-        check_exact(config, exact, settings.cache.state_dtype, checkpoint_dtype_of(settings.reuse))
+        checkpoint_dtype = checkpoint_dtype_of(settings.reuse)
+        check_exact(config, exact, settings.cache.state_dtype, checkpoint_dtype)
         check_fp8_cache(settings.cache, device)
         choice = choose_weights(checkpoint, config, settings, dtype)
         if ranks is not None:
@@ -105,7 +106,7 @@ def open_model(
     eos = tokenizer.eos_ids if tokenizer and tokenizer.eos_ids else frozenset(config.eos_ids)
     evictor = Evictor.make(settings.cache, manager, scale=config.attention_scale)
     parts = model, manager, tokenizer, settings.limits.step_tokens, eos, evictor
-    engine = Engine(*parts) if ranks is None else ranks.engine(settings.cache, dtype, *parts)
+    engine = Engine(*parts) if ranks is None else ranks.engine(settings.cache, dtype, checkpoint_dtype, *parts)
     engine.sampling_defaults = sampling
     engine.about = _about(path, choice.name(dtype), settings)
     if ranks is None:

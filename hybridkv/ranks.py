@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hybridkv.cache import KVCacheManager
+from hybridkv.cache.rounded_states import with_checkpoint_dtype
 from hybridkv.checkpoint.checkpoint import Checkpoint
 from hybridkv.config import CacheConfig
 from hybridkv.engine.lock_step import LockStepEngine
@@ -141,11 +142,18 @@ class Ranks:
         return load_sharded(self.whole, self.shard, self.group, checkpoint, device, dtype, *how, released=released)
 
     def engine(
-        self, cache: CacheConfig, dtype: torch.dtype, model: Model, manager: KVCacheManager, *parts: Any
+        self,
+        cache: CacheConfig,
+        dtype: torch.dtype,
+        checkpoint_dtype: str,
+        model: Model,
+        manager: KVCacheManager,
+        *parts: Any,
     ) -> LockStepEngine:
         """The engine of this rank."""
         assert self.whole is not None
-        whole = WholeCache(cache_schema(self.whole, cache, dtype), head_counts(self.whole))
+        schema = with_checkpoint_dtype(cache_schema(self.whole, cache, dtype), checkpoint_dtype)
+        whole = WholeCache(schema, head_counts(self.whole))
         name = group_fingerprint(self.group, manager.model_fingerprint())
         manager.model_fingerprint = lambda: name
         self._engine = LockStepEngine(model, manager, *parts, group=self.group, whole=whole)

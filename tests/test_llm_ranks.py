@@ -20,7 +20,7 @@ from long_form import LONG, more
 from tiny_ranks import build
 from v4_released import released_model
 
-from hybridkv import LLM, CacheConfig, Conversation, EvictionConfig, SamplingParams
+from hybridkv import LLM, CacheConfig, Conversation, EvictionConfig, ReuseConfig, SamplingParams
 from hybridkv.cli import main
 from hybridkv.commands.display import kept_line
 from hybridkv.engine.engine import INHERIT
@@ -311,3 +311,17 @@ def test_processes_that_torchrun_has_started_are_used(folder: Path) -> None:
     with LLM(folder, **HOW) as llm:
         assert json.loads(said[0][0]) == llm.generate([[5, 6, 7]], GREEDY)[0].token_ids
     assert said[1][0] == ""
+
+
+def test_checkpoints_in_bf16_are_those_of_the_whole_model(folder: Path) -> None:
+    """Each rank rounds its part of them, and what a prefix says of its bytes is of all parts."""
+    prompt, found = tiny.token_ids(200, seed=3), []
+    for tp in (1, 2):
+        with LLM(folder, tp=tp, reuse=ReuseConfig(checkpoint_dtype="bf16"), **HOW) as llm:
+            assert llm.plan.schema.checkpoint_bytes < llm.plan.schema.slot_bytes
+            prefix = llm.prefix(prompt)
+            answer = llm.generate([[*prompt, 5, 6]], GREEDY)[0]
+            assert answer.stats["cached_tokens"] == prefix.tokens == 192
+            found.append(prefix.bytes)
+            prefix.drop()
+    assert found[0] == found[1]
