@@ -69,7 +69,10 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return bench
 
 
-@pytest.mark.parametrize("name", (*BENCHES, *V4_BENCHES))
+QUICK = [name for name in (*BENCHES, *V4_BENCHES) if name != "start"]
+
+
+@pytest.mark.parametrize("name", [*QUICK, pytest.param("start", marks=pytest.mark.slow)])
 def test_a_bench_prints_a_table_and_one_json_line_last(name: str, run: Run) -> None:
     more = ["--kv-dtype", "fp8"] if name in ("decode", "eviction") else []
     code, lines, said = run(name, "--model-shape", "tiny", "--device", "cpu", "--skip-peers", *more)

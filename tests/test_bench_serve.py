@@ -117,6 +117,7 @@ def test_requests_that_stay_in_memory_are_a_failure_at_once(monkeypatch: pytest.
     assert result["left_over"]["requests in memory"] >= len(leak) > 0
 
 
+@pytest.mark.slow
 def test_a_slow_server_is_a_failure_where_it_ran_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     assert serve.too_slow([0.1, 0.2], 20.0) == ""
     for health, lag in (([0.1, 1.2], 20.0), ([0.1], 251.0), ([], 0.0)):

@@ -34,6 +34,7 @@ def on(size: int, model: Path, script: str, **given: Any) -> Any:
     return found[0][0]
 
 
+@pytest.mark.slow
 def test_the_next_tokens_are_those_of_the_request_that_stayed(folder: Path, tmp_path: Path) -> None:
     """From any number of ranks to any other: tokens and their logprobs, bit for bit (64 of them in the long form)."""
     want = {}
@@ -61,6 +62,7 @@ def test_what_is_refused_leaves_the_group_alive_and_takes_nothing(folder: Path) 
         assert found == want and len(said) >= 14
 
 
+@pytest.mark.slow
 def test_requests_that_move_again_and_again_leave_nothing_behind(folder: Path) -> None:
     given = {"seed": 3, "events": 1500 if LONG else 150}
     one, two = on(1, folder, "storm", **given), on(2, folder, "storm", **given)

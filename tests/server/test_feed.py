@@ -261,6 +261,7 @@ def test_a_reader_that_is_behind_gets_a_new_snapshot(own_feed: CacheFeed, monkey
     assert [event["seq"] for event in seen["events"]] == list(range(1, at + 2))[: len(seen["events"])]
 
 
+@pytest.mark.slow
 def test_a_reader_that_sleeps_has_no_backlog(tiny_one: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeds, "PERIOD", 0.001)
     feed, count, size = tiny_one.service.feed, 0, 0

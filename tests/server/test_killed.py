@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tiny
 
 from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
@@ -34,6 +35,7 @@ def turn(port: int, said: list[dict[str, str]], **more: Any) -> tuple[str, int]:
     return content, found["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
+@pytest.mark.slow
 def test_what_was_saved_outlives_a_server_that_is_killed(tmp_path: Path) -> None:
     model = tmp_path / "model"
     tiny.save("qwen3_5", model)

@@ -7,6 +7,8 @@ import signal
 import socket
 from pathlib import Path
 
+import pytest
+
 from hybridkv import LLM
 from server.running import SECONDS, post_bytes, read_all
 from server.test_command import LONG, ROOT, port_of, started
@@ -40,6 +42,7 @@ def health(port: int, seconds: float) -> int | None:
         connection.close()
 
 
+@pytest.mark.slow
 def test_it_can_be_stopped_and_go_on_with_a_log_that_nobody_reads(tiny_llm: LLM) -> None:
     with started("-m", tiny_llm.path, "--context", 512, "--alias", "tiny", "--dtype", "float32") as (process, lines):
         port = port_of(lines)

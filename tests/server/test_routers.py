@@ -86,6 +86,7 @@ def attempts(running: Running, make: Any) -> int:
     return int(sum(after.get(name % code, 0) - before.get(name % code, 0) for code in codes))
 
 
+@pytest.mark.slow
 def test_clients_do_not_send_again_what_must_not_be_sent_twice(tiny_llm: LLM) -> None:
     ask: Any = {"model": "tiny", "messages": HI}
     with serving(tiny_llm, names=("tiny",), request_seconds=0.3) as running:

@@ -267,6 +267,7 @@ for name, kernel in built:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_the_released_widths_compile_for_hopper_and_nothing_spills() -> None:
     """FP4 and FP8 experts, whole and as a rank has them, whose shared one is narrower: no kernel for one token takes

@@ -27,6 +27,7 @@ for name, kernel in built:
 EXACT = {"survey_kernel", "bound_kernel", "list_kernel", "draw_kernel", "weigh_kernel", "finish_kernel", "mask_kernel"}
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_every_launch_compiles() -> None:
     built = {tuple(line.split()) for line in compile_alone(COMPILE).splitlines()}
