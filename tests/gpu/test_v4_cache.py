@@ -1,5 +1,7 @@
 """The cache of compressed attention on a GPU: nothing allocated, nothing waited for, kernels seen through handles."""
 
+import gc
+
 import pytest
 import torch
 from hypothesis import settings
@@ -54,7 +56,10 @@ def test_a_decode_step_is_prepared_without_waiting_and_acquired_without_memory()
 
 
 def requested_bytes() -> int:
-    """What tensors asked for. memory_allocated may be more: cached blocks of other tests are handed out whole."""
+    """What tensors asked for. memory_allocated may be more: cached blocks of other tests are handed out whole. Cycles
+    of tests before are collected first: else they go in between, and less is counted.
+    """
+    gc.collect()
     torch.cuda.synchronize()
     return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
