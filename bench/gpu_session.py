@@ -54,7 +54,7 @@ def steps() -> list[Step]:
     all_runs = f'for i in 0 1 2 3 4 5 6 7; do {checker} $i & all="$all $!"; done'
     all_right = "for one in $all; do wait $one || exit 1; done"
     marked = [p for p in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in p.read_text(encoding="utf-8")]
-    found = [Step("tests", 270, [*tests, *workers, *(str(p.relative_to(ROOT)) for p in marked)])]
+    found = [Step("tests", 330, [*tests, *workers, *(str(p.relative_to(ROOT)) for p in marked)])]
     if shutil.which("compute-sanitizer"):
         found.append(Step("memcheck", 130, ["sh", "-c", f"{all_runs}; {all_right}"]))
 
