@@ -22,6 +22,7 @@ from hybridkv.kernels.linear.skinny import linear_rows, suits_rows
 pytestmark = pytest.mark.gpu
 # (rows, inputs, gated); 16480 is no multiple of a tile
 SHAPES = [(16480, 5120, False), (5120, 6144, False), (5120, 17408, False), (34816, 5120, True), (248320, 5120, False)]
+OF_RANKS = [(17408, 5120, True), (8704, 5120, True), (4120, 5120, False), (5120, 8704, False), (2060, 5120, False)]
 BOUND = 3e-3  # one rounding of the result to bf16
 
 
@@ -42,7 +43,7 @@ def dense(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("codes", [False, True])
-@pytest.mark.parametrize(("N", "K", "gated"), SHAPES)
+@pytest.mark.parametrize(("N", "K", "gated"), [*SHAPES, *OF_RANKS])
 def test_few_rows_at_real_widths(N: int, K: int, gated: bool, codes: bool) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     weight = drawn(N, K)

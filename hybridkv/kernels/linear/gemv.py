@@ -30,6 +30,7 @@ from hybridkv.kernels.backend import (
 
 MAX_ROWS = 16
 FASTER_ROWS = 8  # of x: up to this many, faster than cuBLAS; where cuBLAS needs two kernels, up to MAX_ROWS
+PADDED_ROWS = 8  # of x: up to this many are padded to 8, more to 16
 # Four E4M3 to four BF16. The seven low bits, put at exponent and mantissa, are 2^120 times too small.
 E4M3_TO_BF16 = tl.constexpr("""{
 .reg .b32 a, b, c;
@@ -135,17 +136,17 @@ def row_sums(b_parts, scale, bias, o_row, SCALE: tl.constexpr, BIAS: tl.constexp
     return b_y
 
 
-def tile(N: int, K: int, codes: bool, gated: bool, room: bool) -> tuple[int, int, int, int]:
+def tile(N: int, K: int, codes: bool, gated: bool, many: bool, room: bool) -> tuple[int, int, int, int]:
     """BN, BK, S (and warps), STAGES: the fastest on an H200 at the widths of a 27B model, whole and as 2, 4 and 8 ranks
-    have them. `room`: the card has much shared memory.
+    have them. `many`: x is padded to 16 rows, not to 8. `room`: the card has much shared memory.
     """
     if codes:
         return (16, 128, 4, 4) if N < 8192 or gated else (16, 128, 2, 3)
     if gated:
-        return (16, 128, 2, 3) if 4096 <= N < 16384 else (16, 128, 2, 4)
+        return (16, 128, 2, 3) if 4096 <= N < (8192 if many else 16384) else (16, 128, 2, 4)
     if N >= 5120 and N * K < 3 << 23:  # short sums: programs of one warp, which need not wait for others
         return 16, 128, 1, 6
-    if N < 4096 and room:  # 128 KiB with 16 rows of x
+    if N < (2128 if many else 4096) and room:  # 128 KiB with 16 rows of x, so a multiprocessor holds one program
         return 16, 128, 4, 5
     return (16, 128, 2, 3) if 8192 <= N < 12288 else (16, 128, 4, 3)
 
@@ -160,12 +161,13 @@ def linear_vector_triton(
     if x.stride(-1) != 1:
         x = x.contiguous()
     room = shared_memory(x.device) >= LARGE_SHARED_MEMORY
-    BN, BK, S, stages = tile(N, K, scale is not None, gated, room)
+    many = T > PADDED_ROWS
+    BN, BK, S, stages = tile(N, K, scale is not None, gated, many, room)
     if y.numel():
         linear_vector_kernel[(triton.cdiv(N, BN),)](
             x, weight, y if scale is None else scale, y if bias is None else bias, y, T, N, K, x.stride(0),
             SCALE=scale is not None, BIAS=bias is not None, GATED=gated, COMPILED=COMPILED, WHOLE=K % (S * BK) == 0,
-            STAGES=stages, S=S, BT=8 if T <= 8 else 16, BN=BN, BK=BK, num_warps=S, launch_pdl=COMPILED,
+            STAGES=stages, S=S, BT=16 if many else 8, BN=BN, BK=BK, num_warps=S, launch_pdl=COMPILED,
         )  # fmt: skip
     return y
 
@@ -189,6 +191,6 @@ def has_kernel(device: torch.device) -> bool:
 def suits_vector(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
     """Whether this kernel is faster than cuBLAS for these shapes, as measured on an H200."""
     N, K = weight.shape
-    two = gated or K > 2 * N  # cuBLAS needs a second kernel, for silu or to add up parts of long sums
+    two = gated or K > N  # cuBLAS needs a second kernel, for silu or to add up parts of long sums
     few = 0 < len(x) <= (MAX_ROWS if two else FASTER_ROWS) and K % 8 == 0  # rows of 16 bytes
     return few and x.dtype == torch.bfloat16 and weight.is_contiguous() and has_kernel(x.device)

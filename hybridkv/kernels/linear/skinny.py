@@ -27,6 +27,7 @@ HALF = TILE // 2
 BUSY = 0.9  # of the multiprocessors' time: with less, cuBLAS is faster
 LARGE = 1 << 26  # elements of W: smaller ones are left to cuBLAS
 MAX_SHARERS = 255  # what a tile's word can count
+FEW_SHARERS = 16  # with more, a tile's parts are read for longer than cuBLAS takes
 LOOKS = 32  # how often a program looks for the parts of others, at about a microsecond each, before it gives up
 # rows of x, padded: stages of the ring, registers of a thread. As deep a ring as fits, and registers left for the
 # kernels before and after
@@ -69,6 +70,7 @@ def suits_rows(x: Tensor, weight: Tensor) -> bool:
         fast = K > 2 * N
     else:
         fast = division.whole == 1 or len(x) > FEW_ROWS
+    fast = fast and division.sharers <= FEW_SHARERS
     return fast and division.busy(sms) >= BUSY and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
 
 

@@ -81,10 +81,32 @@ def test_the_library_has_the_product_where_the_kernel_does_not_pay() -> None:
 
 def test_more_rows_where_the_library_needs_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file, "has_kernel", lambda device: True)
-    x, square, long = (torch.zeros(n, k, dtype=torch.bfloat16) for n, k in ((16, 64), (64, 64), (16, 64)))
+    x, square, long = (torch.zeros(n, k, dtype=torch.bfloat16) for n, k in ((16, 64), (64, 64), (56, 64)))
     assert [file.suits_vector(x[:n], square) for n in (0, 1, 8, 9)] == [False, True, True, False]
     for case in ((square, True), (long, False)):
         assert [file.suits_vector(x.repeat(2, 1)[:n], *case) for n in (0, 9, 16, 17)] == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("N", "K", "gated", "few", "many"),  # as bf16; the fastest with 1 and with 16 rows of x, or within 4 % of it
+    [
+        (34816, 5120, True, (16, 128, 2, 4), (16, 128, 2, 4)),
+        (17408, 5120, True, (16, 128, 2, 3), (16, 128, 2, 4)),  # of 2 ranks
+        (8704, 5120, True, (16, 128, 2, 3), (16, 128, 2, 3)),
+        (4352, 5120, True, (16, 128, 2, 4), (16, 128, 2, 4)),
+        (8240, 5120, False, (16, 128, 2, 3), (16, 128, 2, 3)),
+        (5120, 8704, False, (16, 128, 4, 3), (16, 128, 4, 3)),
+        (4120, 5120, False, (16, 128, 4, 3), (16, 128, 4, 3)),
+        (3584, 5120, False, (16, 128, 4, 5), (16, 128, 4, 3)),
+        (2560, 4096, False, (16, 128, 4, 5), (16, 128, 4, 3)),
+        (2060, 5120, False, (16, 128, 4, 5), (16, 128, 4, 5)),
+        (5120, 768, False, (16, 128, 1, 6), (16, 128, 1, 6)),
+    ],
+)
+def test_tiles_are_those_measured(N: int, K: int, gated: bool, few: tuple[int, ...], many: tuple[int, ...]) -> None:
+    rows = N // (1 + gated)
+    assert file.tile(rows, K, False, gated, many=False, room=True) == few
+    assert file.tile(rows, K, False, gated, many=True, room=True) == many
 
 
 SHARED_MEMORY = 227 * 1024
@@ -129,8 +151,9 @@ for N, K, gated in SHAPES:
     linear_vector_triton(x, torch.empty(N, K, dtype=torch.uint8), torch.empty(N), gated=bool(gated))
 for n in (2, 4, 8):  # and a rank of so many
     for N, K, gated in ((16480 // n, 5120, 0), (5120, 6144 // n, 0), (34816 // n, 5120, 1), (5120, 17408 // n, 0)):
-        x = torch.zeros(1, K, dtype=torch.bfloat16)
-        linear_vector_triton(x, torch.empty(N, K, dtype=torch.bfloat16), gated=bool(gated))
+        for T in (1, 16):
+            x = torch.zeros(T, K, dtype=torch.bfloat16)
+            linear_vector_triton(x, torch.empty(N, K, dtype=torch.bfloat16), gated=bool(gated))
 """
 
 
@@ -138,7 +161,7 @@ def test_the_tiles_of_a_27b_decode_step_compile_for_hopper_and_fit() -> None:
     """In a process without the interpreter. Nothing is read before the kernel before has ended, and nothing spills."""
     printed = compile_alone(COMPILE)
     built = [line.split() for line in printed.splitlines()]
-    assert len(built) == 6 + 12
+    assert len(built) == 6 + 24
     assert all(int(shared) <= SHARED_MEMORY and rest == ["True", "False"] for shared, *rest in built), built
 
 

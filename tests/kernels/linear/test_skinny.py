@@ -51,6 +51,7 @@ def test_it_is_taken_where_it_was_measured_to_be_faster(monkeypatch: pytest.Monk
     assert [suits_rows(x[:n], weight(16480)) for n in (0, 8, 9, 64, 65)] == [False, False, True, True, False]
     assert [suits_rows(x[:n], weight(34816)) for n in (9, 32, 33, 64)] == [False, False, True, True]
     assert [suits_rows(x[:64], weight(N)) for N in (14336, 5120)] == [False, False]
+    assert not suits_rows(x[:16], weight(17408)), "33 programs would share each of four tiles"
     assert suits_rows(x.new_empty(9, 17408), weight(5120, 17408)) and not suits_rows(x[:9], weight(14700, 5120))
     assert not suits_rows(x.new_empty(9, 5121)[:, 1:], weight(16480)) and not suits_rows(x[:9].float(), weight(16480))
 
