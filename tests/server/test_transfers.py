@@ -4,12 +4,13 @@ wrong between the two.
 
 import http.client
 import json
-import shutil
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -19,12 +20,12 @@ from hybridkv import LLM, CacheConfig
 from hybridkv.cache import shelf_server
 from hybridkv.cache.buffers import Buffers
 from hybridkv.errors import HybridKVError
+from hybridkv.server.replicas import ROUTER, choose_ports
 from hybridkv.server.settings import ServerSettings
 from hybridkv.server.transfers import Transfers
 from server.running import QUIET, SECONDS, Running, post_bytes, serving, until
 from server.test_command import port_of, refused, started
 
-ROUTER = shutil.which("vllm-router")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TEXT = "The quick brown fox jumps over the lazy dog and runs away. " * 3
 LEG_1 = {
@@ -377,15 +378,15 @@ def test_two_processes_answer_as_one_and_the_one_that_reads_may_be_killed_betwee
 @contextmanager
 def routed(reads: int, writes: int) -> Iterator[int]:
     """vllm-router in front of two servers, at the port that is given back."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    ports = choose_ports(0, 0)
     ends = ("--prefill", f"http://127.0.0.1:{reads}", "--decode", f"http://127.0.0.1:{writes}")
-    command = [ROUTER or "", "--vllm-pd-disaggregation", *ends, "--host", "127.0.0.1", "--port", str(port)]
+    own = ("--host", "127.0.0.1", "--port", str(ports.router), "--prometheus-port", str(ports.metrics))
+    command = [sys.executable, "-m", ROUTER, "--vllm-pd-disaggregation", *ends, *own]
     router = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        until(lambda: router.poll() is not None or answers(port))
+        until(lambda: router.poll() is not None or answers(ports.router))
         assert router.poll() is None, "the router has ended"
-        yield port
+        yield ports.router
     finally:
         router.kill()
         router.wait(SECONDS)
@@ -402,7 +403,7 @@ def answers(port: int) -> bool:
         connection.close()
 
 
-@pytest.mark.skipif(ROUTER is None, reason="vllm-router is not installed")
+@pytest.mark.skipif(find_spec("vllm_router") is None, reason="vllm-router is not here")
 def test_a_router_that_exists_drives_both_legs(tiny_llm: LLM, both: Running, transport: str) -> None:
     model = ("-m", tiny_llm.path, "--context", 512, "--alias", "tiny", "--dtype", "float32", "--exact")
     model += ("--kv-transport", transport)
