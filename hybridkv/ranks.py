@@ -167,7 +167,7 @@ class Ranks:
             weakref.finalize(owner, self.place.kill)
             gone = weakref.finalize(owner, self._forgotten)
             gone.atexit = False  # type: ignore[attr-defined]  # a process that ends needs no group left
-            self._engine.on_failure = lambda problem: self._end_others()
+            self._engine.on_failure = self._end_others
             self._engine.watch(self.place.check)
             self._engine.channel.begin_beat()
             return
@@ -190,7 +190,7 @@ class Ranks:
         assert self._engine is not None
 
         def leave(problem: BaseException) -> None:
-            self._end_others()
+            self._end_others(problem)
             said = f"hybridkv: error: a worker ended, and the model with it: {problem}"
             with contextlib.suppress(OSError, ValueError):  # nobody reads stderr any more
                 print(said, file=sys.stderr, flush=True)
@@ -198,8 +198,9 @@ class Ranks:
 
         self._engine.on_failure = self._engine.channel.on_problem = leave
 
-    def _end_others(self) -> None:
-        self.place.dump_stacks()
+    def _end_others(self, problem: BaseException) -> None:
+        if not isinstance(problem, KeyboardInterrupt):  # then nobody hangs
+            self.place.dump_stacks()
         self.place.kill()
 
     def failed(self, problem: BaseException) -> None:

@@ -62,6 +62,15 @@ class EvalOptions:
         str,
         Option("--dtype", metavar="NAME", help="of the weights: auto, float32 or bfloat16", rich_help_panel=MODEL),
     ] = "auto"
+    tp: Annotated[
+        int,
+        Option(
+            "--tp",
+            metavar="N",
+            help="GPUs that share the model (tensor parallelism); --memory is of each",
+            rich_help_panel=MODEL,
+        ),
+    ] = 1
     exact: Annotated[
         bool, Option("--exact", help="the same bits whatever the batch, at some cost in speed", rich_help_panel=MODEL)
     ] = False

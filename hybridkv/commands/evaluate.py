@@ -88,7 +88,13 @@ def run(settings: EvalSettings, folder: Path, restart: bool, limit: float | None
     from hybridkv.commands.display import note
     from hybridkv.evaluation.results import Results, read_back
     from hybridkv.evaluation.run import Run
+    from hybridkv.parallel.group import torchrun_place
 
+    if settings.tp != 1 and torchrun_place() is not None:
+        raise HybridKVError(
+            "eval opens the model anew for each dtype, and starts the other ranks by itself: run it once, without "
+            "torchrun (RANK and WORLD_SIZE)"
+        )
     why, failed = "", None
     with Results(folder, settings, restart) as results:
         before = len(results.saved.records)
@@ -100,7 +106,9 @@ def run(settings: EvalSettings, folder: Path, restart: bool, limit: float | None
         except KeyboardInterrupt:
             why = "stopped"
         except BaseException as problem:
-            failed = problem
+            # over ranks Ctrl-C may come in the middle of an exchange, which then ends them
+            stopped = isinstance(problem.__cause__, KeyboardInterrupt)
+            why, failed = ("stopped", None) if stopped else ("", problem)
     saved = read_back(folder)  # an interrupt may have come between writing and remembering
     summary = None
     if saved.records and (failed is None or len(saved.records) > before):

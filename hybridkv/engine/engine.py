@@ -50,6 +50,7 @@ from hybridkv.engine.scoring import score, score_after
 from hybridkv.engine.stepping import evict_one, step
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction import Evictor
+from hybridkv.eviction_record import EvictionRecord
 from hybridkv.models.decoder import Model
 from hybridkv.request import Request
 from hybridkv.text.constraint import Thoughts
@@ -371,6 +372,13 @@ class Engine:
         """
         with self._change(), on_device(self.manager.device):
             return held.evict_turns(self, request, turns, budget)
+
+    def evictions_of(self, request: Request) -> dict[int, EvictionRecord]:
+        """What the evictions of a finished request kept, by position: of all heads, wherever they are. Over ranks of a
+        request that was added with `hold`, and that no later turn has taken over.
+        """
+        held.check_ended(request, "looked at")
+        return dict(request.evictions)
 
     # ---- running
 

@@ -346,6 +346,3 @@ class LockStepEngine(RankMoves):
 
     def replay(self, *_: Any, **__: Any) -> NoReturn:
         raise RequestError(NOT_OVER_RANKS.format(what="policy 'replay'"))
-
-    def score_after(self, *_: Any, **__: Any) -> NoReturn:
-        raise RequestError(NOT_OVER_RANKS.format(what="scoring what follows a held cache"))

@@ -28,12 +28,14 @@ from hybridkv.engine.rank_sessions import WholeCache
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.eviction import find_policy
 from hybridkv.eviction.policy_words import policy_of_words, policy_words
+from hybridkv.eviction_record import EvictionRecord
 from hybridkv.parallel.events import Channel, Event
 from hybridkv.parallel.group import Group, GroupError
 from hybridkv.parallel.layers import Vocabulary
 from hybridkv.request import Request
 
 NOT_OVER_RANKS = "over several ranks {what} is not available yet: use tp=1"
+DOES_NOT_FIT = "what was sent does not fit the part of rank {rank}; nothing was taken"
 ENDS = (None, "stop", "length", "abort", "error")  # finish reasons by number, as rank 0 tells them
 OF_RANK_0 = object()  # stands for a grammar that rank 0 follows
 
@@ -110,8 +112,10 @@ class RankCalls(Engine):
             raise GroupError(f"a call failed on rank {self.group.rank} and not on all: {problem}")
         raise problem
 
-    def _all_or_none(self, check: Callable[[], Found]) -> Found:
-        """What a check gives that takes nothing, or RequestError: it fails on some rank."""
+    def _all_or_none(self, check: Callable[[], Found], otherwise: str = DOES_NOT_FIT) -> Found:
+        """What a check gives that takes nothing, or RequestError: it fails on some rank. `otherwise`: what those say
+        on which it does not.
+        """
         found, problem = None, None
         try:
             found = check()
@@ -123,7 +127,7 @@ class RankCalls(Engine):
         if problem is not None:
             raise problem
         if any(refused):
-            raise RequestError(f"what was sent does not fit the part of rank {refused.index(1)}; nothing was taken")
+            raise RequestError(otherwise.format(rank=refused.index(1)))
         return found  # type: ignore[return-value]
 
     def _do_call(self, event: Event) -> None:
@@ -193,6 +197,21 @@ class RankCalls(Engine):
             self.agreed.uneven = True
             if self.manager.reuse is not None:
                 self.manager.reuse.stop()
+
+    def evictions_of(self, request: Request) -> dict[int, EvictionRecord]:
+        """As `Engine.evictions_of`: the lists of all ranks' heads, joined."""
+        if not request.evictions:  # nor has any other rank a record
+            return super().evictions_of(request)
+        event = {"event": "evictions_of", "number": request.order}
+        return self._call(event, partial(self._evictions_of, event))
+
+    def _evictions_of(self, event: Event) -> dict[int, EvictionRecord]:
+        request = self._all_or_none(partial(self._named, event), "rank {rank} has forgotten what the request kept")
+        found = super().evictions_of(request)
+        assert self.whole is not None
+        # `going`: records without a cache are those of a request on its way
+        part = Session("", {}, list(request.tokens), request.prompt_tokens, evictions=found, going={})
+        return self.whole.joined(self.group, part).evictions
 
     # ---- forks, and what is saved
 
@@ -310,6 +329,16 @@ class RankCalls(Engine):
         default = None if self.evictor is None else self.evictor.default
         self._may_share(default)
         return super().score(event["tokens"], event["prefill"], event["chunk"])
+
+    def score_after(self, request: Request, tokens: Sequence[int]) -> Tensor:
+        """As `Engine.score_after`."""
+        if self._without_cache(request):
+            return super().score_after(request, tokens)
+        event = {"event": "score_after", "number": request.order, "tokens": self.check_tokens(tokens)}
+        return self._call(event, partial(self._score_after, event))
+
+    def _score_after(self, event: Event) -> Tensor:
+        return super().score_after(self._named(event), event["tokens"])
 
     def whole_rows(self, logits: Tensor) -> Tensor:
         return self.vocabulary.gather(logits)

@@ -108,7 +108,8 @@ def score_after(engine: Engine, request: Request, tokens: Sequence[int]) -> Tens
     if position + len(tokens) > manager.max_tokens:
         raise RequestError(f"{position} + {len(tokens)} tokens do not fit a context of {manager.max_tokens}")
     step = engine.scheduler.reserve([(request.key, len(tokens))], every_row=True)
-    logits = engine.runner.forward(engine.runner.inputs([tokens], range(len(tokens)), step)).float().clone()
+    logits = engine.runner.forward(engine.runner.inputs([tokens], range(len(tokens)), step))
+    found = engine.whole_rows(logits).float().clone()
     manager.commit([(request.key, len(tokens))])
     request.tokens[position:] = tokens
-    return logits
+    return found

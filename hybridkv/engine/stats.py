@@ -23,6 +23,11 @@ def kept_bytes(request: Request, manager: KVCacheManager, schema: CacheSchema) -
     return total
 
 
+def kept_tokens(request: Request, manager: KVCacheManager) -> float:
+    """Entries of a stream on average; over ranks of the streams of all of them."""
+    return mean_length(request, manager) if request.evictions else manager.kept_tokens(request.key)
+
+
 def stats_of(request: Request, manager: KVCacheManager, schema: CacheSchema) -> dict[str, float]:
     """`schema`: of the model's whole cache; over ranks the manager's is of this rank's part."""
     stats: dict[str, float] = {"preemptions": request.preemptions, "cached_tokens": request.cached_tokens}
@@ -32,7 +37,7 @@ def stats_of(request: Request, manager: KVCacheManager, schema: CacheSchema) -> 
         stats["cache_given_up"] = 1  # it was to go on in a held cache, which made room for others
     if request.key in manager.slot_of:
         stats |= {
-            "kept_tokens": mean_length(request, manager) if request.evictions else manager.kept_tokens(request.key),
+            "kept_tokens": kept_tokens(request, manager),
             "kv_bytes_full": schema.kv_bytes(manager.position(request.key)),
             "kv_bytes_kept": kept_bytes(request, manager, schema),
             "state_bytes": schema.slot_bytes,

@@ -17,6 +17,7 @@ from hybridkv.cache.schema import ceil_div
 from hybridkv.config import EvictionConfig, SamplingParams
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.replay import ReplayPart
+from hybridkv.engine.stats import kept_bytes, kept_tokens
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction.named import find_policy, resolved_name
 from hybridkv.eviction.replay import RECENT
@@ -148,10 +149,10 @@ class Reader:
 
     def peak(self, request: Request) -> int:
         """Page bytes that a request held at its highest, as its evictions remember it."""
-        table = self.manager.tables[STREAMS]
-        most = [record.lengths for record in request.evictions.values()]
-        pages = [int(ceil_div(lengths, table.schema.entries_per_page).sum()) for lengths in most]
-        return max(pages, default=0) * table.schema.page_bytes
+        schema = self.manager.tables[STREAMS].schema
+        most = [record.lengths for record in self.engine.evictions_of(request).values()]
+        pages = [int(ceil_div(lengths, schema.entries_per_page).sum()) for lengths in most]
+        return max(pages, default=0) * schema.page_bytes
 
     def replayed(self, request: Request) -> list[Tensor]:
         """Scores from reading a text once more, which serve every ratio."""
@@ -175,18 +176,23 @@ class Reader:
         if not cut.full:
             eviction = cut.eviction(position)
             self.engine.evict_held(fork, eviction, scores, seen=seen)
-            if position > eviction.budget and self.manager.kept_tokens(fork.key) > eviction.budget:
+            if position > eviction.budget and kept_tokens(fork, self.manager) > eviction.budget:
                 raise HybridKVError(f"policy {cut.policy} kept more than its budget of {eviction.budget} tokens")
         return fork
 
     def held(self, request: Request, peak: int | None = None) -> Held:
-        """What the request holds now. `peak`: page bytes at their highest, where that was more."""
-        key, manager = request.key, self.manager
-        pages = manager.used_bytes(key)
-        tables = sum(t.device_table.nbytes // manager.slots for t in manager.tables.values())
+        """What the request holds now; over ranks all of them together. `peak`: page bytes at their highest, where that
+        was more.
+        """
+        manager, schema = self.manager, self.engine.schema
+        pages, streams = kept_bytes(request, manager, schema), {s.name: s.streams for s in schema.streams}
+        tables = sum(
+            t.device_table.nbytes // manager.slots * streams[name] // t.schema.streams
+            for name, t in manager.tables.items()
+        )
         return Held(
-            manager.position(key), manager.kept_tokens(key), pages, manager.schema.slot_bytes, tables,
-            max(pages, peak or 0) + manager.schema.slot_bytes + tables,
+            manager.position(request.key), kept_tokens(request, manager), pages, schema.slot_bytes, tables,
+            max(pages, peak or 0) + schema.slot_bytes + tables,
         )  # fmt: skip
 
     def answer(

@@ -161,7 +161,7 @@ class Results:
             raise HybridKVError(
                 f"{str(self.folder)!r} holds results of hybridkv {version}, this is {__version__}; {_WAYS}"
             )
-        there, asked = saved.run.get("settings", {}), self.settings.deciding()
+        there, asked = saved.settings.as_json(), self.settings.deciding()
         for name, value in asked.items():
             if there.get(name) != value:
                 raise HybridKVError(

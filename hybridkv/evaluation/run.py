@@ -181,6 +181,7 @@ class Run:
             max_requests=slots,
             max_context=context,
             memory=s.memory,
+            tp=s.tp,
             step_tokens=None if on_gpu and not any(Cut(p, 2).bounded for p in s.policies) else STEP_TOKENS,
         )
 

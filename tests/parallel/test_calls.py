@@ -48,6 +48,37 @@ def test_logits_of_a_text_are_those_of_one_rank(folder: Path) -> None:
         assert float((one - other).abs().max()) <= 1e-5 * float(one.abs().max())
 
 
+@pytest.mark.parametrize(("kv_heads", "size"), ((KV_HEADS, 2), (1, 2), (2, 4)))
+def test_what_evictions_kept_is_told_of_all_heads_in_their_order(
+    kv_heads: int, size: int, folder: Path, tmp_path: Path
+) -> None:
+    """A KV head that lies on several ranks is there once. What nobody holds any more hurts nobody."""
+    path = folder
+    if kv_heads != KV_HEADS:
+        path = tmp_path
+        build("llama", 5, num_key_value_heads=kv_heads, vocab_size=300).save_pretrained(path)
+    want, _, free = rank_jobs.calls(Alone(), str(path), "recorded")
+    found = ranks.run(size, "calls", path=path, script="recorded")
+    told = found[0][0]
+    # one rank knows what was let go as long as its caller does
+    assert (want.pop(), told.pop()) == (4, "rank 1 has forgotten what the request kept")
+    assert told == want and [rank[2] for rank in found] == [free] * size
+    first, after = want[3], want[5]
+    assert len(first) == 3 and want[4] == {} and after.keys() == first.keys() | {127}
+    assert all(len(layer) == kv_heads for lengths, lists in first.values() for layer in (*lengths, *lists))
+    assert want[6] is True and "an answer is still being written" in want[7]
+
+
+def test_logits_after_a_held_cache_are_those_of_one_rank(folder: Path) -> None:
+    (want, _, free), found = both(folder, "scored_after")
+    assert [rank[2] for rank in found] == [free, free]
+    for one, other in zip(want, found[0][0], strict=True):
+        if one.dtype == torch.float32:
+            assert one.shape[1] == 300 and float((one - other).abs().max()) <= 1e-5 * float(one.abs().max())
+        else:
+            assert torch.equal(one, other)
+
+
 def test_held_caches_are_forked_and_evicted_on_all_ranks(folder: Path) -> None:
     (want, held, free), found = both(folder, "held")
     assert found[0][0] == want and [rank[2] for rank in found] == [free, free]

@@ -1,6 +1,7 @@
 """What is asked of an engine between its steps, on one rank or several: for tests/parallel/test_calls.py."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import tiny
@@ -35,6 +36,7 @@ def run(group: Group | Alone, part: tuple[Model, ModelConfig, Shard], script: st
     if group.rank == 0:
         found = globals()[script](engine)
     if isinstance(engine, LockStepEngine):
+        vars(engine)["_gives_up"] = lambda event: give_up(engine)
         if group.rank:
             engine.follow()
         else:
@@ -150,6 +152,70 @@ def saved_unlike(engine: Engine) -> list[Any]:
     again = engine.restore_held(session)
     engine.session(again).to_buffers()
     return found + finish(engine, engine.add([*again.tokens, *TEXT[200:240]], GREEDY, False, again, asked))
+
+
+def recorded(engine: Engine) -> list[Any]:
+    """What evictions kept of all heads: two at a time, of a cache that was given up, and of what nobody holds."""
+    asked = EvictionConfig(40, 16, 8, "auto", decode_every=3)
+    first = engine.add(TEXT[:120], replace(GREEDY, max_tokens=8), True, eviction=asked)
+    found, whole = finish(engine, first), engine.add(TEXT[:30], GREEDY, True)
+    found += finish(engine, whole)
+
+    def lists(request: Request) -> dict[int, Any]:
+        records = engine.evictions_of(request)
+        return {at: [r.lengths.tolist(), [[e.tolist() for e in layer] for layer in r]] for at, r in records.items()}
+
+    found += [lists(first), lists(whole)]
+    engine.evict_held(first, EvictionConfig(24, 16, 8, "snapkv"))
+    found.append(lists(first))
+    if isinstance(engine, LockStepEngine):
+        engine._call({"event": "gives_up"}, partial(give_up, engine))
+    else:
+        give_up(engine)
+    found.append(lists(first) == found[-1] and first not in engine.scheduler.held)
+    running = engine.add(TEXT[:120], GREEDY, True, eviction=asked)
+    while not running.evictions:
+        engine.step()
+    try:
+        lists(running)
+    except RequestError as problem:
+        found.append(str(problem))
+    found += [*finish(engine, running), lists(running)]
+    engine.let_go(first)
+    try:
+        found.append(len(lists(first)))
+    except RequestError as problem:
+        found.append(str(problem))
+    return [*finish(engine, engine.add(TEXT[:9], GREEDY)), *found]
+
+
+def give_up(engine: Engine) -> None:
+    """The caches that are held go, as where running requests need their room."""
+    for request in list(engine.scheduler.held):
+        engine.scheduler.spare(request)
+        if request in engine.scheduler.held:
+            engine.scheduler.release_held(request)
+
+
+def scored_after(engine: Engine) -> list[Any]:
+    """Logits of what follows a held cache, cut and whole; they belong to it from then on."""
+    found: list[Any] = []
+    for eviction in (None, EvictionConfig(40, 16, 8, "auto")):
+        first = engine.add(TEXT[:120], GREEDY, True, eviction=eviction)
+        finish(engine, first)
+        fork = engine.fork_held(first)
+        found += [engine.score_after(first, TEXT[200:230]), engine.score_after(first, TEXT[230:233])]
+        turn = engine.add([*first.tokens, 5, 6], GREEDY, False, first, None)
+        found += [torch.tensor(finish(engine, turn)[0][1]), torch.tensor([turn.cached_tokens])]
+        engine.abort(fork)
+        for request, tokens in ((first, [5]), (fork, [5])):
+            try:
+                engine.score_after(request, tokens)
+            except RequestError as problem:
+                assert "not held any more" in str(problem), problem
+            else:
+                raise AssertionError("there was no cache to go on in")
+    return [*found, torch.tensor(finish(engine, engine.add(TEXT[:9], GREEDY))[0][1])]
 
 
 def taken_over(engine: Engine) -> list[Any]:
