@@ -14,7 +14,7 @@ from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
 from hybridkv import LLM, CacheConfig, EvictionConfig, SamplingParams
 from hybridkv.cli import main
 from hybridkv.commands.inspect import look
-from hybridkv.report.kept import Answer, Kept, positions_after_prompt, token_texts
+from hybridkv.report.kept import Answer, Kept, positions_held, token_texts
 from hybridkv.report.page import page
 from hybridkv.text.tokenizer import Tokenizer
 
@@ -93,7 +93,8 @@ def test_positions_are_the_prompts_own_when_it_was_cut_more_than_once(folder: Pa
     while not held.finished:
         llm.engine.step()
     positions = llm.manager.entry_positions(held.key, "attention")
-    assert [row.tolist() for row in positions_after_prompt(request, len(positions))] == [p.tolist() for p in positions]
+    found_held = positions_held(request.evictions, len(positions), request.prompt_tokens)
+    assert [row.tolist() for row in found_held] == [p.tolist() for p in positions]
 
 
 @pytest.mark.parametrize("flags", [[], ["--bounded"], ["--scope", "layer"], ["--decode-every", "2"]])

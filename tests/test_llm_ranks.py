@@ -223,8 +223,6 @@ REFUSED = (
     ("serve", "--document"),
     ("generate", "x", "--document"),
     ("compress", "-o"),
-    ("inspect", "x", "-o"),
-    ("demo", "-o"),
 )
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from hybridkv.commands.declaring import with_options
-from hybridkv.commands.inspect import look, page_path, whole
+from hybridkv.commands.inspect import held_stream, look, page_path, whole
 from hybridkv.commands.invocation import command_name
 from hybridkv.commands.options import ModelOptions
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from hybridkv.answers import Stream
     from hybridkv.config import CacheConfig, SamplingParams
     from hybridkv.llm import LLM
     from hybridkv.report.kept import Answer, Kept
@@ -72,12 +71,12 @@ def demo(
     if model.model is None and model.dtype == "auto":
         model = replace(model, dtype="float32")  # the same answers on every machine, with and without a GPU
     path = page_place(output)
-    model.refuse_ranks("a page of what all heads kept")
     model = replace(model, budget=BUDGET) if model.budget is None else model
     cache = model.cache()
     with model.open(cache=whole(cache)) as llm:
         form = llm.engine.about["weights"]
-        console.print(f"[bold]{llm.path.stem}[/bold] on {llm.device.type}, {form} weights: {human(llm.model.nbytes)}")
+        size = human(llm.model.nbytes) + ("" if llm.ranks is None else f" on rank 0 of {llm.ranks.group.size}")
+        console.print(f"[bold]{llm.path.stem}[/bold] on {llm.device.type}, {form} weights: {size}")
         text = files("hybridkv").joinpath("data", DOCUMENT).read_text(encoding="utf-8")
         console.print(f"It reads {TITLE}: {len(text.split())} words.\n")
         params = SamplingParams(max_tokens=64, temperature=0.0, stop=("\n",))
@@ -113,7 +112,7 @@ def full_answers(llm: LLM, console: Console, text: str, params: SamplingParams) 
     for question in QUESTIONS:
         console.print(f"[bold]{question}[/bold]")
         began = time.perf_counter()
-        stream = held_stream(llm, _prompt(llm, text, question), params, request)
+        stream = held_stream(llm, _prompt(llm, text, question), params, after=request)
         for piece in read_along(stream):
             say(piece.text)
         request, answer = stream.request, stream.completion
@@ -121,19 +120,10 @@ def full_answers(llm: LLM, console: Console, text: str, params: SamplingParams) 
         seconds = time.perf_counter() - began
         console.print(f"\n[dim]{summary(answer)[1:-1]}[/dim]\n")
         tokens = answer.prompt_tokens
-        size = llm.manager.schema.kv_bytes(tokens)
+        size = llm.engine.schema.kv_bytes(tokens)
         rows.append(Row(question, Answer.of(request), tokens, tokens, size, seconds))
     llm.owner.run(lambda engine: engine.abort(stream.request))  # its cache is not needed any more
     return rows
-
-
-def held_stream(llm: LLM, tokens: list[int], params: SamplingParams, after: Request | None) -> Stream:
-    """An answer with everything kept, whose cache is held for a next question."""
-    from hybridkv.answers import Stream
-
-    return Stream(
-        llm.owner, lambda engine: engine.add(tokens, params, hold=True, after=after, eviction=None), hold=True
-    )
 
 
 def short_answer(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +15,7 @@ from hybridkv.commands.options import ModelOptions
 from hybridkv.commands.prompts import read_prompts, refuse_system, to_tokens
 
 if TYPE_CHECKING:
+    from hybridkv.answers import Stream
     from hybridkv.config import CacheConfig, EvictionConfig, SamplingParams
     from hybridkv.llm import LLM
     from hybridkv.report.kept import Answer, Kept
@@ -58,7 +61,6 @@ def inspect(
     params, path = SamplingParams(max_tokens=max_tokens, temperature=0.0), page_path(output)
     model = replace(model, budget=BUDGET) if model.budget is None else model
     cache = model.cache()
-    model.refuse_ranks("a page of what all heads kept")
     with model.open(cache=whole(cache) if full else cache, shares=False) as llm:  # one prompt, in pools that it fills
         asked = text.strip() if question is None else utf8(question)
         tokens = to_tokens(llm, text if question is None else f"{text.rstrip()}\n\n{asked}", system, raw)
@@ -103,22 +105,43 @@ def look(
     if STREAMS not in llm.manager.tables:
         raise HybridKVError(f"{llm.path.name} has no full-attention layer: it holds no tokens that could be shown")
     if full is True:
-        full = Answer.of(ask(llm, tokens, params, None))
-    request = ask(llm, tokens, params, eviction)
+        with asked(llm, tokens, params, None) as request:
+            full = Answer.of(request)
+    with asked(llm, tokens, params, eviction) as request:
+        evictions = llm.owner.run(lambda engine: engine.evictions_of(request))
     said = storage(llm) | settings
     if request.policy is not None and "policy" in settings:
         said["policy"] = request.policy  # what auto stood for
-    return kept(llm, request, said, question, full or None), request
+    return kept(llm, request, evictions, said, question, full or None), request
 
 
-def ask(llm: LLM, tokens: list[int], params: SamplingParams, eviction: EvictionConfig | None) -> Request:
-    """Run one request to its end."""
+@contextmanager
+def asked(llm: LLM, tokens: list[int], params: SamplingParams, eviction: EvictionConfig | None) -> Iterator[Request]:
+    """A request that has run to its end. Inside it is held, so that all ranks know what they kept of it."""
     from hybridkv.commands.display import read_along
 
-    with llm.stream(tokens, params, eviction=eviction) as stream:
+    with held_stream(llm, tokens, params, eviction) as stream:
         for _ in read_along(stream):
             pass
-        return stream.request
+    try:
+        yield stream.request
+    finally:
+        llm.owner.run(lambda engine: engine.abort(stream.request))
+
+
+def held_stream(
+    llm: LLM,
+    tokens: list[int],
+    params: SamplingParams,
+    eviction: EvictionConfig | None = None,
+    after: Request | None = None,
+) -> Stream:
+    """An answer whose cache is held, for a next question or for a look at it; None: everything is kept."""
+    from hybridkv.answers import Stream
+
+    return Stream(
+        llm.owner, lambda engine: engine.add(tokens, params, hold=True, after=after, eviction=eviction), hold=True
+    )
 
 
 def storage(llm: LLM) -> dict[str, str]:

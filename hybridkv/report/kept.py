@@ -70,12 +70,21 @@ class Kept:
 
 
 def kept(
-    llm: LLM, request: Request, settings: dict[str, str], question: str = "", full_answer: Answer | None = None
+    llm: LLM,
+    request: Request,
+    evictions: Mapping[int, EvictionRecord],
+    settings: dict[str, str],
+    question: str = "",
+    full_answer: Answer | None = None,
 ) -> Kept:
-    """What the cache held of a finished request's prompt when it had just been read, and the answer that followed."""
-    T, schema = request.prompt_tokens, llm.manager.tables[STREAMS].schema
+    """What the cache held of a finished request's prompt when it had just been read, and the answer that followed.
+
+    evictions: what they kept of all heads (`Engine.evictions_of`).
+    """
+    T, whole = request.prompt_tokens, llm.engine.schema
+    schema = next(s for s in whole.streams if s.name == STREAMS)
     masks = np.zeros((schema.streams, T), bool)
-    for stream, positions in enumerate(positions_after_prompt(request, schema.streams)):
+    for stream, positions in enumerate(positions_held(evictions, schema.streams, T)):
         masks[stream, positions] = True
     masks = masks.reshape(len(schema.layers), schema.heads, T)
     page, size = schema.entries_per_page, schema.page_bytes
@@ -92,21 +101,16 @@ def kept(
         full_answer=full_answer,
         states=tuple(
             State(STATE_NAMES.get(state.name, state.name), list(state.layers), state.slot_bytes // len(state.layers))
-            for state in llm.manager.schema.states
+            for state in whole.states
             if not state.lent
         ),
     )
 
 
-def positions_after_prompt(request: Request, streams: int) -> list[np.ndarray]:
-    """Of each stream the prompt positions that were left when the prompt was read, by what the request remembers of its
+def positions_held(evictions: Mapping[int, EvictionRecord], streams: int, tokens: int) -> list[np.ndarray]:
+    """Of each stream the positions that are left once so many tokens were read, by what a request remembers of its
     evictions.
     """
-    return positions_held(request.evictions, streams, request.prompt_tokens)
-
-
-def positions_held(evictions: Mapping[int, EvictionRecord], streams: int, tokens: int) -> list[np.ndarray]:
-    """Of each stream the positions that are left once so many tokens were read."""
     found, seen = [np.arange(0)] * streams, 0
     for position in sorted(at for at in evictions if at <= tokens):
         stays = [entries for layer in evictions[position] for entries in layer]
