@@ -37,10 +37,9 @@ from hybridkv.kernels.linear.packed_weights import Packed, pack, unpack_codes4
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 READERS = 4  # threads that read experts: a disk gives more to several, and codes are checked meanwhile
 INDEX_LIMIT = 64 << 20  # bytes
-NOT_FINITE = (
-    "holds NaN or infinity; the file is damaged or was badly converted: download it again, or take another conversion "
-    "of the model"
-)
+_DAMAGED = "the file is damaged or was badly converted: download it again, or take another conversion of the model"
+NOT_FINITE = f"holds NaN or infinity; {_DAMAGED}"
+NOT_CODES = f"holds NaN among its codes or scales, or scales that no model has; {_DAMAGED}"
 
 _ASIDE = (
     ("mtp", re.compile(r"(model\.|language_model\.)*mtp\.")),
@@ -259,7 +258,7 @@ class Checkpoint:
         assert isinstance(self._store, SafetensorsStore)
         found = self._store.read_blocks(part, rows)
         if not found.finite():
-            raise ModelFileError(f"{str(self.path)!r}: tensor {name!r} {NOT_FINITE}")
+            raise ModelFileError(f"{str(self.path)!r}: tensor {name!r} {NOT_CODES}")
         put_blocks(out, row, found, 0 if rows is None else rows[0] % found.form.rows, columns)
 
     def _recipe(self, name: str) -> Recipe:

@@ -18,12 +18,14 @@ from torch import Tensor
 from v4_released import released_model
 
 from hybridkv import LLM, SamplingParams
+from hybridkv.kernels.backend import has_gluon
 from hybridkv.kernels.linear import block_linear
 from hybridkv.kernels.linear.block_form import RELEASED_FP4, RELEASED_FP8, BlockForm
 from hybridkv.kernels.linear.block_linear import linear_blocks, linear_blocks_ref
 from hybridkv.kernels.linear.block_scaled import BlockScaled, empty_blocks
-from hybridkv.kernels.moe import block_experts
+from hybridkv.kernels.moe import block_experts, block_experts_one
 from hybridkv.kernels.moe.block_experts import ExpertStack, run_block_experts, run_block_experts_ref
+from hybridkv.kernels.moe.block_experts_one_hopper import LEAST_SCALE, MOST_SCALE
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -84,6 +86,54 @@ def test_experts(T: int, on_the_gpu: None) -> None:
     x, weights, chosen, stacks = case(T)
     want = run_block_experts_ref(x, weights, chosen, stacks, 10.0)
     assert_close_rms("experts", want, run_block_experts(x, weights, chosen, stacks, 10.0), BOUND)
+
+
+BASE = replace(RELEASED_FP8, scale_bytes=4)
+
+
+@pytest.mark.parametrize(
+    ("d", "i", "forms"),
+    ((4096, 2048, (RELEASED_FP4, RELEASED_FP8)), (4096, 256, (RELEASED_FP4, RELEASED_FP8)),
+     (7168, 384, (RELEASED_FP4, BASE)), (640, 1152, (RELEASED_FP4,)), (2048, 512, (BASE,)),
+     (128, 128, (RELEASED_FP8, RELEASED_FP4))),
+)  # fmt: skip
+def test_one_token_by_the_hopper_kernel(
+    d: int, i: int, forms: tuple[BlockForm, ...], on_the_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Columns for one warp and for several, whole stages and parts of them; a choice of an expert that is not here."""
+    if not has_gluon(torch.device("cuda")):
+        pytest.skip("written in another Triton's Gluon")
+    ran: list[bool] = []
+    launch = block_experts_one.launch_one_hopper
+    monkeypatch.setattr(block_experts_one, "launch_one_hopper", lambda *a, **k: ran.append(True) or launch(*a, **k))
+    stacks = [ExpertStack(random_codes(f, n, 2 * i, d), random_codes(f, n, d, i)) for f, n in zip(forms, (E, 1))]
+    here = sum(len(stack.down) for stack in stacks)
+    for _ in range(3):
+        chosen, weights = torch.randperm(here)[None, :K].int(), torch.rand(1, K)
+        chosen[0, 0] = here - 1  # of the last stack
+        x = torch.randn(1, d).to(BF16)
+        want = run_block_experts_ref(x, weights, chosen, stacks, 10.0)
+        assert_close_rms("experts", want, run_block_experts(x, weights, chosen, stacks, 10.0), BOUND)
+        chosen[0, 1], weights[0, 1] = here, 0.0  # no expert of this rank
+        want = run_block_experts_ref(x, weights, chosen, stacks, 10.0, others=True)
+        assert_close_rms("others", want, run_block_experts(x, weights, chosen, stacks, 10.0, others=True), BOUND)
+    assert len(ran) == 12
+
+
+@pytest.mark.parametrize("byte", (LEAST_SCALE, MOST_SCALE))
+def test_one_token_with_scales_at_the_ends(byte: int, on_the_gpu: None) -> None:
+    """Nothing is lost: the result is that of scales in the middle, times the power of two between them."""
+    if not has_gluon(torch.device("cuda")):
+        pytest.skip("written in another Triton's Gluon")
+    stack, x = random_codes(RELEASED_FP4, 2, 512, 1024), torch.randn(1, 1024).to(BF16)
+    chosen, out = torch.tensor([1, 0], dtype=torch.int32), []
+    for power in (127, byte):
+        stack.scales.fill_(power)
+        y = torch.empty(2, 512, dtype=BF16)
+        block_experts_one.launch_one_hopper(x, [stack], chosen, y, 0.0, gated=False)
+        out.append(y.double() * 2.0 ** (127 - power))
+    assert out[0].abs().max() > 1
+    assert_same_bytes(*out)
 
 
 @pytest.mark.parametrize("T", (1, 4, 80))

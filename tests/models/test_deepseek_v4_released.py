@@ -22,7 +22,7 @@ from hybridkv.errors import HybridKVError, ModelFileError
 from hybridkv.kernels.backend import HAS_TRITON
 from hybridkv.kernels.linear import block_linear
 from hybridkv.kernels.linear.block_linear import BlockLinear
-from hybridkv.kernels.linear.block_scaled import BlockScaled
+from hybridkv.kernels.linear.block_scaled import LARGEST_SCALE, BlockScaled
 from hybridkv.kernels.linear.linear import Linear
 from hybridkv.kernels.moe import block_experts
 from hybridkv.models import open_checkpoint
@@ -147,14 +147,15 @@ def test_a_model_of_values_has_nothing_to_keep(tmp_path: Path) -> None:
         opened(write(tmp_path, Made().values, {"tie": False}))
 
 
-@pytest.mark.parametrize("which", ("scale", "code"))
+@pytest.mark.parametrize("which", ("scale", "large scale", "code"))
 def test_damaged_codes_are_refused(which: str, tmp_path: Path) -> None:
     made = Made()
-    if which == "scale":
-        made.stored["layers.1.ffn.experts.2.w2.scale"].view(torch.uint8)[3, 1] = 255
+    if which != "code":
+        byte = 255 if which == "scale" else LARGEST_SCALE[4] + 1
+        made.stored["layers.1.ffn.experts.2.w2.scale"].view(torch.uint8)[3, 1] = byte
     else:
         made.stored["layers.1.attn.wo_b.weight"].view(torch.uint8)[3, 1] = 0x7F
-    with pytest.raises(ModelFileError, match="layers.1.*holds NaN or infinity"):
+    with pytest.raises(ModelFileError, match="layers.1.*holds NaN among its codes or scales, or scales that no model"):
         opened(write(tmp_path, made.stored))
     ids = [1] * 3
     assert len(ids) < VOCAB and opened(write(tmp_path / "good", Made().stored)).logits(ids).isfinite().all()

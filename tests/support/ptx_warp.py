@@ -51,9 +51,12 @@ class Warp:
             return joined(*(p[0] * p[1] + (p[2] if len(p) > 2 else 0) for p in zip(*parts, strict=True)))
         if op == "prmt":
             given = np.concatenate([x[:, None].copy().view(np.uint8) for x in v[:2]], 1)
-            picks = [int(v[2][0]) >> 4 * i & 15 for i in range(4)]
-            found = [np.where(given[:, p & 7] > 127, 255, 0) if p & 8 else given[:, p & 7] for p in picks]
-            return np.stack(found, 1).astype(np.uint8).view(np.uint32)[:, 0]
+            picks = v[2][:, None] >> np.arange(0, 16, 4, dtype=np.uint32) & 15
+            found = np.take_along_axis(given, (picks & 7).astype(np.int64), 1)
+            found = np.where(picks & 8, np.where(found > 127, 255, 0), found)
+            return found.astype(np.uint8).view(np.uint32)[:, 0]
+        if op in ("mul", "mad"):  # of words, the low half
+            return v[0] * v[1] + (v[2] if op == "mad" else np.uint32(0))
         ops = {"and": np.bitwise_and, "or": np.bitwise_or, "shl": np.left_shift, "shr": np.right_shift}
         return v[0] if op == "mov" else ops[op](v[0], v[1])
 

@@ -1,7 +1,7 @@
 """BlockScaled: a matrix, or a stack of them, as codes with a scale for each block (block_form.py draws the formats).
 
 value = code * scale, which bf16 holds exactly if the scale is a power of two. Files with NaN or with scales past
-LARGEST_SCALE are refused when they are read, so every value is finite and kernels need not look for NaN.
+those of LARGEST_SCALE are refused when they are read, so every value is finite and kernels need not look for NaN.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from hybridkv.kernels.linear.block_form import BlockForm, Span
 from hybridkv.kernels.linear.gemv import upcast
 
 TILE = 1 << 22  # values dequantised at once where there is no kernel
-LARGEST_SCALE = 246  # as E8M0: 2^119, times 448 below the largest f32
+# As E8M0, by the bits of a code: 2^33, by which block_experts_one_hopper.py can multiply E2M1 in bf16, and 2^119, which
+# times 448 is below the largest f32
+LARGEST_SCALE = {4: 160, 8: 246}
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,11 @@ class BlockScaled:
 
     def finite(self) -> bool:
         """Whether all values are."""
+        largest = LARGEST_SCALE[self.form.bits]
         if self.scales.dtype == torch.uint8:
-            fine = bool((self.scales <= LARGEST_SCALE).all())
+            fine = bool((self.scales <= largest).all())
         else:
-            fine = bool((self.scales.abs() <= 2.0 ** (LARGEST_SCALE - 127)).all())  # false for NaN
+            fine = bool((self.scales.abs() <= 2.0 ** (largest - 127)).all())  # false for NaN
         return fine and (self.form.bits == 4 or not bool(((self.codes & 127) == 127).any()))
 
 

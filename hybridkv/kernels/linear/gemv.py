@@ -146,7 +146,8 @@ def tile(N: int, K: int, codes: bool, gated: bool, many: bool, room: bool) -> tu
         return (16, 128, 2, 3) if 4096 <= N < (8192 if many else 16384) else (16, 128, 2, 4)
     if N >= 5120 and N * K < 3 << 23:  # short sums: programs of one warp, which need not wait for others
         return 16, 128, 1, 6
-    if N < (2128 if many else 4096) and room:  # 128 KiB with 16 rows of x, so a multiprocessor holds one program
+    wave = 2128 if many else 4096  # 128 KiB with 16 rows of x, so a multiprocessor holds one program
+    if wave > N and room:
         return 16, 128, 4, 5
     return (16, 128, 2, 3) if 8192 <= N < 12288 else (16, 128, 4, 3)
 

@@ -1,15 +1,17 @@
 """Both products of experts in codes (block_experts.py) for one token: the step of a single request. Each choice is an
 expert of its own, so nothing is sorted, and experts of two formats are one launch: their bytes are read side by side.
+On Hopper GPUs the kernel is that of block_experts_one_hopper.py, for codes as they are released; elsewhere, and for
+blocks of other sizes, the ones below.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hybridkv.kernels.backend import has_pdl, tl, triton
+from hybridkv.kernels.backend import has_gluon, has_pdl, tl, triton
 from hybridkv.kernels.linear.block_rows import as_pairs, few_rows_tile, rows_form
 from hybridkv.kernels.linear.block_scaled import BlockScaled
 from hybridkv.kernels.moe.grouped import clamped_silu_mul
@@ -18,6 +20,11 @@ from hybridkv.kernels.moe.grouped import clamped_silu_mul
 COLUMNS = 256  # of a step
 ROWS = 32  # of codes that a program multiplies
 CONFIG = dict(BT=8, STAGES=3, num_warps=2)
+# of the Hopper kernel, the same
+STAGE = 512  # columns of FP4 that a warp takes at a time
+STEP = 128  # of which these are multiplied at once; FP8: the columns of a block
+WARPS = (1, 2)  # of a program: as many as have a stage each
+PARTS = 2  # of a stage of FP4, which are waited for one by one
 
 
 @triton.jit
@@ -143,9 +150,61 @@ def launch_one(
     )  # fmt: skip
 
 
+class LanesForm(NamedTuple):
+    """What the Hopper kernel has to know of codes. A constant of it."""
+
+    bits: int  # of a code
+    rows: int  # of a block
+    powers: bool  # scales are E8M0
+    even: bool  # columns are a whole number of stages of all warps
+
+
+def suits_hopper(stacks: list[BlockScaled]) -> bool:
+    """Whether the kernel reads these codes: blocks as they are released, and columns a whole number of steps, so that
+    both products' rows are a whole number of tiles, too.
+    """
+    forms = [each.form for each in stacks]
+    known = all(
+        (form.rows, form.columns, form.scale_bytes) == (1, 32, 1) if form.bits == 4 else form.columns == STEP
+        for form in forms
+    )
+    return known and stacks[0].shape[-1] % STEP == 0
+
+
+def launch_one_hopper(
+    x: Tensor, stacks: list[BlockScaled], chosen: Tensor, y: Tensor, limit: float, gated: bool
+) -> None:
+    """One product of all choices: x [1, K] or [choices, K] -> y [choices, N]."""
+    from hybridkv.kernels.moe.block_experts_one_hopper import one_row_kernel
+
+    (_, N, K), (first, second), k = stacks[0].shape, (stacks[0], stacks[-1]), chosen.numel()
+    N = N // 2 if gated else N
+    warps = max(n for n in WARPS if n == WARPS[0] or n * STAGE <= K)
+    columns = {4: STAGE * warps, 8: STAGE * warps // 2}  # of a stage
+    forms = [
+        LanesForm(e.form.bits, e.form.rows, e.form.scale_bytes == 1, K % columns[e.form.bits] == 0)
+        for e in (first, second)
+    ]
+    words = [e.codes.view(torch.int32) for e in (first, second)]
+    scales = [e.scales.view(torch.int32) if e.form.bits == 4 else e.scales for e in (first, second)]
+    rows = 8 if gated else 16
+    assert N % rows == 0, f"{N} rows are no whole number of tiles of {rows}"
+    one_row_kernel[(k * (N // rows),)](
+        as_pairs(x), words[0], scales[0], words[1], scales[1], chosen, y, k, len(first),
+        sum(len(each) for each in stacks), N, K, limit, 0 if len(x) == 1 < k else K // 2, words[0].shape[-1],
+        scales[0].shape[-1], words[1].shape[-1], scales[1].shape[-1], scales[0].shape[1], scales[1].shape[1],
+        FIRST=forms[0], SECOND=forms[1], TWO=len(stacks) == 2, GATED=gated, S=warps, PARTS=PARTS, num_warps=warps,
+        launch_pdl=True,
+    )  # fmt: skip
+
+
 def run_one(x: Tensor, chosen: Tensor, up: list[BlockScaled], down: list[BlockScaled], limit: float, y: Tensor) -> None:
     """x [1, D] through the experts of its choices, into y [K, D]."""
     (_, D), I = x.shape, down[0].shape[2]
     inner = torch.empty((chosen.numel(), I), dtype=x.dtype, device=x.device)
+    if has_gluon(x.device) and suits_hopper(up) and suits_hopper(down):
+        launch_one_hopper(x, up, chosen, inner, limit, gated=True)
+        launch_one_hopper(inner, down, chosen, y, limit, gated=False)
+        return
     launch_one(one_up_kernel, x, up, chosen, inner, (D, I, limit), triton.cdiv(I, ROWS // 2))
     launch_one(one_down_kernel, inner, down, chosen, y, (D, I), triton.cdiv(D, ROWS))

@@ -41,7 +41,7 @@ def test_values_are_codes_times_scales(form: BlockForm, monkeypatch: pytest.Monk
 def test_all_codes_and_the_ends_of_the_scales() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     codes[[127, 255]] = 0
-    for byte in (0, 1, 127, block_scaled.LARGEST_SCALE):
+    for byte in (0, 1, 127, block_scaled.LARGEST_SCALE[8]):
         scales = torch.full((8, 1), byte, dtype=torch.uint8)
         weight = BlockScaled(codes.view(8, 32), scales, BlockForm(8, 1, 32, 1))
         want = codes.view(torch.float8_e4m3fn).double() * 2.0 ** (byte - 127)
@@ -56,6 +56,10 @@ def test_what_is_not_finite_is_seen() -> None:
         scales = weight.scales.clone()
         scales.view(-1)[-1] = torch.nan if form.scale_bytes == 4 else 255
         assert weight.finite() and not BlockScaled(weight.codes, scales, form).finite()
+        largest = block_scaled.LARGEST_SCALE[form.bits]
+        for byte in (largest, largest + 1):
+            scales.view(-1)[-1] = 2.0 ** (byte - 127) if form.scale_bytes == 4 else byte
+            assert BlockScaled(weight.codes, scales, form).finite() == (byte == largest)
         codes = weight.codes.clone()
         codes[3, 5] = 0xFF
         assert BlockScaled(codes, weight.scales, form).finite() == (form.bits == 4)
@@ -142,7 +146,7 @@ def test_rows_of_x_may_begin_anywhere(form: BlockForm) -> None:
         assert_close_rms(f"{T, first, step}", want, block_linear.linear_blocks_triton(x, put(weight)), BOUND[BF16])
 
 
-@pytest.mark.parametrize("byte", (0, 1, block_scaled.LARGEST_SCALE))
+@pytest.mark.parametrize("byte", (0, 1, block_scaled.LARGEST_SCALE[8]))
 def test_the_ends_of_the_scales_in_products(op, byte: int) -> None:
     weight, _ = random_blocks(FP4, 20, 64)
     scales = torch.full_like(weight.scales, byte)
