@@ -14,7 +14,7 @@ help:
 	@echo "make test    run the tests (JOBS=$(JOBS) processes, one thread each)"
 	@echo "make test-slow   run the tests that make test leaves out: crowds, storms, endurance"
 	@echo "make test-long   run the tests that have a longer form, in that form"
-	@echo "make test-replicas   run two servers behind vllm-router, on a machine that does nothing else"
+	@echo "make test-replicas   run two servers behind vllm-router: one is killed, one is drained, all are drained"
 	@echo "make test-ray   run the tests of replicas under Ray Serve, in an environment of their own (0.5 GB more)"
 	@echo "make test-nixl   run the tests of what goes from server to server by NIXL, too, in an environment of their own (0.4 GB more)"
 	@echo "make test-interrupts   interrupt an engine at thousands of lines"
@@ -59,6 +59,7 @@ test-slow: $(VENV)/.stamp-dev
 test-long: $(VENV)/.stamp-dev
 	HYBRIDKV_LONG=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m long $(ARGS)
 
+# In one process, for the tests go on from each other.
 test-replicas: $(VENV)/.stamp-dev
 	HYBRIDKV_REPLICAS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/server/test_replicas.py $(ARGS)
 
@@ -82,7 +83,7 @@ $(VENV)-nixl/.stamp: $(VENV)/.stamp-dev
 
 test-nixl: $(VENV)-nixl/.stamp
 	@$(BIN)/python -m hybridkv.embedded
-	PATH="$(CURDIR)/$(BIN):$$PATH" OMP_NUM_THREADS=1 $(VENV)-nixl/bin/python -m pytest tests/cache/test_nixl_agents.py tests/cache/test_shelves.py tests/server/test_transfers.py $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV)-nixl/bin/python -m pytest tests/cache/test_nixl_agents.py tests/cache/test_shelves.py tests/server/test_transfers.py $(ARGS)
 
 # Libraries pick their products by what the CPU can do. Here they do without AVX-512; test_old_cpu.py checks that they did.
 # What is run again is what those libraries compute: products, softmax and its sums, norms, conversions between formats,

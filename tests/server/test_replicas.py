@@ -85,12 +85,12 @@ def children_of(parent: int) -> dict[int, int]:
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     if importlib.util.find_spec("vllm_router") is None:
         pytest.skip("vllm-router is not here")
-    if not os.environ.get("HYBRIDKV_REPLICAS"):  # the router closes servers off that are slow to answer
-        pytest.skip("only where `make test-replicas` asks for it, on a machine that does nothing else")
+    if not os.environ.get("HYBRIDKV_REPLICAS"):  # the tests go on from each other, so one process runs them, in order
+        pytest.skip("make test-replicas runs it")
     model = tmp_path_factory.mktemp("model")
     tiny.save("qwen3_5", model)
     write_tokenizer(model, TEMPLATE)
-    arguments = ["-m", model, "--context", 512, "--alias", "tiny", "--dtype", "float32", "--replicas", 2]
+    arguments = ["-m", model, "--context", 4096, "--alias", "tiny", "--dtype", "float32", "--replicas", 2]
     arguments += ["--budget", 96, "--window", 16, "--recent", 16, "--device", "cpu", "--exact", "--disk-cache"]
     arguments += [tmp_path_factory.mktemp("store"), "--port", 0, "--drain", 30]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
@@ -133,9 +133,14 @@ def test_openais_client_is_answered_whole_and_streaming(two: Started) -> None:
 
 def test_conversations_of_six_turns_stay_and_read_only_what_is_new(two: Started) -> None:
     """Each in one server, and between them in both."""
-    names, homes = [f"talk {i}" for i in range(8)], set()
+    names = [f"talk {i}" for i in range(8)]
     for name in names[2:]:
         assert two.ask(name)[0] == 200
+    # where a name goes depends on the servers' ports, which are any: eight may all be in one, sixty are not
+    while len(homes := {port for port in two.servers if "talk" in " ".join(two.held(port))}) < 2 and len(names) < 60:
+        names.append(f"talk {len(names)}")
+        assert two.ask(names[-1])[0] == 200
+    assert homes == set(two.servers), "the router has used one server alone"
     for name in names[:2]:
         said, before = list(HI), 0
         for number in range(6):
@@ -149,9 +154,7 @@ def test_conversations_of_six_turns_stay_and_read_only_what_is_new(two: Started)
             answer = found["choices"][0]["message"]["content"]
             said += [{"role": "assistant", "content": answer}, {"role": "user", "content": f"And {number}?"}]
     for name in names:
-        [home] = [port for port in two.servers if name in two.held(port)]
-        homes.add(home)
-    assert homes == set(two.servers), "the router has used one server alone"
+        assert sum(name in two.held(port) for port in two.servers) == 1
 
 
 def test_a_server_that_is_killed_takes_its_answer_along_and_nothing_else(two: Started) -> None:
@@ -160,12 +163,15 @@ def test_a_server_that_is_killed_takes_its_answer_along_and_nothing_else(two: St
     name = next(name for name, port in at.items() if port == victim)
     stays = next(name for name, port in at.items() if port == other)
     pid = two.children[victim]
-    ask = {"model": "tiny", "messages": HI, "max_tokens": 450, "ignore_eos": True, "stream": True}
+    # more than is written before it is killed, however quick the machine
+    ask = {"model": "tiny", "messages": HI, "max_tokens": 4000, "ignore_eos": True, "stream": True}
     with socket.create_connection(("127.0.0.1", two.router), timeout=SECONDS) as connection:
         connection.sendall(post_bytes(CHAT, ask, x_session_id=name))
         begun = connection.recv(4000)
         while b"data: " not in begun:
-            begun += connection.recv(4000)
+            more = connection.recv(4000)
+            assert more, begun
+            begun += more
         os.kill(pid, signal.SIGKILL)
         found = begun + read_all(connection)
     # the router has no event for it: it breaks off the transfer, which every client of HTTP takes for an error
