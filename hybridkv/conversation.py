@@ -250,7 +250,7 @@ class Conversation:
         """
         owner, path = llm.owner, _path(path)
         llm.chat_parts()
-        room = llm.manager.memory_bytes() * (1 if llm.ranks is None else llm.ranks.group.size) + RECORD_BYTES
+        room = llm.engine.cache_bytes + RECORD_BYTES
         session = Session.load(path, owner.check_session_model, room)
         if "document" in session.conversation:
             raise HybridKVError(f"{path.name} holds a document, not a conversation; use LLM.load_document")

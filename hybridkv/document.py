@@ -31,6 +31,7 @@ from hybridkv.engine.engine import Engine
 from hybridkv.engine.held import has_cache
 from hybridkv.engine.owner import EngineOwner, Ticket
 from hybridkv.engine.replay import ReplayPart
+from hybridkv.engine.stats import kept_bytes, kept_tokens
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.eviction import find_policy
 from hybridkv.eviction.named import resolved_name
@@ -247,7 +248,6 @@ class Document:
             if not self.llm.owner.run(lambda engine: has_cache(engine, request)):
                 try:
                     self._request = _read(self.llm, request.tokens[: request.prompt_tokens], None, prefix=request)
-                    self._request.prefix = None  # it has all of its own now; a chain of them would grow
                 except HybridKVError as problem:
                     raise RequestError(
                         f"the document's cache was given up to make room for other requests, and cannot be computed "
@@ -340,7 +340,7 @@ def compress(
 def load_document(llm: OpenModel, path: str | Path) -> Document:
     """`LLM.load_document`."""
     owner, path = llm.owner, _path(path)
-    room = llm.manager.memory_bytes() + RECORD_BYTES
+    room = llm.engine.cache_bytes + RECORD_BYTES
     session = Session.load(path, owner.check_session_model, room)
     words = session.conversation.get("document")
     if not isinstance(words, dict):
@@ -392,8 +392,8 @@ def cut_held(
 
     def evict(engine: Engine) -> None:
         engine.evict_held(request, eviction, scores, stay)
-        engine.manager.drop_query_buffer(request.key)  # nothing more is chosen by its last queries
-        request.stats.update(_held_stats(engine.manager, request))
+        engine.drop_queries(request)
+        request.stats.update(_held_stats(engine, request))
 
     llm.owner.run(evict)
 
@@ -522,10 +522,10 @@ def _read(
     return stream.request
 
 
-def _held_stats(manager: KVCacheManager, request: Request) -> dict[str, float]:
+def _held_stats(engine: Engine, request: Request) -> dict[str, float]:
     return {
-        "kept_tokens": manager.kept_tokens(request.key),
-        "kv_bytes_kept": manager.used_bytes(request.key),
+        "kept_tokens": kept_tokens(request, engine.manager),
+        "kv_bytes_kept": kept_bytes(request, engine.manager, engine.schema),
     }
 
 

@@ -357,14 +357,14 @@ class LLM:
             ratio: how many times smaller the cache becomes; 4 where no budget is given.
             budget: tokens kept a stream, on average, in place of a ratio.
             policy: what is kept, as in EvictionConfig: "replay" (the model reads the text twice, and what it looks at
-                while it repeats it stays), or one that chooses at once, such as "auto" or "keydiff".
+                while it repeats it stays), or one that chooses at once, such as "auto" or "keydiff"; over several ranks
+                only such a one.
             system: a system prompt, which is kept whole.
             progress: called with (what is being done, tokens done, all tokens).
 
         The cache stays in the model until `Document.close`. A model with recurrent layers keeps their state as it is:
         keys and values alone become fewer.
         """
-        self._alone("a document")
         return compress(self, document, ratio, budget, policy, system, progress)
 
     def load_document(self, path: str | Path) -> Document:
@@ -373,12 +373,7 @@ class LLM:
         A file that is damaged, or of another model or KV dtype, is refused, with what differs. Where slots or pages are
         short, caches that were unused longest make room.
         """
-        self._alone("a document")
         return load_document(self, path)
-
-    def _alone(self, what: str) -> None:
-        if self.ranks is not None:
-            raise RequestError(f"over several ranks {what} is not available yet: use tp=1")
 
     # ---- on disk
 

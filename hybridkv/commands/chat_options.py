@@ -110,7 +110,6 @@ DOCUMENT = Option(
 
 def refuse_beside_document(model: ModelOptions, chat: ChatOptions, raw: bool = False) -> None:
     """What a document brings itself, or what is not done with what follows it."""
-    model.refuse_ranks("--document")
     if chat.system is not None:
         raise BadParameter("--system: the document was read with its own; give it to `hybridkv compress`")
     for flag, given in (("--tools", chat.tools is not None), ("--raw", raw), ("--budget", model.budget is not None)):

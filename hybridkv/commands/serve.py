@@ -278,8 +278,6 @@ def serve(
     # It looks at this when torch first computes something
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     documents = _documents(document or [])
-    if documents:
-        model.refuse_ranks("--document")
     cache = model.cache()
     reuse.config()  # refused before anything is loaded
     try:

@@ -127,6 +127,7 @@ def finish(engine: Engine, request: Request) -> None:
         if request.finish_reason in ("stop", "length") and not request.hold and request.params.n == 1:
             keep_end(engine.manager.reuse, request.key, request.tokens, engine.pipeline.ended(request))
     engine.scheduler.finish(request)
+    request.prefix = None  # it has all of its own now; a chain of them would grow
     engine.pipeline.forget_finished()
 
 

@@ -103,6 +103,11 @@ class Engine:
         """Of the model's cache; over ranks of all of them together."""
         return self.manager.schema
 
+    @property
+    def cache_bytes(self) -> int:
+        """Of the pools and what belongs to them; over ranks of all of them together."""
+        return self.manager.memory_bytes()
+
     @cached_property
     def stream_weights(self) -> Tensor:
         """[streams] f32: how much each attention stream copies (copying.py), measured when first needed."""
@@ -372,6 +377,12 @@ class Engine:
         """
         with self._change(), on_device(self.manager.device):
             return held.evict_turns(self, request, turns, budget)
+
+    def drop_queries(self, request: Request) -> None:
+        """Nothing more is chosen by the last queries of a request whose cache is held: their buffer is free."""
+        with self._change(), on_device(self.manager.device):
+            if request in self.scheduler.held:
+                self.manager.drop_query_buffer(request.key)
 
     def evictions_of(self, request: Request) -> dict[int, EvictionRecord]:
         """What the evictions of a finished request kept, by position: of all heads, wherever they are. Over ranks of a

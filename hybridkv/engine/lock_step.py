@@ -19,6 +19,7 @@ import itertools
 import json
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -197,6 +198,8 @@ class LockStepEngine(RankMoves):
         self._events: list[Event] = []  # since the last step
         self._known: weakref.WeakValueDictionary[int, Request] = weakref.WeakValueDictionary()
         self._to_hold: dict[int, Request] = {}  # not on rank 0, where their callers have them
+        self._there: set[int] = set()  # rank 0: numbers of what the others hold so
+        self._gone: deque[int] = deque()  # those that no caller has any more
 
     # ---- rank 0
 
@@ -212,15 +215,19 @@ class LockStepEngine(RankMoves):
         salt: bytes = b"",
         marks: Sequence[tuple[int, str]] = (),
     ) -> Request:
-        """As `Engine.add`. Refused: policies of one's own, and held prefixes."""
+        """As `Engine.add`. Refused: policies of one's own."""
         self._check_alive()
         params = params or SamplingParams()
         if prefix is not None:
-            raise RequestError(NOT_OVER_RANKS.format(what="a held prefix"))
+            self._check_there(prefix)
         words = eviction_words(self.resolve_eviction(eviction))
-        request = super().add(tokens, params, hold, after, eviction, None, cache, salt, marks)
+        request = super().add(tokens, params, hold, after, eviction, prefix, cache, salt, marks)
         self._may_share(request.eviction)
         self._known[request.order] = request
+        if hold:
+            self._holding(request)
+        if after is not None:
+            self._there.discard(after.order)
         for sibling in request.siblings:
             self._known[sibling.order] = sibling
         self._events.append(
@@ -231,6 +238,7 @@ class LockStepEngine(RankMoves):
                 **params_words(request),
                 "hold": hold,
                 "after": None if after is None else after.order,
+                "prefix": None if prefix is None else prefix.order,
                 "eviction": words,
             }
         )
@@ -239,6 +247,7 @@ class LockStepEngine(RankMoves):
     def abort(self, request: Request) -> None:
         if not self.calls.active and self.failure is None:
             self._events.append({"event": "abort", "number": request.order})
+            self._there.discard(request.order)
         super().abort(request)
 
     def stop(self, request: Request) -> None:
@@ -249,6 +258,7 @@ class LockStepEngine(RankMoves):
     def let_go(self, request: Request) -> None:
         if not request.finished and self.failure is None:
             self._events.append({"event": "let go", "number": request.order})
+            self._there.discard(request.order)
         super().let_go(request)
 
     def step(self) -> list[Update]:
@@ -261,7 +271,7 @@ class LockStepEngine(RankMoves):
         """The same on every rank. Whatever is raised ends the group."""
         self._check_alive()
         self.calls.check_owner()
-        events, self._events = self._events, []
+        events = self._news()
         try:
             with self.channel.telling(do, events):
                 return work()
@@ -320,14 +330,15 @@ class LockStepEngine(RankMoves):
             eviction = eviction_of_words(event["eviction"])
             marks = [(at, kind) for at, kind in event["marks"]]
             params = params_of_words(event)
-            made = super().add(event["tokens"], params, event["hold"], continued, eviction, marks=marks)
+            prefix = None if event["prefix"] is None else self._to_hold[event["prefix"]]
+            made = super().add(event["tokens"], params, event["hold"], continued, eviction, prefix, marks=marks)
             self._may_share(made.eviction)
             for request in (made, *made.siblings):
                 self._known[request.order] = request
                 take_words(request, event)
             self._to_hold.pop(after, None)  # whose cache it has taken over
             if event["hold"]:
-                self._to_hold[made.order] = made
+                self._holding(made)
             return
         ways = {"abort": super().abort, "stop": super().stop, "let go": super().let_go}
         if event["event"] not in ways:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -35,7 +36,6 @@ from hybridkv.parallel.layers import Vocabulary
 from hybridkv.request import Request
 
 NOT_OVER_RANKS = "over several ranks {what} is not available yet: use tp=1"
-DOES_NOT_FIT = "what was sent does not fit the part of rank {rank}; nothing was taken"
 ENDS = (None, "stop", "length", "abort", "error")  # finish reasons by number, as rank 0 tells them
 OF_RANK_0 = object()  # stands for a grammar that rank 0 follows
 
@@ -54,6 +54,8 @@ class RankCalls(Engine):
     _events: list[Event]  # since the last step
     _known: weakref.WeakValueDictionary[int, Request]
     _to_hold: dict[int, Request]  # not on rank 0, where their callers have them
+    _there: set[int]  # rank 0: numbers of what the others hold so
+    _gone: deque[int]  # those that no caller has any more; whichever thread finds that adds them
 
     def fail(self, problem: BaseException) -> NoReturn:
         """End the group."""
@@ -65,6 +67,10 @@ class RankCalls(Engine):
     @property
     def schema(self) -> CacheSchema:
         return super().schema if self.whole is None else self.whole.schema
+
+    @property
+    def cache_bytes(self) -> int:
+        return super().cache_bytes * self.group.size
 
     def resolve_eviction(
         self, asked: EvictionConfig | int | None | object, replays: bool = False
@@ -82,7 +88,7 @@ class RankCalls(Engine):
         self.calls.check_owner()
         if self.calls.active:
             raise RequestError("a call came inside another call of the same engine; make it after that call")
-        events, self._events = [*self._events, event], []
+        events = [*self._news(), event]
         problem: BaseException
         try:
             with self.channel.telling("call", events):
@@ -112,10 +118,8 @@ class RankCalls(Engine):
             raise GroupError(f"a call failed on rank {self.group.rank} and not on all: {problem}")
         raise problem
 
-    def _all_or_none(self, check: Callable[[], Found], otherwise: str = DOES_NOT_FIT) -> Found:
-        """What a check gives that takes nothing, or RequestError: it fails on some rank. `otherwise`: what those say
-        on which it does not.
-        """
+    def _all_or_none(self, check: Callable[[], Found]) -> Found:
+        """What a check gives that takes nothing, or RequestError: it fails on some rank."""
         found, problem = None, None
         try:
             found = check()
@@ -127,7 +131,7 @@ class RankCalls(Engine):
         if problem is not None:
             raise problem
         if any(refused):
-            raise RequestError(otherwise.format(rank=refused.index(1)))
+            raise RequestError(f"what was sent does not fit the part of rank {refused.index(1)}; nothing was taken")
         return found  # type: ignore[return-value]
 
     def _do_call(self, event: Event) -> None:
@@ -198,15 +202,25 @@ class RankCalls(Engine):
             if self.manager.reuse is not None:
                 self.manager.reuse.stop()
 
+    def drop_queries(self, request: Request) -> None:
+        """As `Engine.drop_queries`."""
+        if not self._without_cache(request):
+            event = {"event": "drop_queries", "number": request.order}
+            self._call(event, partial(self._drop_queries, event))
+
+    def _drop_queries(self, event: Event) -> None:
+        super().drop_queries(self._named(event))
+
     def evictions_of(self, request: Request) -> dict[int, EvictionRecord]:
         """As `Engine.evictions_of`: the lists of all ranks' heads, joined."""
         if not request.evictions:  # nor has any other rank a record
             return super().evictions_of(request)
+        self._check_there(request)
         event = {"event": "evictions_of", "number": request.order}
         return self._call(event, partial(self._evictions_of, event))
 
     def _evictions_of(self, event: Event) -> dict[int, EvictionRecord]:
-        request = self._all_or_none(partial(self._named, event), "rank {rank} has forgotten what the request kept")
+        request = self._named(event)
         found = super().evictions_of(request)
         assert self.whole is not None
         # `going`: records without a cache are those of a request on its way
@@ -255,10 +269,30 @@ class RankCalls(Engine):
         return self._holding(super().fork_held(self._named(event)))
 
     def _holding(self, request: Request) -> Request:
+        """The others hold a request as long as a caller of rank 0 has it, its cache or not, and does not give it up."""
         self._known[request.order] = request
         if self.group.rank:
             self._to_hold[request.order] = request
+        else:
+            self._there.add(request.order)
+            weakref.finalize(request, self._gone.append, request.order)
         return request
+
+    def _news(self) -> list[Event]:
+        """What the others have not been told yet."""
+        events, self._events = self._events, []
+        gone = [self._gone.popleft() for _ in range(len(self._gone))]
+        events += [{"event": "abort", "number": number} for number in gone if number in self._there]
+        self._there.difference_update(gone)
+        return events
+
+    def _check_there(self, request: Request) -> None:
+        """RequestError if the others have forgotten a request."""
+        if request.order not in self._there:
+            raise RequestError(
+                "over several ranks nobody knows this request any more: it was not added with hold, a later turn has "
+                "taken its cache over, or it was given up"
+            )
 
     def _without_cache(self, request: Request) -> bool:
         """Whether no rank holds the request's cache: a later turn took it over, it was given up, or there is none yet.
@@ -365,7 +399,8 @@ class RankCalls(Engine):
 def refuse_replay(eviction: EvictionConfig | None) -> None:
     """Policies that read a text once more: no rank does."""
     if eviction is not None and find_policy(eviction.policy).needs_replay:
-        raise RequestError(NOT_OVER_RANKS.format(what="policy 'replay'"))
+        said = NOT_OVER_RANKS.format(what="policy 'replay'")
+        raise RequestError(f"{said}, or another policy, such as 'heads'")
 
 
 def of_rank_0(tokens: list[int], row: Tensor) -> NoReturn:

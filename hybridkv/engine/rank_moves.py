@@ -92,9 +92,7 @@ class RankMoves(RankCalls):
         with Engine.changing(self):
             moving.begin(self, made, part)
         self._known[made.order] = made
-        if self.group.rank and made.hold:
-            self._to_hold[made.order] = made
-        return made
+        return self._holding(made) if made.hold else made
 
     def _fitting(self, event: Event, part: Session, request: Request | None) -> tuple[Session, Request]:
         """A part that fits this rank's cache, and the request; or RequestError, and nothing is taken."""

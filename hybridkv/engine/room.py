@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from hybridkv.cache.lookup import Hit, pages_of, pages_to_load, would_keep
 from hybridkv.engine.beginnings import Found, prefix_of
 from hybridkv.eviction import max_held_tokens
+from hybridkv.eviction.entries import lengths_everywhere
 from hybridkv.eviction.sizes import bounded_stride
 from hybridkv.request import Request
 
@@ -58,6 +59,9 @@ def held_tokens(admission: Admission, request: Request, tokens: int) -> int:
     if prefix is not None:
         position = admission.manager.position(prefix.key)
         lengths = [each.mean() for each in admission.manager.lengths(prefix.key).values()]
+        everywhere = lengths_everywhere(prefix, position)  # over ranks the fullest decides, as below
+        if everywhere is not None:
+            lengths = everywhere.reshape(len(everywhere), admission.agreed.parts, -1).mean((0, 2)).tolist()
         return min(tokens, math.ceil(max(lengths, default=0)) + page_size + tokens - position)
     # one that is computed again drops the same entries at the same positions
     held, peak, before = 0, 0, 0

@@ -1,5 +1,6 @@
 """What is asked of ranks between steps, and what rank 0 alone decides: grammars, hooks, forks, evictions, logits."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +62,37 @@ def test_what_evictions_kept_is_told_of_all_heads_in_their_order(
     found = ranks.run(size, "calls", path=path, script="recorded")
     told = found[0][0]
     # one rank knows what was let go as long as its caller does
-    assert (want.pop(), told.pop()) == (4, "rank 1 has forgotten what the request kept")
+    assert (want.pop(), told.pop()) == (4, "refused")
     assert told == want and [rank[2] for rank in found] == [free] * size
     first, after = want[3], want[5]
     assert len(first) == 3 and want[4] == {} and after.keys() == first.keys() | {127}
     assert all(len(layer) == kv_heads for lengths, lists in first.values() for layer in (*lengths, *lists))
     assert want[6] is True and "an answer is still being written" in want[7]
+
+
+@pytest.mark.parametrize(("kv_heads", "size"), ((KV_HEADS, 2), (1, 2)))
+def test_requests_go_on_from_a_held_text_on_all_ranks(kv_heads: int, size: int, folder: Path, tmp_path: Path) -> None:
+    """The others hold it as long as a caller of rank 0 has it, also when its cache was given up."""
+    path = folder
+    if kv_heads != KV_HEADS:
+        path = tmp_path
+        build("llama", 5, num_key_value_heads=kv_heads, vocab_size=300).save_pretrained(path)
+    want, _, free = rank_jobs.calls(Alone(), str(path), "prefixed")
+    found = ranks.run(size, "calls", path=path, script="prefixed")
+    assert found[0][0] == want and [rank[2] for rank in found] == [free] * size
+    cached = [each for each in want if isinstance(each, list) and isinstance(each[0], int)]
+    assert cached == [[120, 120], [120], [0], [121]]
+
+
+def test_what_may_follow_a_held_text_is_bounded_by_the_fullest_rank(folder: Path) -> None:
+    """A question that one rank took and another refused would end the group."""
+    (want, _, free), found = both(folder, "bounds")
+    longest, everywhere, answer = found[0][0]
+    own, other = torch.tensor(everywhere, dtype=torch.float32).unflatten(1, (2, -1)).mean((0, 2)).tolist()
+    assert own < 60 < other and other > own + 2, "the rank that is told must be the fuller one"
+    assert (
+        longest == want[0] - math.ceil(other - 60) and answer == want[2] and [rank[2] for rank in found] == [free, free]
+    )
 
 
 def test_logits_after_a_held_cache_are_those_of_one_rank(folder: Path) -> None:

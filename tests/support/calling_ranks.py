@@ -1,5 +1,6 @@
 """What is asked of an engine between its steps, on one rank or several: for tests/parallel/test_calls.py."""
 
+import gc
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,6 +32,8 @@ def run(group: Group | Alone, part: tuple[Model, ModelConfig, Shard], script: st
     settings: dict[str, Any] = {"cache": replace(CACHE, budget=48)} if script == "score" else {}
     if script in ("bound", "hooked"):
         settings["tokenizer"] = byte_tokenizer()
+    if script == "bounds":
+        settings["pages"] = 50  # 200 tokens, of a context of 320
     engine = engine_of(group, part, rows=16 if script in ("reused", "forgotten", "pinned") else None, **settings)
     found: Any = None
     if group.rank == 0:
@@ -42,6 +45,8 @@ def run(group: Group | Alone, part: tuple[Model, ModelConfig, Shard], script: st
         else:
             with engine.channel.telling("end"):
                 pass
+        assert not group.rank or not engine._events, "it remembers what it never tells"
+        assert not engine._to_hold or script != "prefixed", "it holds what no caller has"
     engine.manager.check_integrity()
     held = {r.order: lists_of(r) for r in engine.scheduler.held}
     return found, held, engine.scheduler.manager.free_slots
@@ -185,7 +190,8 @@ def recorded(engine: Engine) -> list[Any]:
     try:
         found.append(len(lists(first)))
     except RequestError as problem:
-        found.append(str(problem))
+        assert "nobody knows this request any more" in str(problem), problem
+        found.append("refused")
     return [*finish(engine, engine.add(TEXT[:9], GREEDY)), *found]
 
 
@@ -195,6 +201,63 @@ def give_up(engine: Engine) -> None:
         engine.scheduler.spare(request)
         if request in engine.scheduler.held:
             engine.scheduler.release_held(request)
+
+
+def prefixed(engine: Engine) -> list[Any]:
+    """A text that is read, cut unevenly, and gone on from: by two answers, by another text, after it was given up, as
+    that reads it again, and after nobody has it any more.
+    """
+    once = replace(GREEDY, max_tokens=1)
+    first = engine.add(TEXT[:120], once, True, eviction=EvictionConfig(1 << 20, 16, 8))
+    found, read = finish(engine, first), TEXT[:120]
+    engine.evict_held(first, EvictionConfig(40, 16, 8, "auto"), ranges=[(0, 3)])
+    engine.drop_queries(first)
+    found.append(engine.manager.query_buffers.free)
+
+    def ask(*tails: list[int], **how: Any) -> list[Request]:
+        asked = [engine.add([*read, *tail], eviction=None, prefix=first, **how) for tail in tails]
+        found.extend(finish(engine, *asked))
+        found.append([each.cached_tokens for each in asked])
+        return asked
+
+    ask([7, 8], TEXT[200:260], params=replace(GREEDY, temperature=0.7, seed=3, n=2))
+    ask([7, 8], params=GREEDY)
+    if isinstance(engine, LockStepEngine):
+        engine._call({"event": "gives_up"}, partial(give_up, engine))
+    else:
+        give_up(engine)
+    [again] = ask([9], params=once, hold=True)
+    assert again.cached_tokens == 0 and again in engine.scheduler.held
+    found.append({at: [[e.tolist() for e in layer] for layer in r] for at, r in engine.evictions_of(again).items()})
+    number, read, first = first.order, again.tokens[: again.prompt_tokens], again  # nobody has the first one any more
+    gc.collect()
+    ask([5, 6], params=GREEDY)
+    if isinstance(engine, LockStepEngine):
+        assert engine._there == {again.order} and number not in engine._known
+    engine.abort(again)
+    try:
+        engine.add([*read, 5], GREEDY, eviction=None, prefix=again)
+    except RequestError as problem:
+        assert "nobody knows this request any more" in str(problem), problem
+    return [*found, finish(engine, engine.add(TEXT[:9], GREEDY))[0]]
+
+
+def bounds(engine: Engine) -> list[Any]:
+    """The longest questions that pools with little room take after a text of which the ranks kept unlike much."""
+    first = engine.add(TEXT[:120], replace(GREEDY, max_tokens=1), True, eviction=EvictionConfig(1 << 20, 16, 8))
+    finish(engine, first)
+    engine.evict_held(first, EvictionConfig(60, 16, 8, "keydiff:spread=all"))
+    longest = 0
+    for n in range(1, 190):
+        try:
+            engine.abort(engine.add([*TEXT[:120], *TEXT[200 : 200 + n]], GREEDY, eviction=None, prefix=first))
+        except RequestError as problem:
+            assert "the pools hold 200 tokens" in str(problem), problem
+            break
+        longest = n
+    found = finish(engine, engine.add(TEXT[:9], GREEDY))  # now the others hear of them, and must take them too
+    everywhere = first.evictions[120].everywhere
+    return [longest, None if everywhere is None else everywhere.tolist(), found]
 
 
 def scored_after(engine: Engine) -> list[Any]:

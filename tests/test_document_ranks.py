@@ -1,0 +1,214 @@
+"""Documents over several ranks: what is kept, answered and saved is what one process keeps, answers and saves."""
+
+import gc
+import io
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from numerics import assert_same_bytes
+from tiny_ranks import build
+
+from cli.commands import TINY
+from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
+from engine.driving import assert_nothing_held
+from hybridkv import LLM, CacheConfig, Conversation, SamplingParams
+from hybridkv.cache.session import Session
+from hybridkv.cli import main
+from hybridkv.document import Document
+from hybridkv.engine.lock_step import LockStepEngine
+from hybridkv.errors import RequestError
+from hybridkv.request import Request
+from server.running import SECONDS
+from server.test_command import port_of, started
+from server.test_killed import turn
+
+ROOT = Path(__file__).parents[1]
+HOW: dict[str, Any] = dict(device="cpu", dtype="float32", exact=True, max_requests=4, max_context=640, step_tokens=64)
+CACHE = CacheConfig(page_size=8, kv_dtype="f32")
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+SEVERAL = SamplingParams(max_tokens=6, temperature=0.9, seed=3, n=2, ignore_eos=True)
+TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 3
+QUESTIONS = ["Which month?", "What struck?", "And the weather?"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def found_by_workers() -> Iterator[None]:
+    """They import the package that is tested, and do not interpret kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        yield
+
+
+def saved_model(place: Path, kind: str, kv_heads: int) -> Path:
+    build(kind, 9, num_key_value_heads=kv_heads).save_pretrained(place)
+    write_tokenizer(place, TEMPLATE)
+    return place
+
+
+def kept(llm: LLM, document: Document) -> dict[int, list[list[list[int]]]]:
+    """The entries that stayed, of all layers and KV heads."""
+    request = document.held()
+    records = llm.owner.run(lambda engine: engine.evictions_of(request))
+    return {at: [[head.tolist() for head in layer] for layer in record] for at, record in records.items()}
+
+
+def answers(document: Document) -> list[Any]:
+    """Of several questions together, two samples of one, and a conversation's two turns."""
+    found: list[Any] = [
+        [[sample.token_ids for sample in answer.samples], answer.stats["cached_tokens"], answer.stats["kv_bytes_kept"]]
+        for answer in document.generate([*QUESTIONS, "Why?"], [GREEDY] * 3 + [SEVERAL])
+    ]
+    talk = Conversation(document.llm, params=GREEDY, document=document)  # type: ignore[arg-type]
+    for question in QUESTIONS[:2]:
+        found.append("".join(talk.send(question)))
+        assert talk.last is not None
+        found.append(talk.last.stats["cached_tokens"])
+    talk.close()
+    return found
+
+
+def told(document: Document) -> dict[str, Any]:
+    return {name: value for name, value in document.stats.items() if name != "seconds"}
+
+
+def assert_same_files(one: Path, other: Path) -> None:
+    """Sessions of the same text, cut the same way, of the same bytes."""
+    a, b = Session.load(one), Session.load(other)
+    assert a.snapshot is not None and b.snapshot is not None and a.files == b.files
+    assert (a.tokens, a.prompt_tokens, a.conversation["document"]["rendered"]) == (
+        b.tokens, b.prompt_tokens, b.conversation["document"]["rendered"]
+    )  # fmt: skip
+    assert a.snapshot.position == b.snapshot.position and a.policy == b.policy
+    mine, theirs = a.snapshot.contents()[0], b.snapshot.contents()[0]
+    assert mine.keys() == theirs.keys()
+    for name, tensor in mine.items():
+        assert_same_bytes(tensor, theirs[name])
+
+
+@pytest.mark.parametrize(
+    ("kind", "kv_heads", "size", "policies"),
+    (
+        ("qwen3_5", 4, 2, ("heads", "keydiff")),  # two KV heads a rank, between layers with a state
+        ("llama", 1, 2, ("auto",)),  # one, which both have
+        pytest.param("llama", 2, 4, ("heads", "streaming", "tova"), marks=pytest.mark.slow),
+    ),
+)
+def test_a_document_over_ranks_is_that_of_one_and_goes_on_over_another_number(
+    kind: str, kv_heads: int, size: int, policies: tuple[str, ...], tmp_path: Path
+) -> None:
+    folder = saved_model(tmp_path / "model", kind, kv_heads)
+    want: dict[str, Any] = {}
+    with LLM(folder, cache=CACHE, **HOW) as one:
+        for policy in ("replay", *policies):
+            with one.compress(TEXT, ratio=4, policy=policy, system="Be brief.") as document:
+                want[policy] = told(document), kept(one, document), answers(document)
+                document.save(tmp_path / f"1.{policy}")
+    [cut] = want[policies[0]][1].values()
+    assert len({len(head) for layer in cut for head in layer}) > 1, "the heads kept equally many"
+    with LLM(folder, cache=CACHE, tp=size, **HOW) as llm:
+        engine = llm.engine
+        assert isinstance(engine, LockStepEngine)
+        for policy in policies:
+            with llm.compress(TEXT, ratio=4, policy=policy, system="Be brief.") as document:
+                assert told(document) == want[policy][0]
+                assert kept(llm, document) == want[policy][1]
+                assert answers(document) == want[policy][2]
+                document.save(tmp_path / f"{size}.{policy}")
+            assert_same_files(tmp_path / f"1.{policy}", tmp_path / f"{size}.{policy}")
+        for policy in ("replay", policies[0]):  # of one process; what one alone can cut is asked over several too
+            with llm.load_document(tmp_path / f"1.{policy}") as document:
+                assert told(document) == want[policy][0] and answers(document) == want[policy][2]
+                document.save(tmp_path / "again")
+            assert_same_files(tmp_path / f"1.{policy}", tmp_path / "again")
+        del document
+        gc.collect()
+        llm.generate([5, 6, 7], GREEDY)  # the others hear of what nobody has any more
+        assert not engine._there and not engine._gone, "the ranks remember what nobody has any more"
+        llm.owner.run(assert_nothing_held)
+    assert not dist.is_initialized()
+    with LLM(folder, cache=CACHE, **HOW) as one:
+        for policy in policies:
+            with one.load_document(tmp_path / f"{size}.{policy}") as document:
+                assert told(document) == want[policy][0] and answers(document) == want[policy][2]
+        one.owner.run(assert_nothing_held)
+
+
+def go_on_from(llm: LLM, request: Request) -> None:
+    llm.owner.run(lambda engine: engine.add([*request.tokens, 5], GREEDY, eviction=None, prefix=request))
+
+
+def test_a_document_that_made_room_is_read_again_on_all_ranks_and_drops_the_same(tmp_path: Path) -> None:
+    folder, found = saved_model(tmp_path / "model", "qwen3_5", 2), []
+    for tp in (1, 2):
+        with LLM(folder, cache=CACHE, tp=tp, host_cache=0, **HOW) as llm:
+            document = llm.compress(TEXT, budget=60, policy="heads")
+            first, lists, old = answers(document), kept(llm, document), document.held()
+            llm.generate([[n] * 631 for n in range(3, 3 + llm.manager.slots)], GREEDY)  # all of the pools
+            assert old not in llm.engine.scheduler.held and kept(llm, document) == lists
+            assert document.held() is not old and document.held().prefix is None
+            again = answers(document)
+            assert again == first
+            old = document.held()
+            document.close()
+            with pytest.raises(RequestError, match="this document was closed"):
+                document.held()
+            if tp > 1:  # the others have forgotten it; one process reads it again
+                with pytest.raises(RequestError, match="over several ranks nobody knows this request any more"):
+                    go_on_from(llm, old)
+            llm.owner.run(assert_nothing_held)
+            found.append((lists, again))
+    assert found[0] == found[1]
+
+
+def run(*words: object) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main([str(word) for word in words])
+    assert not leaving.value.code and not dist.is_initialized()
+
+
+def test_the_commands_write_and_ask_documents_over_ranks_as_over_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each number of ranks asks what the other one has written."""
+    folder = saved_model(tmp_path / "model", "llama", 2)
+    (tmp_path / "text").write_text(TEXT)
+    model, said = ("-m", folder, *TINY, "--exact"), []
+    for tp in (1, 2):
+        cut = ("--ratio", 4, "--policy", "heads", "-o", tmp_path / f"{tp}.kv")
+        run("compress", tmp_path / "text", *cut, *model, "--tp", tp)
+        told, _, seconds = " ".join(capsys.readouterr().err.split()).partition(", in ")
+        assert "kept 57 of 228 tokens a stream by heads" in told and "ask with: " in seconds
+        said.append([told])
+    assert_same_files(tmp_path / "1.kv", tmp_path / "2.kv")
+    for tp, other in ((1, 2), (2, 1)):
+        about = ("--document", tmp_path / f"{other}.kv", "--max-tokens", 8, "--tp", tp)
+        run("generate", QUESTIONS[0], *about, *model)
+        shown = capsys.readouterr()
+        assert "228 tokens were in the cache already" in " ".join(shown.err.split())
+        said[tp - 1].append(shown.out)
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Which month?\nWhy?\n")))
+            run("chat", *about, *model)
+        said[tp - 1].append(capsys.readouterr().out)
+    assert said[0] == said[1] and all(said[0])
+
+
+def test_a_server_over_ranks_answers_from_documents_as_one_does(tmp_path: Path) -> None:
+    folder = saved_model(tmp_path / "model", "qwen3_5", 2)
+    llm = LLM(folder, cache=CacheConfig(kv_dtype="f32"), **HOW)
+    with llm, llm.compress(TEXT, ratio=4, policy="heads") as document:
+        document.save(tmp_path / "report.kv")
+        [want] = document.generate(QUESTIONS[0], SamplingParams(max_tokens=8, temperature=0.0))
+    settings = ("--device", "cpu", "--dtype", "float32", "--exact", "--context", 640, "--tp", 2)
+    with started("-m", folder, *settings, "--document", tmp_path / "report.kv") as (process, lines):
+        asked = [{"role": "user", "content": QUESTIONS[0]}]
+        for _ in range(2):
+            answer, cached = turn(port_of(lines), asked, hybridkv={"prefix": "report"})
+            assert answer == want.text and cached == want.stats["cached_tokens"] > 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(SECONDS) == 0
