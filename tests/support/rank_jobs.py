@@ -197,6 +197,7 @@ def counted(group: Group, path: str, ids: list[int]) -> dict[str, int]:
 
 def leave(group: Group, how: str) -> None:
     """The last rank ends, stops, or does something else while the others wait for its part of a sum."""
+    group.meet("leave")  # else it may be gone before the others have a group
     if group.rank == group.size - 1:
         if how == "ends":
             os._exit(9)
