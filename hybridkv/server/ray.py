@@ -45,8 +45,9 @@ class Asked:
         requests: that one replica runs at once.
         budget: tokens that a request keeps; 0: all.
         device: auto, cpu or cuda.
+        tp: GPUs that one replica's model is cut over, all on one machine; their processes are the replica's own.
         cpus: that a replica reserves.
-        gpus: that it reserves; -1: one unless device is cpu.
+        gpus: that it reserves; -1: one for each of `tp` unless device is cpu.
         drain: seconds that answers get when a replica ends.
         allowed_host: a name besides localhost by which clients call the proxies.
     """
@@ -59,6 +60,7 @@ class Asked:
     requests: int = EngineConfig.max_requests
     budget: int = 0
     device: str = "auto"
+    tp: int = 1
     cpus: float = 1.0
     gpus: float = -1.0
     drain: float = 30.0
@@ -79,8 +81,10 @@ def read(given: dict[str, Any]) -> Asked:
         except ValueError:
             raise HybridKVError(f"{name}: {value!r} is no {kinds[name].__name__}") from None
     asked = Asked(**values)
-    if asked.replicas < 1 or asked.requests < 1 or 0 < asked.most < asked.replicas:
-        raise HybridKVError("replicas and requests must be 1 or more, and most not less than replicas")
+    if min(asked.replicas, asked.requests, asked.tp) < 1 or 0 < asked.most < asked.replicas:
+        raise HybridKVError("replicas, requests and tp must be 1 or more, and most not less than replicas")
+    if asked.device != "cpu" and 0 <= asked.gpus < asked.tp > 1:
+        raise HybridKVError(f"gpus={asked.gpus:g} is fewer than tp={asked.tp}: leave gpus out, or reserve one for each")
     return asked
 
 
@@ -123,7 +127,7 @@ class Replica:
         )
         cache = CacheConfig(budget=asked.budget) if asked.budget else None
         llm = LLM(asked.model, device=asked.device, cache=cache, max_requests=asked.requests,
-                  max_context=asked.context or None)  # fmt: skip
+                  max_context=asked.context or None, tp=asked.tp)  # fmt: skip
         capture_graphs(llm)
         self._service = Service(self._settings)
         self._service.open(llm)
@@ -148,7 +152,7 @@ class Replica:
 def app(arguments: dict[str, Any]) -> serve.Application:
     """The application of `serve run hybridkv.server.ray:app name=value ...`; names are those of Asked."""
     asked = read(arguments)
-    gpus = asked.gpus if asked.gpus >= 0 else 0.0 if asked.device == "cpu" else 1.0
+    gpus = asked.gpus if asked.gpus >= 0 else 0.0 if asked.device == "cpu" else float(asked.tp)
     options: dict[str, Any] = {
         "max_ongoing_requests": asked.requests,
         "request_router_config": RequestRouterConfig(request_router_class=ROUTER),
