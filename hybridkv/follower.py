@@ -35,7 +35,7 @@ def _open_and_follow(told: dict[str, Any]) -> NoReturn:
     from hybridkv.errors import HybridKVError
     from hybridkv.eviction.policy_words import policy_of_words
     from hybridkv.llm import LLM
-    from hybridkv.parallel.group import Group, GroupError, first_sentence
+    from hybridkv.parallel.group import Group, GroupError, reason_of
     from hybridkv.parallel.launch import Place
 
     rank, group = told["rank"], None
@@ -58,7 +58,7 @@ def _open_and_follow(told: dict[str, Any]) -> NoReturn:
         _leave(rank, problem, 2)
     except Exception as problem:  # no memory, for example
         traceback.print_exc()
-        why = f"{type(problem).__name__}: {first_sentence(str(problem))}"
+        why = reason_of(problem)
         if group is not None:
             group.leave_word(why)
         _leave(rank, why, 1)

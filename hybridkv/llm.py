@@ -38,7 +38,7 @@ from hybridkv.engine.engine import INHERIT
 from hybridkv.engine.owner import EngineOwner, Ticket
 from hybridkv.engine.warm import WarmReader
 from hybridkv.errors import HybridKVError, RequestError
-from hybridkv.opening import open_model, over_ranks
+from hybridkv.opening import open_model, over_ranks, told_to_others
 from hybridkv.overrides import overridden
 from hybridkv.prefix import Prefix, read_prefix
 from hybridkv.prompts import Messages, Prompt, Tools
@@ -109,28 +109,29 @@ class LLM:
         reuse: ReuseConfig | None = REUSE,
         tp: int | Place = 1,
     ) -> None:
-        if step_tokens is None and resolve_device(device).type == "cuda":
-            step_tokens = GPU_STEP_TOKENS
-        limits = EngineConfig(
-            max_requests,
-            max_context,
-            memory,
-            EngineConfig.step_tokens if step_tokens is None else step_tokens,
-            host_cache,
-            keep_preempted,
-        )
-        self.store = None if disk_cache is None else Store(disk_cache, parse_bytes(disk_size, "disk_size"))
-        if not isinstance(cache, CacheConfig | None) or not isinstance(model, str | Path | None):
-            raise HybridKVError("model must be a path or a name, and cache a CacheConfig")
-        if not isinstance(reuse, ReuseConfig | None):
-            raise HybridKVError(f"reuse must be a ReuseConfig or None, not {type(reuse).__name__}")
         self.documents: dict[str, Document] = {}  # that a server offers, by name
-        fp8 = resolve_fp8(weight_dtype)
-        cache, where = overridden(cache or CacheConfig()), resolve_device(device)
-        path = locate_model(model, fetch_progress)
-        settings = Settings(where, dtype, weight_dtype, fp8, exact, cache, limits, reuse)
-        if tp != 1:
-            settings = over_ranks(settings, tp, path, disk_cache is None)
+        with told_to_others(tp):
+            if step_tokens is None and resolve_device(device).type == "cuda":
+                step_tokens = GPU_STEP_TOKENS
+            limits = EngineConfig(
+                max_requests,
+                max_context,
+                memory,
+                EngineConfig.step_tokens if step_tokens is None else step_tokens,
+                host_cache,
+                keep_preempted,
+            )
+            self.store = None if disk_cache is None else Store(disk_cache, parse_bytes(disk_size, "disk_size"))
+            if not isinstance(cache, CacheConfig | None) or not isinstance(model, str | Path | None):
+                raise HybridKVError("model must be a path or a name, and cache a CacheConfig")
+            if not isinstance(reuse, ReuseConfig | None):
+                raise HybridKVError(f"reuse must be a ReuseConfig or None, not {type(reuse).__name__}")
+            fp8 = resolve_fp8(weight_dtype)
+            cache, where = overridden(cache or CacheConfig()), resolve_device(device)
+            path = locate_model(model, fetch_progress)
+            settings = Settings(where, dtype, weight_dtype, fp8, exact, cache, limits, reuse)
+            if tp != 1:
+                settings = over_ranks(settings, tp, path, disk_cache is None)
         self.ranks = settings.ranks
         try:
             self._open(path, settings, load_progress, compile_progress)

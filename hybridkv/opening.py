@@ -6,7 +6,10 @@ with what is open is its own; several ranks each open their part (ranks.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +32,7 @@ from hybridkv.eviction import Evictor
 from hybridkv.models import check_exact, load_model, open_checkpoint, with_query_buffer
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Model
-from hybridkv.models.fingerprint import files_name, fingerprint_of
+from hybridkv.models.fingerprint import config_digest, files_name, fingerprint_of
 from hybridkv.planner import CachePlan
 from hybridkv.prompts import Prompts, load_tokenizer
 from hybridkv.settings import Settings
@@ -38,6 +41,7 @@ from hybridkv.weight_choice import WeightChoice, choose_weights
 
 if TYPE_CHECKING:
     from hybridkv.parallel.launch import Place
+    from hybridkv.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,19 @@ class Opened:
         return self.choice.name(self.dtype)
 
 
+@contextmanager
+def told_to_others(tp: int | Place) -> Iterator[None]:
+    """Where something else has started the ranks, they wait for this one: what is raised in here they are told."""
+    try:
+        yield
+    except Exception as problem:
+        if isinstance(tp, int) and tp != 1:
+            from hybridkv.parallel.launch import tell_others
+
+            tell_others(problem)
+        raise
+
+
 def over_ranks(settings: Settings, tp: int | Place, path: Path, no_store: bool) -> Settings:
     """The same for this process as one of `tp` ranks; it starts the others. `no_store`: whether nothing is saved."""
     from hybridkv.parallel.rank_bytes import reuse_over_ranks
@@ -73,6 +90,7 @@ def over_ranks(settings: Settings, tp: int | Place, path: Path, no_store: bool) 
         model=str(path), dtype=settings.dtype, exact=settings.exact, cache=settings.cache,
         max_requests=limits.max_requests, max_context=limits.max_context, memory=limits.memory,
         step_tokens=limits.step_tokens, weight_dtype=settings.weight_dtype, reuse=settings.reuse,
+        host_cache=limits.host_cache,
     )  # fmt: skip
     ranks = take_ranks(tp, settings.device, given, no_store)
     return replace(settings, device=ranks.device, reuse=reuse_over_ranks(settings.reuse, settings.cache), ranks=ranks)
@@ -82,7 +100,7 @@ def open_model(
     path: Path, settings: Settings, load_progress: Progress | None, compile_progress: Progress | None
 ) -> Opened:
     """Size the cache, load the model and put an engine around it; or HybridKVError."""
-    device, exact, ranks = settings.device, settings.exact, settings.ranks
+    device, exact, ranks, asked = settings.device, settings.exact, settings.ranks, settings
     with open_checkpoint(path) as checkpoint:
         path, whole = checkpoint.path, ModelConfig.from_dict(checkpoint.config)
         config = whole
@@ -94,16 +112,18 @@ def open_model(
         check_exact(config, exact, settings.cache.state_dtype, checkpoint_dtype)
         check_fp8_cache(settings.cache, device)
         choice = choose_weights(checkpoint, config, settings, dtype)
+        identity = WeightsIdentity(checkpoint.files)
+        eos = tokenizer.eos_ids if tokenizer and tokenizer.eos_ids else frozenset(config.eos_ids)
+        if ranks is not None and ranks.group.heeds:
+            _check_alike(ranks, asked, path, identity, whole, dtype, choice, eos)
         if ranks is not None:
             config = ranks.cut(checkpoint, config, exact, choice.packed, choice.released)
         plan, reuse = size_cache(checkpoint, config, dtype, choice, settings)
         settings = replace(settings, reuse=reuse)
-        identity = WeightsIdentity(checkpoint.files)
         model = _load(checkpoint, config, dtype, choice, settings, load_progress)
     manager = _make_cache(plan, settings)
     manager.model_fingerprint = fingerprint_of(model)
     manager.model_files = files_name(identity, whole, dtype, choice.name(dtype), exact)
-    eos = tokenizer.eos_ids if tokenizer and tokenizer.eos_ids else frozenset(config.eos_ids)
     evictor = Evictor.make(settings.cache, manager, scale=config.attention_scale)
     parts = model, manager, tokenizer, settings.limits.step_tokens, eos, evictor
     engine = Engine(*parts) if ranks is None else ranks.engine(settings.cache, dtype, checkpoint_dtype, *parts)
@@ -114,6 +134,39 @@ def open_model(
     # a template that is open runs in a process of its own: it comes last
     prompts = Prompts(path.name, tokenizer, no_tokenizer, remembers=settings.reuse is not None and not exact)
     return Opened(path, settings, config, dtype, choice, identity, plan, prompts, sampling, model, manager, engine)
+
+
+def _check_alike(
+    ranks: Ranks,
+    settings: Settings,
+    path: Path,
+    identity: WeightsIdentity,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    choice: WeightChoice,
+    eos: frozenset[int],
+) -> None:
+    """UnlikeRanks if another rank has another model, or settings by which it would do other steps. Sizes that follow
+    from a machine's memory may differ: all ranks go by the smallest.
+    """
+    from hybridkv.eviction.policy_words import policy_words
+    from hybridkv.parallel.alike import check_alike
+
+    limits, cache, reuse = settings.limits, settings.cache, settings.reuse
+    numbers, form = str(dtype).removeprefix("torch."), choice.name(dtype)
+    model = hashlib.sha256(f"{identity.glance()} {config_digest(config)}".encode()).hexdigest()
+    said = {"model": f"{path} ({model[:8]})", "host_cache": repr(limits.host_cache)}
+    own: dict[str, object] = {"model": model, "end tokens": sorted(eos), "dtype": numbers, "exact": settings.exact}
+    own["weight_dtype"] = "plain" if form == numbers else form
+    own |= {field.name: getattr(cache, field.name) for field in fields(cache)} | {"policy": policy_words(cache.policy)}
+    names = "max_requests", "max_context", "step_tokens"
+    own |= {name: getattr(limits, name) for name in names} | {"host_cache": limits.host_bytes != 0}
+    own["reuse"] = reuse is not None
+    if reuse is not None:  # no rank reads turns before they come, so what is said of that may differ
+        own |= {
+            f"reuse.{name}": getattr(reuse, name) for name in ("checkpoints", "every", "policy", "checkpoint_dtype")
+        }
+    check_alike(ranks.group, "the settings", own, said)
 
 
 def _load(

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -16,6 +17,7 @@ import torch
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.rounded_states import with_checkpoint_dtype
 from hybridkv.checkpoint.checkpoint import Checkpoint
+from hybridkv.checkpoint.loader import Progress
 from hybridkv.config import CacheConfig
 from hybridkv.engine.lock_step import LockStepEngine
 from hybridkv.engine.rank_calls import NOT_OVER_RANKS, refuse_replay
@@ -30,7 +32,7 @@ from hybridkv.models.schemas import head_counts
 from hybridkv.models.weight_forms import RELEASED
 from hybridkv.parallel.block_parts import block_shard
 from hybridkv.parallel.events import BEAT
-from hybridkv.parallel.group import TIMEOUT, GroupError
+from hybridkv.parallel.group import TIMEOUT, GroupError, UnlikeRanks, reason_of
 from hybridkv.parallel.launch import LEAVE, Place, sharers, take_place
 from hybridkv.parallel.loader import load_sharded
 from hybridkv.parallel.rank_bytes import block_of, rank_model_bytes
@@ -39,6 +41,7 @@ from hybridkv.parallel.signs import FAILED, leave_the_end_to_rank_0, said_by
 
 SECONDS = "HYBRIDKV_TP_TIMEOUT"
 LEAST, MOST = 2 * BEAT, 86400.0  # rank 0 is heard of with each beat
+LOOK = 1.0  # seconds between two looks, while weights are loaded, at whether all ranks live
 
 
 def take_ranks(tp: int | Place, device: torch.device, given: Mapping[str, Any], no_store: bool) -> Ranks:
@@ -135,11 +138,23 @@ class Ranks:
         assert self.whole is not None
         return self.group.size // kv_copies(self.whole, self.group.size)
 
-    def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, *how: Any) -> Model:
-        """This rank's part of the model."""
+    def load(
+        self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, progress: Progress | None, *how: Any
+    ) -> Model:
+        """This rank's part of the model. Meanwhile it looks, once a second, whether another rank has ended."""
         assert self.whole is not None
-        released = self.blocks is not None
-        return load_sharded(self.whole, self.shard, self.group, checkpoint, device, dtype, *how, released=released)
+        seen = time.monotonic()
+
+        def loaded(done: int, total: int) -> None:
+            nonlocal seen
+            if progress is not None:
+                progress(done, total)
+            if time.monotonic() > seen + LOOK:
+                self.place.check()
+                seen = time.monotonic()
+
+        parts = self.whole, self.shard, self.group, checkpoint, device, dtype, loaded
+        return load_sharded(*parts, *how, released=self.blocks is not None)
 
     def engine(
         self,
@@ -154,15 +169,17 @@ class Ranks:
         assert self.whole is not None
         schema = with_checkpoint_dtype(cache_schema(self.whole, cache, dtype), checkpoint_dtype)
         whole = WholeCache(schema, head_counts(self.whole))
-        name = group_fingerprint(self.group, manager.model_fingerprint())
+        own = manager.model_fingerprint()
+        self.group.meet("loaded", self.place.check)  # an exchange waits for seconds only
+        name = group_fingerprint(self.group, own)
         manager.model_fingerprint = lambda: name
         self._engine = LockStepEngine(model, manager, *parts, group=self.group, whole=whole)
         return self._engine
 
     def opened(self, owner: object) -> None:
-        """All ranks have loaded. Rank 0 goes on; the others follow it, and end with it, or when `owner` is gone."""
+        """This rank is ready. Rank 0 goes on; the others follow it, and end with it, or when `owner` is gone."""
         assert self._engine is not None
-        self.group.meet("loaded", self.place.check)
+        self.group.meet("ready", self.place.check)
         if self.group.rank == 0:
             weakref.finalize(owner, self.place.kill)
             gone = weakref.finalize(owner, self._forgotten)
@@ -207,10 +224,14 @@ class Ranks:
         """The model could not be opened on this rank, so it is on none. GroupError: another one ended, which says more
         than that it did not come.
         """
-        if self.group.rank:
+        if self.group.rank and isinstance(problem, SystemExit):  # it has followed rank 0
+            return
+        if self.group.heeds and not isinstance(problem, GroupError):
+            self.group.leave_word(reason_of(problem))
+        if self.group.rank and not self.group.heeds:  # follower.py ends it
             return
         try:
-            if isinstance(problem, GroupError):
+            if isinstance(problem, GroupError) and not isinstance(problem, UnlikeRanks):
                 self.place.check_soon()
         finally:
             self._abandon()

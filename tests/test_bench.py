@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from numerics import assert_close_rms
 
-from hybridkv.bench import cases_attention, cases_dense, compare, decode, peers
+from hybridkv.bench import cases_attention, cases_dense, compare, decode, over_ranks, peers
 from hybridkv.bench import eviction as eviction_bench
 from hybridkv.bench.__main__ import main as bench_main
 from hybridkv.bench.__main__ import parser
@@ -40,7 +40,7 @@ from hybridkv.kernels.linear.packed_linear import PackedLinear
 from hybridkv.kernels.linear.packed_planes import BITS
 from hybridkv.models.decoder import GatedMlp
 from hybridkv.models.random_weights import random_decoder
-from hybridkv.parallel.random_part import RandomTensors, random_part
+from hybridkv.parallel.random_part import RandomTensors, random_part, random_whole
 from hybridkv.parallel.shard import Shard
 
 TINY = BenchOptions(model_shape="tiny", device="cpu", skip_peers=True)
@@ -229,7 +229,7 @@ def test_both_command_lines_take_the_same_options(run: Run, capsys: pytest.Captu
         bench_main(["--help"])
     by_argparse = capsys.readouterr().out
     flags = {flag_of(f) for f in OPTIONS.values()} | {"--base", "--json"}
-    assert len(flags) == 34
+    assert len(flags) == 35
     for said in (by_argparse, "\n".join(by_typer)):
         assert flags | {"--help"} == set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", said)) - {"--model-shape tiny"}
 
@@ -537,3 +537,76 @@ def test_a_rank_alone_runs_at_its_own_shapes(capsys: pytest.CaptureFixture[str])
     assert (part.config.heads, part.embedding.shape[0]) == (shape.config.heads // 2, shape.config.vocab // 2)
     hidden = torch.randn(3, shape.config.hidden)
     assert part.logits(hidden).shape == (3, shape.config.vocab) and part.own_logits(hidden).shape[1] == 64
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill"])
+def test_a_bench_over_ranks_measures_an_engine_that_all_of_them_run(name: str, run: Run) -> None:
+    flags = ("--model-shape", "tiny", "--device", "cpu", "--kv-dtype", "f32,bf16", "--contexts", "200,70")
+    code, lines, said = run(name, "--tp", "2", *flags)
+    assert code == 0, said
+    result = json.loads(lines[-1])
+    rows = result["rows"]
+    cases = [(kind, n) for kind in ("f32", "bf16") for n in (200, 70)]
+    sizes = (1, 3) if name == "decode" else (1,)
+    length = "context" if name == "decode" else "tokens"
+    found = [(row["kv_dtype"], row[length], row.get("batch", 1)) for row in rows]
+    assert found == [(*case, batch) for case in cases for batch in sizes] and not result["failures"]
+    assert result["ranks"] == 2 and all(row["ranks"] == 2 and row[result["measure"]] > 0 for row in rows)
+    assert [note.split(" ")[0] for note in result["notes"]] == ["2", "f32", "bf16"], "compared with prefill"
+
+
+def test_ranks_of_a_bench_have_parts_of_one_model_and_wrong_steps_are_not_timed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, seen, agreement = list(range(100)), [], over_ranks.RankedBench.agreement
+
+    def noted(self: Any) -> float:
+        seen.append(self.engine.score(tokens))
+        return agreement(self)
+
+    monkeypatch.setattr(over_ranks.RankedBench, "agreement", noted)
+    monkeypatch.setattr(over_ranks, "rounding", lambda layers: 1e-12)
+    code, lines, said = run("decode", "--tp", "2", "--model-shape", "tiny", "--device", "cpu")
+    assert code != 0 and "differs from the reference" in said and not json.loads(lines[-1])["rows"]
+    config, device = find_shape("tiny", device="cpu").config, torch.device("cpu")
+    whole = random_whole(RandomTensors(config, device, torch.float32), device)
+    engine = make_engine(whole, CacheConfig(kv_dtype="f32"), "cpu", torch.float32, 1, len(tokens))
+    assert_close_rms("two ranks", engine.score(tokens), seen[0], 1e-5)  # f32, summed in another order
+
+
+@pytest.mark.parametrize("when", ["as it starts", "while steps are timed"])
+def test_a_bench_says_which_rank_has_ended(when: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And leaves no process behind."""
+    places = []
+    if when == "as it starts":
+        monkeypatch.setattr(over_ranks, "MODULE", "hybridkv.bench.no_such_module")
+    begin, decode_rows = over_ranks.begin, over_ranks.RankedBench.decode
+
+    def begun(*given: Any) -> Any:
+        places.append(begin(*given))
+        return places[-1]
+
+    def killed(self: Any, *given: Any) -> None:
+        decode_rows(self, *given)
+        places[0].workers[0].kill()
+
+    monkeypatch.setattr(over_ranks, "begin", begun)
+    monkeypatch.setattr(over_ranks.RankedBench, "decode", killed)
+    code, _, said = run("decode", "--tp", "2", "--model-shape", "tiny", "--device", "cpu")
+    assert code != 0 and f"rank 1 ended with exit code {1 if when == 'as it starts' else -9}" in said
+    assert len(places) == (when != "as it starts")
+    assert all(worker.returncode is not None for place in places for worker in place.workers)
+
+
+def test_what_is_not_measured_over_ranks_is_refused(run: Run) -> None:
+    tiny = ("--model-shape", "tiny", "--device", "cpu")
+    for words, said in (
+        (("load", "--tp", "2"), "--tp measures decode and prefill over several ranks, not load; `ranks` times"),
+        (("all", "--tp", "2"), "not kernels"),
+        (("decode", "--tp", "3"), "3 ranks do not divide its 4 attention heads; use 2 or 1"),
+        (("decode", "--tp", "0"), "tp is a number of GPUs from 1 to 64"),
+        (("decode", "--tp", "2", "--only", "batch"), "--only is not for --tp"),
+        (("decode", "--tp", "2", "--weight-dtype", "q4_k"), "weights in auto or fp8"),
+    ):
+        code, _, error = run(*words, *tiny)
+        assert code == 2 and said in " ".join(error.split()), error

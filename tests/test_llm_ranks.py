@@ -29,7 +29,7 @@ from hybridkv.engine.storing import save_request
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.eviction import Ada, Policy, SnapKV
 from hybridkv.kernels.linear.block_scaled import BlockScaled
-from hybridkv.parallel.group import GroupError, free_port
+from hybridkv.parallel.group import GroupError, UnlikeRanks, free_port
 from server.running import until
 
 HOW: dict[str, Any] = dict(device="cpu", dtype="float32", max_requests=4, max_context=256)
@@ -241,16 +241,23 @@ def test_a_command_refuses_what_is_not_there_over_ranks_before_it_loads_anything
     assert leaving.value.code == 2 and "--policy replay is not available over several ranks yet; name another" in said
 
 
+@pytest.mark.parametrize(("kind", "code"), ((GroupError, 3), (UnlikeRanks, 2)))
 def test_a_command_whose_group_has_ended_says_so_by_its_exit_code(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    kind: type[GroupError],
+    code: int,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Ranks that were started otherwise than each other are a wrong argument."""
+
     def ended(*_: object, **__: object) -> None:
-        raise GroupError("a worker ended")
+        raise kind("a worker ended")
 
     monkeypatch.setattr("hybridkv.llm.LLM.__init__", ended)
     with pytest.raises(SystemExit) as leaving:
         main(["generate", "-m", str(folder), "--tp", "2", "x"])
-    assert leaving.value.code == 3 and "a worker ended" in capsys.readouterr().err
+    assert leaving.value.code == code and "a worker ended" in capsys.readouterr().err
 
 
 @pytest.mark.long

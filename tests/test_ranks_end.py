@@ -151,6 +151,23 @@ def test_a_command_that_torchrun_has_started_ends_well_on_all_ranks(folder: Path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rank", (0, 1))
+def test_a_command_of_a_rank_that_cannot_open_its_model_ends_those_of_all(rank: int, folder: Path) -> None:
+    commands = [("generate", "--tp", 2, "-m", folder, "--device", "cpu", "--context", 256, "Say")] * 2
+    commands[rank] = ("generate", "--tp", 2, "-m", folder / "nowhere", "--device", "cpu", "--context", 256, "Say")
+    place = torchrun()
+    with rank_1(*commands[1], **place) as other:
+        words = [sys.executable, "-m", "hybridkv", *map(str, commands[0])]
+        env, quiet = {**os.environ, **place, "RANK": "0"}, subprocess.DEVNULL
+        first = subprocess.run(words, env=env, stdin=quiet, capture_output=True, text=True, timeout=SECONDS)
+        said = [first.stderr, other.communicate(timeout=SECONDS)[1]]
+        codes = [first.returncode, other.returncode]
+    own, heard = said[rank].strip(), said[1 - rank].strip()
+    assert codes[rank] == 2 and codes[1 - rank] == 3 and "there is no file or folder" in own
+    assert heard == own.replace("error: ", f"error: rank {rank}: ")
+
+
+@pytest.mark.slow
 def test_of_ranks_that_torchrun_has_started_the_first_one_alone_serves(folder: Path) -> None:
     """One port, and a signal to both."""
     port, place = free_port(), torchrun()
@@ -228,16 +245,18 @@ def test_an_exception_in_a_forward_pass_of_one_rank_ends_the_group(folder: Path)
 
 
 def test_a_rank_that_cannot_open_its_part_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, begun = launch._start, []
+    plain, begun, told_of = launch._start, [], []
 
     def start(told: dict[str, Any], tp: int) -> Any:
+        told_of.append(told["settings"])
         begun.append(plain(json.loads(json.dumps(told)) | {"settings": told["settings"] | {"model": "/nowhere"}}, tp))
         return begun[-1]
 
     monkeypatch.setattr(launch, "_start", start)
     with pytest.raises(GroupError, match="rank 1 ended with exit code 2: .*/nowhere"):
-        LLM(folder, tp=2, **HOW)
+        LLM(folder, tp=2, host_cache=0, **HOW)
     assert begun[0].poll() == 2 and not dist.is_initialized()
+    assert told_of[0]["host_cache"] == 0, "by which a GPU's sizes are planned"
 
 
 def test_a_rank_without_memory_for_its_part_is_named_with_the_reason(

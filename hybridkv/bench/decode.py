@@ -290,6 +290,11 @@ class StepWork:
 
 def timed_steps(engine: Engine) -> tuple[float, float | None]:
     """Median ms of decode steps that are the same but for one more token each, and of the captured graph alone."""
+    return statistics.median(step_times(engine)), graph_ms(engine)
+
+
+def step_times(engine: Engine) -> list[float]:
+    """Ms of such steps."""
     for _ in range(WARM):
         engine.step()  # captures the graph
     times = []
@@ -297,7 +302,7 @@ def timed_steps(engine: Engine) -> tuple[float, float | None]:
         begin = time.perf_counter()
         engine.step()
         times.append((time.perf_counter() - begin) * 1e3)
-    return statistics.median(times), graph_ms(engine)
+    return times
 
 
 def graph_ms(engine: Engine) -> float | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hybridkv.bench import over_ranks
 from hybridkv.bench.compare import print_comparison, repository, run_base, side_by_side
 from hybridkv.bench.options import BENCHES, NAMES, SERVER_BENCHES, V4_BENCHES, BenchOptions, check_only, from_json
 from hybridkv.bench.report import Report, finish
@@ -52,11 +53,16 @@ def run_bench(name: str, options: BenchOptions) -> Result:
     if name not in NAMES:
         raise HybridKVError(f"there is no benchmark {name!r}; choose {', '.join(NAMES)} or all")
     check_only(name, options)
+    if options.tp != 1:
+        over_ranks.check_options(name, options)
     if name in SERVER_BENCHES:
         options = replace(options, model_shape="tiny", device="cpu")
     shape = find_shape(options.model_shape, options.layers, options.device, name in V4_BENCHES)
     torch.manual_seed(0)
-    report = import_module(f"hybridkv.bench.{name}").run(shape, options, Ceilings.measure(shape.device))
+    if options.tp != 1:
+        report = over_ranks.run(name, shape, options, Ceilings.measure(shape.device))
+    else:
+        report = import_module(f"hybridkv.bench.{name}").run(shape, options, Ceilings.measure(shape.device))
     result = report.result()
     free_memory(shape.device)
     return result

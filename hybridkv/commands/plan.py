@@ -6,16 +6,17 @@ code is tested against. No torch is imported, and no GPU is needed to plan for o
     plan_source     the model: a known name, a config.json, a GGUF file's header
     plan_weights    bytes of its weights in the form asked for
     plan_estimate   bytes of cache and workspace, and what fits
-    plan_parallel   a rank of several GPUs (--tp)
+    plan_parallel   a rank of several GPUs (--tp), and several where one is not enough
     plan_advice     what would fit where it does not
     plan_tables     what is printed; plan_page: the page of --html
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -155,6 +156,7 @@ class Report:
     host_given: bool  # whether --host-cache was given
     kept: list[Kept]
     ranks: Ranks | None = None  # of --tp: all numbers above are of one rank
+    cards: list[Report] = field(default_factory=list)  # of one GPU and of several, where one does not hold it
 
     @property
     def judged(self) -> Choice:
@@ -190,9 +192,9 @@ def plan(
     """Show the bytes of weights, KV cache and state for a model and a context, on any card.
 
     Nothing is loaded, and no GPU is needed. Without --kv-dtype all are shown. With --card or --memory it says what
-    fits: the longest context, the most requests, and what would fit where it does not. With --memory, --card or
-    --budget a second table shows what each KV dtype and budget buys; without --budget it takes 2048 tokens. With --tp
-    all of it is of one GPU of several (tensor parallelism).
+    fits: the longest context, the most requests, and what would fit where it does not, over several such GPUs, too.
+    With --memory, --card or --budget a second table shows what each KV dtype and budget buys; without --budget it takes
+    2048 tokens. With --tp all of it is of one GPU of several (tensor parallelism).
     """
     named = [given for given in (name, options.model, page) if given is not None]
     files = [given for given in named if html and given.endswith(".html")]
@@ -239,7 +241,32 @@ def make_report(
     form: str | None = None,
     experts: str = "auto",
 ) -> Report:
-    """The plan of what the options ask for."""
+    """The plan of what the options ask for, and what would fit where it does not."""
+    report = find_report(options, requests, card_name, form, experts)
+    if report.judged.fits is not False:
+        return report
+    from hybridkv.commands.plan_advice import advice
+
+    if options.tp == 1 and report.gpu:
+        from hybridkv.commands.plan_parallel import find_cards
+
+        def over(tp: int) -> Report:
+            """The plan with --tp."""
+            return find_report(replace(options, tp=tp), requests, card_name, form, experts)
+
+        report = replace(report, cards=find_cards(report, over))
+
+    @functools.cache  # several suggestions try all cards
+    def weigh(there: Card | None) -> Weights:
+        """The weights that were asked for, as they are held on another card."""
+        return choose_weights(options, report.source, report.gpu, there, form)
+
+    shared = [] if experts == "auto" else ["--experts", experts]
+    return replace(report, advice=advice(report, given(options) + shared, weigh))
+
+
+def find_report(options: PlanOptions, requests: int, card_name: str | None, form: str | None, experts: str) -> Report:
+    """The plan without what else would fit."""
     from hybridkv.cache.rounded_states import checkpoint_dtype_of
     from hybridkv.cache.tier_sizes import CPU_LIMIT
     from hybridkv.cards import find_card
@@ -315,15 +342,6 @@ def make_report(
             return choose_weights(options, part, gpu, card, form)
 
         report = replace(report, ranks=find_ranks(report, whole, options, form, tp, experts, held))
-    if report.judged.fits is False:
-        from hybridkv.commands.plan_advice import advice
-
-        def weigh(there: Card | None) -> Weights:
-            """The weights that were asked for, as they are held on another card."""
-            return choose_weights(options, source, gpu, there, form)
-
-        shared = [] if experts == "auto" else ["--experts", experts]
-        report = replace(report, advice=advice(report, given(options) + shared, weigh))
     return report
 
 

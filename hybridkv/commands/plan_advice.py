@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SMALLER = ("q8_0", "fp8", "q6_k", "q5_k", "q4_k")  # forms to try, the largest first
 BUDGET = 2048
-MOST = 5  # suggestions
+MOST = 5  # suggestions, and one more: several such cards
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,12 @@ def advice(report: Report, flags: list[str], weigh: Callable[[Card | None], Weig
     found += [tried for tried in _card(asked) if tried.fits][:1]
     if all(tried.card != first.card for tried in found):  # no single change is enough here
         found = _together(first) + found
-    return [_command(tried, flags) for tried in found[:MOST]]
+    commands = [_command(tried, flags) for tried in found[:MOST]]
+    least = next((over.ranks.size for over in report.cards if over.ranks is not None and over.judged.fits), None)
+    if least is None:
+        return commands
+    held = None if report.weights == weigh(None) else "bf16"  # what this card has no kernels for is kept in bf16
+    return [*commands, _command(replace(asked, form=held), [*flags, "--tp", str(least)])]
 
 
 def _form(tried: Try) -> Iterator[Try]:

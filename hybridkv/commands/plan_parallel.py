@@ -1,14 +1,18 @@
-"""`hybridkv plan --tp N`: what one of N ranks holds, and what they send each other. Nothing heavy is imported."""
+"""`hybridkv plan --tp N`: what one of N ranks holds, and what they send each other; and the numbers of cards that are
+tried where one does not hold a model. Nothing heavy is imported.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from hybridkv.commands.plan_source import Source
 from hybridkv.dtypes import itemsize
+from hybridkv.errors import HybridKVError
 from hybridkv.eviction.sizes import spread_of
 from hybridkv.kernels.linear.packed_planes import BLOCK, GROUP
 from hybridkv.models.config import ModelConfig
@@ -16,7 +20,7 @@ from hybridkv.models.weight_forms import PACKED, RELEASED, released_forms
 from hybridkv.parallel.block_parts import block_shard
 from hybridkv.parallel.cuts import share_of
 from hybridkv.parallel.rank_bytes import block_of, rank_packed_bytes
-from hybridkv.parallel.shard import Shard, check_size, kv_copies, local
+from hybridkv.parallel.shard import Shard, check_size, kv_copies, local, sizes_that_work
 from hybridkv.planner import human
 
 if TYPE_CHECKING:
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from hybridkv.commands.plan_weights import Weights
 
 LINKS = {"NVLink at 350 GB/s": 350e9, "PCIe 4 at 24 GB/s": 24e9}  # what a link may carry: assumed, not measured
+SHOWN = 8  # cards; more only where these are not enough
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,21 @@ def find_ranks(
         weights = held(rank_of(source, options, report.gpu, form, Shard(rank, tp, experts))).nbytes
         parts.append(Rank(weights, need.pages, need.state, need.tables, need.workspace, weights + need.nbytes))
     return Ranks(parts, lines(report, source.config, parts, options.exact))
+
+
+def find_cards(alone: Report, over: Callable[[int], Report]) -> list[Report]:
+    """The plan of one card and those of more of them, `over` so many: all numbers that work up to SHOWN, and on until
+    one fits. Empty: no number works, or no number helps.
+    """
+    found: list[Report] = []
+    cache = alone.judged.estimate.cache
+    replays = cache.budget is not None and str(cache.policy).split(":")[0] == "replay"  # which ranks do not run
+    for size in [] if alone.judged.refused or replays else sizes_that_work(alone.source.config):
+        if size > SHOWN and any(report.judged.fits for report in found):
+            break
+        with suppress(HybridKVError):  # exact mode, or codes of files that are not cut so
+            found.append(over(size))
+    return [alone, *found] if found else []
 
 
 def lines(report: Report, config: ModelConfig, parts: list[Rank], exact: bool) -> list[str]:

@@ -27,6 +27,9 @@ def show(report: Report, buys: bool) -> None:
         console.print(verdict(report))
         for command in report.advice:
             console.print(f"  {command}", soft_wrap=True)  # never broken, so that it can be copied
+    if report.cards:
+        console.print()
+        show_table(console, cards_table(report))
     nothing = report.memory is not None and report.weights.nbytes >= report.memory
     for line in [] if nothing else reuse_lines(report):
         console.print(line)
@@ -114,6 +117,56 @@ def table(report: Report) -> Table:
         most = ("" if c.refused else str(c.most_requests) for c in report.choices)
         out.add_row(f"requests of {report.context}", *blank, *most)
     return out
+
+
+def cards_table(report: Report) -> Table:
+    """What the card that takes most has of it, a column for each number of cards."""
+    from rich import box
+    from rich.table import Table
+
+    heading = f"Over several cards (--tp), what each takes with KV {report.judged.kv_dtype}"
+    out = Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    out.add_column("", no_wrap=True)
+    found = [of_card(over) for over in report.cards]
+    for each in found:
+        out.add_column("1 card" if each["tp"] == 1 else f"{each['tp']} cards", justify="right", no_wrap=True)
+    names = {"pages": "pages", "state": "state", "checkpoints": "checkpoints", "staging": "reuse staging"}
+    names |= {"tables": "page tables", "workspace": "workspace"}
+    for part, name in names.items():
+        if any(each[part] for each in found):
+            out.add_row(name, *(human(each[part]) for each in found))
+    weights = []
+    for each in found:
+        most, least = human(each["weights"]), human(each["least_weights"])
+        weights.append(most if most == least else f"{most} ({least})")
+    out.add_row(f"weights {report.weights.label}", *weights, end_section=True)
+    out.add_row("total", *(human(each["total"]) for each in found), style="bold", end_section=True)
+    assert report.memory is not None
+    out.add_row(f"fits in {human(report.memory)}", *("yes" if each["fits"] else "no" for each in found))
+    out.add_row("longest context", *(str(each["longest_context"]) for each in found))
+    out.add_row(f"requests of {report.context}", *(str(each["most_requests"]) for each in found))
+    return out
+
+
+def of_card(report: Report) -> dict[str, Any]:
+    """Bytes of the card that takes most, one or one of several, and what fits."""
+    judged, need = report.judged, report.judged.need
+    parts = [rank.weights for rank in report.ranks.parts] if report.ranks is not None else [report.weights.nbytes]
+    return {
+        "tp": len(parts),
+        "pages": need.pages,
+        "state": need.state,
+        "checkpoints": need.checkpoints,
+        "staging": need.staging,
+        "tables": need.tables,
+        "workspace": need.workspace,
+        "weights": report.weights.nbytes,
+        "least_weights": min(parts),
+        "total": judged.total,
+        "fits": judged.fits,
+        "longest_context": judged.longest_context,
+        "most_requests": judged.most_requests,
+    }
 
 
 def stream_pages(report: Report, i: int) -> tuple[int, int]:
@@ -260,6 +313,7 @@ def as_dict(report: Report) -> dict[str, Any]:
         "suggestions": report.advice,
         "ffn_layer_bytes": report.source.ffn_layer_bytes,
         "ranks": None if report.ranks is None else [asdict(rank) for rank in report.ranks.parts],
+        "cards": [of_card(over) for over in report.cards],
         "buys": [asdict(b) for b in report.buys],
         "choices": [
             {

@@ -34,6 +34,7 @@ LATER = 3  # times `timeout` after which NCCL's watchdog acts: after this projec
 ABANDON = 10.0  # seconds that communication with ranks that are gone has to end
 JOIN = 120.0  # and for them to have begun
 START = 3600.0  # and for all of them to have loaded their parts
+HEARD = 10.0  # and to hear why one of them cannot begin
 LOOPBACK = "127.0.0.1"
 MOST_SAID = 300  # characters of a library's own words in an error
 BACKLOG = 128  # ranks that may come at once
@@ -43,6 +44,10 @@ all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tens
 
 class GroupError(HybridKVError):
     """A rank that ended, hangs, or does something else than the others."""
+
+
+class UnlikeRanks(GroupError):
+    """Ranks that were started otherwise than each other: to start them once more does not help."""
 
 
 class Signal(Protocol):
@@ -83,6 +88,7 @@ class Group:
     device: torch.device
     store: dist.Store
     timeout: float = TIMEOUT
+    heeds: bool = False  # nobody watches the processes of the ranks: while they begin, they look for each other's words
 
     @staticmethod
     def join(
@@ -95,6 +101,8 @@ class Group:
         start: float = JOIN,
         check: Callable[[], None] = lambda: None,
         listener: socket.socket | None = None,
+        heeds: bool = False,
+        met: Callable[[Group], None] = lambda group: None,
     ) -> Group:
         """Meet the other ranks; returns when all are there.
 
@@ -108,6 +116,8 @@ class Group:
             start: seconds that the ranks have to come.
             check: raises if one will not come.
             listener: of rank 0, where the others were told to meet it (`listen`); it is the group's from here on.
+            heeds: as in Group.
+            met: called when all are there, before they send each other anything.
         """
         if dist.is_initialized():
             raise HybridKVError(
@@ -122,11 +132,16 @@ class Group:
             # a rank that is gone: communication ends, and the process lives to say so
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         try:
-            store = _store(meeting, rank, size, timedelta(seconds=start), listener)
-            group = Group(rank, size, device, store, timeout)
+            store = open_store(meeting, rank, size, start, listener)
+            group = Group(rank, size, device, store, timeout, heeds)
             group.meet("the group", check, start)
+            met(group)
             limit = timedelta(seconds=timeout)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+            try:
+                dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+            except RuntimeError:
+                group.heed()  # a rank that was ready first may have ended meanwhile
+                raise
             if device.type == "cuda":
                 _watch_later(device, timedelta(seconds=LATER * timeout))
                 group._begin(start, check)
@@ -148,6 +163,7 @@ class Group:
             with self.said(repr(where)):
                 while not self.store.check([f"{where}/{rank}"]):  # `wait` would write its own warnings
                     check()
+                    self.heed()
                     if time.monotonic() > until:
                         raise GroupError(
                             f"rank {self.rank} of {self.size}: rank {rank} did not come to {where!r} in {limit:g} s"
@@ -155,15 +171,35 @@ class Group:
                     time.sleep(POLL)
 
     def leave_word(self, text: str) -> None:
-        """Why this rank ends, for the one that has started it."""
+        """Why this rank ends, for the one that has started it, or for all."""
         with contextlib.suppress(RuntimeError):  # that one is gone
             self.store.set(f"word/{self.rank}", text)
+            self.store.set("ended", str(self.rank))
+        if self.heeds:
+            self.let_all_hear()
 
     def word_of(self, rank: int) -> str:
         """Why a rank has ended; empty: it left no word."""
         with contextlib.suppress(RuntimeError):
             return self.store.get(f"word/{rank}").decode() if self.store.check([f"word/{rank}"]) else ""
         return ""
+
+    def heed(self) -> None:
+        """GroupError with the word of a rank that has ended, where ranks look for it."""
+        with contextlib.suppress(RuntimeError):
+            if self.heeds and self.store.check(["ended"]):
+                rank = int(self.store.get("ended"))
+                word = self.word_of(rank)
+                self.let_all_hear()
+                raise GroupError(f"rank {rank}: {word}")
+
+    def let_all_hear(self) -> None:
+        """This rank knows that the group ends. The store goes with rank 0, which waits until the others know, too."""
+        with contextlib.suppress(RuntimeError):
+            self.store.set(f"heard/{self.rank}", "")
+            all_heard, until = [f"heard/{rank}" for rank in range(self.size)], time.monotonic() + HEARD
+            while self.rank == 0 and not self.store.check(all_heard) and time.monotonic() < until:
+                time.sleep(POLL)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, in place; the same bits on every rank."""
@@ -317,7 +353,14 @@ def first_sentence(text: str) -> str:
     return line.partition(". ")[0][:MOST_SAID]
 
 
-def _store(meeting: str, rank: int, size: int, limit: timedelta, listener: socket.socket | None) -> dist.Store:
+def reason_of(problem: BaseException) -> str:
+    """A problem as a rank's word."""
+    said = isinstance(problem, HybridKVError)
+    return str(problem) if said else f"{type(problem).__name__}: {first_sentence(str(problem))}"
+
+
+def open_store(meeting: str, rank: int, size: int, seconds: float, listener: socket.socket | None = None) -> dist.Store:
+    """Where ranks leave each other words, before they are a group too. `seconds`: that they have to come there."""
     kind, _, where = meeting.partition("://")
     if kind == "file":
         return dist.FileStore(where, size)
@@ -327,8 +370,9 @@ def _store(meeting: str, rank: int, size: int, limit: timedelta, listener: socke
     # without a socket of ours rank 0 listens on all interfaces: where others come from is not known then
     found = None if listener is None else listener.detach()
     return dist.TCPStore(
-        host, int(port), size, is_master=rank == 0, timeout=limit, wait_for_workers=False, master_listen_fd=found
-    )
+        host, int(port), size, is_master=rank == 0, timeout=timedelta(seconds=seconds), wait_for_workers=False,
+        master_listen_fd=found,
+    )  # fmt: skip
 
 
 def torchrun_place(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:

@@ -27,7 +27,19 @@ from typing import Any
 import torch
 
 from hybridkv.errors import HybridKVError
-from hybridkv.parallel.group import LOOPBACK, POLL, TIMEOUT, Group, GroupError, listen, torchrun_place
+from hybridkv.parallel.alike import check_versions
+from hybridkv.parallel.group import (
+    HEARD,
+    LOOPBACK,
+    POLL,
+    TIMEOUT,
+    Group,
+    GroupError,
+    listen,
+    open_store,
+    reason_of,
+    torchrun_place,
+)
 from hybridkv.parallel.shard import Shard
 from hybridkv.parallel.signs import DUMP
 
@@ -51,8 +63,9 @@ class Place:
         return Shard(self.group.rank, self.group.size, block=block)
 
     def check(self) -> None:
-        """GroupError if a rank that this one has started has ended."""
+        """GroupError if a rank that this one has started has ended, or one that something else has started says so."""
         check_workers(self.workers, self.group.word_of)
+        self.group.heed()
 
     def check_soon(self) -> None:
         """The same where an exchange has failed: a rank that ends closes its connections just before."""
@@ -170,9 +183,10 @@ def take_place(tp: int, device: torch.device, settings: Mapping[str, Any], timeo
             raise HybridKVError(
                 f"tp={tp}, but torchrun has started {size} processes (WORLD_SIZE): give the same number"
             )
-        where = f"tcp://{os.environ.get('MASTER_ADDR', LOOPBACK)}:{os.environ.get('MASTER_PORT', '29500')}"
         _apart(rank, size, os.environ)
-        return Place(Group.join(rank, size, rank_device(device, rank), _beside(where), timeout, loopback=False))
+        own = rank_device(device, rank)
+        how: dict[str, Any] = dict(loopback=False, heeds=True, met=check_versions)
+        return Place(Group.join(rank, size, own, _torchrun_meeting(), timeout, **how))
     workers: list[subprocess.Popen[bytes]] = []
     listener = listen()  # before they are told of it: nobody else takes the port meanwhile
     meeting = f"tcp://{LOOPBACK}:{listener.getsockname()[1]}"
@@ -192,10 +206,19 @@ def take_place(tp: int, device: torch.device, settings: Mapping[str, Any], timeo
         raise
 
 
-def _beside(where: str) -> str:
+def tell_others(problem: Exception) -> None:
+    """Why this rank cannot even join those that torchrun has started: they wait for it. No more than an attempt."""
+    with contextlib.suppress(RuntimeError, ValueError, OSError):
+        given = torchrun_place()
+        if given is not None and not isinstance(problem, GroupError):  # which they have, or see for themselves
+            store = open_store(_torchrun_meeting(), *given, HEARD)
+            Group(*given, torch.device("cpu"), store, heeds=True).leave_word(reason_of(problem))
+
+
+def _torchrun_meeting() -> str:
     """torchrun's own store listens at MASTER_PORT: this model's at the next one."""
-    host, _, port = where.rpartition(":")
-    return f"{host}:{int(port) + 1}" if "TORCHELASTIC_RUN_ID" in os.environ else where
+    host, port = os.environ.get("MASTER_ADDR", LOOPBACK), int(os.environ.get("MASTER_PORT", "29500"))
+    return f"tcp://{host}:{port + ('TORCHELASTIC_RUN_ID' in os.environ)}"
 
 
 def _start(told: dict[str, Any], tp: int) -> subprocess.Popen[bytes]:

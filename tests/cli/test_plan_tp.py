@@ -1,6 +1,7 @@
 """`hybridkv plan --tp`: the numbers of one rank, what the ranks send each other, and the sizes that work."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,69 @@ def test_what_does_not_fit_says_so_and_its_suggestions_keep_the_ranks(capsys: py
         assert said in " ".join(plan(capsys, "Qwen3.5-27B", "--tp", size, code=2).split())
     assert "experts are cut by" in plan(capsys, "Qwen3.5-35B-A3B", "--tp", 2, "--experts", "rows", code=2)
     assert "leave out --tp" in plan(capsys, "Qwen3.5-27B", "--tp", 2, "--html", code=2)
+
+
+@pytest.mark.parametrize(
+    ("asked", "sizes", "least"),
+    [
+        ("Qwen3.5-122B-A10B --memory 80GiB --context 16k", [1, 2, 4, 8], 4),
+        ("Qwen3.5-397B-A17B --memory 80GiB --context 16k --kv-dtype fp8", [1, 2, 4, 8, 16], 16),
+        ("DeepSeek-V4-Flash --card H100 --weights released --context 128k", [1, 2, 4, 8], 4),
+        ("SmolLM2-135M-Instruct --memory 200MiB --context 512 --budget 128 --policy snapkv", [1, 3, 9], 9),
+    ],
+)
+def test_where_one_card_does_not_hold_it_several_are_shown(
+    asked: str, sizes: list[int], least: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every figure is that of the plan with --tp, which the last suggestion names with the least number that fits."""
+    words = asked.split()
+    found, out = numbers(capsys, *words), plan(capsys, *words)
+    assert [card["tp"] for card in found["cards"]] == sizes
+    assert f" {sizes[-1]} cards" in out and (" (30.4 MiB)" in out) is ("SmolLM2" in asked)
+    for card in found["cards"]:
+        alone = numbers(capsys, *words, "--tp", card["tp"])
+        kinds = {choice["kv_dtype"]: choice for choice in alone["choices"]}
+        one = kinds["fp8" if "fp8" in words else "bf16"]
+        ranks = [rank["weights"] for rank in alone["ranks"] or [{"weights": alone["weights_bytes"]}]]
+        assert card == {
+            "tp": len(ranks),
+            "pages": one["kv_bytes"],
+            "state": one["state_bytes"],
+            "checkpoints": one["checkpoint_bytes"],
+            "staging": one["staging_bytes"],
+            "tables": one["table_bytes"],
+            "workspace": one["workspace_bytes"],
+            "weights": alone["weights_bytes"],
+            "least_weights": min(ranks),
+            "total": one["total_bytes"],
+            "fits": card["tp"] >= least,
+            "longest_context": one["longest_context"],
+            "most_requests": one["most_requests"],
+        }
+        assert alone["fits"] is card["fits"] and alone["memory_bytes"] == found["memory_bytes"]
+    named = found["suggestions"][-1]
+    assert named.endswith(f" --tp {least}") and named in out
+    again = numbers(capsys, *shlex.split(named.partition(" plan ")[2]))
+    assert again["fits"] is True and again["budget"] == found["budget"]
+    assert len(again["ranks"]) == least
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "Qwen3.5-27B --memory 80GiB --context 16k",  # one holds it
+        "Qwen3.5-27B --context 16k",  # of which no size is known
+        "Qwen3.5-27B --memory 20GiB --context 16k --tp 2",
+        "Qwen3.5-27B --memory 20GiB --context 16k --device cpu",  # whose ranks share its memory
+        "Qwen3.5-27B --card 3090 --context 16k --kv-dtype fp8",  # which no number of such cards can do
+        "Qwen3.5-27B --memory 20GiB --context 16k --budget 2048 --policy replay",  # which ranks do not run
+        "Qwen3.5-35B-A3B --memory 20GiB --context 16k --exact",
+    ],
+)
+def test_several_cards_are_not_shown_where_they_are_no_way(asked: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found, out = numbers(capsys, *asked.split()), plan(capsys, *asked.split())
+    assert found["cards"] == [] and "several cards" not in out
+    assert "--tp" in asked or not any("--tp" in suggestion for suggestion in found["suggestions"])
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -11,6 +11,7 @@ from typing import Any
 import calling_ranks
 import evicting_ranks
 import moving_ranks
+import starting_ranks
 import torch
 import torch.distributed as dist
 from tiny_ranks import fixed_bytes
@@ -461,3 +462,8 @@ def calls(group: Group | Alone, path: str, script: str) -> Any:
 def moves(group: Group | Alone, path: str, script: str, **given: Any) -> Any:
     """moving_ranks.run of a model, in exact mode."""
     return moving_ranks.run(group, open_part(path, group, exact=True), script, **given)
+
+
+def start(group: Group, **given: Any) -> list[Any]:
+    """starting_ranks.start."""
+    return starting_ranks.start(group, **given)
