@@ -16,14 +16,16 @@ from hybridkv.opening import Opened
 
 
 def cache_key(opened: Opened, adapter: str, salt: str) -> Key:
-    """Of what this model reads for a request with such an adapter and salt."""
-    exact, device, schema = opened.settings.exact, opened.settings.device, opened.plan.schema
+    """Of what this model reads for a request with such an adapter and salt: the same over any number of ranks."""
+    exact, device, ranks = opened.settings.exact, opened.settings.device, opened.settings.ranks
+    schema, config = opened.plan.schema, opened.config if ranks is None else ranks.whole
+    assert config is not None
     layers = schema.compressed
     full = [pool_format(table.pool.tensors) for table in opened.manager.tables.values()]
     kv = layers[0].entries.name if layers else next((form.name for form in full if form is not None), "none")
     key = {
-        "architecture": opened.config.architecture,
-        "config": config_digest(opened.config),
+        "architecture": config.architecture,
+        "config": config_digest(config),
         "weights": opened.identity.digest(),
         "dtype": str(opened.dtype).removeprefix("torch."),
         "weight_form": opened.weight_form,

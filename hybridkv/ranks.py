@@ -48,14 +48,14 @@ def take_ranks(tp: int | Place, device: torch.device, given: Mapping[str, Any], 
     """This process as a rank. What is not there over several ranks is refused before any is started."""
     cache, reuse = given["cache"], given["reuse"]
     assert isinstance(cache, CacheConfig)
-    if not no_store:
-        raise HybridKVError(NOT_OVER_RANKS.format(what="a folder of saved caches"))
     refuse_replay(cache.eviction)
     if isinstance(tp, Place):
         return Ranks(tp)
     with _opened(given["model"]) as checkpoint:
         config = ModelConfig.from_dict(checkpoint.config)
         check_size(config, tp, given["exact"])
+        if config.v4 is not None and not no_store:
+            raise HybridKVError(NOT_OVER_RANKS.format(what=f"a folder of saved caches of {config.architecture}"))
         if given["weight_dtype"] == RELEASED and isinstance(tp, int):
             block_shard(config, Shard(0, tp), checkpoint.__contains__, checkpoint.block_forms())
     timeout = exchange_seconds()

@@ -22,9 +22,11 @@ from tiny_ranks import build
 from v4_released import released_model
 
 from hybridkv import LLM, CacheConfig, Conversation, EvictionConfig, ReuseConfig, SamplingParams
+from hybridkv.cache.store import Store
 from hybridkv.cli import main
 from hybridkv.commands.display import kept_line
 from hybridkv.engine.engine import INHERIT
+from hybridkv.engine.storing import save_request
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.eviction import Ada, Policy, SnapKV
 from hybridkv.kernels.linear.block_scaled import BlockScaled
@@ -61,7 +63,7 @@ def gone(llm: LLM) -> bool:
     return all(worker.poll() is not None for worker in llm.ranks.place.workers)
 
 
-def test_it_answers_as_one_process_does_and_says_what_it_cannot(folder: Path, tmp_path: Path) -> None:
+def test_it_answers_as_one_process_does_and_says_what_it_cannot(folder: Path) -> None:
     prompts = [tiny.token_ids(length, seed=length) for length in (3, 17, 40, 5, 80, 9)]
     params = [GREEDY] * 4 + [SamplingParams(max_tokens=8, temperature=0.8, seed=5, n=2)] * 2
     with LLM(folder, **HOW) as llm:
@@ -100,7 +102,6 @@ def test_it_answers_as_one_process_does_and_says_what_it_cannot(folder: Path, tm
     for settings, said in (
         (dict(cache=CacheConfig(budget=64, policy=Own())), "policy Own is code of your own"),
         (dict(cache=CacheConfig(budget=64, policy="replay")), "over several ranks policy 'replay' is not available"),
-        (dict(disk_cache=tmp_path), "over several ranks a folder of saved caches"),
     ):
         with pytest.raises(HybridKVError, match=said):
             LLM(folder, tp=2, **HOW, **settings)
@@ -129,8 +130,17 @@ def test_weights_as_released_are_cut_and_answer_as_one_process_does(tmp_path: Pa
             held = layer.experts.part if tp > 1 else layer.experts
             assert isinstance(held.down, BlockScaled) and held.down.shape == (4, 64, 40 if tp == 1 else 32)
             assert llm.manager.memory_bytes() == llm.plan.nbytes
+            if tp > 1:
+                with pytest.raises(
+                    RequestError, match="over several ranks a folder of saved caches of compressed entr"
+                ):
+                    save_request(llm.owner, Store(tmp_path / "store"), "talk", None, {}, llm.cache_key())
     assert found[0] == found[1] and [len(tokens) for tokens in found[0]] == [8, 8]
     for settings, said in (
+        (
+            dict(tp=2, disk_cache=tmp_path),
+            "over several ranks a folder of saved caches of deepseek_v4 is not available",
+        ),
         (dict(tp=2, exact=True), "exact mode is not available for deepseek_v4"),
         (dict(tp=3), "3 ranks do not divide its 8 attention heads; use 2, 4 or 1"),
     ):

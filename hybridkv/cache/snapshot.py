@@ -55,6 +55,13 @@ class Snapshot:
         """Of entries and state."""
         return sum(t.nbytes for t in (*self.entries.values(), *self.states.values()))
 
+    def read(self, name: str, begin: np.ndarray, count: np.ndarray) -> dict[str, Tensor]:
+        """As `Holding.read`."""
+        lengths = self.lengths[name]
+        first = (np.cumsum(lengths) - lengths + begin).tolist()
+        runs = [slice(a, a + n) for a, n in zip(first, count.tolist(), strict=True)]
+        return {key: torch.cat([t[:, run] for run in runs], 1) for (s, key), t in self.entries.items() if s == name}
+
     def save(self, path: str | Path) -> None:
         """Write a file: whole, or not at all."""
         tensors, meta = self.contents()

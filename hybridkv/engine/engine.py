@@ -71,6 +71,7 @@ class Engine:
     """
 
     captures = True  # steps as CUDA graphs on a GPU
+    in_parts = False  # whether its cache lies on several ranks, a part on each
 
     def __init__(
         self,

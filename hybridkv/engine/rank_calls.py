@@ -45,6 +45,7 @@ Found = TypeVar("Found")
 class RankCalls(Engine):
     """The calls of an engine of one rank of several. What LockStepEngine adds are steps."""
 
+    in_parts = True
     group: Group
     channel: Channel
     agreed: RanksAgree

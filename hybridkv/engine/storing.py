@@ -5,6 +5,9 @@ run of entries at a time, between two steps. While a cache is saved, a second ow
 
     save   engine: the request in words, its state, a second owner of its pages | run by run: entries -> part
     load   manifest, then small parts, all checked | engine: fresh pages | part -> its entries, in order | state, held
+
+Over several ranks what is saved is the cache of all heads, in the same files. It is copied to the host of rank 0 at
+once, as a session is, and its runs are read from that; it comes back the same way (restoring.py).
 """
 
 from __future__ import annotations
@@ -19,41 +22,40 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridkv.cache.convert import Key, check_key, check_schema, converted_entries
+from hybridkv.cache.convert import Key, check_key, check_schema
 from hybridkv.cache.facts import Compaction
-from hybridkv.cache.frozen import begin_frozen, fill_frozen, finish_frozen, lend_pages
+from hybridkv.cache.frozen import lend_pages
 from hybridkv.cache.holding import Holding, holding
 from hybridkv.cache.manifest import (
     Manifest,
     PartForm,
     Sizes,
     chains,
-    columns_entries,
     parts_of,
     run_tokens,
     schema_of,
     schema_words,
 )
-from hybridkv.cache.schema import CacheSchema, StreamSchema, ceil_div
+from hybridkv.cache.schema import CacheSchema, StreamSchema
 from hybridkv.cache.session import (
     Session,
-    check_records,
     eviction_records,
     plain_json,
     record_tensors,
     request_words,
     session_of_words,
 )
+from hybridkv.cache.snapshot import Snapshot
 from hybridkv.cache.snapshot_file import NotWellFormed
 from hybridkv.cache.store import Store
-from hybridkv.config import SamplingParams
 from hybridkv.devices import on_device
 from hybridkv.engine import held
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.owner import EngineOwner
+from hybridkv.engine.rank_calls import NOT_OVER_RANKS
+from hybridkv.engine.restoring import Restoring, RestoringOverRanks, places
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.request import Request, RequestKey
-from hybridkv.text.stream import TextStream
 
 SMALL = ("tokens", "kept", "records")  # parts that are read and checked before memory is taken
 LENT = -2  # the number of a key under which pages are lent
@@ -64,8 +66,8 @@ class _Lent:
     """A request that is being saved."""
 
     session: Session
-    key: RequestKey | None  # of the second owner of its pages; None: it has no cache
-    holding: Holding | None
+    key: RequestKey | None  # of the second owner of its pages; None: it has no cache, or a copy was made
+    holding: Holding | Snapshot | None
     states: Mapping[tuple[str, str], Tensor]
 
 
@@ -86,9 +88,10 @@ def save_request(
     None: nothing was said yet. The request must not go on meanwhile.
     """
     words = plain_json(dict(conversation))
-    lent = owner.run(lambda engine: _lend(engine, request, words))
+    schema, in_parts = owner.run(_schema)
+    lent = _copied(owner, request, words) if in_parts else owner.run(lambda engine: _lend(engine, request, words))
     try:
-        schema, session = owner.run(lambda engine: engine.manager.schema), lent.session
+        session = lent.session
         sizes = _sizes(schema, lent)
         about, now = dict(session.about), time.time()
         manifest = Manifest(
@@ -98,6 +101,13 @@ def save_request(
     finally:
         if lent.key is not None:
             owner.run(lambda engine: _take_back(engine, lent.key))
+
+
+def _schema(engine: Engine) -> tuple[CacheSchema, bool]:
+    """What all of the cache stores, and whether it lies on several ranks. RequestError: so it goes to no folder."""
+    if engine.in_parts and engine.schema.compressed:  # a session has no whole pages of it
+        raise RequestError(NOT_OVER_RANKS.format(what="a folder of saved caches of compressed entries"))
+    return engine.schema, engine.in_parts
 
 
 def _lend(engine: Engine, request: Request | None, words: dict[str, Any]) -> _Lent:
@@ -110,6 +120,12 @@ def _lend(engine: Engine, request: Request | None, words: dict[str, Any]) -> _Le
         engine.scheduler.lent.add(key)
         lend_pages(engine.manager, request.key, key)
         return _Lent(session, key, holding(engine.manager, key), states)
+
+
+def _copied(owner: EngineOwner, request: Request | None, words: dict[str, Any]) -> _Lent:
+    """The request with the cache of all ranks on the host, which nothing has to be lent for."""
+    session = owner.session(request, words)
+    return _Lent(session, None, session.snapshot, {} if session.snapshot is None else session.snapshot.states)
 
 
 def _take_back(engine: Engine, key: RequestKey) -> None:
@@ -162,7 +178,7 @@ def _layers(states: Mapping[tuple[str, str], Tensor], name: str) -> Tensor:
 
 
 def _reader(
-    found: Holding, streams: Mapping[str, StreamSchema], sizes: Sizes, form: PartForm, whole_pages: bool
+    found: Holding | Snapshot, streams: Mapping[str, StreamSchema], sizes: Sizes, form: PartForm, whole_pages: bool
 ) -> Callable[[Engine], dict[str, Tensor]]:
     """What the engine's thread does to read the tensors of one part."""
     names = {t.name.partition("/")[0] for t in form.tensors}
@@ -172,22 +188,12 @@ def _reader(
         tensors = {}
         with on_device(engine.manager.device):
             for name in sorted(names):
-                begin, count = _places(streams[name], sizes, form, whole_pages)
+                begin, count = places(streams[name], sizes, form, whole_pages)
                 for key, tensor in found.read(name, begin, count).items():
                     tensors[f"{name}/{key}"] = tensor.view(shapes[f"{name}/{key}"])
         return tensors
 
     return read
-
-
-def _places(s: StreamSchema, sizes: Sizes, form: PartForm, whole_pages: bool) -> tuple[np.ndarray, np.ndarray]:
-    """[streams] first entry, and entries, of each stream that a part holds."""
-    kept = np.array(sizes.kept.get(s.name, (0,) * s.streams), np.int64)
-    if form.what.startswith("base/"):
-        inside = (np.arange(s.streams) >= form.begin) & (np.arange(s.streams) < form.end)
-        return np.zeros(s.streams, np.int64), np.where(inside, kept, 0)
-    first, count = columns_entries(s, form.begin, form.end, whole_pages)
-    return kept + first - s.entries(sizes.first(s)), np.full(s.streams, count)
 
 
 # ---- bringing back
@@ -204,7 +210,7 @@ def load_request(
     manifest = store.manifest(name)
     with _naming(name):
         converted = (*manifest.converted, *check_key(manifest.key, key, convert))
-        ours = owner.run(lambda engine: engine.manager.schema)
+        ours, in_parts = owner.run(_schema)
         schema = schema_of(manifest.schema, ours)
         if manifest.sizes.position:
             check_schema(schema, ours, convert)
@@ -216,7 +222,8 @@ def load_request(
         if not session.tokens:
             return None, manifest, converted
         _check_chains(manifest, session)
-        restoring = _Restoring(owner, manifest.sizes, schema, ours, session, _compaction(manifest.sizes, read["kept"]))
+        kind = RestoringOverRanks if in_parts else Restoring
+        restoring = kind(owner, manifest.sizes, schema, ours, session, _compaction(manifest.sizes, read["kept"]))
         try:
             owner.run(restoring.begin)
             store.read(name, [p for p in parts if p[0].what not in SMALL], lambda f, p, t: restoring.take(f, t))
@@ -272,111 +279,3 @@ def _compaction(sizes: Sizes, kept: dict[str, Tensor]) -> Compaction | None:
                 raise NotWellFormed(f"surviving positions of '{name}' do not ascend from 0 to {sizes.compacted_at - 1}")
         found[name] = lists
     return Compaction(sizes.compacted_at, found)
-
-
-class _Restoring:
-    """A saved request on its way into an engine. All but `take` runs on the engine's thread."""
-
-    def __init__(
-        self,
-        owner: EngineOwner,
-        sizes: Sizes,
-        theirs: CacheSchema,
-        ours: CacheSchema,
-        session: Session,
-        compaction: Compaction | None,
-    ) -> None:
-        self.owner, self.sizes, self.session, self.compaction = owner, sizes, session, compaction
-        self.streams = {s.name: s for s in ours.streams}
-        self.specs = {(s.name, t.name): (s, t) for s in ours.states for t in s.tensors}
-        self.theirs = {s.name: s for s in theirs.streams}
-        self.whole_pages = bool(ours.compressed)
-        self.states: dict[tuple[str, str], Tensor] = {}
-        self.request: Request | None = None
-
-    def begin(self, engine: Engine) -> None:
-        """Checks that need the engine, room, and fresh pages."""
-        with engine.changing():
-            manager, sizes, session = engine.manager, self.sizes, self.session
-            tokens = engine.check_tokens(session.tokens)
-            if len(tokens) > manager.max_tokens:
-                raise RequestError(
-                    f"it has {len(tokens)} tokens, the context here holds {manager.max_tokens}; raise max_context"
-                )
-            if session.evictions and engine.evictor is None:
-                raise RequestError("its cache was evicted, and this model was opened without a budget")
-            request = held.ended_request(engine, tokens, session.prompt_tokens, session.finish_reason, SamplingParams())
-            request.text = TextStream.ended(session.text, session.stopped)
-            self.request = request
-            if not sizes.position:
-                return
-            check_records(manager, session, sizes.position, self.compaction)
-            request.evictions, request.policy = dict(session.evictions), session.policy
-            lengths = {name: sizes.lengths(s) for name, s in self.streams.items()}
-            need = {n: int(ceil_div(lengths[n], s.entries_per_page).sum()) for n, s in self.streams.items()}
-            held.make_room(engine, need, self._state_bytes())
-            engine.scheduler.lent.add(request.key)
-            begin_frozen(manager, request.key, sizes.position, lengths, self.compaction)
-
-    def _state_bytes(self) -> int:
-        return sum(len(s.layers) * t.nbytes for s, t in self.specs.values() if self.sizes.queries or not s.lent)
-
-    def take(self, form: PartForm, tensors: dict[str, Tensor]) -> None:
-        """One part: entries go to their places, state is kept until the end."""
-        if form.what in ("state", "queries"):
-            for name, tensor in tensors.items():
-                self._take_state(name, tensor)
-            return
-
-        def fill(engine: Engine) -> None:
-            with on_device(engine.manager.device):
-                for name in sorted({key.partition("/")[0] for key in tensors}):
-                    begin, count = _places(self.theirs[name], self.sizes, form, self.whole_pages)
-                    lanes, total = self.theirs[name].lanes, int(count.sum())
-                    specs = self.theirs[name].tensors
-                    entries = {t.name: tensors[f"{name}/{t.name}"].view(lanes, total, *t.shape) for t in specs}
-                    if {key: t.dtype for key, t in entries.items()} != self._dtypes(engine, name):
-                        entries = converted_entries(entries, engine.manager.tables[name].pool.tensors)
-                    fill_frozen(engine.manager, self._key, name, begin, count, entries)
-
-        self.owner.run(fill)
-
-    @property
-    def _key(self) -> RequestKey:
-        assert self.request is not None
-        return self.request.key
-
-    def _dtypes(self, engine: Engine, name: str) -> dict[str, torch.dtype]:
-        return {key: pool.dtype for key, pool in engine.manager.tables[name].pool.tensors.items()}
-
-    def _take_state(self, name: str, tensor: Tensor) -> None:
-        schema, part, layers = name.split("/")
-        if (schema, part) not in self.specs:  # last queries, which this cache does not keep
-            return
-        home, spec = self.specs[schema, part]
-        finite = tensor.isfinite() if np.isfinite(spec.init) else ~tensor.isnan()
-        if tensor.is_floating_point() and not bool(finite.all()):
-            raise RequestError(f"its state {schema}/{part} holds numbers that are not finite")
-        a, _, b = layers.partition(":")
-        whole = self.states.get((schema, part))
-        if whole is None:
-            whole = self.states[schema, part] = torch.empty((len(home.layers), *spec.shape), dtype=spec.torch_dtype)
-        whole[int(a) : int(b)] = tensor  # rounded once, where the dtype is another
-
-    def finish(self, engine: Engine) -> Request:
-        """The state; from here on the request is held."""
-        assert self.request is not None
-        with engine.changing():
-            if self.sizes.position:
-                finish_frozen(engine.manager, self._key, self.states)
-                engine.scheduler.held.append(self.request)
-                engine.scheduler.lent.discard(self._key)
-        return self.request
-
-    def give_back(self, engine: Engine) -> None:
-        """It failed: nothing of it stays."""
-        with engine.changing():
-            if self.request is not None and self.request not in engine.scheduler.held:
-                engine.scheduler.lent.discard(self._key)
-                if self._key in engine.manager.frozen:
-                    engine.manager.release_request(self._key)
