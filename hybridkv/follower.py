@@ -20,11 +20,16 @@ from hybridkv.parallel.signs import DUMP, FAILED, leave_the_end_to_rank_0, said_
 
 def main() -> NoReturn:
     """The whole life of a rank."""
+    _open_and_follow(begin())
+
+
+def begin() -> dict[str, Any]:
+    """What rank 0 has told. From here on this process ends with it."""
     leave_the_end_to_rank_0()
     faulthandler.register(DUMP)
     told = json.loads(_first_line())
     threading.Thread(target=_watch, daemon=True).start()
-    _open_and_follow(told)
+    return told
 
 
 def _open_and_follow(told: dict[str, Any]) -> NoReturn:
@@ -51,17 +56,17 @@ def _open_and_follow(told: dict[str, Any]) -> NoReturn:
         sys.stderr.flush()
         os._exit(end.code if isinstance(end.code, int) else 0)  # the watching thread is in a read
     except GroupError as problem:
-        _leave(rank, problem, FAILED)
+        leave(rank, problem, FAILED)
     except HybridKVError as problem:
         if group is not None:
             group.leave_word(str(problem))
-        _leave(rank, problem, 2)
+        leave(rank, problem, 2)
     except Exception as problem:  # no memory, for example
         traceback.print_exc()
         why = reason_of(problem)
         if group is not None:
             group.leave_word(why)
-        _leave(rank, why, 1)
+        leave(rank, why, 1)
     raise AssertionError("a rank that follows does not come back")
 
 
@@ -79,7 +84,8 @@ def _watch() -> None:
     os._exit(FAILED)
 
 
-def _leave(rank: int, problem: object, code: int) -> NoReturn:
+def leave(rank: int, problem: object, code: int) -> NoReturn:
+    """End, and say why."""
     print(said_by(rank, problem), file=sys.stderr, flush=True)
     os._exit(code)  # no wait for threads of a group that is gone
 

@@ -10,20 +10,17 @@ products: what is sent is not in it.
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import statistics
-import subprocess
 import sys
-import threading
 import traceback
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
+from hybridkv import follower
 from hybridkv.bench import decode, prefill
 from hybridkv.bench.decode import ANSWER, CHECKED, DecodeBench, step_times
 from hybridkv.bench.options import OPTIONS as ALL
@@ -37,14 +34,13 @@ from hybridkv.config import CacheConfig, SamplingParams
 from hybridkv.engine.lock_step import LockStepEngine
 from hybridkv.engine.step_cost import DEFAULT
 from hybridkv.errors import HybridKVError
-from hybridkv.follower import _first_line, _leave, _watch
 from hybridkv.models import cache_schema
 from hybridkv.models.decoder import Model
-from hybridkv.parallel.group import LOOPBACK, Group, GroupError, listen, torchrun_place
-from hybridkv.parallel.launch import LEAVE, Place, _apart, check_workers, end_workers, rank_device
+from hybridkv.parallel.group import Group, GroupError, torchrun_place
+from hybridkv.parallel.launch import LEAVE, Place, start_ranks
 from hybridkv.parallel.random_part import RandomTensors, random_part
 from hybridkv.parallel.shard import Shard, check_size
-from hybridkv.parallel.signs import DUMP, FAILED, leave_the_end_to_rank_0
+from hybridkv.parallel.signs import FAILED
 from hybridkv.planner import human
 from hybridkv.ranks import exchange_seconds
 
@@ -167,31 +163,8 @@ def check_options(name: str, options: BenchOptions) -> None:
 
 def begin(name: str, options: BenchOptions, size: int, device: torch.device) -> Place:
     """This process as rank 0; the others are started."""
-    workers: list[subprocess.Popen[bytes]] = []
-    listener, seconds = listen(), exchange_seconds()
-    meeting = f"tcp://{LOOPBACK}:{listener.getsockname()[1]}"
-    told = {"size": size, "meeting": meeting, "timeout": seconds, "name": name, "options": json.dumps(asdict(options))}
-    try:
-        own = rank_device(device, 0)
-        for rank in range(1, size):
-            there, env = rank_device(device, rank), {**os.environ}
-            if there.type == "cuda":
-                _apart(rank, size, env)
-            elif "OMP_NUM_THREADS" not in env:
-                env["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // size))
-            worker = subprocess.Popen([sys.executable, "-m", MODULE], stdin=subprocess.PIPE, env=env)
-            workers.append(worker)
-            assert worker.stdin is not None
-            worker.stdin.write(json.dumps(told | {"rank": rank, "device": str(there)}).encode() + b"\n")
-            worker.stdin.flush()  # it stays open: its end tells the worker that rank 0 is gone
-        if own.type == "cuda":
-            _apart(0, size, os.environ)
-        watch = partial(check_workers, workers)
-        return Place(Group.join(0, size, own, meeting, seconds, check=watch, listener=listener), workers)
-    except BaseException:
-        listener.close()
-        end_workers(workers, 0.0)
-        raise
+    words = {"name": name, "options": json.dumps(asdict(options))}
+    return start_ranks(size, device, words, exchange_seconds(), MODULE)
 
 
 class RankedBench:
@@ -265,10 +238,7 @@ class RankedBench:
 
 def main() -> NoReturn:
     """The whole life of a rank that rank 0 has started."""
-    leave_the_end_to_rank_0()
-    faulthandler.register(DUMP)
-    told = json.loads(_first_line())
-    threading.Thread(target=_watch, daemon=True).start()
+    told = follower.begin()
     try:
         device, work = torch.device(told["device"]), Work.of(told["name"], from_json(told["options"]))
         place = Place(Group.join(told["rank"], told["size"], device, told["meeting"], told["timeout"]))
@@ -276,7 +246,7 @@ def main() -> NoReturn:
     except Exception as problem:
         if not isinstance(problem, GroupError):
             traceback.print_exc()
-        _leave(told["rank"], problem, FAILED)
+        follower.leave(told["rank"], problem, FAILED)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # the watching thread is in a read

@@ -187,19 +187,26 @@ def take_place(tp: int, device: torch.device, settings: Mapping[str, Any], timeo
         own = rank_device(device, rank)
         how: dict[str, Any] = dict(loopback=False, heeds=True, met=check_versions)
         return Place(Group.join(rank, size, own, _torchrun_meeting(), timeout, **how))
+    return start_ranks(tp, device, {"settings": dict(settings)}, timeout)
+
+
+def start_ranks(
+    size: int, device: torch.device, words: Mapping[str, Any], timeout: float = TIMEOUT, module: str = FOLLOWER
+) -> Place:
+    """This process as rank 0; the others are started with a module that reads these words and where they meet."""
     workers: list[subprocess.Popen[bytes]] = []
     listener = listen()  # before they are told of it: nobody else takes the port meanwhile
     meeting = f"tcp://{LOOPBACK}:{listener.getsockname()[1]}"
     try:
         own = rank_device(device, 0)
-        for rank in range(1, tp):
-            told = {"rank": rank, "size": tp, "meeting": meeting, "timeout": timeout, "settings": dict(settings)}
+        for rank in range(1, size):
+            told = {"rank": rank, "size": size, "meeting": meeting, "timeout": timeout, **words}
             told["device"] = str(rank_device(device, rank))
-            workers.append(_start(told, tp))
+            workers.append(_start(told, size, module))
         check = partial(check_workers, workers)
         if own.type == "cuda":
-            _apart(0, tp, os.environ)
-        return Place(Group.join(0, tp, own, meeting, timeout, check=check, listener=listener), workers)
+            _apart(0, size, os.environ)
+        return Place(Group.join(0, size, own, meeting, timeout, check=check, listener=listener), workers)
     except BaseException:
         listener.close()
         end_workers(workers, 0.0)
@@ -221,13 +228,13 @@ def _torchrun_meeting() -> str:
     return f"tcp://{host}:{port + ('TORCHELASTIC_RUN_ID' in os.environ)}"
 
 
-def _start(told: dict[str, Any], tp: int) -> subprocess.Popen[bytes]:
+def _start(told: dict[str, Any], size: int, module: str) -> subprocess.Popen[bytes]:
     env = {**os.environ}
     if told["device"] != "cpu":
-        _apart(told["rank"], tp, env)
+        _apart(told["rank"], size, env)
     if "OMP_NUM_THREADS" not in env and told["device"] == "cpu":
-        env["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // tp))
-    worker = subprocess.Popen([sys.executable, "-m", FOLLOWER], stdin=subprocess.PIPE, env=env)
+        env["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // size))
+    worker = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE, env=env)
     assert worker.stdin is not None
     worker.stdin.write(json.dumps(told).encode() + b"\n")
     worker.stdin.flush()  # it stays open: its end tells the worker that rank 0 is gone
