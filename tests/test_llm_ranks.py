@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import tiny
 import tiny_v4
+import torch
 import torch.distributed as dist
 from listening import listening
 from long_form import LONG, more
@@ -140,12 +141,29 @@ def test_weights_as_released_are_cut_and_answer_as_one_process_does(tmp_path: Pa
             dict(tp=2, disk_cache=tmp_path),
             "over several ranks a folder of saved caches of deepseek_v4 is not available",
         ),
-        (dict(tp=2, exact=True), "exact mode over several ranks is not available for deepseek_v4"),
+        (dict(tp=2, exact=True), "exact mode is not available for deepseek_v4"),
         (dict(tp=3), "3 ranks do not divide its 8 attention heads; use 2, 4 or 1"),
     ):
         with pytest.raises(HybridKVError, match=said):
             LLM(tmp_path, weight_dtype="released", **HOW, **settings)
     assert not dist.is_initialized()
+
+
+def test_experts_answer_in_exact_mode_with_the_bits_of_one_process(tmp_path: Path) -> None:
+    prompts = [tiny.token_ids(length, seed=length) for length in (3, 41)]
+    build("qwen3_5_moe", 8, moe_intermediate_size=37, hidden_size=101).save_pretrained(tmp_path)
+    found = []
+    for tp in (1, 2):
+        with LLM(tmp_path, tp=tp, exact=True, **HOW) as llm:
+            answers = [answer.token_ids for answer in llm.generate(prompts, GREEDY)]
+            found.append((answers, llm.logits(prompts[1], prefill=30)))
+            layer: Any = llm.model.layers[0]
+            assert layer.feed.gate_up.shape == (8, 2 * 37 if tp == 1 else 2 * 32, 101)
+            assert layer.feed.down.shape == (8, 101 if tp == 1 else 51, 37)
+            assert llm.manager.memory_bytes() == llm.plan.nbytes
+    (answers, want), (others, got) = found
+    assert answers == others and [len(tokens) for tokens in answers] == [8, 8]
+    assert torch.equal(want, got)
 
 
 @pytest.mark.slow

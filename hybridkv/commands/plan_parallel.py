@@ -114,7 +114,7 @@ def find_cards(alone: Report, over: Callable[[int], Report]) -> list[Report]:
     for size in [] if alone.judged.refused or replays else sizes_that_work(alone.source.config):
         if size > SHOWN and any(report.judged.fits for report in found):
             break
-        with suppress(HybridKVError):  # exact mode, or codes of files that are not cut so
+        with suppress(HybridKVError):  # codes of files that are not cut so
             found.append(over(size))
     return [alone, *found] if found else []
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from hybridkv.kernels.activation import silu_mul_exact
 from hybridkv.kernels.backend import use_triton
 from hybridkv.kernels.exact import sigmoid_exact, softmax_exact, tree_sum
-from hybridkv.kernels.linear.exact import linear_exact, linear_ref
+from hybridkv.kernels.linear.exact import linear_exact, linear_exact_blocks, linear_ref
 from hybridkv.kernels.moe.block_experts import Stack
 from hybridkv.kernels.moe.expert_loop import loop_experts, run_softmax_experts, weighted_sum_exact
 from hybridkv.kernels.moe.grouped import run_experts_triton
@@ -44,11 +44,21 @@ def route_exact(logits: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tens
     return weights / tree_sum(weights) if renormalise else weights, chosen[:, :k]
 
 
-def run_experts_exact(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Stack, down: Stack) -> Tensor:
+def run_experts_exact(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Stack,
+    down: Stack,
+    gather: Callable[[Tensor], Tensor] = lambda inner: inner,
+) -> Tensor:
+    """`gather`: of a rank that has a part of every expert, as in `loop_experts`."""
     assert isinstance(gate_up, Tensor) and isinstance(down, Tensor), "exact mode computes with plain weights"
     if use_triton(x):
-        return run_experts_triton(x, weights, chosen, gate_up, down, math.inf, exact=True)
-    return loop_experts(x, weights, chosen, gate_up, down, linear_exact, silu_mul_exact, weighted_sum_exact)
+        return run_experts_triton(x, weights, chosen, gate_up, down, math.inf, exact=True, gather=gather)
+    return loop_experts(
+        x, weights, chosen, gate_up, down, linear_exact_blocks, silu_mul_exact, weighted_sum_exact, gather
+    )
 
 
 def add_shared_exact(routed: Tensor, shared: Tensor, x: Tensor, gate: Tensor) -> Tensor:

@@ -8,9 +8,11 @@
     vocabulary  rows of embedding and head, the last part short
     whole       on every rank
 
-In exact mode no sum is cut: `columns` become rows of the output, and inputs and outputs are gathered. Heads are
-contiguous. Hugging Face groups V heads by their K head, so a rank's K heads and V heads belong together; a GGUF file
-that tiles them is brought into that order first (checkpoint/gguf_map.py), and then cut.
+In exact mode no sum is cut: `columns` become rows of the output, and inputs and outputs are gathered; every rank has a
+part of every expert.
+
+Heads are contiguous. Hugging Face groups V heads by their K head, so a rank's K heads and V heads belong together; a
+GGUF file that tiles them is brought into that order first (checkpoint/gguf_map.py), and then cut.
 
 A tensor that its family's table does not name is an error: what is new must say how it is cut.
 """
@@ -25,7 +27,7 @@ from itertools import accumulate, pairwise
 
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.inventory import Weight
-from hybridkv.parallel.shard import Shard, Span, expert_span, spans, vocabulary_span, width_spans
+from hybridkv.parallel.shard import Shard, Span, expert_span, in_exact_mode, spans, vocabulary_span, width_spans
 
 Shape = tuple[int, ...]
 
@@ -111,7 +113,12 @@ def experts_down(config: ModelConfig, shard: Shard, shape: Shape) -> Cut:
     """[E, hidden, width]."""
     if not shard.by_width(config):
         return Cut(0, (expert_span(config, shard),))
-    return Cut(2, (width_spans(shape[2], shard)[shard.rank],))
+    return Cut(2, (width_spans(shape[2], shard)[shard.rank],), partial=True)
+
+
+def outputs(shard: Shard, shape: Shape) -> Cut:
+    """Rows of a matrix, or of each one in a stack, whose inputs are gathered."""
+    return Cut(len(shape) - 2, (spans(shape[-2], shard.size)[shard.rank],))
 
 
 def _within(section: Span, shard: Shard) -> Span:
@@ -205,11 +212,11 @@ def summed_later(name: str) -> bool:
 def cut_of(config: ModelConfig, shard: Shard, name: str, shape: Shape, exact: bool = False) -> Cut | None:
     """What a rank takes of a tensor of this shape in the whole model; None: all of it."""
     rule = rule_of(config.architecture, name)
-    cut = rule(config, shard, shape)
     if not exact:
-        return cut
+        return rule(config, shard, shape)
+    cut = rule(config, in_exact_mode(shard), shape)
     if cut is not None and cut.partial:
-        return rows(config, shard, shape)
+        return outputs(shard, shape)
     # a bias of such a product goes with its rows
     if name.endswith(("o_proj.bias", "down_proj.bias")):
         return rows(config, shard, shape)

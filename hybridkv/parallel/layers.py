@@ -19,6 +19,7 @@ from torch import Tensor
 from hybridkv.kernels.linear.linear import Linear
 from hybridkv.kernels.moe.block_experts import ExpertStack, run_block_experts
 from hybridkv.kernels.moe.expert_loop import run_softmax_experts
+from hybridkv.kernels.row_ops import run_experts_exact
 from hybridkv.models.decoder import Decoder, DecoderLayer, Model
 from hybridkv.models.deepseek_v4 import Block, DeepseekV4, Experts
 from hybridkv.models.qwen3_5 import SparseMoe
@@ -112,6 +113,23 @@ def run_own_experts(
     return run(x, weights.masked_fill(beyond, 0.0), own, gate_up, down, others=True)
 
 
+def run_gathered_experts(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    inner: list[int],
+    outputs: list[int],
+    group: AnyGroup,
+) -> Tensor:
+    """run_experts_exact of a part of every expert: what goes into `down` is gathered, each rank computes whole sums of
+    some outputs, and these are gathered. `inner`, `outputs`: columns of each rank.
+    """
+    routed = run_experts_exact(x, weights, chosen, gate_up, down, partial(gather_columns, group, sizes=inner))
+    return gather_columns(group, routed, outputs)
+
+
 def run_own_v4_experts(
     x: Tensor, weights: Tensor, chosen: Tensor, stacks: Sequence[ExpertStack], limit: float, first: int
 ) -> Tensor:
@@ -187,14 +205,16 @@ class ShardedV4(Sharded, DeepseekV4):
     """A DeepseekV4 of which this rank has its part. Its cache is whole."""
 
 
-def sharded(model: Model, vocabulary: Vocabulary, first_expert: int | None) -> Model:
-    """A model that was loaded in parts, with its sums. `first_expert`: of the rank's own, where experts are whole."""
+def sharded(model: Model, vocabulary: Vocabulary, first_expert: int | None, exact: bool = False) -> Model:
+    """A model that was loaded in parts, with its sums. `first_expert`: of the rank's own, where experts are whole.
+    `exact`: there are none, its products gather.
+    """
     group = vocabulary.group
     if isinstance(model, DeepseekV4):
         blocks = tuple(_summed_block(block, group, first_expert) for block in model.layers)
         return ShardedV4(**_fields(model, layers=blocks, vocabulary=vocabulary))
     assert isinstance(model, Decoder)
-    layers = tuple(_summed(layer, group, first_expert) for layer in model.layers)
+    layers = model.layers if exact else tuple(_summed(layer, group, first_expert) for layer in model.layers)
     return ShardedDecoder(**_fields(model, layers=layers, vocabulary=vocabulary))
 
 

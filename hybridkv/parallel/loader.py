@@ -9,6 +9,8 @@ matrices are f16 here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,13 +27,24 @@ from hybridkv.kernels.linear.fp8 import encode_weight, keeps_codes, round_weight
 from hybridkv.kernels.linear.linear import Linear
 from hybridkv.kernels.linear.packed_linear import PackedLinear
 from hybridkv.kernels.linear.packed_weights import Packed
+from hybridkv.kernels.row_ops import RowOps
 from hybridkv.models import check_exact, check_fp8, family_of
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Model
 from hybridkv.parallel.block_parts import part_form
 from hybridkv.parallel.cuts import Cut, cut_of, summed_later
-from hybridkv.parallel.layers import AnyGroup, GatheredLinear, SplitLinear, Vocabulary, sharded
-from hybridkv.parallel.shard import Shard, Span, check_size, expert_span, local, spans, vocabulary_span, width_spans
+from hybridkv.parallel.layers import AnyGroup, GatheredLinear, SplitLinear, Vocabulary, run_gathered_experts, sharded
+from hybridkv.parallel.shard import (
+    Shard,
+    Span,
+    check_size,
+    expert_span,
+    in_exact_mode,
+    local,
+    spans,
+    vocabulary_span,
+    width_spans,
+)
 
 
 def take(tensor: Tensor, cut: Cut | None) -> Tensor:
@@ -105,6 +118,21 @@ class ShardedLoader(Loader):
         assert isinstance(self.checkpoint, Checkpoint)
         for at, expert in enumerate(self._experts(cut, self.shapes[name][0])):
             self._fill_expert(out[at], name, expert, cut)
+
+    # ---- experts in exact mode
+
+    @property
+    def ops(self) -> RowOps:
+        moe, ops = self.config.moe, super().ops
+        if moe is None or not self.exact:
+            return ops
+        inner, outputs = width_spans(moe.intermediate, self.shard), spans(self.config.hidden, self.shard.size)
+        run = partial(run_gathered_experts, inner=_sizes(inner), outputs=_sizes(outputs), group=self.group)
+        return replace(ops, run_experts=run)
+
+    def experts(self, name: str, *shape: int) -> Tensor | BlockScaled:
+        """In exact mode the last matrices have all of their inputs, which the config of a rank does not know."""
+        return super().experts(name, *(self.own_shape(name) if self.exact else shape))
 
     # ---- codes with a scale for each block
 
@@ -249,6 +277,7 @@ def load_sharded(
     check_exact(config, exact)
     check_fp8(config, fp8)
     check_size(config, shard.size, exact, shard.experts)
+    shard = in_exact_mode(shard) if exact else shard
     family = family_of(config)
     family.check_weights(config, checkpoint.__contains__)
     loader = ShardedLoader(
@@ -258,4 +287,4 @@ def load_sharded(
     loader.finish()
     sizes = [vocabulary_span(config.vocab, Shard(rank, shard.size)) for rank in range(shard.size)]
     vocabulary = Vocabulary(vocabulary_span(config.vocab, shard), _sizes(sizes), group)
-    return sharded(model, vocabulary, None if shard.by_width(config) else expert_span(config, shard)[0])
+    return sharded(model, vocabulary, None if shard.by_width(config) else expert_span(config, shard)[0], exact)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from hybridkv.config import is_whole, shown
 from hybridkv.errors import HybridKVError
 from hybridkv.models.config import ModelConfig
+from hybridkv.models.registry import family_of
 
 EXPERTS = ("auto", "width", "whole")
 LEAST_WIDTH = 128  # columns of an expert that a rank keeps at least; with fewer, whole experts are dealt out
@@ -35,6 +36,11 @@ class Shard:
         if config.moe is None or self.experts == "width":
             return config.v4 is None or self.experts != "whole"
         return self.experts != "whole" and config.moe.intermediate // self.size >= LEAST_WIDTH
+
+
+def in_exact_mode(shard: Shard) -> Shard:
+    """The same rank, with a part of every expert whatever was asked for."""
+    return replace(shard, experts="width")
 
 
 def spans(total: int, size: int, block: int = 1) -> list[Span]:
@@ -111,11 +117,7 @@ def check_size(config: ModelConfig, size: object, exact: bool = False, experts: 
         works = ", ".join(map(str, sizes_that_work(config)))
         other = f"use {works} or 1" if works else "use 1"
         raise HybridKVError(f"tp={size} does not fit this {config.architecture} model: {problem}; {other}")
-    if exact and (config.moe is not None or config.v4 is not None):
-        raise HybridKVError(
-            f"exact mode over several ranks is not available for {config.architecture}: its experts would be summed in "
-            "parts; leave out exact, or use tp=1"
-        )
+    family_of(config).check("exact", exact)
     if config.v4 is not None and experts == "whole" and config.v4.experts < size:
         raise HybridKVError(
             f"{config.v4.experts} experts are too few to be dealt out to {size} ranks; leave experts at auto"

@@ -91,6 +91,7 @@ def test_what_does_not_fit_says_so_and_its_suggestions_keep_the_ranks(capsys: py
     [
         ("Qwen3.5-122B-A10B --memory 80GiB --context 16k", [1, 2, 4, 8], 4),
         ("Qwen3.5-397B-A17B --memory 80GiB --context 16k --kv-dtype fp8", [1, 2, 4, 8, 16], 16),
+        ("Qwen3.5-35B-A3B --memory 20GiB --context 16k --exact", [1, 2, 4, 8], 4),
         ("DeepSeek-V4-Flash --card H100 --weights released --context 128k", [1, 2, 4, 8], 4),
         ("SmolLM2-135M-Instruct --memory 200MiB --context 512 --budget 128 --policy snapkv", [1, 3, 9], 9),
     ],
@@ -140,7 +141,6 @@ def test_where_one_card_does_not_hold_it_several_are_shown(
         "Qwen3.5-27B --memory 20GiB --context 16k --device cpu",  # whose ranks share its memory
         "Qwen3.5-27B --card 3090 --context 16k --kv-dtype fp8",  # which no number of such cards can do
         "Qwen3.5-27B --memory 20GiB --context 16k --budget 2048 --policy replay",  # which ranks do not run
-        "Qwen3.5-35B-A3B --memory 20GiB --context 16k --exact",
     ],
 )
 def test_several_cards_are_not_shown_where_they_are_no_way(asked: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,23 +149,25 @@ def test_several_cards_are_not_shown_where_they_are_no_way(asked: str, capsys: p
     assert "--tp" in asked or not any("--tp" in suggestion for suggestion in found["suggestions"])
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("packed", "exact"), [(False, False), (False, True), (True, False)])
 def test_the_ranks_of_a_plan_are_what_they_load(
-    packed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    packed: bool, exact: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if packed:
         path = packed_model(tmp_path, lambda name: "Q4_K")
     else:
         path = tmp_path
         build("qwen3_5_moe", 1).save_pretrained(path)
-    found: dict[str, Any] = json.loads(plan(capsys, path, "--tp", 2, "--context", 256, "--json"))
+    asked = ["--tp", 2, "--context", 256, "--json", *(["--exact"] if exact else [])]
+    found: dict[str, Any] = json.loads(plan(capsys, path, *asked))
     assert found["dtype"] == ("packed" if packed else "bfloat16")
     with open_checkpoint(path) as checkpoint:
         config = ModelConfig.from_dict(checkpoint.config)
         block = block_of(checkpoint.column_steps())
         for rank, planned in enumerate(found["ranks"]):
             shard = Shard(rank, 2, block=block)
-            model = load_sharded(config, shard, Alone(), checkpoint, torch.device("cpu"), torch.bfloat16, packed=packed)
+            how: dict[str, bool] = {"packed": packed, "exact": exact}
+            model = load_sharded(config, shard, Alone(), checkpoint, torch.device("cpu"), torch.bfloat16, **how)
             assert model.nbytes - fixed_bytes(model) == planned["weights"]
     if packed:  # three blocks of feed-forward width over two ranks
         assert found["ranks"][0]["weights"] > found["ranks"][1]["weights"]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from expert_parts import in_parts, summed_parts
 from numerics import assert_close_rms, assert_same_bytes
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from hybridkv.kernels.linear.exact import FEW, MANY, linear_exact, linear_hopper
 from hybridkv.kernels.linear.linear import Linear
 from hybridkv.kernels.moe.expert_loop import loop_experts
 from hybridkv.kernels.row_ops import route_exact, run_experts_exact
+from hybridkv.parallel.shard import spans
 
 pytestmark = pytest.mark.gpu
 ROWS = (1, 2, 3, 7, 8, 9, 16, 17, 33, 64, 65, 127, 128, 129, 255, 256, 257, 1000)
@@ -120,6 +122,23 @@ def test_experts_have_the_same_bits_among_any_tokens(dtype: torch.dtype, D: int,
     graph.replay()
     torch.cuda.synchronize()
     assert_same_bytes(want, got)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "D", "I"), [(torch.bfloat16, 2048, 512), (torch.bfloat16, 200, 104), (torch.float32, 101, 69)]
+)
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_experts_in_parts_have_the_bits_of_the_whole(dtype: torch.dtype, D: int, I: int, size: int) -> None:
+    """As ranks compute them: parts of any width, with few rows for each expert and many."""
+    E, k = 16, 4
+    gate_up, down = (torch.randn(E, *s, device="cuda").to(dtype) / s[1] ** 0.5 for s in ((2 * I, D), (D, I)))
+    inner, outputs = ([end - begin for begin, end in spans(width, size)] for width in (I, D))
+    for T in (1, 7, 130, 700):
+        x = torch.randn(T, D, device="cuda").to(dtype)
+        made = x, *route_exact(torch.randn(T, E, device="cuda"), k, False), gate_up, down
+        want = run_experts_exact(*made)
+        assert_same_bytes(want, in_parts(*made, inner, outputs))
+        assert not torch.equal(want, summed_parts(*made, inner))
 
 
 def test_rows_that_begin_anywhere_and_weights_that_do() -> None:

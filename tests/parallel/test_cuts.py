@@ -1,6 +1,7 @@
 """Every tensor of every model has a row in the table of cuts, and the parts of all ranks make up the whole."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,7 +12,17 @@ from hybridkv.models.config import ModelConfig
 from hybridkv.models.inventory import Weight
 from hybridkv.models.known import KNOWN
 from hybridkv.parallel.cuts import TABLES, cut_of, rule_of, share_of
-from hybridkv.parallel.shard import Shard, check_size, kv_copies, local, sizes_that_work, spans, why_not, width_spans
+from hybridkv.parallel.shard import (
+    EXPERTS,
+    Shard,
+    check_size,
+    kv_copies,
+    local,
+    sizes_that_work,
+    spans,
+    why_not,
+    width_spans,
+)
 from hybridkv.planner import planned_tensors
 
 # which numbers of ranks work, by the sizes that the models' configs have
@@ -45,9 +56,9 @@ def weights(config: ModelConfig, has: Any) -> list[Weight]:
 def test_the_parts_of_all_ranks_make_up_every_tensor(name: str) -> None:
     config, has = known(name)
     assert sizes_that_work(config), name
-    for size in sizes_that_work(config)[:4]:
+    for size, exact in product(sizes_that_work(config)[:4], (False, True)):
         for weight in weights(config, has):
-            parts = [cut_of(config, Shard(rank, size), weight.name, weight.shape) for rank in range(size)]
+            parts = [cut_of(config, Shard(rank, size), weight.name, weight.shape, exact) for rank in range(size)]
             if parts[0] is None:
                 assert parts == [None] * size
                 continue
@@ -125,13 +136,26 @@ def test_every_refusal_says_what_does_not_divide() -> None:
             check_size(llama, wrong)
     with pytest.raises(HybridKVError, match="experts are cut by auto or width or whole, not 'rows'"):
         check_size(moe, 2, experts="rows")
-    with pytest.raises(HybridKVError, match="exact mode over several ranks is not available for qwen3_5_moe"):
-        check_size(moe, 2, exact=True)
+    with pytest.raises(HybridKVError, match="exact mode is not available for deepseek_v4"):
+        check_size(v4, 2, exact=True)
     few = replace(v4, v4=replace(v4.v4, experts=3))
     assert check_size(few, 4) == check_size(v4, 4, experts="whole") == 4
     with pytest.raises(HybridKVError, match="3 experts are too few to be dealt out to 4 ranks; leave experts at auto"):
         check_size(few, 4, experts="whole")
-    assert check_size(moe, 1, exact=True) == 1 and check_size(qwen, 2, exact=True) == 2
+    assert check_size(moe, 1, exact=True) == 1
+    assert check_size(qwen, 2, exact=True) == check_size(moe, 2, exact=True, experts="whole") == 2
+
+
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_in_exact_mode_every_rank_has_whole_sums_of_every_expert(experts: str) -> None:
+    config, has = known("Qwen3.5-35B-A3B")
+    shard = Shard(1, 8, experts)
+    shapes = {w.name: share_of(config, shard, w, exact=True).shape for w in weights(config, has)}
+    mlp = "model.layers.0.mlp"
+    assert shapes[f"{mlp}.experts.gate_up_proj"] == (256, 2 * 64, 2048)
+    assert shapes[f"{mlp}.experts.down_proj"] == (256, 2048 // 8, 512)
+    assert shapes[f"{mlp}.shared_expert.down_proj.weight"] == (2048 // 8, 512)
+    assert shapes[f"{mlp}.gate.weight"] == (256, 2048)
 
 
 def test_a_width_of_packed_blocks_may_be_uneven() -> None:

@@ -110,12 +110,21 @@ def test_what_is_cut_wrongly_is_seen(fault: str, folder: Callable[..., Path]) ->
     assert float((want - got).abs().max() / want.abs().max()) > 0.05
 
 
+# widths that nothing divides: parts of outputs are uneven, and no library blocks them alike
+ODD: dict[str, dict[str, int]] = {
+    "llama": dict(intermediate_size=97, hidden_size=8 * 13),
+    "llama_bias": dict(intermediate_size=97),
+    "qwen3": dict(intermediate_size=97, hidden_size=8 * 13),
+    "qwen3_5": dict(intermediate_size=97, hidden_size=8 * 13),
+    "qwen3_5_moe": dict(moe_intermediate_size=37, shared_expert_intermediate_size=45, hidden_size=101),
+    "qwen3_next": dict(moe_intermediate_size=29, shared_expert_intermediate_size=83, hidden_size=8 * 13),
+}
+
+
 @pytest.mark.parametrize("size", (2, *more(4)))
-@pytest.mark.parametrize("kind", ("qwen3_5", *more("llama", "llama_bias", "qwen3")))
+@pytest.mark.parametrize("kind", ("qwen3_5", "qwen3_5_moe", *more("llama", "llama_bias", "qwen3", "qwen3_next")))
 def test_exact_mode_has_the_same_bits_on_any_number_of_ranks(kind: str, size: int, tmp_path: Path) -> None:
-    """Widths that nothing divides: parts of outputs are uneven, and no library blocks them alike."""
-    odd = dict(intermediate_size=97) if kind == "llama_bias" else dict(intermediate_size=97, hidden_size=8 * 13)
-    build(kind, 5, **odd).save_pretrained(tmp_path)
+    build(kind, 5, **ODD[kind]).save_pretrained(tmp_path)
     texts = tuple((ids[:131], 120, 50) for ids, _, _ in texts_of(kind)[:1])
     want = alone(tmp_path, texts, exact=True)[0]
     for got in ranks.run(size, "scores", path=tmp_path, texts=[list(text) for text in texts], exact=True):

@@ -71,6 +71,10 @@ def test_the_bytes_of_every_rank_are_those_of_the_plan(kind: str, tmp_path: Path
                         name = str(dtype).removeprefix("torch.")
                         planned = rank_model_bytes(config, shard, has, name, "cpu")
                         assert model.nbytes - fixed_bytes(model) == planned
+                    if config.moe is not None:  # in exact mode by width, whatever is asked for
+                        model = load_sharded(config, shard, Alone(), checkpoint, CPU, torch.float32, exact=True)
+                        planned = rank_model_bytes(config, shard, has, "float32", "cpu", exact=True)
+                        assert model.nbytes - fixed_bytes(model) == planned
                 held.append(model.nbytes)
                 if config.v4 is None and config.moe is None:
                     model = load_sharded(config, shard, Alone(), checkpoint, CPU, torch.float32, half=True)

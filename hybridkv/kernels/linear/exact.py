@@ -1,9 +1,12 @@
 """linear_exact: x W^T + b whose rows do not depend on the other rows, for exact mode.
 
 A BLAS library picks its blocking, and so the order of its sums, by the number of rows. On a CPU it is therefore always
-called with 16 rows; the last call pads what is missing with zeros. On a GPU an element is one sum over the inputs in
-ascending order, from a kernel with tiles of one size for any number of rows. Hopper GPUs have a kernel of their own for
-bf16 (exact_hopper.py), with the same order in tiles that suit the number of rows.
+called with 16 rows; the last call pads what is missing with zeros. It picks by the rows of W, too: W of an expert, of
+which a rank may have some rows, is multiplied in blocks of one size (`linear_exact_blocks`).
+
+On a GPU an element is one sum over the inputs in ascending order, from a kernel with tiles of one size for any number
+of rows. Hopper GPUs have a kernel of their own for bf16 (exact_hopper.py), with the same order in tiles that suit the
+number of rows.
 
 Which of the kernels runs depends on the dtype and the weight's shape, never on the rows.
 """
@@ -23,6 +26,7 @@ from hybridkv.kernels.linear.skinny import HALF, STEP, boxes
 
 linear_ref = F.linear
 EXACT_ROWS = 16
+EXACT_BLOCK = 128  # rows of an expert's W
 MIN_WIDTH = 64  # rows of W: fewer are left to the plain kernel
 
 
@@ -74,6 +78,21 @@ def in_tiles(x: Tensor, product: Callable[[Tensor], Tensor], width: int) -> Tens
     for a in range(0, T, EXACT_ROWS):
         out[a : a + EXACT_ROWS] = product(x[a : a + EXACT_ROWS])
     return out[:T]
+
+
+def linear_exact_blocks(x: Tensor, weight: Tensor) -> Tensor:
+    """linear_exact on a CPU, where an output does not depend on the other rows of the weight either."""
+    N = len(weight)
+    weight = F.pad(weight, (0, 0, 0, max(0, EXACT_BLOCK - N)))
+
+    def product(rows: Tensor) -> Tensor:
+        out = rows.new_empty(len(rows), len(weight))
+        for a in range(0, len(weight), EXACT_BLOCK):
+            block = slice(min(a, len(weight) - EXACT_BLOCK), a + EXACT_BLOCK)  # the last one may begin in another
+            out[:, block] = linear_ref(rows, weight[block])
+        return out
+
+    return in_tiles(x, product, len(weight))[:, :N]
 
 
 @triton.jit(do_not_specialize=["T"])

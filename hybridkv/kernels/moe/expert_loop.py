@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -34,29 +34,39 @@ def loop_experts(
     weights: Tensor,  # [T, k] f32
     chosen: Tensor,  # [T, k]
     gate_up: Tensor,  # [E, 2 I, D]
-    down: Tensor,  # [E, D, I]
+    down: Tensor,  # [E, N, I]; N is D, or a rank's part of it
     linear: Callable[[Tensor, Tensor], Tensor] = linear_ref,
     silu_mul: Callable[[Tensor], Tensor] = silu_mul_ref,
     add: Callable[[Tensor, Tensor], Tensor] = weighted_sum,
-) -> Tensor:  # [T, D]
+    gather: Callable[[Tensor], Tensor] = lambda inner: inner,  # a rank's columns -> all that `down` multiplies
+) -> Tensor:  # [T, N]
     """(token, choice) pairs sorted by expert: each expert runs once over its own tokens. A choice of number E, of an
     expert that is not here, adds nothing.
     """
     flat, k = chosen.flatten(), chosen.shape[1]
     order = flat.argsort(stable=True)
-    pairs = x[order // k]
-    done = torch.empty_like(pairs)
-    at = 0
-    for expert, n in enumerate(torch.bincount(flat, minlength=len(gate_up)).tolist()[: len(gate_up)]):
-        if n:
-            part = slice(at, at + n)
-            done[part] = linear(silu_mul(linear(pairs[part], gate_up[expert])), down[expert])
-            at += n
-    if at < len(done):
-        done[at:] = 0
+    pairs, parts = x[order // k], list(_parts(flat, len(gate_up)))
+    inner = x.new_empty(len(pairs), gate_up.shape[1] // 2)
+    for expert, part in parts:
+        inner[part] = silu_mul(linear(pairs[part], gate_up[expert]))
+    inner = gather(inner)
+    done, at = x.new_empty(len(pairs), down.shape[1]), 0
+    for expert, part in parts:
+        done[part] = linear(inner[part], down[expert])
+        at = part.stop
+    done[at:] = 0
     by_token = torch.empty_like(done)
     by_token[order] = done
-    return add(by_token.view(*chosen.shape, x.shape[1]), weights).to(x.dtype)
+    return add(by_token.view(*chosen.shape, down.shape[1]), weights).to(x.dtype)
+
+
+def _parts(flat: Tensor, experts: int) -> Iterator[tuple[int, slice]]:
+    """Every expert that was chosen, and its place among the sorted pairs."""
+    at = 0
+    for expert, n in enumerate(torch.bincount(flat, minlength=experts).tolist()[:experts]):
+        if n:
+            yield expert, slice(at, at + n)
+            at += n
 
 
 def run_softmax_experts(

@@ -13,6 +13,8 @@ grid has room for the largest number there can be, and a program finds its tile'
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -193,15 +195,17 @@ def run_experts_triton(
     limit: float,
     exact: bool = False,
     others: bool = False,
+    gather: Callable[[Tensor], Tensor] = lambda inner: inner,
 ) -> Tensor:
     """`exact`: a token's bits do not depend on the others. `others`: a choice may be of number E, of an expert that is
-    not here, with a weight of zero: no tile runs for it.
+    not here, with a weight of zero: no tile runs for it. `gather`: of a rank that has some columns of what goes into
+    `down`, and some rows of `down`: gives all columns.
 
     A sum is one chain over the inputs in ascending order. On a Hopper GPU the instructions of both kinds of tiles add
     alike (tests/gpu/test_exact_linear.py); elsewhere, or if tiles end in different numbers of zeros, one kind is taken.
     """
-    (T, D), K, (E, _, I) = x.shape, chosen.shape[1], down.shape
-    out = torch.empty((T, D), dtype=x.dtype, device=x.device)
+    (T, D), K, (E, N, I) = x.shape, chosen.shape[1], down.shape
+    out = torch.empty((T, N), dtype=x.dtype, device=x.device)
     if T == 0:
         return out
     M = T * K
@@ -209,18 +213,20 @@ def run_experts_triton(
     alike = is_hopper(x.device) and D % LONGEST == I % LONGEST == 0
     config = tile_config(x.dtype, 0 if exact and not alike else M, E)
     tiles = M // config["BM"] + min(E, M)  # at most: every expert may end in a tile that is not full
-    inner = torch.empty((M, I), dtype=x.dtype, device=x.device)
+    own = gate_up.shape[1] // 2
+    inner = torch.empty((M, own), dtype=x.dtype, device=x.device)
     BE = triton.next_power_of_2(E)
-    expert_up_kernel[(triton.cdiv(I, config["BN"]) * tiles,)](
-        x.contiguous(), gate_up, order, offsets, inner, E, D, I, K, limit, BE=BE, **config
+    expert_up_kernel[(triton.cdiv(own, config["BN"]) * tiles,)](
+        x.contiguous(), gate_up, order, offsets, inner, E, D, own, K, limit, BE=BE, **config
     )
+    inner = gather(inner)
     make = torch.zeros if others else torch.empty  # rows of experts that are not here are not written
-    parts = make((M, D), dtype=x.dtype, device=x.device)
-    expert_down_kernel[(triton.cdiv(D, config["BN"]) * tiles,)](
-        inner, down, order, offsets, parts, E, D, I, BE=BE, **config
+    parts = make((M, N), dtype=x.dtype, device=x.device)
+    expert_down_kernel[(triton.cdiv(N, config["BN"]) * tiles,)](
+        inner, down, order, offsets, parts, E, N, I, BE=BE, **config
     )
-    BD = min(1024, triton.next_power_of_2(D))
-    combine_kernel[T, triton.cdiv(D, BD)](parts, weights, out, D, K=K, BD=BD)
+    BD = min(1024, triton.next_power_of_2(N))
+    combine_kernel[T, triton.cdiv(N, BD)](parts, weights, out, N, K=K, BD=BD)
     return out
 
 

@@ -2,14 +2,17 @@
 
 import pytest
 import torch
-from numerics import assert_close_rms
+from expert_parts import in_parts, summed_parts
+from numerics import assert_close_rms, assert_same_bytes
 from torch import Tensor
 from triton_interpreter import DEVICE
 
+from hybridkv.kernels import row_ops
 from hybridkv.kernels.moe import expert_loop
 from hybridkv.kernels.moe.expert_loop import loop_experts, run_softmax_experts
 from hybridkv.kernels.moe.shared_expert import add_shared_ref, add_shared_triton
 from hybridkv.kernels.moe.softmax_router import route_softmax_ref, route_softmax_triton
+from hybridkv.parallel.shard import spans
 
 pytest.importorskip("triton")
 F32, BF16 = torch.float32, torch.bfloat16
@@ -70,6 +73,31 @@ def test_experts_that_are_not_here_add_nothing(T: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(expert_loop, "use_triton", lambda x: True)
     there = [t.to(DEVICE) for t in made]
     assert_close_rms("grouped kernels", want, run_softmax_experts(*there, others=True), BOUND[F32])
+
+
+# the last two: parts of one row and of many, which a BLAS library multiplies in another order than all rows at once
+@pytest.mark.parametrize(
+    ("size", "T", "D", "I", "kernels"),
+    [
+        (2, 19, 101, 69, False),
+        (2, 19, 101, 69, True),
+        (4, 19, 101, 69, True),
+        (4, 5, 5, 227, False),
+        (8, 1, 984, 275, False),
+    ],
+)
+def test_experts_in_parts_have_the_bits_of_the_whole(
+    size: int, T: int, D: int, I: int, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In exact mode, whose sums are whole. A sum that is added up in parts has others."""
+    monkeypatch.setattr(row_ops, "use_triton", lambda x: kernels)
+    made = [t.to(DEVICE) if kernels else t for t in case(T, 6, 2, D, I, F32)]
+    inner, outputs = ([end - begin for begin, end in spans(width, size)] for width in (I, D))
+    want = row_ops.run_experts_exact(*made)
+    assert_same_bytes(want, in_parts(*made, inner, outputs))
+    parted = summed_parts(*made, inner)
+    assert_close_rms("the same number", want.double(), parted, BOUND[F32])
+    assert not torch.equal(want, parted)
 
 
 @pytest.mark.parametrize("dtype", (F32, BF16))
