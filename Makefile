@@ -5,15 +5,17 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 JOBS   ?= 2
+RANKS  := tests/parallel tests/engine/test_many_moves.py tests/test_llm_ranks.py tests/test_store_ranks.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-replicas test-ray test-nixl test-long test-old-cpu test-interrupts test-install docs lint bench clean
+.PHONY: help demo test test-slow test-ranks test-replicas test-ray test-nixl test-long test-old-cpu test-interrupts test-install docs lint bench clean
 
 help:
 	@echo "make demo    build the environment if needed, then run the demo with the embedded model"
 	@echo "make test    run the tests (JOBS=$(JOBS) processes, one thread each)"
 	@echo "make test-slow   run the tests that make test leaves out: crowds, storms, endurance"
 	@echo "make test-long   run the tests that have a longer form, in that form"
+	@echo "make test-ranks   run the long tests of several ranks, and of requests that move"
 	@echo "make test-replicas   run two servers behind vllm-router: one is killed, one is drained, all are drained"
 	@echo "make test-ray   run the tests of replicas under Ray Serve, in an environment of their own (0.5 GB more)"
 	@echo "make test-nixl   run the tests of what goes from server to server by NIXL, too, in an environment of their own (0.4 GB more)"
@@ -58,6 +60,10 @@ test-slow: $(VENV)/.stamp-dev
 # All configurations of compiled kernels, all pairs of parameters, more random examples: tests/support/long_form.py.
 test-long: $(VENV)/.stamp-dev
 	HYBRIDKV_LONG=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m long $(ARGS)
+
+test-ranks: $(VENV)/.stamp-dev
+	@$(BIN)/python -m hybridkv.embedded
+	HYBRIDKV_LONG=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m long --durations=20 --durations-min=1 $(RANKS) $(ARGS)
 
 # In one process, for the tests go on from each other.
 test-replicas: $(VENV)/.stamp-dev
