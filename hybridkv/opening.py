@@ -82,7 +82,6 @@ def told_to_others(tp: int | Place) -> Iterator[None]:
 
 def over_ranks(settings: Settings, tp: int | Place, path: Path, no_store: bool) -> Settings:
     """The same for this process as one of `tp` ranks; it starts the others. `no_store`: whether nothing is saved."""
-    from hybridkv.parallel.rank_bytes import reuse_over_ranks
     from hybridkv.ranks import take_ranks
 
     limits = settings.limits
@@ -93,7 +92,7 @@ def over_ranks(settings: Settings, tp: int | Place, path: Path, no_store: bool) 
         host_cache=limits.host_cache,
     )  # fmt: skip
     ranks = take_ranks(tp, settings.device, given, no_store)
-    return replace(settings, device=ranks.device, reuse=reuse_over_ranks(settings.reuse, settings.cache), ranks=ranks)
+    return replace(settings, device=ranks.device, ranks=ranks)
 
 
 def open_model(
@@ -101,6 +100,10 @@ def open_model(
 ) -> Opened:
     """Size the cache, load the model and put an engine around it; or HybridKVError."""
     device, exact, ranks, asked = settings.device, settings.exact, settings.ranks, settings
+    if ranks is not None:
+        from hybridkv.parallel.rank_bytes import reuse_over_ranks
+
+        settings = replace(settings, reuse=reuse_over_ranks(settings.reuse, settings.cache))
     with open_checkpoint(path) as checkpoint:
         path, whole = checkpoint.path, ModelConfig.from_dict(checkpoint.config)
         config = whole

@@ -36,7 +36,7 @@ from hybridkv.parallel.group import TIMEOUT, GroupError, UnlikeRanks, reason_of
 from hybridkv.parallel.launch import LEAVE, Place, sharers, take_place
 from hybridkv.parallel.loader import load_sharded
 from hybridkv.parallel.rank_bytes import block_of, rank_model_bytes
-from hybridkv.parallel.shard import Shard, check_size, kv_copies, local
+from hybridkv.parallel.shard import Shard, check_size, in_exact_mode, kv_copies, local
 from hybridkv.parallel.signs import FAILED, leave_the_end_to_rank_0, said_by
 
 SECONDS = "HYBRIDKV_TP_TIMEOUT"
@@ -108,6 +108,7 @@ class Ranks:
         self.shard = self.place.shard(block_of(checkpoint.column_steps()) if packed else 1)
         if self.blocks is not None:
             self.shard = block_shard(config, self.shard, checkpoint.__contains__, self.blocks)
+        self.shard = in_exact_mode(self.shard) if exact else self.shard
         return local(config, self.shard)
 
     def weight_bytes(self, checkpoint: Checkpoint, dtype: torch.dtype, fp8: bool, packed: bool, half: bool) -> int:

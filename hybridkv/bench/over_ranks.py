@@ -205,16 +205,19 @@ class RankedBench:
         """A step of requests that have all read their prompts."""
         engine, params = self.engine, SamplingParams(max_tokens=self.work.answer, ignore_eos=True)
         requests = [engine.add(random_tokens(engine.vocab, context), params) for _ in range(batch)]
-        while any(len(request.tokens) == context for request in requests):
-            engine.step()
-        ms = statistics.median(step_times(engine))
-        if problem := next((request.error for request in requests if request.finished), None):
-            raise RuntimeError(f"{case}: {problem}")
-        assert len(engine.scheduler.running) == batch, "a request has ended before its steps were timed"
-        entries = float(sum(n.sum() for r in requests for n in engine.manager.lengths(r.key).values()))
-        for request in requests:
-            engine.abort(request)
-        engine.drain()
+        try:
+            while any(len(request.tokens) == context for request in requests):
+                engine.step()
+            ms = statistics.median(step_times(engine))
+            if problem := next((request.error for request in requests if request.finished), None):
+                raise RuntimeError(f"{case}: {problem}")
+            assert len(engine.scheduler.running) == batch, "a request has ended before its steps were timed"
+            entries = float(sum(n.sum() for r in requests for n in engine.manager.lengths(r.key).values()))
+        finally:
+            if engine.failure is None:  # the next case begins with none
+                for request in requests:
+                    engine.abort(request)
+                engine.drain()
         bench = DecodeBench(self.work.shape, engine.runner.model, self.report, CacheConfig(kv_dtype=self.kind))
         floor = bench.floor_us(engine, batch, entries) / 1e3
         row: dict[str, Any] = {"floor_ms": floor, "share": floor / ms, "tok_s": batch / ms * 1e3}

@@ -20,7 +20,7 @@ from hybridkv.models.weight_forms import PACKED, RELEASED, released_forms
 from hybridkv.parallel.block_parts import block_shard
 from hybridkv.parallel.cuts import share_of
 from hybridkv.parallel.rank_bytes import block_of, rank_packed_bytes
-from hybridkv.parallel.shard import Shard, check_size, kv_copies, local, sizes_that_work
+from hybridkv.parallel.shard import Shard, check_size, in_exact_mode, kv_copies, local, sizes_that_work
 from hybridkv.planner import human
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def rank_of(source: Source, options: ModelOptions, gpu: bool, form: str | None, 
         shard = replace(shard, block=block_of(source.cuts))
     elif RELEASED in (form, options.weight_dtype) or (form is None and packs and source.blocks):
         shard = block_shard(config, shard, source.has, source.blocks or released_forms(config, source.has))
+    shard = in_exact_mode(shard) if options.exact else shard
     return replace(
         source,
         config=local(config, shard),

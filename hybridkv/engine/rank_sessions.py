@@ -22,6 +22,7 @@ from hybridkv.eviction_record import EvictionRecord
 from hybridkv.parallel.group import Group
 
 LENGTH = 8  # bytes that say how long a head is
+PIECE = 64 << 20  # bytes that one exchange sends, which has the group's seconds to end in
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,14 @@ class WholeCache:
         """The session that all ranks' parts make, on rank 0; on the others their own part."""
         own = _flat(part.to_buffers())
         longest = int(group.all_gather(torch.tensor([len(own)])).max())
-        found = group.gather(torch.nn.functional.pad(own, (0, longest - len(own))))
-        if found is None:
+        own = torch.nn.functional.pad(own, (0, longest - len(own)))
+        whole = torch.empty((group.size, longest) if group.rank == 0 else 0, dtype=torch.uint8)
+        for a in range(0, longest, PIECE):
+            for rank, piece in enumerate(group.gather(own[a : a + PIECE]) or ()):
+                whole[rank, a : a + PIECE] = piece
+        if group.rank:
             return part
-        parts = [Session.from_buffers(_buffers(each)) for each in found]
+        parts = [Session.from_buffers(_buffers(each)) for each in whole]
         return join_sessions(parts, self.schema, self.counts)
 
     def cut(self, group: Group, session: Session | None) -> Session:
@@ -48,7 +53,8 @@ class WholeCache:
             group.broadcast(torch.tensor([len(data)]))
         else:
             data = torch.empty(int(group.broadcast(torch.zeros(1, dtype=torch.int64))), dtype=torch.uint8)
-        group.broadcast(data)
+        for piece in data.split(PIECE):
+            group.broadcast(piece)
         whole = Session.from_buffers(_buffers(data))  # on rank 0 too: what is wrong with it is wrong on all
         part = cut_session(whole, self.schema, self.counts, Shard(group.rank, group.size))
         known = {at: _known_everywhere(part.evictions[at], record) for at, record in whole.evictions.items()}

@@ -12,20 +12,22 @@ from typing import Any
 
 import torch
 
-from hybridkv.parallel.group import Group, UnlikeRanks
+from hybridkv.parallel.group import JOIN, Group, UnlikeRanks
 
 Words = list[Any]  # a value, and how it is said
 
 
-def check_alike(group: Group, what: str, own: Mapping[str, object], said: Mapping[str, str] | None = None) -> None:
+def check_alike(
+    group: Group, what: str, own: Mapping[str, object], said: Mapping[str, str] | None = None, limit: float = JOIN
+) -> None:
     """UnlikeRanks, the same on every rank, if a value of `own` differs on any; names that not all have are left out.
-    `said`: words for some values.
+    `said`: words for some values. `limit`: seconds that the others have to come.
     """
     words = {name: (said or {}).get(name, repr(value)) for name, value in own.items()}
     told = {name: [value, words[name]] for name, value in own.items()}
     with group.said(what):
         group.store.set(f"{what} of {group.rank}", json.dumps(told))
-        group.meet(what)
+        group.meet(what, limit=limit)
         found = [json.loads(group.store.get(f"{what} of {rank}")) for rank in range(group.size)]
     names = [name for name in own if all(name in each for each in found)]
     unlike = [text for name in names if (text := _unlike(name, [each[name] for each in found]))]
@@ -38,7 +40,7 @@ def check_versions(group: Group) -> None:
     """The same of what exchanges depend on."""
     version = import_module("hybridkv").__version__  # it stands above this module
     own = {"version": version, "torch": ".".join(torch.__version__.split(".")[:2]), "device": group.device.type}
-    check_alike(group, "the versions", own)
+    check_alike(group, "the versions", own, limit=group.timeout)  # all have just met
 
 
 def _unlike(name: str, found: list[Words]) -> str:

@@ -128,6 +128,8 @@ class Replica:
         cache = CacheConfig(budget=asked.budget) if asked.budget else None
         llm = LLM(asked.model, device=asked.device, cache=cache, max_requests=asked.requests,
                   max_context=asked.context or None, tp=asked.tp)  # fmt: skip
+        if llm.ranks is not None:
+            llm.ranks.end_process()  # Ray starts another
         capture_graphs(llm)
         self._service = Service(self._settings)
         self._service.open(llm)

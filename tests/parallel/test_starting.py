@@ -45,10 +45,7 @@ def refused(said: list[list[Any] | None], words: str) -> None:
     ("settings", "words"),
     (
         (dict(cache=dict(kv_dtype="fp8")), "kv_dtype is 'fp8' on rank 1, 'auto' on rank 0"),
-        (
-            dict(cache=dict(budget=96)),
-            "budget is 96 on rank 1, None on rank 0; reuse is False on rank 1, True on rank 0",
-        ),
+        (dict(cache=dict(budget=96)), "budget is 96 on rank 1, None on rank 0"),
         (dict(exact=True), "exact is True on rank 1, False on rank 0"),
         (dict(dtype="bfloat16"), "dtype is 'bfloat16' on rank 1, 'float32' on rank 0"),
         (dict(weight_dtype="fp8"), "weight_dtype is 'fp8' on rank 1, 'plain' on rank 0"),
@@ -69,6 +66,13 @@ def test_ranks_of_unlike_versions_are_refused(what: str, name: str, folders: dic
     for rank, line in enumerate(start([folders["plain"]], broken={"1": what})):
         assert line is not None and line[0] == "UnlikeRanks", rank
         assert line[1].startswith(f"{name} on rank 1, '") and line[1].endswith(f"' on rank 0: {SAME}")
+
+
+def test_a_rank_that_compares_nothing_is_not_waited_for(folders: dict[str, str]) -> None:
+    """As an earlier version does: it goes on to form a group, and the others have just met it."""
+    one, two = start([folders["plain"]], broken={"1": "no comparison"})
+    assert one == ["GroupError", "rank 0 of 2: rank 1 did not come to 'the versions' in 5 s"]
+    assert two is not None and two[0] == "GroupError"
 
 
 @pytest.mark.parametrize("other", ("other", "config"))

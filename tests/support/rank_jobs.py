@@ -20,6 +20,7 @@ from torch import Tensor
 from hybridkv.cache import KVCacheManager
 from hybridkv.config import CacheConfig, SamplingParams
 from hybridkv.devices import resolve_device
+from hybridkv.engine import rank_sessions
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.lock_step import LockStepEngine
 from hybridkv.engine.rank_graphs import RankConsent, WithLimit
@@ -49,6 +50,7 @@ CPU = resolve_device("cpu")
 
 def run(job: dict[str, Any], rank: int) -> Any:
     """One job on one rank; `on`: "cuda", for jobs of gpu_rank_jobs.py, puts all ranks on one GPU."""
+    rank_sessions.PIECE = 5000  # bytes: even tiny caches are sent in several
     given = dict(job["arguments"])
     meeting, on = f"file://{job['folder']}/meeting", resolve_device(given.pop("on", "cpu"))
     jobs = vars(import_module("gpu_rank_jobs")) if job["name"] not in globals() else globals()
