@@ -142,6 +142,7 @@ def go_on_from(llm: LLM, request: Request) -> None:
     llm.owner.run(lambda engine: engine.add([*request.tokens, 5], GREEDY, eviction=None, prefix=request))
 
 
+@pytest.mark.slow
 def test_a_document_that_made_room_is_read_again_on_all_ranks_and_drops_the_same(tmp_path: Path) -> None:
     folder, found = saved_model(tmp_path / "model", "qwen3_5", 2), []
     for tp in (1, 2):

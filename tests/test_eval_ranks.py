@@ -53,7 +53,15 @@ def records(folder: Path, tp: int, **more: Any) -> list[Record]:
     return found[1:]
 
 
-@pytest.mark.parametrize("folder", [("qwen3_5", 2), ("llama", 1), ("llama", 4)], indirect=True)
+@pytest.mark.parametrize(
+    "folder",
+    [
+        ("llama", 1),
+        pytest.param(("qwen3_5", 2), marks=pytest.mark.slow),
+        pytest.param(("llama", 4), marks=pytest.mark.slow),
+    ],
+    indirect=True,
+)
 def test_answers_scores_and_bytes_are_those_of_one_rank(folder: Path) -> None:
     """KV heads on one rank each, one on both, and two a rank. In exact mode the distributions have the same bits."""
     want, found = (records(folder, tp, exact=True) for tp in (1, 2))
@@ -63,6 +71,7 @@ def test_answers_scores_and_bytes_are_those_of_one_rank(folder: Path) -> None:
     assert any(r.get("kl", 0) > 0 for r in cut) and all(r["kept"] < r["tokens"] / 3 for r in cut)
 
 
+@pytest.mark.slow
 def test_two_dtypes_open_the_ranks_twice_and_differ_by_rounding_alone(folder: Path) -> None:
     more = dict(policies=("snapkv",), kv_dtypes=("f32", "bf16"), modes=("unseen",))
     want, found = (records(folder, tp, **more) for tp in (1, 2))

@@ -247,9 +247,9 @@ def test_an_exception_in_a_forward_pass_of_one_rank_ends_the_group(folder: Path)
 def test_a_rank_that_cannot_open_its_part_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, begun, told_of = launch._start, [], []
 
-    def start(told: dict[str, Any], tp: int) -> Any:
+    def start(told: dict[str, Any], *how: Any) -> Any:
         told_of.append(told["settings"])
-        begun.append(plain(json.loads(json.dumps(told)) | {"settings": told["settings"] | {"model": "/nowhere"}}, tp))
+        begun.append(plain(json.loads(json.dumps(told)) | {"settings": told["settings"] | {"model": "/nowhere"}}, *how))
         return begun[-1]
 
     monkeypatch.setattr(launch, "_start", start)
@@ -285,8 +285,8 @@ def test_an_interrupt_while_the_others_come_leaves_no_process_and_no_group(
     """Rank 0 has loaded its part, and waits."""
     start, meet, begun = launch._start, Group.meet, []
 
-    def watched(told: dict[str, Any], tp: int) -> Any:
-        begun.append(start(told, tp))
+    def watched(told: dict[str, Any], *how: Any) -> Any:
+        begun.append(start(told, *how))
         return begun[-1]
 
     def interrupted(group: Group, where: str, *more: Any, **named: Any) -> None:

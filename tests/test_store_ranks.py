@@ -195,7 +195,8 @@ def test_a_cache_of_another_dtype_is_converted_as_in_one_process(tmp_path: Path)
         assert say(talk, "And now?")[1] > 0
 
 
-@pytest.mark.parametrize("ends", ("drained", pytest.param("a rank is killed", marks=pytest.mark.slow)))
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", ("drained", "a rank is killed"))
 def test_a_conversation_of_a_server_over_ranks_outlives_it(ends: str, tmp_path: Path) -> None:
     model = saved_model(tmp_path / "model", "qwen3_5")
     how: tuple[object, ...] = ("-m", model, "--context", 512, "--device", "cpu", "--dtype", "float32", "--exact")
