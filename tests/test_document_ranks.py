@@ -93,7 +93,8 @@ def assert_same_files(one: Path, other: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "kv_heads", "size", "policies"),
     (
-        ("qwen3_5", 4, 2, ("heads", "keydiff")),  # two KV heads a rank, between layers with a state
+        # two KV heads a rank, between layers with a state
+        pytest.param("qwen3_5", 4, 2, ("heads", "keydiff"), marks=pytest.mark.slow),
         ("llama", 1, 2, ("auto",)),  # one, which both have
         pytest.param("llama", 2, 4, ("heads", "streaming", "tova"), marks=pytest.mark.slow),
     ),

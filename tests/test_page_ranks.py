@@ -47,7 +47,8 @@ def run(*words: object) -> None:
     [
         ("qwen3_5", 4, 2, []),  # two KV heads a rank, between layers with a state
         ("qwen3_5", 1, 2, ["--bounded"]),  # one, which both have
-        ("llama", 2, 4, ["--decode-every", "2"]),  # two, each on two ranks
+        # two, each on two ranks
+        pytest.param("llama", 2, 4, ["--decode-every", "2"], marks=pytest.mark.slow),
         pytest.param("llama", 2, 2, ["--scope", "layer"], marks=pytest.mark.slow),
         pytest.param("llama", 4, 4, ["--policy", "keydiff", "--no-full"], marks=pytest.mark.slow),
     ],
@@ -84,6 +85,7 @@ def test_lists_of_all_heads_are_told_in_their_order_and_nothing_stays_held(tmp_p
     assert found[0].bytes_after == found[1].bytes_after
 
 
+@pytest.mark.slow
 def test_the_demo_over_ranks_tells_and_shows_what_it_does_on_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

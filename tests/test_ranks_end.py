@@ -269,8 +269,9 @@ def test_a_rank_without_memory_for_its_part_is_named_with_the_reason(
         found = plain(place, least, *most)
         for worker in place.workers:
             sizes = Path(f"/proc/{worker.pid}/status").read_text().partition("VmSize:")[2]
-            limit = (int(sizes.split()[0]) << 10) + (64 << 20)
-            resource.prlimit(worker.pid, resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+            if sizes:  # else it has ended already, by the limit of the first time
+                limit = (int(sizes.split()[0]) << 10) + (64 << 20)
+                resource.prlimit(worker.pid, resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
         return found
 
     monkeypatch.setattr(Place, "agree", agree)
