@@ -4,7 +4,9 @@ A prompt of random tokens is read, and its cache is held. Each way of putting it
 what has come back is compared with what was there, bit for bit, before its time counts. Then the prompt is read again,
 and one token after it: what a restored conversation saves. The file is read twice: after the kernel was told to forget
 it (from the disk, where that works), and from its memory. With a budget, entries are evicted when the prompt has been
-read, and the cache is that of the budget whatever the prompt's length. Exact mode is checked last, on few layers.
+read, and the cache is that of the budget whatever the prompt's length. `export` and `resume` are of a request that
+moves in the middle of its answer: its cache to the host's memory, pinned, and back into a slot. Exact mode is checked
+last, on few layers.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from hybridkv.bench.standin import make_engine
 from hybridkv.bench.timing import Ceilings, Meter, free_memory
 from hybridkv.cache.frozen import export_frozen, import_frozen
 from hybridkv.cache.holding import holding
+from hybridkv.cache.session import Session
 from hybridkv.cache.store import Store
 from hybridkv.config import CacheConfig, SamplingParams
 from hybridkv.engine.engine import Engine
@@ -167,7 +170,45 @@ class Sessions:
         run(lambda e: e.abort(request))
         first = self.timed(lambda: self.answer(back, 1))
         self.row("next token", first)
+        self.moved(reading)
         self.report.note(f"{self.name}: all that came back has the bits of what was there")
+
+    def moved(self, reading: float) -> None:
+        """A request in the middle of its answer leaves for (pinned) host memory, and comes back as another one."""
+        params = SamplingParams(max_tokens=8, ignore_eos=True)
+
+        def answering(engine: Engine) -> Request:
+            request = engine.add(random_tokens(engine.vocab, self.length), params)
+            while request.answer_tokens < 2:
+                engine.step()
+            engine.drain()
+            return request
+
+        def resumed(engine: Engine, session: Session) -> Request:
+            """With its cache in a slot: its next step can run."""
+            request = engine.resume(session)
+            assert request.continues is not None and engine.scheduler.bring_back(request.continues)
+            return request
+
+        run = self.owner.run
+        request, sent, came = run(answering), [], []
+        state = self.contents(request)
+        for _ in range(2):  # the first takes memory from the system
+            sent.clear()
+            down = self.timed(lambda: sent.append(run(lambda e: e.export(request))))
+        run(lambda e: e.abort(request))
+        [session] = sent
+        assert session.snapshot is not None
+        size = session.snapshot.nbytes
+        for _ in range(2):
+            if came:
+                run(lambda e: e.abort(came.pop()))
+            up = self.timed(lambda: came.append(run(lambda e: resumed(e, session))))
+        self.row("export", down, size)
+        self.row("resume", up, size, reading)
+        stays = {name: t for name, t in state.items() if not name.startswith("queries/")}  # which no eviction needs now
+        self.same("resume", came[0].continues, stays)
+        run(lambda e: finished(e, came[0]))
 
     def restored(self, store: Store) -> tuple[Request, float]:
         found: list[Request | None] = []

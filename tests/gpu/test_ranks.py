@@ -1,7 +1,7 @@
-"""A model over two ranks that share one GPU: NCCL's sums inside captured steps, launched ahead, in lock-step.
+"""A model over two, four or eight ranks that share one GPU: NCCL's sums inside captured steps, launched ahead.
 
-NCCL takes the two processes for two hosts (NCCL_HOSTID) and sends by sockets: slow, but the same calls, captures and
-replays as between two GPUs. What needs a second GPU is not here: NVLink, peer access, any speed.
+NCCL takes the processes for as many hosts (NCCL_HOSTID) and sends by sockets: slow, but the same calls, captures and
+replays as between GPUs. What needs a second GPU is not here: NVLink, peer access, any speed.
 
 Logits in f32 are compared with those of one rank on a CPU. A single GPU differs from that by up to 1e-4 of their scale
 (test_graphs.py); sums in two parts add as much again. A router near a tie turns noise into more, in few rows. Models of
@@ -54,19 +54,26 @@ def assert_same_answers(kind: str, found: list[list[int]]) -> None:
     assert compared > 0.6 * sum(map(len, answers)), "the answers are all near ties: choose other weights"
 
 
-def test_every_family_answers_on_two_ranks_as_on_one() -> None:
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_family_answers_on_several_ranks_as_on_one(size: int) -> None:
     """Captured and launched ahead; one request is aborted in the middle, others sample, one comes late. All families in
-    one test: one group of processes runs them.
+    one test: one group of processes runs them. On four ranks each KV head lies on two.
     """
-    found = ranks.run(2, "families", on=ON, kinds=FAMILIES)
+    found = ranks.run(size, "families", on=ON, kinds=FAMILIES)
     for kind in FAMILIES:
-        first, second = (rank[kind] for rank in found)
-        check_captured(kind, first)
-        check_captured(kind, second)
-        assert torch.equal(first["logits"], second["logits"]), f"{kind}: ranks do not compute with the same numbers"
-        assert first["tokens"] == second["tokens"] and len(first["tokens"]) == 9, kind
-        assert (first["replays"], first["keys"], first["ahead"]) == (second["replays"], second["keys"], second["ahead"])
+        first, *others = (rank[kind] for rank in found)
+        for rank in (first, *others):
+            check_captured(kind, rank)
+            assert_same_steps(kind, first, rank)
         assert_same_answers(kind, first["answers"])
+
+
+def assert_same_steps(kind: str, first: dict[str, Any], other: dict[str, Any]) -> None:
+    """Two ranks of a group have computed the same."""
+    assert torch.equal(first["logits"], other["logits"]), f"{kind}: ranks do not compute with the same numbers"
+    assert first["tokens"] == other["tokens"] and len(first["tokens"]) == 9, kind
+    for what in ("replays", "keys", "ahead"):
+        assert first[what] == other[what], (kind, what)
 
 
 def check_captured(kind: str, found: dict[str, Any]) -> None:
@@ -94,29 +101,40 @@ def test_a_graph_that_one_rank_cannot_have_is_had_by_none() -> None:
     assert_same_answers("llama", found[0]["answers"])
 
 
-def test_real_widths_on_two_ranks_give_the_logits_of_one() -> None:
-    """Twelve query heads and half of all widths; Flash: half of the heads, groups and experts' widths, in bf16 and with
-    its weights in codes. Then answers, captured and launched ahead, with an abort; the 27B's evict.
+@pytest.mark.parametrize(
+    "size, kinds", [(2, ("27b", "flash", "flash in codes")), (4, ("27b", "flash", "flash in codes")), (8, ("27b",))]
+)
+def test_real_widths_on_several_ranks_give_the_logits_of_one(size: int, kinds: tuple[str, ...]) -> None:
+    """12, 6 and 3 query heads of 24, 8, 4 and 2 DeltaNet key heads of 16, and as much of all widths; Flash: a part of
+    the heads, groups and experts' widths, in bf16 and with its weights in codes. Then answers, captured and launched
+    ahead, with an abort; the 27B's evict.
     """
-    kinds = ("27b", "flash", "flash in codes")
-    found = ranks.run(2, "wide", on=ON, kinds=kinds)
+    check_wide(ranks.run(size, "wide", on=ON, kinds=kinds), kinds)
+
+
+def test_the_whole_27b_on_two_ranks_gives_the_logits_of_one() -> None:
+    """All 64 layers, 25 GiB of weights on each rank."""
+    check_wide(ranks.run(2, "wide", on=ON, kinds=["whole 27b"]), ("whole 27b",))
+
+
+def check_wide(found: list[dict[str, dict[str, Any]]], kinds: tuple[str, ...]) -> None:
     for kind in kinds:
-        first, second = (rank[kind] for rank in found)
-        whole = first.get("whole", second.get("whole"))
-        assert first["scored"] == second["scored"] == 10, f"{kind}: single steps were not replayed"
-        assert torch.equal(first["logits"], second["logits"]), kind
-        assert first["tokens"] == second["tokens"] and len(first["tokens"]) == 9, kind
-        assert (first["replays"], first["keys"]) == (second["replays"], second["keys"])
+        first, *others = (rank[kind] for rank in found)
+        [whole] = (rank["whole"] for rank in (first, *others) if "whole" in rank)
+        for rank in (first, *others):
+            assert rank["scored"] == 10, f"{kind}: single steps were not replayed"
+            assert_same_steps(kind, first, rank)
+            assert first["evicted"] == rank["evicted"], kind
         assert first["replays"]["decode"] > 5 and first["ahead"] > 10 and not first["said"], kind
         layers = gpu_rank_jobs.CONFIGS[kind]["num_hidden_layers"]
         rows = sorted(rel_rms(want, got) for want, got in zip(whole, first["logits"], strict=True))
         assert rows[len(rows) // 2] <= rounding(layers), (kind, rows)
         assert rows[-1] < 0.5, (kind, rows)  # an expert near a tie; logits of something else differ by 1.4
-        if kind == "27b":  # a tie among entries may go the other way, too
-            want = first.get("whole, evicted", second.get("whole, evicted"))
+        if gpu_rank_jobs.budget_of(kind):  # a tie among entries may go the other way, too
+            [want] = (rank["whole, evicted"] for rank in (first, *others) if "whole, evicted" in rank)
             rows = sorted(rel_rms(*pair) for pair in zip(want, first["evicted_logits"], strict=True))
-            assert rows[len(rows) // 2] <= 2 * rounding(layers) and rows[-1] < 0.5, rows
-            assert first["evicted"] == second["evicted"] and len(first["evicted"]) >= 1
+            assert rows[len(rows) // 2] <= 2 * rounding(layers) and rows[-1] < 0.5, (kind, rows)
+            assert len(first["evicted"]) >= 1
 
 
 def test_a_rank_that_ends_ends_the_group_and_frees_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     # all entries are read: with a choice of few, noise may choose another one
     "deepseek_v4": TINY_V4 | dict(num_attention_heads=8, o_groups=4, index_topk=512, moe_intermediate_size=64),
     "27b": KNOWN["Qwen3.5-27B"] | {"num_hidden_layers": 4},
+    "whole 27b": KNOWN["Qwen3.5-27B"],
     "v4 in codes": CODED,
     "v4, whole experts": CODED | {"moe_intermediate_size": 30},  # half of which is no whole byte of FP4
     "flash": FEW_LAYERS,
