@@ -6,7 +6,8 @@ Where a machine is lent for less, two calls do the same, on two machines if need
 
     python bench/gpu_session.py 580 --only 'tests|memcheck|kernels|v4'
     python bench/gpu_session.py 360 --only 'decode|peers|prefill|eviction|capacity|load$|start'
-    python bench/gpu_session.py 590 --only 'load_|exact|sessions_of_one|released|ranks'
+    python bench/gpu_session.py 590 --only 'load_|exact|sessions_of_one|released$'
+    python bench/gpu_session.py 350 --only 'ranks'
 
 Tests alone cost the card little: give them a call of their own, since nothing may be timed beside them.
 
@@ -54,7 +55,8 @@ def steps() -> list[Step]:
     all_runs = f'for i in 0 1 2 3 4 5 6 7; do {checker} $i & all="$all $!"; done'
     all_right = "for one in $all; do wait $one || exit 1; done"
     marked = [p for p in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in p.read_text(encoding="utf-8")]
-    found = [Step("tests", 330, [*tests, *workers, *(str(p.relative_to(ROOT)) for p in marked)])]
+    marked.sort(key=lambda path: path.name != "test_ranks.py")  # the longest ones begin first
+    found = [Step("tests", 400, [*tests, *workers, *(str(p.relative_to(ROOT)) for p in marked)])]
     if shutil.which("compute-sanitizer"):
         found.append(Step("memcheck", 130, ["sh", "-c", f"{all_runs}; {all_right}"]))
 
@@ -87,7 +89,8 @@ def steps() -> list[Step]:
     bench("reuse", 60)
     bench("sessions_of_one", 95, "--contexts", "4096", "--only", "sessions", name="reuse")
     bench("sessions", 45, "--contexts", "16384")
-    bench("ranks", 75)
+    bench("ranks", 125)
+    bench("ranks_fp8", 105, "--weight-dtype", "fp8", "--kv-dtype", "fp8", "--only", "decode|prefill", name="ranks")
     released = ["--weight-dtype", "released", "--skip-peers", "--contexts", "16384", "--kv-dtype", "fp8"]
     bench("released", 100, *released, name="v4_model")
     bench("prefill_long", 45, "--contexts", "65536", "--skip-peers", name="prefill")

@@ -199,15 +199,83 @@ def test_weights_as_released_over_two_ranks_on_one_gpu(tmp_path: Path) -> None:
     assert_as_on_a_cpu(tmp_path, by_two_ranks(tmp_path, 0, "released")[0], "released")
 
 
+KEPT = """
+import json, sys
+from pathlib import Path
+from hybridkv import LLM, CacheConfig, Conversation, SamplingParams
+folder, device, place, size, before = sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
+seeded = SamplingParams(max_tokens=10, temperature=1.0, seed=3, ignore_eos=True)
+text = "It was a bright cold day in April, and the clocks were striking thirteen. " * 8
+how = dict(device=device, dtype="float32", exact=True, max_requests=4, max_context=1024, memory="2GiB")
+cache = CacheConfig(kv_dtype="f32", page_size=16)
+
+
+def said(talk, *words):
+    found = []
+    for each in words:
+        list(talk.send(each))
+        found.append([talk.last.token_ids, talk.last.stats["cached_tokens"]])
+    return found
+
+
+def asked(document):
+    answers = document.generate(["Which month?", "What struck?"], seeded)
+    return [[each.token_ids, each.stats["kv_bytes_kept"]] for each in answers]
+
+
+with LLM(folder, tp=size, cache=cache, disk_cache=place / "store", **how) as llm:
+    pinned = llm.prefix(text)
+    answers = llm.generate([text + "One", text + "Two"], seeded)
+    found = {"prefix": [[each.token_ids, each.stats["cached_tokens"] > 0] for each in answers]}
+    talk = Conversation(llm, "Be brief.", seeded)
+    found["talk"] = said(talk, "Hello, how are you?", "Really?")
+    llm.save(talk, str(size))
+    found["next"] = said(talk, "Go on")
+    talks = [llm.load(before, seeded)] if before else []
+    found["loaded"] = [said(each, "Go on") for each in talks]
+    with llm.compress(text, ratio=4, policy="keydiff") as document:
+        found["document"] = asked(document)
+        document.save(place / f"{size}.document")
+    if before:
+        with llm.load_document(place / f"{before}.document") as document:
+            found["loaded document"] = asked(document)
+    found["graphs"] = 0 if llm.engine.runner.graphs is None else len(llm.engine.runner.graphs.captured)
+    for each in (talk, *talks):
+        each.close()
+print(json.dumps(found))
+"""
+
+
+def test_what_is_kept_by_one_rank_goes_on_over_two_with_the_same_bits(tmp_path: Path) -> None:
+    """Exact mode: answers after a prefix, of a conversation and to a document, and of those that the other number of
+    ranks has saved.
+    """
+    folder = write_tiny(tmp_path)
+    one = run_script(KEPT, folder, ON, tmp_path, 1, "")
+    two = run_script(KEPT, folder, ON, tmp_path, 2, "1")
+    again = run_script(KEPT, folder, ON, tmp_path, 1, "2")
+    for found in (two, again):
+        for what in ("prefix", "talk", "next", "document"):
+            assert found[what] == one[what], what
+        assert found["loaded"] == [one["next"]] and found["loaded document"] == one["document"]
+    assert all(reused for _, reused in one["prefix"]) and all(cached for _, cached in one["next"])
+    assert all(found["graphs"] for found in (one, two, again)) or ON == "cpu"
+
+
 def by_two_ranks(folder: Path, budget: int, form: str = "auto") -> tuple[list[list[int]], Any]:
     """Answers of a process that starts the second rank, and what it says with a budget; 0: none."""
+    prompts = json.dumps(gpu_rank_jobs.prompts())
+    answers, evicted, captured, codes = run_script(SCRIPT, folder, ON, prompts, budget, form)
+    assert captured > 0 and codes == [0]
+    return answers, evicted
+
+
+def run_script(script: str, *words: object) -> Any:
+    """What a process of its own prints last."""
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "PYTHONPATH": paths, DEVICES: "0,0", "HYBRIDKV_TP_TIMEOUT": "60"}
     env.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-c", SCRIPT, str(folder), ON, json.dumps(gpu_rank_jobs.prompts()), str(budget)]
-    command.append(form)
+    command = [sys.executable, "-c", script, *map(str, words)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
-    answers, evicted, captured, codes = json.loads(done.stdout.splitlines()[-1])
-    assert captured > 0 and codes == [0]
-    return answers, evicted
+    return json.loads(done.stdout.splitlines()[-1])
