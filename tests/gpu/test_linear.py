@@ -202,7 +202,7 @@ def test_a_chain_in_a_graph_gives_the_bits_of_one_kernel_at_a_time(T: int) -> No
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("T", [17, 300, 2048])
-@pytest.mark.parametrize(("N", "K"), [(1024, 5120), (5120, 17408), (33, 72)])
+@pytest.mark.parametrize(("N", "K"), [(1024, 5120), (5120, 17408), (4120, 5120), (17, 64), (33, 72)])
 def test_many_rows_with_fp8_weights(T: int, N: int, K: int, bias: bool) -> None:
     weight, x = drawn(N, K), torch.randn(T, K, device="cuda", dtype=torch.bfloat16)
     x[::3] *= 1000  # a scale for each row

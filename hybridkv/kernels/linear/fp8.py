@@ -16,6 +16,7 @@ from torch import Tensor
 from hybridkv.kernels.formats.fp8 import fp8_decode, fp8_encode
 from hybridkv.kernels.linear.gemv import MAX_ROWS, has_kernel, linear_vector
 
+TILE = 16  # rows and columns that torch._scaled_mm takes at a time
 BLOCK = 1 << 24  # weights encoded at once: temporaries take a few times their bytes
 
 
@@ -52,10 +53,24 @@ def linear_fp8_ref(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None 
 
 
 def linear_fp8_rounded(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x rounded to E4M3 as well, a scale for each row."""
+    """x rounded to E4M3 as well, a scale for each row. N >= TILE, K in tiles.
+
+    A rank's part of a matrix may have rows that fill no tile: the last tile's are then multiplied apart.
+    """
     x_codes, x_scale = fp8_encode(x)
-    a, b = x_codes.view(torch.float8_e4m3fn), codes.view(torch.float8_e4m3fn).T
-    return torch._scaled_mm(a, b, x_scale.unsqueeze(1), scale.unsqueeze(0), bias=bias, out_dtype=x.dtype)
+    a, a_scale = x_codes.view(torch.float8_e4m3fn), x_scale.unsqueeze(1)
+
+    def product(codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        b = codes.view(torch.float8_e4m3fn).T
+        return torch._scaled_mm(a, b, a_scale, scale.unsqueeze(0), bias=bias, out_dtype=x.dtype)
+
+    N, beyond = len(codes), len(codes) % TILE
+    if not beyond:
+        return product(codes, scale, bias)
+    whole, last = slice(N - beyond), slice(N - TILE, N)
+    tile = product(codes[last], scale[last].clone(), None if bias is None else bias[last].clone())  # at even addresses
+    most = product(codes[whole], scale[whole], None if bias is None else bias[whole])
+    return torch.cat((most, tile[:, TILE - beyond :]), 1)
 
 
 def linear_fp8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -63,6 +78,6 @@ def linear_fp8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = No
     N, K = codes.shape
     if has_kernel(x.device) and len(x) <= MAX_ROWS:
         return linear_vector(x, codes, scale, bias)
-    if x.is_cuda and N % 16 == K % 16 == 0:  # what torch._scaled_mm needs
+    if x.is_cuda and N >= TILE and K % TILE == 0:
         return linear_fp8_rounded(x, codes, scale, bias)
     return linear_fp8_ref(x, codes, scale, bias)

@@ -14,9 +14,9 @@ from hybridkv import LLM
 from hybridkv.checkpoint.in_memory import InMemory
 from hybridkv.checkpoint.loader import Loader
 from hybridkv.errors import HybridKVError
-from hybridkv.kernels.formats.fp8 import fp8_decode_ref
+from hybridkv.kernels.formats.fp8 import fp8_decode_ref, fp8_encode_ref
 from hybridkv.kernels.linear import fp8 as file
-from hybridkv.kernels.linear.fp8 import encode_weight, linear_fp8, linear_fp8_ref, round_weight_
+from hybridkv.kernels.linear.fp8 import encode_weight, linear_fp8, linear_fp8_ref, linear_fp8_rounded, round_weight_
 from hybridkv.kernels.linear.linear import Linear
 from hybridkv.models import FAMILIES
 from hybridkv.models.config import ModelConfig
@@ -50,6 +50,21 @@ def test_products_with_codes(dtype: torch.dtype, T: int, bias: bool) -> None:
     for got in (linear_fp8_ref(x, codes, scale, added), linear_fp8(x, codes, scale, added), layer(x)):
         assert got.dtype == dtype
         assert ((got.double() - want).abs() <= TIGHT[dtype] * size).all()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("N", [16, 17, 31, 40])
+def test_rounded_rows_times_codes_whose_rows_fill_no_tile(N: int, bias: bool) -> None:
+    """As on a GPU: torch multiplies codes on a CPU, too."""
+    weight, x = weights(N, 64, torch.bfloat16), torch.randn(50, 64).to(torch.bfloat16)
+    added = torch.randn(N).to(torch.bfloat16) if bias else None
+    codes, scale = encode_weight(weight)
+    rounded = fp8_decode_ref(*fp8_encode_ref(x))
+    want = linear_fp8_ref(rounded.float(), codes, scale, None if added is None else added.float())
+    got = linear_fp8_rounded(x, codes, scale, added)
+    assert got.shape == (50, N) and got.dtype == torch.bfloat16
+    size = rounded.float().norm(dim=1, keepdim=True) * fp8_decode_ref(codes, scale).norm(dim=1) + want.abs()
+    assert ((got.float() - want).abs() <= TIGHT[torch.bfloat16] * size).all()
 
 
 def test_the_largest_weight_of_a_row_is_kept_and_zero_stays() -> None:
