@@ -425,7 +425,11 @@ class PageTable:
 
 def places_of(schema: StreamSchema, pages: np.ndarray, begin: np.ndarray, count: np.ndarray) -> torch.Tensor:
     """Flat pool numbers of `count` [streams] entries of each stream from `begin` on, by its pages [streams, N]."""
-    P, total = schema.entries_per_page, int(count.sum())
-    stream = np.repeat(np.arange(len(count)), count)
-    entry = np.arange(total) - np.repeat(np.cumsum(count) - count, count) + np.repeat(begin, count)
-    return torch.from_numpy(pages[stream, entry // P].astype(np.int64) * P + entry % P)
+    P, end, some = schema.entries_per_page, begin + count, count > 0
+    if not some.any():
+        return torch.zeros(0, dtype=torch.int64)
+    first, last = int(begin[some].min()) // P, ceil_div(int(end[some].max()), P)  # pages that any stream reads
+    at = pages[:, first:last, None].astype(np.int64) * P + np.arange(P)  # of all their entries
+    entry = np.arange(first * P, last * P)
+    wanted = (entry >= begin[:, None]) & (entry < end[:, None])
+    return torch.from_numpy(at.reshape(wanted.shape)[wanted])
