@@ -141,7 +141,7 @@ def tile(N: int, K: int, codes: bool, gated: bool, many: bool, room: bool) -> tu
     have them. `many`: x is padded to 16 rows, not to 8. `room`: the card has much shared memory.
     """
     if codes:
-        return (16, 128, 4, 4) if N < 8192 or gated else (16, 128, 2, 3)
+        return gated_tile_of_codes(N, many) if gated else tile_of_codes(N, K, many, room)
     if gated:
         return (16, 128, 2, 3) if 4096 <= N < (8192 if many else 16384) else (16, 128, 2, 4)
     if N >= 5120 and N * K < 3 << 23:  # short sums: programs of one warp, which need not wait for others
@@ -150,6 +150,29 @@ def tile(N: int, K: int, codes: bool, gated: bool, many: bool, room: bool) -> tu
     if wave > N and room:
         return 16, 128, 4, 5
     return (16, 128, 2, 3) if 8192 <= N < 12288 else (16, 128, 4, 3)
+
+
+def gated_tile_of_codes(N: int, many: bool) -> tuple[int, int, int, int]:
+    if 8192 <= N < 12288:
+        return 16, 128, 2, 3
+    if many or 3072 <= N < 8192:
+        return 16, 128, 4, 3
+    return (16, 128, 2, 4) if N < 3072 else (16, 128, 2, 2)
+
+
+def tile_of_codes(N: int, K: int, many: bool, room: bool) -> tuple[int, int, int, int]:
+    """A code is half a value's bytes, so wide tiles and deep rings pay where a multiprocessor holds few programs."""
+    if K < 2560:
+        return (16, 128, 2, 3) if many else (16, 128, 2, 4)
+    if N >= 12288:
+        return (32, 128, 2, 4) if many else (16, 128, 2, 3)
+    if N >= 6144:
+        return (16, 256, 2, 3) if many and room else (16, 128, 2, 4)
+    if N < 4608 and room:
+        if N < 3072:
+            return (16, 256, 4, 4) if many else (16, 256, 4, 6)
+        return (16, 256, 4, 3) if many else (16, 256, 2, 6)
+    return (16, 128, 4, 3) if many else (16, 128, 4, 4)
 
 
 def linear_vector_triton(

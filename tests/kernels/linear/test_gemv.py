@@ -109,6 +109,29 @@ def test_tiles_are_those_measured(N: int, K: int, gated: bool, few: tuple[int, .
     assert file.tile(rows, K, False, gated, many=True, room=True) == many
 
 
+@pytest.mark.parametrize(
+    ("N", "K", "gated", "few", "many"),  # as codes, likewise
+    [
+        (34816, 5120, True, (16, 128, 2, 2), (16, 128, 4, 3)),
+        (17408, 5120, True, (16, 128, 2, 3), (16, 128, 2, 3)),
+        (8704, 5120, True, (16, 128, 4, 3), (16, 128, 4, 3)),
+        (4352, 5120, True, (16, 128, 2, 4), (16, 128, 4, 3)),
+        (16480, 5120, False, (16, 128, 2, 3), (32, 128, 2, 4)),
+        (8240, 5120, False, (16, 128, 2, 4), (16, 256, 2, 3)),
+        (5120, 17408, False, (16, 128, 4, 4), (16, 128, 4, 3)),
+        (5120, 1536, False, (16, 128, 2, 4), (16, 128, 2, 3)),
+        (4120, 5120, False, (16, 256, 2, 6), (16, 256, 4, 3)),
+        (2060, 5120, False, (16, 256, 4, 6), (16, 256, 4, 4)),
+    ],
+)
+def test_tiles_of_codes_are_those_measured(
+    N: int, K: int, gated: bool, few: tuple[int, ...], many: tuple[int, ...]
+) -> None:
+    rows = N // (1 + gated)
+    assert file.tile(rows, K, True, gated, many=False, room=True) == few
+    assert file.tile(rows, K, True, gated, many=True, room=True) == many
+
+
 SHARED_MEMORY = 227 * 1024
 COMPILE = """
 import torch
@@ -154,6 +177,7 @@ for n in (2, 4, 8):  # and a rank of so many
         for T in (1, 16):
             x = torch.zeros(T, K, dtype=torch.bfloat16)
             linear_vector_triton(x, torch.empty(N, K, dtype=torch.bfloat16), gated=bool(gated))
+            linear_vector_triton(x, torch.empty(N, K, dtype=torch.uint8), torch.empty(N), gated=bool(gated))
 """
 
 
@@ -161,7 +185,7 @@ def test_the_tiles_of_a_27b_decode_step_compile_for_hopper_and_fit() -> None:
     """In a process without the interpreter. Nothing is read before the kernel before has ended, and nothing spills."""
     printed = compile_alone(COMPILE)
     built = [line.split() for line in printed.splitlines()]
-    assert len(built) == 6 + 24
+    assert len(built) == 6 + 48
     assert all(int(shared) <= SHARED_MEMORY and rest == ["True", "False"] for shared, *rest in built), built
 
 
@@ -171,7 +195,7 @@ from no_device import built
 from hybridkv.kernels.linear import gemv
 
 gemv.shared_memory = lambda device: 99 * 1024
-for N, K in ((1024, 5120), (5120, 640)):
+for N, K in ((1024, 5120), (5120, 640), (8240, 5120), (16480, 5120)):
     for gated in (False, True):
         x = torch.zeros(16, K, dtype=torch.bfloat16)
         rows = 2 * N if gated else N
@@ -184,4 +208,4 @@ print(*(kernel.metadata.shared for _, kernel in built))
 def test_the_tiles_fit_a_blackwell_card_with_99_kib_of_shared_memory() -> None:
     """RTX 50 cards have PDL, and so this kernel; with as many rows of x as it takes."""
     shared = compile_alone(FOR_99_KIB, COMPILE_FOR="120").split()
-    assert len(shared) == 8 and max(map(int, shared)) <= 99 * 1024, shared
+    assert len(shared) == 16 and max(map(int, shared)) <= 99 * 1024, shared
