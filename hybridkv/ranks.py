@@ -20,7 +20,7 @@ from hybridkv.checkpoint.checkpoint import Checkpoint
 from hybridkv.checkpoint.loader import Progress
 from hybridkv.config import CacheConfig
 from hybridkv.engine.lock_step import LockStepEngine
-from hybridkv.engine.rank_calls import NOT_OVER_RANKS, refuse_replay
+from hybridkv.engine.rank_calls import NOT_OVER_RANKS
 from hybridkv.engine.rank_sessions import WholeCache, group_fingerprint
 from hybridkv.errors import HybridKVError
 from hybridkv.eviction.policy_words import policy_words
@@ -48,7 +48,6 @@ def take_ranks(tp: int | Place, device: torch.device, given: Mapping[str, Any], 
     """This process as a rank. What is not there over several ranks is refused before any is started."""
     cache, reuse = given["cache"], given["reuse"]
     assert isinstance(cache, CacheConfig)
-    refuse_replay(cache.eviction)
     if isinstance(tp, Place):
         return Ranks(tp)
     with _opened(given["model"]) as checkpoint:

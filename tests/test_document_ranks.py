@@ -15,11 +15,13 @@ from tiny_ranks import build
 from cli.commands import TINY
 from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
 from engine.driving import assert_nothing_held
-from hybridkv import LLM, CacheConfig, Conversation, SamplingParams
+from hybridkv import LLM, CacheConfig, Conversation, EvictionConfig, SamplingParams
 from hybridkv.cache.session import Session
 from hybridkv.cli import main
 from hybridkv.document import Document
+from hybridkv.engine.engine import Engine
 from hybridkv.engine.lock_step import LockStepEngine
+from hybridkv.engine.replay import ReplayPart
 from hybridkv.errors import RequestError
 from hybridkv.request import Request
 from server.running import SECONDS
@@ -72,6 +74,19 @@ def answers(document: Document) -> list[Any]:
     return found
 
 
+def replayed_turns(llm: LLM) -> list[Any]:
+    """A conversation whose cache is cut after each answer by reading the turn again."""
+    eviction, found = EvictionConfig(40, window=8, recent=8, policy="replay"), []
+    talk = Conversation(llm, "Be brief.", GREEDY, eviction=eviction)
+    for text in (TEXT[:180], *QUESTIONS[:2]):
+        list(talk.send(text))
+        assert talk.last is not None
+        found.append([talk.last.token_ids, talk.last.stats["cached_tokens"], talk.last.stats["kv_bytes_kept"]])
+    talk.close()
+    found[0][1] = 0  # one rank has the document's beginning for others
+    return found
+
+
 def told(document: Document) -> dict[str, Any]:
     return {name: value for name, value in document.stats.items() if name != "seconds"}
 
@@ -94,9 +109,9 @@ def assert_same_files(one: Path, other: Path) -> None:
     ("kind", "kv_heads", "size", "policies"),
     (
         # two KV heads a rank, between layers with a state
-        pytest.param("qwen3_5", 4, 2, ("heads", "keydiff"), marks=pytest.mark.slow),
-        ("llama", 1, 2, ("auto",)),  # one, which both have
-        pytest.param("llama", 2, 4, ("heads", "streaming", "tova"), marks=pytest.mark.slow),
+        pytest.param("qwen3_5", 4, 2, ("replay", "heads", "keydiff"), marks=pytest.mark.slow),
+        ("llama", 1, 2, ("replay",)),  # one, which both have
+        pytest.param("llama", 2, 4, ("replay", "auto", "heads", "streaming", "tova"), marks=pytest.mark.slow),
     ),
 )
 def test_a_document_over_ranks_is_that_of_one_and_goes_on_over_another_number(
@@ -105,10 +120,11 @@ def test_a_document_over_ranks_is_that_of_one_and_goes_on_over_another_number(
     folder = saved_model(tmp_path / "model", kind, kv_heads)
     want: dict[str, Any] = {}
     with LLM(folder, cache=CACHE, **HOW) as one:
-        for policy in ("replay", *policies):
+        for policy in policies:
             with one.compress(TEXT, ratio=4, policy=policy, system="Be brief.") as document:
                 want[policy] = told(document), kept(one, document), answers(document)
                 document.save(tmp_path / f"1.{policy}")
+        talked = replayed_turns(one)
     [cut] = want[policies[0]][1].values()
     assert len({len(head) for layer in cut for head in layer}) > 1, "the heads kept equally many"
     with LLM(folder, cache=CACHE, tp=size, **HOW) as llm:
@@ -121,10 +137,12 @@ def test_a_document_over_ranks_is_that_of_one_and_goes_on_over_another_number(
                 assert answers(document) == want[policy][2]
                 document.save(tmp_path / f"{size}.{policy}")
             assert_same_files(tmp_path / f"1.{policy}", tmp_path / f"{size}.{policy}")
-        for policy in ("replay", policies[0]):  # of one process; what one alone can cut is asked over several too
+        assert replayed_turns(llm) == talked
+        for policy in policies[:2]:  # of one process
             with llm.load_document(tmp_path / f"1.{policy}") as document:
                 assert told(document) == want[policy][0] and answers(document) == want[policy][2]
                 document.save(tmp_path / "again")
+                refuses_to_read_again(llm, document.held())
             assert_same_files(tmp_path / f"1.{policy}", tmp_path / "again")
         del document
         gc.collect()
@@ -137,6 +155,26 @@ def test_a_document_over_ranks_is_that_of_one_and_goes_on_over_another_number(
             with one.load_document(tmp_path / f"{size}.{policy}") as document:
                 assert told(document) == want[policy][0] and answers(document) == want[policy][2]
         one.owner.run(assert_nothing_held)
+
+
+def refuses_to_read_again(llm: LLM, request: Request) -> None:
+    """And goes on with the next."""
+
+    def ask(engine: Engine) -> None:
+        scores = engine.replay(request, ReplayPart([5], [6, 7]))
+        engine.replay(request, ReplayPart([5], [8]), scores)
+        for part, given, said in (
+            (ReplayPart([5] * 700, [6]), None, "do not fit a context of 640; shorten the text by"),
+            (ReplayPart([5] * 700, [6]), scores, "do not fit a context"),
+            (ReplayPart([5], []), scores, "there is no text to read again"),
+            (ReplayPart([5], [6]), list(scores), "goes on from scores from outside is not available"),
+        ):
+            with pytest.raises(RequestError, match=said):
+                engine.replay(request, part, given)
+        with pytest.raises(RequestError, match="by scores from outside is not available"):
+            engine.evict_held(request, EvictionConfig(64), list(scores))
+
+    llm.owner.run(ask)
 
 
 def go_on_from(llm: LLM, request: Request) -> None:

@@ -22,7 +22,7 @@ from hybridkv.evaluation.settings import EvalSettings
 
 ROOT = Path(__file__).parents[1]
 ASKED: dict[str, Any] = dict(
-    tasks=("niah_single_1",), policies=("auto", "snapkv", "auto:bounded=yes"), ratios=(4,), lengths=(640,), samples=2,
+    tasks=("niah_single_1",), policies=("auto", "replay", "auto:bounded=yes"), ratios=(4,), lengths=(640,), samples=2,
     divergence=1, all_tasks=True, device="cpu", dtype="float32", max_requests=2,
 )  # fmt: skip
 WORDS = ("--device", "cpu", "--dtype", "float32", "--tasks", "niah_single_1", "--policies", "auto", "--ratios", "4")
@@ -97,8 +97,6 @@ def test_the_command_passes_it_on_and_the_number_of_ranks_is_a_setting(
     assert code == 2 and "other settings: tp 2, now 1" in err
     code, err = run("--tp", "3", "--restart")
     assert code == 2 and "3 ranks do not divide its 8 attention heads; use 2, 4 or 1" in err
-    code, err = run("--tp", "2", "--policies", "auto,replay:first=4")
-    assert code == 2 and "policy replay is not available over several ranks yet; leave it out, or --tp" in err
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RANK", "0")
         patch.setenv("WORLD_SIZE", "2")

@@ -81,15 +81,8 @@ def test_it_answers_as_one_process_does_and_says_what_it_cannot(folder: Path) ->
                 assert one.stats[name] == two.stats[name] > 0
         assert llm.manager.memory_bytes() == llm.plan.nbytes
         assert llm.plan.pool_bytes["attention"] / llm.plan.max_tokens <= whole / 256  # of half the heads
-        with pytest.raises(
-            RequestError, match="policy 'replay' is not available yet: .* or another policy, such as 'heads'"
-        ):
-            llm.compress([1, 2, 3], ratio=1)
         with pytest.raises(RequestError, match="policy Own is code of your own"):
             llm.generate([[1, 2]], eviction=EvictionConfig(64, policy=Own()))
-        for replays in (False, True):  # a conversation can replay on one rank: it is refused before it has an answer
-            with pytest.raises(RequestError, match="policy 'replay'"):
-                llm.engine.resolve_eviction(EvictionConfig(64, policy="replay"), replays=replays)
         with pytest.raises(HybridKVError):  # there is no tokenizer
             llm.generate([[1, 2]], SamplingParams(max_tokens=2, structured_outputs={"choice": ["a"]}))
         long = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
@@ -99,12 +92,8 @@ def test_it_answers_as_one_process_does_and_says_what_it_cannot(folder: Path) ->
         assert llm.generate(prompts[0], GREEDY)[0].token_ids == want[0].token_ids
     assert gone(llm) and [worker.returncode for worker in llm.ranks.place.workers] == [0]
     assert not dist.is_initialized()
-    for settings, said in (
-        (dict(cache=CacheConfig(budget=64, policy=Own())), "policy Own is code of your own"),
-        (dict(cache=CacheConfig(budget=64, policy="replay")), "over several ranks policy 'replay' is not available"),
-    ):
-        with pytest.raises(HybridKVError, match=said):
-            LLM(folder, tp=2, **HOW, **settings)
+    with pytest.raises(HybridKVError, match="policy Own is code of your own"):
+        LLM(folder, tp=2, cache=CacheConfig(budget=64, policy=Own()), **HOW)
     for size, said in ((3, "3 ranks do not divide its 8 attention heads; use 2, 4 or 1"), (0, "from 1 to 64")):
         with pytest.raises(HybridKVError, match=said):
             LLM(folder, tp=size, **HOW)
@@ -247,16 +236,6 @@ def test_a_command_refuses_a_number_that_does_not_fit(folder: Path, capsys: pyte
     with pytest.raises(SystemExit) as leaving:
         main(["generate", "-m", str(folder), "--device", "cpu", "--tp", "3", "x"])
     assert leaving.value.code == 2 and "use 2, 4 or 1" in capsys.readouterr().err
-
-
-def test_a_command_refuses_what_is_not_there_over_ranks_before_it_loads_anything(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "text").write_text("a text")
-    with pytest.raises(SystemExit) as leaving:
-        main(["compress", str(tmp_path / "text"), "-o", str(tmp_path / "doc"), "-m", "/no/such/model", "--tp", "2"])
-    said = " ".join(capsys.readouterr().err.split())
-    assert leaving.value.code == 2 and "--policy replay is not available over several ranks yet; name another" in said
 
 
 @pytest.mark.parametrize(("kind", "code"), ((GroupError, 3), (UnlikeRanks, 2)))

@@ -74,12 +74,9 @@ def compress(
     """
     from hybridkv.commands.display import note, progress
     from hybridkv.document import check_settings
-    from hybridkv.eviction import find_policy
     from hybridkv.planner import human
 
     check_settings(ratio, budget, policy)
-    if find_policy(policy, seen=False).needs_replay:
-        model.refuse_ranks(f"--policy {policy}", "name another one, such as heads, or ")
     _check_output(output, file)
     text = read_text(file, "FILE")
     if not text.strip():

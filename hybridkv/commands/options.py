@@ -168,11 +168,6 @@ class OpenOptions:
                 **more,
             )
 
-    def refuse_ranks(self, what: str, instead: str = "") -> None:
-        """Refuse, before anything is loaded, what is not there over several ranks. `instead`: what else may be done."""
-        if self.tp != 1:
-            raise BadParameter(f"{what} is not available over several ranks yet; {instead}leave out --tp")
-
     def _refuse_a_shape(self) -> None:
         """`plan` knows shapes by name; to run a model its files are needed."""
         from hybridkv.models.known import known_config

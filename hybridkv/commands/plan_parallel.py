@@ -110,9 +110,7 @@ def find_cards(alone: Report, over: Callable[[int], Report]) -> list[Report]:
     one fits. Empty: no number works, or no number helps.
     """
     found: list[Report] = []
-    cache = alone.judged.estimate.cache
-    replays = cache.budget is not None and str(cache.policy).split(":")[0] == "replay"  # which ranks do not run
-    for size in [] if alone.judged.refused or replays else sizes_that_work(alone.source.config):
+    for size in [] if alone.judged.refused else sizes_that_work(alone.source.config):
         if size > SHOWN and any(report.judged.fits for report in found):
             break
         with suppress(HybridKVError):  # codes of files that are not cut so

@@ -34,6 +34,7 @@ from hybridkv.engine.engine import INHERIT, Update
 from hybridkv.engine.pipeline import InFlightStep, Pipeline
 from hybridkv.engine.rank_calls import (
     NOT_OVER_RANKS,
+    RankScores,
     eviction_of_words,
     eviction_words,
     params_of_words,
@@ -198,6 +199,7 @@ class LockStepEngine(RankMoves):
         self._events: list[Event] = []  # since the last step
         self._known: weakref.WeakValueDictionary[int, Request] = weakref.WeakValueDictionary()
         self._to_hold: dict[int, Request] = {}  # not on rank 0, where their callers have them
+        self._scores: dict[int, RankScores] = {}  # likewise
         self._there: set[int] = set()  # rank 0: numbers of what the others hold so
         self._gone: deque[int] = deque()  # those that no caller has any more
 
@@ -347,6 +349,7 @@ class LockStepEngine(RankMoves):
         request = self._known.get(event["number"])
         if event["event"] != "stop":
             self._to_hold.pop(event["number"], None)
+            self._scores.pop(event["number"], None)
         if request is not None:
             ways[event["event"]](request)
 
@@ -354,6 +357,3 @@ class LockStepEngine(RankMoves):
 
     def changing(self) -> NoReturn:
         raise RequestError(NOT_OVER_RANKS.format(what="a change of held caches"))
-
-    def replay(self, *_: Any, **__: Any) -> NoReturn:
-        raise RequestError(NOT_OVER_RANKS.format(what="policy 'replay'"))

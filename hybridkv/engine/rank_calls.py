@@ -26,6 +26,7 @@ from hybridkv.engine.agreement import RanksAgree
 from hybridkv.engine.engine import Engine, Update
 from hybridkv.engine.held import about
 from hybridkv.engine.rank_sessions import WholeCache
+from hybridkv.engine.replay import ReplayPart
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.eviction import find_policy
 from hybridkv.eviction.policy_words import policy_of_words, policy_words
@@ -40,6 +41,14 @@ ENDS = (None, "stop", "length", "abort", "error")  # finish reasons by number, a
 OF_RANK_0 = object()  # stands for a grammar that rank 0 follows
 
 Found = TypeVar("Found")
+
+
+class RankScores(list[Tensor]):
+    """What a rank's heads look at while a text is read again: [g, L] of each layer. All ranks have it by a number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
 
 
 class RankCalls(Engine):
@@ -57,6 +66,7 @@ class RankCalls(Engine):
     _to_hold: dict[int, Request]  # not on rank 0, where their callers have them
     _there: set[int]  # rank 0: numbers of what the others hold so
     _gone: deque[int]  # those that no caller has any more; whichever thread finds that adds them
+    _scores: dict[int, RankScores]  # not on rank 0, as above
 
     def fail(self, problem: BaseException) -> NoReturn:
         """End the group."""
@@ -72,14 +82,6 @@ class RankCalls(Engine):
     @property
     def cache_bytes(self) -> int:
         return super().cache_bytes * self.group.size
-
-    def resolve_eviction(
-        self, asked: EvictionConfig | int | None | object, replays: bool = False
-    ) -> EvictionConfig | None:
-        """As `Engine.resolve_eviction`. Refused: policies that read a text once more."""
-        found = super().resolve_eviction(asked, replays)
-        refuse_replay(found)
-        return found
 
     # ---- rank 0 tells, all do
 
@@ -155,26 +157,67 @@ class RankCalls(Engine):
         ranges: Sequence[tuple[int, int]] = (),
         seen: bool = False,
     ) -> int:
-        """As `Engine.evict_held`; returns the pages that went back on this rank. Refused: scores from outside."""
-        if scores is not None:
-            raise RequestError(NOT_OVER_RANKS.format(what="eviction by scores from outside, or policy 'replay',"))
+        """As `Engine.evict_held`; returns the pages that went back on this rank. Refused: scores that `replay` did not
+        give, which the others do not have.
+        """
+        if scores is not None and not isinstance(scores, RankScores):
+            raise RequestError(NOT_OVER_RANKS.format(what="eviction by scores from outside"))
         if self._without_cache(request):
             return super().evict_held(request, eviction, None, ranges, seen)
         event = {
             "event": "evict_held",
             "number": request.order,
             "eviction": eviction_words(eviction),
+            "scores": None if scores is None else scores.number,
             "ranges": [list(each) for each in ranges],
             "seen": seen,
         }
-        return self._call(event, partial(self._evict_held, event))
+        return self._call(event, partial(self._evict_held, event, scores))
 
-    def _evict_held(self, event: Event) -> int:
+    def _evict_held(self, event: Event, scores: Sequence[Tensor] | None = None) -> int:
         eviction = eviction_of_words(event["eviction"])
         assert eviction is not None
         self._may_share(eviction)
+        if scores is None and event["scores"] is not None:
+            scores = self._scores[event["scores"]]
         ranges = [(begin, end) for begin, end in event["ranges"]]
-        return super().evict_held(self._named(event), eviction, None, ranges, event["seen"])
+        return super().evict_held(self._named(event), eviction, scores, ranges, event["seen"])
+
+    def replay(self, request: Request, part: ReplayPart, scores: list[Tensor] | None = None) -> list[Tensor]:
+        """As `Engine.replay`, of this rank's heads. The others keep theirs as long as a caller of rank 0 has these."""
+        if scores is not None and not isinstance(scores, RankScores):
+            raise RequestError(NOT_OVER_RANKS.format(what="replay that goes on from scores from outside"))
+        if self._without_cache(request):
+            raise RequestError("the request's cache is not held any more: there is nothing to read again")
+        if first := scores is None:
+            scores = RankScores(next(self.numbers))
+        tokens, at = self.check_tokens([*part.prompt, *part.text]), len(part.prompt)
+        event = {
+            "event": "replay",
+            "number": request.order,
+            "prompt": tokens[:at],
+            "text": tokens[at:],
+            "scores": scores.number,
+            "first": first,
+        }
+        self._call(event, partial(self._replay, event, scores))
+        if first:
+            self._there.add(scores.number)
+            weakref.finalize(scores, self._gone.append, scores.number)
+        return scores
+
+    def _replay(self, event: Event, scores: RankScores | None = None) -> None:
+        if event["first"]:
+            self.numbers = itertools.count(event["scores"] + 1)
+            scores = RankScores(event["scores"]) if scores is None else scores
+        elif scores is None:
+            scores = self._scores[event["scores"]]
+        part = ReplayPart(event["prompt"], event["text"])
+        found = super().replay(self._named(event), part, None if event["first"] else scores)
+        rows, ranks = torch.cat(found), None if self.evictor is None else self.evictor.ranks  # [layers * g, L]
+        scores[:] = (rows if ranks is None else ranks.strongest(rows)).split(len(found[0]))
+        if self.group.rank:
+            self._scores[scores.number] = scores
 
     def evict_turns(self, request: Request, turns: Sequence[tuple[int, int]], budget: int) -> dict[str, float]:
         """As `Engine.evict_turns`."""
@@ -395,13 +438,6 @@ class RankCalls(Engine):
             request.finish_reason, request.end_token = ENDS[reason], bool(end_token)
             request.error = "its grammar failed on rank 0" if ENDS[reason] == "error" else None
         return update
-
-
-def refuse_replay(eviction: EvictionConfig | None) -> None:
-    """Policies that read a text once more: no rank does."""
-    if eviction is not None and find_policy(eviction.policy).needs_replay:
-        said = NOT_OVER_RANKS.format(what="policy 'replay'")
-        raise RequestError(f"{said}, or another policy, such as 'heads'")
 
 
 def of_rank_0(tokens: list[int], row: Tensor) -> NoReturn:

@@ -114,7 +114,7 @@ class Reader:
         self.manager = engine.manager
         # of texts that may be read once more: their parts, and how many tokens stand before the text and stay
         self.again: dict[Request, Callable[[], tuple[list[ReplayPart], int]]] = {}
-        self._replayed: dict[Request, list[Tensor]] = {}
+        self._replayed: dict[Request, tuple[list[Tensor], int]] = {}
 
     def run(self) -> None:
         """Until every request has ended; the first that failed ends it all."""
@@ -154,28 +154,26 @@ class Reader:
         pages = [int(ceil_div(lengths, schema.entries_per_page).sum()) for lengths in most]
         return max(pages, default=0) * schema.page_bytes
 
-    def replayed(self, request: Request) -> list[Tensor]:
-        """Scores from reading a text once more, which serve every ratio."""
+    def replayed(self, request: Request) -> tuple[list[Tensor], int]:
+        """Scores from reading a text once more, which serve every ratio, and how many tokens before it stay."""
         if request not in self._replayed:
             parts, head = self.again[request]()
             scores: list[Tensor] | None = None
             for part in parts:
                 scores = self.engine.replay(request, part, scores)
             assert scores is not None
-            for each in scores:
-                each[:, :head] = torch.inf
-            self._replayed[request] = scores
+            self._replayed[request] = scores, head
         return self._replayed[request]
 
     def fork(self, request: Request, cut: Cut, seen: bool) -> Request:
         """A copy of a held cache, cut."""
         position = self.manager.position(request.key)
-        scores = self.replayed(request) if cut.replays else None
+        scores, head = self.replayed(request) if cut.replays else (None, 0)
         fork = self.engine.fork_held(request)
         self._check_held(fork, position)
         if not cut.full:
             eviction = cut.eviction(position)
-            self.engine.evict_held(fork, eviction, scores, seen=seen)
+            self.engine.evict_held(fork, eviction, scores, [(0, head)] if head else [], seen)
             if position > eviction.budget and kept_tokens(fork, self.manager) > eviction.budget:
                 raise HybridKVError(f"policy {cut.policy} kept more than its budget of {eviction.budget} tokens")
         return fork

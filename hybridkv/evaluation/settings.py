@@ -16,7 +16,6 @@ from hybridkv.evaluation.tasks import RULER, TASKS
 
 FULL = "full"  # the policy of the full cache, whose ratio is 1
 MODES = ("seen", "unseen")  # whether the question stands in the prompt when the cache is cut
-REPLAYS = "replay"  # the policy that reads a text once more
 STATE_DTYPES = ("f32", "bf16")
 LEAST_SCORE = 60.0  # a task that the full cache answers less well says little about what is cut
 MOST_TOKENS = 1 << 20
@@ -102,8 +101,6 @@ class EvalSettings:
         _whole("divergence", self.divergence, 0, MOST_SAMPLES)
         if self.max_requests is not None:
             _whole("max_requests", self.max_requests, 1, 4096)
-        if self.tp != 1 and any(policy_name(spec) == REPLAYS for spec in self.policies):
-            raise HybridKVError(f"policy {REPLAYS} is not available over several ranks yet; leave it out, or --tp")
         return self
 
     def as_json(self) -> dict[str, Any]:

@@ -5,7 +5,8 @@ the queries of all query heads of the KV head: where those are spread over ranks
 ranks computes the scores that one rank would. What compares streams, a list for several heads or a budget that they
 share, is decided on every rank for all heads, by the same code and numbers, and each takes its own part.
 
-    queries     of a KV head that lies on several ranks: gathered before its entries are scored
+    queries     of a KV head that lies on several ranks: gathered before its entries are scored; while a text is read
+                again, scores by each rank's queries are, and the largest counts
     attention   of all heads of a layer (TOVA), the strongest peak of each position (Peak): while they are
     scores      of all heads, for scope layer and global and for shared budgets: before the choice
 
@@ -71,6 +72,13 @@ class OverRanks:
             return x
         first = self.group.rank // self.copies * self.copies
         return torch.cat(list(self.group.all_gather(x)[first : first + self.copies]), dim)
+
+    def strongest(self, own: Tensor) -> Tensor:
+        """Scores [rows, L] that this rank's query heads give its KV heads -> the largest of all that these have."""
+        if self.copies == 1:
+            return own
+        longest = int(self.largest(torch.tensor([own.shape[1]])))  # others may hold more entries
+        return self.queries(F.pad(own, (0, longest - own.shape[1])).unsqueeze(0), 0).amax(0)[:, : own.shape[1]]
 
     def largest(self, x: Tensor) -> Tensor:
         """Of each number the largest of all ranks."""
