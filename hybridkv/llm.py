@@ -67,9 +67,10 @@ class LLM:
         weight_dtype: "fp8": matrices as E4M3 codes, a scale for each row; "f16": on a CPU, multiplied with float32;
             "int4": f16 and, for up to 4 rows, the 4-bit codes of a GGUF file, whose products are rounded to bfloat16: a
             request beside others may answer otherwise than alone; "released": the FP8 and FP4 codes of DeepSeek-V4's
-            files, or FP8 ones of Qwen3.5's, with their scales; "plain": as dtype; "auto": plain, but on a GPU those of
-            a GGUF file stay packed and, with bfloat16, such codes as they are, and on a CPU they are f16 (with AVX-512
-            int4) where `dtype` is left to "auto" and comes to float32 and the files have 16 bits a weight or fewer.
+            files, or of Qwen3.5's and Qwen3-Next's, with their scales; "plain": as dtype; "auto": plain, but on a GPU
+            those of a GGUF file stay packed and, with bfloat16, such codes as they are, and on a CPU they are f16 (with
+            AVX-512 int4) where `dtype` is left to "auto" and comes to float32 and the files have 16 bits a weight or
+            fewer.
         host_cache: bytes on the host, or "16GiB", for caches that wait for a next turn: state of those without a slot,
             and on a GPU the pages of those that made room for others; there also what prompts may begin with and the
             GPU has no room for; None: a quarter of what is free, at most 32 GiB, on a CPU 1 GiB.

@@ -175,28 +175,31 @@ class Loader:
         """Projections of the same input, in codes where they stay so, others in `dtype`. Neighbours of one form whose
         blocks come out even are one product.
         """
-        found: list[tuple[BlockForm | None, list[tuple[str, int]]]] = []
+        found: list[tuple[BlockForm | None, list[Part]]] = []
         for name, rows in parts:
-            assert isinstance(rows, int)
             form = self.block_form(name)
-            even = not found or form is None or sum(n for _, n in found[-1][1]) % form.rows == 0
+            even = not found or form is None or sum(count(n) for _, n in found[-1][1]) % form.rows == 0
             if found and found[-1][0] == form and even:
                 found[-1][1].append((name, rows))
             else:
                 found.append((form, [(name, rows)]))
         made: list[BlockScaled | Linear] = []
         for form, run in found:
-            N = sum(rows for _, rows in run)
-            out = torch.empty(N, inputs, dtype=dtype, device=self.device) if form is None else None
-            coded = None if form is None else empty_blocks(form, (N, inputs), self.device)
+            if form is None:
+                made.append(self.make_linear(self.joined(inputs, *run, dtype=dtype)))
+                continue
+            coded = empty_blocks(form, (sum(count(rows) for _, rows in run), inputs), self.device)
             at = 0
             for name, rows in run:
-                if out is not None:
-                    self.fill(out[at : at + rows], name)
-                elif coded is not None:
-                    self.fill_blocks(coded.part(at, rows), name)
-                at += rows
-            made.append(coded if coded is not None else self.make_linear(out))  # type: ignore[arg-type]
+                part = coded.part(at, count(rows))
+                if isinstance(rows, int):
+                    self.fill_blocks(part, name)
+                else:
+                    stored = self.blocks(name, *part.shape, form=form).taken(rows.to(self.device))
+                    part.codes.copy_(stored.codes)
+                    part.scales.copy_(stored.scales)
+                at += count(rows)
+            made.append(coded)
         return BlockLinear(made, bias)
 
     def make_linear(self, weight: Tensor, bias: Tensor | None = None, shared: bool = False) -> Linear:
@@ -217,9 +220,10 @@ class Loader:
         """Norm weights and the like: f32 whatever the model's dtype."""
         return (self.raw(name, *shape).float() + plus).to(self.device)
 
-    def joined(self, inputs: int, *parts: Part) -> Tensor:
-        """Matrices [rows, inputs] one below the other."""
-        out = torch.empty(sum(count(rows) for _, rows in parts), inputs, dtype=self.dtype, device=self.device)
+    def joined(self, inputs: int, *parts: Part, dtype: torch.dtype | None = None) -> Tensor:
+        """Matrices [rows, inputs] one below the other. `dtype`: another than the model's."""
+        rows_in_all = sum(count(rows) for _, rows in parts)
+        out = torch.empty(rows_in_all, inputs, dtype=dtype or self.dtype, device=self.device)
         at = 0
         for name, rows in parts:
             target = out[at : at + count(rows)]

@@ -46,7 +46,7 @@ class OpenOptions:
             "--weight-dtype",
             metavar="NAME",
             help="of the matrices: plain (as --dtype), fp8 (E4M3, a scale a row), f16 or int4 (on a CPU), released "
-            "(FP8 and FP4 of DeepSeek-V4's and Qwen3.5's files as they are), or auto: plain, on a GPU packed as in a "
+            "(FP8 and FP4 of DeepSeek-V4's and Qwen's files as they are), or auto: plain, on a GPU packed as in a "
             "GGUF file or released, on a CPU f16 or int4 beside --dtype auto where that is float32",
             rich_help_panel=MODEL,
         ),

@@ -93,7 +93,8 @@ def _from_folder(path: Path) -> Source:
     from hybridkv.models import open_checkpoint
 
     with open_checkpoint(path) as checkpoint:
-        return replace(found, blocks=checkpoint.block_forms())
+        names = frozenset(checkpoint.names())  # which say how projections are stored
+        return replace(found, has=names.__contains__, blocks=checkpoint.block_forms())
 
 
 def _from_gguf(path: Path) -> Source:

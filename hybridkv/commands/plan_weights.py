@@ -142,8 +142,8 @@ def _released(source: Source) -> dict[str, BlockForm]:
     forms = source.blocks or released_forms(source.whole or source.config, source.has)
     if not forms:
         raise HybridKVError(
-            "a plan without files knows the released FP8 and FP4 codes of DeepSeek-V4 alone; of an FP8 model of "
-            f"Qwen3.5 give the folder; {source.name} is not released so: choose another form"
+            "a plan without files knows the released FP8 and FP4 codes of DeepSeek-V4 alone; of an FP8 or MXFP4 "
+            f"model of Qwen give the folder; {source.name} is not released so: choose another form"
         )
     if source.whole is not None and source.shard is not None:
         return rank_forms(source.whole, source.shard, source.has, forms)

@@ -6,11 +6,12 @@ Each family parses its own config in its own file. What several of them read ali
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hybridkv.checkpoint.config_reader import Raw, Reader
+from hybridkv.checkpoint.quantisation import stored_as
 from hybridkv.config import shown
 from hybridkv.errors import ModelFileError, UnsupportedModel
 from hybridkv.models.deepseek_config import DeepseekV4Config
@@ -98,13 +99,15 @@ class ModelConfig:
         return parse_config(raw)
 
 
-def common_fields(read: Reader, architecture: str, fp8: bool = False) -> dict[str, Any]:
+def common_fields(read: Reader, architecture: str, methods: Sequence[str] = ()) -> dict[str, Any]:
     """Those fields of ModelConfig that every Llama-like family reads alike. What no such family computes is refused.
-    `fp8`: folders of FP8 with block scales are read.
+    `methods`: the quant_methods whose folders are read.
     """
     quantised = read.raw.get("quantization_config")
-    if quantised is not None and not (fp8 and isinstance(quantised, dict) and quantised.get("quant_method") == "fp8"):
+    if quantised is not None and not methods:
         raise UnsupportedModel("the checkpoint is quantised (quantization_config); use its bf16 form or a GGUF file")
+    if quantised is not None:
+        stored_as(quantised, methods)  # refuses what is not read
     hidden = read.size("hidden_size")
     layers = read.size("num_hidden_layers", limit=MAX_LAYERS)
     heads = read.size("num_attention_heads")

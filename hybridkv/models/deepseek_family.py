@@ -11,6 +11,7 @@ from hybridkv.cache.schema import CacheSchema
 from hybridkv.checkpoint.config_reader import Reader
 from hybridkv.checkpoint.deepseek_names import deepseek_name
 from hybridkv.checkpoint.layouts import FolderLayout
+from hybridkv.checkpoint.quantisation import FP8, stored_as
 from hybridkv.config import CacheConfig
 from hybridkv.dtypes import dtype_name
 from hybridkv.errors import ModelFileError
@@ -184,9 +185,9 @@ def released_form(weight: Weight) -> BlockForm | None:
 
 
 def _open_store(files: list[SafetensorsFile], quantised: object) -> QuantisedStore:
-    from hybridkv.checkpoint.deepseek_quant import QuantisedStore, block_size
+    from hybridkv.checkpoint.deepseek_quant import QuantisedStore
 
-    return QuantisedStore(files, block_size(quantised))
+    return QuantisedStore(files, stored_as(quantised, ("fp8",)) if quantised else FP8)
 
 
 FAMILY = Family(

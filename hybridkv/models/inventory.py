@@ -31,6 +31,7 @@ class Weight:
     kind: str
     column_heads: int = 1  # equal parts in which a GGUF file's columns change places when it is read; 1: they stay
     joined: tuple[tuple[str, int], ...] = ()  # of a matrix: names and rows of all that are one matrix in memory with it
+    widened: bool = False  # read as its values even where a folder has it in codes
 
 
 def linear(has: Has, inputs: int, *parts: tuple[str, int], column_heads: int = 1) -> Iterator[Weight]:
@@ -74,7 +75,7 @@ def layer_norms(config: ModelConfig, name: str) -> Iterator[Weight]:
 
 def ends(config: ModelConfig, has: Has) -> Iterator[Weight]:
     """Embedding, last norm, and the head where it is a matrix of its own."""
-    yield Weight("model.embed_tokens.weight", (config.vocab, config.hidden), "plain")
+    yield Weight("model.embed_tokens.weight", (config.vocab, config.hidden), "plain", widened=True)
     if not config.tied and has("lm_head.weight"):
         yield from linear(has, config.hidden, ("lm_head", config.vocab))
     yield vector("model.norm.weight", config.hidden)

@@ -16,11 +16,13 @@ from hybridkv.models.config import (
 )
 
 ROTATED = 0.25  # of each head, unless the config says otherwise
+QUANTISED = ("fp8", "compressed-tensors", "quark")  # quant_methods of folders that are read
+NEXT_QUANTISED = QUANTISED[1:]  # of Qwen3-Next, whose fused rows change places: no block may have several of them
 
 
 def parse_qwen3_5(read: Reader, architecture: str, has_experts: bool) -> ModelConfig:
     """A `config.json` of Qwen3.5 or Qwen3-Next, checked. `has_experts`: its feed-forwards are mixtures of experts."""
-    common = common_fields(read, architecture, fp8=architecture != "qwen3_next")
+    common = common_fields(read, architecture, NEXT_QUANTISED if architecture == "qwen3_next" else QUANTISED)
     refuse_biases(read, architecture)
     layers = common["layers"]
     moe = _moe(read, layers) if has_experts else None

@@ -5,16 +5,17 @@ The generations compute the same and differ in how the DeltaNet projections are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from hybridkv.checkpoint.layouts import FolderLayout
+from hybridkv.checkpoint.quantisation import stored_as, weight_name
 from hybridkv.models import inventory
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.family import NO_INDEX, Family
 from hybridkv.models.inventory import Has, Weight, linear, vector
-from hybridkv.models.qwen3_5_config import parse_qwen3_5
+from hybridkv.models.qwen3_5_config import NEXT_QUANTISED, QUANTISED, parse_qwen3_5
 from hybridkv.models.qwen3_5_gguf import QWEN3_NEXT, QWEN35, QWEN35_MOE
 from hybridkv.models.schemas import gdn_schema
 
@@ -64,25 +65,27 @@ def _feed_forward(config: ModelConfig, has: Has, name: str, layer: int) -> Itera
     if moe is None or layer in moe.dense_layers:
         yield from inventory.gated_mlp(has, name, hidden, config.intermediate)
         return
-    yield Weight(f"{name}.gate.weight", (moe.experts, hidden), "plain")
+    yield Weight(f"{name}.gate.weight", (moe.experts, hidden), "plain", widened=True)
     yield Weight(f"{name}.experts.gate_up_proj", (moe.experts, 2 * moe.intermediate, hidden), "experts")
     yield Weight(f"{name}.experts.down_proj", (moe.experts, hidden, moe.intermediate), "experts")
     yield from inventory.gated_mlp(has, f"{name}.shared_expert", hidden, moe.shared_intermediate)
-    yield Weight(f"{name}.shared_expert_gate.weight", (1, hidden), "plain")
+    yield Weight(f"{name}.shared_expert_gate.weight", (1, hidden), "plain", widened=True)
 
 
 def _rename(name: str) -> str:
     from hybridkv.checkpoint.checkpoint import hugging_face_name
 
-    return hugging_face_name(name)
+    return hugging_face_name(weight_name(name))
 
 
-def _open_store(files: list[SafetensorsFile], quantised: object) -> SafetensorsStore:
-    """A folder as Hugging Face writes it, or one whose matrices are FP8 with block scales."""
-    from hybridkv.checkpoint.deepseek_quant import QuantisedStore, block_size
+def _open_store(
+    files: list[SafetensorsFile], quantised: object, methods: Sequence[str] = QUANTISED
+) -> SafetensorsStore:
+    """A folder as Hugging Face writes it, or one whose matrices are codes with block scales."""
+    from hybridkv.checkpoint.deepseek_quant import QuantisedStore
     from hybridkv.checkpoint.safetensors_store import SafetensorsStore
 
-    return QuantisedStore(files, block_size(quantised)) if quantised else SafetensorsStore(files)
+    return QuantisedStore(files, stored_as(quantised, methods)) if quantised else SafetensorsStore(files)
 
 
 DENSE = Family(
@@ -115,5 +118,6 @@ NEXT = Family(
     weights=weights,
     module="hybridkv.models.qwen3_5",
     gguf=(QWEN3_NEXT,),
+    folder=FolderLayout(_rename, partial(_open_store, methods=NEXT_QUANTISED)),
     refuses={"index_dtype": NO_INDEX},
 )

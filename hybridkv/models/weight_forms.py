@@ -65,7 +65,7 @@ def block_bytes(weight: Weight, forms: Mapping[str, BlockForm]) -> int | None:
     one form, and no block reaches over a border.
     """
     form = forms.get(weight.name)
-    if form is None:
+    if form is None or weight.widened:
         return None
     if weight.kind == "plain" and weight.joined:
         if {forms.get(name) for name, _ in weight.joined} != {form}:

@@ -10,7 +10,7 @@ from torch import Tensor
 from v4_files import CONFIG, QUANTISED, Made, Tensors, write
 
 from hybridkv import LLM
-from hybridkv.checkpoint.deepseek_quant import block_size
+from hybridkv.checkpoint.quantisation import stored_as
 from hybridkv.errors import HybridKVError, ModelFileError, UnsupportedModel
 from hybridkv.models import open_checkpoint
 from hybridkv.models.config import ModelConfig
@@ -150,8 +150,8 @@ def test_a_quantisation_that_is_not_read(tmp_path: Path, released: Made, quantis
 
 
 def test_the_block_size_is_the_configs() -> None:
-    assert block_size(None) == block_size(QUANTISED) == (128, 128)
-    assert block_size({"quant_method": "fp8", "weight_block_size": [32, 64]}) == (32, 64)
+    assert stored_as(QUANTISED, ("fp8",)).block == (128, 128)
+    assert stored_as({"quant_method": "fp8", "weight_block_size": [32, 64]}, ("fp8",)).block == (32, 64)
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ import tiny
 import tiny_gguf
 import torch
 from qwen_fp8 import fp8_model
+from qwen_mxfp4 import mxfp4_model
 from v4_released import released_model
 
 from hybridkv import LLM
@@ -247,7 +248,7 @@ def test_a_gguf_file_is_not_packed_on_a_card_without_kernels(
     assert bare["weights_bytes"] == plain["weights_bytes"] > packed["weights_bytes"] == bare["weights_asked_bytes"]
 
 
-@pytest.mark.parametrize("make", [fp8_model, released_model], ids=["qwen", "deepseek"])
+@pytest.mark.parametrize("make", [fp8_model, mxfp4_model, released_model], ids=["qwen", "mxfp4", "deepseek"])
 def test_codes_of_a_folder_are_kept_on_a_gpu(
     make: Callable[[Path], object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ import tiny_v4
 import torch
 from numerics import assert_close_rms, assert_same_bytes, logit_gap
 from qwen_fp8 import fp8_model
+from qwen_mxfp4 import WRITERS, mxfp4_model
 from torch import Tensor
 from v4_released import released_model
 
@@ -153,13 +154,32 @@ def test_a_captured_step_follows_its_inputs(T: int, on_the_gpu: None) -> None:
         assert_same_bytes(run_block_experts(x, weights, chosen, stacks, 10.0), out)
 
 
-def test_qwen_in_fp8_in_f32_is_that_of_transformers(tmp_path: Path) -> None:
-    model, ids = fp8_model(tmp_path, moe_intermediate_size=160, hidden_size=192), tiny.token_ids(60)
+def quark_model(folder: Path, **changes: Any) -> Any:
+    return mxfp4_model(folder, "quark", **changes)[0]
+
+
+@pytest.mark.parametrize("make", (fp8_model, quark_model), ids=("fp8", "mxfp4"))
+def test_qwen_in_codes_in_f32_is_that_of_transformers(make: Callable[..., Any], tmp_path: Path) -> None:
+    model, ids = make(tmp_path, moe_intermediate_size=160, hidden_size=192), tiny.token_ids(60)
     llm = LLM(tmp_path, "cuda", "float32", max_requests=1, max_context=128, weight_dtype="released", reuse=None)
     assert logit_gap(tiny.reference_logits(model, ids), llm.logits(ids, prefill=41, chunk=17)) <= 1e-3
 
 
-@pytest.mark.parametrize("make", (fp8_model, released_model), ids=("qwen", "deepseek"))
+@pytest.mark.parametrize("writer", WRITERS)
+def test_qwen_in_mxfp4_in_bf16_is_as_near_as_widened(writer: str, tmp_path: Path) -> None:
+    """To transformers in f32: by the kernels of many rows, and of one token. In the median row: where rounding lets the
+    router choose another expert, a row is far off in either form.
+    """
+    (model, _), ids = mxfp4_model(tmp_path, writer, moe_intermediate_size=128, hidden_size=256), tiny.token_ids(60)
+    want, gaps = tiny.reference_logits(model, ids), {}
+    for form in ("auto", "plain"):
+        llm = LLM(tmp_path, "cuda", "bfloat16", max_requests=1, max_context=128, weight_dtype=form, reuse=None)
+        got = llm.logits(ids, prefill=33, chunk=1).float().cpu()
+        gaps[llm.weight_form] = float(((got - want).abs().amax(1) / want.abs().max()).median())
+    assert gaps["released"] < 2 * gaps["bfloat16"] < 0.2
+
+
+@pytest.mark.parametrize("make", (fp8_model, mxfp4_model, released_model), ids=("qwen", "mxfp4", "deepseek"))
 def test_auto_keeps_codes_in_bf16(make: Callable[[Path], object], tmp_path: Path) -> None:
     """Neither in f32 nor where values are asked for."""
     make(tmp_path)

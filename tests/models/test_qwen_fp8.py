@@ -12,7 +12,7 @@ from qwen_fp8 import fp8_model
 from tiny_ranks import fixed_bytes
 
 from hybridkv import LLM, SamplingParams
-from hybridkv.errors import HybridKVError, UnsupportedModel
+from hybridkv.errors import HybridKVError
 from hybridkv.kernels.linear.block_linear import BlockLinear
 from hybridkv.kernels.linear.block_scaled import BlockScaled
 from hybridkv.models import open_checkpoint
@@ -61,8 +61,11 @@ def test_what_is_not_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HybridKVError, match="exact mode computes with plain weights, not with weight_dtype='released'"):
         LLM(tmp_path, weight_dtype="released", exact=True, **HOW)
     config = (tmp_path / "config.json").read_text()
-    for method, said in (("gptq", "'gptq'; only fp8 is read"), ("compressed-tensors", "only fp8 is read")):
+    for method, said in (
+        ("gptq", "'gptq'; only fp8, compressed"),
+        ("compressed-tensors", "must name its config_groups"),
+    ):
         (tmp_path / "config.json").write_text(config.replace('"quant_method": "fp8"', f'"quant_method": "{method}"'))
-        with pytest.raises(UnsupportedModel, match=said):
+        with pytest.raises(HybridKVError, match=said):
             open_checkpoint(tmp_path)
     assert torch.get_default_dtype() == torch.float32

@@ -3,6 +3,7 @@
 Parts are loaded here without other processes: loading sends nothing.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from block_cases import FORMS, FP4, FP8, random_blocks
 from numerics import assert_same_bytes
 from qwen_fp8 import fp8_model
+from qwen_mxfp4 import mxfp4_model
 from tiny_ranks import fixed_bytes
 from torch import Tensor
 from v4_files import CONFIG, Made, write
@@ -103,15 +105,17 @@ SIZES: dict[str, tuple[BlockForm, dict[str, Any], int]] = {
     "crossing": (FP8, dict(moe_intermediate_size=192), 4),
     "even": (FP4, dict(moe_intermediate_size=256, hidden_size=256), 2),
     "qwen": (FP8, dict(moe_intermediate_size=160), 4),  # rows and columns of sections, of heads; whole experts
+    "mxfp4": (FP4, dict(moe_intermediate_size=256), 2),  # the same in blocks of one row; experts by width
 }
+QWEN: dict[str, Callable[..., object]] = {"qwen": fp8_model, "mxfp4": mxfp4_model}
 
 
 @pytest.mark.parametrize("kind", SIZES)
 def test_the_codes_of_all_ranks_are_those_of_the_whole_model(kind: str, tmp_path: Path) -> None:
     """Bit for bit, and with the same scales; each rank's bytes are those that were planned, in either dtype."""
     form, changes, size = SIZES[kind]
-    if kind == "qwen":
-        fp8_model(tmp_path, **changes)
+    if kind in QWEN:
+        QWEN[kind](tmp_path, **changes)
     else:
         released_model(tmp_path, form, **HEADS, **changes)
     with open_checkpoint(tmp_path) as checkpoint:
@@ -144,7 +148,7 @@ def test_the_codes_of_all_ranks_are_those_of_the_whole_model(kind: str, tmp_path
                     config, shard, has, name, "cpu", blocks=forms
                 )
         assert (smaller > 0) == (kind in ("crossing", "qwen"))
-        if kind == "qwen":
+        if kind in QWEN:
             assert isinstance(model.layers[1].feed.part.down, BlockScaled)
             return
         experts = model.layers[1].experts.part

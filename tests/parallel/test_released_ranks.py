@@ -16,6 +16,7 @@ import torch
 from block_cases import FP4, FP8
 from long_form import LONG, more
 from qwen_fp8 import fp8_model
+from qwen_mxfp4 import mxfp4_model
 from v4_released import released_model
 
 from hybridkv.parallel.group import Alone
@@ -70,27 +71,31 @@ def test_logits_tokens_and_bytes(kind: str, size: int, folder: Callable[[str], P
         assert rank["whole"] == (kind == "ragged" and size == 4)
 
 
-QWEN: dict[str, tuple[str, dict[str, Any]]] = {
-    "whole experts": ("qwen3_5_moe", {}),
-    "by width": ("qwen3_5_moe", dict(moe_intermediate_size=256, num_hidden_layers=4)),
-    "dense": ("qwen3_5", dict(intermediate_size=320)),  # borders inside of blocks
+QWEN: dict[str, tuple[Callable[..., object], str, dict[str, Any]]] = {
+    "whole experts": (fp8_model, "qwen3_5_moe", {}),
+    "by width": (fp8_model, "qwen3_5_moe", dict(moe_intermediate_size=256, num_hidden_layers=4)),
+    "dense": (fp8_model, "qwen3_5", dict(intermediate_size=320)),  # borders inside of blocks
+    "mxfp4 by width": (mxfp4_model, "qwen3_5_moe", dict(moe_intermediate_size=288, num_hidden_layers=4)),  # 160 and 128
+    "mxfp4 next": (mxfp4_model, "qwen3_next", {}),
 }
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("kind", "size"), (("by width", 2), *more(("whole experts", 2), ("whole experts", 4), ("dense", 4)))
-)
-def test_qwen_in_fp8_too(kind: str, size: int, tmp_path: Path) -> None:
-    family, changes = QWEN[kind]
-    fp8_model(tmp_path, family, **changes)
+    ("kind", "size"),
+    (("by width", 2), ("mxfp4 by width", 2),
+     *more(("whole experts", 2), ("whole experts", 4), ("dense", 4), ("mxfp4 next", 4))),
+)  # fmt: skip
+def test_qwen_too(kind: str, size: int, tmp_path: Path) -> None:
+    make, family, changes = QWEN[kind]
+    make(tmp_path, kind=family, **changes)
     ids = tiny.token_ids(100, seed=23)
     given = {"texts": [[ids[:41], 37, 19], [ids[:1]]], "prompts": [ids[50:53], ids[53:90]]}
     want = rank_jobs.coded(Alone(), str(tmp_path), **given)
     for rank in ranks.run(size, "coded", path=tmp_path, **given):
         for one, other in zip(want["logits"], rank["logits"], strict=True):
             assert_alike(family, one, other)
-        assert rank["tokens"] == want["tokens"] and rank["whole"] == (kind == "whole experts")
+        assert rank["tokens"] == want["tokens"] and rank["whole"] == (kind in ("whole experts", "mxfp4 next"))
         planned, held, planned_cache, held_cache = rank["bytes"]
         assert planned == held < want["bytes"][1] and planned_cache == held_cache
 

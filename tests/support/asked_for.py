@@ -40,10 +40,11 @@ class AskedFor(Loader):
     def stays_packed(self, name: str) -> bool:
         return False
 
-    def joined(self, inputs: int, *parts: Part) -> Tensor:
+    def joined(self, inputs: int, *parts: Part, dtype: torch.dtype | None = None) -> Tensor:
+        held = dtype or self.dtype
         for name, rows in parts:
-            self._note(name, (count(rows), inputs), self.dtype)
-        return torch.empty(sum(count(rows) for _, rows in parts), inputs, dtype=self.dtype, device="meta")
+            self._note(name, (count(rows), inputs), held)
+        return torch.empty(sum(count(rows) for _, rows in parts), inputs, dtype=held, device="meta")
 
     def make_linear(self, weight: Tensor, bias: Tensor | None = None, shared: bool = False) -> Linear:
         return Linear(weight, bias)

@@ -4,6 +4,7 @@ expert's matrices by themselves, scales in BF16 that are no powers of two, small
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,20 @@ def stored_codes(stored: dict[str, Tensor], name: str, matrix: Tensor) -> Tensor
     return dequantise_ref(BlockScaled(coded.codes, scales, BASE), torch.float32)
 
 
-def fp8_model(folder: Path, kind: str = "qwen3_5_moe", **changes: Any) -> Any:
-    """The model as it is after rounding; the folder has its codes."""
+def coded_model(
+    folder: Path,
+    kind: str,
+    coded: re.Pattern[str],  # of names: matrices that are stored in codes, beside the experts
+    store: Callable[[dict[str, Tensor], str, Tensor], Tensor],  # as stored_codes
+    quantised: dict[str, Any],  # for the config
+    **changes: Any,
+) -> tuple[Any, dict[str, Tensor]]:
+    """The model as it is after rounding, and what the folder stores: its codes."""
     model, stored = build(kind, 3, **changes), {}
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            if CODED.fullmatch(name):
-                tensor.copy_(stored_codes(stored, name.removesuffix(".weight"), tensor))
+            if coded.fullmatch(name):
+                tensor.copy_(store(stored, name.removesuffix(".weight"), tensor))
             elif name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
                 of, kind_of = name.rsplit(".", 1)
                 for e, matrix in enumerate(tensor):
@@ -46,10 +54,15 @@ def fp8_model(folder: Path, kind: str = "qwen3_5_moe", **changes: Any) -> Any:
                     if kind_of == "gate_up_proj":
                         parts = dict(zip(("gate", "up"), matrix.chunk(2)))
                     for part, rows in parts.items():
-                        rows.copy_(stored_codes(stored, f"{of}.{e}.{part}_proj", rows))
+                        rows.copy_(store(stored, f"{of}.{e}.{part}_proj", rows))
             else:
                 stored[name] = tensor
     save_file({name: tensor.clone().contiguous() for name, tensor in stored.items()}, folder / "model.safetensors")
-    config = json.loads(model.config.to_json_string()) | {"quantization_config": QUANTISED}
+    config = json.loads(model.config.to_json_string()) | {"quantization_config": quantised}
     (folder / "config.json").write_text(json.dumps(config))
-    return model
+    return model, stored
+
+
+def fp8_model(folder: Path, kind: str = "qwen3_5_moe", **changes: Any) -> Any:
+    """The model as it is after rounding; the folder has its codes."""
+    return coded_model(folder, kind, CODED, stored_codes, QUANTISED, **changes)[0]

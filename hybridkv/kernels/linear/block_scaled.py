@@ -68,6 +68,11 @@ class BlockScaled:
         scales = self.scales[row // R : -(-(row + rows) // R)]
         return BlockScaled(self.codes[row : row + rows], scales, self.form)
 
+    def taken(self, rows: Tensor) -> BlockScaled:
+        """Rows [n] of a matrix whose rows have scales of their own, in this order."""
+        assert self.form.rows == 1, f"blocks of {self.form.rows} rows cannot be taken apart"
+        return BlockScaled(self.codes[rows], self.scales[rows], self.form)
+
     def finite(self) -> bool:
         """Whether all values are."""
         largest = LARGEST_SCALE[self.form.bits]

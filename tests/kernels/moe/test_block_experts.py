@@ -1,5 +1,6 @@
 """Experts in codes with a scale for each block: reference and kernels, on the values and on true ones."""
 
+import math
 import weakref
 
 import numpy as np
@@ -55,13 +56,13 @@ def pairs(T: int, E: int, k: int) -> tuple[Tensor, Tensor]:
     return torch.rand(T, k + 1), chosen
 
 
-def by_hand(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def by_hand(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, limit: float = LIMIT) -> Tensor:
     x, gate_up, down = x.double(), gate_up.to(x.dtype).double(), down.to(x.dtype).double()
     out = torch.zeros(x.shape, dtype=torch.float64)
     for t in range(len(x)):
         for w, e in zip(weights[t].double(), chosen[t].tolist()):
             gate, up = (gate_up[e] @ x[t]).chunk(2)
-            gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
             out[t] += w * (down[e] @ (gate / (1 + (-gate).exp()) * up))
     return out
 
@@ -112,6 +113,19 @@ def test_each_number_of_tokens_has_its_kernels(T: int, ran: str, monkeypatch: py
         assert seen == ["one"]
     else:
         assert [tiles.columns is not None for tiles in seen] == [ran == "few"] * 4
+
+
+@pytest.mark.parametrize("T", (1, 9, 30))
+def test_qwens_experts_have_no_limit_and_stand_alone(T: int) -> None:
+    """One stack of FP4, by each number's kernels; most values are past what V4 cuts them to."""
+    stack, up, down = stacks(FP4, 4, 64, 32)
+    weights, chosen = torch.rand(T, 2), torch.stack([torch.randperm(4)[:2] for _ in range(T)]).int()
+    x = (4 * torch.randn(T, 64)).to(BF16)
+    want = by_hand(x, weights, chosen, up, down, math.inf)
+    assert rel_rms(want, by_hand(x, weights, chosen, up, down)) > 0.1
+    given = (each.to(DEVICE) for each in (x, weights, chosen))
+    got = block_experts.run_block_experts_triton(*given, [put(stack, BF16)], math.inf)
+    assert_close_rms("experts", want, got, BOUND[BF16])
 
 
 @pytest.mark.parametrize("T", (1, 3))
