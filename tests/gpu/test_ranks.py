@@ -233,7 +233,7 @@ with LLM(folder, tp=size, cache=cache, disk_cache=place / "store", **how) as llm
     found["next"] = said(talk, "Go on")
     talks = [llm.load(before, seeded)] if before else []
     found["loaded"] = [said(each, "Go on") for each in talks]
-    with llm.compress(text, ratio=4, policy="keydiff") as document:
+    with llm.compress(text, ratio=4) as document:  # by replay
         found["document"] = asked(document)
         document.save(place / f"{size}.document")
     if before:
