@@ -30,6 +30,7 @@ from hybridkv.kernels.backend import (
 
 MAX_ROWS = 16
 FASTER_ROWS = 8  # of x: up to this many, faster than cuBLAS; where cuBLAS needs two kernels, up to MAX_ROWS
+LONG = 4096  # columns of W: tiles were chosen apart for these
 PADDED_ROWS = 8  # of x: up to this many are padded to 8, more to 16
 # Four E4M3 to four BF16. The seven low bits, put at exponent and mantissa, are 2^120 times too small.
 E4M3_TO_BF16 = tl.constexpr("""{
@@ -143,26 +144,26 @@ def tile(N: int, K: int, codes: bool, gated: bool, many: bool, room: bool) -> tu
     if codes:
         return gated_tile_of_codes(N, many) if gated else tile_of_codes(N, K, many, room)
     if gated:
-        return (16, 128, 2, 3) if 4096 <= N < 8192 else (16, 128, 2, 4)
+        return (16, 128, 2, 3) if 4096 <= N < (8192 if many or K >= LONG else 16384) else (16, 128, 2, 4)
     if N >= 5120 and N * K < 3 << 23:  # short sums: programs of one warp, which need not wait for others
-        return (16, 128, 1, 6) if many else (16, 128, 1, 8)
-    return tile_for_many(N, room) if many else tile_for_few(N, room)
-
-
-def tile_for_few(N: int, room: bool) -> tuple[int, int, int, int]:
-    """Of one to 8 rows of x."""
-    if 6144 <= N < 12288:
-        return 32, 128, 2, 4
-    if N < 3072 and room:
-        return 16, 128, 4, 6
-    return (16, 64, 4, 5) if N < 4608 else (16, 128, 4, 3)
-
-
-def tile_for_many(N: int, room: bool) -> tuple[int, int, int, int]:
-    """Of 9 to 16."""
-    if N < 2128 and room:  # 128 KiB: a multiprocessor holds one program
+        return (16, 128, 1, 6) if many or N >= 6144 else (16, 128, 1, 8)
+    if not many and K >= LONG:
+        return tile_of_long_sums(N, room)
+    wave = 2128 if many else 4096  # 128 KiB with 16 rows of x, so a multiprocessor holds one program
+    if wave > N and room:
         return 16, 128, 4, 5
     return (16, 128, 2, 3) if 8192 <= N < 12288 else (16, 128, 4, 3)
+
+
+def tile_of_long_sums(N: int, room: bool) -> tuple[int, int, int, int]:
+    """Of at most 8 rows of x."""
+    if 6144 <= N < 12288:
+        return 32, 128, 2, 4
+    if 3072 <= N < 4608:
+        return 16, 64, 4, 5
+    if N < 3072 and room:
+        return (16, 128, 4, 6) if N < 2128 else (16, 128, 4, 5)
+    return 16, 128, 4, 3
 
 
 def gated_tile_of_codes(N: int, many: bool) -> tuple[int, int, int, int]:
