@@ -115,6 +115,15 @@ def weights_measured_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def found_by_workers() -> Iterator[None]:
+    """Ranks that a model starts import the package that is tested, and do not interpret kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        yield
+
+
 @pytest.fixture(scope="session")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> "Callable[[str], tiny.Oracle]":
     """`oracle(kind)`: a tiny model, its folder, token ids and the logits transformers gives for them."""
