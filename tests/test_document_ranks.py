@@ -183,6 +183,7 @@ def test_the_commands_write_and_ask_documents_over_ranks_as_over_one(
     assert said[0] == said[1] and all(said[0])
 
 
+@pytest.mark.slow
 def test_a_server_over_ranks_answers_from_documents_as_one_does(tmp_path: Path) -> None:
     folder = saved_model(tmp_path / "model", "qwen3_5", num_key_value_heads=2)
     llm = LLM(folder, cache=CacheConfig(kv_dtype="f32"), **HOW)
