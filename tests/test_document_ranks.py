@@ -24,7 +24,7 @@ from server.running import SECONDS
 from server.test_command import port_of, started
 from server.test_killed import turn
 
-pytestmark = pytest.mark.usefixtures("found_by_workers")
+pytestmark = pytest.mark.usefixtures("ready_ranks")
 HOW: dict[str, Any] = dict(device="cpu", dtype="float32", exact=True, max_requests=4, max_context=640, step_tokens=64)
 CACHE = CacheConfig(page_size=8, kv_dtype="f32")
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)

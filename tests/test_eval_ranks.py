@@ -18,7 +18,7 @@ from hybridkv.evaluation.results import read_results
 from hybridkv.evaluation.run import Record, Run
 from hybridkv.evaluation.settings import EvalSettings
 
-pytestmark = pytest.mark.usefixtures("found_by_workers")
+pytestmark = pytest.mark.usefixtures("ready_ranks")
 ASKED: dict[str, Any] = dict(
     tasks=("niah_single_1",), policies=("auto", "snapkv", "auto:bounded=yes"), ratios=(4,), lengths=(320,), samples=2,
     divergence=1, all_tasks=True, device="cpu", dtype="float32", max_requests=2,

@@ -34,7 +34,7 @@ from server.running import until
 
 HOW: dict[str, Any] = dict(device="cpu", dtype="float32", max_requests=4, max_context=256)
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-pytestmark = pytest.mark.usefixtures("found_by_workers")
+pytestmark = pytest.mark.usefixtures("ready_ranks")
 
 
 class Own(Policy):

@@ -14,7 +14,7 @@ from hybridkv.commands import demo
 from hybridkv.commands.inspect import look
 from hybridkv.report.kept import Kept
 
-pytestmark = pytest.mark.usefixtures("found_by_workers")
+pytestmark = pytest.mark.usefixtures("ready_ranks")
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 6
 TINY = ("--device", "cpu", "--dtype", "float32", "--context", "1024")
 

@@ -26,7 +26,7 @@ from server.test_command import port_of, started
 from server.test_killed import ROUTE, SAID, post, turn
 from test_ranks_end import followers_of
 
-pytestmark = pytest.mark.usefixtures("found_by_workers")
+pytestmark = pytest.mark.usefixtures("ready_ranks")
 HOW: dict[str, Any] = dict(
     device="cpu", dtype="float32", exact=True, max_requests=3, max_context=512, step_tokens=64, reuse=None
 )
