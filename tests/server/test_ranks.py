@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from long_form import spread
 from tiny_ranks import saved_model
 
 from engine.driving import assert_nothing_held
@@ -34,8 +35,7 @@ def one_and_two(folder: Path, found_by_workers: None) -> Iterator[tuple[LLM, LLM
         yield one, two
 
 
-@pytest.mark.parametrize("name", ("seeded", "chat"))
-@pytest.mark.parametrize("budget", (None, 48))
+@spread("budget, name", (None, 48), ("seeded", "chat"))
 def test_one_server_reads_and_another_writes_over_another_number_of_ranks(
     name: str, budget: int | None, one_and_two: tuple[LLM, LLM]
 ) -> None:
