@@ -303,7 +303,9 @@ def test_nothing_sticks_out(browser: Browser, tmp_path: Path, width: int, uneven
     assert page.evaluate(outside) == []  # or runs into its card's margin
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize(
+    "dark", [pytest.param(False, id="light"), pytest.param(True, id="dark", marks=pytest.mark.slow)]
+)
 def test_text_has_enough_contrast_in_both_themes(browser: Browser, tmp_path: Path, kept: Kept, dark: bool) -> None:
     page = show(browser, tmp_path, kept, dark=dark)
     for keys in ("Tab", "ArrowDown"):  # all streams, then one; with the tooltip

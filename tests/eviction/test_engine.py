@@ -220,11 +220,15 @@ def test_turns_on_a_compacted_cache(kind: str, policy: object, evicting: Callabl
     assert_nothing_held(engine)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "more",
-    ({}, {"bounded": True}, {"decode_every": 4}, {"policy": "snapkv", "bounded": True}),
-    ids=("after", "bounded", "decode", "even"),
+@spread(
+    "more, kind",
+    [
+        pytest.param({}, id="after"),
+        pytest.param({"bounded": True}, id="bounded"),
+        pytest.param({"decode_every": 4}, id="decode"),
+        pytest.param({"policy": "snapkv", "bounded": True}, id="even"),
+    ],
+    KINDS,
 )
 def test_a_preempted_request_drops_the_same_entries_again(kind: str, more: dict, evicting: Callable) -> None:
     params = SamplingParams(max_tokens=24, ignore_eos=True)
