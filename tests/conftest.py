@@ -21,10 +21,12 @@ sys.modules.setdefault("fla", None)  # type: ignore[arg-type]  # transformers wo
 
 import random
 import signal
+import subprocess
 import zlib
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -112,6 +114,28 @@ def weights_measured_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "copying_weights", remembered)
+        yield
+
+
+@pytest.fixture(scope="module")
+def found_by_workers() -> Iterator[None]:
+    """Ranks that a model starts import the package that is tested, and do not interpret kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        yield
+
+
+@pytest.fixture(scope="module")
+def ready_ranks(found_by_workers: None) -> Iterator[None]:
+    """The same, and they need not import torch first: for tests that ask what ranks do, not how they are started."""
+    import ready_ranks
+
+    from hybridkv.parallel import launch
+
+    plain = SimpleNamespace(PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired, Popen=ready_ranks.popen)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "subprocess", plain)
         yield
 
 

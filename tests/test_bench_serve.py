@@ -30,6 +30,7 @@ def test_a_server_under_load_gives_every_client_its_tokens() -> None:
     assert rows["health, GET /health"]["failed"] == 0 and rows["event loop, late by at most"]["requests"] > 0
 
 
+@pytest.mark.slow
 def test_a_soak_in_short() -> None:
     result = run_bench("soak", BenchOptions(seconds=4, clients=4))
     rows = rows_of(result)

@@ -276,7 +276,7 @@ def test_a_model_without_a_template_is_refused_in_words(oracle: Callable, open_l
 def test_the_embedded_model_talks_from_its_cache(ran: Callable) -> None:
     cache = CacheConfig(kv_dtype="f32")
     llm = LLM(device="cpu", dtype="float32", cache=cache, max_requests=2, max_context=512)
-    talk = Conversation(llm, params=SamplingParams(max_tokens=16))
+    talk = Conversation(llm, params=SamplingParams(max_tokens=6))
     text = "".join(talk.send("Name three colours."))
     check_against_a_fresh_run(llm, talk, text)
     held = llm.manager.position(talk._request.key) if talk._request else 0

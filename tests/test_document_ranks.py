@@ -3,17 +3,15 @@
 import gc
 import io
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from numerics import assert_same_bytes
-from tiny_ranks import build
+from tiny_ranks import saved_model
 
 from cli.commands import TINY
-from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
 from engine.driving import assert_nothing_held
 from hybridkv import LLM, CacheConfig, Conversation, EvictionConfig, SamplingParams
 from hybridkv.cache.session import Session
@@ -28,28 +26,13 @@ from server.running import SECONDS
 from server.test_command import port_of, started
 from server.test_killed import turn
 
-ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.usefixtures("ready_ranks")
 HOW: dict[str, Any] = dict(device="cpu", dtype="float32", exact=True, max_requests=4, max_context=640, step_tokens=64)
 CACHE = CacheConfig(page_size=8, kv_dtype="f32")
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 SEVERAL = SamplingParams(max_tokens=6, temperature=0.9, seed=3, n=2, ignore_eos=True)
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 3
 QUESTIONS = ["Which month?", "What struck?", "And the weather?"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def found_by_workers() -> Iterator[None]:
-    """They import the package that is tested, and do not interpret kernels."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        patch.delenv("TRITON_INTERPRET", raising=False)
-        yield
-
-
-def saved_model(place: Path, kind: str, kv_heads: int) -> Path:
-    build(kind, 9, num_key_value_heads=kv_heads).save_pretrained(place)
-    write_tokenizer(place, TEMPLATE)
-    return place
 
 
 def kept(llm: LLM, document: Document) -> dict[int, list[list[list[int]]]]:
@@ -117,7 +100,7 @@ def assert_same_files(one: Path, other: Path) -> None:
 def test_a_document_over_ranks_is_that_of_one_and_goes_on_over_another_number(
     kind: str, kv_heads: int, size: int, policies: tuple[str, ...], tmp_path: Path
 ) -> None:
-    folder = saved_model(tmp_path / "model", kind, kv_heads)
+    folder = saved_model(tmp_path / "model", kind, num_key_value_heads=kv_heads)
     want: dict[str, Any] = {}
     with LLM(folder, cache=CACHE, **HOW) as one:
         for policy in policies:
@@ -183,7 +166,7 @@ def go_on_from(llm: LLM, request: Request) -> None:
 
 @pytest.mark.slow
 def test_a_document_that_made_room_is_read_again_on_all_ranks_and_drops_the_same(tmp_path: Path) -> None:
-    folder, found = saved_model(tmp_path / "model", "qwen3_5", 2), []
+    folder, found = saved_model(tmp_path / "model", "qwen3_5", num_key_value_heads=2), []
     for tp in (1, 2):
         with LLM(folder, cache=CACHE, tp=tp, host_cache=0, **HOW) as llm:
             document = llm.compress(TEXT, budget=60, policy="heads")
@@ -215,7 +198,7 @@ def test_the_commands_write_and_ask_documents_over_ranks_as_over_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each number of ranks asks what the other one has written."""
-    folder = saved_model(tmp_path / "model", "llama", 2)
+    folder = saved_model(tmp_path / "model", "llama", num_key_value_heads=2)
     (tmp_path / "text").write_text(TEXT)
     model, said = ("-m", folder, *TINY, "--exact"), []
     for tp in (1, 2):
@@ -238,8 +221,9 @@ def test_the_commands_write_and_ask_documents_over_ranks_as_over_one(
     assert said[0] == said[1] and all(said[0])
 
 
+@pytest.mark.slow
 def test_a_server_over_ranks_answers_from_documents_as_one_does(tmp_path: Path) -> None:
-    folder = saved_model(tmp_path / "model", "qwen3_5", 2)
+    folder = saved_model(tmp_path / "model", "qwen3_5", num_key_value_heads=2)
     llm = LLM(folder, cache=CacheConfig(kv_dtype="f32"), **HOW)
     with llm, llm.compress(TEXT, ratio=4, policy="heads") as document:
         document.save(tmp_path / "report.kv")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny
 import tiny_v4
+from long_form import spread
 
 from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
 from engine.driving import assert_nothing_held
@@ -228,8 +229,7 @@ def test_a_question_whose_document_is_given_up_while_it_waits_still_sees_the_cut
         assert request.stats["kept_tokens"] == want.stats["kept_tokens"]
 
 
-@pytest.mark.parametrize("kv_dtype", ("f32", "fp8"))
-@pytest.mark.parametrize("kind", KINDS)
+@spread("kind, kv_dtype", KINDS, ("f32", "fp8"))
 def test_a_saved_document_answers_the_same_in_another_model(
     kind: str, kv_dtype: str, model: Callable[..., LLM], tmp_path: Path
 ) -> None:

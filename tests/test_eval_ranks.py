@@ -4,46 +4,33 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from tiny_ranks import build
+from tiny_ranks import saved_model
 
 from cli.commands import SECONDS, process
-from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
 from hybridkv.cli import main
 from hybridkv.errors import HybridKVError
 from hybridkv.evaluation.results import read_results
 from hybridkv.evaluation.run import Record, Run
 from hybridkv.evaluation.settings import EvalSettings
 
-ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.usefixtures("ready_ranks")
 ASKED: dict[str, Any] = dict(
-    tasks=("niah_single_1",), policies=("auto", "replay", "auto:bounded=yes"), ratios=(4,), lengths=(640,), samples=2,
+    tasks=("niah_single_1",), policies=("auto", "replay", "auto:bounded=yes"), ratios=(4,), lengths=(320,), samples=2,
     divergence=1, all_tasks=True, device="cpu", dtype="float32", max_requests=2,
 )  # fmt: skip
 WORDS = ("--device", "cpu", "--dtype", "float32", "--tasks", "niah_single_1", "--policies", "auto", "--ratios", "4")
 WORDS += ("--lengths", "512", "--samples", "3", "--max-requests", "1", "--divergence", "1", "--all-tasks")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def found_by_workers() -> Iterator[None]:
-    """They import the package that is tested, and do not interpret kernels."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        patch.delenv("TRITON_INTERPRET", raising=False)
-        yield
-
-
 @pytest.fixture
 def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     kind, heads = getattr(request, "param", ("qwen3_5", 2))
-    build(kind, 9, num_key_value_heads=heads).save_pretrained(tmp_path / "model")
-    write_tokenizer(tmp_path / "model", TEMPLATE)
-    return tmp_path / "model"
+    return saved_model(tmp_path / "model", kind, num_key_value_heads=heads)
 
 
 def records(folder: Path, tp: int, **more: Any) -> list[Record]:

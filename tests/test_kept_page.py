@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tiny
 from browser import Browser, Page
+from long_form import spread
 
 from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
 from hybridkv.cli import main
@@ -182,8 +183,7 @@ def test_an_address_opens_one_stream_and_a_click_chooses_another(browser: Browse
     assert page.text("#status").startswith("All 90 streams") and not page.errors
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 310, 2345])
-@pytest.mark.parametrize("width", [320, 1200])
+@spread("width, tokens", (320, 1200), (1, 7, 310, 2345))
 def test_the_axis_has_round_numbers(browser: Browser, tmp_path: Path, tokens: int, width: int) -> None:
     page = show(browser, tmp_path, example(tokens=tokens), width=width)
     ticks = [int(text.replace("\u202f", "")) for text in page.texts("#axis span")]
@@ -281,8 +281,7 @@ def test_state_layers_are_shown_and_counted(browser: Browser, tmp_path: Path, mo
     assert not page.errors
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
+@spread("uneven, width", [pytest.param(False, id="even"), pytest.param(True, id="uneven")], WIDTHS)
 def test_nothing_sticks_out(browser: Browser, tmp_path: Path, width: int, uneven: bool) -> None:
     kept = example(states=(State("Gated DeltaNet", list(range(30, 78)), 3 << 20),))
     if uneven:
@@ -304,7 +303,9 @@ def test_nothing_sticks_out(browser: Browser, tmp_path: Path, width: int, uneven
     assert page.evaluate(outside) == []  # or runs into its card's margin
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize(
+    "dark", [pytest.param(False, id="light"), pytest.param(True, id="dark", marks=pytest.mark.slow)]
+)
 def test_text_has_enough_contrast_in_both_themes(browser: Browser, tmp_path: Path, kept: Kept, dark: bool) -> None:
     page = show(browser, tmp_path, kept, dark=dark)
     for keys in ("Tab", "ArrowDown"):  # all streams, then one; with the tooltip

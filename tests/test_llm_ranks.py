@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,20 +34,11 @@ from server.running import until
 
 HOW: dict[str, Any] = dict(device="cpu", dtype="float32", max_requests=4, max_context=256)
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.usefixtures("ready_ranks")
 
 
 class Own(Policy):
     """Code, which no rank sends to another."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def found_by_workers() -> Iterator[None]:
-    """They import the package that is tested, and do not interpret kernels."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        patch.delenv("TRITON_INTERPRET", raising=False)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,39 +1,22 @@
 """`hybridkv inspect --tp` and `demo --tp`: the page of all heads, which is that of one rank."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from tiny_ranks import build
+from tiny_ranks import saved_model
 
 from cli.commands import short_prompt
-from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
 from hybridkv import LLM, CacheConfig, SamplingParams
 from hybridkv.cli import main
 from hybridkv.commands import demo
 from hybridkv.commands.inspect import look
 from hybridkv.report.kept import Kept
 
-ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.usefixtures("ready_ranks")
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 6
 TINY = ("--device", "cpu", "--dtype", "float32", "--context", "1024")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def found_by_workers() -> Iterator[None]:
-    """They import the package that is tested, and do not interpret kernels."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        patch.delenv("TRITON_INTERPRET", raising=False)
-        yield
-
-
-def saved(place: Path, kind: str, kv_heads: int) -> Path:
-    build(kind, 9, num_key_value_heads=kv_heads).save_pretrained(place)
-    write_tokenizer(place, TEMPLATE)
-    return place
 
 
 def run(*words: object) -> None:
@@ -56,7 +39,7 @@ def run(*words: object) -> None:
 def test_the_page_over_ranks_is_that_of_one(
     kind: str, kv_heads: int, size: int, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = saved(tmp_path / "model", kind, kv_heads)
+    folder = saved_model(tmp_path / "model", kind, num_key_value_heads=kv_heads)
     asked = ("inspect", PROMPT, "-m", folder, *TINY, "--max-tokens", 5, "--budget", 40, "--window", 8, "--recent", 8)
     pages, said = [], []
     for tp in (1, size):
@@ -68,7 +51,7 @@ def test_the_page_over_ranks_is_that_of_one(
 
 def test_lists_of_all_heads_are_told_in_their_order_and_nothing_stays_held(tmp_path: Path) -> None:
     """Heads keep other entries each, so that an order that is not theirs is seen."""
-    folder = saved(tmp_path / "model", "llama", 4)
+    folder = saved_model(tmp_path / "model", "llama", num_key_value_heads=4)
     cache, found = CacheConfig(kv_dtype="f32", budget=40, window=8, recent=8), []
     for tp in (1, 2):
         with LLM(folder, "cpu", "float32", cache=cache, max_requests=1, max_context=512, tp=tp) as llm:
@@ -89,7 +72,7 @@ def test_lists_of_all_heads_are_told_in_their_order_and_nothing_stays_held(tmp_p
 def test_the_demo_over_ranks_tells_and_shows_what_it_does_on_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = saved(tmp_path / "model", "llama", 2)
+    folder = saved_model(tmp_path / "model", "llama", num_key_value_heads=2)
     monkeypatch.setattr(demo, "_prompt", short_prompt)
     pages: list[Kept] = []
     monkeypatch.setattr("hybridkv.report.page.write_page", lambda page, path: pages.append(page))

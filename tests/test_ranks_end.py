@@ -17,9 +17,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from tiny_ranks import build
+from tiny_ranks import saved_model
 
-from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
 from hybridkv import LLM, SamplingParams
 from hybridkv.parallel import launch, signs
 from hybridkv.parallel.group import Group, GroupError, free_port
@@ -32,23 +31,12 @@ HOW: dict[str, Any] = dict(device="cpu", dtype="float32", max_requests=2, max_co
 LONG = SamplingParams(max_tokens=240, temperature=0, ignore_eos=True)
 SERVED = ("--device", "cpu", "--dtype", "float32", "--context", 256, "--tp", 2)
 ASKED = {"prompt": "Say", "max_tokens": 240, "ignore_eos": True, "temperature": 0, "stream": True}
-ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def found_by_workers() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        patch.delenv("TRITON_INTERPRET", raising=False)
-        yield
+pytestmark = pytest.mark.usefixtures("found_by_workers")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("ends")
-    build("qwen3_5", 9).save_pretrained(place)
-    write_tokenizer(place, TEMPLATE)
-    return place
+    return saved_model(tmp_path_factory.mktemp("ends"), "qwen3_5")
 
 
 def followers_of(parent: int) -> list[int]:

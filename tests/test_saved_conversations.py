@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tiny
+from long_form import spread
 
 from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
 from engine.driving import assert_nothing_held
@@ -88,8 +89,7 @@ def close(*talks: Conversation) -> None:
         assert_nothing_held(llm.engine)
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("kind", KINDS)
+@spread("kind, cache", KINDS, tuple(CACHES))
 def test_a_loaded_conversation_goes_on_as_the_one_that_stayed(
     kind: str, cache: str, model: Callable, tmp_path: Path
 ) -> None:
@@ -222,8 +222,7 @@ def test_another_process_goes_on(
 # ---- forks
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("kind", KINDS)
+@spread("kind, cache", KINDS, tuple(CACHES))
 def test_a_fork_and_its_origin_go_on_as_each_would_alone(kind: str, cache: str, model: Callable) -> None:
     here, there = model(kind, cache), model(kind, cache, 1)
     talk, alone = (Conversation(llm, "Be brief.", GREEDY) for llm in (here, there))

@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ import torch
 import torch.distributed as dist
 from long_form import few
 from numerics import assert_same_bytes
-from tiny_ranks import build
+from tiny_ranks import saved_model
 
-from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
 from engine.driving import assert_nothing_held
 from hybridkv import LLM, CacheConfig, Conversation, SamplingParams
 from hybridkv.cache import manifest
@@ -28,7 +26,7 @@ from server.test_command import port_of, started
 from server.test_killed import ROUTE, SAID, post, turn
 from test_ranks_end import followers_of
 
-ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.usefixtures("ready_ranks")
 HOW: dict[str, Any] = dict(
     device="cpu", dtype="float32", exact=True, max_requests=3, max_context=512, step_tokens=64, reuse=None
 )
@@ -36,21 +34,6 @@ GREEDY = SamplingParams(max_tokens=10, temperature=0.0)
 SEEDED = SamplingParams(max_tokens=10, temperature=1.0, seed=3)
 KV_HEADS = {"llama": 1, "qwen3_5": 4}  # one that both ranks have; two a rank
 CACHES: dict[str, dict[str, Any]] = {"whole": {}, "evicted": dict(budget=24, window=8, recent=8, policy="auto")}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def found_by_workers() -> Iterator[None]:
-    """They import the package that is tested, and do not interpret kernels."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        patch.delenv("TRITON_INTERPRET", raising=False)
-        yield
-
-
-def saved_model(place: Path, kind: str, seed: int = 9, **changes: Any) -> Path:
-    build(kind, seed, **changes).save_pretrained(place)
-    write_tokenizer(place, TEMPLATE)
-    return place
 
 
 def opened(folder: Path, store: Path, tp: int, cache: dict[str, Any] | None = None, **more: Any) -> LLM:

@@ -127,7 +127,7 @@ def forwards(llm: LLM, before: Callable[[int, int], None] = lambda number, token
         runner.forward = original  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5", "llama"])
+@pytest.mark.parametrize("kind", ["qwen3_5", pytest.param("llama", marks=pytest.mark.slow)])
 def test_a_next_turn_was_read_before_it_came_and_answers_as_cold(kind: str, opened: Callable[..., LLM]) -> None:
     found = {}
     for warm in (True, False):

@@ -41,6 +41,7 @@ class RoundedHostMachine(HostMachine):
     rounds = True
 
 
+@pytest.mark.slow
 def test_random_use_of_rounded_checkpoints_with_a_host_agrees_with_what_tokens_give() -> None:
     search_until(12, {"hits": 8, "loads": 4, "states loaded": 2, "states seen": 8}, RoundedHostMachine)
 

@@ -14,6 +14,7 @@ import pytest
 import tiny
 import tiny_gguf
 import torch
+from long_form import spread
 from qwen_fp8 import fp8_model
 from qwen_mxfp4 import mxfp4_model
 from v4_released import released_model
@@ -318,8 +319,7 @@ WIDE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("arguments", WIDE)
-@pytest.mark.parametrize("model", ["Qwen3.5-27B", "DeepSeek-V4-Pro", "SmolLM2-135M-Instruct"])
+@spread("model, arguments", ("Qwen3.5-27B", "DeepSeek-V4-Pro", "SmolLM2-135M-Instruct"), WIDE)
 def test_everything_is_readable_at_80_columns(
     model: str, arguments: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,7 +90,12 @@ def test_what_does_not_fit_says_so_and_its_suggestions_keep_the_ranks(capsys: py
     ("asked", "sizes", "least"),
     [
         ("Qwen3.5-122B-A10B --memory 80GiB --context 16k", [1, 2, 4, 8], 4),
-        ("Qwen3.5-397B-A17B --memory 80GiB --context 16k --kv-dtype fp8", [1, 2, 4, 8, 16], 16),
+        pytest.param(
+            "Qwen3.5-397B-A17B --memory 80GiB --context 16k --kv-dtype fp8",
+            [1, 2, 4, 8, 16],
+            16,
+            marks=pytest.mark.slow,
+        ),
         ("Qwen3.5-35B-A3B --memory 20GiB --context 16k --exact", [1, 2, 4, 8], 4),
         ("DeepSeek-V4-Flash --card H100 --weights released --context 128k", [1, 2, 4, 8], 4),
         ("SmolLM2-135M-Instruct --memory 200MiB --context 512 --budget 128 --policy snapkv", [1, 3, 9], 9),

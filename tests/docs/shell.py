@@ -1,4 +1,5 @@
-"""A shell in which `hybridkv` and `python` start at once: one process has imported torch, and forks for each of them.
+"""A shell in which `hybridkv` and `python` start at once: one process has imported torch and loaded the embedded model,
+and forks for each of them.
 
 Everything else is real: bash, pipes, files, exit codes, the command line itself. Answers end after ANSWER tokens.
 """
@@ -43,6 +44,7 @@ def serve(address: str) -> None:
 
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), suppress(SystemExit):
         main(["plan", "Qwen3.5-4B", "--device", "cpu", "--memory", "1GiB"])  # what commands import once they run
+    load_once()
     gc.freeze()  # so that no child walks, and so copies, what all of them share
 
     listener = socket.socket(socket.AF_UNIX)
@@ -57,6 +59,24 @@ def serve(address: str) -> None:
             caller.send(bytes([code]))
             os._exit(code)
         caller.close()
+
+
+def load_once() -> None:
+    """The embedded model, which many pages open: its weights are read here, and are there in each process that is
+    forked. All else that opening a model does is done as ever.
+    """
+    from hybridkv import LLM, opening
+
+    plain, loaded = opening.load_model, {}
+
+    def load(config: Any, checkpoint: Any, device: Any, dtype: Any, progress: Any, *form: Any) -> Any:
+        asked = repr((checkpoint.path, config, device, dtype, form))
+        if asked not in loaded:
+            loaded[asked] = plain(config, checkpoint, device, dtype, progress, *form)
+        return loaded[asked]
+
+    opening.load_model = load
+    LLM(max_context=256).close()
 
 
 def answer(caller: socket.socket) -> int:

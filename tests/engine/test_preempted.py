@@ -36,14 +36,14 @@ def built(engine_of: Callable) -> Callable[..., Engine]:
 
 
 CASES = [
-    ("llama", "f32", "whole"),
+    pytest.param("llama", "f32", "whole", marks=pytest.mark.slow),
     ("llama", "fp8", "again"),
     ("qwen3", "bf16", "budget"),
-    ("qwen3_5", "f32", "budget"),
+    pytest.param("qwen3_5", "f32", "budget", marks=pytest.mark.slow),
     ("qwen3_5", "bf16", "whole"),
     ("qwen3_5", "fp8", "bounded"),
     ("qwen3_5_moe", "fp8", "whole"),
-    ("qwen3_next", "f32", "again"),
+    pytest.param("qwen3_next", "f32", "again", marks=pytest.mark.slow),
     *more(*(
         (kind, kv, setting)
         for kind in ("llama", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_next")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from long_form import spread
 from torch import Tensor
 
 from engine.driving import count_tokens, prompt, run
@@ -27,8 +28,7 @@ def built(engine_of: Callable) -> Callable[..., Engine]:
     return builder(engine_of)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
-@pytest.mark.parametrize("why", ["full", "slow", "off", "down", "up", "later"])
+@spread("why, kind", ("full", "slow", "off", "down", "up", "later"), ("llama", "qwen3_5"))
 def test_what_does_not_reach_the_host_or_come_back_is_read_again(
     why: str, kind: str, built: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,8 +215,7 @@ def crowd(tier: SlowTier, kind: str, built: Callable) -> list[Request]:
     return asked
 
 
-@pytest.mark.parametrize("asked", [1, 4, 10**6])
-@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+@spread("kind, asked", ("llama", "qwen3_5"), (1, 4, 10**6))
 def test_nobody_reads_what_is_on_its_way_or_writes_there(kind: str, asked: int, built: Callable) -> None:
     want = [alone(built(kind), prompt(n, i), params(i)) for i, n in enumerate((70, 41, 96))]
     found = crowd(tier := SlowTier(asked), kind, built)

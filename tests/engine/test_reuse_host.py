@@ -13,6 +13,7 @@ import pytest
 import tiny_v4
 import torch
 from interrupting import interrupted_at
+from long_form import spread
 
 from engine.driving import assert_nothing_held, count_tokens, prompt, run
 from engine.reusing import ASK, Cold, apart, ask, check, drive_out, poison, same
@@ -455,8 +456,7 @@ def test_where_pages_are_short_prompts_in_turn_live_on_the_host(
 # ---- interrupts
 
 
-@pytest.mark.parametrize("what", ["down", "up"])
-@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+@spread("kind, what", ("llama", "qwen3_5"), ("down", "up"))
 def test_an_interrupt_anywhere_loses_nothing_that_is_not_its_own(
     kind: str, what: str, with_host: Callable, engine_of: Callable
 ) -> None:

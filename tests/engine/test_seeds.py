@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
+from long_form import spread
 
 from engine.driving import KINDS, alone, assert_nothing_held, prompt, run
 from hybridkv.config import SamplingParams
@@ -31,8 +32,7 @@ def alone_of(engine_of: Callable) -> Callable[[str], list[list[int]]]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ahead", (False, True))
+@spread("ahead, kind", (False, True), KINDS)
 def test_tokens_do_not_depend_on_who_runs_beside(
     kind: str, ahead: bool, engine_of: Callable, alone_of: Callable
 ) -> None:

@@ -324,7 +324,9 @@ def test_what_is_running_or_failed_is_neither_saved_nor_forked() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("call", "apart"), (("session", 24), ("restore_held", 72), ("fork_held", 40)))
+@pytest.mark.parametrize(
+    ("call", "apart"), (("session", 24), ("restore_held", 72), pytest.param("fork_held", 40, marks=pytest.mark.slow))
+)
 def test_an_interrupt_at_any_line_leaves_nothing_behind(call: str, apart: int, tmp_path: Path) -> None:
     source = engine_with("qwen3_5", **EVICTING)
     session = through_a_file(source, ask(source, None, 40), tmp_path)

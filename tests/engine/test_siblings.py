@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from long_form import few
+from long_form import few, spread
 from torch import Tensor
 
 from engine.driving import assert_nothing_held, count_tokens, prompt, run
@@ -99,8 +99,7 @@ def test_answer_i_is_that_of_a_single_request_with_seed_plus_i(kind: str, what: 
     assert_nothing_held(engine)
 
 
-@pytest.mark.parametrize("kind", PLAIN)
-@pytest.mark.parametrize("length", (1, 2, 64, 65, 90))
+@spread("length, kind", (1, 2, 64, 65, 90), PLAIN)
 def test_prompts_of_all_lengths(kind: str, length: int) -> None:
     tokens = prompt(length, seed=length)
     more: dict[str, Any] = {

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from long_form import spread
 
 from engine.driving import assert_nothing_held, count_tokens, prompt, run
 from engine.reusing import ASK, Cold, ask, check, poison, same
@@ -49,8 +50,7 @@ def turn(engine: Engine, cold: Cold, end: int, seed: int = 0) -> Request:
     return first
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@spread("kind, ahead", KINDS, (False, True))
 def test_a_turn_of_any_length_is_taken_up_at_its_last_token(
     kind: str, ahead: bool, engine_of: Callable, cold: Callable
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from long_form import spread
 
 from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
 from engine.driving import assert_nothing_held
@@ -122,8 +123,7 @@ def test_a_cache_that_finds_no_room_is_told_and_nothing_stays(folder_of: Callabl
     llm.close()
 
 
-@pytest.mark.parametrize("mode", ("seen", "unseen"))
-@pytest.mark.parametrize("task", ("niah_single_1", "two_questions", DIVERGENCE))
+@spread("task, mode", ("niah_single_1", "two_questions", DIVERGENCE), ("seen", "unseen"))
 def test_a_unit_gives_a_record_of_each_cut_and_leaves_nothing_behind(task: str, mode: str, folder_of: Callable) -> None:
     tasks = ("niah_single_1",) if task == DIVERGENCE else (task,)
     policies = ("auto", "streaming:bounded=yes") if task == "niah_single_1" else ("auto",)

@@ -71,7 +71,7 @@ def test_a_conversation_goes_on_in_its_own_pages(policy: str, open_bounded: Call
     assert two.cached_tokens == len(one.tokens) - 1 and two.answer_tokens == 90
 
 
-@pytest.mark.parametrize("kind", ("llama", "qwen3_5"))
+@pytest.mark.parametrize("kind", (pytest.param("llama", marks=pytest.mark.slow), "qwen3_5"))
 def test_cuts_and_answers_are_those_of_the_request_alone(kind: str, open_bounded: Callable) -> None:
     """Beside others a prompt is read in other chunks; in exact mode not a token may differ for that."""
     llm = open_bounded(kind, requests=3, exact=True)
@@ -89,7 +89,7 @@ def test_cuts_and_answers_are_those_of_the_request_alone(kind: str, open_bounded
                    for x, y in zip(la, lb))  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ("llama", "qwen3_5"))
+@pytest.mark.parametrize("kind", (pytest.param("llama", marks=pytest.mark.slow), "qwen3_5"))
 def test_reading_ahead_leaves_no_trace(kind: str, open_bounded: Callable) -> None:
     """A request that is computed again drops what it dropped before, without looking ahead: it must say the same."""
     llm = open_bounded(kind, exact=True)

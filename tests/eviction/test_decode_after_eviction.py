@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from long_form import spread
 from numerics import assert_same_bytes, logit_gap
 
 from eviction.harness import MaskedRun, masked_logits
@@ -21,8 +22,7 @@ CHOICES += [(Ada(), "head"), (Pyramid(steepness=4.0), "head"), (Ada(Pyramid(stee
 NAMES = [f"{p if isinstance(p, str) else type(p).__name__}-{s}" for p, s in CHOICES]
 
 
-@pytest.mark.parametrize(("policy", "scope"), CHOICES, ids=NAMES)
-@pytest.mark.parametrize("kind", KINDS)
+@spread("kind, policy, scope", KINDS, [pytest.param(*choice, id=name) for choice, name in zip(CHOICES, NAMES)])
 def test_decode_equals_a_full_cache_with_the_dropped_entries_masked(
     kind: str, policy: object, scope: str, run_of: Callable, oracle: Callable
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import tiny
 import torch
 from long_form import more as and_more
+from long_form import spread
 from numerics import assert_same_bytes, logit_gap
 from torch import Tensor
 
@@ -98,8 +99,7 @@ def test_the_first_token_is_the_same_and_the_rest_is_the_masked_caches(
     assert_nothing_held(engine)
 
 
-@pytest.mark.parametrize("policy", ("auto", "snapkv", "peak:spread=all"))
-@pytest.mark.parametrize("kind", KINDS)
+@spread("kind, policy", KINDS, ("auto", "snapkv", "peak:spread=all"))
 def test_a_bounded_prompt_never_holds_more_than_budget_and_chunk(kind: str, policy: object, evicting: Callable) -> None:
     budget, chunk, prompt = 96, 64, 1500
     engine = evicting(kind, budget=budget, bounded=True, policy=policy, pool=2048, context=2048)
@@ -172,8 +172,7 @@ def test_a_prompt_of_512_windows_is_read_in_budget_and_one_step(scale: int, evic
     )
 
 
-@pytest.mark.parametrize("policy", ("auto", "snapkv"))
-@pytest.mark.parametrize("every", (1, 4, 16))
+@spread("every, policy", (1, 4, 16), ("auto", "snapkv"))
 def test_a_long_answer_holds_a_constant_cache(every: int, policy: str, evicting: Callable) -> None:
     engine = evicting("qwen3_5", budget=40, decode_every=every, policy=policy)
     request = engine.add(tiny.token_ids(60), SamplingParams(max_tokens=110, ignore_eos=True))
@@ -198,8 +197,7 @@ def test_a_long_answer_equals_the_masked_cache(evicting: Callable) -> None:
     assert logit_gap(masked_answer(engine, request)[59:-1], torch.cat(seen)) < 1e-5
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("policy", ("snapkv", "auto", "peak:spread=all"))
+@spread("policy, kind", ("snapkv", "auto", "peak:spread=all"), KINDS)
 def test_turns_on_a_compacted_cache(kind: str, policy: object, evicting: Callable) -> None:
     """Each turn appends at its streams' lengths with keys turned by position; past the budget it is cut again."""
     engine = evicting(kind, budget=40, policy=policy, pool=1024)
@@ -222,11 +220,15 @@ def test_turns_on_a_compacted_cache(kind: str, policy: object, evicting: Callabl
     assert_nothing_held(engine)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "more",
-    ({}, {"bounded": True}, {"decode_every": 4}, {"policy": "snapkv", "bounded": True}),
-    ids=("after", "bounded", "decode", "even"),
+@spread(
+    "more, kind",
+    [
+        pytest.param({}, id="after"),
+        pytest.param({"bounded": True}, id="bounded"),
+        pytest.param({"decode_every": 4}, id="decode"),
+        pytest.param({"policy": "snapkv", "bounded": True}, id="even"),
+    ],
+    KINDS,
 )
 def test_a_preempted_request_drops_the_same_entries_again(kind: str, more: dict, evicting: Callable) -> None:
     params = SamplingParams(max_tokens=24, ignore_eos=True)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from long_form import spread
 
 from eviction.harness import Run, request_of
 from hybridkv.eviction import LayerCache
@@ -24,8 +25,7 @@ def layers_of(run: Run) -> list[LayerCache]:
 
 
 @pytest.mark.parametrize("policy", (Peak(), SnapKV("none"), SnapKV("avg"), SnapKV("max"), Tova()), ids=str)
-@pytest.mark.parametrize("chunk", (None, 64, 7, 1))
-@pytest.mark.parametrize("kind", KINDS)
+@spread("kind, chunk", KINDS, (None, 64, 7, 1))
 def test_scores_with_known_sums_equal_those_of_two_passes(
     kind: str, chunk: int | None, policy: Peak | SnapKV | Tova, run_of: Callable
 ) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import tiny
 import torch
+from long_form import spread
 
 from engine.driving import assert_nothing_held, run
 from hybridkv import LLM, CacheConfig, EvictionConfig, SamplingParams
@@ -165,10 +166,10 @@ def test_query_buffers_may_be_none_only_without_a_budget() -> None:
 # ---- what is said about it
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("length", "ahead"),
+@spread(
+    "length, ahead, kind",
     [(n, True) for n in (15, 16, 17, 20, 21, 31, 32, 63, 64, 128)] + [(n, False) for n in (16, 17, 63)],
+    KINDS,
 )
 def test_no_request_keeps_more_bytes_than_all(kind: str, ahead: bool, length: int, evicting: Callable) -> None:
     """Pages hold 16 entries. One that was taken ahead for a token that never came is not kept by anybody."""

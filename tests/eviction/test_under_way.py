@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from long_form import spread
 from numerics import assert_same_bytes
 from torch import Tensor
 
@@ -136,8 +137,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kind", ("llama", "qwen3_5"))
+@spread("kind, case", ("llama", "qwen3_5"), tuple(CASES))
 def test_the_device_keeps_what_the_host_keeps(kind: str, case: str, deferring: Callable, slow: Watched) -> None:
     engines, requests = [], []
     for deferred in (False, True):

@@ -49,7 +49,7 @@ def test_logits_of_a_text_are_those_of_one_rank(folder: Path) -> None:
         assert float((one - other).abs().max()) <= 1e-5 * float(one.abs().max())
 
 
-@pytest.mark.parametrize(("kv_heads", "size"), ((KV_HEADS, 2), (1, 2), (2, 4)))
+@pytest.mark.parametrize(("kv_heads", "size"), ((KV_HEADS, 2), (1, 2), pytest.param(2, 4, marks=pytest.mark.slow)))
 def test_what_evictions_kept_is_told_of_all_heads_in_their_order(
     kv_heads: int, size: int, folder: Path, tmp_path: Path
 ) -> None:
@@ -116,7 +116,7 @@ def test_held_caches_are_forked_and_evicted_on_all_ranks(folder: Path) -> None:
             assert joined == layers
 
 
-@pytest.mark.parametrize("kind", ("llama", "qwen3_5"))
+@pytest.mark.parametrize("kind", (pytest.param("llama", marks=pytest.mark.slow), "qwen3_5"))
 def test_a_conversation_is_saved_whole_and_brought_back_in_parts(kind: str, folder: Path, tmp_path: Path) -> None:
     """Its cache after an eviction is the one of all heads, wherever they were."""
     path = folder if kind == "llama" else tmp_path
@@ -137,7 +137,7 @@ def test_what_is_asked_about_a_cache_that_a_later_turn_took_over_is_answered_as_
     assert sum("not held any more" in str(each) for each in want) == 2 and want[-1][:2] == [0, 0] and want[-1][2] > 60
 
 
-@pytest.mark.parametrize("kind", ("llama", "qwen3_5"))
+@pytest.mark.parametrize("kind", (pytest.param("llama", marks=pytest.mark.slow), "qwen3_5"))
 def test_ranks_begin_with_what_others_have_read(kind: str, folder: Path, tmp_path: Path) -> None:
     """Until heads share a budget: the last request finds nothing over ranks, and what one rank finds it evicts too."""
     path = folder if kind == "llama" else tmp_path
@@ -154,7 +154,7 @@ def test_what_is_to_be_forgotten_is_forgotten_on_all_ranks(folder: Path) -> None
     assert [cached > 0 for cached in want[:-1]] == [False, True, False, True, False, False, True, True, *[False] * 3]
 
 
-@pytest.mark.parametrize("kind", ("llama", "qwen3_5"))
+@pytest.mark.parametrize("kind", (pytest.param("llama", marks=pytest.mark.slow), "qwen3_5"))
 def test_what_is_pinned_stays_on_all_ranks_until_it_is_given_back(kind: str, folder: Path, tmp_path: Path) -> None:
     path = folder if kind == "llama" else tmp_path
     if kind != "llama":

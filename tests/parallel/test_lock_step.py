@@ -7,7 +7,7 @@ import pytest
 import rank_jobs
 import ranks
 import tiny
-from long_form import LONG
+from long_form import LONG, more
 from tiny_ranks import build
 
 from hybridkv.parallel.group import Alone
@@ -75,7 +75,7 @@ def test_a_greedy_step_has_one_broadcast_one_exchange_and_one_gather(folder: Pat
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("seed", "ahead"), ((1, False), (2, False), (3, True)))
+@pytest.mark.parametrize(("seed", "ahead"), ((1, False), (3, True), *more((2, False))))
 def test_random_events_never_part_the_ranks(seed: int, ahead: bool, folder: Path) -> None:
     found = ranks.run(2, "random_events", path=folder, seed=seed, events=10_000 if LONG else 250, ahead=ahead)
     assert found[0] == found[1] and found[0][0] > 60 and (found[0][1] > 20) == ahead

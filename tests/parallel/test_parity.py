@@ -17,7 +17,7 @@ import tiny
 import tiny_gguf
 import tiny_v4
 import torch
-from long_form import LONG, more
+from long_form import LONG, few, more
 from tiny_ranks import build
 from torch import Tensor
 
@@ -66,8 +66,7 @@ def assert_alike(kind: str, want: Tensor, got: Tensor) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("size", (2, 4))
-@pytest.mark.parametrize("kind", KINDS)
+@few("kind, size", KINDS, (2, 4))
 def test_logits_are_those_of_one_rank(kind: str, size: int, folder: Callable[..., Path]) -> None:
     path, texts = folder(kind), texts_of(kind)
     want = alone(path, texts)

@@ -72,8 +72,14 @@ def locked(tiny_llm: LLM) -> Any:
         yield running
 
 
-@pytest.mark.parametrize("agent", PROGRAMS)
-@pytest.mark.parametrize("printed", [False, True], ids=["started", "printed"])
+@pytest.mark.parametrize(
+    ("agent", "printed"),
+    [
+        pytest.param(agent, printed, marks=pytest.mark.slow if (n + printed) % 2 else (), id=f"{way}-{agent}")
+        for printed, way in enumerate(("started", "printed"))
+        for n, agent in enumerate(PROGRAMS)
+    ],
+)
 def test_an_agent_asks_the_server(locked: Running, tmp_path: Path, agent: str, printed: bool) -> None:
     write_program(tmp_path, agent)
     key = {"HYBRIDKV_API_KEY": "se'same", "ANTHROPIC_API_KEY": "another service's"}

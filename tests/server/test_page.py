@@ -294,7 +294,9 @@ def test_errors_are_told_and_the_message_is_not_lost(tiny_new: Running, browser:
     assert len(page.errors) == 1 and "400" in page.errors[0]  # the browser's own line
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize(
+    "dark", [pytest.param(False, id="light"), pytest.param(True, id="dark", marks=pytest.mark.slow)]
+)
 def test_it_fits_and_can_be_read_at_every_width(tiny_new: Running, browser: Browser, dark: bool) -> None:
     page = visit(browser, tiny_new, dark=dark, reduced_motion="reduce")
     ask(page, "abcdefghij" * 20, longest=6, budget=64)

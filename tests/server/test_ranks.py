@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_ranks import build
+from long_form import spread
+from tiny_ranks import saved_model
 
-from engine.ascii_tokenizer import TEMPLATE, write_tokenizer
 from engine.driving import assert_nothing_held
 from hybridkv import LLM, CacheConfig, Conversation, SamplingParams
 from hybridkv.cache.session import Session
@@ -20,30 +20,22 @@ from server.running import serving
 from server.test_transfers import ASKED, COMPLETIONS, TEXT, alone, counted, first_leg, said
 
 HOW: dict[str, Any] = dict(device="cpu", dtype="float32", max_requests=4, max_context=512, exact=True)
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("ranks")
-    build("llama", 5).save_pretrained(place)
-    write_tokenizer(place, TEMPLATE)
-    return place
+    return saved_model(tmp_path_factory.mktemp("ranks"), "llama", 5)
 
 
 @pytest.fixture(scope="module")
-def one_and_two(folder: Path) -> Iterator[tuple[LLM, LLM]]:
+def one_and_two(folder: Path, found_by_workers: None) -> Iterator[tuple[LLM, LLM]]:
     # budgets are even, so what was read is kept for others over ranks, too
     cache = CacheConfig(query_buffers=2, window=8, recent=8, policy="snapkv")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))  # workers import the package that is tested
-        patch.delenv("TRITON_INTERPRET", raising=False)
-        with LLM(folder, cache=cache, **HOW) as one, LLM(folder, tp=2, cache=cache, **HOW) as two:
-            yield one, two
+    with LLM(folder, cache=cache, **HOW) as one, LLM(folder, tp=2, cache=cache, **HOW) as two:
+        yield one, two
 
 
-@pytest.mark.parametrize("name", ("seeded", "chat"))
-@pytest.mark.parametrize("budget", (None, 48))
+@spread("budget, name", (None, 48), ("seeded", "chat"))
 def test_one_server_reads_and_another_writes_over_another_number_of_ranks(
     name: str, budget: int | None, one_and_two: tuple[LLM, LLM]
 ) -> None:
@@ -168,8 +160,7 @@ def test_another_model_is_refused_by_its_files_whatever_its_ranks(
     one_and_two: tuple[LLM, LLM], folder: Path, tmp_path: Path
 ) -> None:
     one, two = one_and_two
-    build("llama", 6).save_pretrained(tmp_path)
-    write_tokenizer(tmp_path, TEMPLATE)
+    saved_model(tmp_path, "llama", 6)
     cache = one.cache_config
     with LLM(tmp_path, cache=cache, **HOW) as other:
         foreign = replace(exported(other)[0], about=one.owner.run(lambda engine: exported_about(engine)))

@@ -217,25 +217,29 @@ def test_the_events_of_a_call(token_server: Running) -> None:
     assert stops == [0, 1, 2, 3] and pairs[-2][1]["delta"]["stop_reason"] == "tool_use"
 
 
-def test_empty_objects_inside_arguments_reach_a_stream(smol: Running) -> None:
+def streamed(smol: Running, *pieces: str) -> tuple[list[str], str]:
+    """Parts of arguments, and why the answer ended, where the model says these pieces: "{}" is one of its tokens."""
     tokenizer = smol.llm.tokenizer
-    assert tokenizer is not None
+    assert tokenizer is not None and len(tokenizer.encode("{}", bos=False)) == 1
+    ids = [token for piece in pieces for token in tokenizer.encode(piece, bos=False)]
+    with saying(smol, ids):
+        pairs = events_of(smol, tools=[ANTHROPIC_TOOL], max_tokens=200)
+    deltas = [d["delta"] for n, d in pairs if n == "content_block_delta"]
+    return [d["partial_json"] for d in deltas if d["type"] == "input_json_delta"], pairs[-2][1]["delta"]["stop_reason"]
 
-    def streamed(*pieces: str) -> tuple[list[str], str]:
-        ids = [token for piece in pieces for token in tokenizer.encode(piece, bos=False)]
-        with saying(smol, ids):
-            pairs = events_of(smol, tools=[ANTHROPIC_TOOL], max_tokens=200)
-        deltas = [d["delta"] for n, d in pairs if n == "content_block_delta"]
-        return [d["partial_json"] for d in deltas if d["type"] == "input_json_delta"], pairs[-2][1]["delta"][
-            "stop_reason"
-        ]
 
-    assert len(tokenizer.encode("{}", bos=False)) == 1
-    begin, end = '<tool_call>\n{"name": "get_weather", "arguments": ', "}\n</tool_call>"
-    parts, reason = streamed(begin, '{"a": ', "{}", ', "b": [', "{}", ", ", "{}", "]", "}", end)
+BEGIN, END = '<tool_call>\n{"name": "get_weather", "arguments": ', "}\n</tool_call>"
+
+
+def test_empty_objects_inside_arguments_reach_a_stream(smol: Running) -> None:
+    parts, reason = streamed(smol, BEGIN, '{"a": ', "{}", ', "b": [', "{}", ", ", "{}", "]", "}", END)
     assert "{}" in parts and json.loads("".join(parts)) == {"a": {}, "b": [{}, {}]} and reason == "tool_use"
-    assert streamed(begin, "{}", end) == ([], "tool_use")  # an empty one is said when its block begins
-    parts, _ = streamed(begin, "{}", end, "\n", begin, '{"a":', "{}", "}", end)
+
+
+@pytest.mark.slow
+def test_empty_arguments_are_said_when_their_block_begins(smol: Running) -> None:
+    assert streamed(smol, BEGIN, "{}", END) == ([], "tool_use")
+    parts, _ = streamed(smol, BEGIN, "{}", END, "\n", BEGIN, '{"a":', "{}", "}", END)
     assert json.loads("".join(parts)) == {"a": {}}
 
 

@@ -25,3 +25,26 @@ def few(names: str, first: Sequence[Any], second: Sequence[Any]) -> pytest.MarkD
         n = max(len(first), len(second))
         pairs = [(first[i % len(first)], second[i % len(second)]) for i in range(n)]
     return pytest.mark.parametrize(names.split(", "), pairs)
+
+
+def spread(names: str, first: Sequence[Any], second: Sequence[Any]) -> pytest.MarkDecorator:
+    """Two parameters, of which a value may be several: all pairs; but those of `few` are slow ones."""
+    n = max(len(first), len(second))
+    quick = {(i % len(first), i % len(second)) for i in range(n)}
+    pairs = [
+        pytest.param(*_values(a), *_values(b), id=_name(a, b), marks=() if (i, j) in quick else pytest.mark.slow)
+        for i, a in enumerate(first)
+        for j, b in enumerate(second)
+    ]
+    return pytest.mark.parametrize(names.split(", "), pairs)
+
+
+def _values(given: Any) -> Sequence[Any]:
+    """`given` is a value, a tuple of values, or a pytest.param."""
+    return getattr(given, "values", given if isinstance(given, tuple) else (given,))
+
+
+def _name(*given: Any) -> str | None:
+    """None: pytest makes it."""
+    names = [getattr(each, "id", None) for each in given]
+    return "-".join(name or str(each) for name, each in zip(names, given)) if any(names) else None

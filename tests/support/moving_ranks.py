@@ -116,7 +116,7 @@ def arrive(engine: Engine, folder: str, cases: list[str]) -> dict[str, Any]:
 def wherever(engine: Engine) -> list[Any]:
     """Requests that wait, read, were preempted, ended and are held, ended and are not; and logprobs of a prompt."""
     eviction, found = EvictionConfig(**KEPT), []
-    params = replace(SAMPLED, max_tokens=20, seed=5)
+    params = replace(SAMPLED, max_tokens=9, seed=5)
 
     def moved(request: Request, at_once: bool = True, **how: Any) -> None:
         session = sent(engine.export(request))

@@ -35,6 +35,15 @@ def build(kind: str, seed: int, **changes: Any) -> Any:
         return tiny.build(kind, seed)
 
 
+def saved_model(place: Path, kind: str, seed: int = 9, **changes: Any) -> Path:
+    """The same in a folder, with a tokenizer of single characters and a chat template."""
+    from engine.ascii_tokenizer import TEMPLATE, write_tokenizer  # here: ranks import this file, and find no test
+
+    build(kind, seed, **changes).save_pretrained(place)
+    write_tokenizer(place, TEMPLATE)
+    return place
+
+
 def packed_model(path: Path, kinds: Callable[[str], str]) -> Path:
     """Widths of whole blocks: V heads of 128 columns, a feed-forward of three blocks, which two ranks cannot halve."""
     sizes = dict(hidden_size=256, head_dim=64, linear_value_head_dim=128, intermediate_size=768)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from long_form import spread
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
@@ -48,8 +49,9 @@ def spaced() -> Tokenizer:
     return found
 
 
-@pytest.mark.parametrize(("unit", "times"), [("<|im_start|>", 150_000), ("1", 400_000), ("Well, 12 words. ", 50_000)])
-@pytest.mark.parametrize("special", [True, False])
+@spread(
+    "special, unit, times", (True, False), [("<|im_start|>", 150_000), ("1", 400_000), ("Well, 12 words. ", 50_000)]
+)
 def test_others_run_while_a_long_text_is_encoded(tokenizer: Tokenizer, unit: str, times: int, special: bool) -> None:
     backend = tokenizer._backend if special else tokenizer._plain
     beats, ids = beats_during(lambda: tokenizer.encode(unit * times, bos=False, special=special))
