@@ -555,6 +555,18 @@ def test_a_bench_over_ranks_measures_an_engine_that_all_of_them_run(name: str, r
     assert [note.split(" ")[0] for note in result["notes"]] == ["2", "f32", "bf16"], "compared with prefill"
 
 
+def test_a_load_over_ranks_is_served_by_all_of_them(run: Run) -> None:
+    """All requests get their tokens (`serve` checks that), in fewer slots than there are requests."""
+    flags = ("--model-shape", "tiny", "--device", "cpu", "--only", "offline", "--requests", "4", "--slots", "2")
+    code, lines, said = run("load", "--tp", "2", *flags, "--answer-tokens", "2:5")
+    assert code == 0, said
+    result = json.loads(lines[-1])
+    whole, *steps = result["rows"]
+    assert (whole["op"], whole["ranks"], whole["slots"]) == ("offline greedy", 2, 2) and not result["failures"]
+    assert whole["answer_tokens"] >= 8 and not whole["stopped"] and whole["tok_s"] > 0 and whole["floor_s"] > 0
+    assert result["ranks"] == 2 and result["requests"] == 4 and {row["op"] for row in steps} == {"offline greedy"}
+
+
 def test_ranks_of_a_bench_have_parts_of_one_model_and_wrong_steps_are_not_timed(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -601,7 +613,10 @@ def test_a_bench_says_which_rank_has_ended(when: str, run: Run, monkeypatch: pyt
 def test_what_is_not_measured_over_ranks_is_refused(run: Run) -> None:
     tiny = ("--model-shape", "tiny", "--device", "cpu")
     for words, said in (
-        (("load", "--tp", "2"), "--tp measures decode and prefill over several ranks, not load; `ranks` times"),
+        (("reuse", "--tp", "2"), "--tp measures decode, prefill and load over several ranks, not reuse; `ranks` times"),
+        (("load", "--tp", "2", "--only", "online"), "picks nothing of load over several ranks; there is offline and"),
+        (("load", "--tp", "2", "--budget", "64"), "--budget is not for --tp, which measures all requests at once"),
+        (("load", "--tp", "2", "--rate", "3"), "--reuse, --rate and --load are not for --tp"),
         (("all", "--tp", "2"), "not kernels"),
         (("decode", "--tp", "3"), "3 ranks do not divide its 4 attention heads; use 2 or 1"),
         (("decode", "--tp", "0"), "tp is a number of GPUs from 1 to 64"),

@@ -68,14 +68,10 @@ DRAIN = 2.0  # times as long as requests arrive, that the last may take to end
 
 def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
     kind = (options.kv_dtypes or (("bf16",) if shape.device == "cuda" else ("f32",)))[0]
-    mix = mix_of(shape, options)
+    mix, count = mix_of(shape, options), count_of(shape, options)
     cache = CacheConfig(kv_dtype=kind, budget=options.budget)
-    count = options.requests or (6 if shape.tiny else 64 if options.quick else 256)
-    about = {
-        "model": shape.name, "layers": shape.config.layers, "weights": options.weight_dtype, "kv": kind,
-        "requests": count, "prompts": str(mix.prompts), "answers": str(mix.answers), "spread": mix.spread,
-        "seed": options.seed, "budget": options.budget, "reuse": options.reuse,
-    }  # fmt: skip
+    about = {"model": shape.name, "layers": shape.config.layers, "weights": options.weight_dtype, "kv": kind}
+    about |= about_load(shape, options)
     report = Report("load", "s", COLUMNS, shape.device, ceilings, about, deadline=options.deadline)
     report.start()
     if len(options.kv_dtypes) > 1:
@@ -112,6 +108,25 @@ def run(shape: Shape, options: BenchOptions, ceilings: Ceilings) -> Report:
     return report
 
 
+def count_of(shape: Shape, options: BenchOptions) -> int:
+    """Requests."""
+    return options.requests or (6 if shape.tiny else 64 if options.quick else 256)
+
+
+def slots_of(shape: Shape, options: BenchOptions) -> int:
+    """Requests that run at once, as far as memory goes."""
+    return options.slots or min(count_of(shape, options), 256)
+
+
+def about_load(shape: Shape, options: BenchOptions) -> dict[str, Any]:
+    """The requests, in words."""
+    mix = mix_of(shape, options)
+    return {
+        "requests": count_of(shape, options), "prompts": str(mix.prompts), "answers": str(mix.answers),
+        "spread": mix.spread, "seed": options.seed, "budget": options.budget, "reuse": options.reuse,
+    }  # fmt: skip
+
+
 def mix_of(shape: Shape, options: BenchOptions) -> Mix:
     """What was asked for, or HybridKVError where the model's context is too short for it."""
     prompts = Range.read("--prompt-tokens", options.prompt_tokens or ("20:120" if shape.tiny else "100:1024"))
@@ -126,17 +141,18 @@ def mix_of(shape: Shape, options: BenchOptions) -> Mix:
 
 
 class LoadBench:
-    """One model, one kind of cache, one mix of requests."""
+    """One model, one kind of cache, one mix of requests. `engine`: one that is there, else it is made."""
 
     def __init__(
         self, shape: Shape, model: Model, report: Report, options: BenchOptions, cache: CacheConfig, mix: Mix,
-        count: int,
+        count: int, engine: Engine | None = None,
     ) -> None:  # fmt: skip
         self.shape, self.model, self.report, self.options, self.cache, self.mix = (
             shape, model, report, options, cache, mix
         )  # fmt: skip
         self.asked = mix.draw(count, shape.config.vocab, options.seed)
-        self.engine = load_engine(shape, model, options, cache, options.slots or min(count, 256), context_of(mix))
+        slots = slots_of(shape, options)
+        self.engine = load_engine(shape, model, options, cache, slots, context_of(mix)) if engine is None else engine
         self.slots = self.engine.manager.slots
         self.about = {"kv_dtype": cache.kv_dtype, "budget": cache.budget, "slots": self.slots}
         report.note(

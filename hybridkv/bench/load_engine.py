@@ -8,6 +8,7 @@ from hybridkv.bench.options import BenchOptions
 from hybridkv.bench.shapes import Shape
 from hybridkv.bench.standin import fill_pages, make_engine
 from hybridkv.bench.timing import GIB
+from hybridkv.cache import CacheSchema
 from hybridkv.config import CacheConfig, ReuseConfig
 from hybridkv.engine.engine import Engine
 from hybridkv.errors import HybridKVError
@@ -32,8 +33,24 @@ def load_engine(
     schema = cache_schema(shape.config, cache, shape.dtype)
     free = free_bytes(shape.device)
     checkpoints = ReuseConfig().rows(schema.slot_bytes, int(free), shape.device == "cpu") if options.reuse else None
-    room = free - (RESERVE if shape.device == "cuda" else 0) - (checkpoints or 0) * schema.slot_bytes
-    each = schema.slot_bytes + (schema.query_buffer_bytes if cache.budget is not None else 0)
+    free -= (checkpoints or 0) * schema.slot_bytes
+    slots, held = pool_sizes(schema, slots, context, free, shape.device, cache.budget is not None, least)
+    engine = make_engine(
+        model, cache, shape.device, shape.dtype, slots, context, held, step_tokens=step_tokens_of(shape, options),
+        checkpoints=checkpoints,
+    )  # fmt: skip
+    fill_pages(engine.manager)
+    return engine
+
+
+def pool_sizes(
+    schema: CacheSchema, slots: int, context: int, free: float, device: str, queries: bool = False, least: int = 1
+) -> tuple[int, int]:
+    """Slots, and tokens for which each has pages, in so many free bytes; or HybridKVError. `queries`: each has a query
+    buffer, too.
+    """
+    room = free - (RESERVE if device == "cuda" else 0)
+    each = schema.slot_bytes + (schema.query_buffer_bytes if queries else 0)
     if each and slots * (each + schema.kv_bytes(context)) > room:
         slots = max(least, min(slots, int(max(room, 0) * STATE_SHARE // each)))
     token = schema.kv_bytes(context) / context
@@ -43,12 +60,7 @@ def load_engine(
             f"{max(room, 0) / GIB:.1f} GiB are left for the cache; a request of {context} tokens takes "
             f"{(each + schema.kv_bytes(context)) / GIB:.2f} GiB; lower the lengths, --slots or --layers"
         )
-    engine = make_engine(
-        model, cache, shape.device, shape.dtype, slots, context, held, step_tokens=step_tokens_of(shape, options),
-        checkpoints=checkpoints,
-    )  # fmt: skip
-    fill_pages(engine.manager)
-    return engine
+    return slots, held
 
 
 def mean_context(mix: Mix) -> int:

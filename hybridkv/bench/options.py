@@ -66,7 +66,7 @@ class BenchOptions:
     ranks: tuple[int, ...] = option(
         (), "LIST", "v4_model: numbers of GPUs, such as 2,4,8: the first rank of each is timed, without its sums"
     )
-    tp: int = option(1, "N", "decode, prefill: GPUs that share the model; the ranks are started here")
+    tp: int = option(1, "N", "decode, prefill, load: GPUs that share the model; the ranks are started here")
     trace: str | None = option(None, "DIR", "decode, prefill: write a profiler trace there, print the largest costs")
     requests: int | None = option(None, "N", "load: asked at once, 256 by default; serve: of each client, 500")
     clients: int | None = option(None, "N", "serve: at once, 64 by default; soak: 12")

@@ -1,4 +1,5 @@
-"""An engine over several ranks of this machine, with random weights: `bench decode --tp 2`, and `bench prefill --tp 2`.
+"""An engine over several ranks of this machine, with random weights: `bench decode --tp 2`, `bench prefill --tp 2`, and
+`bench load --tp 2`, of which it does what all requests at once take (load.py).
 
 Every rank makes its own part (parallel/random_part.py). Rank 0 measures, and the others follow it as those of an LLM
 do, so a time has all in it that several ranks add: messages, what they compare, sums, gathers. Prompts are read: a
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import sys
 import traceback
@@ -21,8 +23,10 @@ from typing import Any, NoReturn
 import torch
 
 from hybridkv import follower
-from hybridkv.bench import decode, prefill
-from hybridkv.bench.decode import ANSWER, CHECKED, DecodeBench, step_times
+from hybridkv.bench import decode, load, prefill
+from hybridkv.bench.decode import ANSWER, CHECKED, DecodeBench, free_bytes, step_times
+from hybridkv.bench.load import LoadBench
+from hybridkv.bench.load_engine import context_of, pool_sizes, step_tokens_of
 from hybridkv.bench.options import OPTIONS as ALL
 from hybridkv.bench.options import BenchOptions, flag_of, from_json
 from hybridkv.bench.prefill import prefill_flops, random_tokens, read
@@ -44,7 +48,9 @@ from hybridkv.parallel.signs import FAILED
 from hybridkv.planner import human
 from hybridkv.ranks import exchange_seconds
 
-NAMES = ("decode", "prefill")
+NAMES = ("decode", "prefill", "load")
+MEASURES = {"decode": ("ms", decode.COLUMNS), "prefill": ("s", prefill.COLUMNS), "load": ("s", load.COLUMNS)}
+ALL_AT_ONCE = ("offline", "sampled")  # parts of load
 MODULE = "hybridkv.bench.over_ranks"
 TIMES = 3  # that a prompt is read, beside the first times
 
@@ -65,10 +71,15 @@ class Work:
     def of(name: str, options: BenchOptions) -> Work:
         shape = find_shape(options.model_shape, options.layers, options.device)
         tiny, reads = shape.tiny, name == "prefill"
+        kinds = options.kv_dtypes or (("bf16",) if shape.device == "cuda" else ("f32",))
+        if name == "load":
+            context, slots = context_of(load.mix_of(shape, options)), load.slots_of(shape, options)
+            fp8 = options.weight_dtype == "fp8"
+            return Work(name, shape, kinds[:1], (context,), (slots,), step_tokens_of(shape, options), fp8)
         return Work(
             name,
             shape,
-            options.kv_dtypes or (("bf16",) if shape.device == "cuda" else ("f32",)),
+            kinds,
             options.contexts or ((192,) if tiny else (8192,) if reads else (2048, 16384)),
             (1,) if reads else options.batches or ((1, 3) if tiny else (1, 16)),
             64 if tiny else (options.chunks or (4096,))[0],
@@ -77,7 +88,11 @@ class Work:
 
     @property
     def answer(self) -> int:
-        """Tokens of a request at most: what is timed, and what it decodes while the prompts of others are read."""
+        """Tokens of a request at most: what is timed, and what it decodes while the prompts of others are read. Of load
+        the contexts have all tokens in them.
+        """
+        if self.name == "load":
+            return 0
         least = min(DEFAULT, self.chunk)  # tokens of a step beside decoding requests
         return ANSWER + max(self.batches) * (max(self.contexts) // least + 1)
 
@@ -90,7 +105,12 @@ class Work:
         """Of this rank, once all have come to it."""
         slots, context = max(self.batches), max(*self.contexts, CHECKED) + self.answer
         schema = cache_schema(model.config, CacheConfig(kv_dtype=kind), self.shape.dtype)
-        pages = schema.pool_pages(slots, context)
+        held = context
+        if self.name == "load":
+            free = torch.tensor([free_bytes(self.shape.device)], dtype=torch.float64)
+            least = float(place.group.all_gather(free).min())  # all ranks have as many
+            slots, held = pool_sizes(schema, slots, context, least, self.shape.device)
+        pages = schema.pool_pages(slots, held)
         manager = KVCacheManager(schema, pages, slots, context, str(place.group.device))
         place.group.meet(f"{kind} is made", place.check)  # an exchange waits for seconds only
         return LockStepEngine(model, manager, None, self.chunk, frozenset(), None, place.group)
@@ -100,7 +120,9 @@ def run(name: str, shape: Shape, options: BenchOptions, ceilings: Ceilings) -> R
     """Of rank 0, which starts the others."""
     size, work = check_size(shape.config, options.tp), Work.of(name, options)
     about = {"model": shape.name, "layers": shape.config.layers, "weights": options.weight_dtype, "ranks": size}
-    measure, columns = ("ms", decode.COLUMNS) if name == "decode" else ("s", prefill.COLUMNS)
+    if name == "load":
+        about |= load.about_load(shape, options)
+    measure, columns = MEASURES[name]
     report = Report(name, measure, columns, shape.device, ceilings, about, deadline=options.deadline)
     report.start()
     report.doing("starting ranks")
@@ -112,7 +134,7 @@ def run(name: str, shape: Shape, options: BenchOptions, ceilings: Ceilings) -> R
         report.note(f"{size} ranks; the first one has {human(model.nbytes)} of weights")  # type: ignore[attr-defined]
         for kind in work.kinds:
             engine = work.engine(kind, model, place)
-            lead(RankedBench(work, kind, engine, report), place)
+            lead(RankedBench(work, kind, engine, report, options), place)
             engine = None
             free_memory(shape.device)
         place.end()
@@ -149,14 +171,21 @@ def check_options(name: str, options: BenchOptions) -> None:
     """Refuse what is not measured over ranks."""
     if name not in NAMES:
         raise HybridKVError(
-            f"--tp measures {' and '.join(NAMES)} over several ranks, not {name}; `ranks` times the first of several "
-            "alone, without what they send each other"
+            f"--tp measures {', '.join(NAMES[:-1])} and {NAMES[-1]} over several ranks, not {name}; `ranks` times the "
+            "first of several alone, without what they send each other"
         )
     if options.weight_dtype not in ("auto", "fp8"):
         raise HybridKVError(f"--tp measures weights in auto or fp8, not {options.weight_dtype}")
-    for wrong in ("only", "budget", "trace"):
+    if name == "load":
+        if not any(re.search(options.only or "", part) for part in ALL_AT_ONCE):
+            parts = " and ".join(ALL_AT_ONCE)
+            raise HybridKVError(f"--only {options.only!r} picks nothing of load over several ranks; there is {parts}")
+        if options.reuse or options.rate or options.load:
+            raise HybridKVError("--reuse, --rate and --load are not for --tp, which measures all requests at once")
+    for wrong in ("budget", "trace") if name == "load" else ("only", "budget", "trace"):
         if getattr(options, wrong) is not None:
-            raise HybridKVError(f"{flag_of(ALL[wrong])} is not for --tp, which measures --contexts and --batches alone")
+            alone = "all requests at once" if name == "load" else "--contexts and --batches alone"
+            raise HybridKVError(f"{flag_of(ALL[wrong])} is not for --tp, which measures {alone}")
     if torchrun_place() is not None:
         raise HybridKVError("bench --tp starts its ranks by itself: run it without torchrun")
 
@@ -170,8 +199,8 @@ def begin(name: str, options: BenchOptions, size: int, device: torch.device) -> 
 class RankedBench:
     """One kind of cache, on rank 0."""
 
-    def __init__(self, work: Work, kind: str, engine: LockStepEngine, report: Report) -> None:
-        self.work, self.kind, self.engine, self.report = work, kind, engine, report
+    def __init__(self, work: Work, kind: str, engine: LockStepEngine, report: Report, options: BenchOptions) -> None:
+        self.work, self.kind, self.engine, self.report, self.options = work, kind, engine, report, options
         self.size = engine.group.size
 
     def all(self) -> None:
@@ -186,6 +215,9 @@ class RankedBench:
             report.note(
                 f"{self.kind} KV: steps over {self.size} ranks against their prefill: {error:.0e} of the logits"
             )
+        if name == "load":
+            self.load()
+            return
         measure = self.decode if name == "decode" else self.prefill
         for context in work.contexts:
             for batch in work.batches:
@@ -194,6 +226,15 @@ class RankedBench:
                 report.attempt(name, case, lambda c=case, n=context, b=batch: measure(c, n, b))
                 if self.engine.failure is not None:
                     return  # the others have ended
+
+    def load(self) -> None:
+        """All requests at once, greedy and sampled; floors are of this rank's bytes and products."""
+        shape, options = self.work.shape, self.options
+        mix, count = load.mix_of(shape, options), load.count_of(shape, options)
+        model, cache = self.engine.runner.model, CacheConfig(kv_dtype=self.kind)
+        bench = LoadBench(shape, model, self.report, options, cache, mix, count, self.engine)
+        bench.about["ranks"] = self.size
+        bench.rows(lambda part: part in ALL_AT_ONCE and re.search(options.only or "", part) is not None)
 
     def agreement(self) -> float:
         """Steps of the last tokens of a short prompt, and the whole of it at once."""
