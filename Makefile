@@ -55,7 +55,7 @@ test: $(VENV)/.stamp-dev
 
 test-slow: $(VENV)/.stamp-dev
 	@$(BIN)/python -m hybridkv.embedded
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow --durations=20 --durations-min=1 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow --ignore tests/install --durations=20 --durations-min=1 $(ARGS)
 
 # All configurations of compiled kernels, all pairs of parameters, more random examples: tests/support/long_form.py.
 test-long: $(VENV)/.stamp-dev

@@ -20,7 +20,7 @@ from hybridkv.evaluation.settings import EvalSettings
 
 pytestmark = pytest.mark.usefixtures("ready_ranks")
 ASKED: dict[str, Any] = dict(
-    tasks=("niah_single_1",), policies=("auto", "replay", "auto:bounded=yes"), ratios=(4,), lengths=(320,), samples=2,
+    tasks=("niah_single_1",), policies=("auto", "replay", "auto:bounded=yes"), ratios=(4,), lengths=(320,), samples=1,
     divergence=1, all_tasks=True, device="cpu", dtype="float32", max_requests=2,
 )  # fmt: skip
 WORDS = ("--device", "cpu", "--dtype", "float32", "--tasks", "niah_single_1", "--policies", "auto", "--ratios", "4")

@@ -11,6 +11,7 @@ import pytest
 import hybridkv
 from install.building import ROOT, Distribution, Environment, build, call, install, project_files
 
+pytestmark = pytest.mark.slow  # make test-install runs these, make test-slow leaves them to it
 # A user's script. With `Any` in place of a type, assert_type fails; the last line must be an error.
 SCRIPT = """
 from typing import assert_type

@@ -219,6 +219,7 @@ def test_a_keyboard_is_enough(tiny_new: Running, browser: Browser) -> None:
     expect(sheet.locator(".user .said")).to_have_text("first line\nsecond line")
     wait_for_end(page)
     expect(sheet.locator("#requests button")).to_have_count(1)
+    expect(sheet.locator("#prompt")).to_be_visible()  # it is asked for when the answer has ended
     reached = set()
     for _ in range(30):
         page.press("Tab")
