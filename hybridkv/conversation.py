@@ -28,6 +28,7 @@ from hybridkv.cache.store import Store, check_name
 from hybridkv.config import EvictionConfig, SamplingParams, check_turns, shown
 from hybridkv.document import Document, cut_held, needs_replay, replay_parts
 from hybridkv.engine.engine import INHERIT, Engine
+from hybridkv.engine.stats import kept_tokens
 from hybridkv.engine.storing import load_request, save_request
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.llm import LLM
@@ -206,8 +207,8 @@ class Conversation:
         manager, tokenizer = self.llm.manager, self.llm.chat_parts()[0]
 
         def held(engine: Engine) -> tuple[float, int]:
-            there = engine.scheduler.bring_back(request)
-            return (manager.kept_tokens(request.key), manager.position(request.key)) if there else (0, 0)
+            there = engine.bring_back(request)
+            return (kept_tokens(request, manager), manager.position(request.key)) if there else (0, 0)
 
         kept, position = self.llm.owner.run(held)
         if kept <= eviction.budget + max(eviction.window, eviction.budget // 2):

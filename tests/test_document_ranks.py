@@ -1,5 +1,6 @@
 """Documents over several ranks: what is kept, answered and saved is what one process keeps, answers and saves."""
 
+import copy
 import gc
 import io
 import signal
@@ -20,6 +21,7 @@ from hybridkv.document import Document
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.lock_step import LockStepEngine
 from hybridkv.engine.replay import ReplayPart
+from hybridkv.engine.stats import kept_tokens
 from hybridkv.errors import RequestError
 from hybridkv.request import Request
 from server.running import SECONDS
@@ -32,6 +34,7 @@ CACHE = CacheConfig(page_size=8, kv_dtype="f32")
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 SEVERAL = SamplingParams(max_tokens=6, temperature=0.9, seed=3, n=2, ignore_eos=True)
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 3
+REPLAYED = EvictionConfig(90, window=8, recent=8, policy="replay")
 QUESTIONS = ["Which month?", "What struck?", "And the weather?"]
 
 
@@ -54,19 +57,6 @@ def answers(document: Document) -> list[Any]:
         assert talk.last is not None
         found.append(talk.last.stats["cached_tokens"])
     talk.close()
-    return found
-
-
-def replayed_turns(llm: LLM) -> list[Any]:
-    """A conversation whose cache is cut after each answer by reading the turn again."""
-    eviction, found = EvictionConfig(40, window=8, recent=8, policy="replay"), []
-    talk = Conversation(llm, "Be brief.", GREEDY, eviction=eviction)
-    for text in (TEXT[:180], *QUESTIONS[:2]):
-        list(talk.send(text))
-        assert talk.last is not None
-        found.append([talk.last.token_ids, talk.last.stats["cached_tokens"], talk.last.stats["kv_bytes_kept"]])
-    talk.close()
-    found[0][1] = 0  # one rank has the document's beginning for others
     return found
 
 
@@ -107,7 +97,6 @@ def test_a_document_over_ranks_is_that_of_one_and_goes_on_over_another_number(
             with one.compress(TEXT, ratio=4, policy=policy, system="Be brief.") as document:
                 want[policy] = told(document), kept(one, document), answers(document)
                 document.save(tmp_path / f"1.{policy}")
-        talked = replayed_turns(one)
     [cut] = want[policies[0]][1].values()
     assert len({len(head) for layer in cut for head in layer}) > 1, "the heads kept equally many"
     with LLM(folder, cache=CACHE, tp=size, **HOW) as llm:
@@ -120,7 +109,6 @@ def test_a_document_over_ranks_is_that_of_one_and_goes_on_over_another_number(
                 assert answers(document) == want[policy][2]
                 document.save(tmp_path / f"{size}.{policy}")
             assert_same_files(tmp_path / f"1.{policy}", tmp_path / f"{size}.{policy}")
-        assert replayed_turns(llm) == talked
         for policy in policies[:2]:  # of one process
             with llm.load_document(tmp_path / f"1.{policy}") as document:
                 assert told(document) == want[policy][0] and answers(document) == want[policy][2]
@@ -145,17 +133,24 @@ def refuses_to_read_again(llm: LLM, request: Request) -> None:
 
     def ask(engine: Engine) -> None:
         scores = engine.replay(request, ReplayPart([5], [6, 7]))
+        others = copy.copy(engine.replay(request, ReplayPart([5], [6, 7])))  # of which nobody has the original
         engine.replay(request, ReplayPart([5], [8]), scores)
         for part, given, said in (
             (ReplayPart([5] * 700, [6]), None, "do not fit a context of 640; shorten the text by"),
             (ReplayPart([5] * 700, [6]), scores, "do not fit a context"),
             (ReplayPart([5], []), scores, "there is no text to read again"),
-            (ReplayPart([5], [6]), list(scores), "goes on from scores from outside is not available"),
+            (ReplayPart([5], [6]), list(scores), "by scores from outside is not available"),
+            (ReplayPart([5], [6]), others, "by scores from outside is not available"),
         ):
             with pytest.raises(RequestError, match=said):
                 engine.replay(request, part, given)
-        with pytest.raises(RequestError, match="by scores from outside is not available"):
-            engine.evict_held(request, EvictionConfig(64), list(scores))
+        for given in (list(scores), others):
+            with pytest.raises(RequestError, match="by scores from outside is not available"):
+                engine.evict_held(request, EvictionConfig(64), given)
+        running = engine.add([5, 6, 7], GREEDY)
+        with pytest.raises(RequestError, match="an answer is still being written"):
+            engine.replay(running, ReplayPart([5], [6]))
+        engine.abort(running)
 
     llm.owner.run(ask)
 
@@ -186,6 +181,44 @@ def test_a_document_that_made_room_is_read_again_on_all_ranks_and_drops_the_same
             llm.owner.run(assert_nothing_held)
             found.append((lists, again))
     assert found[0] == found[1]
+
+
+def replayed_turns(llm: LLM) -> list[Any]:
+    """A conversation whose cache is cut after an answer by reading it again, once it is much more than the budget; in
+    the fourth turn others take its slot before that.
+    """
+    talk, found = Conversation(llm, "Be brief.", GREEDY, eviction=REPLAYED), []
+    for number, text in enumerate((TEXT[:60], *QUESTIONS, "And?", "Why?", "Go on")):
+        stream = talk.send(text)
+        if number == 3:
+            while not (request := talk_request(talk)).finished:
+                next(stream)
+            llm.generate([[n] * 5 for n in (5, 6)], GREEDY)
+            assert request.key in llm.manager.frozen, "nobody has taken its slot"
+        for _ in stream:
+            pass
+        assert talk.last is not None
+        found.append([talk.last.token_ids, kept_tokens(talk_request(talk), llm.manager)])
+        llm.generate([[7] * 5, [8] * 9], GREEDY)
+    talk.close()
+    return found
+
+
+def talk_request(talk: Conversation) -> Request:
+    assert talk._request is not None
+    return talk._request
+
+
+def test_a_conversation_is_cut_by_reading_it_again_as_on_one_rank(tmp_path: Path) -> None:
+    """By the mean of all heads, which keep unlike much; and from wherever its cache lies by then."""
+    folder, found = saved_model(tmp_path, "llama", num_key_value_heads=4), []
+    for tp in (1, 2):
+        with LLM(folder, cache=CACHE, tp=tp, **HOW | dict(max_requests=2, reuse=None)) as llm:
+            found.append(replayed_turns(llm))
+            llm.owner.run(assert_nothing_held)
+    assert found[0] == found[1]
+    after = {n == REPLAYED.budget for _, n in found[0][1:]}
+    assert after == {True, False}, f"it was cut after every turn, or after none: {found[0]}"
 
 
 def run(*words: object) -> None:

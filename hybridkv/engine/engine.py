@@ -359,6 +359,11 @@ class Engine:
         with self._change(), on_device(self.manager.device):
             return held.evict_held(self, request, eviction, scores, ranges, seen)
 
+    def bring_back(self, request: Request) -> bool:
+        """Whether the held cache of a request has a slot, its pages on the device; others make room for that."""
+        with self._change(), on_device(self.manager.device):
+            return self.scheduler.bring_back(request)
+
     def replay(self, request: Request, part: ReplayPart, scores: list[Tensor] | None = None) -> list[Tensor]:
         """Scores [G, L] f32 of each attention layer of a held request, from reading a part of its text once more
         (replay.py): what `evict_held` chooses by. The request stays as it is.

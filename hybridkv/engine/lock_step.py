@@ -34,7 +34,6 @@ from hybridkv.engine.engine import INHERIT, Update
 from hybridkv.engine.pipeline import InFlightStep, Pipeline
 from hybridkv.engine.rank_calls import (
     NOT_OVER_RANKS,
-    RankScores,
     eviction_of_words,
     eviction_words,
     params_of_words,
@@ -199,7 +198,7 @@ class LockStepEngine(RankMoves):
         self._events: list[Event] = []  # since the last step
         self._known: weakref.WeakValueDictionary[int, Request] = weakref.WeakValueDictionary()
         self._to_hold: dict[int, Request] = {}  # not on rank 0, where their callers have them
-        self._scores: dict[int, RankScores] = {}  # likewise
+        self._scores: dict[int, list[Tensor]] = {}  # of texts that were read again
         self._there: set[int] = set()  # rank 0: numbers of what the others hold so
         self._gone: deque[int] = deque()  # those that no caller has any more
 

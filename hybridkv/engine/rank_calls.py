@@ -26,7 +26,7 @@ from hybridkv.engine.agreement import RanksAgree
 from hybridkv.engine.engine import Engine, Update
 from hybridkv.engine.held import about
 from hybridkv.engine.rank_sessions import WholeCache
-from hybridkv.engine.replay import ReplayPart
+from hybridkv.engine.replay import ReplayPart, replay
 from hybridkv.errors import HybridKVError, RequestError
 from hybridkv.eviction import find_policy
 from hybridkv.eviction.policy_words import policy_of_words, policy_words
@@ -44,11 +44,13 @@ Found = TypeVar("Found")
 
 
 class RankScores(list[Tensor]):
-    """What a rank's heads look at while a text is read again: [g, L] of each layer. All ranks have it by a number."""
+    """Stands for what all ranks' heads look at while a text is read again: each has its own under this number. It has
+    no tensors itself, since what a caller of rank 0 did to those the others would not hear of.
+    """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, engine: RankCalls, number: int) -> None:
         super().__init__()
-        self.number = number
+        self.engine, self.number = engine, number
 
 
 class RankCalls(Engine):
@@ -66,7 +68,7 @@ class RankCalls(Engine):
     _to_hold: dict[int, Request]  # not on rank 0, where their callers have them
     _there: set[int]  # rank 0: numbers of what the others hold so
     _gone: deque[int]  # those that no caller has any more; whichever thread finds that adds them
-    _scores: dict[int, RankScores]  # not on rank 0, as above
+    _scores: dict[int, list[Tensor]]  # by the numbers of RankScores: [g, L] of each layer of this rank
 
     def fail(self, problem: BaseException) -> NoReturn:
         """End the group."""
@@ -160,64 +162,83 @@ class RankCalls(Engine):
         """As `Engine.evict_held`; returns the pages that went back on this rank. Refused: scores that `replay` did not
         give, which the others do not have.
         """
-        if scores is not None and not isinstance(scores, RankScores):
-            raise RequestError(NOT_OVER_RANKS.format(what="eviction by scores from outside"))
+        number = None if scores is None else self._own_scores(scores).number
         if self._without_cache(request):
             return super().evict_held(request, eviction, None, ranges, seen)
         event = {
             "event": "evict_held",
             "number": request.order,
             "eviction": eviction_words(eviction),
-            "scores": None if scores is None else scores.number,
+            "scores": number,
             "ranges": [list(each) for each in ranges],
             "seen": seen,
         }
-        return self._call(event, partial(self._evict_held, event, scores))
+        return self._call(event, partial(self._evict_held, event))
 
-    def _evict_held(self, event: Event, scores: Sequence[Tensor] | None = None) -> int:
+    def _evict_held(self, event: Event) -> int:
         eviction = eviction_of_words(event["eviction"])
         assert eviction is not None
         self._may_share(eviction)
-        if scores is None and event["scores"] is not None:
-            scores = self._scores[event["scores"]]
+        scores = None if event["scores"] is None else self._scores[event["scores"]]
         ranges = [(begin, end) for begin, end in event["ranges"]]
         return super().evict_held(self._named(event), eviction, scores, ranges, event["seen"])
 
-    def replay(self, request: Request, part: ReplayPart, scores: list[Tensor] | None = None) -> list[Tensor]:
-        """As `Engine.replay`, of this rank's heads. The others keep theirs as long as a caller of rank 0 has these."""
-        if scores is not None and not isinstance(scores, RankScores):
-            raise RequestError(NOT_OVER_RANKS.format(what="replay that goes on from scores from outside"))
+    def bring_back(self, request: Request) -> bool:
+        """As `Engine.bring_back`, on all ranks or on none."""
         if self._without_cache(request):
-            raise RequestError("the request's cache is not held any more: there is nothing to read again")
-        if first := scores is None:
-            scores = RankScores(next(self.numbers))
+            return False
+        event = {"event": "bring_back", "number": request.order}
+        return self._call(event, partial(self._bring_back, event))
+
+    def _bring_back(self, event: Event) -> bool:
+        there = super().bring_back(self._named(event))
+        found = self.group.all_gather(torch.tensor([int(there)])).flatten().tolist()
+        if len(set(found)) > 1:
+            raise GroupError(f"a held cache has come back on rank {found.index(1)} and not on rank {found.index(0)}")
+        return there
+
+    def replay(self, request: Request, part: ReplayPart, scores: list[Tensor] | None = None) -> list[Tensor]:
+        """As `Engine.replay`. What is returned stands for the scores of all ranks (`RankScores`), which keep them as
+        long as a caller of rank 0 has it.
+        """
+        given = None if scores is None else self._own_scores(scores)
+        if self._without_cache(request):
+            return super().replay(request, part)  # which says why it cannot be
         tokens, at = self.check_tokens([*part.prompt, *part.text]), len(part.prompt)
+        found = RankScores(self, next(self.numbers)) if given is None else given
         event = {
             "event": "replay",
             "number": request.order,
             "prompt": tokens[:at],
             "text": tokens[at:],
-            "scores": scores.number,
-            "first": first,
+            "scores": found.number,
+            "first": given is None,
         }
-        self._call(event, partial(self._replay, event, scores))
-        if first:
-            self._there.add(scores.number)
-            weakref.finalize(scores, self._gone.append, scores.number)
-        return scores
+        self._call(event, partial(self._replay, event))
+        if given is None:
+            self._there.add(found.number)
+            weakref.finalize(found, self._gone.append, found.number)
+        return found
 
-    def _replay(self, event: Event, scores: RankScores | None = None) -> None:
+    def _replay(self, event: Event) -> None:
+        number, before = event["scores"], None
         if event["first"]:
-            self.numbers = itertools.count(event["scores"] + 1)
-            scores = RankScores(event["scores"]) if scores is None else scores
-        elif scores is None:
-            scores = self._scores[event["scores"]]
+            self.numbers = itertools.count(number + 1)
+        else:
+            before = self._scores[number]
         part = ReplayPart(event["prompt"], event["text"])
-        found = super().replay(self._named(event), part, None if event["first"] else scores)
+        with Engine.changing(self):
+            found = replay(self, self._named(event), part, before, self._alike)
         rows, ranks = torch.cat(found), None if self.evictor is None else self.evictor.ranks  # [layers * g, L]
-        scores[:] = (rows if ranks is None else ranks.strongest(rows)).split(len(found[0]))
-        if self.group.rank:
-            self._scores[scores.number] = scores
+        rows = rows if ranks is None else ranks.strongest(rows)
+        self._scores[number] = list(rows.split(len(found[0])))
+
+    def _own_scores(self, scores: Sequence[Tensor]) -> RankScores:
+        """Those that all ranks have, or RequestError: not what `replay` of this engine gave."""
+        own = isinstance(scores, RankScores) and scores.engine is self
+        if own and scores.number in self._scores and scores.number not in self._gone:
+            return scores
+        raise RequestError(NOT_OVER_RANKS.format(what="eviction or replay by scores from outside"))
 
     def evict_turns(self, request: Request, turns: Sequence[tuple[int, int]], budget: int) -> dict[str, float]:
         """As `Engine.evict_turns`."""
@@ -328,6 +349,8 @@ class RankCalls(Engine):
         gone = [self._gone.popleft() for _ in range(len(self._gone))]
         events += [{"event": "abort", "number": number} for number in gone if number in self._there]
         self._there.difference_update(gone)
+        for number in gone:
+            self._scores.pop(number, None)
         return events
 
     def _check_there(self, request: Request) -> None:

@@ -15,6 +15,7 @@ and the request itself does not change by a bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from hybridkv.engine.engine import Engine
 
 
+Forked = tuple[RequestKey, list[int]]
+
+
 @dataclass(frozen=True)
 class ReplayPart:
     """A piece of the text that is read again."""
@@ -50,11 +54,36 @@ class ReplayPart:
         return len(self.prompt) + len(self.text)
 
 
-def replay(engine: Engine, request: Request, part: ReplayPart, scores: list[Tensor] | None = None) -> list[Tensor]:
+def replay(
+    engine: Engine,
+    request: Request,
+    part: ReplayPart,
+    scores: list[Tensor] | None = None,
+    agreed: Callable[[Callable[[], Forked]], Forked] = lambda work: work(),
+) -> list[Tensor]:
     """Scores [G, L] f32 of each attention layer: the largest weights that `part` gives. The request stays as it is.
 
-    `scores`: what the parts before gave; they are raised in place.
+    Args:
+        engine: who holds it.
+        request: what is read again.
+        part: a piece of its text.
+        scores: what the parts before gave; they are raised in place.
+        agreed: does what may be refused, over ranks on all of them or on none.
     """
+    manager = engine.manager
+    fork, tokens = agreed(lambda: _forked(engine, request, part))
+    try:
+        where = positions(manager.slot_of[request.key], manager)  # [streams, L]
+        if scores is None:
+            scores = list(torch.zeros(where.shape, device=manager.device).split(manager.tables[STREAMS].schema.heads))
+        _read(engine, fork, tokens, max(0, len(part.prompt) - 1), _Looking(engine, fork, where, scores))
+    finally:
+        manager.release_request(fork)
+    return scores
+
+
+def _forked(engine: Engine, request: Request, part: ReplayPart) -> Forked:
+    """A fork of the request with room for the part's tokens, and these, or RequestError."""
     manager = engine.manager
     if STREAMS not in manager.tables:
         raise RequestError("the model has no full-attention layer: there is nothing to score")
@@ -68,17 +97,9 @@ def replay(engine: Engine, request: Request, part: ReplayPart, scores: list[Tens
         raise RequestError("there is no text to read again; give at least one token")
     tokens = engine.check_tokens([*part.prompt, *part.text])
     _make_room(engine, request, len(tokens))
-    slot = manager.slot_of[request.key]
-    where = positions(slot, manager)  # [streams, L]
-    if scores is None:
-        scores = list(torch.zeros(where.shape, device=manager.device).split(manager.tables[STREAMS].schema.heads))
     fork = RequestKey(-1)  # of the engine's own kind: after an interrupt it is released with all that have no owner
     manager.fork_request(request.key, fork)
-    try:
-        _read(engine, fork, tokens, max(0, len(part.prompt) - 1), _Looking(engine, fork, where, scores))
-    finally:
-        manager.release_request(fork)
-    return scores
+    return fork, tokens
 
 
 def _make_room(engine: Engine, request: Request, tokens: int) -> None:

@@ -35,6 +35,13 @@ def test_answers_follow_a_grammar_that_rank_0_has(folder: Path) -> None:
     assert "structured output failed" in want[-1][0]
 
 
+def test_a_text_is_read_again_on_all_ranks_and_its_scores_are_forgotten(folder: Path) -> None:
+    (want, _, free), found = both(folder, "replayed")
+    assert found[0][0] == want and [rank[2] for rank in found] == [free, free]
+    lists = [heads for cut in want[1:3] for layers in cut.values() for heads in layers]
+    assert len({len(entries) for heads in lists for entries in heads}) > 2, "the heads kept equally many"
+
+
 def test_a_logits_hook_is_run_where_tokens_are_drawn(folder: Path) -> None:
     (want, _, _), found = both(folder, "hooked")
     assert found[0][0] == want

@@ -15,6 +15,7 @@ from hybridkv.cache.session import Session
 from hybridkv.config import EvictionConfig, SamplingParams
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.lock_step import LockStepEngine
+from hybridkv.engine.replay import ReplayPart
 from hybridkv.errors import RequestError
 from hybridkv.models.config import ModelConfig
 from hybridkv.models.decoder import Model
@@ -47,6 +48,7 @@ def run(group: Group | Alone, part: tuple[Model, ModelConfig, Shard], script: st
                 pass
         assert not group.rank or not engine._events, "it remembers what it never tells"
         assert not engine._to_hold or script != "prefixed", "it holds what no caller has"
+        assert not engine._scores, "it has scores that no caller has"
     engine.manager.check_integrity()
     held = {r.order: lists_of(r) for r in engine.scheduler.held}
     return found, held, engine.scheduler.manager.free_slots
@@ -240,6 +242,23 @@ def prefixed(engine: Engine) -> list[Any]:
     except RequestError as problem:
         assert "nobody knows this request any more" in str(problem), problem
     return [*found, finish(engine, engine.add(TEXT[:9], GREEDY))[0]]
+
+
+def replayed(engine: Engine) -> list[Any]:
+    """A text that is read again in two parts, and forks that are cut by what was found, which nobody has afterwards."""
+    first = engine.add(TEXT[:120], replace(GREEDY, max_tokens=1), True, eviction=EvictionConfig(1 << 20, 16, 8))
+    found, scores = finish(engine, first), None
+    for at in (0, 50):
+        scores = engine.replay(first, ReplayPart([7], TEXT[at : at + 50]), scores)
+    for budget in (30, 60):
+        fork = engine.fork_held(first)
+        engine.evict_held(fork, EvictionConfig(budget, 16, 8, "replay"), scores, ranges=[(0, 3)])
+        found.append({at: [[e.tolist() for e in layer] for layer in r] for at, r in engine.evictions_of(fork).items()})
+        engine.abort(fork)
+    engine.abort(first)
+    del scores, fork, first
+    gc.collect()
+    return [*found, *finish(engine, engine.add(TEXT[:9], GREEDY))]  # the others hear of it
 
 
 def bounds(engine: Engine) -> list[Any]:
