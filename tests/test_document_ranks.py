@@ -190,6 +190,7 @@ def replayed_turns(llm: LLM) -> list[Any]:
     talk, found, text, before = Conversation(llm, "Be brief.", GREEDY, eviction=REPLAYED), [], TEXT[:60], 0
     for number in range(7):
         stream = talk.send(text)
+        next(stream)
         while not (request := talk_request(talk)).finished:
             next(stream)
         llm.generate([[n] * 5 for n in (5, 6)], GREEDY)
