@@ -21,7 +21,6 @@ from hybridkv.document import Document
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.lock_step import LockStepEngine
 from hybridkv.engine.replay import ReplayPart
-from hybridkv.engine.stats import kept_tokens
 from hybridkv.errors import RequestError
 from hybridkv.request import Request
 from server.running import SECONDS
@@ -198,7 +197,7 @@ def replayed_turns(llm: LLM) -> list[Any]:
         for _ in stream:
             pass
         assert talk.last is not None
-        found.append([talk.last.token_ids, llm.owner.run(lambda engine, r=request: mean_kept(engine, r))])
+        found.append([talk.last.token_ids, list(request.evictions)])
         llm.generate([[7] * 5, [8] * 9], GREEDY)
         grown, before = len(request.tokens) - before, len(request.tokens)
         if number:  # by the text, and by what stands around it
@@ -207,12 +206,6 @@ def replayed_turns(llm: LLM) -> list[Any]:
             text = "And now?"
     talk.close()
     return found
-
-
-def mean_kept(engine: Engine, request: Request) -> float:
-    """Entries of a stream on average."""
-    assert engine.bring_back(request)
-    return kept_tokens(request, engine.manager)
 
 
 def talk_request(talk: Conversation) -> Request:
@@ -228,8 +221,8 @@ def test_a_conversation_is_cut_by_reading_it_again_as_on_one_rank(tmp_path: Path
             found.append(replayed_turns(llm))
             llm.owner.run(assert_nothing_held)
     assert found[0] == found[1]
-    after = {n == REPLAYED.budget for _, n in found[0][1:]}
-    assert after == {True, False}, f"it was cut after every turn, or after none: {found[0]}"
+    cuts = [len(at) for _, at in found[0]]
+    assert 2 < cuts[-1] < len(cuts), f"it was cut after every turn, or hardly ever: {cuts}"
 
 
 def run(*words: object) -> None:
