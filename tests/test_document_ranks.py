@@ -187,7 +187,7 @@ def replayed_turns(llm: LLM) -> list[Any]:
     grows by just that half, so a mean that is a little higher decides otherwise; and before that others take its slot.
     """
     talk, found, text, before = Conversation(llm, "Be brief.", GREEDY, eviction=REPLAYED), [], TEXT[:60], 0
-    for number in range(7):
+    for number in range(5):
         stream = talk.send(text)
         next(stream)
         while not (request := talk_request(talk)).finished:
@@ -222,7 +222,7 @@ def test_a_conversation_is_cut_by_reading_it_again_as_on_one_rank(tmp_path: Path
             llm.owner.run(assert_nothing_held)
     assert found[0] == found[1]
     cuts = [len(at) for _, at in found[0]]
-    assert 2 < cuts[-1] < len(cuts), f"it was cut after every turn, or hardly ever: {cuts}"
+    assert 1 < cuts[-1] < len(cuts), f"it was cut after every turn, or hardly ever: {cuts}"
 
 
 def run(*words: object) -> None:

@@ -12,8 +12,8 @@ All copies between host and device are launched on the one side stream, so they 
 blocks that were dropped and taken again are written after they were read. Rows and pages may be given away as soon as
 `put` returns, since whatever writes them later comes after the copy into the staging buffer on the compute stream. A
 staging buffer is not written again before the copy out of it has ended. On a CPU all of it is plain copies. Pinned
-chunks of the host, where a session came from a GPU, go the same way: to the device and back is three times as fast as
-one thread copies.
+chunks of the host, as of a session that came from a GPU, go down by way of the device, too, which is three times as
+fast as one thread copies; the host waits for the first half of that way, so they are the caller's again.
 
 What nobody waits for (`aside`) is also written to its pages and rows on the side stream, after all that the compute
 stream was given before; the compute stream waits for it (`Arrival`) before it reads or gives away any of them.

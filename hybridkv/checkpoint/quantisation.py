@@ -46,7 +46,7 @@ QUARK_WEIGHTS: Values = {
     "is_dynamic": (False, None), "ch_axis": (-1, 1, None), "symmetric": (None, True),
 }  # fmt: skip
 QUARK_LATER: Values = {"is_dynamic": (True,)}
-TURNED = ("rotation", "quarot")  # algorithms of Quark that may leave a rotation to be done in every step
+FOLDED = ("awq", "gptq", "gptaq", "smooth", "autosmoothquant", "qronos")  # algorithms of Quark that weights have in them
 
 
 def stored_as(quantised: object, methods: Sequence[str]) -> Stored:
@@ -96,16 +96,16 @@ def _compressed_tensors(config: Mapping[str, object]) -> Stored:
 def _quark(config: Mapping[str, object]) -> Stored:
     """The packing that a config names (`pack_method`) is for int4: Quark packs fp4 in one way."""
     where = "quantization_config"
-    _absent(config, where, ("kv_cache_quant_config", "softmax_quant_spec"))
+    _absent(config, where, ("kv_cache_quant_config", "softmax_quant_spec", "pre_quant_opt_config"))
     if config.get("export") is not None:
         export = _object(config["export"], "export")
         _absent(export, "export", ("kv_cache_group",))
         _is(export, "export", {"weight_format": ("real_quantized", None)})
-    algorithms = config.get("algo_config")
+    algorithms = config.get("algo_config") or []  # of others, such as a rotation, something may be left to every step
     for algorithm in algorithms if isinstance(algorithms, list) else [algorithms]:
         name = algorithm.get("name") if isinstance(algorithm, Mapping) else algorithm
-        if name in TURNED:
-            raise UnsupportedModel(f"config: algo_config names {shown(name)}; weights that are rotated are not read")
+        if name not in FOLDED:
+            raise UnsupportedModel(f"config: algo_config names {shown(name)}; only {', '.join(FOLDED)} are read")
     specs = {"global_quant_config": config.get("global_quant_config")}
     for several in ("layer_quant_config", "layer_type_quant_config"):
         if config.get(several):

@@ -101,7 +101,9 @@ REFUSED: tuple[tuple[dict[str, Any], str, object, str], ...] = (
     (QUARK, "layer_quant_config", {"*self_attn*": FP8_LAYER}, r"layer_quant_config '\*self_attn\*': .*'fp8_e4m3'"),
     (QUARK, "export.kv_cache_group", ["*k_proj"], "has kv_cache_group"),
     (QUARK, "export.weight_format", "fake_quantized", "weight_format 'fake_quantized'"),
-    (QUARK, "algo_config", [{"name": "rotation"}], "names 'rotation'"),
+    (QUARK, "algo_config", [{"name": "rotation"}], "names 'rotation'; only awq, gptq"),
+    (QUARK, "algo_config", {"rotation": {}}, "names None"),
+    (QUARK, "pre_quant_opt_config", [{"name": "quarot"}], "has pre_quant_opt_config"),
     (QUARK, "quant_method", "mxfp4", "'mxfp4'; only fp8, compressed-tensors and quark are read"),
 )
 

@@ -40,7 +40,8 @@ def spread(names: str, first: Sequence[Any], second: Sequence[Any]) -> pytest.Ma
 
 
 def _values(given: Any) -> Sequence[Any]:
-    """`given` is a value, a tuple of values, or a pytest.param."""
+    """`given` is a value, a tuple of values, or a pytest.param without marks, which would be lost."""
+    assert not getattr(given, "marks", ()), given
     return getattr(given, "values", given if isinstance(given, tuple) else (given,))
 
 
