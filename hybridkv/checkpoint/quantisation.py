@@ -46,7 +46,7 @@ QUARK_WEIGHTS: Values = {
     "is_dynamic": (False, None), "ch_axis": (-1, 1, None), "symmetric": (None, True),
 }  # fmt: skip
 QUARK_LATER: Values = {"is_dynamic": (True,)}
-FOLDED = ("awq", "gptq", "gptaq", "smooth", "autosmoothquant", "qronos")  # algorithms of Quark that weights have in them
+FOLDED = ("awq", "gptq", "gptaq", "smooth", "autosmoothquant", "qronos")  # what these of Quark do lies in the weights
 
 
 def stored_as(quantised: object, methods: Sequence[str]) -> Stored:

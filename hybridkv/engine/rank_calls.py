@@ -235,10 +235,13 @@ class RankCalls(Engine):
 
     def _own_scores(self, scores: Sequence[Tensor]) -> RankScores:
         """Those that all ranks have, or RequestError: not what `replay` of this engine gave."""
-        own = isinstance(scores, RankScores) and scores.engine is self
-        if own and scores.number in self._scores and scores.number not in self._gone:
-            return scores
-        raise RequestError(NOT_OVER_RANKS.format(what="eviction or replay by scores from outside"))
+        if not isinstance(scores, RankScores) or scores.engine is not self or not self._has(scores.number):
+            raise RequestError(NOT_OVER_RANKS.format(what="eviction or replay by scores from outside"))
+        return scores
+
+    def _has(self, number: int) -> bool:
+        """Whether the scores of this number are there; those of a copy may be gone."""
+        return number in self._scores and number not in self._gone
 
     def evict_turns(self, request: Request, turns: Sequence[tuple[int, int]], budget: int) -> dict[str, float]:
         """As `Engine.evict_turns`."""
