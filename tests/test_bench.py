@@ -539,7 +539,8 @@ def test_a_rank_alone_runs_at_its_own_shapes(capsys: pytest.CaptureFixture[str])
     assert part.logits(hidden).shape == (3, shape.config.vocab) and part.own_logits(hidden).shape[1] == 64
 
 
-@pytest.mark.parametrize("name", [pytest.param("decode", marks=pytest.mark.slow), "prefill"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["decode", "prefill"])
 def test_a_bench_over_ranks_measures_an_engine_that_all_of_them_run(name: str, run: Run) -> None:
     flags = ("--model-shape", "tiny", "--device", "cpu", "--kv-dtype", "f32,bf16", "--contexts", "200,70")
     code, lines, said = run(name, "--tp", "2", *flags)

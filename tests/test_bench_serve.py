@@ -70,6 +70,7 @@ def test_answers_that_are_not_exact_are_failures() -> None:
     assert tally.failures == 5 and len(tally.problems) == 5
 
 
+@pytest.mark.slow
 def test_a_canary_that_drifts_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     original, heard = soak.canary, []
 
@@ -104,6 +105,7 @@ def test_memory_that_grows_for_long_enough_is_a_failure(monkeypatch: pytest.Monk
     assert "memory grew by" in failure["problem"]
 
 
+@pytest.mark.slow
 def test_requests_that_stay_in_memory_are_a_failure_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     original, leak = Service.end, []
 

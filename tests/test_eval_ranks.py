@@ -40,15 +40,8 @@ def records(folder: Path, tp: int, **more: Any) -> list[Record]:
     return found[1:]
 
 
-@pytest.mark.parametrize(
-    "folder",
-    [
-        ("llama", 1),
-        pytest.param(("qwen3_5", 2), marks=pytest.mark.slow),
-        pytest.param(("llama", 4), marks=pytest.mark.slow),
-    ],
-    indirect=True,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", [("llama", 1), ("qwen3_5", 2), ("llama", 4)], indirect=True)
 def test_answers_scores_and_bytes_are_those_of_one_rank(folder: Path) -> None:
     """KV heads on one rank each, one on both, and two a rank. In exact mode the distributions have the same bits."""
     want, found = (records(folder, tp, exact=True) for tp in (1, 2))

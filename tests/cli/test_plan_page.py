@@ -150,6 +150,7 @@ def test_controls_and_keyboard(browser: Browser, written: Path, capsys: pytest.C
     assert not page.errors
 
 
+@pytest.mark.slow
 def test_the_address_holds_what_was_chosen(browser: Browser, written: Path) -> None:
     page = browser.open(written, fragment="model=Qwen3-8B&card=24GB&weights=q6_k&context=16k&requests=4&kv=fp8")
     command = page.text("#command")

@@ -68,6 +68,7 @@ def test_ranks_of_unlike_versions_are_refused(what: str, name: str, folders: dic
         assert line[1].startswith(f"{name} on rank 1, '") and line[1].endswith(f"' on rank 0: {SAME}")
 
 
+@pytest.mark.slow
 def test_a_rank_that_compares_nothing_is_not_waited_for(folders: dict[str, str]) -> None:
     """As an earlier version does: it goes on to form a group, and the others have just met it."""
     one, two = start([folders["plain"]], broken={"1": "no comparison"})

@@ -227,7 +227,9 @@ HIDDEN = {
 }
 
 
-@pytest.mark.parametrize("kind", HIDDEN)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind.startswith("thoughts") else pytest.mark.slow) for kind in HIDDEN]
+)
 def test_signs_of_life_come_while_tokens_come_that_show_nothing(tiny_llm: LLM, kind: str) -> None:
     path, more, text = HIDDEN[kind]
     body = {"model": "tiny", "messages": HI, "max_tokens": 300, "temperature": 0, "stream": True, **more}
