@@ -19,7 +19,7 @@ help:
 	@echo "make test-replicas   run two servers behind vllm-router: one is killed, one is drained, all are drained"
 	@echo "make test-ray   run the tests of replicas under Ray Serve, in an environment of their own (0.5 GB more)"
 	@echo "make test-nixl   run the tests of what goes from server to server by NIXL, too, in an environment of their own (0.4 GB more)"
-	@echo "make test-interrupts   interrupt an engine at thousands of lines"
+	@echo "make test-interrupts   interrupt an engine at two thousand lines"
 	@echo "make test-old-cpu   run the tests of numbers as a CPU without AVX-512 would"
 	@echo "make test-install   install the built wheel with all it needs into a fresh environment, and try it"
 	@echo "make docs    the API as web pages, from the docstrings, into build/api"
@@ -106,7 +106,7 @@ NUMBERS := tests/test_old_cpu.py tests/test_exact.py \
   $(patsubst %,tests/engine/test_%.py,batching compressed copying prompt_logprobs replay reuse reuse_v4 sampler)
 
 test-interrupts: $(VENV)/.stamp-dev
-	HYBRIDKV_INTERRUPTS=32 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/engine/test_interrupts.py -k any_line $(ARGS)
+	HYBRIDKV_INTERRUPTS=24 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/engine/test_interrupts.py -k any_line $(ARGS)
 
 test-old-cpu: $(VENV)/.stamp-dev
 	@$(BIN)/python -m hybridkv.embedded

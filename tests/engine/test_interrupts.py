@@ -45,7 +45,7 @@ from hybridkv.models.random_weights import random_decoder
 from hybridkv.request import Request
 
 WATCHED = ("/engine/", "/cache/", "/eviction/", "/request.py", "/eviction_record.py")  # where bookkeeping is done
-# points of interruption, spread over the whole work; HYBRIDKV_INTERRUPTS=32 takes thirty-two times as many
+# points of interruption, spread over the whole work; HYBRIDKV_INTERRUPTS=24 takes twenty-four times as many
 MORE = int(os.environ.get("HYBRIDKV_INTERRUPTS", "1"))
 LEFT = " left to the device"  # evictions of this kind of engine are
 SHARED = f", shared{LEFT}"  # and columns share its pages
