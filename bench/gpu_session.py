@@ -2,9 +2,10 @@
 
     python bench/gpu_session.py 920 [--only 'tests|kernels'] [--out gpu_session]
 
-Where a machine is lent for less, two calls do the same, on two machines if need be:
+Where a machine is lent for less, several calls do the same, on several machines if need be:
 
-    python bench/gpu_session.py 580 --only 'tests|memcheck|kernels|v4'
+    python bench/gpu_session.py 600 --only 'tests|memcheck'
+    python bench/gpu_session.py 240 --only 'kernels|v4_'
     python bench/gpu_session.py 360 --only 'decode|peers|prefill|eviction|capacity|load$|start'
     python bench/gpu_session.py 590 --only 'load_|exact|sessions_of_one|released$'
     python bench/gpu_session.py 350 --only 'ranks'
@@ -56,7 +57,7 @@ def steps() -> list[Step]:
     all_right = "for one in $all; do wait $one || exit 1; done"
     marked = [p for p in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in p.read_text(encoding="utf-8")]
     marked.sort(key=lambda path: path.name != "test_ranks.py")  # the longest ones begin first
-    found = [Step("tests", 400, [*tests, *workers, *(str(p.relative_to(ROOT)) for p in marked)])]
+    found = [Step("tests", 480, [*tests, *workers, *(str(p.relative_to(ROOT)) for p in marked)])]
     if shutil.which("compute-sanitizer"):
         found.append(Step("memcheck", 130, ["sh", "-c", f"{all_runs}; {all_right}"]))
 

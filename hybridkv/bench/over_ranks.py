@@ -234,6 +234,8 @@ class RankedBench:
         model, cache = self.engine.runner.model, CacheConfig(kv_dtype=self.kind)
         bench = LoadBench(shape, model, self.report, options, cache, mix, count, self.engine)
         bench.about["ranks"] = self.size
+        if len(options.kv_dtypes) > 1:
+            self.report.note(f"one kind of cache at a time: {self.kind}")
         bench.rows(lambda part: part in ALL_AT_ONCE and re.search(options.only or "", part) is not None)
 
     def agreement(self) -> float:
